@@ -1,77 +1,87 @@
-"""How fast files become batches: 26 categorical, 13 float, one list column and a label, on one core.
+"""How fast files become batches: 26 categorical, 13 float, one list column and a label, from a log made for the run.
 
-    python benchmarks/loader.py --folder DIR [--make ROWS] [--baseline row_loader.py] [--rows 1000000] [--repeats 5]
-    [--batch 4096]
-        [--merlin PYTHON] [--large]
+    python benchmarks/loader.py [--only ROW ...] [--turns 3] [--quick]
 
-`row-wise` is a map-style Dataset under torch's DataLoader, the baseline script run as a process. `parquet-plain` and
-`parquet-shuffled` are what pyarrow alone decodes from the same files with one thread against our loader that builds
-whole batches in one thread too; `arrow-ipc` is our figure for the same rows in Arrow IPC against our figure for
-parquet, both shuffled. All take turns, and a ratio is the median of the turns' ratios. `wait-share` and `memory` use
-the loader's threads as by default.
+The log has 1,048,576 rows in 4 parquet files with row groups of 65,536. Rows a second are those of whole epochs, from
+opening the files to the last row, in one thread, batches of 4,096.
 
-`merlin-flat` and `merlin-list` are merlin-dataloader 23.8.0 on the CPU, without the list column and with it, against
-our loader with one thread that reads ahead, as merlin has. PYTHON is the interpreter of an environment with
-numpy==1.26.4, dask==2023.9.2, distributed==2023.9.2, pyarrow<16, pandas<2.1, betterproto<2, pynvml<11.5,
-tensorflow-metadata, numba, npy-append-array and torch, and then, with --no-deps, merlin-dataloader==23.8.0 and
-merlin-core==23.8.0. `memory-large-groups` is the peak where a row group has 1,048,576 rows. Last line: one JSON object.
+`row-wise`: our loader, shuffled, against a map-style Dataset under torch's DataLoader, a script run as a process with
+no worker and with two, of which the faster counts. The script counts from its second batch on, and is measured once.
+`parquet-plain` and `parquet-shuffled`: our loader, which builds whole batches, against what pyarrow alone decodes from
+the same files. `arrow-ipc`: our loader, shuffled, over the same rows in Arrow IPC, against itself over parquet.
+`wait-share`: share of the time of `train()` in which it waits for its next batch, by epoch, over 1,024 steps of a
+two-tower network on one thread, with the loader's threads as by default. `memory`: peak of a process that reads the log
+once, with the loader's threads; `memory-growth-20-epochs` and `-loaders`: what 20 further epochs, and 20 further
+loaders, add to the process. Last line: one JSON object.
 """
 
-import argparse
-import dataclasses
+import contextlib
+import functools
 import gc
-import importlib.metadata
+import io
 import itertools
-import json
+import logging
 import os
 import resource
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from harness import ROOT, Options, Row, command_line, in_turn, last_json, rates, row
+from row_loader import make
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.files.sources import ArrowSource, ParquetSource, Source
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
+from torchrec_ext.distributed.optim.config import OptimizerConfig
+from torchrec_ext.distributed.parallel import hybrid_parallel
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.models.tower_model import two_tower
 from torchrec_ext.schema import BatchSchema
+from torchrec_ext.train.config import TrainConfig
+from torchrec_ext.train.loop import train
 
-ROOT = Path(__file__).resolve().parent.parent
-IDS = [f"c{at}" for at in range(26)] + ["history"]
-FLOATS = [f"d{at}" for at in range(13)]
-TABLE = EmbeddingBagConfig(name="ids", embedding_dim=16, num_embeddings=1_000_000, feature_names=IDS)
-SCHEMA = BatchSchema.from_tables([TABLE], dense=FLOATS)
-FLAT = BatchSchema.from_tables([dataclasses.replace(TABLE, feature_names=IDS[:-1])], dense=FLOATS)
-ONE_THREAD = {"prefetch": 0, "read_ahead": 0}
-LARGE = 1 << 20  # rows of a large row group
+BASELINE = ROOT.parent / "shared" / "baselines" / "row_loader.py"
+IDS = [f"c{number}" for number in range(26)] + ["history"]
+FLOATS = [f"d{number}" for number in range(13)]
+BATCH = 4096
+
+
+def table(name: str, features: list[str]) -> EmbeddingBagConfig:
+    return EmbeddingBagConfig(name=name, embedding_dim=16, num_embeddings=1_000_000, feature_names=features)
+
+
+SCHEMA = BatchSchema.from_tables([table("ids", IDS)], dense=FLOATS)
 
 
 def loader(source: Source, schema: BatchSchema = SCHEMA, **options: Any) -> ChunkLoader:
-    return ChunkLoader(
-        source, schema, config=LoaderConfig(**{"batch_size": 4096, "negatives": 0, "label": "label"} | options)
-    )
+    config = LoaderConfig(**{"batch_size": BATCH, "negatives": 0, "label": "label"} | options)
+    return ChunkLoader(source, schema, config=config)
 
 
-def rate(batches: Iterator[Any], rows: int, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Rows per second, from the second element on: the first of a shuffled stream waits for the whole buffer."""
-    size, start = 0, 0.0
-    for batch in batches:
-        if not start:
-            start = clock()
-            continue
-        size += len(batch)
-        if size >= rows:
-            break
-    return size / (clock() - start)
+def count(options: Options) -> int:
+    """Rows of the log."""
+    return 2**17 if options.quick else 2**20
+
+
+@functools.cache
+def _log(rows: int) -> tempfile.TemporaryDirectory[str]:
+    folder = tempfile.TemporaryDirectory()
+    make(Path(folder.name), rows)
+    return folder
+
+
+def log(options: Options) -> Path:
+    """The folder with the log, which lasts as long as this process."""
+    return Path(_log(count(options)).name)
 
 
 def decoded(folder: Path) -> Iterator[pa.Table]:
@@ -81,147 +91,109 @@ def decoded(folder: Path) -> Iterator[pa.Table]:
                 yield file.read_row_group(group, use_threads=False)
 
 
-def row_wise(script: Path, folder: Path, batch: int) -> float:
-    best = 0.0
-    for workers in (0, 2):
-        command = [sys.executable, script, folder, "--batch", str(batch), "--workers", str(workers)]
-        output = subprocess.run([str(part) for part in command], check=True, capture_output=True, text=True).stdout
-        best = max(best, json.loads(output.splitlines()[-1])["rows_per_s"])
-    return best
-
-
-def to_arrow(folder: Path, target: Path, rows: int) -> ArrowSource:
+def to_arrow(folder: Path, target: Path) -> None:
     tables = decoded(folder)
     first = next(tables)
     with pa.ipc.new_file(target / "rows.arrow", first.schema) as writer:
-        writer.write_table(first)
-        written = len(first)
-        for table in tables:
-            writer.write_table(table)
-            written += len(table)
-            if written > 2 * rows:
-                break
-    return ArrowSource(target)
+        for rows in itertools.chain([first], tables):
+            writer.write_table(rows)
 
 
-def speeds(options: argparse.Namespace, source: Source, ipc: Source) -> dict[str, list[float]]:
-    runs: dict[str, Callable[[], Iterator[Any]]] = {
-        "pyarrow": lambda: decoded(options.folder),
-        "plain": lambda: iter(loader(source, shuffle=False, batch_size=options.batch, **ONE_THREAD)),
-        "shuffled": lambda: iter(loader(source, batch_size=options.batch, **ONE_THREAD)),
-        "ipc": lambda: iter(loader(ipc, batch_size=options.batch, **ONE_THREAD)),
-        "threads": lambda: iter(loader(source, batch_size=options.batch)),
-    }
-    found: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(options.repeats):
-        for name, run in runs.items():
-            clock = time.process_time if options.cpu_seconds and name != "threads" else time.perf_counter
-            found[name].append(rate(run(), options.rows, clock))
-    return found
+def read(rows: Iterable[Any]) -> int:
+    return sum(len(batch) for batch in rows)
 
 
-def against_merlin(options: argparse.Namespace, source: Source) -> list[dict[str, object]]:
-    clock = time.process_time if options.cpu_seconds else time.perf_counter
-    script, rows = Path(__file__).with_name("merlin_loader.py"), []
-    for name, extra, schema, required in (("merlin-flat", [], FLAT, 1.0), ("merlin-list", ["--list"], SCHEMA, 4.0)):
-        found: dict[str, list[float]] = {"merlin": [], "ours": []}
-        rows_each = 3 * options.rows  # many of merlin's chunks, since it has read one that is not counted
-        command = [
-            options.merlin,
-            script,
-            options.folder,
-            "--rows",
-            str(rows_each),
-            "--batch",
-            str(options.batch),
-            *extra,
-        ]
-        command += ["--cpu_seconds"] * options.cpu_seconds
-        for _ in range(options.repeats):
-            made = subprocess.run([str(part) for part in command], capture_output=True, text=True)
-            if made.returncode:
-                print(f"{name}: not run, {options.merlin} said: {made.stderr.strip().splitlines()[-1]}")
-                return rows
-            found["merlin"].append(json.loads(made.stdout.splitlines()[-1])["rows_per_s"])
-            batches = iter(loader(source, schema, batch_size=options.batch, prefetch=0, read_ahead=1))
-            found["ours"].append(rate(batches, rows_each, clock))
-        rows.append(medians(found, name, "ours", "merlin", required))
-    return rows
+def one_thread(kind: Callable[[Path], Source], folder: Path, *, shuffle: bool = True) -> int:
+    return read(loader(kind(folder), shuffle=shuffle, prefetch=0, read_ahead=0))
 
 
-def wait_share(source: Source, batch: int, steps: int = 60) -> tuple[float, float]:
-    """(share of the time that a small training loop waits for its batch, seconds per step)."""
-    tables = EmbeddingBagCollection(tables=[TABLE])
-    sizes = [16 * len(IDS) + len(FLOATS), 256, 64, 1]
-    layers = [part for pair in itertools.pairwise(sizes) for part in (torch.nn.Linear(*pair), torch.nn.ReLU())]
-    head = torch.nn.Sequential(*layers[:-1])
-    optimizer = torch.optim.SGD(head.parameters(), lr=0.01)
-    batches, waited, begun = iter(loader(source, batch_size=batch)), 0.0, 0.0
-    for step in range(steps):
-        start = time.perf_counter()
-        data: TowerBatch = next(batches)
-        if step == 5:
-            begun, waited = start, 0.0
-        waited += time.perf_counter() - start
-        with torch.no_grad():  # the lookup alone: a dense gradient of a million rows would hide any wait
-            bags = tables(data.sparse).values()
-        loss = torch.nn.functional.binary_cross_entropy_with_logits(
-            head(torch.cat([bags, data.dense], 1)).squeeze(1), data.labels
+def row_wise(folder: Path, options: Options) -> tuple[str, float]:
+    """Name of the baseline's script, and its rows a second."""
+    script = BASELINE if BASELINE.exists() else ROOT / "benchmarks" / "row_loader.py"
+    seconds = 0.5 if options.quick else 2
+    command = [sys.executable, script, folder, "--batch", BATCH, "--seconds", seconds, "--workers"]
+    name = f"{script.parent.parent.name}/{script.parent.name}/{script.name}" if script == BASELINE else "benchmarks"
+    return name, max(last_json([*command, workers])["rows_per_s"] for workers in (0, 2))
+
+
+def speeds(options: Options) -> Iterator[Row]:
+    rows, folder = count(options), log(options)
+    with tempfile.TemporaryDirectory() as target:
+        to_arrow(folder, Path(target))
+        sides: dict[str, Callable[[], object]] = {
+            "pyarrow": lambda: read(decoded(folder)),
+            "plain": functools.partial(one_thread, ParquetSource, folder, shuffle=False),
+            "shuffled": functools.partial(one_thread, ParquetSource, folder),
+            "ipc": functools.partial(one_thread, ArrowSource, Path(target)),
+        }
+        times = in_turn(sides, options.turns)
+    script, slow = row_wise(folder, options)
+    speed = {name: rates(rows, seconds) for name, seconds in times.items()}
+
+    def made(name: str, ours: str, baseline: list[float], required: float, **more: object) -> Row:
+        return row(name, speed[ours], "rows/s", baseline=baseline, better="more", required=required, **more)
+
+    yield made("row-wise", "shuffled", [slow] * options.turns, 10, baseline_by=script)
+    yield made("parquet-plain", "plain", speed["pyarrow"], 0.8)
+    yield made("parquet-shuffled", "shuffled", speed["pyarrow"], 0.5)
+    yield made("arrow-ipc", "ipc", speed["shuffled"], 1.5)
+
+
+class Timed:
+    """Loader that sums the seconds in which its caller waits for the next batch, by epoch.
+
+    ``starts``: when each epoch began; ``waits``: the seconds waited in it.
+    """
+
+    def __init__(self, batches: ChunkLoader) -> None:
+        self._batches = batches
+        self.starts: list[float] = []
+        self.waits: list[float] = []
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the order of the next epoch."""
+        self._batches.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[TowerBatch]:
+        self.starts.append(time.perf_counter())
+        self.waits.append(0.0)
+        batches, start = iter(self._batches), self.starts[-1]
+        for batch in batches:
+            self.waits[-1] += time.perf_counter() - start
+            yield batch
+            start = time.perf_counter()
+        self.waits[-1] += time.perf_counter() - start
+
+
+def wait_share(options: Options) -> Iterator[Row]:
+    epochs = 2 if options.quick else 5  # the first of which warms up
+    folder = log(options)
+    with Runtime.start("cpu", threads=1) as runtime:
+        model = two_tower(
+            [table("user", IDS[:13])],
+            [table("item", IDS[13:])],
+            user_dense=FLOATS,
+            tower_widths=(256, 64),
+            top_widths=(64,),
+            device=torch.device("meta"),
         )
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    took = time.perf_counter() - begun
-    return waited / took, took / (steps - 5)
+        timed = Timed(loader(ParquetSource(folder), model.schema()))
+        optimizers = OptimizerConfig(tables="sgd", tables_lr=0.01)
+        parallel, optimizer = hybrid_parallel(model, runtime, optimizer=optimizers)
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            train(parallel, optimizer, timed, runtime, TrainConfig(epochs=epochs), log=lambda _: None)
+    took = [end - start for start, end in itertools.pairwise([*timed.starts, time.perf_counter()])][1:]
+    shares = [waited / seconds for waited, seconds in zip(timed.waits[1:], took, strict=True)]
+    steps = len(timed) * (epochs - 1)
+    step_ms = round(1e3 * sum(took) / steps, 2)
+    yield row("wait-share", shares, "share", required=0.05, steps=steps, step_ms=step_ms)
 
 
 def resident() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
-
-
-def memory(folder: Path, rows: int) -> dict[str, float]:
-    """Returns MB: before and at the peak of a pass over ``rows`` rows, and growth over 20 epochs and 20 new loaders."""
-    before, source = resident(), ParquetSource(folder)
-    rate(iter(loader(source)), rows)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
-    if source.groups[0].rows == LARGE:
-        return {"before": before, "peak": peak}
-    with tempfile.TemporaryDirectory() as name:
-        with pq.ParquetFile(source.files[0].path) as file:
-            table = file.read_row_groups([0, 1])
-        pq.write_table(table, Path(name) / "a.parquet", row_group_size=16_384)
-        del table
-        one, marks = loader(ParquetSource(name)), []
-        for epoch in range(25):
-            one.set_epoch(epoch)
-            sum(len(batch) for batch in one)
-            marks.append(settled())
-        for _ in range(25):
-            next(iter(loader(ParquetSource(name))))
-            marks.append(settled())
-    return {"before": before, "peak": peak, "epochs": marks[24] - marks[4], "loaders": marks[49] - marks[29]}
-
-
-def with_large_groups(folder: Path, target: Path, groups: int = 4) -> None:
-    """The first rows of the log once more, in row groups of a million rows."""
-    tables = decoded(folder)
-    first = next(tables)
-    held, size = [first], len(first)
-    with pq.ParquetWriter(target / "large.parquet", first.schema) as writer:
-        for _ in range(groups):
-            while size < LARGE:
-                held.append(next(tables))
-                size += len(held[-1])
-            joined = pa.concat_tables(held)
-            writer.write_table(joined.slice(0, LARGE), row_group_size=LARGE)
-            held, size = [joined.slice(LARGE)], size - LARGE
-
-
-def memory_of(folder: Path, rows: int) -> dict[str, float]:
-    """:func:`memory` in a process of its own."""
-    command = [sys.executable, __file__, "--memory", "--folder", folder, "--rows", str(rows)]
-    output = subprocess.run([str(part) for part in command], check=True, capture_output=True, text=True).stdout
-    return {name: float(value) for name, value in json.loads(output.splitlines()[-1]).items()}
 
 
 def settled() -> float:
@@ -230,101 +202,47 @@ def settled() -> float:
     return resident()
 
 
-def row(
-    name: str, baseline: float | None, ours: float, unit: str, ratio: float | None, required: float
-) -> dict[str, object]:
-    kept = None if ratio is None else round(ratio, 2)
-    return {
-        "name": name,
-        "baseline": baseline,
-        "ours": ours,
-        "unit": unit,
-        "ratio": kept,
-        "required": required,
-        "ceiling": None,
-    }
+def used(folder: Path) -> dict[str, float]:
+    """MB of this process: before and at the peak of an epoch, and what 20 epochs and 20 loaders add to it."""
+    torch.set_num_threads(1)
+    before = resident()
+    read(loader(ParquetSource(folder)))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+    with tempfile.TemporaryDirectory() as name:
+        with pq.ParquetFile(min(folder.glob("*.parquet"))) as file:
+            pq.write_table(file.read_row_group(0), Path(name) / "a.parquet", row_group_size=8_192)
+        one, marks = loader(ParquetSource(name)), []
+        for epoch in range(25):
+            one.set_epoch(epoch)
+            read(one)
+            marks.append(settled())
+        for _ in range(25):
+            next(iter(loader(ParquetSource(name))))
+            marks.append(settled())
+    return {"before": before, "peak": peak, "epochs": marks[24] - marks[4], "loaders": marks[49] - marks[29]}
 
 
-def medians(found: dict[str, list[float]], name: str, ours: str, baseline: str, required: float) -> dict[str, object]:
-    ratios = [mine / other for mine, other in zip(found[ours], found[baseline], strict=True)]
-    print(f"{name}: ratios of the turns {', '.join(f'{ratio:.2f}' for ratio in ratios)}")
-    rows = [round(statistics.median(found[which])) for which in (baseline, ours)]
-    return row(name, rows[0], rows[1], "rows/s", statistics.median(ratios), required)
+def memory(options: Options) -> Iterator[Row]:
+    rows, folder = count(options), log(options)
+    size = sum(path.stat().st_size for path in folder.iterdir()) / 1e6
+    child = f"import json, pathlib, loader; print(json.dumps(loader.used(pathlib.Path({str(folder)!r}))))"
+    figures = last_json([sys.executable, "-c", child], PYTHONPATH=str(ROOT / "benchmarks"))
+    log_of = {"rows": rows, "log_mb": round(size)}
+    yield row("memory", figures["peak"], "MB", required=1000, before_mb=round(figures["before"]), **log_of)
+    yield row("memory-growth-20-epochs", figures["epochs"], "MB", required=0, rows=2**16)
+    yield row("memory-growth-20-loaders", figures["loaders"], "MB", required=0, rows=2**16)
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True, help="the click log, as the baseline script writes it")
-    parser.add_argument(
-        "--make", type=int, help="let the baseline script write so many rows first (10,000,000 are 2 GB)"
-    )
-    parser.add_argument("--baseline", type=Path, default=ROOT.parent / "shared" / "baselines" / "row_loader.py")
-    parser.add_argument("--rows", type=int, default=1_000_000, help="rows per measurement")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--batch", type=int, default=4096)
-    parser.add_argument(
-        "--cpu_seconds", action="store_true", help="per second of CPU where one thread works: others use the machine"
-    )
-    parser.add_argument(
-        "--merlin", type=Path, metavar="PYTHON", help="the interpreter of an environment with merlin-dataloader"
-    )
-    parser.add_argument(
-        "--large", action="store_true", help="also the memory for row groups of a million rows: writes 700 MB"
-    )
-    parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args()
+ROWS = {"speeds": speeds, "wait-share": wait_share, "memory": memory}
 
 
 def main() -> None:
-    options = arguments()
+    warnings.filterwarnings("ignore")
+    logging.getLogger().setLevel(logging.ERROR)
+    for name in ("torch", "torchrec", "fbgemm_gpu"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    if options.memory:
-        print(json.dumps(memory(options.folder, options.rows)))
-        return
-    if options.make:
-        subprocess.run(
-            [sys.executable, options.baseline, options.folder, "--make", str(options.make), "--seconds", "1"],
-            check=True,
-        )
-    source = ParquetSource(options.folder)
-    with tempfile.TemporaryDirectory(dir=options.folder) as target:
-        found = speeds(options, source, to_arrow(options.folder, Path(target), options.rows))
-    rows = [
-        medians(found, "parquet-plain", "plain", "pyarrow", 0.8),
-        medians(found, "parquet-shuffled", "shuffled", "pyarrow", 0.5),
-        medians(found, "arrow-ipc", "ipc", "shuffled", 1.5),
-    ]
-    if options.baseline.exists():
-        slow = row_wise(options.baseline, options.folder, options.batch)
-        ours = statistics.median(found["shuffled"])
-        rows.insert(0, row("row-wise", slow, round(ours), "rows/s", ours / slow, 10))
-    else:
-        print(f"row-wise: not run, there is no {options.baseline}")
-    if options.merlin:
-        rows += against_merlin(options, source)
-    else:
-        print("merlin-flat, merlin-list: not run, merlin-dataloader needs an environment of its own: --merlin PYTHON")
-    share, step = wait_share(source, options.batch)
-    print(f"wait-share: of steps of {step * 1e3:.1f} ms; with threads {statistics.median(found['threads']):.0f} rows/s")
-    rows.append(row("wait-share", None, round(share, 4), "share", None, 0.05))
-    used = memory_of(options.folder, 3 * options.rows)
-    print(f"memory: {used}")
-    rows.append(row("memory", round(used["before"]), round(used["peak"]), "MB", 1000 / used["peak"], 1000))
-    rows.append(row("memory-growth-20-epochs", None, round(used["epochs"], 1), "MB", None, 0))
-    rows.append(row("memory-growth-20-loaders", None, round(used["loaders"], 1), "MB", None, 0))
-    if options.large:
-        with tempfile.TemporaryDirectory(dir=options.folder) as target:
-            with_large_groups(options.folder, Path(target))
-            large = memory_of(Path(target), 3 * options.rows)
-        rows.append(
-            row("memory-large-groups", round(large["before"]), round(large["peak"]), "MB", 1000 / large["peak"], 1000)
-        )
-    versions = {
-        name: importlib.metadata.version(name) for name in ("torch", "torchrec", "pyarrow", "numpy", "torchrec-ext")
-    }
-    cores = len(os.sched_getaffinity(0))
-    clock = "CPU seconds" if options.cpu_seconds else "seconds"
-    print(json.dumps({"benchmark": "loader", "clock": clock, "versions": versions, "cores": cores, "rows": rows}))
+    command_line(__doc__, ROWS, turns=3, packages="pyarrow numpy")
 
 
 if __name__ == "__main__":
