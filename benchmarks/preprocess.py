@@ -1,32 +1,28 @@
 """Vocabularies and ids of five string columns: our preprocessor against SQL that one would write by hand for DuckDB.
 
-    python benchmarks/preprocess.py [--rows 20000000] [--repeats 5] [--threads 0] [--folder DIR] [--requests 200]
+    python benchmarks/preprocess.py [--only ROW ...] [--turns 3] [--quick]
 
 `fit-transform` makes, in both, a vocabulary by count and value for each column and a parquet file with row groups of
-65,536 rows. The SQL leaves the rows in whatever order its joins give and writes no page checksums; ours keeps the order
-and writes them. Both take turns, each in a connection of its own; the ratio is baseline / ours, the median of the
-turns' ratios, and `required` is 1 / 1.5. `online` is what one request takes; its `required` is 1 ms per row, and its
-ratio says how often it would fit into that. Last line: one JSON object.
+65,536 rows, from as many rows as the row's name says, on all cores. The SQL leaves the rows in whatever order its joins
+give and writes no page checksums; ours keeps the order and writes them. Both take turns, each in a connection of its
+own; the ratio asked for is 1 / 1.5. `online` is what one request of a fitted preprocessor takes, in milliseconds, at
+most 1 for each of its rows. Last line: one JSON object.
 """
 
 from __future__ import annotations
 
-import argparse
-import importlib.metadata
-import json
+import functools
 import os
-import shutil
-import statistics
 import tempfile
-import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import duckdb
 import numpy as np
 import pyarrow.parquet as pq
+from harness import Options, Row, command_line, in_turn, row
 
 from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, Preprocessor
 from torchrec_ext.data.preprocess.engines import DuckDB
@@ -78,12 +74,6 @@ def ours(source: Path, out: Path, threads: int) -> FittedPreprocessor:
     return fitted
 
 
-def seconds(work: Callable[[], Any]) -> float:
-    begun = time.perf_counter()
-    work()
-    return time.perf_counter() - begun
-
-
 def check(hand: Path, mine: Path) -> None:
     """Both wrote the same ids as often."""
     for name in COLUMNS:
@@ -91,69 +81,47 @@ def check(hand: Path, mine: Path) -> None:
         assert np.array_equal(*counts), name
 
 
-def online(fitted: FittedPreprocessor, size: int, requests: int) -> float:
-    """Milliseconds of one request."""
-    rows: dict[str, list[Any]] = {name: [f"u{k}" for k in range(size)] for name in COLUMNS}
-    fitted.online(rows)
-    return seconds(lambda: [fitted.online(rows) for _ in range(requests)]) / requests * 1e3
+@functools.cache
+def fitted_on(rows: int, turns: int) -> tuple[dict[str, list[float]], FittedPreprocessor]:
+    """Seconds of both sides by turn, and the preprocessor that was fitted last."""
+    cores, fitted = len(os.sched_getaffinity(0)), []
+    with tempfile.TemporaryDirectory() as folder:
+        source, hand, mine = (Path(folder) / name for name in ("rows.parquet", "hand.parquet", "ours"))
+        make(source, rows)
+        sides = {
+            "by hand": lambda: by_hand(source, hand, cores),
+            "ours": lambda: fitted.append(ours(source, mine, cores)),
+        }
+        times = in_turn(sides, turns)
+        check(hand, mine)
+    return times, fitted[-1]
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rows", type=int, default=20_000_000)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=0, help="of both; 0 for all cores")
-    parser.add_argument("--folder", type=Path, help="where to put the data; a temporary folder where not given")
-    parser.add_argument("--requests", type=int, default=200)
-    return parser.parse_args()
+def size(options: Options) -> int:
+    """Rows of the data."""
+    return 100_000 if options.quick else 4_000_000
 
 
-def main() -> None:
-    options = parse()
-    warnings.simplefilter("ignore")
-    threads = options.threads or len(os.sched_getaffinity(0))
-    folder = Path(tempfile.mkdtemp(dir=options.folder))
-    try:
-        source = folder / "rows.parquet"
-        make(source, options.rows)
-        turns = []
-        for turn in range(options.repeats):
-            hand = seconds(lambda: by_hand(source, folder / "hand.parquet", threads))
-            fitted = None
-
-            def work() -> None:
-                nonlocal fitted
-                fitted = ours(source, folder / "ours", threads)
-
-            mine = seconds(work)
-            turns.append((hand, mine))
-            print(f"turn {turn}: by hand {hand:.2f} s, ours {mine:.2f} s, {mine / hand:.2f} times", flush=True)
-        check(folder / "hand.parquet", folder / "ours")
-        assert fitted is not None
-        single, several = (online(fitted, size, options.requests) for size in (1, 64))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    hand, mine = (statistics.median(turn[side] for turn in turns) for side in (0, 1))
-    ratio = statistics.median(hand / mine for hand, mine in turns)
-    report(options.rows, threads, (hand, mine, ratio), (single, several))
+def fit_transform(options: Options) -> Iterator[Row]:
+    times, _ = fitted_on(size(options), options.turns)
+    yield row(
+        f"fit-transform, {size(options):,} rows", times["ours"], "s", baseline=times["by hand"], required=1 / LIMIT
+    )
 
 
-def row(name: str, baseline: float | None, ours: float, unit: str, ratio: float, required: float) -> dict[str, Any]:
-    keys = ("name", "baseline", "ours", "unit", "ratio", "required", "ceiling")
-    rounded = None if baseline is None else round(baseline, 3)
-    return dict(zip(keys, (name, rounded, round(ours, 3), unit, round(ratio, 2), required, None), strict=True))
+def online(options: Options) -> Iterator[Row]:
+    _, fitted = fitted_on(size(options), options.turns)
+    for count in (1, 64):
+        rows: dict[str, list[Any]] = {name: [f"u{number}" for number in range(count)] for name in COLUMNS}
+        request = functools.partial(fitted.online, rows)
+        times = in_turn({"online": request}, options.turns, 20 if options.quick else 200)["online"]
+        name = f"online, a request of {count} row{'s' if count > 1 else ''}"
+        yield row(name, [1e3 * seconds for seconds in times], "ms", required=count)
 
 
-def report(size: int, threads: int, figures: tuple[float, float, float], requests: tuple[float, float]) -> None:
-    hand, mine, ratio = figures
-    rows = [
-        row(f"fit-transform, {size:,} rows", hand, mine, "s", ratio, round(1 / LIMIT, 2)),
-        row("online, a request of 1 row", None, requests[0], "ms", 1 / requests[0], 1.0),
-        row("online, a request of 64 rows", None, requests[1], "ms", 64 / requests[1], 64.0),
-    ]
-    versions = {name: importlib.metadata.version(name) for name in ("duckdb", "ibis-framework", "pyarrow", "numpy")}
-    print(json.dumps({"benchmark": "preprocess", "versions": versions, "cores": threads, "rows": rows}))
+ROWS = {"fit-transform": fit_transform, "online": online}
 
 
 if __name__ == "__main__":
-    main()
+    warnings.simplefilter("ignore")
+    command_line(__doc__, ROWS, turns=3, packages="duckdb ibis-framework pyarrow numpy")

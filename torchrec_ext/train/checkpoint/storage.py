@@ -218,7 +218,7 @@ class UrlWriter(FsspecWriter):
         super().__init__(folder)
         files = _UrlMeasured()
         files.init_path(folder)
-        self.fs: UrlFiles = files
+        self.fs = files  # type: ignore[assignment]  # as torch's own FsspecWriter
         self.digests = files.digests
 
 
