@@ -107,9 +107,9 @@ def rows_in_memory() -> tuple[Chunk, Chunk, UniformNegatives]:
     return positives, Chunk({"item_id": Column(np.arange(ITEMS))}), UniformNegatives(ITEMS - 1, user, item)
 
 
-def loader(model: TowerModel, seed: int = 0, *, device: str | None = None) -> ChunkLoader:
+def loader(model: TowerModel, seed: int = 0) -> ChunkLoader:
     positives, items, negatives = rows_in_memory()
-    config = LoaderConfig(batch_size=POSITIVES, negatives=NEGATIVES, seed=seed, device=device)
+    config = LoaderConfig(batch_size=POSITIVES, negatives=NEGATIVES, seed=seed, drop_last=True)
     return ChunkLoader(positives, model.schema(), config=config, items=items, negatives=negatives, device="cpu")
 
 
