@@ -61,6 +61,22 @@ def test_packed_rows_are_taken_like_the_chunk(rows: list[list[int]], data: st.Da
     for name, column in plain.items():
         assert packed[name].values.tolist() == column.values.tolist()
         assert packed[name].lengths.tolist() == column.lengths.tolist()
+    half, plain_half = packed.slice(len(indices) // 2, len(indices)), plain.slice(len(indices) // 2, len(indices))
+    assert set(half) == set(plain_half)
+    for name, column in plain_half.items():
+        assert half[name].values.tolist() == column.values.tolist()
+        assert half[name].lengths.tolist() == column.lengths.tolist()
+
+
+def test_packed_rows_of_one_type_are_read_as_a_matrix_in_their_order() -> None:
+    columns = {name: Column(np.arange(4, dtype=np.float32) + 10 * index) for index, name in enumerate("abc")}
+    rows = PackedRows(Chunk({**columns, "id": Column(np.arange(4))})).take(np.array([2, 0]))
+    matrix = rows.matrix(["b", "c"])
+    assert matrix is not None
+    assert matrix.tolist() == [[12, 22], [10, 20]]
+    for other in (["c", "b"], ["a", "c"], ["c", "id"], ["c", "unknown"], []):
+        assert rows.matrix(other) is None
+    assert Chunk(columns).matrix(["b", "c"]) is None
 
 
 def test_slices_are_views() -> None:

@@ -215,41 +215,99 @@ class Chunk(Mapping[str, Column]):
 
     def with_columns(self, columns: Mapping[str, Column]) -> Chunk:
         """Returns this chunk with ``columns`` added; they replace columns of the same name."""
-        return Chunk({**self._columns, **columns})
+        return Chunk({**self, **columns})
 
     def select(self, names: Sequence[str]) -> Chunk:
         """Returns a chunk of the columns ``names`` alone."""
         return Chunk({name: self[name] for name in names})
+
+    def matrix(self, names: Sequence[str]) -> Array | None:
+        """Returns scalar columns side by side (B, names) where they are stored so, in this order; else None."""
+        del names
+        return None
 
 
 class PackedRows:
     """The rows of a chunk, numbers of one type side by side: a random row costs one cache line, not one per column.
 
     Args:
-        chunk: rows to pack; ragged columns are packed as their windows.
+        chunk: rows to pack; ragged columns are packed as their windows. Scalar columns of one type that follow one
+            another in it can be read as one matrix.
     """
 
     def __init__(self, chunk: Chunk) -> None:
         self.num_rows = chunk.num_rows
-        self._pools = {name: column.pool for name, column in chunk.items() if column.ragged}
+        pools = {name: column.pool for name, column in chunk.items() if column.ragged}
         vectors: dict[tuple[str, str], Array] = {}
         for name, column in chunk.items():
             arrays = {"values": column.pool} if column.windows is None else column.windows._asdict()
             vectors |= {(name, kind): values for kind, values in arrays.items()}
-        self._packed = []
-        for dtype in dict.fromkeys(values.dtype for values in vectors.values()):
+        self._matrices: list[Array] = []
+        positions: dict[tuple[str, str], tuple[int, int]] = {}
+        for number, dtype in enumerate(dict.fromkeys(values.dtype for values in vectors.values())):
             names = [name for name, values in vectors.items() if values.dtype == dtype]
-            self._packed.append((names, _side_by_side([vectors[name] for name in names])))
+            self._matrices.append(_side_by_side([vectors[name] for name in names]))
+            positions |= {name: (number, index) for index, name in enumerate(names)}
+        self._layout = _Layout(tuple(chunk), pools, positions)
 
     def take(self, indices: Int64) -> Chunk:
         """Returns the rows ``indices`` (B',), in that order."""
-        vectors: dict[tuple[str, str], Array] = {}
-        for names, matrix in self._packed:
-            vectors.update(zip(names, np.ascontiguousarray(matrix.take(indices, axis=0).T), strict=True))
-        columns = {name: Column(values) for (name, kind), values in vectors.items() if kind == "values"}
-        for name, pool in self._pools.items():
-            columns[name] = Column.from_windows(pool, Windows(vectors[name, "starts"], vectors[name, "stops"]))
-        return Chunk._of_equal(columns, len(indices))
+        return _GatheredRows(self._layout, [matrix.take(indices, axis=0) for matrix in self._matrices], len(indices))
+
+
+class _Layout(NamedTuple):
+    """The columns of packed rows: ``names``, the pools of ragged ones, and each vector's matrix and index in it."""
+
+    names: tuple[str, ...]
+    pools: dict[str, Array]
+    positions: dict[tuple[str, str], tuple[int, int]]
+
+
+class _GatheredRows(Chunk):
+    """Rows of :class:`PackedRows`, of which a column is made when it is first read: a batch reads few by themselves."""
+
+    def __init__(self, layout: _Layout, matrices: Sequence[Array], num_rows: int) -> None:
+        self._layout, self._matrices, self.num_rows = layout, matrices, num_rows
+        self._columns = {}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._layout.names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layout.names)
+
+    def __len__(self) -> int:
+        return len(self._layout.names)
+
+    def __getitem__(self, name: str) -> Column:
+        column = self._columns.get(name)
+        if column is None:
+            pool = self._layout.pools.get(name)
+            if pool is None:
+                column = Column(self._vector(name, "values"))
+            else:
+                column = Column.from_windows(pool, Windows(self._vector(name, "starts"), self._vector(name, "stops")))
+            self._columns[name] = column
+        return column
+
+    def slice(self, start: int, stop: int) -> Chunk:
+        """See :meth:`Chunk.slice`."""
+        return _GatheredRows(self._layout, [matrix[start:stop] for matrix in self._matrices], stop - start)
+
+    def matrix(self, names: Sequence[str]) -> Array | None:
+        """See :meth:`Chunk.matrix`."""
+        first = self._layout.positions.get((names[0], "values")) if names else None
+        if first is None:
+            return None
+        number, start = first
+        for index, name in enumerate(names, start=start):
+            if self._layout.positions.get((name, "values")) != (number, index):
+                return None
+        return self._matrices[number][:, start : start + len(names)]
+
+    def _vector(self, name: str, kind: str) -> Array:
+        number, index = self._layout.positions[name, kind]
+        return np.ascontiguousarray(self._matrices[number][:, index])
 
 
 def _side_by_side(vectors: Sequence[Array]) -> Array:

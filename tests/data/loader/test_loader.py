@@ -13,6 +13,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.datasets.synthetic import planted
+from torchrec_ext.data.loader import in_memory
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig, labelled_rows, training_loader
 from torchrec_ext.data.negatives.samplers import PopularityNegatives, UniformNegatives
 from torchrec_ext.schema import BatchSchema, DataError
@@ -114,6 +115,48 @@ def test_any_number_of_ranks_sees_the_same_samples_once(
     rows = rows_of(size)
     assert positives == Counter(zip(rows["user_id"].values.tolist(), rows["item_id"].values.tolist(), strict=True))
     assert seen[0].total() == size * (1 + negatives)
+
+
+@pytest.mark.parametrize("start", [0, 3])
+@pytest.mark.parametrize(("rank", "world_size"), [(0, 1), (1, 3)])
+def test_batches_are_the_same_however_many_are_gathered_at_once(
+    monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int, start: int
+) -> None:
+    batches = []
+    for rows_at_once in (1, 20, 4096):
+        monkeypatch.setattr(in_memory, "ROWS_AT_ONCE", rows_at_once)
+        loader = loader_of(100, rank, world_size, weight="weight")
+        loader.load_state_dict(loader.state_dict(step=start))
+        batches.append(list(loader))
+    assert {len(of_one) for of_one in batches} == {13 - start}
+    assert all(equal(left, right) for others in batches[1:] for left, right in zip(batches[0], others, strict=True))
+
+
+def test_batches_own_their_memory() -> None:
+    """A batch that is kept or sent must not hold the rows of the other batches that were gathered with it."""
+    first, second, *_ = loader_of(100, shuffle=False)
+    second.dense.zero_()
+    assert first.dense[:, 0].tolist() == np.arange(8).repeat(3).tolist()
+    assert first.log_q is not None
+    for tensor in (first.dense, first.labels, first.weights, first.log_q, first.sparse.values()):
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def test_a_user_without_negatives_ends_the_step_that_has_the_user_and_none_before() -> None:
+    rows, last = rows_of(40), 39 // 3
+    pairs = np.concatenate([rows["user_id"].values, np.full(ITEMS, last)])
+    items = np.concatenate([rows["item_id"].values, 1 + np.arange(ITEMS)])
+    loader = ChunkLoader(
+        rows,
+        schema_of({"user_id": 40, "history": ITEMS + 1, "item_id": ITEMS + 1, "kind": 3}),
+        config=LoaderConfig(prefetch=0, batch_size=8, negatives=2, shuffle=False),
+        items=ITEM_TABLE,
+        negatives=UniformNegatives(ITEMS, pairs, items),
+    )
+    batches = iter(loader)
+    assert [len(next(batches)) for _ in range(4)] == [24] * 4
+    with pytest.raises(DataError, match=r"user 13 has taken all 30 items.*\(1 such users here\)"):
+        next(batches)
 
 
 def test_a_positive_is_followed_by_its_own_negatives_which_are_not_known() -> None:

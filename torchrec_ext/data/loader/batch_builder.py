@@ -5,7 +5,7 @@ known_items(): item ids of rows and of draws, each checked to be a row of the ta
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -82,7 +82,8 @@ class BatchBuilder:
         size = users.num_rows * width
         if row_numbers is None:
             row_numbers = np.arange(users.num_rows)
-        columns = self._user_columns(users, width)
+        dense = self._user_matrices(users)
+        columns = self._user_columns(users, width, dense)
         if candidates is not None:
             columns |= self._item_columns(np.ascontiguousarray(candidates).reshape(-1), row_numbers)
         vectors = {"labels": np.zeros(size, np.float32) if labels is None else labels}
@@ -92,12 +93,24 @@ class BatchBuilder:
             vectors["log_q"] = log_q
         if targets is not None:
             vectors |= {f"task {name}": targets[:, :, index] for index, name in enumerate(self.schema.tasks)}
-        return self._assemble(columns, users.num_rows, width, vectors, row_numbers, total_weight, padded_rows)
+        return self._assemble(columns, users.num_rows, width, vectors, row_numbers, total_weight, padded_rows, dense)
 
-    def _user_columns(self, users: Chunk, times: int) -> dict[str, _Repeated]:
-        once = self._once
+    def _user_matrices(self, users: Chunk) -> dict[Sequence[str], Array]:
+        """Returns the dense columns of the rows, of the shared rows or both, where ``users`` hold them side by side."""
+        matrices: dict[Sequence[str], Array] = {}
+        for names in (self.schema.row_dense, self.schema.shared_dense):
+            matrix = None if any(name in self.items for name in names) else users.matrix(names)
+            if matrix is not None and matrix.dtype.kind in "fiub":
+                matrices[names] = matrix
+        return matrices
+
+    def _user_columns(self, users: Chunk, times: int, matrices: Collection[Sequence[str]] = ()) -> dict[str, _Repeated]:
+        """Returns the user's columns but those of ``matrices``."""
+        once, left_out = self._once, {name for names in matrices for name in names}
         return {
-            name: _Repeated(users[name], 1 if name in once else times) for name in self._user_names if name in users
+            name: _Repeated(users[name], 1 if name in once else times)
+            for name in self._user_names
+            if name not in left_out and name in users
         }
 
     def _item_columns(self, item_ids: Int64, row_numbers: Int64 | None = None) -> dict[str, _Repeated]:
@@ -113,14 +126,16 @@ class BatchBuilder:
         row_numbers: Int64 | None = None,
         total_weight: float | None = None,
         padded_users: int | None = None,
+        matrices: Mapping[Sequence[str], Array] | None = None,
     ) -> TowerBatch:
         """Builds ``users`` shared rows with ``width`` rows each, padded to ``padded_users``.
 
         Where none of the user's columns is there, or none of the item's, they are empty; one missing column is an
-        error.
+        error. Dense columns in ``matrices`` need not be in ``columns``.
         """
+        matrices = matrices or {}
         for group in (self._user_names, self._item_names):
-            if not any(name in columns for name in group):
+            if not any(name in columns for name in group) and not (matrices and group is self._user_names):
                 columns |= {name: self._nothing(name, users, width) for name in group}
         size = (padded_users or users) * width
         floats = {name: _float_tensor(values.reshape(-1), size) for name, values in vectors.items()}
@@ -132,8 +147,8 @@ class BatchBuilder:
                 if name in columns
             },
             Dense(
-                self._dense(columns, self.schema.row_dense, size),
-                self._dense(columns, self.schema.shared_dense, size // width),
+                self._dense(columns, self.schema.row_dense, size, width, matrices),
+                self._dense(columns, self.schema.shared_dense, size // width, 1, matrices),
             ),
             labels=floats["labels"],
             weights=floats.get("weights"),
@@ -149,11 +164,24 @@ class BatchBuilder:
             return None
         return torch.stack([floats.get(f"task {name}", torch.zeros(size)) for name in self.schema.tasks], dim=1)
 
-    def _dense(self, columns: Mapping[str, _Repeated], names: Sequence[str], size: int) -> Tensor:
-        """Returns (size, Fd) the columns side by side, zeros below their rows."""
+    def _dense(
+        self,
+        columns: Mapping[str, _Repeated],
+        names: Sequence[str],
+        size: int,
+        width: int,
+        matrices: Mapping[Sequence[str], Array],
+    ) -> Tensor:
+        """Returns (size, Fd) the columns side by side, zeros below their rows; ``width`` rows of each of a matrix."""
         if not names:
             return torch.empty(size, 0)
+        given = matrices.get(names)
+        if given is not None and width == 1 and len(given) == size:
+            return torch.from_numpy(given.astype(np.float32))  # a copy: rows of many steps may be one array
         matrix = np.zeros((size, len(names)), np.float32)
+        if given is not None:
+            matrix.reshape(-1, width, len(names))[: len(given)] = given[:, None]
+            return torch.from_numpy(matrix)
         for index, name in enumerate(names):
             if name not in columns:
                 raise self.schema.missing(name, columns)

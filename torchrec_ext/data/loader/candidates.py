@@ -19,20 +19,29 @@ from torchrec_ext.data.loader.batch_builder import BatchBuilder, known_items
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.epochs import Share
 from torchrec_ext.data.negatives.mixed import MixedCandidates
-from torchrec_ext.data.negatives.samplers import Negatives
-from torchrec_ext.schema import BatchSchema, Jagged
+from torchrec_ext.data.negatives.samplers import Negatives, RejectionNegatives
+from torchrec_ext.schema import BatchSchema, DataError, Jagged
+
+
+class Candidates(NamedTuple):
+    """The item ids of each row's candidates ``ids`` (B, 1 + N), the positive first, and their ``log_q`` (B, 1 + N)."""
+
+    ids: Int64
+    log_q: Array
 
 
 class StepRows(NamedTuple):
     """A rank's rows of one step: ``chunk`` of B rows, and their ``numbers`` (B,) in the whole set.
 
-    ``weights`` (B,) holds the rows' weights, or is None; ``total`` is the weight of the global batch.
+    ``weights`` (B,) holds the rows' weights, or is None; ``total`` is the weight of the global batch; ``candidates``
+    are those of :meth:`Pairing.draw_ahead`.
     """
 
     chunk: Chunk
     numbers: Int64
     weights: Array | None
     total: float
+    candidates: Candidates | None = None
 
 
 class Pairing(Protocol):
@@ -41,6 +50,9 @@ class Pairing(Protocol):
     @property
     def ids(self) -> tuple[str, ...]:
         """Names of the columns that the rows must have beside the schema's."""
+
+    def draw_ahead(self, rows: Chunk, numbers: Int64, epoch: int) -> Candidates | None:
+        """Draws the candidates of the rows of several steps, where draws depend on the row and the epoch alone."""
 
     def batch(self, rows: StepRows, epoch: int, step: int) -> TowerBatch:
         """Builds the batch of ``rows``, padded to the same size on every rank."""
@@ -58,6 +70,8 @@ def identified(
         width: number of rows in the batch for each of ``rows``.
         candidates: item ids in the order of the batch; the items of ``rows`` where not given.
     """
+    if not schema.identities:
+        return batch
     columns: dict[str, Int64] = {
         name: rows.chunk[name].values.repeat(width) for name in schema.identities if name in rows.chunk
     }
@@ -98,13 +112,23 @@ class OwnCandidates:
         self._builder, self._tasks, self._schema = BatchBuilder(schema, items), schema.tasks, schema
         self._config, self._negatives, self._share = config, negatives, share
 
+    def draw_ahead(self, rows: Chunk, numbers: Int64, epoch: int) -> Candidates | None:
+        """See :meth:`Pairing.draw_ahead`: for samplers without a state, which nothing refreshes between steps."""
+        if not isinstance(self._negatives, RejectionNegatives):
+            return None
+        try:
+            return self._candidates(rows, numbers, epoch)
+        except DataError:
+            return None  # a user of a later step has no negative; that step says so when its turn comes
+
     def batch(self, rows: StepRows, epoch: int, step: int) -> TowerBatch:
         """See :meth:`Pairing.batch`; a draw depends on the row's number and not on the step."""
         del step
         width = 1 + self._config.negatives
         labels = np.zeros((len(rows.numbers), width), dtype=np.float32)
         labels[:, 0] = rows.chunk[self._config.label].values if self._config.label else 1.0
-        candidates, log_q = self._candidates(rows, epoch)
+        drawn = rows.candidates or self._candidates(rows.chunk, rows.numbers, epoch)
+        candidates, log_q = drawn or (None, None)
         batch = self._builder.pairs(
             rows.chunk,
             candidates,
@@ -127,14 +151,13 @@ class OwnCandidates:
             targets[:, 0, index] = rows.chunk[name].values
         return targets
 
-    def _candidates(self, rows: StepRows, epoch: int) -> tuple[Int64 | None, Array | None]:
-        """Returns (B, 1 + N) item ids and their log q, the positive first; (None, None) without negatives."""
+    def _candidates(self, rows: Chunk, numbers: Int64, epoch: int) -> Candidates | None:
         if self._negatives is None or not self._config.negatives:
-            return None, None
-        users, positives = rows.chunk["user_id"].values, rows.chunk["item_id"].values
-        ids, log_q = self._negatives.draw(users, rows.numbers, epoch, self._config.negatives)
+            return None
+        users, positives = rows["user_id"].values, rows["item_id"].values
+        ids, log_q = self._negatives.draw(users, numbers, epoch, self._config.negatives)
         known = np.maximum(positives, 1)
-        return (
+        return Candidates(
             np.concatenate([positives[:, None], ids], axis=1),
             np.concatenate([self._negatives.log_q(users, known)[:, None], log_q], axis=1),
         )
@@ -170,6 +193,11 @@ class SharedCandidates:
         self._schema, self._config, self._items = schema, config, items
         self._candidates, self._share = candidates, share
         self._alone = any(name in schema.shared for name in items)  # then each row needs a shared row of its own
+
+    def draw_ahead(self, rows: Chunk, numbers: Int64, epoch: int) -> Candidates | None:
+        """See :meth:`Pairing.draw_ahead`; shared candidates depend on the step."""
+        del rows, numbers, epoch
+        return None
 
     def batch(self, rows: StepRows, epoch: int, step: int) -> TowerBatch:
         """See :meth:`Pairing.batch`."""

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Int64, PackedRows
-from torchrec_ext.data.loader.candidates import Pairing, StepRows
+from torchrec_ext.data.loader.candidates import Candidates, Pairing, StepRows
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.epochs import Share
 from torchrec_ext.data.negatives.mixed import MixedCandidates
 from torchrec_ext.schema import BatchSchema, DataError
+
+ROWS_AT_ONCE = 4096  # rows of a rank that are gathered and drawn for together: numpy's cost of a call is then small
 
 
 def order_of(config: LoaderConfig, num_rows: int, epoch: int) -> Int64:
@@ -61,7 +63,8 @@ class MemoryRows:
             if name not in chunk:
                 raise DataError(f"column '{name}' is missing; the rows have {sorted(chunk)}")
         self.num_rows = chunk.num_rows
-        self._rows = PackedRows(chunk.select([name for name in chunk if name in needed]))
+        names = [name for name in (*schema.row_dense, *schema.shared_dense) if name in chunk]  # read as one matrix each
+        self._rows = PackedRows(chunk.select(list(dict.fromkeys([*names, *(n for n in chunk if n in needed)]))))
         self._weights = chunk[config.weight].values if config.weight else None
         self._config, self._pairing, self._share, self._observer = config, pairing, share, observer
         self._items = chunk["item_id"].values if observer else None
@@ -77,18 +80,31 @@ class MemoryRows:
         steps = steps[:-1] if self._config.drop_last and len(steps[-1]) < size else steps
         if self._observer:
             self._observer.begin(epoch)
+        gathered = self._gathered(steps[start:], epoch)
         for step, global_rows in enumerate(steps):
             if self._observer and self._items is not None:
                 self._observer.observe(self._items[global_rows])
             if step >= start:
-                yield self._pairing.batch(self._mine(global_rows), epoch, step)
+                yield self._pairing.batch(next(gathered), epoch, step)
         if self._observer:
             self._observer.end()
 
-    def _mine(self, global_rows: Int64) -> StepRows:
-        rows = global_rows[self._share.part(len(global_rows))]
-        weights, total = None, float(len(global_rows))
-        if self._weights is not None:
-            weights = self._weights[rows]
-            total = float(self._weights[global_rows].sum(dtype=np.float64))
-        return StepRows(self._rows.take(rows), rows, weights, total)
+    def _gathered(self, steps: Sequence[Int64], epoch: int) -> Iterator[StepRows]:
+        """Yields this rank's rows of each step; those of several small steps are gathered and drawn for at once."""
+        at_once = max(1, ROWS_AT_ONCE // self._share.rows(self._config.batch_size))
+        for first in range(0, len(steps), at_once):
+            some = steps[first : first + at_once]
+            mine = [rows[self._share.part(len(rows))] for rows in some]
+            numbers = np.concatenate(mine)
+            chunk = self._rows.take(numbers)
+            drawn = self._pairing.draw_ahead(chunk, numbers, epoch)
+            start = 0
+            for global_rows, rows in zip(some, mine, strict=True):
+                stop = start + len(rows)
+                weights, total = None, float(len(global_rows))
+                if self._weights is not None:
+                    weights = self._weights[rows]
+                    total = float(self._weights[global_rows].sum(dtype=np.float64))
+                candidates = None if drawn is None else Candidates(*(array[start:stop].copy() for array in drawn))
+                yield StepRows(chunk.slice(start, stop), rows, weights, total, candidates)
+                start = stop
