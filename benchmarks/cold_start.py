@@ -1,21 +1,21 @@
 """What id dropout gives movies that were never seen: MovieLens 100K with a fifth of its movies held out entirely.
 
-    TORCHREC_EXT_DATA=... python benchmarks/cold_start.py [--rates 0 0.1 0.3] [--seeds 3] [--epochs 4]
+    TORCHREC_EXT_DATA=... python benchmarks/cold_start.py --studies [--quick]
 
 Two towers under a dot product: user id, gender, occupation and age; movie id, year and genres. No rating of a held-out
 movie is trained on, none is drawn as a negative, and its id is looked up as the out-of-vocabulary row. The trained
 model ranks the held-out movies for each user who took some of them: `recall@20` of those taken (of 20 at most), and
 their AUC, means over users and seeds after the last epoch. Rate 0 is the baseline, the same training without id
-dropout; `random` ranks them by chance. The seed moves the held-out movies too. Last line: one JSON object.
+dropout; `random` ranks them by chance. Three seeds, of which each holds out other movies.
 """
 
-import argparse
-import importlib.metadata
-import json
-import statistics
+from __future__ import annotations
+
+from collections.abc import Iterator
 
 import numpy as np
 import torch
+from harness import Options, Row, command_line, row
 from numpy.typing import NDArray
 from torchrec import EmbeddingBagConfig, PoolingType
 
@@ -29,7 +29,8 @@ from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.distributed.tables import initialise_tables
 from torchrec_ext.models.tower_model import TowerModel, two_tower
 
-K, DIM, RATE = 20, 32, 3e-3
+K, DIM, RATE, EPOCHS = 20, 32, 3e-3, 4
+RATES = (0.0, 0.1, 0.3)
 
 
 def model(data: InteractionData, seed: int) -> TowerModel:
@@ -96,46 +97,35 @@ def figures(values: NDArray[np.float32], data: InteractionData, new: NDArray[np.
     """(recall@K, AUC) of each user's movies among those that are ``new``."""
     candidates, pairs = np.flatnonzero(new), data.pairs()
     recalls, aucs = [], []
-    for row, user in enumerate(data.test["user_id"].values):
+    for number, user in enumerate(data.test["user_id"].values):
         own = np.isin(candidates, pairs.items[pairs.users == user])
         if 0 < own.sum() < len(own):
-            hits = own[np.argsort(-values[row, candidates])]
+            hits = own[np.argsort(-values[number, candidates])]
             recalls.append(hits[:K].sum() / min(K, own.sum()))
             below = (~hits).sum() - np.cumsum(~hits)[hits]
             aucs.append(below.sum() / (own.sum() * (~own).sum()))
     return float(np.mean(recalls)), float(np.mean(aucs))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rates", type=float, nargs="+", default=[0.0, 0.1, 0.3])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--epochs", type=int, default=4)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+def id_dropout(options: Options) -> Iterator[Row]:
+    """Yields recall and AUC of each rate of id dropout, against the same training without."""
     data = load_dataset("ml-100k", history_length=1)
-    found: dict[str, list[tuple[float, float]]] = {}
-    for seed in range(options.seeds):
+    reached: dict[str, list[tuple[float, float]]] = {}
+    for seed in range(1 if options.quick else 3):
         rng = np.random.default_rng(seed)
         new = np.zeros(data.num_items + 1, dtype=bool)
         new[rng.permutation(data.num_items)[: data.num_items // 5] + 1] = True
-        runs = {f"rate {rate}": scores(data, new, rate, seed, options.epochs) for rate in options.rates}
+        epochs = 1 if options.quick else EPOCHS
+        runs = {f"rate {rate}": scores(data, new, rate, seed, epochs) for rate in RATES}
         runs["random"] = rng.random((data.test.num_rows, data.num_items + 1)).astype(np.float32)
         for name, values in runs.items():
-            found.setdefault(name, []).append(figures(values, data, new))
-            print(f"seed {seed}, {name}: recall@{K} {found[name][-1][0]:.4f}, AUC {found[name][-1][1]:.4f}", flush=True)
-    means = {
-        name: {
-            figure: round(statistics.mean(column), 4)
-            for figure, column in zip((f"recall@{K}", "auc"), zip(*rows, strict=True), strict=True)
-        }
-        for name, rows in found.items()
-    }
-    versions = {package: importlib.metadata.version(package) for package in ("torch", "torchrec")}
-    print(
-        json.dumps({"benchmark": "cold_start", "seeds": options.seeds, "epochs": options.epochs, **versions, **means})
-    )
+            reached.setdefault(name, []).append(figures(values, data, new))
+    columns = {name: list(zip(*of_seeds, strict=True)) for name, of_seeds in reached.items()}
+    for name, of_run in columns.items():
+        for figure, ours, plain in zip((f"recall@{K}", "AUC"), of_run, columns[f"rate {RATES[0]}"], strict=True):
+            yield row(f"{figure}, {name}", ours, figure, baseline=plain, better="more", seeds=len(ours))
 
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    command_line(__doc__, {"id-dropout": id_dropout}, turns=1, studies=["id-dropout"])

@@ -1,28 +1,24 @@
 """Ranking of a whole catalogue of MovieLens 1M's shape on one core: 6,040 users x 3,706 items, a million pairs seen.
 
-    python benchmarks/evaluation.py [--repeats 5] [--baseline-users 604] [--cpu_seconds]
+    python benchmarks/evaluation.py [--turns 3] [--quick]
 
 `dot` and `top-nn` are seconds from columns to HR@10 and NDCG@10 of two towers (embeddings of 32, output of 64, history
 of up to 50) under a dot product and under a top NN of 128 and 64: embedding, scoring, masking, ranking. The baseline
 has the towers' outputs already and does what users write: `dot` makes the whole matrix of scores and sorts it, `top-nn`
-runs the interaction over one user beside all items at a time and sorts (for --baseline-users of them, scaled up to
-all). Both sides in turn, medians. `required` is a limit, and `ratio` how often what was measured fits into it. `memory`
-is the most resident memory that this process has had, before any baseline ran and after. Both sides must find the same
-ranks. With --cpu_seconds the seconds are those of the processor, for a machine that others use. Last line: one JSON
-object.
+runs the interaction over one user beside all items at a time and sorts (for 300 of them, scaled up to all). Both sides
+must find the same ranks. `required` is a limit in seconds, and `plain_s` the baseline's seconds. `memory` is the most
+resident memory that this process has had before any baseline ran, torch and the data included.
 """
 
-import argparse
-import importlib.metadata
-import json
-import os
+from __future__ import annotations
+
 import resource
 import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import numpy as np
 import torch
+from harness import Options, Row, command_line, in_turn, row
 from torchrec import EmbeddingBagConfig, PoolingType
 
 from torchrec_ext.data.columns import Chunk, Column
@@ -42,6 +38,7 @@ from torchrec_ext.train.metrics import (
 USERS, ITEMS, PAIRS, HISTORY, DIM, K = 6_040, 3_706, 1_000_209, 50, 32, 10
 SIZES = {"user_id": USERS + 1, "gender": 3, "age": 8, "occupation": 22, "history": ITEMS + 1}
 ITEM_SIZES = {"item_id": ITEMS + 1, "year": 82, "genres": 19}
+BASELINE_USERS = 300
 LIMITS = {"dot": 5.0, "top-nn": 60.0, "memory": 1000.0}
 HERE = Runtime()
 Figures = dict[str, float]
@@ -136,28 +133,16 @@ class Case:
     def user_by_user(self, queries: torch.Tensor, items: torch.Tensor, users: int) -> TargetRanks:
         """Plainly: the interaction over one user beside every item, sorted."""
         places = []
-        for row in range(users):
-            scores = self.model.interaction([queries[row].expand(len(items), -1), items])
-            scores[self.question.seen_by(row, row + 1)[1]] = -torch.inf
+        for user in range(users):
+            scores = self.model.interaction([queries[user].expand(len(items), -1), items])
+            scores[self.question.seen_by(user, user + 1)[1]] = -torch.inf
             scores[0] = -torch.inf
-            places.append(int((scores.argsort(descending=True) == self.question.targets[row]).int().argmax()))
+            places.append(int((scores.argsort(descending=True) == self.question.targets[user]).int().argmax()))
         return TargetRanks(torch.tensor(places), torch.zeros(users, dtype=torch.int64))
-
-
-def seconds(call: Callable[[], object], clock: Callable[[], float]) -> float:
-    start = clock()
-    call()
-    return clock() - start
 
 
 def peak_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
-
-
-def row(name: str, ours: float, baseline: float, unit: str) -> dict[str, object]:
-    ratio = round(LIMITS[name] / ours, 2)
-    rounded = {"baseline": round(baseline, 3), "ours": round(ours, 3)}
-    return {"name": name, **rounded, "unit": unit, "ratio": ratio, "required": LIMITS[name], "ceiling": None}
 
 
 def agree(ours: TargetRanks, plain: TargetRanks) -> None:
@@ -168,47 +153,29 @@ def agree(ours: TargetRanks, plain: TargetRanks) -> None:
         raise SystemExit(f"the two sides disagree: ours {ranking_metrics(ours, K)}, plain {ranking_metrics(plain, K)}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--baseline-users", type=int, default=604, help="how many users the baseline of top-nn ranks")
-    parser.add_argument(
-        "--cpu_seconds", action="store_true", help="count processor seconds, of which one thread has one per second"
-    )
-    options = parser.parse_args()
-    clock = time.process_time if options.cpu_seconds else time.perf_counter
-    torch.set_num_threads(1)
+def whole(options: Options) -> Iterator[Row]:
+    """Yields the rows of both interactions, and the memory."""
     users, items, question = made()
     dot, top = (Case(interaction, users, items, question) for interaction in ("dot", "top_nn"))
-    times: dict[str, list[float]] = {"dot": [], "top-nn": [], "dot plain": [], "top-nn plain": []}
-    print(f"{len(question.seen_rows):,} pairs seen; untrained, dot finds {dot.ours()}, top-nn {top.ours()}")
+    sides = {"dot": dot.ours, "top-nn": top.ours}
+    figures = {name: side() for name, side in sides.items()}
     ours_mb = peak_mb()
     vectors, top_vectors = dot.embedded(), top.embedded()
-    some = min(options.baseline_users, USERS)
+    some = 60 if options.quick else BASELINE_USERS
     agree(dot.ranks(), dot.whole_matrix(*vectors))
     agree(top.ranks(), top.user_by_user(*top_vectors, some))
-    for _ in range(options.repeats):
-        times["dot"].append(seconds(dot.ours, clock))
-        times["dot plain"].append(seconds(lambda: dot.whole_matrix(*vectors), clock))
-        times["top-nn"].append(seconds(top.ours, clock))
-        times["top-nn plain"].append(seconds(lambda: top.user_by_user(*top_vectors, some), clock) * USERS / some)
-    medians = {name: statistics.median(found) for name, found in times.items()}
-    rows = [
-        row(name, medians[name], medians[f"{name} plain"], "CPU s" if options.cpu_seconds else "s")
-        for name in ("dot", "top-nn")
-    ]
-    rows.append(row("memory", ours_mb, peak_mb(), "MB"))
-    for entry in rows:
-        print(
-            f"{entry['name']:8s} {entry['ours']:9.3f} {entry['unit']:5s} plain {entry['baseline']:9.3f}, limit "
-            f"{entry['required']}"
-        )
-    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
-    if load > cores and not options.cpu_seconds:
-        print(f"note: a load of {load:.1f} on {cores} cores, so others took time from both sides")
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "numpy", "torchrec", "torchrec-ext")}
-    print(json.dumps({"benchmark": "evaluation", "versions": versions, "cores": cores, "rows": rows}))
+    plain = {
+        "dot plain": lambda: dot.whole_matrix(*vectors),
+        "top-nn plain": lambda: top.user_by_user(*top_vectors, some),
+    }
+    times = in_turn({**sides, **plain}, options.turns)
+    times["top-nn plain"] = [each * USERS / some for each in times["top-nn plain"]]
+    for name in sides:
+        plain_s = round(statistics.median(times[f"{name} plain"]), 3)
+        yield row(name, times[name], "s", required=LIMITS[name], plain_s=plain_s, **figures[name])
+    yield row("memory", ours_mb, "MB", required=LIMITS["memory"], with_baseline_mb=round(peak_mb()))
 
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    command_line(__doc__, {"whole": whole}, turns=3, packages="numpy")

@@ -1,31 +1,28 @@
 """A transformer over sessions of unequal length: packed against padded, and how evenly ranks are loaded.
 
-    python benchmarks/session.py [--repeats 9] [--batch 256] [--cpu_seconds]
+    python benchmarks/session.py [--only encoder ranks] [--turns 3] [--quick]
 
-Sessions of 2 to 50 steps, most of them short as in Amazon Beauty (median 4, mean 6.9), 64 wide, 2 layers, forward and
-backward, one thread, all sides in turn, medians over the repeats; `--cpu_seconds` counts the thread's own seconds, for
-a machine that others use. The baseline is torch.nn.TransformerEncoder over (B, S, 64) with a mask, padded to the
-longest session of the batch, and, as many recipes do, to S = 50. Ours is SessionEncoder with the same weights' shapes,
-by each of its ways to compute attention; `nested` runs without a causal mask, for which torch has no kernel on a CPU,
-as does its own `bucketed, not causal`. Last line: one JSON object.
+256 sessions of 2 to 50 steps, most of them short as in Amazon Beauty (median 4, mean 6.9), 64 wide, 2 layers, forward
+and backward, one thread, all sides in turn. The baseline is torch.nn.TransformerEncoder over (B, S, 64) with a mask,
+padded to the longest session of the batch, and, as many recipes do, to S = 50. Ours is SessionEncoder with weights of
+the same shapes, by each of its ways to compute attention; `nested` runs without a causal mask, for which torch has no
+kernel on a CPU, as does its own `bucketed, not causal`. `fullest of R ranks`: the load of the rank with the most steps
+over the mean, as the loader deals sessions out, against neighbours in shuffled order.
 """
 
-import argparse
-import importlib.metadata
-import json
-import os
-import statistics
-import time
-from collections.abc import Callable
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
+from harness import Options, Row, command_line, in_turn, row
 from torch import Tensor, nn
 
 from torchrec_ext.data.loader.sessions import deal
 from torchrec_ext.modules.session_encoder import SessionEncoder
 
-WIDTH, LAYERS, HEADS, HIDDEN, LONGEST = 64, 2, 2, 128, 50
+WIDTH, LAYERS, HEADS, HIDDEN, LONGEST, BATCH = 64, 2, 2, 128, 50, 256
 
 
 def lengths_of(count: int, seed: int) -> np.ndarray:
@@ -56,18 +53,6 @@ def padded(width: int, lengths: np.ndarray) -> Callable[[], None]:
     return run
 
 
-def medians(sides: dict[str, Callable[[], None]], repeats: int, clock: Callable[[], float]) -> dict[str, float]:
-    """Seconds of each side, all run in turn."""
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    for repeat in range(repeats + 1):
-        for name, run in sides.items():
-            start = clock()
-            run()
-            if repeat:  # the first one warms up
-                times[name].append(clock() - start)
-    return {name: statistics.median(found) for name, found in times.items()}
-
-
 def imbalance(batch: int, ranks: int, repeats: int = 200) -> tuple[float, float]:
     """Returns the fullest rank's load over the mean, with neighbours in shuffled order and as the loader deals."""
     found = []
@@ -80,17 +65,10 @@ def imbalance(batch: int, ranks: int, repeats: int = 200) -> tuple[float, float]
     return float(before), float(after)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--cpu_seconds", action="store_true")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    lengths = lengths_of(options.batch, 0)
+def encoder(options: Options) -> Iterator[Row]:
+    """Yields the rows of one batch, forward and backward."""
+    lengths = lengths_of(32 if options.quick else BATCH, 0)
     longest = int(lengths.max())
-    print(f"{len(lengths)} sessions, {lengths.sum()} steps, median {np.median(lengths):.0f}, longest {longest}")
     sides = {
         "torch, padded to 50": padded(LONGEST, lengths),
         f"torch, padded to {longest}": padded(longest, lengths),
@@ -99,26 +77,24 @@ def main() -> None:
         "ours, bucketed, not causal": packed("bucketed", False, lengths),
         "ours, nested, not causal": packed("nested", False, lengths),
     }
-    seconds = medians(sides, options.repeats, time.thread_time if options.cpu_seconds else time.perf_counter)
-    ours = seconds["ours, bucketed"]
-    rows = [
-        {"name": name, "ms": round(1e3 * took, 2), "ratio": round(took / ours, 2)} for name, took in seconds.items()
-    ]
-    for ranks in (2, 8, 32):
-        before, after = imbalance(options.batch, ranks)
-        rows.append(
-            {
-                "name": f"fullest of {ranks} ranks over the mean",
-                "neighbours": round(before, 3),
-                "dealt": round(after, 3),
-            }
-        )
-    for row in rows:
-        print("  ".join(f"{key} {value}" if key != "name" else f"{value:34}" for key, value in row.items()))
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "torchrec", "torchrec-ext")}
-    cores = len(os.sched_getaffinity(0))
-    print(json.dumps({"benchmark": "session", "versions": versions, "cores": cores, "rows": rows}))
+    seconds = in_turn(sides, options.turns, 1 if options.quick else 4)
+    times = {name: [1e3 * each for each in of_side] for name, of_side in seconds.items()}
+    size = {"sessions": len(lengths), "steps": int(lengths.sum())}
+    for name in sides:
+        if name.startswith("ours"):
+            fastest = f"torch, padded to {longest}"
+            yield row(name, times[name], "ms", baseline=times[fastest], baseline_by=fastest, **size)
+    yield row("ours, bucketed, against 50", times["ours, bucketed"], "ms", baseline=times["torch, padded to 50"])
+
+
+def ranks(options: Options) -> Iterator[Row]:
+    """Yields how full the fullest rank is, over the mean: as the loader deals sessions against neighbours in order."""
+    for count in (2, 8, 32):
+        before, after = imbalance(BATCH, count, 20 if options.quick else 200)
+        yield row(f"fullest of {count} ranks over the mean", after, "of the mean", baseline=before)
 
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    command_line(__doc__, {"encoder": encoder, "ranks": ranks}, turns=3)

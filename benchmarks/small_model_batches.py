@@ -6,16 +6,15 @@ is, or times that; both rise over the first epoch. 943 users are asked, so an HR
 MovieLens is read from TORCHREC_EXT_DATA.
 """
 
-import argparse
+import contextlib
 import dataclasses
 import math
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import torch
-from small_model_network import one_rank
+from harness import Options, Row, row
 
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.planner import plan_sharding
@@ -68,26 +67,15 @@ def trained(runtime: Runtime, size: int, factor: float, *, quick: bool) -> tuple
     return sum(record["rows"] for record in history if record["kind"] == "train") / seconds, evaluator.test()["hr@10"]
 
 
-def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One row for each size and scaling, the speed against that of the smallest."""
+def rows(options: Options) -> Iterator[Row]:
+    """Yields one row for each size and scaling, the speed against that of the smallest."""
     first: tuple[float, float] | None = None
-    with one_rank() as runtime:
+    with Runtime.start("cpu", threads=1) as runtime, contextlib.redirect_stdout(sys.stderr):
         quieten_libraries()
         for size in SIZES[:2] if options.quick else SIZES:
             for name, scaling in SCALINGS.items() if size > SMALLEST else [("as it is", float)]:
                 rate, hit = trained(runtime, size, scaling(size / SMALLEST), quick=options.quick)
                 first = first or (rate, hit)
-                print(
-                    f"{size} positives, {name}: {rate:,.0f} instances/s, HR@10 {hit:.4f}", file=sys.stderr, flush=True
-                )
-                yield {
-                    "name": f"larger-batches, {size} positives, {name}",
-                    "baseline": round(first[0]),
-                    "ours": round(rate),
-                    "unit": "instances/s",
-                    "ratio": round(rate / first[0], 2),
-                    "required": None,
-                    "ceiling": None,
-                    "hr@10": round(hit, 4),
-                    "hr@10 at 256": round(first[1], 4),
-                }
+                figures = {"hr@10": round(hit, 4), "hr@10 at 256": round(first[1], 4)}
+                title = f"larger-batches, {size} positives, {name}"
+                yield row(title, rate, "instances/s", baseline=first[0], better="more", **figures)

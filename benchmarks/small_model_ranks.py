@@ -1,76 +1,60 @@
-"""Row `small-2-ranks` of benchmarks/small_model.py: two processes under local SGD against one, and two apart."""
+"""Row `small-2-ranks` of small_model.py: two ranks that average every 32 steps, against one, and two that never talk.
 
-import argparse
+Five processes: one, two ranks of one job, and two jobs of one rank. Each is a call of train(), captured by
+`train.compile=auto`; the one, the two ranks and the two apart have their turns while the others wait.
+"""
+
+from __future__ import annotations
+
 import multiprocessing
-import os
-import statistics
-import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from small_model_network import Captured, quiet
+from harness import LIMIT_S, Options, Row, Trainings, on_ranks, rates, row, slowest
+from small_model_baseline import BATCH, NEGATIVES, SHAPES
+from small_model_training import Side, loader_of, network, training
 
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import SyncConfig
 
-LIMIT_S = 900
+SIDES = ("one", "two", "apart")
+EVERY = 32
 
 
-def _process(rank: int, size: int, alone: bool, store: str, steps: int, repeats: int, results: Any) -> None:
-    """Times steps between barriers; ``alone`` processes have their own rows and weights and only share the barriers."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
-    torch.set_num_threads(1)
-    quiet()
-    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
-    runtime = Runtime(rank=rank, local_rank=rank, world_size=size, local_world_size=size)
-    together = size > 1
-    sync = SyncConfig(mode="local_sgd", every=1 << 30 if alone else 32) if together else None
-    side = Captured("small", runtime, sync=sync)
-    with side.ranks:
-        for _ in range(5):
-            side.step()
-        for _ in range(repeats):
-            dist.barrier()
-            start = time.perf_counter()
-            seen = torch.tensor(float(sum(side.step() for _ in range(steps))))
-            dist.all_reduce(seen)
-            if rank == 0:
-                results.put(float(seen) / (time.perf_counter() - start))
-        dist.barrier()
-        os._exit(0)  # the last settle and the teardown are no part of it
+def _ours(runtime: Runtime, side: str) -> Side:
+    model = network(SHAPES["small"])
+    loader = loader_of(SHAPES["small"], model, rank=runtime.rank, world_size=runtime.world_size)
+    sync = SyncConfig(mode="local_sgd", every=EVERY) if side == "two" else None
+    return training(model, loader, runtime, sync=sync)
 
 
-def _rates(size: int, alone: bool, steps: int, repeats: int) -> list[float]:
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        given = [(rank, size, alone, f"{folder}/store", steps, repeats, results) for rank in range(size)]
-        processes = [context.Process(target=_process, args=arguments, daemon=True) for arguments in given]
-        for process in processes:
-            process.start()
-        found = [results.get(timeout=LIMIT_S) for _ in range(repeats)]
-        for process in processes:
-            process.join(timeout=10)
-            process.kill()
-    return found
+def _waiting(stop: Callable[[], bool]) -> None:
+    """Does nothing while another process has its turn."""
+    while not stop():
+        pass
 
 
-def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Three kinds of process groups in turn, so that each meets the machine as the others do."""
-    steps, found = 64 if options.quick else 1280, {"one": [], "two": [], "apart": []}  # type: ignore[var-annotated]
-    for _ in range(1 if options.quick else 3):
-        for name, (size, alone) in {"one": (1, False), "two": (2, False), "apart": (2, True)}.items():
-            found[name] += _rates(size, alone, steps, options.repeats)
-    one, two, apart = (statistics.median(rates) for rates in found.values())
-    yield {
-        "name": "small-2-ranks",
-        "baseline": round(one),
-        "ours": round(two),
-        "unit": "instances/s",
-        "ratio": round(two / one, 2),
-        "required": 1.5,
-        "ceiling": round(apart / one, 2),
-    }
+def process(runtime: Runtime, side: str, steps: int, turns: int, barrier: Any) -> dict[str, list[float]]:
+    """Returns the seconds of a step of each side by turn, which mean something for the process's own."""
+    sides: dict[str, Side] = dict.fromkeys(SIDES, _waiting)
+    trainings = Trainings({**sides, side: _ours(runtime, side)}, before=lambda: barrier.wait(LIMIT_S))
+    seconds = trainings.seconds_per_step(steps, turns, warm_up=2 * EVERY)
+    trainings.close()
+    return seconds
+
+
+def rows(options: Options) -> Iterator[Row]:
+    """Yields the row: instances a second of all ranks of a side together."""
+    steps = EVERY * (4 if options.quick else 60)
+    barrier = multiprocessing.get_context("spawn").Barrier(5)
+    jobs = [("one", 1), ("two", 2), ("apart", 1), ("apart", 1)]
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        started = [pool.submit(on_ranks, process, size, side, steps, options.turns, barrier) for side, size in jobs]
+        one, two, *apart = [job.result(LIMIT_S) for job in started]
+    count = BATCH * (1 + NEGATIVES)
+    baseline = rates(count, slowest(one)["one"])
+    together = rates(2 * count, slowest([*apart[0], *apart[1]])["apart"])
+    ceiling = sorted(pair / single for pair, single in zip(together, baseline, strict=True))[len(baseline) // 2]
+    ours = rates(2 * count, slowest(two)["two"])
+    yield row("small-2-ranks", ours, "instances/s", baseline=baseline, better="more", required=1.5, ceiling=ceiling)
