@@ -249,9 +249,16 @@ class ResidentRows:
 
     def batches(self, epoch: int, start: int) -> Iterator[TowerBatch]:
         """See :meth:`Batches.batches`."""
-        order, size = order_of(self._config, self.num_rows, epoch), self._config.batch_size
+        yield from self._batches(self._order(epoch), epoch, start)
+
+    def _order(self, epoch: int) -> Tensor:
+        """Returns (N,) the numbers of all rows in the order of an epoch."""
+        return torch.from_numpy(order_of(self._config, self.num_rows, epoch)).to(self._device)
+
+    def _batches(self, numbers: Tensor, epoch: int, start: int) -> Iterator[TowerBatch]:
+        """Yields the batches of the rows ``numbers``, an epoch's order, from step ``start`` on."""
+        size = self._config.batch_size
         count = self.num_rows // size if self._config.drop_last else -(-self.num_rows // size)
-        numbers = torch.from_numpy(order).to(self._device)
         global_rows = [numbers[step * size : (step + 1) * size] for step in range(start, count)]
         local_rows = [rows[self._share.part(len(rows))] for rows in global_rows]
         for rows, local, totals in zip(global_rows, local_rows, self._totals(local_rows, epoch), strict=True):
@@ -273,8 +280,8 @@ class ResidentRows:
 
         A last step that is not full is yielded as a batch. Only where :attr:`fixed`.
         """
-        order, size = order_of(self._config, self.num_rows, epoch), self._config.batch_size
-        numbers, full = torch.from_numpy(order).to(self._device), self.num_rows // size
+        size = self._config.batch_size
+        numbers, full = self._order(epoch), self.num_rows // size
         part = self._share.part(size)
         for first in range(start, full, _STEPS_AHEAD):
             global_rows = numbers[first * size : min(first + _STEPS_AHEAD, full) * size].view(-1, size)
@@ -285,7 +292,7 @@ class ResidentRows:
                 columns += [drawn.view(*local_rows.shape, -1) for drawn in candidates if drawn is not None]
             for step in zip(*(stacked.unbind() for stacked in columns), strict=True):
                 yield DrawnStep(step, self)
-        yield from self.batches(epoch, max(start, full))
+        yield from self._batches(numbers, epoch, max(start, full))
 
     def assemble(self, tensors: Sequence[Tensor], drawn: Sequence[Tensor]) -> TowerBatch:
         """See :class:`Resident`; ``drawn`` holds the rows' numbers, the global batch's weight, and the candidates."""
