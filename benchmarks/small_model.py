@@ -8,7 +8,7 @@ is absent, in a process of its own. The baseline runs once in each of its forms 
 fused where the script has a flag), and then, in turn with ours, in the fastest, which the row names. Ours are the steps
 of a whole epoch of 18.24 M instances, a share in each turn, and `epoch, small` and `epoch, full` the seconds of that
 epoch in all: order, draws, records and ends of epochs included (the small network passes 43 times over its 83,731
-positives), the capture of the step, once a run, not.
+positives), captures not: of the step, and, after 20 passes over few rows, of a pass's last batch, once a run each.
 `small-2-ranks`: two processes that average their weights every 32 steps, against one; the ceiling is two processes that
 never talk.
 `torchrec-path`: train() without a captured step against a loop over nn.Embedding with dense Adam, plain or fused,
@@ -35,9 +35,11 @@ from small_model_baseline import BATCH, NEGATIVES, SHAPES, PlainStep
 from small_model_training import Side, batches_of, instances, loader_of, network, training
 
 from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.train.step.choose import PATIENCE
 
 EPOCH = 3_647_614 * 5
 INSTANCES = BATCH * (1 + NEGATIVES)  # of a step
+WARM_PASSES = PATIENCE + 2  # over rows of few steps: then the step of a pass's last batch is captured too
 SHARED = ROOT.parent / "shared" / "baselines" / "small_model.py"
 
 
@@ -85,10 +87,12 @@ def throughput(name: str, required: float, required_epoch: float) -> Callable[[O
         script, baseline, ours = Script(name, 1.0 if options.quick else 3.0), [], []
         with one_rank() as runtime:
             model = network(shape)
-            trainings = Trainings({"ours": training(model, loader_of(shape, model), runtime)})
+            loader = loader_of(shape, model)
+            trainings = Trainings({"ours": training(model, loader, runtime)})
             for turn in range(options.turns):
                 baseline.append(script())
-                ours += trainings.seconds_per_step(steps, 1, warm_up=1 if turn else 50)["ours"]
+                warm_up = 1 if turn else 50 if options.quick or len(loader) > steps else WARM_PASSES * len(loader)
+                ours += trainings.seconds_per_step(steps, 1, warm_up=warm_up)["ours"]
             trainings.close()
         by = {"baseline_by": script.text}
         yield row(
