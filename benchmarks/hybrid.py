@@ -26,6 +26,7 @@ ROWS = {
     "sync": hybrid_sync.rows,
 }
 STUDIES = {"sync-quality": hybrid_sync.quality, "small-tables": hybrid_small_tables.rows}
+ROWS |= STUDIES
 
 if __name__ == "__main__":
-    command_line(__doc__, ROWS, turns=3, studies=STUDIES)
+    command_line(__doc__, ROWS, turns=3, studies=list(STUDIES))
