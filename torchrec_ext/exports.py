@@ -1,12 +1,17 @@
-"""The names that a package exports stand once, in its ``__init__.pyi``, and are imported when first used.
+"""attach(): the names that a package exports stand once, in its ``__init__.pyi``, and are imported when first used.
 
-Type checkers read that file. Standard library only: ``torchrec_ext.doctor`` runs where nothing is installed yet.
+Registry: names that settings can have, with the objects that they stand for, which are imported when first used.
+
+Type checkers read the ``.pyi``. Standard library only: ``torchrec_ext.doctor`` runs where nothing is installed yet.
 """
 
 import ast
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.util import resolve_name
+from types import SimpleNamespace
 from typing import Any
 
 
@@ -21,7 +26,11 @@ def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], 
     """
     with open(f"{file.removesuffix('.py')}.pyi") as stream:
         imports = [node for node in ast.parse(stream.read()).body if isinstance(node, ast.ImportFrom)]
-    modules = {alias.name: f"{package}.{node.module}" for node in imports for alias in node.names}
+    modules = {
+        alias.name: resolve_name(f"{'.' * node.level}{node.module}", package)
+        for node in imports
+        for alias in node.names
+    }
     names = sorted(modules)
 
     def load(name: str) -> Any:
@@ -33,3 +42,79 @@ def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], 
         return value
 
     return load, lambda: sorted({*vars(sys.modules[package]), *names}), names
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of a registry.
+
+    Args:
+        path: ``module:name`` of the object.
+        facts: attributes of the object that are known before it is imported, where they differ from what is usual.
+    """
+
+    path: str
+    facts: Mapping[str, Any]
+
+
+def entry(path: str, **facts: Any) -> Entry:
+    """Returns a line of a registry: ``module:name`` of an object, and the attributes that are not as usual."""
+    return Entry(path, facts)
+
+
+class Registry(Mapping[str, Any]):
+    """Objects by name, each imported when it is looked up first.
+
+    So a config can check a name, and a few attributes of what it names, before torch is imported.
+
+    Args:
+        entries: by name, where the object is and which of its ``usual`` attributes differ.
+        usual: attributes that are known before an import, with their usual values.
+
+    Example:
+        >>> entries = {"int": entry("builtins:int"), "root": entry("math:sqrt", __name__="sqrt")}
+        >>> registry = Registry(entries, __name__="int")
+        >>> list(registry), registry.facts("root").__name__, registry["root"](9)
+        (['int', 'root'], 'sqrt', 3.0)
+    """
+
+    def __init__(self, entries: Mapping[str, Entry], **usual: Any) -> None:
+        self._entries, self._usual = entries, usual
+        self._objects: dict[str, Any] = {}
+
+    def facts(self, name: str) -> SimpleNamespace:
+        """Returns the known attributes of an object, which is not imported for it.
+
+        Raises:
+            KeyError: there is no such name.
+        """
+        return SimpleNamespace(**{**self._usual, **self._entries[name].facts})
+
+    def __getitem__(self, name: str) -> Any:
+        """Returns the object.
+
+        Raises:
+            KeyError: there is no such name.
+            TypeError: the object has other attributes than its line says.
+        """
+        if name not in self._objects:
+            path = self._entries[name].path
+            module, _, attribute = path.partition(":")
+            value = getattr(importlib.import_module(module), attribute)
+            for fact, known in vars(self.facts(name)).items():
+                if getattr(value, fact) != known:
+                    raise TypeError(
+                        f"{path}: {fact} is {getattr(value, fact)!r}, and its line in the registry says {known!r}; "
+                        "write the same in both"
+                    )
+            self._objects[name] = value
+        return self._objects[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)

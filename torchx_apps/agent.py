@@ -221,7 +221,7 @@ def _as_a_rank(app: Callable[[Sequence[str] | None], int], argv: Sequence[str] |
     die_with_parent()
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    from torchx_apps.cli.errors import RankErrorHandler
+    from torchx_apps.cli.rank_errors import RankErrorHandler
 
     return record(app, RankErrorHandler())(argv) or 0
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from torchx_apps.agent import exit_code
 from torchx_apps.cli.command_line import apply_overrides, build_parser, describe_keys, list_recipes, load_recipe
+from torchx_apps.cli.plan_flags import check_flags
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,6 +42,7 @@ def _plan(argv: Sequence[str] | None) -> int:
     if options.dry_run:
         print(describe_keys(job) if job is not None else options.tables)
         return 0
+    check_flags(options, job)
     from torchx_apps.jobs.planning import run_plan
 
     return run_plan(options, job)

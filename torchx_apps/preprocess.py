@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from torchx_apps.cli import errors as failures
 
         if os.environ.get("TORCHELASTIC_ERROR_FILE"):  # TorchX reads it, and prints the error itself
-            failures.RankErrorHandler().record_exception(error)
+            failures.record_error(error)
         else:
             print(failures.describe_error(error), file=sys.stderr)
         return 1

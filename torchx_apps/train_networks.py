@@ -12,14 +12,12 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from torchrec_ext.networks.config import Codistillation
 from torchx_apps.agent import exit_code
 from torchx_apps.cli.command_line import apply_overrides, build_parser, describe_keys, list_recipes, load_recipe
+from torchx_apps.networks.config import NetworksConfig
 from torchx_apps.networks.members import MemberJob, RankGroup, differing, members_of, place, setting
-
-if TYPE_CHECKING:
-    from torchx_apps.networks.stacks import NetworksConfig
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,9 +61,6 @@ def _train(argv: Sequence[str] | None) -> int:
 
 
 def _config(options: argparse.Namespace) -> NetworksConfig:
-    from torchrec_ext.networks.training import Codistillation
-    from torchx_apps.networks.stacks import NetworksConfig
-
     try:
         codistillation = apply_overrides(Codistillation(), options.codistill.split(",") if options.codistill else [])
     except ValueError as error:

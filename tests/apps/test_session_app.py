@@ -16,8 +16,9 @@ from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.loop import train
 from torchx_apps.cli.command_line import apply_overrides
-from torchx_apps.recipes.session import SessionTask, session
+from torchx_apps.recipes.session import session
 from torchx_apps.tasks.job import Job
+from torchx_apps.tasks.sessions import SessionTask
 
 PLANTED: Job = apply_overrides(
     session(),

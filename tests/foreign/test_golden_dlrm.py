@@ -18,7 +18,8 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from tests.contracts import run_ranks
-from torchrec_ext.distributed.optim.config import OptimizerConfig, apply_optimizer_in_backward
+from torchrec_ext.distributed.optim.config import OptimizerConfig
+from torchrec_ext.distributed.optim.declared import apply_optimizer_in_backward
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import initialise_tables

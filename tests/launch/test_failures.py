@@ -10,8 +10,9 @@ from torchx.specs import AppState, AppStatus
 
 from torchx_apps import export, plan, serve
 from torchx_apps.agent import describe_failure, first_failure, hand_over
-from torchx_apps.cli.errors import RankErrorHandler, describe_error, is_users_mistake
+from torchx_apps.cli.errors import describe_error, is_users_mistake
 from torchx_apps.cli.overrides import convert
+from torchx_apps.cli.rank_errors import RankErrorHandler
 from torchx_apps.torchx_run import last_words
 
 pytestmark = pytest.mark.unit

@@ -21,8 +21,8 @@ from torchrec_ext.networks.optimizer import StackedOptimizer
 from torchrec_ext.networks.skeleton import StackError
 from torchrec_ext.networks.stack import Stack
 from torchrec_ext.schema import Jagged
+from torchrec_ext.train.config import Compile
 from torchrec_ext.train.step.captured import StepExecutor, as_it_is, inductor
-from torchrec_ext.train.step.choose import Compile
 from torchrec_ext.train.step.lowering import CannotCaptureError
 
 ADAM = OptimizerConfig(tables="adam", tables_lr=2e-3, dense_lr=1e-3, eps=1e-4)

@@ -10,7 +10,8 @@ from tests.examples import META, small_model
 from tests.train.test_loop import Batches
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.train.config import EarlyStop, EarlyStopWatch
+from torchrec_ext.train.config import EarlyStop
+from torchrec_ext.train.early_stop import EarlyStopWatch
 from torchrec_ext.train.loop import TrainConfig, train
 
 

@@ -1,7 +1,7 @@
 from .columns import Chunk as Chunk
 from .columns import Column as Column
-from .datasets.catalog import DataConfig as DataConfig
 from .datasets.catalog import load_dataset as load_dataset
+from .datasets.config import DataConfig as DataConfig
 from .datasets.interactions import InteractionData as InteractionData
 from .datasets.interactions import from_ratings as from_ratings
 from .files.sources import ArrowSource as ArrowSource

@@ -12,5 +12,5 @@ from .streams import TowerStreams as TowerStreams
 from .sync import DiLoCo as DiLoCo
 from .sync import EveryStep as EveryStep
 from .sync import LocalSGD as LocalSGD
-from .sync import SyncConfig as SyncConfig
+from .sync_config import SyncConfig as SyncConfig
 from .tables import initialise_tables as initialise_tables

@@ -21,9 +21,8 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from torchrec_ext.distributed.optim.config import (
-    Choice,
-    OptimizerConfig,
+from torchrec_ext.distributed.optim.config import Choice, OptimizerConfig
+from torchrec_ext.distributed.optim.declared import (
     chosen_optimizer,
     declare_table_optimizer,
     has_kernel,

@@ -1,12 +1,10 @@
-"""TowerPlacement: which ranks run which tower, and which ranks' rows each of them takes."""
+"""TowerPlacement: which ranks run which tower, and which ranks' rows each of them takes. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-
-from torchrec.distributed.types import ModuleShardingPlan
 
 PLACEMENTS = ("data_parallel", "tower_parallel", "auto")
 
@@ -134,19 +132,6 @@ class TowerPlacement:
 
     def __str__(self) -> str:
         return ",".join(f"{tower}:{_text(ranks)}" for tower, ranks in self.ranks.items())
-
-
-@dataclass
-class TowerPlan(ModuleShardingPlan):
-    """Plan of a :class:`Towers` module: where each tower runs, and how its tables are sharded over its ranks.
-
-    Args:
-        placement: ranks of each tower.
-        tables: sharding plans by tower name and path of a collection within the tower; ranks count within the job.
-    """
-
-    placement: TowerPlacement
-    tables: Mapping[str, Mapping[str, ModuleShardingPlan]]
 
 
 def parse_ranks(text: str) -> dict[str, tuple[int, ...]]:

@@ -1,16 +1,14 @@
-"""SyncConfig and the sync modes: how often ranks make what each holds whole equal, as context managers around any loop.
+"""The sync modes: how often ranks make what each holds whole equal, as context managers around any loop.
 
-A mode is a subclass of :class:`EveryStep` and one line in :data:`MODES`.
+A mode is a subclass of :class:`EveryStep` and one line in :data:`MODES` of sync_config.py.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,10 +19,12 @@ from torchrec.optim.keyed import KeyedOptimizer
 from typing_extensions import Self
 
 from torchrec_ext.distributed.optim.hybrid import GradientNotFiniteError, HybridOptimizer
-from torchrec_ext.distributed.placement import TowerPlan
+from torchrec_ext.distributed.plan.tower_plan import TowerPlan
+from torchrec_ext.distributed.sync_config import MODES as MODES
+from torchrec_ext.distributed.sync_config import OptimizerState, check_warmup
+from torchrec_ext.distributed.sync_config import SyncConfig as SyncConfig
 from torchrec_ext.distributed.tables import collections
 
-OptimizerState = Literal["keep", "average"]
 WHOLE_WEIGHTS = 2**16  # smaller tables are sent whole: 256 KiB travel in the time that a second message takes
 
 
@@ -222,7 +222,7 @@ class LocalSGD(EveryStep):
         optimizer_state: OptimizerState = "keep",
     ) -> None:
         super().__init__(model)
-        _check_warmup(warmup)
+        check_warmup(warmup)
         self._model, self._optimizer = model, optimizer
         self._every, self._warmup, self._average_state = every, warmup, optimizer_state == "average"
         self._shards_tables = any(
@@ -391,136 +391,6 @@ class DiLoCo(LocalSGD):
         averager.mark()
 
 
-MODES: dict[str, type[EveryStep]] = {
-    "every_step": EveryStep,
-    "local_sgd": LocalSGD,
-    "diloco": DiLoCo,
-    "semi_sync": SemiSync,
-}
-if TYPE_CHECKING:
-    Mode = str
-else:
-    Mode = Literal[tuple(MODES)]  # the command line offers these values
-
-
-@dataclass(frozen=True, kw_only=True)
-class SyncConfig:
-    """How often ranks exchange what.
-
-    ``every_step``: the gradients of what every rank holds whole (dense layers, data_parallel tables) are averaged in
-    each backward. ``local_sgd``: each rank steps by its own gradient, and weights are averaged every k steps
-    (:class:`LocalSGD`). ``diloco``: local steps too, and an outer optimizer takes their mean change as its gradient
-    (:class:`DiLoCo`). ``semi_sync``: TorchRec's TrainPipelineSemiSync: rows of the next batch are looked up before this
-    one's backward has changed them, so that their exchange overlaps with it; a prediction sees tables that are one step
-    old, and never older.
-
-    An evaluation, the end of an epoch and the end of training always find the ranks equal. A resumed run of
-    ``local_sgd`` and ``diloco`` begins again from equal weights: a first step together, the moments that rank 0 had on
-    every rank, no outer momentum; so it learns on, but not bit for bit as it would have without the stop.
-
-    Args:
-        mode: schedule of exchanges: gradients in each backward, weights every k steps, or rows a step ahead.
-        every: k, steps between two averages in ``local_sgd`` and ``diloco``.
-        warmup: steps as ``every_step`` before the other modes begin. Where not given, 0 for ``semi_sync``; for
-            ``local_sgd`` and ``diloco`` 1, the least, because DDP records its graph in the first step.
-        optimizer_state: whether ``local_sgd`` and ``diloco`` ``keep`` each rank's moments or ``average`` them too.
-        outer_lr: learning rate of the outer optimizer of ``diloco``.
-        outer_momentum: momentum of the outer optimizer of ``diloco``; Nesterov's where it is not 0.
-        stash_gradients: whether dense layers are one step old in ``semi_sync`` too, each moved by the gradient of the
-            batch before.
-        table_copies: copies of the sharded tables (TorchRec's 2D parallelism, DMPCollection): R / table_copies ranks
-            shard each, and exchange rows among themselves alone. 1 for one copy over all ranks.
-        tables_every: steps between two averages of the copies and their optimizer state.
-    """
-
-    mode: Mode = "every_step"
-    every: int = 32
-    warmup: int | None = None
-    optimizer_state: OptimizerState = "keep"
-    outer_lr: float = 0.7
-    outer_momentum: float = 0.9
-    stash_gradients: bool = False
-    table_copies: int = 1
-    tables_every: int = 1
-
-    def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ValueError(f"mode={self.mode!r}: must be one of {', '.join(MODES)}")
-        if self.optimizer_state not in get_args(OptimizerState):
-            raise ValueError(
-                f"optimizer_state={self.optimizer_state!r}: must be one of {', '.join(get_args(OptimizerState))}"
-            )
-        if self.every < 1:
-            raise ValueError(f"every={self.every}: must be 1 step or more")
-        for name in ("table_copies", "tables_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be 1 or more")
-        if self.tables_every > 1 and self.table_copies == 1:
-            raise ValueError(f"tables_every={self.tables_every}: only for table_copies of 2 or more")
-        if self.warmup is not None and self.warmup < 0:
-            raise ValueError(f"warmup={self.warmup}: must be 0 steps or more")
-        if MODES[self.mode].least_warmup:
-            _check_warmup(self.together)
-        if not (math.isfinite(self.outer_lr) and self.outer_lr > 0):
-            raise ValueError(f"outer_lr={self.outer_lr}: must be a positive number")
-        if not 0 <= self.outer_momentum < 1:
-            raise ValueError(f"outer_momentum={self.outer_momentum}: must be at least 0 and below 1")
-        self._refuse_unread_settings()
-
-    def _refuse_unread_settings(self) -> None:
-        """Refuses a value for a setting that other modes read and this one does not."""
-        for name in dict.fromkeys(name for mode in MODES.values() for name in mode.settings):
-            value = getattr(self, name)
-            if name == "warmup" and value == 0:  # as saved runs record it for every mode
-                continue
-            if name not in MODES[self.mode].settings and value != type(self).__dataclass_fields__[name].default:
-                readers = " or ".join(key for key, mode in MODES.items() if name in mode.settings)
-                raise ValueError(f"{name}={value!r}: only for mode={readers}, but mode={self.mode}")
-
-    @property
-    def together(self) -> int:
-        """Steps that ranks take together before the mode begins."""
-        return MODES[self.mode].least_warmup if self.warmup is None else self.warmup
-
-    @property
-    def agrees_every_step(self) -> bool:
-        """Whether ranks leave every step with equal weights that the next step reads; see :class:`EveryStep`."""
-        return MODES[self.mode].agrees_every_step
-
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether rows of the next batch are looked up before this one's backward; see :class:`EveryStep`."""
-        return MODES[self.mode].looks_ahead
-
-    def table_ranks(self, world_size: int) -> int:
-        """Returns the number of ranks that shard one copy of the tables.
-
-        Raises:
-            ValueError: ``world_size`` is not a multiple of :attr:`table_copies`.
-
-        Example:
-            >>> SyncConfig(table_copies=2).table_ranks(8)
-            4
-        """
-        if world_size % self.table_copies:
-            raise ValueError(f"sync.table_copies={self.table_copies}: must divide the number of ranks, {world_size}")
-        return world_size // self.table_copies
-
-
-def _check_warmup(steps: int) -> None:
-    """Refuses a local mode that begins with the first step.
-
-    Raises:
-        ValueError: no step is taken together.
-    """
-    if steps < 1:
-        modes = " and ".join(name for name, mode in MODES.items() if mode.least_warmup)
-        raise ValueError(
-            f"warmup={steps}: must be 1 step or more for {modes}: ranks take their first step together, because DDP "
-            "records its graph in it"
-        )
-
-
 def synchronised(model: nn.Module, optimizer: KeyedOptimizer, config: SyncConfig) -> EveryStep:
     """Returns the context manager of ``config.mode`` for a model and its optimizer.
 
@@ -534,7 +404,8 @@ def synchronised(model: nn.Module, optimizer: KeyedOptimizer, config: SyncConfig
             only a mode that agrees in every step takes.
     """
     refuse_placed_towers(model, config)
-    return MODES[config.mode].from_config(model, optimizer, config)
+    mode: type[EveryStep] = MODES[config.mode]
+    return mode.from_config(model, optimizer, config)
 
 
 def refuse_placed_towers(model: nn.Module, config: SyncConfig) -> None:

@@ -11,8 +11,9 @@ from torch.nn.functional import normalize
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.models.tower_model import Prediction, TowerModel
+from torchrec_ext.modules.config import LOSSES
 from torchrec_ext.modules.interaction import InteractionLayer
-from torchrec_ext.modules.losses import LOSSES, check_fed
+from torchrec_ext.modules.losses import check_fed
 from torchrec_ext.modules.softmax import in_batch_negatives, widened
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import BatchSchema, OutOfRange
@@ -108,7 +109,7 @@ class _InBatchLoss(nn.Module):
         temperature: float,
     ) -> None:
         super().__init__()
-        self.name = name
+        self.name, self._loss_of_batch = name, LOSSES[name].function
         self.known = known
         self._cosine = interaction.metric == "cosine"
         self._temperature = interaction.temperature or temperature
@@ -132,7 +133,7 @@ class _InBatchLoss(nn.Module):
             present=(ids != 0) | (batch.weights > 0),  # item 0 with a weight is an unknown item, not padding
             is_known=None if self.known is None else partial(self.known, _users(batch)[:count]),
         )
-        loss: Tensor = LOSSES[self.name].function(
+        loss: Tensor = self._loss_of_batch(
             queries[:count],
             negatives,
             weights=batch.weights[:count],

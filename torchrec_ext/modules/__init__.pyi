@@ -1,4 +1,4 @@
-from .compression import Compression as Compression
+from .config import Compression as Compression
 from .interaction import Cosine as Cosine
 from .interaction import DeepCross as DeepCross
 from .interaction import DeepFM as DeepFM

@@ -1,4 +1,4 @@
-"""Compression: a layer that narrows a tower's bags before they leave its ranks.
+"""CompressingLayer: a layer that narrows a tower's bags before they leave its ranks.
 
 It is the tower module of Disaggregated Multi-Tower (Luo et al., MLSys 2024): features meet inside their tower, and
 D x (c F + p) numbers a row cross hosts instead of F x N.
@@ -7,54 +7,12 @@ D x (c F + p) numbers a row cross hosts instead of F x N.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torchrec.modules.crossnet import CrossNet
 
-Kind = Literal["linear", "cross"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Compression:
-    """Settings of the layer that narrows a tower's F bags, each N wide, and its Fd dense columns.
-
-    Args:
-        kind: ``linear``, or ``cross``, which applies crossing layers of DCN V2 to all of it first, as DMT does for DCN.
-        dim: D, the width of each vector that leaves the tower.
-        per_feature: c, the number of vectors that one linear layer makes of each bag, the same layer for all bags.
-        flat: p, the number of vectors that another linear layer makes of all bags and dense columns together.
-        layers: number of crossing layers under ``cross``.
-
-    Raises:
-        ValueError: a number out of its range, or neither vectors per feature nor flat ones.
-    """
-
-    kind: Kind = "linear"
-    dim: int = 16
-    per_feature: int = 0
-    flat: int = 1
-    layers: int = 1
-
-    def __post_init__(self) -> None:
-        if self.kind not in get_args(Kind):
-            raise ValueError(f"kind={self.kind!r}: must be one of {', '.join(get_args(Kind))}")
-        for name, least in (("dim", 1), ("per_feature", 0), ("flat", 0), ("layers", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)}: must be {least} or more")
-        if not self.per_feature + self.flat:
-            raise ValueError("per_feature=0 and flat=0: nothing would leave the tower; give one of them 1 or more")
-
-    def out_features(self, features: int, dense: int) -> int:
-        """Returns the width of the layer's output, D (c F + p) for F bags; without flat vectors also the dense columns.
-
-        Example:
-            >>> Compression(dim=16, per_feature=1, flat=2).out_features(features=13, dense=4)
-            240
-        """
-        return self.dim * (self.per_feature * features + self.flat) + (0 if self.flat else dense)
+from torchrec_ext.modules.config import Compression as Compression
 
 
 class CompressingLayer(nn.Module):

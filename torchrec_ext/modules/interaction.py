@@ -1,17 +1,17 @@
-"""Interactions: modules that turn the towers' outputs into one logit, and INTERACTIONS, which names them.
+"""Interactions: modules that turn the towers' outputs into one logit; INTERACTIONS of config.py names them.
 
 Every interaction computes the logits of given rows (``forward``) and those of every query with every candidate
 (``score_all``). A query is the output of all towers but the last, concatenated; a candidate is the output of the last.
 
-A new interaction is a class here that extends :class:`InteractionLayer`, and a line in INTERACTIONS: recipes, bundles
-and scorers then know it.
+A new interaction is a class here that extends :class:`InteractionLayer`, and a line in INTERACTIONS of config.py:
+recipes, bundles and scorers then know it.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ from torch.nn.functional import linear, normalize
 from torchrec.modules import deepfm
 from torchrec.modules.crossnet import CrossNet, LowRankCrossNet
 
+from torchrec_ext.modules.config import INTERACTIONS as INTERACTIONS
+from torchrec_ext.modules.config import Interaction as Interaction
 from torchrec_ext.modules.layers import (
     Activation,
     BatchNorm,
@@ -499,23 +501,6 @@ class MultiTaskTop(TopMLP):
         return torch.cat([first(hidden), *(head(hidden) for head in self.further)], dim=1)
 
 
-# What model.interaction of a recipe may be, in the order in which a message lists them. Classes that take hidden
-# layers, an activation or a temperature are given the recipe's.
-INTERACTIONS: Mapping[str, type[InteractionLayer]] = {
-    "top_nn": TopMLP,
-    "dot": DotProduct,
-    "cosine": Cosine,
-    "gmf": GeneralizedMF,
-    "dcn": DeepCross,
-    "fm": FactorizationMachine,
-    "deepfm": DeepFM,
-}
-if TYPE_CHECKING:
-    Interaction: TypeAlias = str
-else:
-    Interaction = Literal[tuple(INTERACTIONS)]  # what --set checks and --dry-run shows
-
-
 def interaction_layer(
     name: Interaction,
     widths: Sequence[int],
@@ -546,7 +531,7 @@ def interaction_layer(
     """
     if name not in INTERACTIONS:
         raise ValueError(f"interaction={name!r}: must be one of {', '.join(INTERACTIONS)}")
-    kind = INTERACTIONS[name]
+    kind: type[InteractionLayer] = INTERACTIONS[name]
     settings = {
         "hidden": hidden,
         "activation": activation,

@@ -8,13 +8,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from torchrec_ext.modules.config import Activation as Activation
+from torchrec_ext.modules.config import Normalization as Normalization
 from torchrec_ext.modules.softmax import gather_rows
 
 
@@ -71,8 +73,6 @@ class BatchNorm(nn.BatchNorm1d):
         self.running_var.lerp_(variance.to(self.running_var), rate.to(self.running_var))  # type: ignore[union-attr]
 
 
-Activation = Literal["relu", "gelu", "silu", "tanh"]
-Normalization = Literal["none", "layer", "batch"]
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU, "tanh": nn.Tanh}
 
 

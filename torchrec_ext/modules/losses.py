@@ -1,24 +1,24 @@
-"""Losses are functions of (logits, batch), and LOSSES names those that a recipe can train with.
+"""Losses are functions of (logits, batch); LOSSES of config.py names those that a recipe can train with.
 
 Each divides by the batch's total weight, so that the mean of the ranks' losses is the mean over the global batch. Rows
 of weight 0 are padding and do not count. A positive with its N negatives is a group of 1 + N rows, as the loader makes
 them.
 
-A new loss is a function here and a line in LOSSES, which says what it compares: recipes then know it.
+A new loss is a function here and a line in LOSSES of config.py, which says what it compares: recipes then know it.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+from collections.abc import Callable
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, logsigmoid, mse_loss
 
 from torchrec_ext.batch import TowerBatch
+from torchrec_ext.modules.config import LOSSES, RowLossName
 from torchrec_ext.modules.softmax import InBatch, widened
 
 
@@ -263,47 +263,6 @@ def codistillation(logits: Tensor, batch: TowerBatch, peers: Tensor, *, measure:
     return (losses * batch.weights).sum() / batch.total_weight
 
 
-@dataclass(frozen=True, kw_only=True)
-class LossKind:
-    """A loss and what it compares, which decides the rows that can feed it.
-
-    A loss that is neither pairwise nor over the batch compares each row with its own label.
-
-    Args:
-        function: function from (logits, batch) to the loss, (); a pairwise one takes ``negatives`` too. One over the
-            batch takes what :func:`in_batch_softmax` takes.
-        pairwise: whether it compares each positive with its own N drawn negatives.
-        in_batch: whether it compares each query with the candidates of the whole batch, which an interaction with a
-            ``metric`` makes cheap enough; :class:`torchrec_ext.models.retrieval.RetrievalModel` calls it.
-    """
-
-    function: Callable[..., Tensor]
-    pairwise: bool = False
-    in_batch: bool = False
-
-    def fits(self, *, negatives: int, label: str | None, metric: str | None) -> bool:
-        """Returns whether it can learn from such rows under such an interaction; see :func:`check_fed`."""
-        if self.in_batch:
-            return negatives == 0 and not label and metric is not None
-        return negatives > 0 and not label if self.pairwise else negatives > 0 or bool(label)
-
-
-# What model.loss of a recipe may be, in the order in which a message lists them.
-LOSSES: Mapping[str, LossKind] = {
-    "bce": LossKind(function=bce),
-    "in_batch": LossKind(function=in_batch_softmax, in_batch=True),
-    "bpr": LossKind(function=bpr, pairwise=True),
-    "hinge": LossKind(function=hinge, pairwise=True),
-    "sampled_softmax": LossKind(function=sampled_softmax, pairwise=True),
-}
-if TYPE_CHECKING:
-    LossName: TypeAlias = str
-    RowLossName: TypeAlias = str
-else:  # what --set checks and --dry-run shows
-    LossName = Literal[tuple(LOSSES)]
-    RowLossName = Literal[tuple(name for name, kind in LOSSES.items() if not kind.in_batch)]
-
-
 def check_fed(loss: str, *, negatives: int, label: str | None, metric: str | None) -> None:
     """Refuses rows from which a pairwise loss, or one over the batch, cannot learn.
 
@@ -361,8 +320,8 @@ class PairwiseLoss(nn.Module):
     def __init__(self, name: str, *, temperature: float = 1.0, correct: bool = True) -> None:
         super().__init__()
         settings = {"temperature": temperature, "correct": correct}
-        taken = inspect.signature(LOSSES[name].function).parameters
-        self.name, self.negatives = name, 0
+        self.name, self.negatives, self.function = name, 0, LOSSES[name].function
+        taken = inspect.signature(self.function).parameters
         self.settings = {key: value for key, value in settings.items() if key in taken}
 
     def expect_rows(self, *, negatives: int, label: str | None, metric: str | None) -> None:
@@ -378,7 +337,8 @@ class PairwiseLoss(nn.Module):
         """Returns the loss, (), of logits (B x (1 + N),)."""
         if not self.training:
             return bce(logits, batch)
-        return LOSSES[self.name].function(logits, batch, negatives=self.negatives, **self.settings)
+        loss: Tensor = self.function(logits, batch, negatives=self.negatives, **self.settings)
+        return loss
 
 
 def row_loss(name: str, *, temperature: float = 1.0, correct: bool = True) -> Callable[[Tensor, TowerBatch], Tensor]:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from torchrec_ext.modules.config import Attention as Attention
+from torchrec_ext.modules.config import Position as Position
 from torchrec_ext.modules.layers import Recorded
 from torchrec_ext.modules.tower import Activation, activation_layer
-
-Attention = Literal["bucketed", "nested", "padded"]
 
 
 class Bucket(NamedTuple):
@@ -145,9 +145,6 @@ def _nested(projected: Tensor, packing: Packing, causal: bool) -> Tensor:
     )
     output: Tensor = scaled_dot_product_attention(query, key, value, is_causal=causal).transpose(1, 2).values()
     return output
-
-
-Position = Literal["start", "end", "none"]
 
 
 class TransformerLayer(nn.Module):

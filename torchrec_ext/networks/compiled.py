@@ -20,8 +20,9 @@ from torchrec_ext.networks.graph import Inputs, trace
 from torchrec_ext.networks.optimizer import StackedOptimizer, StackedWeights
 from torchrec_ext.networks.skeleton import StackError, tensors_of
 from torchrec_ext.networks.stack import Losses, Stack
+from torchrec_ext.train.config import Compile
 from torchrec_ext.train.step.captured import MOST_GRAPHS, Run, StepExecutor, engine_for, first_line
-from torchrec_ext.train.step.choose import PATIENCE, PAYS_S, WATCHED, Compile, median_step, two_digits
+from torchrec_ext.train.step.choose import PATIENCE, PAYS_S, WATCHED, median_step, two_digits
 from torchrec_ext.train.step.lowering import CannotCaptureError
 from torchrec_ext.train.step.memory import state_tensors
 from torchrec_ext.train.step.update_rules import UPDATES, stepped

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchrec_ext.distributed.optim.config import Choice, OptimizerConfig, has_kernel, rows_with_gradient
+from torchrec_ext.distributed.optim.config import Choice, OptimizerConfig
+from torchrec_ext.distributed.optim.declared import has_kernel
+from torchrec_ext.distributed.optim.kinds import rows_with_gradient
 from torchrec_ext.networks.skeleton import StackError
 from torchrec_ext.networks.stack import Stack
 from torchrec_ext.train.config import Schedule

@@ -24,15 +24,16 @@ from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.networks.compiled import StackSteps
+from torchrec_ext.networks.config import Codistillation as Codistillation
 from torchrec_ext.networks.graph import Inputs, trace_logits
 from torchrec_ext.networks.optimizer import StackedOptimizer, StackedWeights
 from torchrec_ext.networks.skeleton import StackError, jagged_of, tensors_of
 from torchrec_ext.networks.stack import Stack
 from torchrec_ext.train.checkpoint.run import Position, RunCheckpoints
-from torchrec_ext.train.config import EarlyStopWatch, Record
+from torchrec_ext.train.config import Compile, Record
+from torchrec_ext.train.early_stop import EarlyStopWatch
 from torchrec_ext.train.guards.finite import RunStoppedError
 from torchrec_ext.train.loop import BestWeights, Loader, TrainConfig
-from torchrec_ext.train.step.choose import Compile
 
 
 @dataclass
@@ -124,30 +125,6 @@ def _parts(stack: Stack, moved: StackedWeights, held: dict[str, Tensor], index: 
         }
         for number, (name, shape) in enumerate(zip(names, shapes, strict=True))
     }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Codistillation:
-    """Members learn from each other's slightly old predictions (Anil et al. 2018, algorithm 1).
-
-    Args:
-        weight: weight of the peers' term beside the loss of the labels; 0 for none.
-        burn_in: first steps without that term, in which the members become worth learning from.
-        every: steps between two copies of all members; a copy costs the memory of the stack once more, and each step
-            with peers one more forward.
-    """
-
-    weight: float = 0.0
-    burn_in: int = 1000
-    every: int = 100
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.weight) and self.weight >= 0):
-            raise ValueError(f"weight={self.weight}: must be a number of 0 or more; 1 is usual")
-        if self.burn_in < 0:
-            raise ValueError(f"burn_in={self.burn_in}: must be 0 steps or more")
-        if self.every < 1:
-            raise ValueError(f"every={self.every}: must be 1 step or more")
 
 
 class StalePeers:

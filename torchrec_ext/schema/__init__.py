@@ -6,9 +6,6 @@ towers or tasks, N negatives or candidates, K retrieved, R ranks, S session leng
 
 import torchrec_ext.needs_torch  # noqa: F401
 
-from torchrec_ext.batch import Jagged, Keys
-from torchrec_ext.schema.batch_schema import BatchSchema, Dense, OutOfRange
-from torchrec_ext.schema.features import Joint, SparseFeature
-from torchrec_ext.schema.validation import DataError
+from torchrec_ext.exports import attach
 
-__all__ = ["BatchSchema", "DataError", "Dense", "Jagged", "Joint", "Keys", "OutOfRange", "SparseFeature"]
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

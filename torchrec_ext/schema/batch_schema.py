@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple, TypeVar, get_args
+from typing import NamedTuple, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -16,18 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from typing_extensions import Self
 
 from torchrec_ext.batch import Jagged, KeyedIds, KeyLayout, Keys, TowerBatch, concatenated, pack
-from torchrec_ext.schema.features import (
-    Joint,
-    SparseFeature,
-    features_of,
-    joints,
-    merged,
-    source_columns,
-    unique,
-    widths_of,
-)
-from torchrec_ext.schema.validation import (
-    DataError,
+from torchrec_ext.schema.checks import (
     ExpectedRows,
     array_of,
     bags_of,
@@ -40,8 +29,17 @@ from torchrec_ext.schema.validation import (
     side_by_side,
     total_of,
 )
-
-OutOfRange = Literal["error", "oov"]
+from torchrec_ext.schema.features import (
+    Joint,
+    SparseFeature,
+    features_of,
+    joints,
+    merged,
+    source_columns,
+    unique,
+    widths_of,
+)
+from torchrec_ext.schema.validation import DataError, OutOfRange
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 from .checkpoint.checkpointer import Checkpointer as Checkpointer
-from .checkpoint.run import CheckpointConfig as CheckpointConfig
-from .checkpoint.run import StartConfig as StartConfig
+from .checkpoint.config import CheckpointConfig as CheckpointConfig
+from .checkpoint.config import StartConfig as StartConfig
 from .checkpoint.storage import CheckpointError as CheckpointError
 from .checkpoint.vectors import load_vectors as load_vectors
 from .checkpoint.vectors import publish_weights as publish_weights

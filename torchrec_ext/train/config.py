@@ -1,28 +1,19 @@
-"""TrainConfig: how a run is trained.
-
-Schedule: how learning rates change over a run, by torch's own LambdaLR, the tables' inside their kernels included.
+"""TrainConfig: how a run is trained. Schedule: how learning rates change over it.
 
 EarlyStop: when a run may end before its last epoch, and which of its evaluations was the best.
+
+This module imports no torch, so that a command line is checked at once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal, get_args
 
-import torch
-import torch.distributed as dist
-from torch.optim.lr_scheduler import LambdaLR
-from torchrec.optim.keyed import KeyedOptimizer
-
-from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
-from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.train.guards.amp import Amp
-from torchrec_ext.train.step.choose import Compile, Threads
-
+Amp = Literal["off", "bf16", "fp16"]
+Compile = Literal["auto", "off", "require"]
+Threads = Literal["given", "auto"]
 Kind = Literal["constant", "linear", "cosine", "inverse_sqrt", "step"]
 
 
@@ -89,39 +80,6 @@ class Schedule:
         return self.floor + (1 - self.floor) * left
 
 
-def scheduler(optimizer: KeyedOptimizer, tables: Schedule, dense: Schedule, steps: int) -> LambdaLR:
-    """Builds the scheduler of all learning rates of a run, to be stepped after each step; it sets the first rates.
-
-    TorchRec's WarmupOptimizer would give all groups one rate and keep its position outside of the state of a combined
-    optimizer.
-
-    Args:
-        optimizer: optimizer from :func:`hybrid_parallel`; every group of another optimizer follows ``dense``.
-        tables: schedule of all tables; kernels take the new rate when gradients are set to zero.
-        dense: schedule of the dense layers.
-        steps: number of steps of the whole run.
-
-    Raises:
-        ValueError: a warm-up is longer than the run.
-    """
-    for name, schedule in (("tables_schedule", tables), ("dense_schedule", dense)):
-        if schedule.warmup >= steps and schedule.changes:
-            raise ValueError(
-                f"{name}: warmup={schedule.warmup} steps, but the run has {steps}; a warm-up must end before the run"
-            )
-    of_tables = {id(group) for group in optimizer.table_groups} if isinstance(optimizer, HybridOptimizer) else set()
-    schedules = [tables if id(group) in of_tables else dense for group in optimizer.param_groups]
-    return LambdaLR(optimizer, [partial(schedule.factor, steps=steps) for schedule in schedules])
-
-
-def rates(optimizer: KeyedOptimizer) -> dict[str, Any]:
-    """Returns the learning rates of the first group of tables and of dense layers, as a record shows them."""
-    if not isinstance(optimizer, HybridOptimizer):
-        return {"dense_lr": optimizer.param_groups[0]["lr"]}
-    groups = {"tables_lr": optimizer.table_groups, "dense_lr": optimizer.dense_groups}
-    return {name: group[0]["lr"] for name, group in groups.items() if group}
-
-
 @dataclass(frozen=True, kw_only=True)
 class EarlyStop:
     """Ends a run whose figure no longer gets better.
@@ -148,83 +106,6 @@ class EarlyStop:
             raise ValueError(f"patience={self.patience}: must be 1 evaluation or more")
         if not (math.isfinite(self.min_delta) and self.min_delta >= 0):
             raise ValueError(f"min_delta={self.min_delta}: must be a number of 0 or more")
-
-
-class EarlyStopWatch:
-    """Follows the evaluations of one run; every rank has one, and rank 0's figures decide for all.
-
-    Args:
-        config: the figure to watch, and the patience.
-        runtime: rank and device of this process.
-    """
-
-    def __init__(self, config: EarlyStop, runtime: Runtime) -> None:
-        self._config, self._runtime = config, runtime
-        self._since = 0
-        self.best: dict[str, Any] | None = None
-
-    def see(self, record: Mapping[str, Any]) -> bool:
-        """Takes an evaluation; returns whether it is the best so far, False where nothing is watched.
-
-        Raises:
-            ValueError: the evaluation has no such figure, or the figure is not a number, on every rank alike.
-        """
-        name = self._config.metric
-        if not name:
-            return False
-        if not isinstance(record.get(name), float):
-            figures = ", ".join(key for key, value in record.items() if isinstance(value, float))
-            raise ValueError(
-                f"train.early_stop.metric={name!r}: an evaluation has no such figure; it has {figures or 'none'}"
-            )
-        value = self._agreed(record[name])
-        if math.isnan(value):
-            raise ValueError(
-                f"train.early_stop.metric={name!r}: the figure is nan at step {record['step']}, so nothing can be "
-                "compared"
-            )
-        better = self.best is None or self._gain(value) > self._config.min_delta
-        self._since = 0 if better else self._since + 1
-        if better:
-            self.best = {"best": value, "best_epoch": record["epoch"], "best_step": record["step"]}
-        return better
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns what it has seen, as JSON can hold it."""
-        return {"since": self._since, "best": self.best}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores a state that :meth:`state_dict` returned."""
-        self._since, self.best = int(state["since"]), state["best"]
-
-    def stops(self) -> dict[str, Any] | None:
-        """Returns the record of the end where the run should end now, else None."""
-        if self.best is None or self._since < self._config.patience:
-            return None
-        name, best, epoch = self._config.metric, self.best["best"], self.best["best_epoch"]
-        message = f"stopped early: no {name} better than {best:.4f}, of epoch {epoch}, in {self._since} evaluation(s)"
-        return {"kind": "stop", "metric": name, **self.best, "message": message}
-
-    def better_than(self, step: int) -> dict[str, Any] | None:
-        """Returns the best evaluation where a run that ends at ``step`` should go back to it, else None."""
-        if not (self._config.metric and self._config.restore) or self.best is None or self.best["best_step"] == step:
-            return None
-        return self.best
-
-    def told(self, best: Mapping[str, Any]) -> str:
-        """Returns how a message names the best evaluation."""
-        return f"epoch {best['best_epoch']} ({self._config.metric} {best['best']:.4f})"
-
-    def _gain(self, value: float) -> float:
-        before = self.best["best"] if self.best else value
-        return float(value - before if self._config.mode == "max" else before - value)
-
-    def _agreed(self, value: float) -> float:
-        if self._runtime.world_size == 1:
-            return value
-        agreed = torch.tensor(value, dtype=torch.float64, device=self._runtime.device)
-        dist.broadcast(agreed, src=0)
-        return float(agreed)
 
 
 Record = dict[str, Any]  # figures and messages by name, as metrics.jsonl has them

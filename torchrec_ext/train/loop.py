@@ -27,8 +27,9 @@ from torchrec_ext.distributed.sync import EveryStep, SyncConfig, synchronised
 from torchrec_ext.distributed.sync import UnevenStepsError as UnevenStepsError
 from torchrec_ext.train.checkpoint.run import Position, RunCheckpoints
 from torchrec_ext.train.checkpoint.state import Parts, State, model_state
-from torchrec_ext.train.config import EarlyStopWatch, Record, rates, scheduler
+from torchrec_ext.train.config import Record
 from torchrec_ext.train.config import TrainConfig as TrainConfig
+from torchrec_ext.train.early_stop import EarlyStopWatch
 from torchrec_ext.train.guards.amp import LossScaling, forward_context
 from torchrec_ext.train.guards.finite import FiniteLoss, RunStoppedError
 from torchrec_ext.train.guards.finite import TrainingDivergedError as TrainingDivergedError
@@ -37,6 +38,7 @@ from torchrec_ext.train.guards.watchdog import Watchdog
 from torchrec_ext.train.metrics.evaluation_watch import EvaluationStoppedError, EvaluationWatch, watching
 from torchrec_ext.train.report.progress import Progress, Window
 from torchrec_ext.train.report.trace import StepTrace, Timeline, check_fits
+from torchrec_ext.train.schedule import rates, scheduler
 from torchrec_ext.train.step.choose import Steps, StepsConfig
 from torchrec_ext.train.step.pipeline import make_pipeline, unpipelined
 

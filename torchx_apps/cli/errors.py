@@ -1,4 +1,4 @@
-"""The errors of ranks: a user's mistake becomes one clean message, a bug keeps its traceback."""
+"""The errors of ranks: a user's mistake becomes one clean message, a bug keeps its traceback. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,25 +10,22 @@ import time
 import traceback
 from types import TracebackType
 
-import torch.distributed
-from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
-
 _OURS = {"torchrec_ext", "torchx_apps"}
 _STDLIB = sysconfig.get_path("stdlib")
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
 _PATIENCE_S = 3.0
 
 
-class RankErrorHandler(ErrorHandler):
-    """Writes this rank's error, in the words of `describe_error`, to the file where torchrun looks for it."""
+def record_error(error: BaseException) -> None:
+    """Writes this rank's error, in the words of `describe_error`, to the file where torchrun and TorchX look for it.
 
-    def record_exception(self, e: BaseException) -> None:
-        """Writes the reply file that torchrun named; does nothing where it named none."""
-        if lost_a_peer(e):
-            # Another rank failed first and this one only noticed. torchrun reports the first rank to *exit*, and stops
-            # the rest: this pause lets the rank with the cause exit first.
-            time.sleep(_PATIENCE_S)
-        _reply(f"{type(e).__name__}: {e}", describe_error(e))
+    Does nothing where no file is named.
+    """
+    if lost_a_peer(error):
+        # Another rank failed first and this one only noticed. torchrun reports the first rank to *exit*, and stops
+        # the rest: this pause lets the rank with the cause exit first.
+        time.sleep(_PATIENCE_S)
+    _reply(f"{type(error).__name__}: {error}", describe_error(error))
 
 
 def end_process(message: str) -> None:
@@ -91,7 +88,8 @@ def lost_a_peer(error: BaseException) -> bool:
         >>> lost_a_peer(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
         False
     """
-    if isinstance(error, torch.distributed.DistError):
+    distributed = sys.modules.get("torch.distributed")  # where nothing has imported it, nothing has raised its error
+    if distributed is not None and isinstance(error, distributed.DistError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST_PEER)
 

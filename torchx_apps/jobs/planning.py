@@ -9,11 +9,10 @@ import argparse
 import dataclasses
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,9 +21,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.plan.cluster import (
-    GB,
     Alternative,
-    Cluster,
     RankForecast,
     alternatives_text,
     compare,
@@ -32,10 +29,11 @@ from torchrec_ext.distributed.plan.cluster import (
     forecast_text,
 )
 from torchrec_ext.distributed.plan.config import PlanConfig, Sharding
+from torchrec_ext.distributed.plan.devices import GB, Cluster
 from torchrec_ext.distributed.plan.draft import Draft, PlanError, draft_plan
 from torchrec_ext.distributed.plan.explain import explain
 from torchrec_ext.train.report.figures import BLUE, RED, figure_with_panels, require_matplotlib, save_figure
-from torchx_apps.cli.overrides import nearest
+from torchx_apps.cli.plan_flags import batch_size_of, cluster_of, parse_tables, sharding_of
 from torchx_apps.tasks.job import Job
 
 _COLOURS = {"weights": BLUE, "state": RED, "buffers": "#6a994e", "dense": "#7b5ea7"}
@@ -106,10 +104,6 @@ def draw_plan(path: Path, ranks: Sequence[RankForecast], cluster: Cluster) -> No
     save_figure(figure, path)
 
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)([kmb]?)x(\d+)(?:x(\d+(?:\.\d+)?))?", re.IGNORECASE)
-_UNITS = {"": 1, "k": 1_000, "m": 1_000_000, "b": 1_000_000_000}
-
-
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
     """A model to plan, with the devices to plan it for.
@@ -156,7 +150,7 @@ def run_plan(options: argparse.Namespace, job: Job | None) -> int:
     Raises:
         PlanError: no plan fits; the message says what would make it fit, and which sharding types do.
     """
-    cluster = _cluster(options)
+    cluster = cluster_of(options)
     request = _request_of_tables(options, cluster) if job is None else _request_of_recipe(options, job, cluster)
 
     def predict(sharding: Sharding) -> list[RankForecast]:
@@ -183,63 +177,19 @@ def run_plan(options: argparse.Namespace, job: Job | None) -> int:
     return 0
 
 
-def parse_tables(text: str) -> list[tuple[EmbeddingBagConfig, float]]:
-    """Parses a text such as ``ad=300Mx64,history=12Mx64x20``; returns each table with the mean number of ids of a row.
-
-    Raises:
-        ValueError: an item is not a table, or a name is given twice.
-
-    Example:
-        >>> tables = parse_tables("ad=1.5Mx64,h=9Kx8x20")
-        >>> [(table.name, table.num_embeddings, table.embedding_dim, ids) for table, ids in tables]
-        [('ad', 1500000, 64, 1.0), ('h', 9000, 8, 20.0)]
-        >>> parse_tables("ad=300M*64")  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        ...
-        ValueError: --tables: 'ad=300M*64': write NAME=ROWSxDIM, such as ad=300Mx64, or ad=300Mx64x20 with 20 ids ...
-    """
-    tables: dict[str, tuple[EmbeddingBagConfig, float]] = {}
-    for item in filter(None, (item.strip() for item in text.split(","))):
-        name, _, size = item.partition("=")
-        match = _SIZE.fullmatch(size.strip())
-        if not match or not name.strip():
-            raise ValueError(
-                f"--tables: {item!r}: write NAME=ROWSxDIM, such as ad=300Mx64, or ad=300Mx64x20 with 20 ids in a row"
-            )
-        rows = round(float(match[1]) * _UNITS[match[2].lower()])
-        if rows < 1 or int(match[3]) < 1:
-            raise ValueError(f"--tables: {item!r}: a table has at least one row and one column")
-        if name in tables:
-            raise ValueError(f"--tables names '{name}' twice; give each table a name of its own")
-        table = EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=rows, embedding_dim=int(match[3]))
-        tables[name] = table, float(match[4] or 1)
-    if not tables:
-        raise ValueError(f"--tables {text!r} names no table; write NAME=ROWSxDIM, such as ad=300Mx64")
-    return list(tables.values())
-
-
-def _cluster(options: argparse.Namespace) -> Cluster:
-    return Cluster(
-        world_size=options.world_size,
-        local_world_size=min(8, options.world_size) if options.local_world_size is None else options.local_world_size,
-        device=options.device,
-        hbm_gb=options.hbm,
-        ddr_gb=options.ddr,
-        intra_gb_s=options.intra,
-        inter_gb_s=options.inter,
-        memory_gb_s=options.memory_rate,
-        reserve=options.reserve,
-    )
-
-
 def _request_of_tables(options: argparse.Namespace, cluster: Cluster) -> PlanRequest:
     tables = parse_tables(options.tables)
-    configs = [table for table, _ in tables]
+    configs = [
+        EmbeddingBagConfig(
+            name=table.name, feature_names=[table.name], num_embeddings=table.rows, embedding_dim=table.dim
+        )
+        for table in tables
+    ]
     return PlanRequest(
         model=nn.ModuleDict({"tables": EmbeddingBagCollection(tables=configs, device=torch.device("meta"))}),
-        bag_lengths={table.name: ids for table, ids in tables},
-        batch_size=_batch_size(options.batch_size or 1024),
-        plan=PlanConfig(sharding=_sharding(options.sharding or "auto")),
+        bag_lengths={table.name: table.ids for table in tables},
+        batch_size=batch_size_of(options.batch_size or 1024),
+        plan=PlanConfig(sharding=sharding_of(options.sharding or "auto")),
         optimizer=OptimizerConfig(tables=options.optimizer or "row_wise_adagrad"),
         cluster=cluster,
     )
@@ -247,37 +197,19 @@ def _request_of_tables(options: argparse.Namespace, cluster: Cluster) -> PlanReq
 
 def _request_of_recipe(options: argparse.Namespace, job: Job, cluster: Cluster) -> PlanRequest:
     """Returns a request for the tables of a recipe, whose sizes are those of its data, which must exist."""
-    if job.plan.towers not in ("data_parallel", "auto"):
-        raise ValueError(
-            f"plan.towers={job.plan.towers}: plans for other devices have towers on every rank; leave it out"
-        )
     task = job.task(job.data, progress=True)
     rows = math.ceil(job.loader.batch_size / cluster.world_size) * (1 + job.loader.negatives)
     plan, optimizer = job.plan, job.optimizer
     if options.sharding:
-        plan = dataclasses.replace(plan, sharding=_sharding(options.sharding))
+        plan = dataclasses.replace(plan, sharding=sharding_of(options.sharding))
     if options.optimizer:
         optimizer = dataclasses.replace(optimizer, tables=options.optimizer)
     model: Any = job.build(job.model, task.data)
     return PlanRequest(
         model=model,
         bag_lengths={},
-        batch_size=_batch_size(options.batch_size or rows),
+        batch_size=batch_size_of(options.batch_size or rows),
         plan=plan,
         optimizer=optimizer,
         cluster=cluster,
     )
-
-
-def _sharding(name: str) -> Sharding:
-    if name not in get_args(Sharding):
-        raise ValueError(
-            f"--sharding {name}: must be one of {', '.join(get_args(Sharding))}{nearest(name, get_args(Sharding))}"
-        )
-    return name  # type: ignore[return-value]
-
-
-def _batch_size(rows: int) -> int:
-    if rows < 1:
-        raise ValueError(f"--batch-size {rows}: a device needs at least one row in a step")
-    return rows

@@ -1,8 +1,6 @@
 """StackedMembers: trains members of one shape on one rank as a stack, each with run folder, checkpoints and figures.
 
 build() makes the networks of a job's members; apart() says why two of them cannot be stacked.
-
-NetworksConfig: how the members of a job of several networks are trained.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from torchrec_ext.data.negatives.registry import NEGATIVES
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import collections, initialise_tables
 from torchrec_ext.networks.skeleton import first_difference
-from torchrec_ext.networks.training import Codistillation, Member, is_over, train_stack
+from torchrec_ext.networks.training import Member, is_over, train_stack
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.folder import (
@@ -39,10 +37,12 @@ from torchrec_ext.train.report.progress import RunFolder
 from torchx_apps.jobs import training
 from torchx_apps.jobs.resuming import CHECKPOINTS, asked_to_stop, common_checkpoints
 from torchx_apps.networks import report as report
+from torchx_apps.networks.config import NetworksConfig as NetworksConfig
 from torchx_apps.networks.members import MemberJob
 from torchx_apps.networks.report import Result
 from torchx_apps.tasks.job import Evaluator, Job, Task, schema_of
 
+STACK_FILE = "stack.json"  # in the run folder of each member of a stack: who they are
 _ROWS = ("batch_size", "negatives", "sampling", "shared_negatives", "label", "weight", "drop_last")
 # Settings of a Job, all of a group where none is named, that change how a network is trained and that a stack does not
 # have.
@@ -83,7 +83,7 @@ def build(members: Sequence[MemberJob], runtime: Runtime) -> list[Built]:
 
 def why_alone(job: Job) -> str | None:
     """Names the first setting that no stack supports; None where there is none."""
-    if NEGATIVES[job.loader.sampling].refreshed and job.loader.negatives:
+    if NEGATIVES.facts(job.loader.sampling).refreshed and job.loader.negatives:
         return f"loader.sampling={job.loader.sampling} asks one model for its hardest items, and a stack has several"
     for group, names in _OF_ONE_NETWORK.items():
         settings = getattr(job, group)
@@ -132,41 +132,6 @@ def loaders_of(built: Sequence[Built], runtime: Runtime) -> dict[str, Loader]:
             made[key] = training.loader_of(member.job, member.task, member.schema, runtime)
         by_member[member.member.name] = made[key]
     return by_member
-
-
-@dataclass(frozen=True, kw_only=True)
-class NetworksConfig:
-    """Says how the members of a job are trained.
-
-    Args:
-        stack: ``auto``: members of one shape on one rank are stacked, others trained in turn; ``require``: members that
-            cannot be stacked are refused; ``never``: all in turn.
-        codistillation: how stacked members learn from each other.
-        weights: write each stacked member's state dict into its folder as ``weights.pt``.
-        resume: ``auto``: members that have ended stay as they are, and the others go on where all of a stack were last
-            saved; ``never``: all start from the beginning.
-    """
-
-    stack: str = "auto"
-    codistillation: Codistillation = dataclasses.field(default_factory=Codistillation)
-    weights: bool = False
-    resume: str = "never"
-
-    def __post_init__(self) -> None:
-        if self.resume not in ("auto", "never"):
-            raise ValueError(
-                f"--resume {self.resume}: several networks go on in their own folder; give --resume auto, with "
-                "--run-dir"
-            )
-        if self.stack not in ("auto", "require", "never"):
-            raise ValueError(f"--stack {self.stack}: must be auto, require or never")
-        if self.stack == "never" and self.codistillation.weight:
-            raise ValueError(
-                "--codistill with --stack never: peers predict for each other inside a stack; use --stack auto"
-            )
-
-
-STACK_FILE = "stack.json"  # in the run folder of each member of a stack: who they are
 
 
 class _Unsharded:

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-
-from torchrec_ext.data.datasets.catalog import DataConfig
-from torchrec_ext.data.datasets.interactions import InteractionData
-from torchrec_ext.data.datasets.labelled import LabelledConfig, LabelledData
-from torchrec_ext.data.loader.loader import LoaderConfig
+from torchrec_ext.data.datasets.config import DataConfig, LabelledConfig
+from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.distributed.optim.config import OptimizerConfig
-from torchrec_ext.models.ncf import ContextualNCF
-from torchrec_ext.modules.layers import Activation
-from torchrec_ext.modules.losses import RowLossName, row_loss
-from torchrec_ext.schema import OutOfRange
-from torchrec_ext.train.config import EarlyStop
-from torchrec_ext.train.loop import TrainConfig
+from torchrec_ext.modules.config import Activation, RowLossName
+from torchrec_ext.schema.validation import OutOfRange
+from torchrec_ext.train.config import EarlyStop, TrainConfig
 from torchx_apps.tasks.job import Job
-from torchx_apps.tasks.labelled import labelled_task
+from torchx_apps.tasks.loading import labelled_task
+
+if TYPE_CHECKING:
+    from torchrec_ext.data.datasets.interactions import InteractionData
+    from torchrec_ext.data.datasets.labelled import LabelledData
+    from torchrec_ext.models.ncf import ContextualNCF
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +93,12 @@ def build_contextual_ncf(config: NCFConfig, data: LabelledData) -> ContextualNCF
 def _network(
     config: NCFConfig, vocab: Mapping[str, int], context: Sequence[str], dense: Sequence[str]
 ) -> ContextualNCF:
+    import torch
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+
+    from torchrec_ext.models.ncf import ContextualNCF
+    from torchrec_ext.modules.losses import row_loss
+
     tables = [
         EmbeddingBagConfig(
             name=name,

@@ -6,27 +6,14 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
+from torchrec_ext.schema.validation import DataError
 
-from torchrec_ext.data.datasets.catalog import DatasetUnavailable, data_folder, find_ml_100k, ml_100k_tables
-from torchrec_ext.data.files.find import find_files
-from torchrec_ext.data.preprocess import (
-    Categorify,
-    FillMissing,
-    HashBucket,
-    History,
-    Lists,
-    Normalize,
-    Preprocessor,
-    Step,
-    TimeFeatures,
-)
-from torchrec_ext.data.preprocess.engines import ROW, Engine
-from torchrec_ext.data.preprocess.files import Source, scan
-from torchrec_ext.data.preprocess.numeric import quantiles_of
-from torchrec_ext.schema import DataError
+if TYPE_CHECKING:
+    from torchrec_ext.data.preprocess import Preprocessor, Step
+    from torchrec_ext.data.preprocess.engines import Engine
+    from torchrec_ext.data.preprocess.files import Source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +103,19 @@ def ml_100k() -> PreprocessJob:
 
 def build_ml_100k(config: MovieLensConfig, engine: Engine) -> Prepared:
     """Joins the three files, splits them by time and names the steps; a rating of 4 or 5 has label 1."""
+    from torchrec_ext.data.preprocess import (
+        Categorify,
+        FillMissing,
+        HashBucket,
+        History,
+        Lists,
+        Normalize,
+        Preprocessor,
+        TimeFeatures,
+    )
+    from torchrec_ext.data.preprocess.engines import ROW
+    from torchrec_ext.data.preprocess.numeric import quantiles_of
+
     path = _movielens(config)
     ratings, users, items = _movielens_tables(path, engine)
     users, items = (table.drop(ROW) if ROW in table.columns else table for table in (users, items))
@@ -148,6 +148,8 @@ def build_ml_100k(config: MovieLensConfig, engine: Engine) -> Prepared:
 
 def _movielens(config: MovieLensConfig) -> Path:
     """Returns the folder with parquet files, or the publisher's zip."""
+    from torchrec_ext.data.datasets.catalog import DatasetUnavailable, data_folder, find_ml_100k
+
     if config.folder:
         folder = Path(config.folder)
         zipped = folder / "ml-100k.zip"
@@ -160,6 +162,12 @@ def _movielens(config: MovieLensConfig) -> Path:
 
 def _movielens_tables(path: Path, engine: Engine) -> list[Any]:
     """Returns ratings, users and items as tables of the engine."""
+    import pyarrow as pa
+
+    from torchrec_ext.data.datasets.catalog import ml_100k_tables
+    from torchrec_ext.data.preprocess.engines import ROW
+    from torchrec_ext.data.preprocess.files import scan
+
     if path.suffix != ".zip":
         return [engine.read(scan(path / f"{name}.parquet")) for name in ("inter", "users", "items")]
     chunks = ml_100k_tables(path)
@@ -197,6 +205,9 @@ def clicks() -> PreprocessJob:
 
 def build_clicks(config: ClicksConfig, engine: Engine) -> Prepared:
     """Names the steps and the files, of which the last is for testing."""
+    from torchrec_ext.data.files.find import find_files
+    from torchrec_ext.data.preprocess import Categorify, FillMissing, HashBucket, Lists, Normalize, Preprocessor
+
     if not config.folder:
         raise DataError(
             "recipe clicks needs a log: --set config.folder=DIR with parquet files of c0.., d0.., history, label"

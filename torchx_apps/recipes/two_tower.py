@@ -4,26 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-
-from torchrec_ext.data.datasets.catalog import DataConfig
-from torchrec_ext.data.datasets.interactions import InteractionData
-from torchrec_ext.data.loader.loader import LoaderConfig
-from torchrec_ext.data.negatives.known_pairs import KnownPairs
-from torchrec_ext.data.negatives.on_device import KnownItems
+from torchrec_ext.data.datasets.config import DataConfig
+from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.distributed.optim.config import OptimizerConfig
-from torchrec_ext.models.retrieval import RetrievalModel
-from torchrec_ext.models.tower_model import TowerModel
-from torchrec_ext.modules.interaction import INTERACTIONS, Interaction, interaction_layer
-from torchrec_ext.modules.layers import Activation
-from torchrec_ext.modules.losses import LOSSES, LossName, row_loss
-from torchrec_ext.modules.tower import Tower
-from torchrec_ext.schema import OutOfRange
-from torchrec_ext.train.loop import TrainConfig
+from torchrec_ext.modules.config import INTERACTIONS, LOSSES, Activation, Interaction, LossName
+from torchrec_ext.schema.validation import OutOfRange
+from torchrec_ext.train.config import TrainConfig
 from torchx_apps.recipes.n_tower import compression_of
 from torchx_apps.tasks.job import Job
+
+if TYPE_CHECKING:
+    from torchrec_ext.data.datasets.interactions import InteractionData
+    from torchrec_ext.models.tower_model import TowerModel
+    from torchrec_ext.modules.tower import Tower
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +71,7 @@ class TwoTowerConfig:
         compression_of(self.compress)
         if self.loss not in LOSSES:
             raise ValueError(f"model.loss={self.loss!r}: must be one of {', '.join(LOSSES)}")
-        metric = INTERACTIONS[self.interaction].metric if self.interaction in INTERACTIONS else None
+        metric = INTERACTIONS.facts(self.interaction).metric if self.interaction in INTERACTIONS else None
         if LOSSES[self.loss].in_batch and metric is None:
             raise ValueError(
                 f"model.loss=in_batch with model.interaction={self.interaction}: each query meets every candidate of "
@@ -129,6 +124,15 @@ def retrieval() -> Job:
 
 def build_two_tower(config: TwoTowerConfig, data: InteractionData) -> TowerModel:
     """Builds a tower over the item's columns and one over all others; ids and lists have tables, the rest is dense."""
+    import torch
+
+    from torchrec_ext.data.negatives.known_pairs import KnownPairs
+    from torchrec_ext.data.negatives.on_device import KnownItems
+    from torchrec_ext.models.retrieval import RetrievalModel
+    from torchrec_ext.models.tower_model import TowerModel
+    from torchrec_ext.modules.interaction import interaction_layer
+    from torchrec_ext.modules.losses import row_loss
+
     known = {*data.vocab, *data.dense}
     for field, given in (("features", config.features), ("without", config.without)):
         unknown = sorted(set(given) - known)
@@ -170,6 +174,11 @@ def build_two_tower(config: TwoTowerConfig, data: InteractionData) -> TowerModel
 
 
 def _tower(config: TwoTowerConfig, data: InteractionData, columns: Sequence[str]) -> Tower:
+    import torch
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+
+    from torchrec_ext.modules.tower import Tower
+
     tables = [
         EmbeddingBagConfig(
             name="item_id" if name == "history" and config.share_items else name,

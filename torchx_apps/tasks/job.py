@@ -1,26 +1,31 @@
-"""Job: all that one training run needs. Task: its data, and the question that a model answers about it."""
+"""Job: all that one training run needs. Task: its data, and the question that a model answers about it.
+
+This module imports no torch, so that a command line is checked at once; what a job trains is imported when it is built.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
-from torchrec.distributed.model_parallel import DistributedModelParallel
-
-from torchrec_ext.data.datasets.catalog import DataConfig
-from torchrec_ext.data.loader.loader import LoaderConfig
+from torchrec_ext.data.datasets.config import DataConfig
+from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.plan.config import PlanConfig
-from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.distributed.sync import SyncConfig
-from torchrec_ext.schema import BatchSchema
-from torchrec_ext.train.checkpoint.run import CheckpointConfig, StartConfig
-from torchrec_ext.train.config import Record
-from torchrec_ext.train.loop import Loader, TrainConfig
-from torchx_apps.tasks.export_data import ExportData
-from torchx_apps.tasks.ranking import ranking_task
+from torchrec_ext.distributed.sync_config import SyncConfig
+from torchrec_ext.train.checkpoint.config import CheckpointConfig, StartConfig
+from torchrec_ext.train.config import Record, TrainConfig
+from torchx_apps.tasks.loading import ranking_task
+
+if TYPE_CHECKING:
+    from torchrec.distributed.model_parallel import DistributedModelParallel
+
+    from torchrec_ext.distributed.runtime import Runtime
+    from torchrec_ext.schema import BatchSchema
+    from torchrec_ext.train.loop import Loader
+    from torchx_apps.tasks.export_data import ExportData
 
 Lookups = Literal["auto", "merged", "apart"]
 Export = Literal["never", "auto", "require"]

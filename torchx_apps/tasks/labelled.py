@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from torchrec_ext.data.datasets.labelled import LabelledConfig, LabelledData, load_labelled
+from torchrec_ext.data.datasets.labelled import LabelledData
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.schema import BatchSchema
@@ -17,12 +17,6 @@ from torchrec_ext.train import metrics
 from torchrec_ext.train.config import Record
 from torchx_apps.tasks.export_data import ExportData, of_labelled
 from torchx_apps.tasks.named_data import NamedData
-
-
-def labelled_task(config: LabelledConfig, *, progress: bool = True) -> LabelledTask:
-    """Loads the rows that ``config`` names; nothing is downloaded, so there is no progress to show."""
-    del progress
-    return LabelledTask(load_labelled(config))
 
 
 @dataclass(frozen=True)

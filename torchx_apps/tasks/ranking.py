@@ -10,7 +10,6 @@ import torch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_ext.data.columns import Chunk, Column, Int64
-from torchrec_ext.data.datasets.catalog import DataConfig, load_config
 from torchrec_ext.data.datasets.interactions import InteractionData
 from torchrec_ext.data.loader.batch_builder import BatchBuilder
 from torchrec_ext.data.loader.id_dropout import unseen_as_oov
@@ -25,11 +24,6 @@ from torchx_apps.tasks.named_data import NamedData
 
 K = 10
 SHOWN = 5
-
-
-def ranking_task(config: DataConfig, *, progress: bool = True) -> RankingTask:
-    """Loads the set that ``config`` names, to be ranked."""
-    return RankingTask(load_config(config, progress=progress))
 
 
 @dataclass(frozen=True)

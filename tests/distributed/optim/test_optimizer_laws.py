@@ -15,7 +15,8 @@ from torchrec import EmbeddingCollection, EmbeddingConfig
 from tests.contracts import gather_state, run_ranks
 from tests.examples import DIM, ITEMS, META, USERS, batches, small_model
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.distributed.optim.config import OptimizerConfig, apply_optimizer_in_backward
+from torchrec_ext.distributed.optim.config import OptimizerConfig
+from torchrec_ext.distributed.optim.declared import apply_optimizer_in_backward
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.planner import plan_sharding

@@ -14,10 +14,8 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from tests.examples import ITEMS, META, USERS, small_model
-from torchrec_ext.distributed.optim.config import (
-    Choice,
-    OptimizerConfig,
-    RowAdam,
+from torchrec_ext.distributed.optim.config import Choice, OptimizerConfig
+from torchrec_ext.distributed.optim.declared import (
     apply_optimizer_in_backward,
     chosen_optimizer,
     declare_table_optimizer,
@@ -25,6 +23,7 @@ from torchrec_ext.distributed.optim.config import (
     undeclared,
 )
 from torchrec_ext.distributed.optim.hybrid import GradientNotFiniteError, HybridOptimizer
+from torchrec_ext.distributed.optim.kinds import RowAdam
 from torchx_apps.cli.overrides import apply_overrides
 
 pytestmark = pytest.mark.unit

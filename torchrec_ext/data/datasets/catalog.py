@@ -14,21 +14,21 @@ import urllib.request
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
 
 from tqdm import tqdm
 
 from torchrec_ext.data.columns import Chunk
 from torchrec_ext.data.datasets import synthetic
-from torchrec_ext.data.datasets.folder import LAYOUTS, from_folder, is_folder_of_interactions
+from torchrec_ext.data.datasets.config import GENERATED, LAYOUTS, NAMES, Split100K
+from torchrec_ext.data.datasets.config import DataConfig as DataConfig
+from torchrec_ext.data.datasets.folder import from_folder, is_folder_of_interactions
 from torchrec_ext.data.datasets.interactions import InteractionData
 from torchrec_ext.data.datasets.movielens import (
     LICENCE,
     LICENCE_1M,
     Protocol,
-    Split100K,
     Tables,
     from_parquet,
     from_zip,
@@ -115,81 +115,11 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-NAMES = ("ml-100k", "ml-1m-ncf", "planted", "checkerboard")
-GENERATED = ("planted", "checkerboard")
 FOLDER_VARIABLE = "TORCHREC_EXT_DATA"
 
 
 class DatasetUnavailable(DataError):  # noqa: N818  a state of affairs, like FileNotFound
     """A set is neither on disk nor to be had from its publisher; the message says which file to put where."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """Settings that say which set of interactions to load.
-
-    Args:
-        name: ``ml-100k``, ``ml-1m-ncf``, generated data (``planted``, ``checkerboard``), or the name of a folder of
-            your own in one of the layouts of :data:`torchrec_ext.data.datasets.folder.LAYOUTS`.
-        history_length: greatest number of the user's earlier items in a row.
-        folder: folder of real sets, each in a folder of its own name; ``$TORCHREC_EXT_DATA`` where not given.
-        offline: never download.
-        users: number of users to generate; the generator's default where not given. For generated sets only.
-        items: number of items to generate, in the same way.
-        seed: seed of the generator, and of the rows held out for validation where no time says which.
-        split: split of ml-100k: ``last_item`` of each user for test and the one before it for validation; ``recbole``,
-            the default of RecBole 1.2.1, all held-out items of a user found in one ranking; ``tfrs``, a random fifth
-            for test, ranked among all titles, those that the user has taken before too, as in TensorFlow Recommenders'
-            tutorial.
-        context: columns of the interactions in a folder of your own that say in what context an item was taken, such as
-            ``hour,device``, and are known when a recommendation is asked for: a rating is not. Text and whole numbers
-            become ids, fractions numbers; negatives have the context of their positive. All recipes but ``session``
-            read them.
-        validation: hold rows out for validation; False trains on them, for a last run with settings chosen before. For
-            ``ml-1m-ncf`` and folders like it, and ``tfrs``.
-    """
-
-    name: str = field(
-        default="ml-100k",
-        metadata={
-            "doc": "ml-100k, ml-1m-ncf, generated data (planted, checkerboard), or a folder of your own, named so, "
-            f"with {LAYOUTS}."
-        },
-    )
-    history_length: int = 50
-    folder: str | None = None
-    offline: bool = False
-    users: int | None = None
-    items: int | None = None
-    seed: int = 0
-    split: Split100K = "last_item"
-    context: tuple[str, ...] = ()
-    validation: bool = True
-
-    def __post_init__(self) -> None:
-        if self.split not in get_args(Split100K):
-            raise ValueError(f"data.split={self.split!r}: must be one of {', '.join(get_args(Split100K))}")
-        if not self.validation and (self.name in GENERATED or (self.name == "ml-100k" and self.split != "tfrs")):
-            raise ValueError(
-                f"data.validation=False: {self.name} split by {self.split} always has validation rows; leave it out"
-            )
-        if self.split != "last_item" and self.name != "ml-100k":
-            raise ValueError(f"data.split={self.split!r}: a split of ml-100k; leave it out with data.name={self.name}")
-        if self.context and self.name in NAMES:
-            raise ValueError(
-                f"data.context={','.join(self.context)}: of a folder of your own; the rows of {self.name} have none: "
-                "leave it out"
-            )
-        if self.history_length < 0:
-            raise ValueError(f"data.history_length={self.history_length}: must be 0 or more")
-        for key in ("users", "items"):
-            value = getattr(self, key)
-            if value is not None and self.name not in GENERATED:
-                raise ValueError(
-                    f"data.{key}={value}: {self.name} has its own; leave it out, or choose data.name=planted"
-                )
-            if value is not None and value < 1:
-                raise ValueError(f"data.{key}={value}: must be 1 or more")
 
 
 # The size and the sum are those of TensorFlow Datasets' checksum file.

@@ -83,13 +83,6 @@ def _numbers(file: Path, rows: list[list[str]], width: int) -> Int64:
     return np.array(rows, dtype=np.int64).reshape(len(rows), width)
 
 
-LAYOUTS = (
-    "inter.parquet (user_id, item_id, timestamp: the last item of each user is for test), or train.parquet and "
-    "test.parquet (user, item), with validation.parquet where it is given and with test_negatives.parquet (user, "
-    "negative) where each test item is ranked among its own candidates, or the text files NAME.train.rating, "
-    "NAME.test.rating and NAME.test.negative of the NCF paper; with users.parquet (user, ...) and items.parquet "
-    "(item, ...) where more is known of them, and columns of context beside the pairs, named in data.context"
-)
 PREPROCESSOR = "preprocessor"  # the folder that `rec.data.preprocess` writes beside the rows, whose id 0 is the unknown
 _NAMES = {TRAIN: "train", VALIDATION: "validation", TEST: "test"}
 _SPELLINGS = {
@@ -116,7 +109,7 @@ def from_folder(
     context: Sequence[str] = (),
     licence: str | None = None,
 ) -> InteractionData:
-    """Loads the set in ``folder``, whose layout is one of :data:`LAYOUTS`.
+    """Loads the set in ``folder``, whose layout is one of :data:`torchrec_ext.data.datasets.config.LAYOUTS`.
 
     Where neither times nor a file says which rows are for validation, one training item of each user is, drawn at
     random; where test items have candidates of their own, it gets as many, drawn uniformly from the items that the user

@@ -11,6 +11,8 @@ import numpy as np
 
 from torchrec_ext.data.columns import Array, Chunk, Column, Int64
 from torchrec_ext.data.datasets.catalog import DatasetUnavailable, data_folder
+from torchrec_ext.data.datasets.config import LABELLED_LAYOUT
+from torchrec_ext.data.datasets.config import LabelledConfig as LabelledConfig
 from torchrec_ext.data.datasets.features import RowContext, check_finite, vocabulary_of
 from torchrec_ext.data.datasets.folder import PREPROCESSOR
 from torchrec_ext.data.files.arrow import as_int64
@@ -18,11 +20,6 @@ from torchrec_ext.data.files.parquet import read_parquet
 from torchrec_ext.schema import DataError
 
 PARTS = ("train", "validation", "test")
-LAYOUT = (
-    "train.parquet, validation.parquet and test.parquet, with the columns label (0 or 1), user, item and, of any "
-    "other name, the context: whole numbers from 0 are ids, of which those of the training rows are known, fractions "
-    "are dense columns"
-)
 _FILES = {
     "train": ("train.parquet", "train_resampled.parquet"),
     "validation": ("validation.parquet",),
@@ -34,28 +31,6 @@ FRAPPE_LICENCE = (
     "Church, A. Karatzoglou and N. Oliver (2015), Frappe: Understanding the Usage and Perception of Mobile App "
     "Recommendations In-The-Wild."
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class LabelledConfig:
-    """Settings that say which labelled rows to load.
-
-    Args:
-        name: ``frappe``, generated data (``planted``), or the name of a folder of your own in the same layout
-            (:data:`LAYOUT`).
-        context: read the context; False gives every row the same context, id 0 and 0.0, to see what the model can do
-            without it.
-        folder: folder of real sets, each in a folder of its own name; ``$TORCHREC_EXT_DATA`` where not given.
-        seed: seed of generated data.
-    """
-
-    name: str = field(
-        default="frappe",
-        metadata={"doc": f"frappe, generated data (planted), or a folder of your own, named so, with {LAYOUT}."},
-    )
-    context: bool = True
-    folder: str | None = None
-    seed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -163,8 +138,8 @@ def _from_folder(config: LabelledConfig) -> LabelledData:
     if missing := [part for part, file in files.items() if file is None]:
         raise DatasetUnavailable(
             f"set '{config.name}' is not on this machine: no rows for {', '.join(missing)} in "
-            f"{folder or 'any folder: set TORCHREC_EXT_DATA or data.folder'}; put {LAYOUT} there, or use generated "
-            "data: data.name=planted"
+            f"{folder or 'any folder: set TORCHREC_EXT_DATA or data.folder'}; put {LABELLED_LAYOUT} there, or use "
+            "generated data: data.name=planted"
         )
     chunks = {part: _read(file) for part, file in files.items() if file is not None}
     sparse = [name for name in chunks["train"] if chunks["train"][name].values.dtype == np.int64]
@@ -220,7 +195,9 @@ def _read(path: Path) -> Chunk:
     chunk = read_parquet(path)
     for name in ("label", "user", "item"):
         if name not in chunk and _NAMES.get(name) not in chunk:
-            raise DataError(f"{path}: column '{name}' is missing, the file has {list(chunk)}; the layout is {LAYOUT}")
+            raise DataError(
+                f"{path}: column '{name}' is missing, the file has {list(chunk)}; the layout is {LABELLED_LAYOUT}"
+            )
     made: dict[str, Array] = {}
     for name, column in chunk.items():
         kind = column.values.dtype.kind

@@ -9,7 +9,7 @@ import re
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -360,7 +360,6 @@ def _by_id(ids: Int64, values: Array, size: int) -> Column:
     return Column(table)
 
 
-Split100K = Literal["last_item", "recbole", "tfrs"]
 _PARTS = {"train": TRAIN, "valid": VALIDATION, "test": TEST}
 
 

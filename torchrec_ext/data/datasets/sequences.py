@@ -17,6 +17,8 @@ import pyarrow.parquet as pq
 
 from torchrec_ext.data.columns import Array, Column, Int64, Windows
 from torchrec_ext.data.datasets.catalog import FOLDER_VARIABLE, DatasetUnavailable
+from torchrec_ext.data.datasets.config import PLANTED, SEQUENCES_LAYOUT
+from torchrec_ext.data.datasets.config import SequenceConfig as SequenceConfig
 from torchrec_ext.data.datasets.features import check_finite
 from torchrec_ext.data.files.parquet import read_parquet
 from torchrec_ext.schema import DataError
@@ -224,51 +226,8 @@ def _rows_and_steps(lengths: Int64) -> tuple[Int64, Int64]:
     return rows, np.arange(len(rows)) - (np.cumsum(lengths) - lengths)[rows]
 
 
-PLANTED = "planted"
 LONGEST = 20  # of planted sequences
 _SPELLINGS = {"user": ("user", "user_id"), "item": ("item", "item_id"), "order": ("position", "timestamp", "time")}
-LAYOUT = (
-    "one file *sequences.parquet or inter.parquet with a row per event: user (or user_id), item (or item_id), and "
-    "position, timestamp or time"
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SequenceConfig:
-    """Settings that say which set of sequences to load.
-
-    Args:
-        name: name of the folder of a set, such as ``amazon-beauty-sequences``, which holds one file as in
-            :data:`LAYOUT`; or ``planted``, generated data.
-        max_length: S, the greatest number of items, the most recent ones, that a model reads before its target.
-        folder: folder of the sets, each in a folder of its own name; ``$TORCHREC_EXT_DATA`` where not given.
-        users: number of users to generate; for generated data only.
-        items: number of items to generate; for generated data only.
-        seed: seed of the generator.
-    """
-
-    name: str = field(
-        default="amazon-beauty-sequences",
-        metadata={
-            "doc": "amazon-beauty-sequences, generated data (planted), or a folder of your own, named so, with "
-            f"{LAYOUT}."
-        },
-    )
-    max_length: int = 50
-    folder: str | None = None
-    users: int | None = None
-    items: int | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.max_length < 1:
-            raise ValueError(f"data.max_length={self.max_length}: must be 1 or more")
-        for key in ("users", "items"):
-            value = getattr(self, key)
-            if value is not None and self.name != PLANTED:
-                raise ValueError(
-                    f"data.{key}={value}: {self.name} has its own; leave it out, or choose data.name={PLANTED}"
-                )
 
 
 def load_sequences(config: SequenceConfig) -> SequenceData:
@@ -285,14 +244,14 @@ def load_sequences(config: SequenceConfig) -> SequenceData:
     if not root:
         raise DatasetUnavailable(
             f"set '{config.name}': {FOLDER_VARIABLE} is not set and data.folder is not given; name the folder in which "
-            f"{config.name}/ lies, with {LAYOUT}; or use generated data: data.name={PLANTED}"
+            f"{config.name}/ lies, with {SEQUENCES_LAYOUT}; or use generated data: data.name={PLANTED}"
         )
     data = read_sequences(_file_in(Path(root) / config.name, config.name), name=config.name)
     return dataclasses.replace(data, max_length=config.max_length)
 
 
 def read_sequences(path: Path, *, name: str) -> SequenceData:
-    """Reads the sequences in a file of the :data:`LAYOUT`; rows may have any order, ids be any numbers or text."""
+    """Reads the sequences in a file of SEQUENCES_LAYOUT; rows may have any order, ids be any numbers or text."""
     available = list(pq.read_schema(path).names)
     spelled = {role: next((word for word in words if word in available), "") for role, words in _SPELLINGS.items()}
     for role, words in _SPELLINGS.items():
@@ -319,7 +278,7 @@ def _file_in(folder: Path, name: str) -> Path:
         else ("has no such file" if folder.exists() else "is not there")
     )
     raise DatasetUnavailable(
-        f"set '{name}': {folder} {what}; it must hold {LAYOUT}; or use generated data: data.name={PLANTED}"
+        f"set '{name}': {folder} {what}; it must hold {SEQUENCES_LAYOUT}; or use generated data: data.name={PLANTED}"
     )
 
 

@@ -101,7 +101,7 @@ class LoaderConfig:
         self._check_sampling()
 
     def _check_sampling(self) -> None:
-        sampler = NEGATIVES[self.sampling]
+        sampler = NEGATIVES.facts(self.sampling)
         if sampler.shared and (self.negatives or not self.shared_negatives):
             raise ValueError(
                 f"loader.sampling={self.sampling!r} with loader.negatives={self.negatives} and loader.shared_negatives="
@@ -109,7 +109,7 @@ class LoaderConfig:
                 "to 1 or more"
             )
         if self.shared_negatives and not sampler.shared:
-            sharing = " or ".join(repr(name) for name, kind in NEGATIVES.items() if kind.shared)
+            sharing = " or ".join(repr(name) for name in NEGATIVES if NEGATIVES.facts(name).shared)
             raise ValueError(
                 f"loader.shared_negatives={self.shared_negatives} with loader.sampling={self.sampling!r}: set "
                 f"sampling={sharing}"
@@ -120,7 +120,7 @@ class LoaderConfig:
                 "nothing; leave loader.sampling out, or set loader.negatives to 1 or more"
             )
         if self.device and sampler.host_only:
-            on_device = " or ".join(name for name, kind in NEGATIVES.items() if not kind.host_only)
+            on_device = " or ".join(name for name in NEGATIVES if not NEGATIVES.facts(name).host_only)
             raise ValueError(
                 f"loader.device={self.device!r} with loader.sampling={self.sampling!r}: {sampler.host_only} on the "
                 f"host; leave loader.device out, or choose loader.sampling={on_device}"

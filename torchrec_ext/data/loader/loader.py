@@ -28,7 +28,7 @@ from torchrec_ext.data.loader.on_device import DeviceCandidates, ResidentRows, r
 from torchrec_ext.data.negatives.hard import Index
 from torchrec_ext.data.negatives.mixed import MixedCandidates
 from torchrec_ext.data.negatives.registry import NEGATIVES
-from torchrec_ext.data.negatives.samplers import Negatives, SampledData
+from torchrec_ext.data.negatives.samplers import Negatives, SampledData, TrainingSampler
 from torchrec_ext.schema import BatchSchema
 
 Sampler = Negatives | MixedCandidates
@@ -64,7 +64,7 @@ def training_negatives(data: InteractionData, config: LoaderConfig, *, avoid: Pa
         config: settings of the loader.
         avoid: pairs that are never drawn; the training pairs where not given.
     """
-    kind = NEGATIVES[config.sampling]
+    kind: type[TrainingSampler] = NEGATIVES[config.sampling]
     if not kind.shared and not config.negatives:
         return None
     pairs = avoid or data.known

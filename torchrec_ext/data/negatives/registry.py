@@ -1,16 +1,25 @@
-"""NEGATIVES: the samplers that ``loader.sampling`` can name, in the order in which messages list them."""
+"""NEGATIVES: the samplers that ``loader.sampling`` can name, in the order in which messages list them.
+
+A line says where a class is, and those attributes of :class:`TrainingSampler` in which it differs from the base: the
+checks of LoaderConfig read them, without torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from torchrec_ext.exports import Registry, entry
 
-from torchrec_ext.data.negatives.hard import HardNegatives
-from torchrec_ext.data.negatives.mixed import MixedCandidates
-from torchrec_ext.data.negatives.samplers import PopularityNegatives, TrainingSampler, UniformNegatives
-
-NEGATIVES: Mapping[str, type[TrainingSampler]] = {
-    "uniform": UniformNegatives,
-    "popularity": PopularityNegatives,
-    "hard": HardNegatives,
-    "mixed": MixedCandidates,
-}
+NEGATIVES = Registry(
+    {
+        "uniform": entry("torchrec_ext.data.negatives.samplers:UniformNegatives"),
+        "popularity": entry("torchrec_ext.data.negatives.samplers:PopularityNegatives"),
+        "hard": entry(
+            "torchrec_ext.data.negatives.hard:HardNegatives", refreshed=True, host_only="the model ranks items"
+        ),
+        "mixed": entry(
+            "torchrec_ext.data.negatives.mixed:MixedCandidates", shared=True, host_only="candidates are drawn"
+        ),
+    },
+    shared=False,
+    refreshed=False,
+    host_only=None,
+)

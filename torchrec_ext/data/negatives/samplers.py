@@ -140,7 +140,7 @@ class SampledData:
 
 
 class TrainingSampler(ABC):
-    """A sampler that ``loader.sampling`` can name: add the class to :data:`NEGATIVES`, and nothing else.
+    """A sampler that ``loader.sampling`` can name: add a line to :data:`NEGATIVES`, and nothing else.
 
     Attributes:
         shared: all queries of a step share what is drawn (``loader.shared_negatives``, a subclass of

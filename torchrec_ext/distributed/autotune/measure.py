@@ -29,15 +29,17 @@ from torchrec_ext.distributed.autotune.sample import (
     run_backward,
 )
 from torchrec_ext.distributed.autotune.trials import Trials
-from torchrec_ext.distributed.optim.config import Choice, OptimizerConfig, declare_table_optimizer
+from torchrec_ext.distributed.optim.config import Choice, OptimizerConfig
+from torchrec_ext.distributed.optim.declared import declare_table_optimizer
 from torchrec_ext.distributed.optim.hybrid import keyed_optimizers
 from torchrec_ext.distributed.parallel import dense_layers
-from torchrec_ext.distributed.placement import TowerPlacement, TowerPlan
-from torchrec_ext.distributed.plan.cluster import Cluster
+from torchrec_ext.distributed.placement import TowerPlacement
 from torchrec_ext.distributed.plan.config import PlanConfig
+from torchrec_ext.distributed.plan.devices import Cluster
 from torchrec_ext.distributed.plan.draft import Request
 from torchrec_ext.distributed.plan.measurements import Line, Measurements, TowerCost
 from torchrec_ext.distributed.plan.planner import plan_sharding
+from torchrec_ext.distributed.plan.tower_plan import TowerPlan
 from torchrec_ext.distributed.plan.towers import draft_towers, find_towers
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sharders import sharders

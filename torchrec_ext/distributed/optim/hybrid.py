@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 
-from torchrec_ext.distributed.optim.config import Choice, rows_with_gradient
+from torchrec_ext.distributed.optim.config import Choice
+from torchrec_ext.distributed.optim.kinds import rows_with_gradient
 from torchrec_ext.distributed.optim.sharded import ShardedAdam
 
 

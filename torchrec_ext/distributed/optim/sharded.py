@@ -18,7 +18,8 @@ from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torchrec.distributed.batched_embedding_kernel import BatchedFusedEmbedding, BatchedFusedEmbeddingBag
 from torchrec.optim.keyed import KeyedOptimizer
 
-from torchrec_ext.distributed.optim.config import Choice, adam_denominator, move_rows, rows_with_gradient
+from torchrec_ext.distributed.optim.config import Choice
+from torchrec_ext.distributed.optim.kinds import adam_denominator, move_rows, rows_with_gradient
 from torchrec_ext.distributed.tables import collections
 
 

@@ -1,6 +1,4 @@
-"""Cluster: the devices that a plan is made for, whether they exist or not.
-
-forecast(): predicts what a plan takes of each rank, in bytes and milliseconds, before anything runs.
+"""forecast(): predicts what a plan takes of each rank, in bytes and milliseconds, before anything runs.
 
 compare(): sets the sharding types side by side, to show why a plan was taken and what another would cost.
 """
@@ -11,112 +9,21 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 from tabulate import tabulate
 from torch import nn
-from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import (
-    HardwareConfig,
-    KernelConfig,
     ShardingOption,
-    TopologyFactory,
-    TrainerConfig,
 )
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from torchrec_ext.distributed.optim.config import Choice, OptimizerConfig
 from torchrec_ext.distributed.plan.config import Sharding
+from torchrec_ext.distributed.plan.devices import Cluster as Cluster
 from torchrec_ext.distributed.plan.draft import Draft, PlanError
-from torchrec_ext.distributed.plan.explain import GB, bytes_per_weight, ranges, size_text
+from torchrec_ext.distributed.plan.explain import bytes_per_weight, ranges, size_text
 from torchrec_ext.distributed.tables import collections, table_configs
-
-DeviceType = Literal["cuda", "cpu"]
-_MOST_DEVICES = 16_384
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cluster:
-    """A cluster of ``world_size`` equal devices on equal hosts.
-
-    Args:
-        world_size: R, processes of the job, one for each device.
-        local_world_size: processes of one host.
-        device: ``cuda`` or ``cpu``.
-        hbm_gb: memory of a GPU, GiB; not read for ``cpu``.
-        ddr_gb: memory of a host, GiB, shared by its processes; holds the tables on ``cpu``, and may hold tables that
-            are too large for the GPUs. 0 beside GPUs: no table may leave them.
-        intra_gb_s: GiB/s that a device sends to devices of its own host.
-        inter_gb_s: GiB/s that a device sends to devices of other hosts.
-        memory_gb_s: GiB/s at which a device reads the memory where tables live; 0 for what TorchRec assumes.
-        reserve: share of each memory kept for dense layers, activations and buffers, 0 to 1.
-
-    Raises:
-        ValueError: a number is impossible for a cluster.
-    """
-
-    world_size: int
-    local_world_size: int
-    device: DeviceType = "cuda"
-    hbm_gb: float = 80.0
-    ddr_gb: float = 1024.0
-    intra_gb_s: float = 600.0
-    inter_gb_s: float = 12.5
-    memory_gb_s: float = 0.0
-    reserve: float = 0.15
-
-    def __post_init__(self) -> None:
-        if self.device not in get_args(DeviceType):
-            raise ValueError(f"device={self.device!r}: must be one of {', '.join(get_args(DeviceType))}")
-        for name in ("world_size", "local_world_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be 1 or more")
-        if self.world_size > _MOST_DEVICES:
-            raise ValueError(
-                f"world_size={self.world_size}: must be {_MOST_DEVICES:,} or less; the planner weighs each device by "
-                "itself, which takes some 25 s for every 1,000"
-            )
-        if self.world_size % self.local_world_size:
-            raise ValueError(
-                f"world_size={self.world_size} with local_world_size={self.local_world_size}: every host has as many "
-                "devices, so the one must be a multiple of the other"
-            )
-        home = "hbm_gb" if self.device == "cuda" else "ddr_gb"
-        for name in ("hbm_gb", "ddr_gb", "intra_gb_s", "inter_gb_s", "memory_gb_s"):
-            value = getattr(self, name)
-            least = "greater than" if name in (home, "intra_gb_s", "inter_gb_s") else "at least"
-            if not math.isfinite(value) or value < 0 or (value == 0 and least == "greater than"):
-                raise ValueError(f"{name}={value}: must be a number {least} 0")
-        if not 0 <= self.reserve < 1:
-            raise ValueError(f"reserve={self.reserve}: must be at least 0 and below 1")
-
-    @property
-    def device_bytes(self) -> int:
-        """Bytes of a GPU for tables, their state and what they exchange; 0 for ``cpu``."""
-        return int(self.hbm_gb * GB * (1 - self.reserve)) if self.device == "cuda" else 0
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of a host's memory for the tables of each of its processes, their state and what they exchange."""
-        return int(self.ddr_gb * GB * (1 - self.reserve) / self.local_world_size)
-
-    def topology(self) -> Topology:
-        """Builds the topology for TorchRec's planner, without the reserve."""
-        rate = self.memory_gb_s * GB / 1000 or None  # bytes per ms
-        gpu = self.device == "cuda"
-        return TopologyFactory.create_topology(
-            TrainerConfig(world_size=self.world_size, local_world_size=self.local_world_size),
-            HardwareConfig(
-                hbm_cap_bytes=self.device_bytes if gpu else None,
-                ddr_cap_bytes=self.host_bytes,
-                intra_host_bw=self.intra_gb_s * GB / 1000,
-                inter_host_bw=self.inter_gb_s * GB / 1000,
-                hbm_mem_bw=rate if gpu else None,
-                ddr_mem_bw=None if gpu else rate,
-            ),
-            KernelConfig(compute_device=self.device, use_hardware_based_bandwidth=True),
-        )
-
 
 _DENSE_STATE = {"adam": 2, "adagrad": 1, "sgd": 0}  # numbers for each weight
 

@@ -20,7 +20,8 @@ from torchrec.distributed.planner.types import PlannerError, ShardingOption
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
-from torchrec_ext.distributed.optim.config import Choice, OptimizerConfig, declare_table_optimizer, shardings
+from torchrec_ext.distributed.optim.config import Choice, OptimizerConfig
+from torchrec_ext.distributed.optim.declared import declare_table_optimizer, shardings
 from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.explain import size_text, table_bytes
 from torchrec_ext.distributed.runtime import Runtime

@@ -9,10 +9,10 @@ from torch import nn
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
-from torchrec_ext.distributed.placement import TowerPlan
+from torchrec_ext.distributed.plan.devices import GB as GB
+from torchrec_ext.distributed.plan.tower_plan import TowerPlan
 from torchrec_ext.distributed.tables import ROWS_PER_LOOKUP, collections, row_by_row, table_configs
 
-GB = 1024**3
 MB = 1024**2
 
 

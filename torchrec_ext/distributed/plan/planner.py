@@ -24,12 +24,13 @@ from torchrec.distributed.types import (
     ShardingType,
 )
 
-from torchrec_ext.distributed.optim.config import OptimizerConfig, chosen_optimizer
-from torchrec_ext.distributed.placement import TowerPlan
+from torchrec_ext.distributed.optim.config import OptimizerConfig
+from torchrec_ext.distributed.optim.declared import chosen_optimizer
 from torchrec_ext.distributed.plan.config import PlanConfig
+from torchrec_ext.distributed.plan.devices import GB
 from torchrec_ext.distributed.plan.draft import PlanError, Request, draft
-from torchrec_ext.distributed.plan.explain import GB
 from torchrec_ext.distributed.plan.measurements import Measurements
+from torchrec_ext.distributed.plan.tower_plan import TowerPlan
 from torchrec_ext.distributed.plan.towers import draft_towers, tower_placement
 from torchrec_ext.distributed.runtime import Runtime, available_memory
 from torchrec_ext.distributed.sharders import refused_because

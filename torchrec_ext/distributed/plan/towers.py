@@ -17,8 +17,9 @@ from torchrec.distributed.types import (
     ShardingPlan,
 )
 
-from torchrec_ext.distributed.placement import PlacementError, TowerPlacement, TowerPlan
+from torchrec_ext.distributed.placement import PlacementError, TowerPlacement
 from torchrec_ext.distributed.plan.draft import PlanError, Request, draft
+from torchrec_ext.distributed.plan.tower_plan import TowerPlan
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import collections, table_configs
 from torchrec_ext.distributed.tower_parallel.lookups import sharing_groups, towers_by_host

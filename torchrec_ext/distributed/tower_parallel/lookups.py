@@ -15,7 +15,8 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_ext.batch import Jagged, KeyLayout, Keys, TowerBatch, concatenated, pack
-from torchrec_ext.distributed.placement import TowerPlacement, TowerPlan
+from torchrec_ext.distributed.placement import TowerPlacement
+from torchrec_ext.distributed.plan.tower_plan import TowerPlan
 from torchrec_ext.distributed.tower_parallel.exchange import TowerRows
 from torchrec_ext.modules.shared_tables import Joint, SharedTables, look_ups, readers, values_by_table
 

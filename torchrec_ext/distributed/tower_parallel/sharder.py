@@ -35,7 +35,8 @@ from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_ext.distributed.placement import TowerPlacement, TowerPlan
+from torchrec_ext.distributed.placement import TowerPlacement
+from torchrec_ext.distributed.plan.tower_plan import TowerPlan
 from torchrec_ext.distributed.sharders import BagSharder, SequenceSharder, ShardedBags
 from torchrec_ext.distributed.tables import collections
 from torchrec_ext.distributed.tower_parallel.exchange import (

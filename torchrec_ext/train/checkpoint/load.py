@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -17,11 +17,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
+from torchrec_ext.train.checkpoint.config import Change
 from torchrec_ext.train.checkpoint.folder import CheckpointRanks, read_checkpoint_manifest, read_index
 from torchrec_ext.train.checkpoint.state import LoadPlanner, LocalShard, ModelState, Parts, State
 from torchrec_ext.train.checkpoint.storage import CheckpointError, cause, reader
-
-Change = Literal["more_rows", "new_tables", "fewer_tables", "new_layers", "fewer_layers"]
 
 
 @dataclass

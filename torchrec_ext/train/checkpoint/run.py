@@ -1,9 +1,4 @@
-"""RunCheckpoints: everything that a run needs to go on as if it had never stopped.
-
-CheckpointConfig: when a run is saved, and where.
-
-StartConfig: a new run that begins with the weights of another, which may have had fewer rows, tables or layers.
-"""
+"""RunCheckpoints: everything that a run needs to go on as if it had never stopped."""
 
 from __future__ import annotations
 
@@ -11,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,51 +16,11 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec_ext.batch import ResumableLoader
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
+from torchrec_ext.train.checkpoint.config import CheckpointConfig as CheckpointConfig
+from torchrec_ext.train.checkpoint.config import StartConfig as StartConfig
 from torchrec_ext.train.checkpoint.folder import CheckpointFolder, CheckpointRanks, damage, read_index
-from torchrec_ext.train.checkpoint.load import Change, load_checkpoint, load_weights
+from torchrec_ext.train.checkpoint.load import load_checkpoint, load_weights
 from torchrec_ext.train.checkpoint.state import State, model_state
-
-Changed = Literal["refuse", "next_epoch"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
-    """Says when a run is saved, and in which folder.
-
-    A checkpoint is written while the training goes on, and any plan on any number of ranks can load it.
-
-    Args:
-        epochs: epochs between two checkpoints, each before the epoch's evaluation, which a resumed run makes if it was
-            cut short; the last epoch is always saved. 0 for none.
-        steps: steps between two checkpoints besides these; 0 for none.
-        keep: how many of the newest stay, beside that of the best evaluation (see ``train.early_stop.metric``).
-        folder: a path, or an address that fsspec opens, such as ``s3://bucket/runs/a``; on several hosts one that all
-            of them see. ``checkpoints`` in the run folder where empty.
-        changed: what a resume does where data, batch size or another setting of the stream of samples has changed:
-            ``refuse``, since the remaining samples of the epoch would not be those that are missing, or begin the
-            ``next_epoch``.
-    """
-
-    epochs: int = 1
-    steps: int = 0
-    keep: int = 3
-    folder: str = ""
-    changed: Changed = "refuse"
-
-    def __post_init__(self) -> None:
-        for name in ("epochs", "steps"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)}: must be 0 or more; 0 saves none by it")
-        if self.keep < 1:
-            raise ValueError(f"keep={self.keep}: must be 1 or more; epochs=0 and steps=0 save none at all")
-        if self.changed not in get_args(Changed):
-            raise ValueError(f"changed={self.changed!r}: must be one of {', '.join(get_args(Changed))}")
-
-    @property
-    def saves(self) -> bool:
-        """Whether anything is saved."""
-        return bool(self.epochs or self.steps)
-
 
 _TENSOR = "a tensor of the checkpoint"
 _EVALUATED = "evaluated.json"  # beside the checkpoints: the outcome of the evaluation after the last one
@@ -368,26 +323,6 @@ def _with_tensors(tree: Any, tensors: State) -> Any:
     if isinstance(tree, list):
         return [_with_tensors(value, tensors) for value in tree]
     return tree
-
-
-@dataclass(frozen=True, kw_only=True)
-class StartConfig:
-    """The checkpoint whose weights and optimizer state a new run begins with; all other state is new.
-
-    Args:
-        path: run folder, folder of checkpoints or checkpoint; empty to begin with newly drawn weights.
-        allow: differences between the model and the checkpoint that are allowed. ``more_rows``: a table's rows beyond
-            those saved begin as its row for ids never seen. ``new_tables``, ``new_layers``: these begin as drawn.
-            ``fewer_tables``, ``fewer_layers``: these are left out. Any other difference is refused, and named.
-    """
-
-    path: str = ""
-    allow: tuple[Change, ...] = ()
-
-    def __post_init__(self) -> None:
-        unknown = [change for change in self.allow if change not in get_args(Change)]
-        if unknown:
-            raise ValueError(f"allow: {', '.join(unknown)}: must be of {', '.join(get_args(Change))}")
 
 
 def begin_with(

@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
+from torchrec_ext.train.config import Amp
 
-Amp = Literal["off", "bf16", "fp16"]
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 Context = Callable[[], AbstractContextManager[Any]]
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,13 +26,13 @@ from torchrec_ext.batch import DrawnStep, TowerBatch
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import EveryStep
+from torchrec_ext.train.config import Compile, Threads
 from torchrec_ext.train.guards.amp import Context, LossScaling
 from torchrec_ext.train.guards.finite import FiniteLoss
 from torchrec_ext.train.step.captured import CapturedStep, RareShapeError, StepExecutor, engine_for
 from torchrec_ext.train.step.lowering import CannotCaptureError
 from torchrec_ext.train.step.plain import PlainStep
 
-Threads = Literal["given", "auto"]
 SECONDS = 2.0  # of measurement, over all numbers
 _FEWEST, _MOST = 4, 200  # steps for each number
 Item = TypeVar("Item")
@@ -110,7 +110,6 @@ def _slowest(seconds: float, runtime: Runtime) -> float:
     return float(worst)
 
 
-Compile = Literal["auto", "off", "require"]
 WATCHED = 12  # steps of the pipeline that are timed before "auto" decides
 PAYS_S = {"cpu": 60.0, "cuda": 10.0}  # seconds that the rest of a run must take for a capture to pay off
 PATIENCE = 20  # eager steps of a rare shape, such as the last batch of an epoch, before it is captured too

@@ -1,0 +1,160 @@
+"""DataConfig, LabelledConfig and SequenceConfig: settings that say which data to load, and the layouts of folders.
+
+This module imports neither torch nor what reads files, so that a command line is checked at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+NAMES = ("ml-100k", "ml-1m-ncf", "planted", "checkerboard")
+GENERATED = ("planted", "checkerboard")
+PLANTED = "planted"
+Split100K = Literal["last_item", "recbole", "tfrs"]
+LAYOUTS = (
+    "inter.parquet (user_id, item_id, timestamp: the last item of each user is for test), or train.parquet and "
+    "test.parquet (user, item), with validation.parquet where it is given and with test_negatives.parquet (user, "
+    "negative) where each test item is ranked among its own candidates, or the text files NAME.train.rating, "
+    "NAME.test.rating and NAME.test.negative of the NCF paper; with users.parquet (user, ...) and items.parquet "
+    "(item, ...) where more is known of them, and columns of context beside the pairs, named in data.context"
+)
+LABELLED_LAYOUT = (
+    "train.parquet, validation.parquet and test.parquet, with the columns label (0 or 1), user, item and, of any "
+    "other name, the context: whole numbers from 0 are ids, of which those of the training rows are known, fractions "
+    "are dense columns"
+)
+SEQUENCES_LAYOUT = (
+    "one file *sequences.parquet or inter.parquet with a row per event: user (or user_id), item (or item_id), and "
+    "position, timestamp or time"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Settings that say which set of interactions to load.
+
+    Args:
+        name: ``ml-100k``, ``ml-1m-ncf``, generated data (``planted``, ``checkerboard``), or the name of a folder of
+            your own in one of the layouts of :data:`LAYOUTS`.
+        history_length: greatest number of the user's earlier items in a row.
+        folder: folder of real sets, each in a folder of its own name; ``$TORCHREC_EXT_DATA`` where not given.
+        offline: never download.
+        users: number of users to generate; the generator's default where not given. For generated sets only.
+        items: number of items to generate, in the same way.
+        seed: seed of the generator, and of the rows held out for validation where no time says which.
+        split: split of ml-100k: ``last_item`` of each user for test and the one before it for validation; ``recbole``,
+            the default of RecBole 1.2.1, all held-out items of a user found in one ranking; ``tfrs``, a random fifth
+            for test, ranked among all titles, those that the user has taken before too, as in TensorFlow Recommenders'
+            tutorial.
+        context: columns of the interactions in a folder of your own that say in what context an item was taken, such as
+            ``hour,device``, and are known when a recommendation is asked for: a rating is not. Text and whole numbers
+            become ids, fractions numbers; negatives have the context of their positive. All recipes but ``session``
+            read them.
+        validation: hold rows out for validation; False trains on them, for a last run with settings chosen before. For
+            ``ml-1m-ncf`` and folders like it, and ``tfrs``.
+    """
+
+    name: str = field(
+        default="ml-100k",
+        metadata={
+            "doc": "ml-100k, ml-1m-ncf, generated data (planted, checkerboard), or a folder of your own, named so, "
+            f"with {LAYOUTS}."
+        },
+    )
+    history_length: int = 50
+    folder: str | None = None
+    offline: bool = False
+    users: int | None = None
+    items: int | None = None
+    seed: int = 0
+    split: Split100K = "last_item"
+    context: tuple[str, ...] = ()
+    validation: bool = True
+
+    def __post_init__(self) -> None:
+        if self.split not in get_args(Split100K):
+            raise ValueError(f"data.split={self.split!r}: must be one of {', '.join(get_args(Split100K))}")
+        if not self.validation and (self.name in GENERATED or (self.name == "ml-100k" and self.split != "tfrs")):
+            raise ValueError(
+                f"data.validation=False: {self.name} split by {self.split} always has validation rows; leave it out"
+            )
+        if self.split != "last_item" and self.name != "ml-100k":
+            raise ValueError(f"data.split={self.split!r}: a split of ml-100k; leave it out with data.name={self.name}")
+        if self.context and self.name in NAMES:
+            raise ValueError(
+                f"data.context={','.join(self.context)}: of a folder of your own; the rows of {self.name} have none: "
+                "leave it out"
+            )
+        if self.history_length < 0:
+            raise ValueError(f"data.history_length={self.history_length}: must be 0 or more")
+        for key in ("users", "items"):
+            value = getattr(self, key)
+            if value is not None and self.name not in GENERATED:
+                raise ValueError(
+                    f"data.{key}={value}: {self.name} has its own; leave it out, or choose data.name=planted"
+                )
+            if value is not None and value < 1:
+                raise ValueError(f"data.{key}={value}: must be 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelledConfig:
+    """Settings that say which labelled rows to load.
+
+    Args:
+        name: ``frappe``, generated data (``planted``), or the name of a folder of your own in the same layout
+            (:data:`LABELLED_LAYOUT`).
+        context: read the context; False gives every row the same context, id 0 and 0.0, to see what the model can do
+            without it.
+        folder: folder of real sets, each in a folder of its own name; ``$TORCHREC_EXT_DATA`` where not given.
+        seed: seed of generated data.
+    """
+
+    name: str = field(
+        default="frappe",
+        metadata={
+            "doc": f"frappe, generated data (planted), or a folder of your own, named so, with {LABELLED_LAYOUT}."
+        },
+    )
+    context: bool = True
+    folder: str | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceConfig:
+    """Settings that say which set of sequences to load.
+
+    Args:
+        name: name of the folder of a set, such as ``amazon-beauty-sequences``, which holds one file as in
+            :data:`SEQUENCES_LAYOUT`; or ``planted``, generated data.
+        max_length: S, the greatest number of items, the most recent ones, that a model reads before its target.
+        folder: folder of the sets, each in a folder of its own name; ``$TORCHREC_EXT_DATA`` where not given.
+        users: number of users to generate; for generated data only.
+        items: number of items to generate; for generated data only.
+        seed: seed of the generator.
+    """
+
+    name: str = field(
+        default="amazon-beauty-sequences",
+        metadata={
+            "doc": "amazon-beauty-sequences, generated data (planted), or a folder of your own, named so, with "
+            f"{SEQUENCES_LAYOUT}."
+        },
+    )
+    max_length: int = 50
+    folder: str | None = None
+    users: int | None = None
+    items: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_length < 1:
+            raise ValueError(f"data.max_length={self.max_length}: must be 1 or more")
+        for key in ("users", "items"):
+            value = getattr(self, key)
+            if value is not None and self.name != PLANTED:
+                raise ValueError(
+                    f"data.{key}={value}: {self.name} has its own; leave it out, or choose data.name={PLANTED}"
+                )

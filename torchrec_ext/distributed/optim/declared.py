@@ -1,0 +1,159 @@
+"""declare_table_optimizer(): tells TorchRec which optimizer runs in the backward of which table.
+
+chosen_optimizer(): what the caller has declared by TorchRec's own ``apply_optimizer_in_backward``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterable, Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.optim import (
+    _apply_optimizer_in_backward as apply_optimizer_in_backward,  # torchrec's own name for it is deprecated
+)
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
+
+from torchrec_ext.distributed.optim.config import Choice, OptimizerConfig
+from torchrec_ext.distributed.optim.kinds import KINDS
+from torchrec_ext.distributed.sharders import refused_because
+from torchrec_ext.distributed.tables import collections
+
+FUSED_ON_CPU = ("adagrad", "row_wise_adagrad", "sgd")
+# Larger tables of adam and lazy_adam are left to the planner: a replica's step sweeps all its rows.
+REPLICATED_WEIGHTS = 2**20
+EMULATED = ("adam", "lazy_adam")  # ShardedAdam runs them where no kernel does
+_TAGS = ("_in_backward_optimizers", "_optimizer_classes", "_optimizer_kwargs")
+_CALLERS = "_declared_by_the_caller"  # attribute of a table with the values of these tags before ours
+Declaration = tuple[type[torch.optim.Optimizer], dict[str, Any]]
+
+
+def chosen_optimizer(model: nn.Module, optimizer: OptimizerConfig | None) -> OptimizerConfig:
+    """Returns ``optimizer``, or a config of what ``apply_optimizer_in_backward`` declared, with defaults for the rest.
+
+    Args:
+        model: unsharded model.
+        optimizer: optimizers of all tables and layers, or None.
+
+    Raises:
+        ValueError: both are given, or a declaration cannot be expressed by OptimizerConfig.
+    """
+    declarations = {name: _declared(parameter) for name, parameter in _tables_of(model)}
+    declared = {name: declaration for name, declaration in declarations.items() if declaration is not None}
+    if not declared:
+        return optimizer or OptimizerConfig()
+    if optimizer is not None:
+        name, (kind, arguments) = next(iter(declared.items()))
+        raise ValueError(
+            f"optimizer= is given, but apply_optimizer_in_backward has declared {kind.__name__}({_text(arguments)}) "
+            f"for table '{name}'; leave out one of them: per_table=('{name}=sgd lr=0.1',) of OptimizerConfig says the "
+            "same"
+        )
+    return OptimizerConfig(per_table=tuple(_as_override(name, *declaration) for name, declaration in declared.items()))
+
+
+def undeclared(model: nn.Module) -> list[str]:
+    """Returns the names of the tables of an unsharded model for which the caller has declared no optimizer."""
+    return [name for name, parameter in _tables_of(model) if _declared(parameter) is None]
+
+
+def _tables_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    for _, collection in collections(model):
+        yield from ((name.split(".")[1], parameter) for name, parameter in collection.named_parameters())
+
+
+def _declared(parameter: nn.Parameter) -> Declaration | None:
+    """Returns what the caller has declared, also after :func:`declare_table_optimizer` has declared its own."""
+    if hasattr(parameter, _CALLERS):
+        return cast(Declaration | None, getattr(parameter, _CALLERS))
+    if not hasattr(parameter, "_optimizer_classes"):
+        return None
+    return parameter._optimizer_classes[-1], parameter._optimizer_kwargs[-1]  # type: ignore[attr-defined]
+
+
+def _as_override(name: str, kind: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> str:
+    """Returns a declaration as an exception of ``per_table``; what it omits is FBGEMM's default, as for TorchRec."""
+    given = {"lr": 0.01, "eps": 1e-8, **arguments}
+    usual = {"betas": (0.9, 0.999), "beta1": 0.9, "beta2": 0.999, "weight_decay": 0, "momentum": 0, "amsgrad": False}
+    strange = {
+        key: value for key, value in given.items() if key not in ("lr", "eps") and usual.get(key, math.nan) != value
+    }
+    if kind not in KINDS or strange:
+        raise ValueError(
+            f"table '{name}': apply_optimizer_in_backward has declared {kind.__name__}({_text(arguments)}), of which "
+            f"{_text(strange) or kind.__name__} is not among {', '.join(dict.fromkeys(KINDS.values()))} with lr and "
+            "eps; give optimizer=OptimizerConfig(...) and leave the declaration out"
+        )
+    return f"{name}={KINDS[kind]} lr={float(given['lr'])!r} eps={float(given['eps'])!r}"
+
+
+def _text(arguments: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+
+
+def declare_table_optimizer(
+    model: nn.Module, optimizer: OptimizerConfig, emulated: Container[str] = frozenset()
+) -> dict[str, Choice]:
+    """Tells TorchRec which optimizer runs in the backward of every table; a second call replaces the first.
+
+    The planner counts its state, and sharding builds it into the kernels.
+
+    Args:
+        model: unsharded model.
+        optimizer: optimizers of its tables.
+        emulated: names of the tables that :class:`ShardedAdam` updates.
+
+    Returns:
+        Optimizer of each table, by name.
+    """
+    choices = optimizer.for_tables(model)
+    for _, collection in collections(model):
+        for name, parameter in collection.named_parameters():
+            setattr(parameter, _CALLERS, _declared(parameter))
+            for tag in _TAGS:
+                if hasattr(parameter, tag):
+                    delattr(parameter, tag)
+            table = name.split(".")[1]
+            kind, arguments = choices[table].emulated() if table in emulated else choices[table].fused()
+            apply_optimizer_in_backward(kind, [parameter], arguments)
+    return choices
+
+
+def shardings(
+    tables: Iterable[BaseEmbeddingConfig], choices: Mapping[str, Choice], asked: Mapping[str, str], device: str
+) -> dict[str, str]:
+    """Returns the sharding type of each table: as asked, or mostly data_parallel for ``auto`` without a kernel.
+
+    Args:
+        tables: configurations of the tables.
+        choices: optimizers by table name, from :func:`declare_table_optimizer`.
+        asked: sharding type asked for, by table name, ``auto`` included.
+        device: ``cpu`` or ``cuda``.
+
+    Raises:
+        ValueError: a table is to be sharded, and nothing runs its optimizer on the device.
+    """
+    return {table.name: _sharding(table, choices[table.name].kind, asked[table.name], device) for table in tables}
+
+
+def _sharding(table: BaseEmbeddingConfig, optimizer: str, sharding: str, device: str) -> str:
+    if has_kernel(optimizer, device) or sharding == "data_parallel":
+        return sharding
+    emulated = optimizer in EMULATED and table.data_type == DataType.FP32
+    small = table.num_embeddings * table.embedding_dim <= REPLICATED_WEIGHTS
+    if sharding == "auto" and (small or not emulated) and refused_because(table, "data_parallel", device) is None:
+        return "data_parallel"
+    if emulated:
+        return sharding
+    raise ValueError(
+        f"table '{table.name}': FBGEMM has no kernel of {optimizer} for the {device}, so the table must be fp32 and on "
+        f"every rank, with plan.tables={table.name}=data_parallel; or choose adam or lazy_adam, fp32 too, or "
+        f"row_wise_adagrad, adagrad or sgd with optimizer.per_table={table.name}=adagrad"
+    )
+
+
+def has_kernel(optimizer: str, device: str) -> bool:
+    """Whether FBGEMM runs the table optimizer in its backward on the device, ``cpu`` or ``cuda``."""
+    return optimizer in FUSED_ON_CPU or (device == "cuda" and optimizer != "adam")

@@ -1,0 +1,128 @@
+"""Compression, and the names that settings of a model can have: of activations, of interactions, of losses.
+
+INTERACTIONS and LOSSES say in one line each where a class or function is and what a recipe must know of it. This module
+imports no torch, so that a command line is checked at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+
+from torchrec_ext.exports import Registry, entry
+
+Activation = Literal["relu", "gelu", "silu", "tanh"]
+Normalization = Literal["none", "layer", "batch"]
+Attention = Literal["bucketed", "nested", "padded"]
+Position = Literal["start", "end", "none"]
+Kind = Literal["linear", "cross"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compression:
+    """Settings of the layer that narrows a tower's F bags, each N wide, and its Fd dense columns.
+
+    Args:
+        kind: ``linear``, or ``cross``, which applies crossing layers of DCN V2 to all of it first, as DMT does for DCN.
+        dim: D, the width of each vector that leaves the tower.
+        per_feature: c, the number of vectors that one linear layer makes of each bag, the same layer for all bags.
+        flat: p, the number of vectors that another linear layer makes of all bags and dense columns together.
+        layers: number of crossing layers under ``cross``.
+
+    Raises:
+        ValueError: a number out of its range, or neither vectors per feature nor flat ones.
+    """
+
+    kind: Kind = "linear"
+    dim: int = 16
+    per_feature: int = 0
+    flat: int = 1
+    layers: int = 1
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise ValueError(f"kind={self.kind!r}: must be one of {', '.join(get_args(Kind))}")
+        for name, least in (("dim", 1), ("per_feature", 0), ("flat", 0), ("layers", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)}: must be {least} or more")
+        if not self.per_feature + self.flat:
+            raise ValueError("per_feature=0 and flat=0: nothing would leave the tower; give one of them 1 or more")
+
+    def out_features(self, features: int, dense: int) -> int:
+        """Returns the width of the layer's output, D (c F + p) for F bags; without flat vectors also the dense columns.
+
+        Example:
+            >>> Compression(dim=16, per_feature=1, flat=2).out_features(features=13, dense=4)
+            240
+        """
+        return self.dim * (self.per_feature * features + self.flat) + (0 if self.flat else dense)
+
+
+# What model.interaction of a recipe may be, in the order in which a message lists them, with `metric` of the class.
+# Classes that take hidden layers, an activation or a temperature are given the recipe's.
+INTERACTIONS = Registry(
+    {
+        "top_nn": entry("torchrec_ext.modules.interaction:TopMLP"),
+        "dot": entry("torchrec_ext.modules.interaction:DotProduct", metric="dot"),
+        "cosine": entry("torchrec_ext.modules.interaction:Cosine", metric="cosine"),
+        "gmf": entry("torchrec_ext.modules.interaction:GeneralizedMF"),
+        "dcn": entry("torchrec_ext.modules.interaction:DeepCross"),
+        "fm": entry("torchrec_ext.modules.interaction:FactorizationMachine"),
+        "deepfm": entry("torchrec_ext.modules.interaction:DeepFM"),
+    },
+    metric=None,
+)
+if TYPE_CHECKING:
+    Interaction: TypeAlias = str
+else:
+    Interaction = Literal[tuple(INTERACTIONS)]  # what --set checks and --dry-run shows
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossKind:
+    """A loss and what it compares, which decides the rows that can feed it.
+
+    A loss that is neither pairwise nor over the batch compares each row with its own label.
+
+    Args:
+        path: ``module:name`` of a function from (logits, batch) to the loss, (); a pairwise one takes ``negatives``
+            too. One over the batch takes what :func:`torchrec_ext.modules.losses.in_batch_softmax` takes.
+        pairwise: whether it compares each positive with its own N drawn negatives.
+        in_batch: whether it compares each query with the candidates of the whole batch, which an interaction with a
+            ``metric`` makes cheap enough; :class:`torchrec_ext.models.retrieval.RetrievalModel` calls it.
+    """
+
+    path: str
+    pairwise: bool = False
+    in_batch: bool = False
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The function, which is imported for it."""
+        module, _, name = self.path.partition(":")
+        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        return function
+
+    def fits(self, *, negatives: int, label: str | None, metric: str | None) -> bool:
+        """Returns whether it can learn from such rows under such an interaction; see :func:`check_fed`."""
+        if self.in_batch:
+            return negatives == 0 and not label and metric is not None
+        return negatives > 0 and not label if self.pairwise else negatives > 0 or bool(label)
+
+
+# What model.loss of a recipe may be, in the order in which a message lists them.
+LOSSES: Mapping[str, LossKind] = {
+    "bce": LossKind(path="torchrec_ext.modules.losses:bce"),
+    "in_batch": LossKind(path="torchrec_ext.modules.losses:in_batch_softmax", in_batch=True),
+    "bpr": LossKind(path="torchrec_ext.modules.losses:bpr", pairwise=True),
+    "hinge": LossKind(path="torchrec_ext.modules.losses:hinge", pairwise=True),
+    "sampled_softmax": LossKind(path="torchrec_ext.modules.losses:sampled_softmax", pairwise=True),
+}
+if TYPE_CHECKING:
+    LossName: TypeAlias = str
+    RowLossName: TypeAlias = str
+else:  # what --set checks and --dry-run shows
+    LossName = Literal[tuple(LOSSES)]
+    RowLossName = Literal[tuple(name for name, kind in LOSSES.items() if not kind.in_batch)]

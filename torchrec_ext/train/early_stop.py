@@ -1,0 +1,90 @@
+"""EarlyStopWatch: follows the evaluations of a run, the same on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.train.config import EarlyStop
+
+
+class EarlyStopWatch:
+    """Follows the evaluations of one run; every rank has one, and rank 0's figures decide for all.
+
+    Args:
+        config: the figure to watch, and the patience.
+        runtime: rank and device of this process.
+    """
+
+    def __init__(self, config: EarlyStop, runtime: Runtime) -> None:
+        self._config, self._runtime = config, runtime
+        self._since = 0
+        self.best: dict[str, Any] | None = None
+
+    def see(self, record: Mapping[str, Any]) -> bool:
+        """Takes an evaluation; returns whether it is the best so far, False where nothing is watched.
+
+        Raises:
+            ValueError: the evaluation has no such figure, or the figure is not a number, on every rank alike.
+        """
+        name = self._config.metric
+        if not name:
+            return False
+        if not isinstance(record.get(name), float):
+            figures = ", ".join(key for key, value in record.items() if isinstance(value, float))
+            raise ValueError(
+                f"train.early_stop.metric={name!r}: an evaluation has no such figure; it has {figures or 'none'}"
+            )
+        value = self._agreed(record[name])
+        if math.isnan(value):
+            raise ValueError(
+                f"train.early_stop.metric={name!r}: the figure is nan at step {record['step']}, so nothing can be "
+                "compared"
+            )
+        better = self.best is None or self._gain(value) > self._config.min_delta
+        self._since = 0 if better else self._since + 1
+        if better:
+            self.best = {"best": value, "best_epoch": record["epoch"], "best_step": record["step"]}
+        return better
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what it has seen, as JSON can hold it."""
+        return {"since": self._since, "best": self.best}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores a state that :meth:`state_dict` returned."""
+        self._since, self.best = int(state["since"]), state["best"]
+
+    def stops(self) -> dict[str, Any] | None:
+        """Returns the record of the end where the run should end now, else None."""
+        if self.best is None or self._since < self._config.patience:
+            return None
+        name, best, epoch = self._config.metric, self.best["best"], self.best["best_epoch"]
+        message = f"stopped early: no {name} better than {best:.4f}, of epoch {epoch}, in {self._since} evaluation(s)"
+        return {"kind": "stop", "metric": name, **self.best, "message": message}
+
+    def better_than(self, step: int) -> dict[str, Any] | None:
+        """Returns the best evaluation where a run that ends at ``step`` should go back to it, else None."""
+        if not (self._config.metric and self._config.restore) or self.best is None or self.best["best_step"] == step:
+            return None
+        return self.best
+
+    def told(self, best: Mapping[str, Any]) -> str:
+        """Returns how a message names the best evaluation."""
+        return f"epoch {best['best_epoch']} ({self._config.metric} {best['best']:.4f})"
+
+    def _gain(self, value: float) -> float:
+        before = self.best["best"] if self.best else value
+        return float(value - before if self._config.mode == "max" else before - value)
+
+    def _agreed(self, value: float) -> float:
+        if self._runtime.world_size == 1:
+            return value
+        agreed = torch.tensor(value, dtype=torch.float64, device=self._runtime.device)
+        dist.broadcast(agreed, src=0)
+        return float(agreed)

@@ -1,0 +1,45 @@
+"""scheduler(): learning rates over a run, by torch's own LambdaLR; kernels of tables take them too."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch.optim.lr_scheduler import LambdaLR
+from torchrec.optim.keyed import KeyedOptimizer
+
+from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
+from torchrec_ext.train.config import Schedule
+
+
+def scheduler(optimizer: KeyedOptimizer, tables: Schedule, dense: Schedule, steps: int) -> LambdaLR:
+    """Builds the scheduler of all learning rates of a run, to be stepped after each step; it sets the first rates.
+
+    TorchRec's WarmupOptimizer would give all groups one rate and keep its position outside of the state of a combined
+    optimizer.
+
+    Args:
+        optimizer: optimizer from :func:`hybrid_parallel`; every group of another optimizer follows ``dense``.
+        tables: schedule of all tables; kernels take the new rate when gradients are set to zero.
+        dense: schedule of the dense layers.
+        steps: number of steps of the whole run.
+
+    Raises:
+        ValueError: a warm-up is longer than the run.
+    """
+    for name, schedule in (("tables_schedule", tables), ("dense_schedule", dense)):
+        if schedule.warmup >= steps and schedule.changes:
+            raise ValueError(
+                f"{name}: warmup={schedule.warmup} steps, but the run has {steps}; a warm-up must end before the run"
+            )
+    of_tables = {id(group) for group in optimizer.table_groups} if isinstance(optimizer, HybridOptimizer) else set()
+    schedules = [tables if id(group) in of_tables else dense for group in optimizer.param_groups]
+    return LambdaLR(optimizer, [partial(schedule.factor, steps=steps) for schedule in schedules])
+
+
+def rates(optimizer: KeyedOptimizer) -> dict[str, Any]:
+    """Returns the learning rates of the first group of tables and of dense layers, as a record shows them."""
+    if not isinstance(optimizer, HybridOptimizer):
+        return {"dense_lr": optimizer.param_groups[0]["lr"]}
+    groups = {"tables_lr": optimizer.table_groups, "dense_lr": optimizer.dense_groups}
+    return {name: group[0]["lr"] for name, group in groups.items() if group}
