@@ -221,12 +221,17 @@ class Trainings:
     Args:
         sides: trainings by name; more epochs than all turns take.
         before: called on every rank before a side has its turn, as a barrier.
+        loaders: by side, the loader whose batches are counted as its steps, where `stop` is asked at other times too:
+            under local SGD and DiLoCo, whenever ranks meet.
     """
 
     def __init__(
-        self, sides: Mapping[str, Callable[[Callable[[], bool]], object]], before: Callable[[], object] = lambda: None
+        self,
+        sides: Mapping[str, Callable[[Callable[[], bool]], object]],
+        before: Callable[[], object] = lambda: None,
+        loaders: Mapping[str, Counted] | None = None,
     ) -> None:
-        self._before = before
+        self._before, self._loaders = before, loaders or {}
         self._sides = {name: _Training(name, side) for name, side in sides.items()}
 
     def seconds_per_step(self, steps: int, turns: int, *, warm_up: int = 50) -> dict[str, list[float]]:
@@ -238,9 +243,11 @@ class Trainings:
         for _ in range(turns):
             for name, side in self._sides.items():
                 self._before()
-                start = time.perf_counter()
+                loader = self._loaders.get(name)
+                handed, start = 0 if loader is None else loader.count, time.perf_counter()
                 side.run(steps)
-                times[name].append((time.perf_counter() - start) / steps)
+                seconds = time.perf_counter() - start
+                times[name].append(seconds / (steps if loader is None else loader.count - handed))
         return times
 
     def run(self, name: str, steps: int) -> None:
@@ -296,6 +303,35 @@ class _Training:
         self._go.release()
         if not self._rested.acquire(timeout=LIMIT_S):
             raise TimeoutError(f"{self._name}: not ended after {LIMIT_S:.0f} s")
+
+
+class Counted:
+    """A loader of another that counts the batches or steps it has handed out.
+
+    Args:
+        loader: loader of this rank.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader, self.count = loader, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._counted(iter(self._loader))
+
+    def steps(self) -> Iterator[Any]:
+        """Yields the loader's steps."""
+        return self._counted(self._loader.steps())
+
+    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self.count += 1
+            yield batch
 
 
 class Repeated:

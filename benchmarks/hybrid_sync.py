@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import Options, Row, Trainings, on_ranks, rates, row, slowest
+from harness import Counted, Options, Row, Trainings, on_ranks, rates, row, slowest
 from hybrid_training import Side, Stop, looping
 
 from torchrec_ext.batch import TowerBatch
@@ -140,8 +140,10 @@ def speeds(runtime: Runtime, options: Options) -> tuple[dict[str, list[float]], 
     task = load_task(job_of(SyncConfig(), runtime.world_size, options.quick, ENDLESS), runtime)
     one = plain(options, task)
     sides = {"one process": one if runtime.is_main else looping(lambda: None), "two of them": plain(options, task)}
-    sides |= {name: side(runtime, sync, options, task) for name, sync in MODES.items()}
-    trainings = Trainings(sides, before=dist.barrier)
+    loaders = {}
+    for name, sync in MODES.items():
+        sides[name], loaders[name] = side(runtime, sync, options, task)
+    trainings = Trainings(sides, before=dist.barrier, loaders=loaders)
     times = trainings.seconds_per_step(16 if options.quick else STEPS, options.turns, warm_up=16)
     trainings.close()
     return times, task.name
@@ -173,11 +175,11 @@ def plain(options: Options, task: Any) -> Side:
     return looping(step)
 
 
-def side(runtime: Runtime, sync: SyncConfig, options: Options, task: Any) -> Side:
-    """`train()` in a mode; it ends by an error, since ranks that meet seldom would not hear of a stop."""
+def side(runtime: Runtime, sync: SyncConfig, options: Options, task: Any) -> tuple[Side, Counted]:
+    """`train()` in a mode, and its loader. It ends by an error: ranks that meet seldom would not hear of a stop."""
     job = job_of(sync, runtime.world_size, options.quick, ENDLESS)
     schema, parallel, optimizer = built(runtime, job, task)
-    loader = task.loader(schema, job.loader, rank=runtime.rank, world_size=runtime.world_size)
+    loader = Counted(task.loader(schema, job.loader, rank=runtime.rank, world_size=runtime.world_size))
 
     def trained(stop: Stop) -> None:
         def stopping() -> bool:
@@ -187,7 +189,7 @@ def side(runtime: Runtime, sync: SyncConfig, options: Options, task: Any) -> Sid
 
         train(parallel, optimizer, loader, runtime, job.train, sync=sync, stop=stopping)
 
-    return trained
+    return trained, loader
 
 
 def say(made: list[Row], alone: dict[str, float]) -> None:

@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from harness import LIMIT_S, Options, Row, Trainings, on_ranks, rates, row, slowest
+from harness import LIMIT_S, Counted, Options, Row, Trainings, on_ranks, rates, row, slowest
 from small_model_baseline import BATCH, NEGATIVES, SHAPES
 from small_model_training import Side, loader_of, network, training
 
-from torchrec_ext.data.loader.loader import ChunkLoader
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import SyncConfig
 from torchrec_ext.train.step.choose import PATIENCE
@@ -23,32 +22,6 @@ from torchrec_ext.train.step.choose import PATIENCE
 SIDES = ("one", "two", "apart")
 EVERY = 32
 PASSES = PATIENCE + 2  # over the rows before the clock starts: then the step of a pass's last batch is captured too
-
-
-class Counted:
-    """A loader that counts the steps it has handed out: under local SGD `stop` is asked when ranks meet, too."""
-
-    def __init__(self, loader: ChunkLoader) -> None:
-        self._loader, self.count = loader, 0
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._counted(iter(self._loader))
-
-    def steps(self) -> Iterator[Any]:
-        """Yields the loader's steps."""
-        return self._counted(self._loader.steps())
-
-    def set_epoch(self, epoch: int) -> None:
-        """Starts an epoch."""
-        self._loader.set_epoch(epoch)
-
-    def _counted(self, steps: Iterator[Any]) -> Iterator[Any]:
-        for step in steps:
-            self.count += 1
-            yield step
 
 
 def _waiting(stop: Callable[[], bool]) -> None:
@@ -59,21 +32,15 @@ def _waiting(stop: Callable[[], bool]) -> None:
 
 def process(runtime: Runtime, side: str, steps: int, turns: int, warm_up: int, barrier: Any) -> dict[str, list[float]]:
     """Returns the seconds of a step of the process's own side, by turn."""
-    model, counts = network(SHAPES["small"]), []
+    model = network(SHAPES["small"])
     loader = Counted(loader_of(SHAPES["small"], model, rank=runtime.rank, world_size=runtime.world_size))
     sync = SyncConfig(mode="local_sgd", every=EVERY) if side == "two" else None
-
-    def before() -> None:
-        counts.append(loader.count)
-        barrier.wait(LIMIT_S)
-
     sides: dict[str, Side] = dict.fromkeys(SIDES, _waiting)
-    trainings = Trainings({**sides, side: training(model, loader, runtime, sync=sync)}, before=before)
+    sides[side] = training(model, loader, runtime, sync=sync)
+    trainings = Trainings(sides, before=lambda: barrier.wait(LIMIT_S), loaders={side: loader})
     seconds = trainings.seconds_per_step(steps, turns, warm_up=warm_up)[side]
     trainings.close()
-    first = len(SIDES) + SIDES.index(side)  # the first calls of before() are those of the warm-up
-    made = [counts[first + turn * len(SIDES) + 1] - counts[first + turn * len(SIDES)] for turn in range(turns)]
-    return {side: [each * steps / count for each, count in zip(seconds, made, strict=True)]}
+    return {side: seconds}
 
 
 def rows(options: Options) -> Iterator[Row]:

@@ -115,6 +115,21 @@ def test_trainings_take_turns_and_one_that_fails_or_ends_says_so(harness: Module
         harness.Trainings({"short": training("short", 4)}).seconds_per_step(3, 2)
 
 
+@pytest.mark.unit
+def test_where_stop_is_asked_more_often_the_loader_counts_the_steps(harness: ModuleType) -> None:
+    loader = harness.Counted(harness.Repeated([0.01]))
+
+    def train(stop: Callable[[], bool]) -> None:
+        for batch in loader:
+            time.sleep(batch)
+            if stop() or stop():
+                return
+
+    (seconds,) = harness.Trainings({"a": train}, loaders={"a": loader}).seconds_per_step(20, 1, warm_up=2)["a"]
+    assert loader.count <= 12, "20 calls of stop are 10 steps"
+    assert seconds >= 0.01
+
+
 @pytest.mark.slow
 def test_every_benchmark_runs(tmp_path: Path) -> None:
     command = [sys.executable, "benchmarks/all.py", "--quick", "--results", str(tmp_path)]
