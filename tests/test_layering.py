@@ -1,8 +1,10 @@
 """Who may import whom: DESIGN's table, held by reading every import statement, also those inside functions."""
 
 import ast
+import os
+import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -211,3 +213,105 @@ def test_the_checker_finds_torch_before_the_check() -> None:
     assert unguarded({"torchrec_ext.data": "", "torchrec_ext.data.loader.loader": torch}) == [
         "torchrec_ext.data.loader.loader"
     ]
+
+
+# What a command line needs before it trains, plans or serves: none of it may import torch, nor what reads files.
+WITHOUT_TORCH = (
+    *("torchrec_ext.schema.validation", "torchrec_ext.data.datasets.config", "torchrec_ext.data.loader.config"),
+    *("torchrec_ext.data.negatives.registry", "torchrec_ext.modules.config", "torchrec_ext.networks.config"),
+    *("torchrec_ext.distributed.optim.config", "torchrec_ext.distributed.placement"),
+    *("torchrec_ext.distributed.plan.config", "torchrec_ext.distributed.plan.devices"),
+    *("torchrec_ext.distributed.sync_config", "torchrec_ext.retrieval.server.settings"),
+    *("torchrec_ext.train.config", "torchrec_ext.train.checkpoint.config"),
+    *("torchx_apps.agent", "torchx_apps.cli.command_line", "torchx_apps.cli.errors", "torchx_apps.cli.plan_flags"),
+    *("torchx_apps.jobs.saved_job", "torchx_apps.networks.config", "torchx_apps.networks.members"),
+    *("torchx_apps.recipes", "torchx_apps.recipes.preprocess", "torchx_apps.tasks.job", "torchx_apps.tasks.loading"),
+)
+HEAVY = ("torch", "torchrec", "fbgemm_gpu", "tensordict", "numpy", "pyarrow", "pandas", "duckdb", "ibis")
+# Runs the app of argv, or imports the modules of argv where the first word is "import", and prints what was imported.
+OBSERVED = """
+import importlib, runpy, sys
+what, *rest = sys.argv[1:]
+status = 0
+if what == "import":
+    for name in rest:
+        importlib.import_module(name)
+else:
+    sys.argv = [what, *rest]
+    try:
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        status = end.code
+print("imported:", *sorted({name.split(".")[0] for name in sys.modules}), file=sys.stderr)
+sys.exit(status)
+"""
+
+
+def run_observed(*words: str) -> tuple[int, str, set[str]]:
+    """Exit code and output of a process of its own, and the packages that it had imported at its end."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
+    done = subprocess.run(
+        [sys.executable, "-c", OBSERVED, *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        env=environment,
+        check=False,
+    )
+    *output, imported = done.stderr.rstrip().splitlines()
+    assert imported.startswith("imported:"), done.stderr
+    return done.returncode, done.stdout + "\n".join(output), set(imported.split()[1:])
+
+
+@pytest.mark.unit
+def test_what_a_command_line_needs_imports_no_torch() -> None:
+    status, _, imported = run_observed("import", *WITHOUT_TORCH)
+    assert status == 0
+    assert imported.isdisjoint(HEAVY)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("words", "status", "answer"),
+    [
+        *(([app, "--help"], 0, "usage: ") for app in ("train", "train_networks", "plan", "export", "embed", "serve")),
+        *(([app, "--help"], 0, "usage: ") for app in ("preprocess", "publish")),
+        *(([app, "--no-such-flag"], 1, "--no-such-flag") for app in ("train", "train_networks", "plan", "preprocess")),
+        *(([app, "x", "--no-such-flag"], 2, "--no-such-flag") for app in ("export", "embed", "serve", "publish")),
+        *(([app, "--list-recipes"], 0, "  ") for app in ("train", "train_networks", "plan", "preprocess")),
+        *(
+            (["train", "--recipe", recipe, "--dry-run"], 0, "most used")
+            for recipe in ("contextual_ncf", "n_tower", "ncf", "retrieval", "session", "two_tower")
+        ),
+        (["train_networks", "--vary", "train.seed=0,1", "--dry-run"], 0, "seed=1"),
+        (["train_networks", "--vary", "train.sed=0,1"], 1, "there is no key 'sed'"),
+        (["train_networks", "--vary", "train.seed=0,1", "--codistill", "weight=x"], 1, "--codistill weight=x"),
+        (["plan", "--recipe", "two_tower", "--dry-run"], 0, "most used"),
+        (["plan", "--tables", "ad=300M*64"], 1, "--tables: 'ad=300M*64'"),
+        (["plan", "--tables", "ad=1Kx4", "--world-size", "7", "--local-world-size", "3"], 1, "a multiple of the other"),
+        (["plan", "--tables", "ad=1Kx4", "--sharding", "row"], 1, "--sharding row"),
+        (["plan", "--tables", "ad=1Kx4", "--optimizer", "adm"], 1, "tables='adm'"),
+        (["preprocess", "--dry-run"], 0, "config.history_length"),
+        (["preprocess", "--set", "config.test_share=2"], 1, "config.test_share=2"),
+        (["export", "no/such/run"], 1, "cannot be read"),
+        (["serve", "no/such/bundle", "--max-k", "0"], 1, "limit k=0"),
+        (["train", "--recipe", "two_towr"], 1, "did you mean 'two_tower'"),
+        (["train", "--set", "nosuch=1"], 1, "there is no key 'nosuch'"),
+        (["train", "--set", "model.loss=bse"], 1, "model.loss=bse"),
+        (["train", "--set", "model.loss=in_batch"], 1, "set model.interaction=dot or cosine"),
+        (["train", "--set", "model.compress=dims=8"], 1, "did you mean 'dim'"),
+        (["train", "--set", "loader.sampling=hrd"], 1, "loader.sampling=hrd"),
+        (["train", "--set", "loader.shared_negatives=8"], 1, "set sampling='mixed'"),
+        (["train", "--set", "sync.mode=local_sdg"], 1, "sync.mode=local_sdg"),
+        (["train", "--set", "sync.outer_lr=0.5"], 1, "only for mode=diloco"),
+        (["train", "--set", "optimizer.per_table=a=sdg"], 1, "the optimizer 'sdg' must be one of"),
+        (["train", "--set", "plan.towers=user"], 1, "gives the tower 'user' no rank"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_command_line_is_answered_without_torch(words: Sequence[str], status: int, answer: str) -> None:
+    app, *flags = words
+    result, output, imported = run_observed(f"torchx_apps.{app}", *flags)
+    assert (result, answer in output) == (status, True), output
+    assert imported.isdisjoint(HEAVY)
