@@ -1,14 +1,16 @@
-"""What a newcomer waits for: import, listing components, the demo job, and the memory of one of its ranks.
+"""What a newcomer waits for: answers of the command line, the plan of tables, the doctor, the demo job and its memory.
 
-    python benchmarks/first_use.py [--repeats 5] [--cold]
+    python benchmarks/first_use.py [--only ROW ...] [--turns N] [--quick]
 
+A start-up row is the seconds of a command in a process of its own, from its start to its end, as its user waits.
+The import of the package stands beside that of torch, in the same turns, both without the start of Python itself.
 The demo job is timed by the clock of whoever types the command, from `torchx run` to the prompt, on MovieLens 100K
-where it is found. --cold also clones this repository and times `make demo` from nothing, installation included. Last
-line: one JSON object.
+where it is on this machine. The row `cold`, which benchmarks/all.py leaves out, clones this repository and times
+`make demo` from nothing, installation included.
 """
 
-import argparse
-import importlib.metadata
+from __future__ import annotations
+
 import json
 import os
 import statistics
@@ -16,74 +18,93 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from harness import LIMIT_S, ROOT, Options, Row, command_line, in_turn, row
+
 BIN = Path(sys.executable).parent
 ENVIRONMENT = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+APPS = [sys.executable, "-m"]
+# Name of the row -> the command, its exit status, and the seconds that are asked for.
+COMMANDS: dict[str, tuple[Sequence[str], int, float]] = {
+    "dry-run": ([*APPS, "torchx_apps.train", "--dry-run"], 0, 2.0),
+    "help": ([*APPS, "torchx_apps.preprocess", "--help"], 0, 2.0),
+    "wrong-key": ([*APPS, "torchx_apps.train", "--set", "nosuch=1"], 1, 2.0),
+    "plan": ([*APPS, "torchx_apps.plan", "--tables", "ad=300Mx64", "--world-size", "64"], 0, 2.0),
+    "doctor": ([*APPS, "torchrec_ext.doctor"], 0, 3.0),
+    "builtins": ([str(BIN / "torchx"), "builtins"], 0, 1.0),
+}
 
 
-def seconds(command: Sequence[str | Path], cwd: Path = ROOT) -> float:
-    start = time.perf_counter()
-    subprocess.run(command, cwd=cwd, env=ENVIRONMENT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    return time.perf_counter() - start
+def run(command: Sequence[str], status: int = 0, cwd: Path = ROOT, limit_s: float = LIMIT_S) -> None:
+    """Runs a command to its end.
+
+    Raises:
+        RuntimeError: it ended with another status, or was not done after ``limit_s``.
+    """
+    line = " ".join(command)
+    try:
+        done = subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{line}: not done after {limit_s:.0f} s") from None
+    if done.returncode != status:
+        raise RuntimeError(f"{line} ended with exit code {done.returncode}, not {status}:\n{done.stderr[-3000:]}")
 
 
-def interleaved(repeats: int, *commands: Sequence[str | Path]) -> list[float]:
-    """The median of each command, all run in turn."""
-    times = [[seconds(command) for command in commands] for _ in range(repeats)]
-    return [statistics.median(column) for column in zip(*times, strict=True)]
-
-
-def row(name: str, ours: float, unit: str, required: float, baseline: float | None = None) -> dict[str, object]:
-    """``ratio`` is the limit over what was measured: 1 or more keeps it."""
-    return {
-        "name": name,
-        "baseline": baseline,
-        "ours": round(ours, 3),
-        "unit": unit,
-        "ratio": round(required / ours, 2),
-        "required": required,
-        "ceiling": None,
+def start_up(options: Options) -> Iterator[Row]:
+    sides = {
+        name: lambda command=command, status=status: run(command, status)
+        for name, (command, status, _) in COMMANDS.items()
     }
+    for name, code in (("python", "pass"), ("package", "import torchrec_ext"), ("torch", "import torch")):
+        sides[name] = lambda code=code: run([sys.executable, "-c", code])
+    seconds = in_turn(sides, options.turns)
+
+    def milliseconds(name: str) -> list[float]:
+        # Of two starts that differ by noise alone the difference may be 0 or less; the clock's own steps are finer.
+        pairs = zip(seconds[name], seconds["python"], strict=True)
+        return [max(1e3 * (whole - python), 0.1) for whole, python in pairs]
+
+    torch_ms = round(statistics.median(milliseconds("torch")))
+    yield row("import", milliseconds("package"), "ms", required=50, torch_ms=torch_ms)
+    for name, (_, _, required) in COMMANDS.items():
+        yield row(name, seconds[name], "s", required=required)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--cold", action="store_true", help="also time `make demo` in a new clone")
-    options = parser.parse_args()
-    python = [sys.executable, "-c"]
-    nothing, package, torch_alone = interleaved(
-        options.repeats, [*python, "pass"], [*python, "import torchrec_ext"], [*python, "import torch"]
-    )
-    (builtins,) = interleaved(options.repeats, [BIN / "torchx", "builtins"])
-    rows = [
-        row("import", (package - nothing) * 1e3, "ms", 50, round((torch_alone - nothing) * 1e3, 1)),
-        row("builtins", builtins, "s", 1.0),
-    ]
+def demo(options: Options) -> Iterator[Row]:
+    """One run, however many turns are asked for: it takes most of a minute."""
     with tempfile.TemporaryDirectory() as folder:
-        run = Path(folder) / "run"
-        command = [BIN / "torchx", "run", "rec.train.hybrid", "--run_dir", run, "--set", "fallback=planted"]
-        job = seconds([str(part) for part in command])
-        summary = json.loads((run / "summary.json").read_text())
-        rows += [
-            row("demo-job", job, "s", 90),
-            row("rank-memory", summary["peak_memory_mib"], "MiB", 1536),
-        ]
-        if options.cold:
-            subprocess.run(["git", "clone", "-q", ROOT, f"{folder}/clone"], check=True)
-            rows.append(row("make-demo-from-nothing", seconds(["make", "demo"], Path(folder) / "clone"), "s", 360))
-    for name, value in summary["test"].items():
-        print(
-            f"demo, {name} on the test items: {value:.4f} (popularity: "
-            f"{summary['popularity'].get(name, float('nan')):.4f})"
-        )
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "torchrec", "torchx", "torchrec-ext")}
-    cores = len(os.sched_getaffinity(0))
-    print(json.dumps({"benchmark": "first_use", "versions": versions, "cores": cores, "rows": rows}))
+        run_dir = Path(folder) / "run"
+        command = [str(BIN / "torchx"), "run", "rec.train.hybrid", "--run_dir", str(run_dir)]
+        command += ["--set", "fallback=planted"]
+        if options.quick:
+            command += ["--set", "train.epochs=1"]
+        start = time.perf_counter()
+        run(command)
+        seconds = time.perf_counter() - start
+        summary = json.loads((run_dir / "summary.json").read_text())
+    figures = {
+        f"{name}, {of}": round(values[name], 4)
+        for of, values in (("test items", summary["test"]), ("popularity", summary["popularity"]))
+        for name in values
+    }
+    yield row("demo-job", seconds, "s", required=90, figures=figures)
+    yield row("rank-memory", summary["peak_memory_mib"], "MiB", required=1536)
+
+
+def cold(options: Options) -> Iterator[Row]:
+    del options
+    with tempfile.TemporaryDirectory() as folder:
+        clone = Path(folder) / "clone"
+        run(["git", "clone", "-q", str(ROOT), str(clone)])
+        start = time.perf_counter()
+        run(["make", "demo"], cwd=clone, limit_s=3 * LIMIT_S)
+        yield row("make-demo-from-nothing", time.perf_counter() - start, "s", required=360)
+
+
+ROWS = {"start-up": start_up, "demo": demo, "cold": cold}
 
 
 if __name__ == "__main__":
-    main()
+    command_line(__doc__, ROWS, turns=5, packages="torchx torchrec-ext")
