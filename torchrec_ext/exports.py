@@ -68,7 +68,7 @@ class Registry(Mapping[str, Any]):
     So a config can check a name, and a few attributes of what it names, before torch is imported.
 
     Args:
-        entries: by name, where the object is and which of its ``usual`` attributes differ.
+        entries: lines by name: where each object is, and which of its ``usual`` attributes differ.
         usual: attributes that are known before an import, with their usual values.
 
     Example:

@@ -38,9 +38,9 @@ from torchrec_ext.train.guards.watchdog import Watchdog
 from torchrec_ext.train.metrics.evaluation_watch import EvaluationStoppedError, EvaluationWatch, watching
 from torchrec_ext.train.report.progress import Progress, Window
 from torchrec_ext.train.report.trace import StepTrace, Timeline, check_fits
-from torchrec_ext.train.schedule import rates, scheduler
 from torchrec_ext.train.step.choose import Steps, StepsConfig
 from torchrec_ext.train.step.pipeline import make_pipeline, unpipelined
+from torchrec_ext.train.step.schedule import rates, scheduler
 
 
 def leave_out(config: TrainConfig, sync: SyncConfig, optimizer: KeyedOptimizer) -> Callable[[], None] | None:

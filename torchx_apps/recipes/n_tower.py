@@ -162,7 +162,7 @@ def _columns_by_tower(config: NTowerConfig, data: LabelledData) -> dict[str, tup
     if not config.towers:
         usual: dict[str, tuple[Sequence[str], Sequence[str]]] = {"user": (("user_id",), ()), "item": (("item_id",), ())}
         return {**usual, "context": (data.context, data.dense)} if data.context else usual
-    from torchx_apps.recipes.grouping import features_by_tower
+    from torchx_apps.jobs.grouping import features_by_tower
 
     features = ["user_id", "item_id", *data.context]
     sizes = {name: 4.0 * data.vocab[name] * config.embedding_dim for name in features}

@@ -15,9 +15,9 @@ from tests.examples import USERS, batches
 from tests.train.step.test_captured import KINDS, farthest, sharded, stepped
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.config import Schedule
-from torchrec_ext.train.schedule import scheduler
 from torchrec_ext.train.step import memory as step_memory
 from torchrec_ext.train.step.captured import CapturedStep, as_it_is
+from torchrec_ext.train.step.schedule import scheduler
 
 COUNT = 40
 
