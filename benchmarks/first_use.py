@@ -107,4 +107,4 @@ ROWS = {"start-up": start_up, "demo": demo, "cold": cold}
 
 
 if __name__ == "__main__":
-    command_line(__doc__, ROWS, turns=5, packages="torchx torchrec-ext")
+    command_line(__doc__, ROWS, turns=3, packages="torchx", studies=["cold"])

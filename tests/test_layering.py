@@ -34,8 +34,9 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "distributed": {"batch", "modules.tower", "modules.shared_tables"},
     "train": {"distributed", "batch", "tensor_file", "sealed"},
     "networks": {"train", "distributed", "modules", "batch"},
-    # `distributed.tables` says which rows of a sharded model a rank holds, for the export alone.
-    "retrieval": BASE | {"modules", "models", "data.preprocess", "distributed.tables"},
+    # `distributed.tables` says which rows of a sharded model a rank holds, for the export alone; `distributed.runtime`
+    # how much memory the host or the container has left, for a store that is read into it.
+    "retrieval": BASE | {"modules", "models", "data.preprocess", "distributed.tables", "distributed.runtime"},
     "torchx_apps": BASE | {"data", "modules", "models", "distributed", "train", "networks", "retrieval", "stack"},
     "components": set(),
 }
@@ -168,7 +169,7 @@ def test_whatever_imports_torch_checks_the_stack_first() -> None:
         (
             "torchrec_ext.retrieval.bundle.bundle",
             "from torchrec_ext.data.loader.loader import ChunkLoader",
-            "data.preprocess, distributed.tables",
+            "data.preprocess, distributed.runtime",
         ),
         ("torchrec_ext.distributed.plan.planner", "import torchrec_ext.modules.losses", "modules.tower"),
         ("torchrec_ext.modules.tower", "from torchrec_ext import Tower", "modules may import"),

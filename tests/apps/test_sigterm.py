@@ -78,7 +78,7 @@ def test_process_1_ends_at_once_while_torch_is_imported(command: list[str], tmp_
     run = tmp_path / "RUN"
     run.mkdir()
     (run / "config.json").write_text(
-        '{"build": "torchx_apps.recipes:build_two_tower", "task": "torchx_apps.recipes:task"}'
+        '{"name": "two_tower", "build": "torchx_apps.recipes:build_two_tower", "task": "torchx_apps.recipes:task"}'
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])}
     process = subprocess.Popen(
