@@ -53,6 +53,7 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
+    about = {"commit": commit(), "date": datetime.date.today().isoformat(), "rounds": options.rounds, "cpu": _cpu()}
     start = time.monotonic()
     yardsticks: list[dict[str, float]] = []
     rounds: dict[str, list[Row]] = {name: [] for name in options.only}
@@ -69,8 +70,7 @@ def main() -> int:
             except RuntimeError as error:
                 failed[name] = str(error)
                 print(f"{name} failed: {error}", file=sys.stderr, flush=True)
-    about = {"commit": commit(), "date": datetime.date.today().isoformat(), "rounds": options.rounds}
-    about |= {"cpu": _cpu(), "machine": _spread(yardsticks)}
+    about["machine"] = _spread(yardsticks)
     options.results.mkdir(parents=True, exist_ok=True)
     for name, results in rounds.items():
         if name not in failed and results[0]["rows"]:

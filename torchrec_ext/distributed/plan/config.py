@@ -15,7 +15,8 @@ class PlanConfig:
     """How tables and towers are spread over ranks.
 
     Args:
-        sharding: sharding type of every table, or ``auto``: TorchRec's planner chooses per table.
+        sharding: sharding type of every table, or ``auto``: TorchRec's planner chooses per table,
+            but tables that are small all together (2^18 weights) are whole on each rank of a CPU job.
         tables: exceptions by table, as ``("user_id=row_wise", "genres=data_parallel")``.
         memory_gb: memory per rank that tables may take, GiB; 0 for what the device has free, divided by its processes.
         reserve: share of that memory kept for dense layers, activations and buffers, 0 to 1.
