@@ -134,6 +134,18 @@ def sync_table() -> Iterator[str]:
         yield f"| {row['name'].removeprefix('sync ')} | {_figure(row['ours'])} | {row['ratio']:.2f}x | {share:.2f} |"
 
 
+def rows_table(benchmark: str, prefix: str) -> Iterator[str]:
+    """Rows of a benchmark whose names begin with ``prefix``."""
+    yield "| | baseline | ours | ratio | ceiling |"
+    yield "|---|---|---|---|---|"
+    for name, row in _results(benchmark).items():
+        if name.startswith(prefix) and row["ratio"] is not None:
+            unit = row["unit"].split(",")[0]
+            sides = " | ".join(f"{_figure(row[key])} {unit}" for key in ("baseline", "ours"))
+            ceiling = f"{row['ceiling']:.2f}x" if row["ceiling"] else ""
+            yield f"| {name} | {sides} | {row['ratio']:.3g}x | {ceiling} |"
+
+
 def quality_table() -> Iterator[str]:
     """What the recipes reach, beside what is required and the best published figure."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -171,9 +183,10 @@ def with_tables(text: str) -> str:
 
     def made(match: re.Match[str]) -> str:
         name = match[1]
-        return f"<!-- {name}: by tools/docs.py -->\n" + "\n".join(TABLES[name]()) + f"\n<!-- /{name} -->"
+        lines = TABLES[name]() if name in TABLES else rows_table(*name.split("/"))
+        return f"<!-- {name}: by tools/docs.py -->\n" + "\n".join(lines) + f"\n<!-- /{name} -->"
 
-    return re.sub(r"<!-- (\w+): by tools/docs\.py -->\n.*?<!-- /\1 -->", made, text, flags=re.DOTALL)
+    return re.sub(r"<!-- ([\w/-]+): by tools/docs\.py -->\n.*?<!-- /\1 -->", made, text, flags=re.DOTALL)
 
 
 def settings_page() -> str:
