@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, Row, in_turn, on_ranks
+from harness import ROOT, Row, in_turn, last_json, on_ranks
 
 RESULTS = ROOT / "benchmarks" / "results"
 LIMIT_S = 1500  # of one script in one round
@@ -47,6 +47,9 @@ SCRIPTS = (
 
 def main() -> int:
     options = _options()
+    if options.yardsticks:
+        print(json.dumps({unit: measure(options.quick) for unit, measure in YARDSTICKS.items()}))
+        return 0
     if not options.quick and (busy := _busy_cores()) > 0.3:
         print(
             f"others keep {busy:.1f} cores busy: figures taken now would be theirs too; stop them first",
@@ -88,6 +91,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=SCRIPTS, default=list(SCRIPTS), metavar="NAME")
     parser.add_argument("--studies", action="store_true", help="the long rows that scripts leave out, once")
     parser.add_argument("--quick", action="store_true", help="small sizes and one round, to see that all of it runs")
+    parser.add_argument("--yardsticks", action="store_true", help="print the machine's own figures, and nothing else")
     parser.add_argument("--results", type=Path, help="folder of the results; with --quick a temporary one")
     options = parser.parse_args()
     if options.quick or options.studies:
@@ -136,8 +140,8 @@ def merge(rounds: Sequence[Sequence[Row]]) -> list[Row]:
 
 
 def machine(quick: bool) -> dict[str, float]:
-    """The machine's own yardsticks, none of which runs any of our code."""
-    return {unit: measure(quick) for unit, measure in YARDSTICKS.items()}
+    """The machine's own yardsticks, none of which runs any of our code; their memory is a process's of its own."""
+    return last_json([sys.executable, __file__, "--yardsticks", *(["--quick"] if quick else [])])  # type: ignore[no-any-return]
 
 
 def _copy(quick: bool) -> float:

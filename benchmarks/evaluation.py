@@ -12,13 +12,12 @@ resident memory that this process has had before any baseline ran, torch and the
 
 from __future__ import annotations
 
-import resource
 import statistics
 from collections.abc import Iterator
 
 import numpy as np
 import torch
-from harness import Options, Row, command_line, in_turn, row
+from harness import Options, Row, command_line, in_turn, peak_mb, row
 from torchrec import EmbeddingBagConfig, PoolingType
 
 from torchrec_ext.data.columns import Chunk, Column
@@ -139,10 +138,6 @@ class Case:
             scores[0] = -torch.inf
             places.append(int((scores.argsort(descending=True) == self.question.targets[user]).int().argmax()))
         return TargetRanks(torch.tensor(places), torch.zeros(users, dtype=torch.int64))
-
-
-def peak_mb() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
 
 
 def agree(ours: TargetRanks, plain: TargetRanks) -> None:

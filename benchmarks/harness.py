@@ -431,6 +431,12 @@ def slowest(by_rank: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[
     return {name: [max(turn) for turn in zip(*(rank[name] for rank in by_rank), strict=True)] for name in by_rank[0]}
 
 
+def peak_mb() -> float:
+    """Greatest resident memory of this process, MB; ru_maxrss would be that of the process that started it, if more."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024 / 1e6
+
+
 def rates(count: float, seconds: Iterable[float]) -> list[float]:
     """``count`` a second, for each turn."""
     return [count / each for each in seconds]

@@ -22,7 +22,6 @@ import io
 import itertools
 import logging
 import os
-import resource
 import sys
 import tempfile
 import time
@@ -34,7 +33,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from harness import ROOT, Options, Row, command_line, in_turn, last_json, rates, row
+from harness import ROOT, Options, Row, command_line, in_turn, last_json, peak_mb, rates, row
 from row_loader import make
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
@@ -207,7 +206,7 @@ def used(folder: Path) -> dict[str, float]:
     torch.set_num_threads(1)
     before = resident()
     read(loader(ParquetSource(folder)))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+    peak = peak_mb()
     with tempfile.TemporaryDirectory() as name:
         with pq.ParquetFile(min(folder.glob("*.parquet"))) as file:
             pq.write_table(file.read_row_group(0), Path(name) / "a.parquet", row_group_size=8_192)

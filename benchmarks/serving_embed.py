@@ -3,15 +3,13 @@
 Each turn is a process of its own, whose greatest memory counts: the tower's own 245 MiB and torch included.
 """
 
-import re
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
-from harness import Options, Row, last_json, row
+from harness import Options, Row, last_json, peak_mb, row
 
 
 def main(items: int) -> None:
@@ -42,14 +40,7 @@ def main(items: int) -> None:
         store = embed(lambda batch: tower(batch.sparse, batch.dense), blocks(), f"{folder}/store")
         seconds = time.perf_counter() - start
         assert len(store) == items
-    print([items / seconds, peak_gib()])
-
-
-def peak_gib() -> float:
-    """Returns this process's greatest memory. Not ``ru_maxrss``, which is inherited from the process before."""
-    match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert match
-    return int(match[1]) / 2**20
+    print([items / seconds, peak_mb() * 1e6 / 2**30])
 
 
 def rows(options: Options) -> Iterator[Row]:
