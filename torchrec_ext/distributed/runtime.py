@@ -1,12 +1,15 @@
 """Runtime: which rank this is, on which device, over which backend, with how many threads.
 
 available_memory(): bytes that this host, or the container that a process runs in, can still give.
+
+peak_resident(): bytes of the most memory that this process has had resident.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -166,6 +169,14 @@ def available_memory() -> int:
         cache = _line("/sys/fs/cgroup/memory.stat", "inactive_file")  # given back when memory is short
         limits.append(max(limit - used + cache, 0))
     return min(limits)
+
+
+def peak_resident() -> int:
+    """Returns the bytes of the most memory that this process has had resident since its program began.
+
+    Where the kernel does not report it, this is ``ru_maxrss``, which starts from the peak of the process that forked.
+    """
+    return (_line("/proc/self/status", "VmHWM:") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024
 
 
 def _line(path: str, name: str) -> int:

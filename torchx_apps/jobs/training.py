@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import resource
 import time
 import warnings
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.explain import explain
 from torchrec_ext.distributed.plan.planner import SMALL_WEIGHTS, plan_sharding, small_tables_whole
-from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.runtime import Runtime, peak_resident
 from torchrec_ext.distributed.streams import on_streams
 from torchrec_ext.distributed.sync import SyncConfig
 from torchrec_ext.distributed.tables import collections, table_configs
@@ -247,7 +246,7 @@ def peak_memory(runtime: Runtime) -> float:
     if runtime.device.type == "cuda":
         used = torch.cuda.max_memory_allocated(runtime.device) / 2**20
     else:
-        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+        used = peak_resident() / 2**20
     largest = torch.tensor(used, device=runtime.device)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return float(largest)
