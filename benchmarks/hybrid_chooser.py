@@ -10,19 +10,16 @@ a taken candidate's foreseen step from the measured one, as a share of the measu
 memory.
 """
 
-import os
 import random
 import statistics
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from harness import LIMIT_S, ROOT, Options, Row, Trainings, on_ranks, row, slowest
+from harness import ROOT, Options, Row, Trainings, last_json, on_ranks, row, slowest
 from hybrid_training import Side, training
 from torchrec import EmbeddingBagConfig, PoolingType
 
@@ -190,21 +187,12 @@ def _text(foreseen: tuple[float | None, float | None]) -> str:
 
 def plan(options: Options) -> Iterator[Row]:
     """Seconds and peak MB of a plan for 64 devices."""
-    tables = "ad=300Mx64,item=12Mx64"
-    command = [sys.executable, "-m", "torchx_apps.plan", "--tables", tables, "--world-size", str(DEVICES)]
+    flags = ["--tables", "ad=300Mx64,item=12Mx64", "--world-size", str(DEVICES)]
+    child = f"import harness, torchx_apps.plan; assert not torchx_apps.plan.main({flags}); print(harness.peak_mb())"
     seconds, memory = [], []
     for _ in range(1 if options.quick else options.turns):
         start = time.perf_counter()
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        limit = threading.Timer(LIMIT_S, process.kill)
-        limit.start()
-        assert process.stdout is not None
-        text = process.stdout.read()
-        _, status, usage = os.wait4(process.pid, 0)
-        limit.cancel()
-        if status:
-            raise RuntimeError(f"{' '.join(command)} ended with {status}: {text}")
+        memory.append(last_json([sys.executable, "-c", child], PYTHONPATH=f"{ROOT}:{ROOT / 'benchmarks'}"))
         seconds.append(time.perf_counter() - start)
-        memory.append(usage.ru_maxrss / 1e3)
     yield row("plan", seconds, "s", required=10, machine="cores")
     yield row("plan, peak memory", memory, "MB", required=2000)
