@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,11 @@ from torchx.components.component_test_base import ComponentTestCase
 from torchx.specs.builders import materialize_appdef
 from torchx.specs.finder import get_components
 
+from tests.contracts import run_ranks
+from torchrec_ext.distributed.runtime import Runtime
+from torchx_apps.cli.command_line import apply_overrides, load_recipe
+from torchx_apps.jobs.placing import merge_lookups
+from torchx_apps.jobs.training import _plan, build_model, load_task
 from torchx_apps.plan import main
 
 BIG = "ad=300Mx64,item=12Mx64"
@@ -108,6 +114,47 @@ def test_the_tables_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     tables = {table["name"]: (table["rows"], table["dim"]) for table in report["tables"]}
     assert tables["user_id"] == (61, 32)
     assert all(rank["dense"] > 0 and rank["host"] == rank["total"] for rank in report["ranks"])
+
+
+def taken(runtime: Runtime, overrides: Sequence[str]) -> dict[str, str]:
+    """The sharding type of each table in the plan that a training takes."""
+    job = apply_overrides(load_recipe("two_tower"), list(overrides))
+    model = build_model(job, load_task(job, runtime))
+    merge_lookups(job, model, runtime.world_size)
+    plan, _ = _plan(job, model, None, runtime)
+    tables = [pair for module in plan.plan.values() for pair in module.items()]  # type: ignore[attr-defined]
+    return {name: sharding.sharding_type for name, sharding in tables}
+
+
+@pytest.mark.parametrize(
+    ("setting", "whole"),
+    [("sync.mode=every_step", True), ("sync.mode=semi_sync", False), ("plan.tables=item_id=row_wise", False)],
+)
+def test_the_plan_is_the_one_that_training_takes(setting: str, whole: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    sets = ["data.name=planted", "data.users=60", "data.items=50", setting]
+    trained = run_ranks(taken, 2, sets)[0]
+    flags = ["--recipe", "two_tower", *(word for each in sets for word in ("--set", each)), "--world-size", "2"]
+    report = planned(capsys, *flags, "--device", "cpu", "--ddr", "4")
+    assert set(trained) == {table["name"] for table in report["tables"]}
+    by_rule = {table["sharding"] for table in report["tables"]} == {"data_parallel"}
+    assert by_rule == ({*trained.values()} == {"data_parallel"}) == whole
+    assert main([*flags, "--device", "cpu", "--ddr", "4"]) == 0
+    assert ("so each rank has them whole" in capsys.readouterr().out) == whole
+    if setting == "sync.mode=semi_sync":
+        assert "data_parallel" not in trained.values()
+
+
+def test_small_tables_are_whole_where_ranks_are_cpus(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--tables", "a=2Kx64,b=2Kx64", "--world-size", "2", "--local-world-size", "2")
+    kinds = {
+        device: {table["sharding"] for table in planned(capsys, *flags, "--device", device)["tables"]}
+        for device in ("cpu", "cuda")
+    }
+    assert kinds["cpu"] == {"data_parallel"} != kinds["cuda"]
+    assert main([*flags, "--device", "cpu"]) == 0
+    shown = capsys.readouterr().out
+    assert "auto (taken)" in shown
+    assert "foreseen to be faster" not in shown, "the cost model counts bytes, and the rule stands against it"
 
 
 @pytest.mark.launch

@@ -416,5 +416,6 @@ def test_networks_of_different_shapes_train_at_the_same_time_on_groups_of_ranks(
     ]
     assert "stack of 2 on cpu, 1 thread(s), one loader read once for all: a, b" in done.stdout
     assert "wide: on rank(s) 1, 2" in done.stdout
+    assert "so each rank has them whole" in (tmp_path / "out" / "wide" / "plan.txt").read_text()
     assert done.stdout.count("best: ") == 1
     assert {"a", "b", "wide", "networks.png", "results.txt"} <= set(os.listdir(tmp_path / "out"))

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torchrec.distributed.planner import ParameterConstraints
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
@@ -32,6 +33,9 @@ from torchrec_ext.distributed.plan.config import PlanConfig, Sharding
 from torchrec_ext.distributed.plan.devices import GB, Cluster
 from torchrec_ext.distributed.plan.draft import Draft, PlanError, draft_plan
 from torchrec_ext.distributed.plan.explain import explain
+from torchrec_ext.distributed.plan.planner import free_tables
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.sync import SyncConfig
 from torchrec_ext.train.report.figures import BLUE, RED, figure_with_panels, require_matplotlib, save_figure
 from torchx_apps.cli.plan_flags import batch_size_of, cluster_of, parse_tables, sharding_of
 from torchx_apps.tasks.job import Job
@@ -115,6 +119,7 @@ class PlanRequest:
         plan: allowed sharding types.
         optimizer: optimizers of tables and dense layers.
         cluster: the devices.
+        sync: what ranks exchange in the training that is planned, and how often.
     """
 
     model: nn.Module
@@ -123,6 +128,16 @@ class PlanRequest:
     plan: PlanConfig
     optimizer: OptimizerConfig
     cluster: Cluster
+    sync: SyncConfig
+
+    def free_tables(self, plan: PlanConfig) -> tuple[Mapping[str, ParameterConstraints], str]:
+        """Returns what a training on these devices would ask of the tables that ``plan`` leaves free, and why."""
+        runtime = Runtime(
+            world_size=self.cluster.world_size,
+            local_world_size=self.cluster.local_world_size,
+            device=torch.device(self.cluster.device),
+        )
+        return free_tables(self.model, runtime, plan, self.optimizer, self.sync)
 
     def draft(self, plan: PlanConfig) -> tuple[Draft, list[RankForecast]]:
         """Returns TorchRec's plan, and the memory and time that it takes on each rank.
@@ -137,6 +152,7 @@ class PlanRequest:
             optimizer=self.optimizer,
             batch_size=self.batch_size,
             bag_lengths=self.bag_lengths,
+            constraints=self.free_tables(plan)[0],
         )
         return draft, forecast(draft, self.model, self.cluster, self.optimizer)
 
@@ -163,11 +179,13 @@ def run_plan(options: argparse.Namespace, job: Job | None) -> int:
         flags = "--world-size, --hbm and --ddr say what there is; --sharding and --optimizer what is asked of it"
         raise PlanError(f"{error}\n\n{others}\n{flags}") from None
     alternatives = compare(predict, {request.plan.sharding: ranks})
+    _, whole = request.free_tables(request.plan)
+    explained = explain(draft.plan, request.model, cluster.world_size)
     text = "\n\n".join(
         [
-            explain(draft.plan, request.model, cluster.world_size),
+            f"{explained}\n{whole}" if whole else explained,
             forecast_text(ranks, cluster),
-            alternatives_text(alternatives, request.plan.sharding),
+            alternatives_text(alternatives, request.plan.sharding, advise=not whole),
         ]
     )
     report = as_json(request.batch_size, cluster, draft, ranks, alternatives)
@@ -192,11 +210,15 @@ def _request_of_tables(options: argparse.Namespace, cluster: Cluster) -> PlanReq
         plan=PlanConfig(sharding=sharding_of(options.sharding or "auto")),
         optimizer=OptimizerConfig(tables=options.optimizer or "row_wise_adagrad"),
         cluster=cluster,
+        sync=SyncConfig(),
     )
 
 
 def _request_of_recipe(options: argparse.Namespace, job: Job, cluster: Cluster) -> PlanRequest:
     """Returns a request for the tables of a recipe, whose sizes are those of its data, which must exist."""
+    # Imported here: the training loop, which comes with it, takes half a second that other plans need not wait.
+    from torchx_apps.jobs.placing import merge_lookups
+
     task = job.task(job.data, progress=True)
     rows = math.ceil(job.loader.batch_size / cluster.world_size) * (1 + job.loader.negatives)
     plan, optimizer = job.plan, job.optimizer
@@ -205,6 +227,7 @@ def _request_of_recipe(options: argparse.Namespace, job: Job, cluster: Cluster) 
     if options.optimizer:
         optimizer = dataclasses.replace(optimizer, tables=options.optimizer)
     model: Any = job.build(job.model, task.data)
+    merge_lookups(job, model, cluster.world_size)
     return PlanRequest(
         model=model,
         bag_lengths={},
@@ -212,4 +235,5 @@ def _request_of_recipe(options: argparse.Namespace, job: Job, cluster: Cluster) 
         plan=plan,
         optimizer=optimizer,
         cluster=cluster,
+        sync=job.sync,
     )

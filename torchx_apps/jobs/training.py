@@ -27,10 +27,9 @@ from torchrec_ext.distributed.autotune.choose import Decision
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.explain import explain
-from torchrec_ext.distributed.plan.planner import SMALL_WEIGHTS, plan_sharding, small_tables_whole
+from torchrec_ext.distributed.plan.planner import free_tables, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime, peak_resident
 from torchrec_ext.distributed.streams import on_streams
-from torchrec_ext.distributed.sync import SyncConfig
 from torchrec_ext.distributed.tables import collections, table_configs
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.schema import BatchSchema
@@ -43,7 +42,6 @@ from torchrec_ext.train.guards.watchdog import Watchdog
 from torchrec_ext.train.loop import train
 from torchrec_ext.train.metrics import EvaluationWatch, watching
 from torchrec_ext.train.report.progress import RunFolder
-from torchrec_ext.train.step.pipeline import shard_free_tables
 from torchx_apps.cli.errors import end_process
 from torchx_apps.jobs import report
 from torchx_apps.jobs.placing import merge_lookups, place_towers, report_steps
@@ -181,10 +179,7 @@ def loader_of(job: Job, task: Task, schema: BatchSchema, runtime: Runtime) -> An
 def _plan(job: Job, model: nn.Module, decision: Decision | None, runtime: Runtime) -> tuple[ShardingPlan, str]:
     """Plans the model's tables; returns the plan, and the text that explains it."""
     rows = -(-job.loader.batch_size // runtime.world_size) * (1 + job.loader.negatives)
-    constraints = shard_free_tables(model, job.plan) if job.sync.looks_ahead else {}
-    whole = {}
-    if decision is None and job.sync == SyncConfig():
-        whole = constraints = small_tables_whole(model, runtime, job.plan, job.optimizer)
+    constraints, whole = free_tables(model, runtime, job.plan, job.optimizer, job.sync, measured=decision is not None)
     plan = plan_sharding(
         model,
         runtime,
@@ -198,10 +193,7 @@ def _plan(job: Job, model: nn.Module, decision: Decision | None, runtime: Runtim
     captured = rows if runtime.world_size == 1 and job.train.compile == "require" else 0
     text = explain(plan, model, job.sync.table_ranks(runtime.world_size), captured_rows=captured)
     if whole:
-        text += (
-            f"\nplan.sharding=auto: all tables together have {SMALL_WEIGHTS:,} weights or fewer, so each rank has them "
-            "whole, which is faster than an exchange in each step"
-        )
+        text += f"\n{whole}"
     return plan, text if decision is None else f"{text}\n\n{decision.text()}"
 
 

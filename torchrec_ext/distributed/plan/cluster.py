@@ -185,8 +185,14 @@ def compare(
     return alternatives
 
 
-def alternatives_text(alternatives: Sequence[Alternative], taken: Sharding) -> str:
-    """Formats the alternatives as a table, and says whether another than the one ``taken`` should be faster."""
+def alternatives_text(alternatives: Sequence[Alternative], taken: Sharding, *, advise: bool = True) -> str:
+    """Formats the alternatives as a table, and says whether another than the one ``taken`` should be faster.
+
+    Args:
+        alternatives: forecasts of the sharding types.
+        taken: sharding type of the plan.
+        advise: whether the plan rests on these forecasts; where it does not, none is said to be faster.
+    """
     rows = [
         [
             option.sharding + (" (taken)" if option.sharding == taken and not option.refused else ""),
@@ -199,7 +205,7 @@ def alternatives_text(alternatives: Sequence[Alternative], taken: Sharding) -> s
     text = str(tabulate(rows, headers=headers, disable_numparse=True))
     current = next(option for option in alternatives if option.sharding == taken)
     best = min(alternatives, key=lambda option: option.ms)
-    if best.refused or best.ms > 0.95 * current.ms:
+    if not advise or best.refused or best.ms > 0.95 * current.ms:
         return text
     how = f"{best.ms:.3f} ms" if current.refused else f"{best.ms:.3f} against {current.ms:.3f} ms"
     why = ""

@@ -138,6 +138,7 @@ def draft_plan(
     optimizer: OptimizerConfig,
     batch_size: int,
     bag_lengths: Mapping[str, float] | None = None,
+    constraints: Mapping[str, ParameterConstraints] | None = None,
 ) -> Draft:
     """Plans for devices that need not exist; no other rank takes part.
 
@@ -148,13 +149,14 @@ def draft_plan(
         optimizer: optimizers of the tables.
         batch_size: rows per rank and step.
         bag_lengths: mean number of ids of a feature in a row, by feature; 1 where not given.
+        constraints: TorchRec's own constraints by table name, which win over ``config``.
 
     Raises:
         PlanError: the tables do not fit, or cannot be sharded as asked.
     """
     device = torch.device(topology.compute_device)
     runtime = Runtime(world_size=topology.world_size, local_world_size=topology.local_world_size, device=device)
-    request = Request.of(model, runtime, config, optimizer, {})
+    request = Request.of(model, runtime, config, optimizer, constraints or {})
     return draft(model, request.with_bags(bag_lengths or {}), topology, batch_size)
 
 

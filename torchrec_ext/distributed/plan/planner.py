@@ -1,5 +1,7 @@
 """plan_sharding(): TorchRec's planner on the devices of this job.
 
+free_tables(): constraints for tables whose sharding is left open, the same for a training and for rec.plan.
+
 small_tables_whole(): constraints by which tables that are small all together are on every rank, where it is free.
 """
 
@@ -33,7 +35,7 @@ from torchrec_ext.distributed.plan.measurements import Measurements
 from torchrec_ext.distributed.plan.tower_plan import TowerPlan
 from torchrec_ext.distributed.plan.towers import draft_towers, tower_placement
 from torchrec_ext.distributed.runtime import Runtime, available_memory
-from torchrec_ext.distributed.sharders import refused_because
+from torchrec_ext.distributed.sharders import SHARDED, refused_because
 from torchrec_ext.distributed.sync import SyncConfig
 from torchrec_ext.distributed.tables import collections, table_configs
 
@@ -135,6 +137,48 @@ def small_tables_whole(
     if weights > SMALL_WEIGHTS or impossible or set(asked.values()) != {"auto"} or optimizer.clip_norm:
         return {}
     return {name: ParameterConstraints(sharding_types=[whole]) for name in asked}
+
+
+def free_tables(
+    model: nn.Module,
+    runtime: Runtime,
+    config: PlanConfig,
+    optimizer: OptimizerConfig,
+    sync: SyncConfig,
+    *,
+    measured: bool = False,
+) -> tuple[Mapping[str, ParameterConstraints], str]:
+    """Decides what the planner may do with tables whose sharding is left open, for a training and for rec.plan.
+
+    Args:
+        model: unsharded model.
+        runtime: ranks to plan for, which need not exist.
+        config: sharding types and placement that were asked for.
+        optimizer: optimizers of the tables.
+        sync: what ranks exchange, and how often.
+        measured: whether ``config`` was chosen by measurements, against which no rule of thumb stands.
+
+    Returns:
+        The planner's constraints by table, and a line for the user where they put all tables on every rank, else "".
+    """
+    if sync.looks_ahead:
+        return _sharded(model, config), ""
+    whole = small_tables_whole(model, runtime, config, optimizer) if sync == SyncConfig() and not measured else {}
+    line = (
+        f"plan.sharding=auto: all tables together have {SMALL_WEIGHTS:,} weights or fewer, so each rank has them "
+        "whole, which is faster than an exchange in each step"
+    )
+    return whole, line if whole else ""
+
+
+def _sharded(model: nn.Module, config: PlanConfig) -> dict[str, ParameterConstraints]:
+    """Returns constraints by which a table whose sharding ``config`` leaves open is not data_parallel.
+
+    A table that ``config`` names data_parallel stays so; semi_sync refuses it by name later.
+    """
+    tables = [table.name for _, collection in collections(model) for table in table_configs(collection)]
+    free = [name for name, sharding in config.by_table(tables).items() if sharding == "auto"]
+    return {name: ParameterConstraints(sharding_types=list(SHARDED)) for name in free}
 
 
 def on_own_device(plan: ShardingPlan, runtime: Runtime) -> ShardingPlan:

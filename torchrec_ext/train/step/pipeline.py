@@ -1,6 +1,6 @@
 """make_pipeline(): the TorchRec train pipeline that runs the steps of a model.
 
-semi_sync_pipeline(): TorchRec's TrainPipelineSemiSync, also on the CPU, and the plan that it needs.
+semi_sync_pipeline(): TorchRec's TrainPipelineSemiSync, also on the CPU.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.train_pipeline.pipeline_context import EmbeddingTrainPipelineContext, TrainPipelineContext
 from torchrec.distributed.train_pipeline.runtime_forwards import EmbeddingPipelinedForward
@@ -22,10 +21,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.distributed.plan.config import PlanConfig
-from torchrec_ext.distributed.sharders import SHARDED
 from torchrec_ext.distributed.sync import SyncConfig, refuse_placed_towers
-from torchrec_ext.distributed.tables import collections, table_configs
 
 
 class ForwardOnCpu(EmbeddingPipelinedForward):
@@ -135,18 +131,6 @@ def semi_sync_pipeline(
         custom_model_fwd=forward,
         dmp_collection_sync_interval_batches=sync.tables_every,
     )
-
-
-def shard_free_tables(model: nn.Module, plan: PlanConfig) -> dict[str, ParameterConstraints]:
-    """Returns planner constraints by which a table whose sharding ``plan`` leaves open is not data_parallel.
-
-    Args:
-        model: unsharded model.
-        plan: the user's plan; a table that it names data_parallel stays so, and semi_sync refuses it by name later.
-    """
-    tables = [table.name for _, collection in collections(model) for table in table_configs(collection)]
-    free = [name for name, sharding in plan.by_table(tables).items() if sharding == "auto"]
-    return {name: ParameterConstraints(sharding_types=list(SHARDED)) for name in free}
 
 
 def _replicated_tables(model: nn.Module) -> list[str]:
