@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -54,6 +55,14 @@ def test_rounds_are_merged_by_medians_and_the_whole_range(harness: ModuleType, m
     rounds = [[harness.row("r", ours, "s", baseline=[8.0, 8.0], required=3.0)] for ours in ([1, 2], [4, 4], [2, 8])]
     (merged,) = benchmark("all", monkeypatch).merge(rounds)
     assert (merged["ratio"], merged["low"], merged["high"], merged["held"]) == (2.5, 1, 8, False)
+
+
+def test_what_is_kept_in_every_epoch_counts_as_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+    growth, kept = benchmark("loader", monkeypatch).growth, []
+    batch = 2**20
+    leaking, _ = growth(lambda epoch: kept.append(np.ones(batch, np.int8)))
+    steady, _ = growth(lambda epoch: np.ones(batch, np.int8))
+    assert leaking > 20 * batch / 1e6 > 1 > steady
 
 
 def killed(runtime: Any) -> None:
