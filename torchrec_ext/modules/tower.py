@@ -159,6 +159,7 @@ class Tower(Recorded, nn.Module):
         _check_weighted(tables, self.weights)
         self.device = device
         self._declare(bags, _of_one_width(lists))
+        self._poolings = [(key, table.pooling) for table in bags for key in _keys([table])]
         self.attention = BagAttention(_keys(lists), lists[0].embedding_dim) if lists else None
         self.pooling = RowPooling()
         widths = [table.embedding_dim for table in [*bags, *lists] for _ in table.feature_names]
@@ -189,6 +190,7 @@ class Tower(Recorded, nn.Module):
     def _declare(self, bags: list[EmbeddingBagConfig], lists: list[EmbeddingConfig]) -> None:
         self._held = [table for table in bags if set(self.weights).isdisjoint(table.feature_names)]
         self._held_lists = lists
+        self._held_names = _names(self._held)  # once: a small network's step shows what each look-up does in Python
         try:
             self.embeddings = EmbeddingBagCollection(tables=self._held, device=self.device) if self._held else None
             self.sequences = EmbeddingCollection(tables=lists, device=self.device) if lists else None
@@ -221,8 +223,10 @@ class Tower(Recorded, nn.Module):
         """Returns the pooled bags, in the order of the tables and their features."""
         embedded = dict(looked_up)
         if self.embeddings is not None:
-            embedded |= by_table(self._held, self.embeddings(sparse).to_dict())
-        return [self.pooling(embedded[key], table.pooling) for table in self.bags for key in _keys([table])]
+            pooled = self.embeddings(sparse).to_dict()
+            embedded |= {key: pooled[name] for key, name in self._held_names.items()}
+        blocks = [(embedded[key], pooling) for key, pooling in self._poolings]
+        return [bags if isinstance(bags, Tensor) else self.pooling(bags, pooling) for bags, pooling in blocks]
 
 
 def _too_large(tables: Sequence[BaseEmbeddingConfig], error: RuntimeError) -> Exception:
@@ -249,8 +253,13 @@ def by_table(tables: Sequence[BaseEmbeddingConfig], embedded: Mapping[str, Embed
     TorchRec appends the table's name only to features of several tables. A sharded collection groups its output by
     sharding type, so entries are picked by name.
     """
+    return {key: embedded[name] for key, name in _names(tables).items()}
+
+
+def _names(tables: Sequence[BaseEmbeddingConfig]) -> dict[str, str]:
+    """Returns the name in the output of a collection of ``tables`` of each ``feature@table``."""
     return {
-        key: embedded[name]
+        key: name
         for table, names in zip(tables, get_embedding_names_by_table(list(tables)), strict=True)
         for key, name in zip(_keys([table]), names, strict=True)
     }

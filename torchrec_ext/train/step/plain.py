@@ -195,7 +195,9 @@ class _PlainBags(nn.Module):
 
 def _one_each(features: KeyedJaggedTensor) -> bool:
     lengths, weighted = features.lengths(), features.weights_or_none() is not None
-    return not weighted and features.values().numel() == lengths.numel() and bool(lengths.eq(1).all())
+    if weighted or features.values().numel() != lengths.numel():
+        return False
+    return not lengths.numel() or int(lengths.max()) == 1  # as many ids as bags: no bag has more, so none has fewer
 
 
 class _OneEach:
