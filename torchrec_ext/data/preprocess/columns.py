@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -160,12 +160,26 @@ _TAKES = {
     "string": {"string"},
 }
 _AS_NUMPY = {"int64": np.int64, "float64": np.float64}
-# Python's numbers that stand for a type without a look at each, and the greatest integer among them that it holds.
-_PLAIN: dict[str, tuple[set[type], int]] = {
-    "int64": ({int}, 2**63 - 1),
-    "float32": ({int, float}, 2**24),
-    "float64": ({int, float}, 2**53),
-}
+_EXACT = {"float32": 2**24, "float64": 2**53}  # the greatest integer below which each has a number
+
+
+class _Plain(NamedTuple):
+    """How Python's own numbers become cells: types that stand for the column's without a look at each value."""
+
+    listed: bool
+    takes: set[type]
+    dtype: np.dtype[Any]
+    working: np.dtype[Any]
+    most: int | None
+
+
+@lru_cache
+def _plain_reading(raw: str) -> _Plain | None:
+    kind = element(raw)
+    if kind not in NUMBERS | {"float32"}:
+        return None
+    takes: set[type] = {int} if kind == "int64" else {int, float}
+    return _Plain(is_list_column(raw), takes, np.dtype(kind), np.dtype(working_type(kind)), _EXACT.get(kind))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -215,12 +229,12 @@ def read_cells(name: str, data: Sequence[Any], raw: str) -> Cells:
     Raises:
         DataError: a value has another type; the message names its row.
     """
+    plain = _plain(data, raw) if type(data) is list else None
+    if plain is not None:
+        return plain
     if isinstance(data, str | bytes | Mapping) or not hasattr(data, "__iter__"):
         raise DataError(f"column '{name}': {_short(data)} is one value; give a list with one entry per row")
     data = data if hasattr(data, "__getitem__") else list(data)
-    plain = _plain(data, raw)
-    if plain is not None:
-        return plain
     try:
         array = _typed(data, raw)
     except _REFUSALS:
@@ -233,23 +247,30 @@ def read_cells(name: str, data: Sequence[Any], raw: str) -> Cells:
     return Cells(values=_numpy(array, element(raw)), valid=valid, lengths=lengths)
 
 
-def _plain(data: Sequence[Any], raw: str) -> Cells | None:
+def _plain(data: list[Any], raw: str) -> Cells | None:
     """Reads Python's own numbers, as most requests hold, faster than through Arrow; None for anything else."""
-    kind, lengths = element(raw), None
-    if kind not in _PLAIN or type(data) is not list:
+    reading, lengths = _plain_reading(raw), None
+    if reading is None:
         return None
-    if is_list_column(raw):
+    if reading.listed:
         if set(map(type, data)) - {list}:
             return None
         lengths = np.array([len(row) for row in data], np.int64)
-        data = list(chain.from_iterable(data))
-    takes, most = _PLAIN[kind]
-    kinds = set(map(type, data))
-    if kinds - takes or (int in kinds and not all(-most <= value <= most for value in data if type(value) is int)):
+        data = data[0] if len(data) == 1 else list(chain.from_iterable(data))
+    kinds, most = set(map(type, data)), reading.most
+    if not kinds <= reading.takes:
         return None
-    with np.errstate(over="ignore"):  # beyond float32 is infinite, as to Arrow
-        values = np.array(data, kind).astype(working_type(kind), copy=False)
-    return Cells(values=values, valid=np.ones(len(values), dtype=bool), lengths=lengths)
+    if most is None:
+        try:
+            values = np.array(data, reading.dtype)
+        except OverflowError:  # beyond int64
+            return None
+    elif int in kinds and not all(-most <= value <= most for value in data if type(value) is int):
+        return None
+    else:
+        with np.errstate(over="ignore"):  # beyond float32 is infinite, as to Arrow
+            values = np.array(data, reading.dtype).astype(reading.working, copy=False)
+    return Cells(values=values, valid=np.ones(len(values), np.bool_), lengths=lengths)
 
 
 def _numpy(array: pa.Array, raw: str) -> Array:
