@@ -18,18 +18,20 @@ import pyarrow as pa
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torchrec import EmbeddingBagConfig
 
 from tests.examples import ITEMS, NO_MANIFESTS, USERS
 from tests.retrieval.bundles import bundle_of, contents, model_of
 from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchrec_ext.retrieval.bundle.manifest import BundleError, Manifest, file_digests
+from torchrec_ext.retrieval.bundle.request_columns import Columns
 from torchrec_ext.retrieval.bundle.tables import read_table, write_table
 from torchrec_ext.retrieval.exporting.content import Catalogue
 from torchrec_ext.retrieval.exporting.export import export
 from torchrec_ext.retrieval.store.store import EmbeddingStore
 from torchrec_ext.retrieval.store.versions import StoreError
 from torchrec_ext.retrieval.store.writer import write_store
-from torchrec_ext.schema import DataError, Jagged
+from torchrec_ext.schema import BatchSchema, DataError, Jagged
 from torchrec_ext.sealed import measure_file
 
 ROWS = {"user_id": [5, 99], "history": [[3, 4], []], "age": [0.5, 0.25]}
@@ -627,6 +629,22 @@ def test_what_was_never_seen_takes_the_out_of_vocabulary_row_and_is_named(bundle
     torch.testing.assert_close(bundle.embed_query(rows)[1:], known, rtol=0, atol=1e-7)
     expected = bundle.embed_candidates({"item_id": [0], "price": [0.0]})[0]
     torch.testing.assert_close(bundle.unknown_candidate, expected, rtol=0, atol=1e-7)
+
+
+def test_a_row_that_no_training_row_has_read_is_unknown_too() -> None:
+    tables = [EmbeddingBagConfig(name="items", feature_names=["item", "liked"], num_embeddings=6, embedding_dim=4)]
+    columns = Columns(
+        BatchSchema.from_tables(tables, oov_ids={"item": 4}),
+        {"item": "int64", "liked": "list<int64>"},
+        unseen={"item": [2, 5], "liked": [3]},
+    )
+    read = columns.read({"item": [2, 1, 9], "liked": [[3, 1], [2], []]})
+    assert read.sparse["item"].values.tolist() == [4, 1, 4]
+    assert read.sparse["liked"].values.tolist() == [0, 1, 2]
+    assert {name: mask.tolist() for name, mask in read.unknown.items()} == {
+        "item": [True, False, True],
+        "liked": [True, False, False],
+    }
 
 
 def test_users_are_known_by_id_and_nobody_is_known_by_minus_one(bundle: Bundle) -> None:

@@ -60,6 +60,11 @@ class Columns:
     ) -> None:
         self.schema = schema
         self.unseen = {name: np.asarray(rows, np.int64) for name, rows in (unseen or {}).items()}
+        # Per feature, the raw column of its weights and (num_embeddings,) whether a row is unseen, both None mostly.
+        self._bags = [
+            (feature, feature.weights, _mask(self.unseen.get(feature.name), feature.num_embeddings))
+            for feature in schema.sparse
+        ]
         names = types.keys() if preprocessor is None else preprocessor.outputs.keys()
         self._widths = widths_of(schema.dense, names)
         wanted = [*schema.keys, *source_columns(schema.dense, names), *schema.weight_columns]
@@ -86,13 +91,11 @@ class Columns:
                 raise missing_column("the request", name, rows.keys())
         columns = self._unprocessed(rows) if self._steps is None else _preprocessed(self._steps, rows)
         size = _rows_of(columns)
-        weights = {feature.name: feature.weights for feature in self.schema.sparse}
         read = Read({}, {}, {}, size)
-        for feature in self.schema.sparse:
-            weight_column = weights[feature.name]
+        for feature, weight_column, unseen in self._bags:
             weighing = None if weight_column is None else columns[weight_column].values
             read.sparse[feature.name], read.unknown[feature.name] = _bags(
-                feature, columns[feature.name], weighing, self.unseen.get(feature.name)
+                feature, columns[feature.name], weighing, unseen
             )
         for name, width in self._widths.items():
             for index, numbers in enumerate(_array(name, columns[name], width).T):
@@ -106,7 +109,7 @@ class Columns:
         columns = {}
         for name, kind in self.request_columns.items():
             cells = read_cells(name, rows[name], kind)
-            if not cells.valid.all():
+            if np.count_nonzero(cells.valid) < len(cells.valid):  # in a tenth of all()'s time
                 row = int((~cells.valid).argmax())
                 if cells.lengths is not None:
                     row = int(np.cumsum(cells.lengths).searchsorted(row, side="right"))
@@ -168,24 +171,33 @@ def _rows_of(columns: Mapping[str, Values]) -> int:
 
 
 def _bags(
-    feature: SparseFeature, column: Values, weights: NDArray[Any] | None, unseen: NDArray[np.int64] | None
+    feature: SparseFeature, column: Values, weights: NDArray[Any] | None, unseen: NDArray[np.bool_] | None
 ) -> tuple[Jagged, NDArray[np.bool_]]:
     known, lengths = column.values.astype(np.int64, copy=False), column.lengths
     outside = known.view(np.uint64) >= feature.num_embeddings  # ids below 0 are the greatest of all there
-    if unseen is not None:
-        outside |= np.isin(known, unseen)
-    if outside.any():
+    if np.count_nonzero(outside):
         known = np.where(outside, feature.oov_id, known)
     elif not known.flags.writeable:  # Arrow's memory, of which torch warns
         known = known.copy()
+    if unseen is not None and unseen[known].any():
+        known = np.where(unseen[known], feature.oov_id, known)
     unknown = known == feature.oov_id
     if lengths is not None:
-        missed = unknown.any()
+        missed = np.count_nonzero(unknown)
         rows = np.repeat(np.arange(len(lengths)), lengths)[unknown] if missed else ()
         unknown = np.bincount(rows, minlength=len(lengths)) > 0 if missed else np.zeros(len(lengths), np.bool_)
     of_lengths = None if lengths is None else torch.from_numpy(lengths.astype(np.int32))
     weighing = None if weights is None else torch.from_numpy(weights.astype(np.float32))
     return Jagged(torch.from_numpy(known), of_lengths, weighing), unknown
+
+
+def _mask(rows: NDArray[np.int64] | None, size: int) -> NDArray[np.bool_] | None:
+    """Returns (size,) whether a row is among ``rows``; None for None."""
+    if rows is None:
+        return None
+    mask = np.zeros(size, np.bool_)
+    mask[rows[(rows >= 0) & (rows < size)]] = True
+    return mask
 
 
 def _array(name: str, column: Values, width: int) -> NDArray[Any]:
@@ -201,7 +213,7 @@ def _dense(name: str, column: Values) -> Tensor:
     if column.lengths is not None:
         raise DataError(f"column '{name}': a list in each row, must be one number; send a number")
     finite = np.isfinite(column.values)
-    if not finite.all():
+    if np.count_nonzero(finite) < len(finite):
         row = int((~finite).argmax())
         raise DataError(f"column '{name}', row {row}: value {column.values[row]} is not finite; send a number")
     return torch.from_numpy(column.values.astype(np.float32))
