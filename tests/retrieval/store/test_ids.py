@@ -25,7 +25,17 @@ def test_integers_as_a_dict_has_them(ids: list[int], asked: list[int]) -> None:
     assert made.positions(np.array([*ids, *asked, *BORDERS], np.int64)).tolist() == [
         where.get(one, -1) for one in [*ids, *asked, *BORDERS]
     ]
+    assert made.positions([*ids, *asked, *BORDERS]).tolist() == [where.get(one, -1) for one in [*ids, *asked, *BORDERS]]
     assert made.ids(np.arange(len(ids))).tolist() == ids
+
+
+@pytest.mark.parametrize("first", [-(2**63), -2, 0, 2**63 - 4])
+def test_consecutive_integers_up_to_the_ends_of_int64(first: int) -> None:
+    made = IdMap.build(range(first, first + 4))
+    beyond = [one for one in (first - 1, first + 4, *BORDERS) if -(2**63) <= one < 2**63]
+    asked = [first + 3, first, *beyond]
+    expected = [one - first if first <= one < first + 4 else -1 for one in asked]
+    assert made.positions(asked).tolist() == expected
 
 
 @settings(max_examples=30, deadline=None)
@@ -75,6 +85,9 @@ def test_equal_hashes_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ([4, 5, 4], "ids: 4 stands at rows 0 and 2"),
         (["u", "v", "v"], "ids: v stands at rows 1 and 2"),
+        ([1, 2.5], "ids of type float64: 1.0 is not an id; ids are int64 or str"),
+        ([1, None], "all ids must be int64, or all str"),
+        ([2**63], "9223372036854775808 is beyond int64; give such ids as str"),
         ([1.0, 2.5], "ids of type float64: 1.0 is not an id; ids are int64 or str"),
         ([True, False], "ids of type bool"),
         (np.array([2**64 - 1], np.uint64), "18446744073709551615 is beyond int64; give such ids as str"),

@@ -268,6 +268,8 @@ def positions_of(bundle: Bundle, field: str, ids: Sequence[Id], *, once: bool = 
         positions[(positions >= 0) & ~bundle.store.live[positions]] = -1
     if once and len(set(ids)) < len(ids):
         raise RequestError(field, f"{_twice(ids)} more than once; give each candidate once")
+    if positions.min() >= 0:
+        return torch.from_numpy(positions), []
     return torch.from_numpy(positions), [ids[index] for index in np.flatnonzero(positions < 0).tolist()]
 
 

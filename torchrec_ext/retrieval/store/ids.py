@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -152,8 +153,9 @@ class IdMap:
 
     def _of_known_integers(self, ids: Int64) -> Int64:
         if self._first is not None:
-            inside = (ids >= self._first) & (ids <= self.arrays["ids"][-1])
-            return np.where(inside, ids - self._first, -1)
+            positions: Int64 = ids - self._first  # what is far below wraps around, and is beyond the last one then
+            positions[positions.view(np.uint64) >= len(self)] = -1
+            return positions
         ascending = self.arrays.get("sorted", self.arrays["ids"])
         index = np.minimum(np.searchsorted(ascending, ids), len(ascending) - 1)
         return np.where(ascending[index] == ids, self.arrays["order"][index] if "order" in self.arrays else index, -1)
@@ -274,6 +276,11 @@ def checked_ids(ids: Ids) -> Int64 | pa.LargeStringArray:
     """
     if isinstance(ids, pa.Array):
         return ids
+    if type(ids) is list and ids and type(ids[0]) is int:
+        try:  # a third of numpy's time, for a request's ids
+            return np.frombuffer(struct.pack(f"{len(ids)}q", *ids), np.int64)
+        except struct.error:  # some are no such numbers
+            pass
     array = np.asarray(ids)
     if array.ndim != 1:
         raise ValueError(f"ids: shape {array.shape}; must be (N,), one id for each row")
