@@ -47,6 +47,7 @@ def assert_equal(
         several = made.score(queries, stored.expand(3, -1, -1))
         in_place = torch.stack([made.score_in_place(one, stored.clone()) for one in queries])
         assert torch.equal(in_place, single)
+        torch.testing.assert_close(torch.stack([made.query_of_one(one) for one in query]), queries)
         scale = max(1.0, float(expected.abs().max()))
         assert float((single - expected).abs().max()) <= tolerance * scale
         assert float((several - expected).abs().max()) <= tolerance * scale

@@ -62,7 +62,7 @@ class PlainTower:
     def __call__(self, sparse: Mapping[str, Jagged], dense: Mapping[str, Tensor]) -> Tensor:
         """Returns (B, D) outputs from the columns of B rows, as ``BatchSchema.assemble`` takes them."""
         if self._layers is not None and self._of_one(sparse, dense):
-            return torch.from_numpy(self._row(sparse, dense, self._layers))[None]
+            return torch.from_numpy(self._row(sparse, dense, self._layers)[None])
         inputs = [_looked_up(weight, sparse[name], mode).float() for name, weight, mode in self._tables]
         inputs += [dense[name][:, None] for name in self._dense]
         rows = torch.cat(inputs, dim=1)
@@ -225,7 +225,8 @@ class RowEncoder:
 
     def vectors(self, read: Read) -> Tensor:
         """Returns (B, D) outputs of the towers for rows that were read, side by side."""
-        return torch.cat(self.outputs(read), dim=1)
+        outputs = self.outputs(read)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     @torch.no_grad()
     def outputs(self, read: Read) -> list[Tensor]:

@@ -189,7 +189,7 @@ class CandidateScorer:
         if rows_wanted.view(np.uint64).max() >= self._size:  # -1 is the greatest of all there
             wrong = rows_wanted[(rows_wanted < 0) | (rows_wanted >= self._size)][0]
             raise ValueError(f"positions: {wrong} is not a row of this store, which has {self._size}")
-        query = self.projection.query(query)
+        query = self.projection.query_of_one(query)
         if self._matrix.dtype != torch.float32:
             scales = None if self._scales is None else self._scales[positions]
             return self.projection.score(query, decode(self._matrix.index_select(0, positions), scales))

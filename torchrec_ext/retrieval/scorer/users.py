@@ -110,6 +110,8 @@ class UserLookup:
         results: dict[int, ResolvedUser | Exception],
     ) -> None:
         """Fills in users whose vector is stored; a store out of reach is passed over where the features are known."""
+        if not self._vectors:
+            return
         wanted = [
             index
             for index, request in enumerate(requests)
@@ -146,7 +148,7 @@ class UserLookup:
         known = self._bundle.users is not None
         return [
             ResolvedUser(
-                vectors[index : index + 1],
+                vectors if len(rows) == 1 else vectors[index : index + 1],
                 ColdStart(unknown_user=known and row < 0, unknown_features=unknown[index]),
                 row,
             )
@@ -216,8 +218,9 @@ def _named(unknown: Mapping[str, NDArray[np.bool_]], rows: int) -> list[list[str
     """Returns for each row the names of the columns that are unknown there."""
     named: list[list[str]] = [[] for _ in range(rows)]
     for name, mask in unknown.items():
-        for row in np.flatnonzero(mask).tolist():
-            named[row].append(name)
+        for row, missed in enumerate(mask.tolist()):
+            if missed:
+                named[row].append(name)
     return named
 
 
