@@ -32,7 +32,7 @@ from torchrec_ext.distributed.optim.declared import (
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer, keyed_optimizers
 from torchrec_ext.distributed.optim.sharded import decay_sharded_rows, sharded_adams
 from torchrec_ext.distributed.plan.planner import on_own_device, plan_sharding
-from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.runtime import Runtime, calm_gloo
 from torchrec_ext.distributed.sharders import sharders
 from torchrec_ext.distributed.table_copies import copies_of_tables, refuse_unaveraged
 from torchrec_ext.distributed.tables import collections, initialise_tables, table_configs
@@ -119,6 +119,7 @@ def hybrid_parallel(
         sharded = DistributedModelParallel(model, device=runtime.device, plan=plan, sharders=all_sharders)
     initialise_tables(sharded, seed)
     settle_buckets(sharded)
+    calm_gloo()  # all groups of a step are there
     decay_sharded_rows(sharded, {name: choice for name, choice in choices.items() if name not in emulated})
     return sharded, _optimizer(sharded, optimizer.clip_norm, choices, layers, emulated)
 

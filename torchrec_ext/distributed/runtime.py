@@ -3,6 +3,8 @@
 available_memory(): bytes that this host, or the container that a process runs in, can still give.
 
 peak_resident(): bytes of the most memory that this process has had resident.
+
+calm_gloo(): keeps gloo's threads from interrupting each other where ranks are as many as cores.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import dataclasses
 import os
 import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +24,7 @@ import torch.distributed as dist
 DEFAULT_TIMEOUT_S = 300.0
 # Environment variable with the GPU of each local rank, as 2,3; where not set, the GPU of the local rank's number.
 GPUS = "TORCHREC_EXT_GPUS"
+GLOO_THREADS = ("gloo_tcp_loop", "pt_gloo_runloop")  # as gloo and torch name them: of messages, of collectives
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,3 +197,17 @@ def _number(path: str) -> int | None:
         return int(Path(path).read_text())
     except (OSError, ValueError):
         return None
+
+
+def calm_gloo() -> None:
+    """Has the gloo threads of this process wait until a core is free, instead of interrupting what runs on it.
+
+    A message wakes the thread that reads it while the thread of the collective holds the connection's lock. Where ranks
+    are as many as cores the first interrupts the second, and asks for the lock again and again until the kernel's next
+    tick, some milliseconds later. Under Linux's SCHED_BATCH it runs once the second has let go of the lock and waits.
+    Nothing changes where the system has no such policy or refuses it.
+    """
+    for thread in Path("/proc/self/task").glob("*"):
+        with suppress(OSError):  # it may have ended
+            if (thread / "comm").read_text().strip() in GLOO_THREADS:
+                os.sched_setscheduler(int(thread.name), os.SCHED_BATCH, os.sched_param(0))
