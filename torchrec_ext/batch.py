@@ -331,6 +331,13 @@ class Resident(Protocol):
             drawn: tensors of a :class:`DrawnStep`.
         """
 
+    def together(self, others: Sequence[Resident]) -> Resident | None:
+        """Returns a source whose batch holds the rows of a step of this source, then those of each of ``others``.
+
+        It takes the tensors of their steps concatenated; ``total_weight`` is that of each step, (1 + len(others),).
+        None where another source has other rows or makes batches of another layout.
+        """
+
 
 @dataclass
 class DrawnStep:

@@ -3,9 +3,11 @@
 import copy
 import dataclasses
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,15 +15,24 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.networks.members import PLAIN, batch, greatest_difference, network
 from torchrec_ext.batch import TowerBatch
+from torchrec_ext.data.columns import Chunk, Column
+from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
+from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.distributed.optim.config import OptimizerConfig
+from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.ncf import ContextualNCF
 from torchrec_ext.networks import compiled as compiled_module
 from torchrec_ext.networks.compiled import CompiledStep, StackSteps
 from torchrec_ext.networks.optimizer import StackedOptimizer
-from torchrec_ext.networks.skeleton import StackError
+from torchrec_ext.networks.skeleton import StackedSteps, StackError
 from torchrec_ext.networks.stack import Stack
+from torchrec_ext.networks.training import Member, train_stack
 from torchrec_ext.schema import Jagged
-from torchrec_ext.train.config import Compile
+from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
+from torchrec_ext.train.checkpoint.run import CheckpointConfig, RunCheckpoints
+from torchrec_ext.train.config import Compile, Record
+from torchrec_ext.train.guards.finite import RunStoppedError
+from torchrec_ext.train.loop import Loader, TrainConfig
 from torchrec_ext.train.step.captured import StepExecutor, as_it_is, inductor
 from torchrec_ext.train.step.lowering import CannotCaptureError
 
@@ -246,3 +257,93 @@ def test_one_compiles_where_it_pays_and_says_why_it_cannot(monkeypatch: pytest.M
     run.train(20)
     assert len(run.lines) == 1
     assert run.lines[0].startswith("stack: eager: there is no C++ compiler; ")
+
+
+def resident(seed: int, *, age: float = 1.0, device: str | None = "cpu") -> ChunkLoader:
+    """50 rows in memory in steps of 8, the last of 2, with a negative each; ``age`` changes a column."""
+    numbers = np.arange(50)
+    columns = {"user_id": numbers % 9, "item_id": numbers % 3 + 1, "c": (age * numbers / 50).astype(np.float32)}
+    positives = Chunk({name: Column(values) for name, values in columns.items()})
+    items = Chunk({"item_id": Column(np.arange(7))})
+    negatives = UniformNegatives(6, columns["user_id"], columns["item_id"], seed)
+    config = LoaderConfig(batch_size=8, negatives=1, seed=seed)
+    return ChunkLoader(positives, ncf(0).schema(), config=config, items=items, negatives=negatives, device=device)
+
+
+def trained(
+    loaders: Sequence[Loader],
+    compile: Compile,  # noqa: A002
+    checkpoints: Mapping[str, RunCheckpoints] | None = None,
+    stop: Callable[[], bool] | None = None,
+) -> tuple[dict[str, Tensor], dict[str, list[Record]]]:
+    """Weights and records of two members with dropout after two epochs."""
+    members = {
+        name: Member(
+            network=ncf(number),
+            loader=loaders[number],
+            optimizer=ADAM,
+            train=TrainConfig(epochs=2, log_every=3, compile=compile),
+            seed=number,
+            checkpoints=checkpoints[name] if checkpoints else None,
+        )
+        for number, name in enumerate("ab")
+    }
+    history = train_stack(members, stop=stop)
+    records = {
+        name: [{key: value for key, value in record.items() if key != "rows_per_s"} for record in of_member]
+        for name, of_member in history.items()
+    }
+    weights = {f"{name}.{key}": v for name in "ab" for key, v in members[name].network.state_dict().items()}
+    return weights, records
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize("compile", ["off", "require"])
+@pytest.mark.parametrize("one_loader", [True, False], ids=["one loader", "loaders"])
+def test_batches_made_inside_the_step_are_those_that_loaders_build(
+    compile: Compile,  # noqa: A002
+    one_loader: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    joined: list[int] = []
+    init = StackedSteps.__init__
+    monkeypatch.setattr(StackedSteps, "__init__", lambda *given: joined.append(len(given[1])) or init(*given))
+    drawn, built = ([resident(seed, device=device) for seed in range(2)] for device in ("cpu", None))
+    if one_loader:
+        drawn, built = [drawn[0]] * 2, [built[0]] * 2
+    weights, records = trained(drawn, compile)
+    assert joined == [2] * 12, "all steps but the last of each epoch, which is not full"
+    expected, expected_records = trained(built, compile)
+    assert joined == [2] * 12
+    assert records == expected_records
+    assert [record["rows"] for record in records["a"]] == [48, 48, 4, 32, 48, 20]
+    assert all(torch.equal(weights[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize(("age", "device"), [(2.0, "cpu"), (1.0, None)], ids=["rows", "kind"])
+def test_members_with_other_rows_read_their_own_batches(age: float, device: str | None) -> None:
+    weights, records = trained([resident(0), resident(1, age=age, device=device)], "off")
+    expected, expected_records = trained([resident(0, device=None), resident(1, age=age, device=None)], "off")
+    assert records == expected_records
+    assert all(torch.equal(weights[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("stopped", [3, 9])
+def test_steps_drawn_ahead_go_on_where_they_were_stopped(stopped: int, tmp_path: Path) -> None:
+    def loaders() -> list[ChunkLoader]:
+        return [resident(0), resident(1)]
+
+    def saving(step: int | None) -> dict[str, RunCheckpoints]:
+        checkpointers = {name: Checkpointer(str(tmp_path / name), Runtime()) for name in "ab"}
+        return {
+            name: RunCheckpoints(kept, CheckpointConfig(steps=2), resume=kept.folder.path(step) if step else None)
+            for name, kept in checkpointers.items()
+        }
+
+    whole, records = trained(loaders(), "off")
+    asked = iter(range(1, 100))
+    with pytest.raises(RunStoppedError, match="stopped by a signal"):
+        trained(loaders(), "off", saving(None), lambda: next(asked) == stopped)
+    again, resumed = trained(loaders(), "off", saving(stopped))
+    assert resumed == records
+    assert all(torch.equal(again[name], value) for name, value in whole.items())

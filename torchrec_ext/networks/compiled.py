@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.optim.config import Choice
-from torchrec_ext.networks.graph import Inputs, trace
+from torchrec_ext.networks.graph import Inputs, trace, weighted_rows
 from torchrec_ext.networks.optimizer import StackedOptimizer, StackedWeights
-from torchrec_ext.networks.skeleton import StackError, tensors_of
-from torchrec_ext.networks.stack import Losses, Stack
+from torchrec_ext.networks.skeleton import StackedSteps, StackError, tensors_of
+from torchrec_ext.networks.stack import Losses, Stack, StepBatches
 from torchrec_ext.train.config import Compile
 from torchrec_ext.train.step.captured import MOST_GRAPHS, Run, StepExecutor, engine_for, first_line
 from torchrec_ext.train.step.choose import PATIENCE, PAYS_S, WATCHED, median_step, two_digits
@@ -94,7 +93,7 @@ class CompiledStep:
         self._engine = engine or engine_for(stack.flat.device)[0]
         self._functions: dict[tuple[object, ...], Run] = {}
 
-    def __call__(self, batches: Sequence[TowerBatch], *, peers: Tensor | None = None, weight: float = 1.0) -> Losses:
+    def __call__(self, batches: StepBatches, *, peers: Tensor | None = None, weight: float = 1.0) -> Losses:
         """Moves all members by one step on their batches.
 
         Args:
@@ -108,8 +107,10 @@ class CompiledStep:
         """
         return self.run(self.read(batches, peers), batches, peers, weight)
 
-    def read(self, batches: Sequence[TowerBatch], peers: Tensor | None = None) -> tuple[object, ...]:
+    def read(self, batches: StepBatches, peers: Tensor | None = None) -> tuple[object, ...]:
         """Finds the rows of a step, and returns the shape that one function is compiled for; see :meth:`__call__`."""
+        if isinstance(batches, StackedSteps):  # whose function finds them
+            return (*batches.layout, None if peers is None else peers.shape)
         self._stack.read(batches)
         shared = all(batch is batches[0] for batch in batches)
         fields = [(name, value.shape) for name, value in tensors_of(batches[0]).items()]
@@ -117,21 +118,21 @@ class CompiledStep:
         return (shared, *fields, *padded, None if peers is None else peers.shape)
 
     def run(
-        self, shape: tuple[object, ...], batches: Sequence[TowerBatch], peers: Tensor | None = None, weight: float = 1.0
+        self, shape: tuple[object, ...], batches: StepBatches, peers: Tensor | None = None, weight: float = 1.0
     ) -> Losses:
         """Moves all members by one step on the batches for which :meth:`read` returned ``shape``."""
         self.compile(shape, batches, peers, weight)
-        inputs = self._stack.inputs(batches, peers, weight, look_up=False)
+        inputs = self._inputs(batches, peers, weight)
         self._optimizer.begin_step()
         for rate, entry in zip(self._rates, self._entries, strict=True):
             rate.fill_(entry.group["lr"])
-        losses = Losses(*self._functions[shape](self._inputs(inputs)))
-        if torch.isfinite(losses.loss).all():
+        losses = Losses(*self._functions[shape](inputs))
+        if losses.finite():
             self._optimizer.end_step()
         return losses
 
     def compile(
-        self, shape: tuple[object, ...], batches: Sequence[TowerBatch], peers: Tensor | None = None, weight: float = 1.0
+        self, shape: tuple[object, ...], batches: StepBatches, peers: Tensor | None = None, weight: float = 1.0
     ) -> None:
         """Compiles the function for a shape unless there is one; arguments and errors as of :meth:`run`."""
         if shape in self._functions:
@@ -140,14 +141,15 @@ class CompiledStep:
             raise CannotCaptureError(f"batches of more than {MOST_GRAPHS} shapes; give them one loader.batch_size")
         generators = self._stack.generators.values()
         before = [generator.get_state() for generator in generators]
-        inputs = self._stack.inputs(batches, peers, weight, look_up=False)
+        inputs, given = self._stack.inputs(batches, peers, weight, look_up=False), self._inputs(batches, peers, weight)
         for generator, drawn in zip(generators, before, strict=True):
             generator.set_state(drawn)
+        steps = batches if isinstance(batches, StackedSteps) else None
         state = [tensor for entry in self._entries for tensor in (*entry.state, *entry.steps)]
         try:
-            step = self._function(inputs._replace(pooled=self._pooled([ids for ids, _ in self._rows()])))
-            memory = [*self._weights, *state, *self._rates, self._limits]
-            self._functions[shape] = self._engine(step, memory, self._inputs(inputs))
+            step = self._function(inputs._replace(pooled=self._pooled([ids for ids, _ in self._rows()])), steps)
+            memory = [*self._weights, *state, *self._rates, self._limits, *(steps.source.tensors if steps else ())]
+            self._functions[shape] = self._engine(step, memory, given)
         except CannotCaptureError:
             raise
         except Exception as error:
@@ -161,8 +163,11 @@ class CompiledStep:
     def _rows(self) -> list[tuple[Tensor, Tensor | None]]:
         return [rows for stacked in self._stack.tables.values() for rows in stacked.one_each()]
 
-    def _inputs(self, inputs: Inputs) -> list[Tensor]:
-        rows = self._rows()
+    def _inputs(self, batches: StepBatches, peers: Tensor | None, weight: float) -> list[Tensor]:
+        if isinstance(batches, StackedSteps):
+            noise, stale = self._stack.drawn(batches, peers, weight)
+            return [*batches.tensors, *noise, *stale]
+        rows, inputs = self._rows(), self._stack.inputs(batches, peers, weight, look_up=False)
         return [*(ids for ids, _ in rows), *(live for _, live in rows if live is not None), *inputs.rest()]
 
     def _pooled(self, ids: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -196,8 +201,8 @@ class CompiledStep:
             index, slice(first, first + rows * members), columns, members, moved.is_table, *state_tensors(state), group
         )
 
-    def _function(self, inputs: Inputs) -> Callable[..., list[Tensor]]:
-        graph = trace(self._stack.skeleton, inputs)  # type: ignore[arg-type]
+    def _function(self, inputs: Inputs, drawn: StackedSteps | None) -> Callable[..., list[Tensor]]:
+        stack, graph = self._stack, trace(self._stack.skeleton, inputs)  # type: ignore[arg-type]
         tables = [table for stacked in self._stack.tables.values() for table in stacked.tables]
         lookups = [(index, table.embedding_dim) for index, table in enumerate(tables) for _ in table.feature_names]
         shapes, members = [value.shape for value in self._stack.dense.values()], len(self._stack.members)
@@ -209,17 +214,25 @@ class CompiledStep:
             rest = iter(tensors)
             weights = [next(rest) for _ in range(weight_count)]
             states = [([next(rest) for _ in entry.state], [next(rest) for _ in entry.steps]) for entry in entries]
-            rates, limits, ids = [next(rest) for _ in entries], next(rest), [next(rest) for _ in lookups]
+            rates, limits = [next(rest) for _ in entries], next(rest)
+            resident = [next(rest) for _ in (drawn.source.tensors if drawn else ())]
+            if drawn:
+                looked_up, fields = stack.made(drawn, resident, [next(rest) for _ in drawn.tensors])
+                ids = [rows for of_collection in looked_up for rows in of_collection]
+            else:
+                ids = [next(rest) for _ in lookups]
+            live = [next(rest) if gaps else None for gaps in padded]
+            if not drawn:
+                fields = {name: next(rest) for name in inputs.fields}
             dense = [
                 columns.view(shape)
                 for columns, shape in zip(torch.split(weights[-1], sizes, dim=1), shapes, strict=True)
             ]
-            live = [next(rest) if gaps else None for gaps in padded]
             pooled = [
                 _live(weights[index].index_select(0, rows), filled).view(members, -1, width)
                 for (index, width), rows, filled in zip(lookups, ids, live, strict=True)
             ]
-            loss, logits, *gradients = graph(*dense, *pooled, *rest)
+            loss, logits, *gradients = graph(*dense, *pooled, *fields.values(), *rest)
             grads = [torch.zeros_like(weight) for weight in weights[:-1]]
             for (index, width), rows, filled, grad in zip(lookups, ids, live, gradients[len(dense) :], strict=True):
                 grads[index] = grads[index].index_add(0, rows, _live(grad.reshape(-1, width), filled))
@@ -236,7 +249,7 @@ class CompiledStep:
                     target.copy_(torch.where(finite, value, target))
                 for count in steps:
                     count.add_(finite)
-            return [loss, logits]
+            return [loss, logits, weighted_rows(fields, members).clone()]
 
         return step
 
@@ -293,8 +306,8 @@ class StackSteps:
         self._compiled_s: list[float] = []
         self._seen: Counter[object] = Counter()
 
-    def __call__(self, batches: Sequence[TowerBatch], *, peers: Tensor | None = None, weight: float = 1.0) -> Tensor:
-        """Makes one step: the losses (K,); it writes nothing where one of them is not finite.
+    def __call__(self, batches: StepBatches, *, peers: Tensor | None = None, weight: float = 1.0) -> Losses:
+        """Makes one step, which writes nothing where one of the losses is not finite.
 
         Args:
             batches: see :meth:`Stack.backward`.
@@ -309,17 +322,17 @@ class StackSteps:
         start = time.perf_counter()
         losses = self._compiled(batches, peers, weight)
         if losses is None:
-            losses = self._stack.backward(batches, peers=peers, weight=weight).loss
+            losses = self._stack.backward(batches, peers=peers, weight=weight)
             seconds = time.perf_counter() - start
             if self._compile == "require" and not self._decided:
                 self._begin(batches, peers, weight)
-            if torch.isfinite(losses).all():
+            if losses.finite():
                 start = time.perf_counter()
                 self._optimizer.step()
                 self._done += 1
             if not self._compared and not self._compiled_s:
                 self._eager_s.append(seconds + time.perf_counter() - start)
-        elif torch.isfinite(losses).all():
+        elif losses.finite():
             self._done += 1
             if not self._compared:
                 self._compiled_s.append(time.perf_counter() - start)
@@ -350,7 +363,7 @@ class StackSteps:
         except (StackError, CannotCaptureError) as error:
             self._stay_eager(str(error))
 
-    def _begin(self, batches: Sequence[TowerBatch], peers: Tensor | None, weight: float) -> None:
+    def _begin(self, batches: StepBatches, peers: Tensor | None, weight: float) -> None:
         """Compiles before the first step has written anything, so that a refusal leaves the members as they were."""
         self._decided = True
         try:
@@ -367,13 +380,13 @@ class StackSteps:
         self._say(f"{doing} ...")
         return step
 
-    def _compiled(self, batches: Sequence[TowerBatch], peers: Tensor | None, weight: float) -> Tensor | None:
+    def _compiled(self, batches: StepBatches, peers: Tensor | None, weight: float) -> Losses | None:
         """The losses of a compiled step; None, and nothing drawn or written, where this step goes kernel by kernel."""
         if self._step is None:
             return None
         try:
             shape = self._step.read(batches, peers)
-            return None if self._waits(shape) else self._step.run(shape, batches, peers, weight).loss
+            return None if self._waits(shape) else self._step.run(shape, batches, peers, weight)
         except (StackError, CannotCaptureError) as error:
             if self._compile == "require":
                 raise StackError(f"train.compile=require: the step of the stack cannot be compiled: {error}") from None

@@ -6,7 +6,7 @@ rewrite(): replaces the many kernels over whole matrices that vmap and autograd 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -247,10 +247,19 @@ class Inputs(NamedTuple):
         """Returns the tensors that are neither weights nor look-ups."""
         return [*self.fields.values(), *self.noise, *self.peers]
 
+    def rows(self) -> Tensor:
+        """Returns the number of rows of each member that count, (K,) int64."""
+        return weighted_rows(self.fields, len(self.dense[0]))
+
     def shapes(self) -> tuple[object, ...]:
         """Returns the shapes that a graph is made for."""
         fields = [(name, value.shape) for name, value in self.fields.items()]
         return (self.shared, *fields, bool(self.noise), *(tensor.shape for tensor in self.peers))
+
+
+def weighted_rows(fields: Mapping[str, Tensor], members: int) -> Tensor:
+    """Returns the number of rows of each of K members whose weight is not 0, (K,) int64."""
+    return (fields["weights"] > 0).sum(dim=-1).expand(members)
 
 
 def trace(skeleton: Skeleton, inputs: Inputs) -> GraphModule:

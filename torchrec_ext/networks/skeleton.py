@@ -17,7 +17,7 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection, get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from torchrec_ext.batch import SharedRows, TowerBatch
+from torchrec_ext.batch import DrawnStep, Resident, SharedRows, TowerBatch
 from torchrec_ext.modules.losses import codistillation
 from torchrec_ext.train.step.lowering import Pooled
 
@@ -53,6 +53,69 @@ def tensors_of(batch: TowerBatch) -> dict[str, Tensor]:
     if batch.shared is not None:
         tensors |= {f"shared.{name}": getattr(batch.shared, name) for name in _SHARED}
     return {name: value for name, value in tensors.items() if value is not None}
+
+
+def tensors_apart(batch: TowerBatch, members: int) -> dict[str, Tensor]:
+    """Returns :func:`tensors_of` a batch that holds the rows of K members one after another, (K, ...)."""
+    tensors = {
+        name: value.view(members, len(value) // members, *value.shape[1:]) if name != "total_weight" else value
+        for name, value in tensors_of(batch).items()
+    }
+    if batch.shared is not None:  # counted over the shared rows of all members
+        first = torch.arange(members, device=batch.labels.device)[:, None] * tensors["shared.dense"].shape[1]
+        tensors["shared.index"] = tensors["shared.index"] - first
+    return tensors
+
+
+class StackedSteps:
+    """The steps of K members whose batches are made as one, of rows in memory that all members read.
+
+    Args:
+        items: step of each member, in order.
+        source: source of the batches of all members, one after another; of the one batch where all have one step.
+
+    Attributes:
+        members: number of members whose rows the batch holds: K, or 1 for all.
+        tensors: what ``source`` makes the batch of.
+    """
+
+    def __init__(self, items: Sequence[DrawnStep], source: Resident) -> None:
+        self.items, self.source = list(items), source
+        self.members = 1 if _is_one(items) else len(items)
+        self.tensors: Sequence[Tensor] = items[0].tensors
+        if self.members > 1:
+            tensors = zip(*(item.tensors for item in items), strict=True)
+            self.tensors = [torch.cat(parts) if parts[0].dim() else torch.stack(parts) for parts in tensors]
+
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """Returns what the shapes of the batch depend on."""
+        return (self.source, self.members, *(tensor.shape for tensor in self.tensors))
+
+    def batches(self) -> list[TowerBatch]:
+        """Makes the batch of each member, one for all where they have one step."""
+        if self.members == 1:
+            return [self.items[0].batch()] * len(self.items)
+        return [item.batch() for item in self.items]
+
+
+def _is_one(items: Sequence[object]) -> bool:
+    return all(item is items[0] for item in items)
+
+
+def joined_source(items: Sequence[DrawnStep]) -> Resident | None:
+    """Returns the source of a :class:`StackedSteps`; None where the batches of ``items`` are not made as one."""
+    first = items[0]
+    batch = first.batch()
+    bags = [batch.sparse, *([batch.shared.sparse] if batch.shared is not None else [])]
+    if batch.joint is not None or batch.weighted is not None:
+        return None
+    if any(keyed.values().numel() != len(keyed.keys()) * keyed.stride() for keyed in bags):
+        return None
+    shapes = [tensor.shape for tensor in first.tensors]
+    if any([tensor.shape for tensor in item.tensors] != shapes for item in items):
+        return None
+    return first.source if _is_one(items) else first.source.together([item.source for item in items[1:]])
 
 
 class _MembersRows(SharedRows):

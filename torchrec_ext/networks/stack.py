@@ -9,21 +9,32 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import math
 import platform
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import embedding_bag
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_ext.batch import TowerBatch
+from torchrec_ext.batch import DrawnStep, Resident, TowerBatch
 from torchrec_ext.networks.graph import Inputs, trace
-from torchrec_ext.networks.skeleton import Skeleton, StackError, first_difference, jagged_of, tensors_of
+from torchrec_ext.networks.skeleton import (
+    Skeleton,
+    StackedSteps,
+    StackError,
+    first_difference,
+    jagged_of,
+    joined_source,
+    tensors_apart,
+    tensors_of,
+)
 
 
 class _Bags(NamedTuple):
@@ -108,6 +119,15 @@ class StackedTables(nn.Module):
         """Finds the rows that the batches of K members look up, with S bags for each feature."""
         self._looked = self._read(parts)
 
+    def rows_of(self, bags: KeyedJaggedTensor, members: int) -> list[Tensor]:
+        """Returns the rows (K x S,) of each look-up in bags of one id each, of ``members`` one after another."""
+        values = bags.values().view(len(bags.keys()), members, -1).transpose(0, 1)
+        return [looked.ids for looked in self._of_each(_OneEach(bags.keys(), values.expand(self.members, -1, -1)))]
+
+    def set_rows(self, rows: Sequence[Tensor]) -> None:
+        """Sets the rows that :meth:`rows_of` returned as those that are read."""
+        self._looked = [_Bags(ids) for ids in rows]
+
     def forward(self) -> list[Tensor]:
         """Returns the pooled bags (K, S, D) of each of ``names``, of the rows that were read last."""
         return self._pooled(self._looked, [self.weight(table) for table in self.tables])
@@ -117,7 +137,9 @@ class StackedTables(nn.Module):
         return self._pooled(self._read(parts), weights)
 
     def _read(self, parts: Sequence[KeyedJaggedTensor]) -> list[_Bags]:
-        read = _read_one_each(parts, self.members) or _Jagged(parts)
+        return self._of_each(_read_one_each(parts, self.members) or _Jagged(parts))
+
+    def _of_each(self, read: _OneEach | _Jagged) -> list[_Bags]:
         return [read(feature, table.num_embeddings) for table in self.tables for feature in table.feature_names]
 
     @torch.no_grad()
@@ -160,10 +182,10 @@ class StackedTables(nn.Module):
 class _OneEach:
     """Bags of one id each, (F, S) of each member, which need no offsets."""
 
-    def __init__(self, keys: list[str], values: Tensor, members: int) -> None:
+    def __init__(self, keys: list[str], values: Tensor) -> None:
         self._place = {key: index for index, key in enumerate(keys)}
         self._values = values
-        self._member = torch.arange(members, device=values.device)[:, None]
+        self._member = torch.arange(len(values), device=values.device)[:, None]
         self._moved: dict[tuple[str, int], Tensor] = {}
 
     def __call__(self, feature: str, rows: int) -> _Bags:
@@ -186,7 +208,7 @@ def _read_one_each(parts: Sequence[KeyedJaggedTensor], members: int) -> _OneEach
     values = torch.stack([batch.values() for batch in different]).view(
         len(different), len(first.keys()), first.stride()
     )
-    return _OneEach(first.keys(), values.expand(members, -1, -1) if same else values, members)
+    return _OneEach(first.keys(), values.expand(members, -1, -1) if same else values)
 
 
 class _Jagged:
@@ -222,13 +244,27 @@ def keep_freed_memory() -> bool:
 
 
 _CLOSE = 1e-4
+StepBatches = Sequence[TowerBatch] | StackedSteps
+
+
+class _BatchMaker(NamedTuple):
+    """Makes batches of one layout: the traced :meth:`Stack.made`, the names of its fields, and one member's batch."""
+
+    graph: GraphModule
+    names: list[str]
+    example: TowerBatch
 
 
 class Losses(NamedTuple):
-    """The detached ``loss`` (K,) and ``logits`` (K, B) of one step, member after member."""
+    """The detached ``loss`` (K,) and ``logits`` (K, B) of one step, and its ``rows`` that count (K,), by member."""
 
     loss: Tensor
     logits: Tensor
+    rows: Tensor
+
+    def finite(self) -> bool:
+        """Whether every loss is a finite number."""
+        return all(map(math.isfinite, self.loss.tolist()))
 
 
 class Stack(nn.Module):
@@ -279,6 +315,8 @@ class Stack(nn.Module):
         self.tables = self._lay_tables_below_one_another()
         self.skeleton: Skeleton | None = None
         self._graphs: dict[tuple[object, ...], GraphModule] = {}
+        self._makers: dict[tuple[object, ...], _BatchMaker] = {}
+        self._sources: dict[tuple[Resident, ...], Resident | None] = {}
         self.dense: dict[str, nn.Parameter] = {}
         self._lay_dense_together()
 
@@ -348,11 +386,31 @@ class Stack(nn.Module):
             self._rates.append(rates)
         return self.skeleton
 
-    def backward(self, batches: Sequence[TowerBatch], *, peers: Tensor | None = None, weight: float = 1.0) -> Losses:
+    def joined(self, items: Sequence[DrawnStep | TowerBatch]) -> Sequence[TowerBatch] | StackedSteps:
+        """Returns the members' steps as one whose batches are made together, or the batches where that cannot be."""
+        steps = [item for item in items if isinstance(item, DrawnStep)]
+        if len(steps) == len(items):
+            sources = tuple(item.source for item in steps)
+            if sources not in self._sources:
+                self._sources[sources] = joined_source(steps) if self._hold(sources) else None
+            source = self._sources[sources]
+            if source is not None:
+                return StackedSteps(steps, source)
+        device = self.flat.device
+        batches = {id(item): item.batch() if isinstance(item, DrawnStep) else item for item in items}
+        there = {key: batch if batch.labels.device == device else batch.to(device) for key, batch in batches.items()}
+        return [there[id(item)] for item in items]
+
+    def _hold(self, sources: Sequence[Resident]) -> bool:
+        """Whether the rows of all sources are on the stack's device."""
+        return all(tensor.device == self.flat.device for source in sources for tensor in source.tensors)
+
+    def backward(self, batches: StepBatches, *, peers: Tensor | None = None, weight: float = 1.0) -> Losses:
         """Computes each member's loss on its batch, and its gradient into ``grad`` of the stacked weights.
 
         Args:
-            batches: one batch for each member, in order, all of one shape; a batch given for all is read once.
+            batches: one batch for each member, in order, all of one shape; a batch given for all is read once. Or what
+                :meth:`joined` returns.
             peers: logits of each member's P stale peers for its rows, (K, P, B), towards which :func:`codistillation`
                 draws it.
             weight: weight of the codistillation in the loss.
@@ -372,11 +430,12 @@ class Stack(nn.Module):
         rest = iter(gradients[len(self.dense) :])
         for tables in self.tables.values():
             tables.accumulate([next(rest) for _ in tables.names])
-        return Losses(loss, logits)
+        return Losses(loss, logits, inputs.rows())
 
     @torch.no_grad()
-    def _prove(self, graph: GraphModule, inputs: Inputs, batches: Sequence[TowerBatch]) -> None:
+    def _prove(self, graph: GraphModule, inputs: Inputs, batches: StepBatches) -> None:
         """Checks that the first step's losses are those of the members' own forwards."""
+        batches = batches.batches() if isinstance(batches, StackedSteps) else batches
         losses = graph(*inputs.flat())[0].tolist()
         for (name, network), batch, loss in zip(self.networks.items(), batches, losses, strict=True):
             alone = float(network(batch)[0])
@@ -387,7 +446,7 @@ class Stack(nn.Module):
                 )
 
     def inputs(
-        self, batches: Sequence[TowerBatch], peers: Tensor | None = None, weight: float = 1.0, *, look_up: bool = True
+        self, batches: StepBatches, peers: Tensor | None = None, weight: float = 1.0, *, look_up: bool = True
     ) -> Inputs:
         """Returns the tensors that a step on ``batches`` reads; the rows looked up are kept for their gradient.
 
@@ -397,29 +456,76 @@ class Stack(nn.Module):
             weight: weight of the codistillation.
             look_up: read the rows and look them up; else ``pooled`` is empty.
         """
-        skeleton = self.skeleton or self._prepare(batches[0])
-        fields = self._fields(batches)
-        pooled: list[list[Tensor]] = []
-        if look_up:
-            self.read(batches)
-            pooled = [tables() for tables in self.tables.values()]
-        drawn = [] if peers is None else [peers, peers.new_full((len(self.networks),), weight)]
-        shared = all(batch is batches[0] for batch in batches)
+        if isinstance(batches, StackedSteps):
+            fields, shared = self._make(batches), batches.members == 1
+        else:
+            fields, shared = self._fields(batches), all(batch is batches[0] for batch in batches)
+            if look_up:
+                self.read(batches)
+        pooled = [tables() for tables in self.tables.values()] if look_up else []
         return Inputs(
-            list(self.dense.values()),
-            list(self.tables),
-            pooled,
-            fields,
-            self._draw(skeleton, batches[0]),
-            drawn,
-            shared,
+            list(self.dense.values()), list(self.tables), pooled, fields, *self.drawn(batches, peers, weight), shared
         )
+
+    def drawn(self, batches: StepBatches, peers: Tensor | None, weight: float) -> tuple[list[Tensor], list[Tensor]]:
+        """Draws the noise of a step's dropout; returns it, and what the step reads of peers, see :meth:`inputs`."""
+        example = self._maker(batches).example if isinstance(batches, StackedSteps) else batches[0]
+        noise = self._draw(self.skeleton or self._prepare(example), example)
+        return noise, [] if peers is None else [peers, peers.new_full((len(self.networks),), weight)]
 
     def read(self, batches: Sequence[TowerBatch]) -> None:
         """Finds the rows that ``batches`` look up, for :class:`StackedTables` or a compiled step."""
         skeleton = self.skeleton or self._prepare(batches[0])
         for path, tables in self.tables.items():
             tables.read([jagged_of(batch, skeleton.tables[path].reads) for batch in batches])
+
+    def made(
+        self, steps: StackedSteps, resident: Sequence[Tensor], drawn: Sequence[Tensor]
+    ) -> tuple[list[list[Tensor]], dict[str, Tensor]]:
+        """Makes the batch of all members by torch ops alone.
+
+        Args:
+            steps: steps whose batch is made.
+            resident: tensors of ``steps.source``, or what stands for them in a trace.
+            drawn: ``steps.tensors``, or what stands for them.
+
+        Returns:
+            The rows (K x S,) of each look-up of each collection, and the ``fields`` of :class:`Inputs`.
+        """
+        assert self.skeleton is not None, "the maker's example prepares it"
+        batch = steps.source.assemble(resident, drawn)
+        rows = [
+            tables.rows_of(jagged_of(batch, self.skeleton.tables[path].reads), steps.members)
+            for path, tables in self.tables.items()
+        ]
+        return rows, tensors_of(batch) if steps.members == 1 else tensors_apart(batch, steps.members)
+
+    def _maker(self, steps: StackedSteps) -> _BatchMaker:
+        if steps.layout not in self._makers:
+            example, resident = steps.items[0].batch(), steps.source.tensors
+            names: list[str] = []
+            if self.skeleton is None:
+                self._prepare(example)
+
+            def make(*tensors: Tensor) -> list[Any]:
+                rows, fields = self.made(steps, tensors[: len(resident)], tensors[len(resident) :])
+                names[:] = fields
+                return [rows, *fields.values()]
+
+            graph = make_fx(make, tracing_mode="fake")(*resident, *steps.tensors)
+            graph.graph.eliminate_dead_code()
+            graph.recompile()
+            self._makers[steps.layout] = _BatchMaker(graph, names, example)
+        return self._makers[steps.layout]
+
+    @torch.no_grad()
+    def _make(self, steps: StackedSteps) -> dict[str, Tensor]:
+        """Makes the batch of all members; the tables keep the rows that it looks up."""
+        maker = self._maker(steps)
+        rows, *fields = maker.graph(*steps.source.tensors, *steps.tensors)
+        for tables, of_collection in zip(self.tables.values(), rows, strict=True):
+            tables.set_rows(of_collection)
+        return dict(zip(maker.names, fields, strict=True))
 
     def _fields(self, batches: Sequence[TowerBatch]) -> dict[str, Tensor]:
         """Stacks the tensors of the batches, (K, ...); those of one batch for all stay as they are."""

@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torchrec.optim.keyed import KeyedOptimizer
 
-from torchrec_ext.batch import TowerBatch
+from torchrec_ext.batch import DrawnStep, TowerBatch
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.networks.compiled import StackSteps
 from torchrec_ext.networks.config import Codistillation as Codistillation
 from torchrec_ext.networks.graph import Inputs, trace_logits
 from torchrec_ext.networks.optimizer import StackedOptimizer, StackedWeights
-from torchrec_ext.networks.skeleton import StackError, jagged_of, tensors_of
-from torchrec_ext.networks.stack import Stack
+from torchrec_ext.networks.skeleton import StackedSteps, StackError, jagged_of, tensors_of
+from torchrec_ext.networks.stack import Losses, Stack, StepBatches
 from torchrec_ext.train.checkpoint.run import Position, RunCheckpoints
 from torchrec_ext.train.config import Compile, Record
 from torchrec_ext.train.early_stop import EarlyStopWatch
@@ -325,8 +325,10 @@ class _Run:
             self._window = _Window(self.active)
         for name in self.active:
             self._members[name].network.train()
-        for batches in zip(*loaders, strict=True):
-            read = {id(loader): batch for loader, batch in zip(loaders, batches, strict=True)}
+        # Stale peers predict for batches, so they are made first.
+        streams = [loader.steps() if hasattr(loader, "steps") and not self._peers else loader for loader in loaders]
+        for items in zip(*streams, strict=True):
+            read = {id(loader): item for loader, item in zip(loaders, items, strict=True)}
             if not self._train(
                 self.at.epoch + 1, {name: read[id(self._members[name].loader)] for name in self.active}, self._window
             ):
@@ -418,24 +420,24 @@ class _Run:
             with drawing_from(self._stack.generators[name]):
                 how(checkpoints, self._as_run(name))
 
-    def _train(self, epoch: int, batches: Mapping[str, TowerBatch], window: _Window) -> bool:
+    def _train(self, epoch: int, items: Mapping[str, DrawnStep | TowerBatch], window: _Window) -> bool:
         """Makes one step of all members; False when no member is left."""
-        there = {id(batch): batch.to(self._stack.flat.device) for batch in batches.values()}
-        losses = self._move([there[id(batches[name])] for name in self.active])
-        while not torch.isfinite(losses).all():
-            self._drop_diverged(epoch, losses)
+        losses = self._move(self._stack.joined([items[name] for name in self.active]))
+        while not losses.finite():
+            self._drop_diverged(epoch, losses.loss)
             if not self.active:
                 return False
-            losses = self._move([there[id(batches[name])] for name in self.active])
+            losses = self._move(self._stack.joined([items[name] for name in self.active]))
         self.at.step, self.at.done = self.at.step + 1, self.at.done + 1
-        window.add(self.active, losses, [batches[name] for name in self.active])
+        window.add(self.active, losses)
         for name in self.active:
             if self.at.step % self._members[name].train.log_every == 0 or self.at.done == self._steps:
                 config = self._members[name].train
                 changing = config.tables_schedule.changes or config.dense_schedule.changes
                 rates = self._optimizer.rates(name) if changing else {}
                 self._keep(name, {"kind": "train", "epoch": epoch, "step": self.at.step, **window.take(name), **rates})
-        if self.at.done < self._steps:
+        # To collect what members save takes as long as some steps.
+        if self.at.done < self._steps and any(saving.due_after(self.at.step) for _, saving in self._saved()):
             self._save(RunCheckpoints.after_step)
         if self._stop is not None and self._stop():
             self._end_here()
@@ -450,9 +452,11 @@ class _Run:
         self._save(RunCheckpoints.save)
         raise RunStoppedError(f"stopped by a signal after {where}, which is saved; go on with --resume auto")
 
-    def _move(self, batches: Sequence[TowerBatch]) -> Tensor:
+    def _move(self, batches: StepBatches) -> Losses:
         assert self._step is not None, "members are left"
-        peers = self._peers.logits(batches, self.at.step) if self._peers else None
+        peers = None
+        if self._peers and not isinstance(batches, StackedSteps):
+            peers = self._peers.logits(batches, self.at.step)
         return self._step(batches, peers=peers, weight=self._codistillation.weight)
 
     def _drop_diverged(self, epoch: int, losses: Tensor) -> None:
@@ -525,11 +529,10 @@ class _Window:
         total, steps, rows = sums.tolist()
         self._sums[name] = total, int(steps), int(rows)
 
-    def add(self, names: Sequence[str], losses: Tensor, batches: Sequence[TowerBatch]) -> None:
-        rows = {id(batch): int((batch.weights > 0).sum()) for batch in batches}
-        for name, loss, batch in zip(names, losses.tolist(), batches, strict=True):
+    def add(self, names: Sequence[str], losses: Losses) -> None:
+        for name, loss, rows in zip(names, losses.loss.tolist(), losses.rows.tolist(), strict=True):
             total, steps, counted = self._sums[name]
-            self._sums[name] = total + loss, steps + 1, counted + rows[id(batch)]
+            self._sums[name] = total + loss, steps + 1, counted + rows
 
     def take(self, name: str) -> dict[str, Any]:
         (total, steps, rows), now = self._sums[name], time.perf_counter()

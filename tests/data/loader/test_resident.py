@@ -202,3 +202,45 @@ def test_an_epoch_of_drawn_steps_is_put_in_order_once(monkeypatch: pytest.Monkey
     loader = ChunkLoader(chunk, made, config=config, items=items, negatives=sampler, device="cpu")
     assert len(list(loader.steps())) == 3
     assert len(orders) == 1
+
+
+def test_one_source_makes_the_batches_of_loaders_with_the_same_rows() -> None:
+    """Rows of weight and number columns, one after another; other rows, layouts and ranks are no such loaders."""
+    numbers = np.arange(50)
+    columns = {"user_id": numbers % 13, "item_id": numbers * 7 % ITEMS + 1, "row": numbers.astype(np.float32)}
+    chunk = Chunk(
+        {name: Column(values) for name, values in columns.items()}
+        | {"weight": Column((numbers % 4 + 1).astype(np.float32))}
+    )
+    made = schema_of({"user_id": SIZE, "item_id": ITEMS + 1, "kind": 3}, ("row",))
+    given = BatchSchema(sparse=made.sparse, dense=made.dense, shared=frozenset({"user_id", "row"}), label_range=None)
+
+    def first_step(seed: int = 0, rows: Chunk = chunk, world_size: int = 1, **options: Any) -> DrawnStep:
+        config = LoaderConfig(**{"batch_size": 8, "negatives": 2, "weight": "weight", "seed": seed} | options)
+        items = Chunk({"item_id": Column(NUMBERS), "kind": Column(NUMBERS % 3)})
+        sampler = UniformNegatives(ITEMS, columns["user_id"], columns["item_id"], seed)
+        loader = ChunkLoader(
+            rows, given, config=config, items=items, negatives=sampler, world_size=world_size, device="cpu"
+        )
+        step = next(loader.steps())
+        assert isinstance(step, DrawnStep)
+        return step
+
+    steps = [first_step(seed) for seed in range(3)]
+    joined = steps[0].source.together([step.source for step in steps[1:]])
+    assert joined is not None
+    drawn = zip(*(step.tensors for step in steps), strict=True)
+    batch = joined.assemble(
+        joined.tensors, [torch.cat([part.reshape(-1, *part.shape[1:]) for part in p]) for p in drawn]
+    )
+    batches = [step.batch() for step in steps]
+    for name in ("dense", "labels", "weights", "log_q"):
+        assert torch.equal(getattr(batch, name), torch.cat([getattr(each, name) for each in batches])), name
+    assert torch.equal(batch.total_weight, torch.stack([each.total_weight for each in batches]))
+    for name in ("item_id", "kind", "user_id"):
+        assert torch.equal(batch.bags(name).values(), torch.cat([each.bags(name).values() for each in batches])), name
+    other_rows = chunk.with_columns({"row": Column(numbers.astype(np.float32) + 1)})
+    for other in (first_step(rows=other_rows), first_step(batch_size=7), first_step(negatives=1)):
+        assert steps[0].source.together([other.source]) is None
+    of_a_rank = first_step(world_size=2)
+    assert of_a_rank.source.together([of_a_rank.source]) is None

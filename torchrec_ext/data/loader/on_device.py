@@ -8,6 +8,7 @@ DeviceCandidates: draws for rows on a device, and the features of the drawn item
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrec_ext.batch import DrawnStep, Jagged, KeyedIds, Keys, TowerBatch, concatenated, pack
+from torchrec_ext.batch import DrawnStep, Jagged, KeyedIds, Keys, Resident, TowerBatch, concatenated, pack
 from torchrec_ext.data.columns import Array, Chunk, Column, concatenate
 from torchrec_ext.data.files.arrow import RowGroup, Source
 from torchrec_ext.data.loader.batch_builder import known_items
@@ -61,6 +62,11 @@ class DeviceTable:
     def matrices(self) -> tuple[Tensor, Tensor]:
         """(N, F1) int64 ids and (N, Ff) float32 numbers."""
         return self._ids, self._numbers
+
+    @property
+    def columns(self) -> tuple[list[str], list[str]]:
+        """Names of the columns of :attr:`matrices`."""
+        return list(self._scalar), list(self._float)
 
     def over(self, ids: Tensor, numbers: Tensor) -> DeviceTable:
         """Returns this table with other :attr:`matrices`, such as their stand-ins while a step is captured."""
@@ -304,6 +310,26 @@ class ResidentRows:
             else None
         )
         return self._batch(_Tables(self._table.over(*tensors[:2]), items), rows, candidates, {}, total_weight)
+
+    def together(self, others: Sequence[Resident]) -> ResidentRows | None:
+        """See :class:`Resident`; draws may differ, as by their seed."""
+        if self._share.world_size > 1 or not all(
+            isinstance(other, ResidentRows)
+            and other._layout == self._layout
+            and all(map(torch.equal, self.tensors, other.tensors))
+            for other in others
+        ):
+            return None
+        wide = copy.copy(self)
+        wide._config = dataclasses.replace(self._config, batch_size=(1 + len(others)) * self._config.batch_size)
+        return wide
+
+    @property
+    def _layout(self) -> tuple[object, ...]:
+        """Returns what the layout of a batch depends on beside the rows' values."""
+        config, columns = self._config, [table.columns for table in self._tables if table is not None]
+        settings = (config.batch_size, config.negatives, config.label, config.weight)
+        return (self._schema, self._share, settings, columns, self._device)
 
     def _totals(self, local_rows: list[Tensor], epoch: int) -> list[dict[str, int]]:
         """Returns, for each step, the number of ids that the bags of each ragged column of its batch hold."""

@@ -164,8 +164,12 @@ class RunCheckpoints:
 
     def after_step(self, run: CheckpointedRun) -> None:
         """Saves a checkpoint where the config asks for one after this step."""
-        if self._config.steps and run.at.step % self._config.steps == 0:
+        if self.due_after(run.at.step):
             self.save(run)
+
+    def due_after(self, step: int) -> bool:
+        """Whether the config asks for a checkpoint after a step of the run."""
+        return bool(self._config.steps) and step % self._config.steps == 0
 
     def before_evaluation(self, run: CheckpointedRun, *, last: bool) -> None:
         """Saves where the config says so or this is the ``last`` epoch: an evaluation may take long, and be stopped.
@@ -196,9 +200,8 @@ class RunCheckpoints:
             self._checkpointer.mark_best(run.at.step, run.watch.state_dict()["best"] or {})
 
     def _due(self, run: CheckpointedRun) -> bool:
-        config = self._config
-        by_epoch = config.epochs and (run.at.epoch + 1) % config.epochs == 0
-        return bool(by_epoch or (config.steps and run.at.step % config.steps == 0))
+        by_epoch = self._config.epochs and (run.at.epoch + 1) % self._config.epochs == 0
+        return bool(by_epoch) or self.due_after(run.at.step)
 
     def _evaluated(self, content: dict[str, Any]) -> dict[str, Any]:
         """The saved content, with the outcome of the evaluation after it where that was made."""
