@@ -148,7 +148,9 @@ class CompiledStep:
         state = [tensor for entry in self._entries for tensor in (*entry.state, *entry.steps)]
         try:
             step = self._function(inputs._replace(pooled=self._pooled([ids for ids, _ in self._rows()])), steps)
-            memory = [*self._weights, *state, *self._rates, self._limits, *(steps.source.tensors if steps else ())]
+            memory = [*self._weights, *state, *self._rates, self._limits]
+            if steps:
+                memory += [*steps.source.tensors, *self._stack.constants(steps).values()]
             self._functions[shape] = self._engine(step, memory, given)
         except CannotCaptureError:
             raise
@@ -215,9 +217,11 @@ class CompiledStep:
             weights = [next(rest) for _ in range(weight_count)]
             states = [([next(rest) for _ in entry.state], [next(rest) for _ in entry.steps]) for entry in entries]
             rates, limits = [next(rest) for _ in entries], next(rest)
-            resident = [next(rest) for _ in (drawn.source.tensors if drawn else ())]
             if drawn:
+                resident = [next(rest) for _ in drawn.source.tensors]
+                same = {name: next(rest) for name in stack.constants(drawn)}
                 looked_up, fields = stack.made(drawn, resident, [next(rest) for _ in drawn.tensors])
+                fields |= same
                 ids = [rows for of_collection in looked_up for rows in of_collection]
             else:
                 ids = [next(rest) for _ in lookups]

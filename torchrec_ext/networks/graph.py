@@ -6,7 +6,7 @@ rewrite(): replaces the many kernels over whole matrices that vmap and autograd 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -278,6 +278,21 @@ def trace_logits(skeleton: Skeleton, inputs: Inputs) -> GraphModule:
         skeleton.learner.train()
     graph.graph.eliminate_dead_code()
     return rewrite(graph)
+
+
+def leave_out_constants(graph: GraphModule, names: Sequence[str]) -> set[str]:
+    """Leaves out the outputs after the first that read none of the graph's inputs; returns the names of those left."""
+    output = graph.graph.output_node()
+    first, *values = output.args[0]  # type: ignore[misc, union-attr]
+    reading: set[Node] = set()
+    for node in graph.graph.nodes:
+        if node.op == "placeholder" or not reading.isdisjoint(node.all_input_nodes):
+            reading.add(node)
+    left = {name: value for name, value in zip(names, values, strict=True) if value in reading}
+    output.args = ([first, *left.values()],)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return set(left)
 
 
 Loss = Callable[[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]], tuple[Tensor, Tensor]]

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.func import functionalize
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import embedding_bag
@@ -24,7 +25,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, get_embed
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_ext.batch import DrawnStep, Resident, TowerBatch
-from torchrec_ext.networks.graph import Inputs, trace
+from torchrec_ext.networks.graph import Inputs, leave_out_constants, trace
 from torchrec_ext.networks.skeleton import (
     Skeleton,
     StackedSteps,
@@ -248,10 +249,18 @@ StepBatches = Sequence[TowerBatch] | StackedSteps
 
 
 class _BatchMaker(NamedTuple):
-    """Makes batches of one layout: the traced :meth:`Stack.made`, the names of its fields, and one member's batch."""
+    """Makes batches of one layout by the traced :meth:`Stack.made`.
+
+    Args:
+        graph: makes the rows of the look-ups, and the fields that differ from step to step.
+        names: names of all fields, in order.
+        constants: fields that are the same in each step, such as the labels of a positive and its negatives.
+        example: batch of one member.
+    """
 
     graph: GraphModule
     names: list[str]
+    constants: dict[str, Tensor]
     example: TowerBatch
 
 
@@ -500,6 +509,10 @@ class Stack(nn.Module):
         ]
         return rows, tensors_of(batch) if steps.members == 1 else tensors_apart(batch, steps.members)
 
+    def constants(self, steps: StackedSteps) -> dict[str, Tensor]:
+        """Returns the fields of :meth:`made` that are the same in each step."""
+        return self._maker(steps).constants
+
     def _maker(self, steps: StackedSteps) -> _BatchMaker:
         if steps.layout not in self._makers:
             example, resident = steps.items[0].batch(), steps.source.tensors
@@ -512,20 +525,25 @@ class Stack(nn.Module):
                 names[:] = fields
                 return [rows, *fields.values()]
 
-            graph = make_fx(make, tracing_mode="fake")(*resident, *steps.tensors)
-            graph.graph.eliminate_dead_code()
-            graph.recompile()
-            self._makers[steps.layout] = _BatchMaker(graph, names, example)
+            given = [*resident, *steps.tensors]
+            graph = make_fx(functionalize(make, remove="mutations"), tracing_mode="fake")(*given)
+            with torch.no_grad():
+                _, *fields = graph(*given)
+            made = dict(zip(names, fields, strict=True))
+            variable = leave_out_constants(graph, names)
+            constants = {name: value.clone() for name, value in made.items() if name not in variable}
+            self._makers[steps.layout] = _BatchMaker(graph, names, constants, example)
         return self._makers[steps.layout]
 
     @torch.no_grad()
     def _make(self, steps: StackedSteps) -> dict[str, Tensor]:
         """Makes the batch of all members; the tables keep the rows that it looks up."""
         maker = self._maker(steps)
-        rows, *fields = maker.graph(*steps.source.tensors, *steps.tensors)
+        rows, *variable = maker.graph(*steps.source.tensors, *steps.tensors)
         for tables, of_collection in zip(self.tables.values(), rows, strict=True):
             tables.set_rows(of_collection)
-        return dict(zip(maker.names, fields, strict=True))
+        rest = iter(variable)
+        return {name: maker.constants[name] if name in maker.constants else next(rest) for name in maker.names}
 
     def _fields(self, batches: Sequence[TowerBatch]) -> dict[str, Tensor]:
         """Stacks the tensors of the batches, (K, ...); those of one batch for all stay as they are."""

@@ -326,7 +326,8 @@ class _Run:
         for name in self.active:
             self._members[name].network.train()
         # Stale peers predict for batches, so they are made first.
-        streams = [loader.steps() if hasattr(loader, "steps") and not self._peers else loader for loader in loaders]
+        drawn = [None if self._peers else getattr(loader, "steps", None) for loader in loaders]
+        streams = [steps() if callable(steps) else loader for loader, steps in zip(loaders, drawn, strict=True)]
         for items in zip(*streams, strict=True):
             read = {id(loader): item for loader, item in zip(loaders, items, strict=True)}
             if not self._train(
