@@ -283,7 +283,8 @@ def trace_logits(skeleton: Skeleton, inputs: Inputs) -> GraphModule:
 def leave_out_constants(graph: GraphModule, names: Sequence[str]) -> set[str]:
     """Leaves out the outputs after the first that read none of the graph's inputs; returns the names of those left."""
     output = graph.graph.output_node()
-    first, *values = output.args[0]  # type: ignore[misc, union-attr]
+    outputs: Any = output.args[0]
+    first, *values = outputs
     reading: set[Node] = set()
     for node in graph.graph.nodes:
         if node.op == "placeholder" or not reading.isdisjoint(node.all_input_nodes):
