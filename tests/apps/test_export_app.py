@@ -44,6 +44,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "ncf": ("data.name=planted", "data.users=80", "data.items=60"),
     "contextual_ncf": ("data.name=planted",),
     "n_tower": ("data.name=planted",),
+    "stream": ("data.name=planted",),
     "session": ("data.name=planted", "data.users=60", "data.items=60"),
     "films": ("data.name=ml-100k",),
     "folder": ("data.name=mine",),
@@ -158,10 +159,14 @@ def test_every_recipe_is_trained_exported_and_asked(name: str, recommended: dict
     del recommended
     assert name in RECIPES, "a new recipe needs small data of a line above"
     bundle = Bundle.load(root / f"bundle-{name}")
-    assert bundle.users is not None
-    (user,) = bundle.users.ids.ids(range(1)).tolist()
-    context = {column: 1 for column in bundle.request_columns if column in ("hour", "weekday")}
-    answer = Scorer(bundle).recommend(RecommendRequest(user={bundle.users.key: user, **context}, k=3))
+    request = {column: 1 for column in bundle.request_columns if column in ("hour", "weekday")}
+    if name == "stream":
+        assert bundle.users is None, "a request brings the whole row"
+        request["user_id"] = 3
+    else:
+        assert bundle.users is not None
+        (request[bundle.users.key],) = bundle.users.ids.ids(range(1)).tolist()
+    answer = Scorer(bundle).recommend(RecommendRequest(user=request, k=3))
     assert len(set(answer.items)) == 3
     assert answer.scores == sorted(answer.scores, reverse=True)
 
@@ -174,7 +179,7 @@ def test_a_user_who_is_named_by_id_gets_what_the_evaluator_recommends(
     assert ranked(Bundle.load(root / f"bundle-{name}"), user, len(items)) == items
 
 
-@pytest.mark.parametrize("name", ["contextual_ncf", "n_tower"])
+@pytest.mark.parametrize("name", ["contextual_ncf", "n_tower", "stream"])
 def test_context_is_part_of_the_query(name: str, recommended: dict[str, Any], root: Path) -> None:
     bundle = Bundle.load(root / f"bundle-{name}")
     assert bundle.candidate == "item"

@@ -1,9 +1,13 @@
-"""features_by_tower(): which features are in which tower of the recipe n_tower, as listed or by affinity."""
+"""features_by_tower(): which features are in which tower of the recipe n_tower, as listed or by affinity.
+
+columns_by_name(): which columns are in which tower, by their names.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +37,7 @@ def features_by_tower(
         towers: text of ``model.towers``: for a number the partitioner of Disaggregated Multi-Tower groups the features
             by affinity; other text lists the features of each tower.
         features: names of all features.
-        rows: training rows from which affinities are computed.
+        rows: training rows from which affinities are computed, such as :data:`ROWS`.
         sizes: bytes of each feature's table.
         trained: safetensors file of a model whose tables have the features' names: affinities are then computed from
             its vectors, instead of from the ids that occur together.
@@ -44,13 +48,58 @@ def features_by_tower(
     """
     if not towers.isdecimal():
         return _listed(towers, features)
-    sample = np.linspace(0, rows.num_rows - 1, min(ROWS, rows.num_rows)).astype(np.int64)
-    ids = {name: torch.from_numpy(rows[name].take(sample).values.astype(np.int64)) for name in features}
+    if lists := [name for name in features if rows[name].ragged]:
+        raise ValueError(
+            f"model.towers={towers}: column '{lists[0]}' has lists, and features are grouped by one id of a row; name "
+            "the columns of each tower, such as 'user:user_id,city item:item_id'"
+        )
+    ids = {name: torch.from_numpy(rows[name].values.astype(np.int64)) for name in features}
     vectors = _learned(Path(trained), ids) if trained else id_vectors(_batch(ids), features)
     result = partition(affinity(vectors, "cka"), towers=int(towers), load=sizes, bound=bound or None)
     if os.environ.get("RANK", "0") == "0":
         print(f"features by affinity:\n{result}\n", flush=True)
     return {tower: list(names) for tower, names in result.groups.items()}
+
+
+def columns_by_name(
+    towers: Mapping[str, Sequence[str]], features: Sequence[str], dense: Sequence[str]
+) -> dict[str, tuple[Sequence[str], Sequence[str]]]:
+    """Returns the names of each tower's features and of its dense columns, by tower.
+
+    Args:
+        towers: names or patterns of each tower's columns, by tower; see ``model.towers``.
+        features: names of all features.
+        dense: names of all dense columns.
+
+    Raises:
+        ValueError: a name or pattern is that of no column, or a column is in two towers, or in none.
+    """
+    columns = (*features, *dense)
+    owner: dict[str, str] = {}
+    for tower, patterns in towers.items():
+        for pattern in patterns:
+            named = [name for name in columns if fnmatchcase(name, pattern)]
+            if not named:
+                raise ValueError(
+                    f"model.towers: tower '{tower}' names '{pattern}', which no column is; the columns are "
+                    f"{', '.join(columns)}"
+                )
+            for name in named:
+                if owner.setdefault(name, tower) != tower:
+                    raise ValueError(
+                        f"model.towers: column '{name}' is in the towers '{owner[name]}' and '{tower}'; a column is in "
+                        "one tower"
+                    )
+    if missing := [name for name in columns if name not in owner]:
+        raise ValueError(
+            f"model.towers: column '{missing[0]}' stands in no tower ({len(missing)} such columns); name it, or a "
+            f"pattern, such as {next(iter(towers))}:{missing[0]}"
+        )
+
+    def of_tower(tower: str, names: Sequence[str]) -> list[str]:
+        return [name for name in names if owner[name] == tower]
+
+    return {tower: (of_tower(tower, features), of_tower(tower, dense)) for tower in towers}
 
 
 def _listed(towers: str, features: Sequence[str]) -> dict[str, list[str]]:

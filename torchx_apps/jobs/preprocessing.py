@@ -11,19 +11,25 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from tabulate import tabulate
 from tqdm import tqdm
 
+from torchrec_ext.data.datasets.streamed import RAW_ITEMS, RAW_REQUESTS, SUMMARY, Roles
 from torchrec_ext.data.files.find import find_files
-from torchrec_ext.data.preprocess import FittedPreprocessor, Vocabulary
+from torchrec_ext.data.preprocess import FittedPreprocessor, History, Vocabulary
 from torchrec_ext.data.preprocess.columns import NUMBERS, TIMES, Types, is_list_column, working_type
-from torchrec_ext.data.preprocess.engines import Engine, connected, floor_div, number
+from torchrec_ext.data.preprocess.engines import ROW, Engine, connected, floor_div, number
 from torchrec_ext.data.preprocess.files import Source, scan
 from torchrec_ext.data.preprocess.folders import keep_sources, whole_folder
 from torchrec_ext.data.preprocess.tables import open_source
 from torchrec_ext.data.preprocess.times import second_of
+from torchrec_ext.retrieval.bundle.request_columns import steps_for_columns
 from torchrec_ext.train.report.figures import BLUE, figure_with_panels, require_matplotlib, save_figure
 from torchx_apps.recipes.preprocess import Prepared, PreprocessJob
+from torchx_apps.tasks.export_data import AUDITED
 
 Shares = dict[str, float]
 
@@ -187,9 +193,6 @@ def _draw_rates(axis: Any, rates: Sequence[Rate]) -> None:
     axis.set_ylim(min(0.0, float(mean.min())), None)
 
 
-_SUMMARY = "summary.json"
-
-
 def run_preprocess(job: PreprocessJob) -> Path:
     """Writes ``out/<split>/*.parquet``, ``out/preprocessor/``, ``out/summary.json`` and ``out/preprocess.png``.
 
@@ -206,7 +209,7 @@ def run_preprocess(job: PreprocessJob) -> Path:
     if job.pictures:
         require_matplotlib("--set pictures=false")
     with (
-        whole_folder(out, overwrite=job.overwrite, mark=_SUMMARY) as staging,
+        whole_folder(out, overwrite=job.overwrite, mark=SUMMARY) as staging,
         connected(job.engine, threads=job.threads, memory=job.memory) as engine,
     ):
         prepared = job.build(job.config, engine)
@@ -218,7 +221,8 @@ def run_preprocess(job: PreprocessJob) -> Path:
         fitted.save(staging / "preprocessor")
         rows = {split: _transform(prepared, fitted, split, staging, engine) for split in prepared.splits}
         unknown = {split: unknown_shares(staging / split, fitted, engine) for split in rows}
-        _summarise(job, staging / _SUMMARY, fitted, rows, missing, unknown, engine)
+        write_raw_rows(prepared, fitted, staging, engine)
+        _summarise(job, staging / SUMMARY, fitted, rows, missing, unknown, engine, _roles(prepared))
         if job.pictures:
             draw_statistics(staging / "preprocess.png", fitted, missing, rates)
     seconds = time.monotonic() - begun
@@ -264,6 +268,67 @@ def _transform(prepared: Prepared, fitted: FittedPreprocessor, split: str, folde
     return rows
 
 
+def write_raw_rows(prepared: Prepared, fitted: FittedPreprocessor, folder: Path, engine: Engine) -> None:
+    """Writes rows as they stand in the log, for the bundle of the recipe ``stream``: some requests, and the items.
+
+    A request has the columns of the first training rows, and the user's latest events where the result has histories.
+    An item has the columns of its last training row.
+    """
+    source = next(iter(prepared.splits.values()))
+    histories = [step for step in fitted.steps if isinstance(step, History)]
+    made = {f"{step.output}_{kind}" for step in histories for kind in ("items", "times")}
+    names = [name for name in fitted.request_columns if name not in made]
+    also = {name for step in histories for name in (step.user, step.time)}
+    opened = open_source(source, list(dict.fromkeys([*names, *also])), engine)
+    (folder / RAW_REQUESTS).parent.mkdir()
+    rows = engine.collect(opened.table.limit(AUDITED))
+    columns = {name: rows[name] for name in names}
+    for step in histories:
+        columns |= _latest_events(step, rows, source if prepared.events is None else prepared.events, engine)
+    pq.write_table(pa.table(columns), folder / RAW_REQUESTS)
+    if prepared.item is None:
+        return
+    (key,) = steps_for_columns(fitted, [prepared.item]).request_columns
+    wanted = [name for name in fitted.outputs if name in prepared.item_features or name.startswith("item_")]
+    raw = [name for name in steps_for_columns(fitted, wanted).request_columns if name != key]
+    opened = open_source(source, [key, *raw], engine)
+    table = opened.table.filter(opened.table[key].notnull())
+    last = {name: table[name].argmax(table[ROW]) if ROW in table.columns else table[name].arbitrary() for name in raw}
+    items = table.group_by(key).aggregate(**last) if last else table.select(key).distinct()
+    pq.write_table(engine.collect(items.order_by(key)), folder / RAW_ITEMS)
+
+
+def _latest_events(step: History, rows: pa.Table, events: Source, engine: Engine) -> dict[str, pa.Array]:
+    """Returns items and times of the events of each row's user, those that the history would be made of."""
+    table = open_source(events, [step.user, step.item, step.time], engine).table
+    users = [user for user in pc.unique(rows[step.user]).to_pylist() if user is not None]
+    events_of: dict[Any, list[tuple[Any, Any]]] = {user: [] for user in users}
+    chosen = engine.collect(table.filter(table[step.user].isin(users)))
+    for user, item, moment in zip(
+        *(chosen[name].to_pylist() for name in (step.user, step.item, step.time)), strict=True
+    ):
+        if item is not None and moment is not None:
+            events_of[user].append((moment, item))
+    lists = []
+    for user, moment in zip(rows[step.user].to_pylist(), rows[step.time].to_pylist(), strict=True):
+        earlier = [event for event in events_of.get(user, ()) if moment is not None and event[0] < moment]
+        lists.append(sorted(earlier)[-step.length :])
+    items, times = (
+        pa.array(
+            [[event[index] for event in row] for row in lists],
+            type=pa.list_(table.schema().to_pyarrow().field(name).type),
+        )
+        for index, name in ((1, step.item), (0, step.time))
+    )
+    return {f"{step.output}_items": items, f"{step.output}_times": times}
+
+
+def _roles(prepared: Prepared) -> dict[str, Any]:
+    """Returns the columns of the result that are more than features, by role; see :class:`Roles`."""
+    roles = {field.name: getattr(prepared, field.name) for field in dataclasses.fields(Roles)}
+    return roles | {"label": prepared.label if prepared.label in prepared.preprocessor.keep else None}
+
+
 def _summarise(
     job: PreprocessJob,
     path: Path,
@@ -272,12 +337,14 @@ def _summarise(
     missing: Shares,
     unknown: dict[str, Shares],
     engine: Engine,
+    roles: Mapping[str, Any],
 ) -> None:
     summary = {
         "recipe": job.name,
         "config": dataclasses.asdict(job.config) if dataclasses.is_dataclass(job.config) else None,  # type: ignore[arg-type]
         "engine": engine.name,
         "rows": rows,
+        "roles": roles,
         "columns": fitted.outputs,
         "vocab": fitted.vocab,
         "dense": list(fitted.dense),

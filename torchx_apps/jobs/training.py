@@ -59,6 +59,7 @@ from torchx_apps.jobs.resuming import (
 )
 from torchx_apps.tasks.job import Evaluator, Job, Task, schema_of
 from torchx_apps.tasks.named_data import NamedData
+from torchx_apps.tasks.streamed import StreamedTask
 
 _FORMAT = warnings.formatwarning
 
@@ -95,8 +96,7 @@ def run_training(job: Job, run_dir: Path | None = None, *, resume: str = "never"
     quieten_libraries()
     with Runtime.start(job.device, threads=job.threads) as runtime:
         task = load_task(job, runtime)
-        # The set's name differs from the job's after a fallback.
-        job = dataclasses.replace(job, data=dataclasses.replace(job.data, name=task.name))
+        job = as_loaded(job, task)
         if runtime.is_main:
             report.report_start(task, runtime)
         torch.manual_seed(job.train.seed)
@@ -140,6 +140,12 @@ def run_training(job: Job, run_dir: Path | None = None, *, resume: str = "never"
 
             details = {"recipe": job.name, "run": str(run.path), **report.read_warning(run.path)}
             end_with_bundle(job.export, parallel, task, schema, runtime, run.path / BUNDLE, details)
+
+
+def as_loaded(job: Job, task: Task) -> Job:
+    """Returns a job with the name of the set that was loaded, a fallback's perhaps, and the columns of its labels."""
+    loader = task.with_roles(job.loader) if isinstance(task, StreamedTask) else job.loader
+    return dataclasses.replace(job, data=dataclasses.replace(job.data, name=task.name), loader=loader)
 
 
 def build_model(job: Job, task: Task) -> nn.Module:

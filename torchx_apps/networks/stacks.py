@@ -70,7 +70,7 @@ def build(members: Sequence[MemberJob], runtime: Runtime) -> list[Built]:
         if job.data not in tasks:
             tasks[job.data] = training.load_task(job, runtime)
         task = tasks[job.data]
-        job = dataclasses.replace(job, data=dataclasses.replace(job.data, name=task.name))
+        job = training.as_loaded(job, task)
         torch.manual_seed(job.train.seed)
         network = training.build_model(job, task)
         for _, collection in collections(network):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torchx_apps.recipes.n_tower import n_tower as n_tower
+from torchx_apps.recipes.n_tower import stream_job as stream_job
 from torchx_apps.recipes.ncf import contextual_ncf as contextual_ncf
 from torchx_apps.recipes.ncf import ncf as ncf
 from torchx_apps.recipes.session import session as session
@@ -21,6 +22,7 @@ RECIPES: dict[str, Callable[[], Job]] = {
     "ncf": ncf,
     "retrieval": retrieval,
     "session": session,
+    "stream": stream_job,
     "two_tower": two_tower_job,
 }
 two_tower = two_tower_job  # the name by which users' own recipes import it

@@ -1,6 +1,7 @@
-"""The recipe n_tower: a tower for user, item and context each, and a network over the three.
+"""The recipes n_tower and stream: a tower for user, item and context each, and a network over the three.
 
-Keys of the recipe say which features are in which tower, and how a tower's output is compressed.
+``n_tower`` holds its rows in memory; ``stream`` reads what rec.data.preprocess wrote, of any size, while it trains.
+Keys of the recipes say which columns are in which tower, and how a tower's output is compressed.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from torchrec_ext.data.datasets.config import LabelledConfig
+from torchrec_ext.data.datasets.config import LabelledConfig, StreamConfig
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.modules.config import Activation, Compression, Interaction, Normalization
@@ -18,12 +19,13 @@ from torchrec_ext.schema.validation import OutOfRange
 from torchrec_ext.train.config import Schedule, TrainConfig
 from torchx_apps.cli.overrides import apply_overrides
 from torchx_apps.tasks.job import Job
-from torchx_apps.tasks.loading import labelled_task
+from torchx_apps.tasks.loading import labelled_task, streamed_task
 
 if TYPE_CHECKING:
     from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
     from torchrec_ext.data.datasets.labelled import LabelledData
+    from torchrec_ext.data.datasets.streamed import StreamedData
     from torchrec_ext.models.tower_model import TowerModel
 
 
@@ -54,22 +56,46 @@ def check_towers(text: str) -> None:
     """
     if text.isdecimal() and int(text) < 1:
         raise ValueError(f"model.towers={text}: must be 1 or more")
-    if text and not text.isdecimal() and not all(all(group.split("+")) for group in text.split(",")):
+    if ":" in text:
+        named_towers(text)
+    elif text and not text.isdecimal() and not all(all(group.split("+")) for group in text.split(",")):
         raise ValueError(
-            f"model.towers={text}: give a number of towers, or their features, such as user_id+city,item_id+daytime"
+            f"model.towers={text}: give a number of towers, or their features, such as user_id+city,item_id+daytime, "
+            "or their columns by name, such as 'user:user_id,city item:item_id,price_*'"
         )
+
+
+def named_towers(text: str) -> dict[str, list[str]]:
+    """Parses ``user:user_id,city item:item_id,price_*``: the names or patterns of each tower's columns, by tower.
+
+    Raises:
+        ValueError: a tower has no name or no column, or is named twice.
+    """
+    towers: dict[str, list[str]] = {}
+    for group in text.split():
+        name, _, columns = group.partition(":")
+        if not name.isidentifier() or not all(columns.split(",")):
+            raise ValueError(
+                f"model.towers={text}: '{group}' must be a tower's name, a colon and its columns, such as "
+                "user:user_id,city; a blank stands between two towers"
+            )
+        if name in towers:
+            raise ValueError(f"model.towers={text}: tower '{name}' stands there twice; give all its columns at once")
+        towers[name] = columns.split(",")
+    return towers
 
 
 @dataclass(frozen=True, kw_only=True)
 class NTowerConfig:
-    """The towers of the recipe ``n_tower``.
+    """The towers of the recipes ``n_tower`` and ``stream``.
 
     Args:
         embedding_dim: columns of every table.
         embedding_std: standard deviation of the tables' initial values.
         tower_widths: widths of each tower's MLP; where there is none, a tower's output is its concatenated embeddings.
         towers: user, item and context where empty; a number of towers, to group the features by affinity, see
-            :func:`features_by_tower`; or the features of each tower, as ``user_id+homework,item_id+daytime``.
+            :func:`features_by_tower`; the features of each tower, as ``user_id+homework,item_id+daytime``; or the
+            columns of each by name or pattern, as ``user:user_id,age item:item_id,price_*``, the item's tower last.
         towers_from: safetensors of a trained model of these tables (``torchx_apps.publish``), whose vectors then say
             which features are near; their ids do where empty. Needs a number of towers.
         towers_bound: greatest size of one tower's tables in MiB; 1.1 times an even share where 0. Needs a number of
@@ -124,7 +150,21 @@ def n_tower() -> Job:
     )
 
 
-def build_n_tower(config: NTowerConfig, data: LabelledData) -> TowerModel:
+def stream_job() -> Job:
+    """Towers over the rows that rec.data.preprocess wrote, of any size, read while they train; generated rows alone."""
+    return Job(
+        name="stream",
+        build=build_n_tower,
+        model=NTowerConfig(embedding_dim=16, tower_widths=(64, 32), top_widths=(64,), dropout=0.0),
+        data=StreamConfig(),
+        task=streamed_task,
+        loader=LoaderConfig(batch_size=4096, negatives=0),
+        optimizer=OptimizerConfig(tables="row_wise_adagrad", tables_lr=0.05, dense="adam", dense_lr=1e-3),
+        train=TrainConfig(epochs=1),
+    )
+
+
+def build_n_tower(config: NTowerConfig, data: LabelledData | StreamedData) -> TowerModel:
     """Builds a tower for user, item and, where there is any, context; or the towers that ``config.towers`` names."""
     import torch
 
@@ -157,17 +197,24 @@ def build_n_tower(config: NTowerConfig, data: LabelledData) -> TowerModel:
     return TowerModel(towers, top)
 
 
-def _columns_by_tower(config: NTowerConfig, data: LabelledData) -> dict[str, tuple[Sequence[str], Sequence[str]]]:
+def _columns_by_tower(
+    config: NTowerConfig, data: LabelledData | StreamedData
+) -> dict[str, tuple[Sequence[str], Sequence[str]]]:
     """Returns the names of each tower's features and of its dense columns, by tower."""
     if not config.towers:
-        usual: dict[str, tuple[Sequence[str], Sequence[str]]] = {"user": (("user_id",), ()), "item": (("item_id",), ())}
-        return {**usual, "context": (data.context, data.dense)} if data.context else usual
-    from torchx_apps.jobs.grouping import features_by_tower
+        return data.towers
+    from torchx_apps.jobs.grouping import ROWS, columns_by_name, features_by_tower
 
-    features = ["user_id", "item_id", *data.context]
-    sizes = {name: 4.0 * data.vocab[name] * config.embedding_dim for name in features}
+    if ":" in config.towers:
+        return columns_by_name(named_towers(config.towers), data.features, data.dense)
+    sizes = {name: 4.0 * data.vocab[name] * config.embedding_dim for name in data.features}
     groups = features_by_tower(
-        config.towers, features, data.train, sizes, trained=config.towers_from, bound=config.towers_bound * 2**20
+        config.towers,
+        data.features,
+        data.sample(ROWS),
+        sizes,
+        trained=config.towers_from,
+        bound=config.towers_bound * 2**20,
     )
     # Dense columns have no affinity; the tower with the smallest tables reads them.
     smallest = min(groups, key=lambda tower: sum(sizes[name] for name in groups[tower]))

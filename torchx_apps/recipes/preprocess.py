@@ -24,8 +24,16 @@ class Prepared:
         preprocessor: the preprocessing steps.
         splits: files or tables by name of the split; the steps are fitted on the first split.
         events: rows of which histories are made; each split's rows where not given.
-        label: numeric column of the sources whose mean by day is drawn.
+        label: numeric column of the sources, 0 to 1, whose mean by day is drawn; where the preprocessor keeps it, the
+            recipe ``stream`` learns it.
         time: column of the sources with a timestamp or seconds since 1970, for that picture.
+        weight: column of the result with a weight for each row, for the recipe ``stream``.
+        user: column of the result with the users' ids, and ``item`` with the items': the recipe ``stream`` then ranks
+            the catalogue.
+        item: see ``user``.
+        user_features: further columns of the result that are the user's; a name that begins with ``user_`` need not be
+            listed. All that is neither the user's nor the item's is context, which is known before the item is.
+        item_features: further columns of the result that are the item's; as ``user_features``, with ``item_``.
     """
 
     preprocessor: Preprocessor
@@ -33,8 +41,22 @@ class Prepared:
     events: Source | None = None
     label: str | None = None
     time: str | None = None
+    weight: str | None = None
+    user: str | None = None
+    item: str | None = None
+    user_features: tuple[str, ...] = ()
+    item_features: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        written = [name for step in self.preprocessor.steps for name in step.writes]
+        for role in ("weight", "user", "item", "user_features", "item_features"):
+            known = [*written, *self.preprocessor.keep] if role == "weight" else written
+            named = getattr(self, role) or ()
+            for name in (named,) if isinstance(named, str) else named:
+                if name not in known:
+                    raise ValueError(
+                        f"Prepared.{role}: the result has no column {name!r}; its columns are {', '.join(known)}"
+                    )
         if not self.splits:
             raise ValueError("splits: there is none; name at least one source, such as {'train': 'log/*.parquet'}")
         for name in self.splits:
@@ -143,6 +165,10 @@ def build_ml_100k(config: MovieLensConfig, engine: Engine) -> Prepared:
         events=rows,
         label="label",
         time="timestamp",
+        user="user_id",
+        item="item_id",
+        user_features=("history", "gender", "occupation", "zip_code", "age"),
+        item_features=("genres", "release_year"),
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from torchrec_ext.data.columns import Chunk, Column, concatenate
@@ -15,7 +16,10 @@ from torchrec_ext.data.datasets.features import RowContext
 from torchrec_ext.data.datasets.interactions import InteractionData
 from torchrec_ext.data.datasets.labelled import LabelledData
 from torchrec_ext.data.datasets.sequences import SequenceData, most_recent
+from torchrec_ext.data.datasets.streamed import RAW_ITEMS, RAW_REQUESTS, StreamedData
 from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, Lists, Normalize, Step, Vocabulary
+from torchrec_ext.retrieval.bundle.manifest import BundleError
+from torchrec_ext.retrieval.bundle.request_columns import steps_for_columns
 from torchrec_ext.retrieval.exporting.content import Catalogue, NamedUsers
 from torchrec_ext.schema import BatchSchema
 
@@ -28,7 +32,7 @@ class ExportData:
     """The data among the arguments of :func:`torchrec_ext.retrieval.exporting.export.export`, which describes them."""
 
     catalogue: Catalogue
-    users: NamedUsers
+    users: NamedUsers | None = None
     queries: pa.Table | None = None
     preprocessor: FittedPreprocessor | None = None
     candidate: str | None = None
@@ -151,6 +155,40 @@ def of_sequences(data: SequenceData) -> ExportData:
             liked=_lists(before, -1),
         ),
         preprocessor=FittedPreprocessor(steps=steps, keep=(), raw=raw, states=({}, vocabulary)),
+    )
+
+
+def of_streamed(data: StreamedData, schema: BatchSchema) -> ExportData:
+    """Returns the items of the training rows as they stand in the log; a request is a raw row without the item.
+
+    Raises:
+        BundleError: the preprocessing names no item, or its folder has no raw rows.
+    """
+    item = data.roles.item
+    if item is None:
+        raise BundleError(
+            f"set '{data.name}': its preprocessing names no item, of which a bundle stores the vectors; name its "
+            "column in the preprocessing recipe: Prepared(item=...)"
+        )
+    paths = {name: data.folder / name for name in (RAW_ITEMS, RAW_REQUESTS)}
+    if missing := [name for name, path in paths.items() if not path.exists()]:
+        raise BundleError(
+            f"{data.folder}: has no {missing[0]}, in which rec.data.preprocess keeps rows as they stand in the log; "
+            "preprocess the log again with this version"
+        )
+    tables = {name: pq.read_table(path) for name, path in paths.items()}
+    names = (*schema.keys, *schema.dense)
+    columns = [name for name in (*data.towers["item"][0], *data.towers["item"][1]) if name in names]
+    of_items = steps_for_columns(data.preprocessor, dict.fromkeys([item, *columns]))
+    rows = of_items.online(tables[RAW_ITEMS].to_pydict())
+    (key,) = steps_for_columns(data.preprocessor, [item]).request_columns
+    items = tables[RAW_ITEMS].filter(pa.array(np.isin(rows[item].values, data.items[0])))
+    ids = items[key].to_numpy(zero_copy_only=False)
+    asked = steps_for_columns(data.preprocessor, [name for name in names if name not in columns])
+    return ExportData(
+        catalogue=Catalogue(ids=ids, features=items.select(list(of_items.request_columns)), trained=ids),
+        queries=tables[RAW_REQUESTS].select(list(asked.request_columns)),
+        preprocessor=data.preprocessor,
     )
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchrec_ext.data.datasets.config import DataConfig, LabelledConfig, SequenceConfig
+from torchrec_ext.data.datasets.config import DataConfig, LabelledConfig, SequenceConfig, StreamConfig
 
 if TYPE_CHECKING:
     from torchx_apps.tasks.labelled import LabelledTask
     from torchx_apps.tasks.ranking import RankingTask
     from torchx_apps.tasks.sessions import SessionTask
+    from torchx_apps.tasks.streamed import StreamedTask
 
 
 def ranking_task(config: DataConfig, *, progress: bool = True) -> RankingTask:
@@ -36,3 +37,12 @@ def session_task(config: SequenceConfig, *, progress: bool = True) -> SessionTas
 
     del progress
     return SessionTask(load_sequences(config))
+
+
+def streamed_task(config: StreamConfig, *, progress: bool = True) -> StreamedTask:
+    """Opens the preprocessed rows that ``config`` names; nothing is downloaded, so there is no progress to show."""
+    from torchrec_ext.data.datasets.streamed import load_streamed
+    from torchx_apps.tasks.streamed import StreamedTask
+
+    del progress
+    return StreamedTask(load_streamed(config))

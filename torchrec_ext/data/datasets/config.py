@@ -1,4 +1,4 @@
-"""DataConfig, LabelledConfig and SequenceConfig: settings that say which data to load, and the layouts of folders.
+"""DataConfig, LabelledConfig, SequenceConfig, StreamConfig: settings that say which data to load; folders' layouts.
 
 This module imports neither torch nor what reads files, so that a command line is checked at once.
 """
@@ -158,3 +158,26 @@ class SequenceConfig:
                 raise ValueError(
                     f"data.{key}={value}: {self.name} has its own; leave it out, or choose data.name={PLANTED}"
                 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamConfig:
+    """Settings that say which preprocessed rows to read while they train.
+
+    Args:
+        name: folder that ``rec.data.preprocess --out`` wrote, its path or its name in ``data.folder``; or ``planted``,
+            generated rows.
+        folder: folder of preprocessed sets, each in a folder of its own name; ``$TORCHREC_EXT_DATA`` where not given.
+        ranked: greatest number of held-out rows with label 1 for whose user the whole catalogue is ranked, evenly
+            spread over all of them, where the preprocessing names the columns of user and item; 0 ranks nothing.
+        seed: seed of generated data.
+    """
+
+    name: str = PLANTED
+    folder: str | None = None
+    ranked: int = 10_000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.ranked < 0:
+            raise ValueError(f"data.ranked={self.ranked}: must be 0 or more")

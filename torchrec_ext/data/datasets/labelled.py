@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -67,6 +67,25 @@ class LabelledData:
     def __post_init__(self) -> None:
         rows = {name: 0 if name in self.words.vocabularies else size - 1 for name, size in self.vocab.items()}
         object.__setattr__(self, "oov_ids", {**rows, **self.oov_ids})
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Names of the sparse columns."""
+        return ("user_id", "item_id", *self.context)
+
+    @property
+    def towers(self) -> dict[str, tuple[Sequence[str], Sequence[str]]]:
+        """Names of the sparse and of the dense columns of each usual tower."""
+        towers: dict[str, tuple[Sequence[str], Sequence[str]]] = {
+            "user": (("user_id",), ()),
+            "item": (("item_id",), ()),
+        }
+        return {**towers, "context": (self.context, self.dense)} if self.context else towers
+
+    def sample(self, rows: int) -> Chunk:
+        """Returns ``rows`` training rows, evenly spread over all, or all where there are fewer."""
+        count = self.train.num_rows
+        return self.train.take(np.linspace(0, count - 1, min(rows, count)).astype(np.int64))
 
     def trained(self, name: str) -> Int64:
         """Returns the rows of a sparse column's table that stand for an id of a training row, in ascending order."""

@@ -1,0 +1,376 @@
+"""From a raw log to a served model: preprocess -> train the recipe stream -> bundle, whose requests are raw rows."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from tests.contracts import leave_group, run_ranks
+from torchrec_ext.data.columns import Chunk
+from torchrec_ext.data.datasets.config import StreamConfig
+from torchrec_ext.data.datasets.streamed import StreamedData, load_streamed
+from torchrec_ext.data.files.parquet import read_parquet
+from torchrec_ext.data.files.sources import ParquetSource
+from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
+from torchrec_ext.distributed.parallel import hybrid_parallel
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.retrieval.bundle.bundle import Bundle
+from torchrec_ext.retrieval.scorer.requests import ScoreRequest
+from torchrec_ext.retrieval.scorer.scorer import Scorer
+from torchrec_ext.schema import DataError
+from torchrec_ext.train import metrics
+from torchrec_ext.train.loop import train
+from torchx_apps.cli.command_line import apply_overrides, load_recipe
+from torchx_apps.jobs.preprocessing import run_preprocess
+from torchx_apps.jobs.training import build_model, load_task, run_training
+from torchx_apps.recipes.preprocess import Prepared, PreprocessJob
+from torchx_apps.tasks.job import Job, schema_of
+from torchx_apps.tasks.streamed import StreamedTask, held_out_rows, question_of
+
+pytest.importorskip("ibis", reason="needs ibis-framework[duckdb]: pip install 'torchrec-ext[data]'")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ibis")
+
+ROWS, USERS, ITEMS = 6_000, 60, 40
+SMALL = (
+    *("train.epochs=6", "loader.batch_size=128", "model.embedding_dim=8", "model.embedding_std=0.1"),
+    *("optimizer.tables=adam", "optimizer.tables_lr=0.02", "optimizer.dense_lr=0.01"),
+)
+
+
+def write_log(folder: Path) -> None:
+    """A log of texts, dates, lists and gaps; even users click even items, and odd users odd items rather."""
+    rng = np.random.default_rng(0)
+    folder.mkdir(parents=True)
+    users, items = rng.integers(0, USERS, ROWS), rng.integers(0, ITEMS, ROWS)
+    clicked = rng.random(ROWS) < np.array([[0.9, 0.1], [0.3, 0.6]])[users % 2, items % 2]
+    table = pa.table(
+        {
+            "who": pa.array([None if index % 97 == 0 else f"u{user}" for index, user in enumerate(users)]),
+            "what": [f"film-{item}" for item in items],
+            "price": (items * 0.5).astype(np.float64),
+            "tags": [[f"t{item % 5}", f"t{item % 3}"] for item in items],
+            "age": pa.array([None if user % 7 == 0 else int(20 + user) for user in users], pa.int64()),
+            "seen_at": pa.array(1_700_000_000 + np.arange(ROWS) * 977, pa.timestamp("s")),
+            "importance": rng.integers(1, 3, ROWS).astype(np.float32),
+            "clicked": clicked.astype(np.float32),
+        }
+    )
+    for split, start, stop in (("train", 0, 4_800), ("validation", 4_800, 5_400), ("test", 5_400, ROWS)):
+        pq.write_table(table.slice(start, stop - start), folder / f"{split}.parquet", row_group_size=700)
+
+
+def prepare(log: Path, *, keep: tuple[str, ...] = ("clicked", "importance"), **roles: Any) -> PreprocessJob:
+    """The preprocessing of :func:`write_log`."""
+    from torchrec_ext.data.preprocess import (
+        Categorify,
+        FillMissing,
+        History,
+        Normalize,
+        Preprocessor,
+        TimeFeatures,
+    )
+
+    steps = [
+        History(user="who", item="what", time="seen_at", length=5),
+        Categorify(column="what", output="item_id", also=("history",), min_count=2),
+        Categorify(column="who", output="user_id"),
+        Categorify(column="tags", output="item_tags"),
+        Normalize(column="price", output="item_price"),
+        FillMissing(column="age", statistic="median"),
+        Normalize(column="age", output="user_age"),
+        TimeFeatures(column="seen_at"),
+    ]
+    given = {"label": "clicked", "weight": "importance", "user": "user_id", "item": "item_id"} | roles
+    prepared = Prepared(
+        preprocessor=Preprocessor(steps, keep=keep),
+        splits={split: str(log / f"{split}.parquet") for split in ("train", "validation", "test")},
+        events=[str(log / f"{split}.parquet") for split in ("train", "validation", "test")],
+        user_features=("history", "age"),
+        **given,
+    )
+    return PreprocessJob(name="films", build=lambda config, engine: prepared, pictures=False)
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("films") / "log"
+    write_log(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(log: Path) -> Path:
+    out = log.parent / "preprocessed"
+    run_preprocess(dataclasses.replace(prepare(log), out=str(out)))
+    return out
+
+
+def job_of(folder: Path | str, *overrides: str) -> Job:
+    job: Job = apply_overrides(load_recipe("stream"), [*SMALL, f"data.name={folder}", *overrides])
+    return job
+
+
+def rows_of(folder: Path, split: str) -> Chunk:
+    return read_parquet(sorted((folder / split).glob("*.parquet")))
+
+
+class Run(NamedTuple):
+    """What a run printed, its test figures, and the SHA-256 of its weights' values by name."""
+
+    output: str
+    figures: dict[str, float]
+
+
+def ran(runtime: Runtime, job: Job, out: Path) -> Run:
+    leave_group(runtime)
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        run_training(job, out)
+    return Run(output.getvalue(), json.loads((out / "summary.json").read_text())["test"])
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> Path:
+    out = folder.parent / "run"
+    (run,) = run_ranks(ran, 1, job_of(folder, "export=require"), out)
+    assert run.figures["auc"] > 0.8, run.output
+    assert run.figures["hr@10"] > 0.35, "half of 40 items are good: ten at random of 40 find one in four"
+    assert 0.8 < run.figures["calibration"] < 1.2
+    assert run.figures["ne"] < 0.8
+    return out
+
+
+def test_the_score_of_a_raw_row_is_the_models_on_the_preprocessed_row(trained: Path, folder: Path, log: Path) -> None:
+    """Rows of the test split, which training did not see, as they stand in the log."""
+    scores = run_ranks(model_scores, 1, trained, folder)[0]
+    raw = pq.read_table(log / "test.parquet")
+    events = [pq.read_table(log / f"{split}.parquet") for split in ("train", "validation", "test")]
+    past: dict[str, list[tuple[Any, str]]] = {}
+    for row in pa.concat_tables(events).select(["who", "seen_at", "what"]).to_pylist():
+        past.setdefault(row["who"], []).append((row["seen_at"], row["what"]))
+    scorer = Scorer(Bundle.load(trained / "bundle"))
+    asked = {name for name in scorer.bundle.request_columns if name not in ("history_items", "history_times")}
+    for number, row in enumerate(raw.slice(0, 60).to_pylist()):
+        before = [event for event in past.get(row["who"], []) if event[0] < row["seen_at"]] if row["who"] else []
+        user = {name: row[name] for name in asked}
+        user |= {"history_times": [at for at, _ in before], "history_items": [what for _, what in before]}
+        (score,) = scorer.score(ScoreRequest(user=user, items=[row["what"]])).scores
+        assert score == pytest.approx(scores[number], abs=1e-5)
+
+
+def model_scores(runtime: Runtime, run: Path, folder: Path) -> list[float]:
+    """Returns the logits of the run's last checkpoint for the test split's first 60 rows, as the loader reads them."""
+    from torchrec_ext.train.checkpoint.folder import CheckpointRanks
+    from torchrec_ext.train.checkpoint.load import load_checkpoint
+    from torchrec_ext.train.checkpoint.state import model_state
+    from torchx_apps.jobs.resuming import checkpoint_to_export
+
+    job = job_of(folder)
+    task = load_task(job, runtime)
+    model = build_model(job, task)
+    schema = schema_of(job, task, model)
+    parallel, optimizer = hybrid_parallel(model, runtime, optimizer=job.optimizer)
+    path, _ = checkpoint_to_export(str(run), "last", CheckpointRanks(runtime), restores=False)
+    load_checkpoint(path, model_state(parallel, optimizer), CheckpointRanks(runtime))
+    parallel.eval()
+    config = LoaderConfig(batch_size=60, negatives=0, label="clicked", shuffle=False)
+    batch = next(iter(ChunkLoader(task.data.splits["test"], schema, config=config)))
+    with torch.no_grad():
+        return parallel.module(batch)[1].logits.tolist()  # type: ignore[no-any-return]
+
+
+class InMemory(StreamedTask):
+    """The same rows, held in memory."""
+
+    def loader(self, schema: Any, config: LoaderConfig, *, rank: int, world_size: int) -> ChunkLoader:
+        chunk = rows_of(self.data.folder, "train")
+        return ChunkLoader(chunk, schema, config=self.with_roles(config), rank=rank, world_size=world_size)
+
+
+def weights_of(runtime: Runtime, folder: Path, kind: type[StreamedTask]) -> dict[str, torch.Tensor]:
+    job = job_of(folder, "loader.shuffle=false", "train.epochs=1")
+    task = kind(load_task(job, runtime).data)
+    torch.manual_seed(0)
+    model = build_model(job, task)
+    schema = schema_of(job, task, model)
+    parallel, optimizer = hybrid_parallel(model, runtime, optimizer=job.optimizer, seed=0)
+    loader = task.loader(schema, job.loader, rank=runtime.rank, world_size=runtime.world_size)
+    train(parallel, optimizer, loader, runtime, job.train)
+    return {
+        name: (value.local_tensor() if hasattr(value, "local_tensor") else value).detach().clone()
+        for name, value in parallel.state_dict().items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def test_streamed_and_in_memory_training_of_the_same_rows_give_the_same_weights(folder: Path) -> None:
+    streamed, held = (run_ranks(weights_of, 1, folder, kind)[0] for kind in (StreamedTask, InMemory))
+    assert streamed.keys() == held.keys()
+    assert len(streamed) > 5
+    for name, value in streamed.items():
+        assert torch.equal(value, held[name]), name
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_row_is_trained_once_on_any_number_of_ranks(folder: Path, world_size: int) -> None:
+    data = load_streamed(StreamConfig(name=str(folder)))
+    task = StreamedTask(data)
+    job = job_of(folder)
+    schema = schema_of(job, task, build_model(job, task))
+    hours = np.zeros(25)
+    weights, labels = 0.0, 0.0
+    for rank in range(world_size):
+        for batch in task.loader(schema, job.loader, rank=rank, world_size=world_size):
+            hours += np.bincount(batch.sparse["seen_at_hour"].values().numpy(), minlength=25)
+            weights += float(batch.weights.sum())
+            labels += float((batch.labels * batch.weights).sum())
+    rows = rows_of(folder, "train")
+    assert hours.tolist() == np.bincount(rows["seen_at_hour"].values, minlength=25).tolist()
+    assert weights == rows["importance"].values.sum()
+    assert labels == (rows["importance"].values * rows["clicked"].values).sum()
+
+
+@pytest.mark.unit
+def test_columns_become_towers_by_their_owners(folder: Path) -> None:
+    data = load_streamed(StreamConfig(name=str(folder)))
+    assert data.towers == {
+        "user": (["history", "user_id"], ["age", "user_age"]),
+        "context": (["seen_at_hour", "seen_at_weekday"], []),
+        "item": (["item_id", "item_tags"], ["item_price"]),
+    }
+    assert data.vocab == data.preprocessor.vocab
+    named = "model.towers=who:user_*,history,age when:seen_* what:item_*"
+    towers: Any = build_model(job_of(folder, named), StreamedTask(data))
+    assert {name: list(tower.dense) for name, tower in towers.towers.items()} == {
+        "who": ["age", "user_age"],
+        "when": [],
+        "what": ["item_price"],
+    }
+
+
+@pytest.mark.unit
+def test_the_catalogue_is_the_last_row_of_each_item(folder: Path) -> None:
+    data = load_streamed(StreamConfig(name=str(folder)))
+    known, items = data.items
+    train = rows_of(folder, "train")
+    ids = train["item_id"].values
+    assert known.tolist() == sorted(set(ids[ids > 0].tolist()))
+    for item in known.tolist():
+        row = int(np.flatnonzero(ids == item)[-1])
+        assert items["item_price"].values[item] == train["item_price"].values[row]
+        assert items["item_tags"].row(item).tolist() == train["item_tags"].row(row).tolist()
+
+
+def brute_force(data: StreamedData, held_out: Chunk, scores: np.ndarray[Any, Any]) -> float:
+    """HR@10 of held-out rows by hand: the items that the user clicked in training are left out."""
+    train = rows_of(data.folder, "train")
+    pairs = {
+        (user, item)
+        for user, item, label in zip(*(train[name].values for name in ("user_id", "item_id", "clicked")), strict=True)
+        if label and user
+    }
+    known = set(data.items[0].tolist())
+    hits = 0
+    for row, (user, target) in enumerate(zip(held_out["user_id"].values, held_out["item_id"].values, strict=True)):
+        rivals = [item for item in known if item != target and (user, item) not in pairs]
+        hits += sum(scores[row, item] > scores[row, target] for item in rivals) < 10
+    return hits / held_out.num_rows
+
+
+@pytest.mark.unit
+def test_the_ranking_is_what_a_count_by_hand_gives(folder: Path) -> None:
+    data = load_streamed(StreamConfig(name=str(folder), ranked=90))
+    held_out = held_out_rows(data, "test")
+    assert 45 <= held_out.num_rows <= 90, "evenly spread over all positives"
+    assert held_out["clicked"].values.all()
+    scores = np.random.default_rng(0).normal(size=(held_out.num_rows, data.vocab["item_id"]))
+    ranks = metrics.ranks_of(torch.from_numpy(scores.copy()), question_of(data, held_out))
+    assert metrics.ranking_metrics(ranks)["hr@10"] == pytest.approx(brute_force(data, held_out, scores))
+
+
+def broken(folder: Path, out: Path) -> Path:
+    shutil.copytree(folder, out)
+    return out
+
+
+@pytest.mark.unit
+def test_what_is_not_a_preprocessed_folder_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    def refusal(path: Path) -> str:
+        with pytest.raises(DataError) as raised:
+            load_streamed(StreamConfig(name=str(path)))
+        return str(raised.value)
+
+    (tmp_path / "logs").mkdir()
+    assert "logs: has no summary.json, so rec.data.preprocess did not write it" in refusal(tmp_path / "logs")
+    shutil.rmtree(broken(folder, tmp_path / "untested") / "test")
+    assert "untested: has no split 'test' (it has train, validation, test)" in refusal(tmp_path / "untested")
+    part = next((broken(folder, tmp_path / "changed") / "test").glob("*.parquet"))
+    pq.write_table(pq.read_table(part).drop(["item_tags"]), part)
+    assert "column 'item_tags' is missing" in refusal(tmp_path / "changed")
+    part = next((broken(folder, tmp_path / "typed") / "train").glob("*.parquet"))
+    table = pq.read_table(part)
+    pq.write_table(table.set_column(0, table.column_names[0], [[0.5] * len(table)]), part)
+    assert f"column '{table.column_names[0]}' is double, must be" in refusal(tmp_path / "typed")
+    (broken(folder, tmp_path / "cut") / "summary.json").write_text('{"rows"')
+    assert "summary.json: is damaged" in refusal(tmp_path / "cut")
+
+
+@pytest.mark.unit
+def test_a_log_without_a_label_or_without_items_is_told_so(log: Path, folder: Path, tmp_path: Path) -> None:
+    run_preprocess(dataclasses.replace(prepare(log, keep=("importance",)), out=str(tmp_path / "unlabelled")))
+    with pytest.raises(DataError, match=r"unlabelled: its rows have no label: .*it keeps importance"):
+        load_streamed(StreamConfig(name=str(tmp_path / "unlabelled")))
+    with pytest.raises(ValueError, match=r"Prepared\.item: the result has no column 'what_id'; its columns are"):
+        prepare(log, item="what_id")
+    older = broken(folder, tmp_path / "older")
+    shutil.rmtree(older / "raw")
+    data = load_streamed(StreamConfig(name=str(older)))
+    job = job_of(folder)
+    schema = schema_of(job, StreamedTask(data), build_model(job, StreamedTask(data)))
+    with pytest.raises(ValueError, match=r"older: has no raw/items\.parquet, in which rec\.data\.preprocess keeps"):
+        StreamedTask(data).export_data(schema)
+
+
+@pytest.mark.unit
+def test_an_older_folder_has_the_label_column_as_its_label(tmp_path: Path, folder: Path) -> None:
+    older = broken(folder, tmp_path / "older")
+    summary = json.loads((older / "summary.json").read_text())
+    del summary["roles"]
+    (older / "summary.json").write_text(json.dumps(summary))
+    with pytest.raises(DataError, match=r"older: its rows have no label"):
+        load_streamed(StreamConfig(name=str(older)))
+
+
+def test_a_run_that_was_stopped_in_mid_epoch_goes_on_as_if_it_had_not(folder: Path, tmp_path: Path) -> None:
+    saving = ("checkpoint.steps=7", "train.epochs=1")
+    run_ranks(ran, 2, job_of(folder, *saving), tmp_path / "whole")
+    steps = sorted((tmp_path / "whole" / "checkpoints").glob("step-*"))
+    assert len(steps) > 2
+    resumed = tmp_path / "resumed"
+    run_ranks(resumed_run, 2, job_of(folder, *saving), resumed, str(steps[0]))
+    whole, again = (json.loads((path / "summary.json").read_text())["test"] for path in (tmp_path / "whole", resumed))
+    assert whole == again
+
+
+def resumed_run(runtime: Runtime, job: Job, out: Path, checkpoint: str) -> None:
+    leave_group(runtime)
+    with contextlib.redirect_stdout(io.StringIO()):
+        run_training(job, out, resume=checkpoint)
+
+
+@pytest.mark.unit
+def test_files_of_the_splits_are_read_a_row_group_at_a_time(folder: Path) -> None:
+    data = load_streamed(StreamConfig(name=str(folder)))
+    assert all(isinstance(source, ParquetSource) for source in data.splits.values())
