@@ -198,7 +198,7 @@ class Steps:
             loader: batches; its ``steps()`` where it has such a method and steps may be captured.
             watch: hands the batches on and checks their number.
         """
-        items = watch(_Drawn(loader) if self._compile != "off" and hasattr(loader, "steps") else loader)
+        items = watch(_Drawn(loader) if self._compile != "off" and callable(getattr(loader, "steps", None)) else loader)
         if self._threads == "auto":
             self._threads = "given"
             yield from with_best_threads(items, self._eager, self._runtime, self._say)
