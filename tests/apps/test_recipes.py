@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from tests.apps.test_matrix import RECIPES
 from tests.contracts import run_ranks
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
@@ -166,14 +167,15 @@ def test_among_given_candidates_the_only_one_of_the_right_colour_is_found(colour
     ],
 )
 def test_a_recipe_is_one_command(recipe: str, overrides: list[str], tmp_path: Path) -> None:
-    changed = [flag for text in ("data.name=planted", "train.epochs=1", *overrides) for flag in ("--set", text)]
+    planted = RECIPES[recipe]
+    changed = [flag for text in (*planted.overrides, *overrides) for flag in ("--set", text)]
     flags = ["--recipe", recipe, "--run-dir", str(tmp_path / "run"), *changed]
     done = subprocess.run(
         [sys.executable, "-m", "torchx_apps.train", *flags], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     summary: dict[str, Any] = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert 0 < summary["test"]["auc"] < 1
+    assert planted.above < summary["test"][planted.figure] < 1
     assert "this model" in done.stdout
     assert (tmp_path / "run" / "training.png").exists()
 
