@@ -83,14 +83,15 @@ def _run(argv: Sequence[str]) -> int:
     return 0
 
 
-def too_many(ranks: int, memory: int | None = None) -> str:
-    """Refuses more ranks than this machine's memory has room for: returns the message, or nothing where they fit.
+def too_many(processes: int, memory: int | None = None, *, name: str = "ranks") -> str:
+    """Refuses more processes than this machine's memory has room for: returns the message, or nothing where they fit.
 
     Without this check -j 1x99999 starts as many interpreters, and the machine answers nobody for minutes.
 
     Args:
-        ranks: number of processes that would be started here.
+        processes: number of processes that would be started here, each of which imports torch.
         memory: bytes of memory; that of this machine, or of this process's container, where not given.
+        name: what the message calls them.
 
     Example:
         >>> too_many(99_999, memory=24 << 30)[:83]
@@ -99,11 +100,11 @@ def too_many(ranks: int, memory: int | None = None) -> str:
         ''
     """
     memory = _memory() if memory is None else memory
-    if ranks * _RANK_BYTES <= memory:
+    if processes * _RANK_BYTES <= memory:
         return ""
-    needed, available = ranks * _RANK_BYTES / 2**30, memory / 2**30
+    needed, available = processes * _RANK_BYTES / 2**30, memory / 2**30
     return (
-        f"{ranks} ranks on one machine: they need {needed:,.0f} GiB before they read any data, and it has "
+        f"{processes} {name} on one machine: they need {needed:,.0f} GiB before they read any data, and it has "
         f"{available:,.0f} GiB, enough for {memory // _RANK_BYTES}; start fewer"
     )
 

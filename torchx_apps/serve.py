@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchx_apps.agent import hand_over
+from torchx_apps.agent import hand_over, too_many
 
 if TYPE_CHECKING:
     from torchrec_ext.retrieval.server.settings import ServerConfig
@@ -49,6 +49,9 @@ def _serve(options: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise ValueError(f"the server needs the package {error.name}: pip install 'torchrec-ext[serve]'") from None
     settings = _settings(options)
+    refusal = too_many(settings.workers, name="workers")
+    if refusal:
+        raise ValueError(refusal)
     socket = listen(options.host, options.port)
     address = f"[{options.host}]" if ":" in options.host else options.host
     url = f"http://{address}:{socket.getsockname()[1]}"

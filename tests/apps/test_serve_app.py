@@ -289,6 +289,10 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
         (["--port=99999"], "--port 99999"),
         (["--port=0", "--host=192.0.2.1"], "this machine has no such address"),
         (["--workers=0"], "workers=0: must be 1 or more"),
+        (
+            ["--workers=99999"],
+            "99999 workers on one machine: they need 25,000 GiB before they read any data, and it has",
+        ),
         (["--hang=0"], "hang_s=0.0: must be greater than 0"),
         (["--hang=2"], "hang_s=2: must be more than the 2 s of time_ms=2000"),
         (

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torchx.specs import AppState, AppStatus
 
-from torchx_apps import export, plan, serve
+from torchx_apps import agent, export, plan, serve
 from torchx_apps.agent import describe_failure, first_failure, hand_over
 from torchx_apps.cli.errors import describe_error, is_users_mistake
 from torchx_apps.cli.overrides import convert
@@ -115,3 +115,12 @@ def test_without_a_scheduler_to_tell_the_agent_prints(
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     hand_over("rank 1: mine")
     assert capsys.readouterr().err == "rank 1: mine\n"
+
+
+def test_a_node_starts_no_more_ranks_than_it_has_memory_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    monkeypatch.setattr(agent, "_stop_when_orphaned", lambda: None)  # of this process
+    assert agent._run(["--standalone", "--nproc_per_node=99999", "-m", "torchx_apps.train"]) == 1
+    assert capsys.readouterr().err.startswith("99999 ranks on one machine: they need 25,000 GiB before they read any")
