@@ -72,7 +72,15 @@ def build_session(config: SessionConfig, data: SequenceData) -> NextItemModel:
 
     from torchrec_ext.models.session import NextItemModel
     from torchrec_ext.modules.session_encoder import SessionEncoder
+    from torchrec_ext.modules.tower import check_tables
 
+    table = EmbeddingConfig(
+        name="item_id",
+        num_embeddings=data.vocab["item_id"],
+        embedding_dim=config.embedding_dim,
+        init_fn=partial(torch.nn.init.normal_, std=config.init_std),
+    )
+    check_tables([table])  # before the encoder, which would name its width
     encoder = SessionEncoder(
         config.embedding_dim,
         data.max_length,
@@ -84,11 +92,5 @@ def build_session(config: SessionConfig, data: SequenceData) -> NextItemModel:
         causal=True,
         position=config.position,
         attention=config.attention,
-    )
-    table = EmbeddingConfig(
-        name="item_id",
-        num_embeddings=data.vocab["item_id"],
-        embedding_dim=config.embedding_dim,
-        init_fn=partial(torch.nn.init.normal_, std=config.init_std),
     )
     return NextItemModel(table, encoder, device=torch.device("meta"))
