@@ -36,7 +36,7 @@ from torchx_apps import export
 from torchx_apps.cli.command_line import apply_overrides, built_in_recipes, load_recipe
 from torchx_apps.jobs.exporting import end_with_bundle, export_task
 from torchx_apps.jobs.saved_job import saved_job
-from torchx_apps.jobs.training import load_task
+from torchx_apps.jobs.training import load_task, run_training
 
 RECIPES: dict[str, tuple[str, ...]] = {
     "two_tower": ("data.name=planted", "data.users=80", "data.items=60"),
@@ -350,6 +350,34 @@ def test_a_run_ends_with_the_bundle_that_its_checkpoint_gives(tmp_path: Path) ->
     assert [bundle.manifest.certificate["ranks"] for bundle in bundles] == [1, 1, 2]
     assert bundles[1].manifest.certificate["checkpoint"].startswith(str(run))
     assert not onnx or json.loads((tmp_path / "onnx/onnx.json").read_text())["bundle"] == bundles[2].manifest.digest
+
+
+def test_a_bundle_is_of_the_checkpoint_asked_for_and_says_that_its_run_was_worse_than_a_constant(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """At this rate the network learns nothing but the noise of its last rows, each epoch another one."""
+    sets = ["data.name=planted", "train.epochs=9", "train.eval_every=1", "loader.batch_size=4096", "checkpoint.keep=9"]
+    sets += ["optimizer.tables_lr=1", "optimizer.dense_lr=1"]
+    sets += [f"train.early_stop.{item}" for item in ("metric=auc", "mode=max", "patience=1")]
+    run = tmp_path / "run"
+    job = apply_overrides(load_recipe("contextual_ncf"), [*sets, "export=require", "device=cpu"])
+    run_training(job, run)
+    warning = json.loads((run / "summary.json").read_text())["warning"]
+    assert warning.startswith("this model is worse than the same for all by ")
+    assert "log_loss (" in warning
+    best = json.loads((run / "checkpoints/best.json").read_text())["step"]
+    last = max(int(path.name[-10:]) for path in (run / "checkpoints").glob("step-*"))
+    assert best < last
+    bundles = [Bundle.load(run / "bundle")]
+    for name, flags, step in (("none", [], best), ("best", ["best"], best), ("last", ["last"], last)):
+        out = tmp_path / name
+        assert export.main([str(run), f"--out={out}", *(f"--checkpoint={which}" for which in flags)]) == 0
+        bundles.append(Bundle.load(out))
+        assert bundles[-1].manifest.certificate["steps"] == step
+    assert [bundle.manifest.certificate["warning"] for bundle in bundles] == [warning] * 4
+    digests = [bundle.manifest.digest for bundle in bundles]
+    assert digests[0] == digests[1] == digests[2] != digests[3]
+    assert capfd.readouterr().out.count(f"warning: {warning}\n") == 5, "after the training, and by each bundle"
 
 
 def app(name: str, *flags: str, ranks: int = 0) -> str:

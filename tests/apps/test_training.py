@@ -23,7 +23,7 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.config import Record
 from torchrec_ext.train.loop import train
 from torchx_apps.cli.command_line import apply_overrides, load_recipe
-from torchx_apps.jobs.training import _plan, build_model, load_task
+from torchx_apps.jobs.training import _plan, build_model, load_task, loader_of
 from torchx_apps.networks import stacks as stackable
 from torchx_apps.networks.members import MemberJob
 from torchx_apps.recipes import Job, two_tower_job
@@ -286,3 +286,16 @@ def test_small_tables_are_on_every_rank_by_default_and_the_plan_says_why() -> No
         assert "plan.sharding=auto" not in text
     (alone,) = run_ranks(planned, 1)
     assert all("plan.sharding=auto" not in text for text in alone)
+
+
+@pytest.mark.unit
+def test_a_batch_that_is_larger_than_an_epoch_is_clipped_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    planted_set, runtime = ("data.name=planted", "data.users=60", "data.items=50"), Runtime()
+    task = load_task(two_tower_with(*planted_set), runtime)
+    rows = task.data.train.num_rows
+    for size in (rows, rows + 1, 1_000_000):
+        job = two_tower_with(*planted_set, f"loader.batch_size={size}")
+        loader = loader_of(job, task, build_model(job, task).schema(), runtime)
+        note = f"note: loader.batch_size={size} is more than an epoch has: each step takes all {rows:,} samples\n"
+        assert capsys.readouterr().out == ("" if size == rows else note)
+        assert len(loader) == 1

@@ -90,6 +90,14 @@ def test_any_number_of_ranks_sees_every_sequence_once(
             assert all(float(batch.total_weight) == pytest.approx(targets / world_size) for batch in step)
 
 
+def test_a_batch_is_no_larger_than_the_epoch() -> None:
+    few, many = (list(loader_of(10, rank=1, world_size=2, batch_size=size)) for size in (10, 1_000_000))
+    assert len(few) == len(many) == 1
+    assert torch.equal(few[0].weights, many[0].weights)
+    for name in ("session", "candidates"):
+        assert feature(few[0], name) == feature(many[0], name)
+
+
 def test_a_new_epoch_brings_a_new_order_and_new_candidates() -> None:
     loader = loader_of(40)
     first = list(loader)
