@@ -14,12 +14,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.contracts import leave_group, run_ranks
+from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.networks.compiled import CompiledStep
+from torchrec_ext.train.checkpoint import folder as shared_folder
 from torchx_apps import publish, train_networks
 from torchx_apps.cli.command_line import apply_overrides, load_recipe
 from torchx_apps.networks import stacks as stacked_members
 from torchx_apps.networks.members import MemberJob, RankGroup, World, differing, members_of, place, setting
 from torchx_apps.networks.report import Result, best_of, draw_networks, table
+from torchx_apps.networks.run import run_networks
 from torchx_apps.networks.stacks import NetworksConfig, why_alone
 
 TINY = [
@@ -218,6 +222,33 @@ def test_a_process_without_torchrun_is_a_world_of_one() -> None:
     world.narrow(RankGroup(("a",), (0,)), "0/0")
     world.tell("results/0", "[]")
     assert (world.rank, world.size, environ, world.told(["results/0"])) == (0, 1, {}, ["[]"])
+
+
+def on_a_host_of_its_own(runtime: Runtime, folder: str) -> str:
+    """What a job of two networks ends with where each rank stands in another folder."""
+    leave_group(runtime)
+    shared_folder._LATE_S = 0.5
+    home = Path(folder, f"host{runtime.rank}")
+    home.mkdir()
+    os.chdir(home)
+    world, message = World(), "trained"
+    groups = [RankGroup((f"seed={rank}",), (rank,)) for rank in range(2)]
+    try:
+        run_networks(members("train.seed=0,1"), groups, world, NetworksConfig(), Path("runs/a"))
+    except ValueError as error:
+        message = str(error)
+    if runtime.is_main:
+        world.told(["read"])  # it holds the store from which the other one reads
+    else:
+        world.tell("read", "")
+    return message
+
+
+def test_a_folder_of_each_host_is_refused_before_any_member_is_trained(tmp_path: Path) -> None:
+    for message in run_ranks(on_a_host_of_its_own, 2, str(tmp_path)):
+        assert "folder 'runs/a': rank 1 on " in message
+        assert "give a folder that all hosts share, by an absolute path, with --run_dir" in message
+    assert [path.name for path in tmp_path.rglob("runs/a/*")] == ["launch"], "no member has begun"
 
 
 @pytest.mark.unit
