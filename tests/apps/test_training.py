@@ -291,7 +291,7 @@ def test_small_tables_are_on_every_rank_by_default_and_the_plan_says_why() -> No
 @pytest.mark.unit
 def test_a_batch_that_is_larger_than_an_epoch_is_clipped_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     planted_set, runtime = ("data.name=planted", "data.users=60", "data.items=50"), Runtime()
-    task = load_task(two_tower_with(*planted_set), runtime)
+    task = two_tower_job().task(two_tower_with(*planted_set).data, progress=False)
     rows = task.data.train.num_rows
     for size in (rows, rows + 1, 1_000_000):
         job = two_tower_with(*planted_set, f"loader.batch_size={size}")
