@@ -289,6 +289,22 @@ def test_small_tables_are_on_every_rank_by_default_and_the_plan_says_why() -> No
 
 
 @pytest.mark.unit
+def test_a_softmax_over_a_batch_that_no_memory_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted_set, runtime = ("data.name=planted", "data.users=60", "data.items=50", "loader.batch_size=512"), Runtime()
+    job: Job = apply_overrides(load_recipe("retrieval"), list(planted_set))
+    task = job.task(job.data, progress=False)
+    schema = build_model(job, task).schema()
+    for free, fits in ((2**22, True), (2**22 - 1, False)):
+        monkeypatch.setattr("torchx_apps.jobs.training.available_memory", lambda free=free: free)
+        if fits:
+            loader_of(job, task, schema, runtime)
+            continue
+        with pytest.raises(ValueError, match=r"loader\.batch_size=512 with model\.loss=in_batch: each of 512 queries"):
+            loader_of(job, task, schema, runtime)
+    drawn = two_tower_with(*planted_set)
+    loader_of(drawn, drawn.task(drawn.data, progress=False), build_model(drawn, task).schema(), runtime)
+
+
 def test_a_batch_that_is_larger_than_an_epoch_is_clipped_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     planted_set, runtime = ("data.name=planted", "data.users=60", "data.items=50"), Runtime()
     task = two_tower_job().task(two_tower_with(*planted_set).data, progress=False)

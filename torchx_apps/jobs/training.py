@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 import time
 import warnings
@@ -28,10 +29,11 @@ from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.explain import explain
 from torchrec_ext.distributed.plan.planner import free_tables, plan_sharding
-from torchrec_ext.distributed.runtime import Runtime, peak_resident
+from torchrec_ext.distributed.runtime import Runtime, available_memory, peak_resident
 from torchrec_ext.distributed.streams import on_streams
 from torchrec_ext.distributed.tables import collections, table_configs
 from torchrec_ext.models.tower_model import TowerModel
+from torchrec_ext.modules.config import LOSSES
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.folder import CheckpointRanks
@@ -179,7 +181,31 @@ def loader_of(job: Job, task: Task, schema: BatchSchema, runtime: Runtime) -> An
             f"note: loader.batch_size={config.batch_size} is more than an epoch has: each step takes all {samples:,} "
             "samples"
         )
+    _check_scores(job, min(samples, config.batch_size), runtime)
     return IdDropout(loader, schema, job.id_dropout_rates(), seed=config.seed) if job.id_dropout else loader
+
+
+_SCORE_COPIES = 4  # 1.36 GB more were resident for 10,000 x 10,000 scores of .4 GB: scores, corrected, shares, gradient
+
+
+def _check_scores(job: Job, samples: int, runtime: Runtime) -> None:
+    """Refuses a softmax over a batch whose scores, one for each pair of its rows, are more than this host can give.
+
+    Raises:
+        ValueError: naming the sizes, and a batch that fits.
+    """
+    loss = getattr(job.model, "loss", None)
+    if loss not in LOSSES or not LOSSES[loss].in_batch or runtime.device.type != "cpu":
+        return
+    each = 4 * _SCORE_COPIES * runtime.local_world_size / runtime.world_size
+    needed, free = each * samples * (samples + job.loader.shared_negatives), available_memory()
+    if needed > free:
+        fits = max(1, int(math.sqrt(free / each)))
+        raise ValueError(
+            f"loader.batch_size={job.loader.batch_size} with model.loss={loss}: each of {samples:,} queries is scored "
+            f"against each of {samples + job.loader.shared_negatives:,} candidates of its batch, which takes "
+            f"{needed / 2**30:,.1f} GiB, and {free / 2**30:,.1f} are free; set loader.batch_size to {fits:,} or less"
+        )
 
 
 def _plan(job: Job, model: nn.Module, decision: Decision | None, runtime: Runtime) -> tuple[ShardingPlan, str]:
