@@ -277,13 +277,13 @@ def test_what_a_command_line_needs_imports_no_torch() -> None:
     ("words", "status", "answer"),
     [
         *(([app, "--help"], 0, "usage: ") for app in ("train", "train_networks", "plan", "export", "embed", "serve")),
-        *(([app, "--help"], 0, "usage: ") for app in ("preprocess", "publish")),
+        *(([app, "--help"], 0, "usage: ") for app in ("preprocess", "publish", "evaluate")),
         *(([app, "--no-such-flag"], 1, "--no-such-flag") for app in ("train", "train_networks", "plan", "preprocess")),
         *(([app, "x", "--no-such-flag"], 2, "--no-such-flag") for app in ("export", "embed", "serve", "publish")),
         *(([app, "--list-recipes"], 0, "  ") for app in ("train", "train_networks", "plan", "preprocess")),
         *(
             (["train", "--recipe", recipe, "--dry-run"], 0, "most used")
-            for recipe in ("contextual_ncf", "n_tower", "ncf", "retrieval", "session", "two_tower")
+            for recipe in ("contextual_ncf", "n_tower", "ncf", "retrieval", "session", "stream", "two_tower")
         ),
         (["train_networks", "--vary", "train.seed=0,1", "--dry-run"], 0, "seed=1"),
         (["train_networks", "--vary", "train.sed=0,1"], 1, "there is no key 'sed'"),
@@ -295,6 +295,7 @@ def test_what_a_command_line_needs_imports_no_torch() -> None:
         (["plan", "--tables", "ad=1Kx4", "--optimizer", "adm"], 1, "tables='adm'"),
         (["preprocess", "--dry-run"], 0, "config.history_length"),
         (["preprocess", "--set", "config.test_share=2"], 1, "config.test_share=2"),
+        (["evaluate", "--users=no", "--items=no", "--truth=no"], 1, "--users no: there is no such file"),
         (["export", "no/such/run"], 1, "cannot be read"),
         (["serve", "no/such/bundle", "--max-k", "0"], 1, "limit k=0"),
         (["train", "--recipe", "two_towr"], 1, "did you mean 'two_tower'"),

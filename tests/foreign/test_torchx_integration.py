@@ -97,6 +97,8 @@ def test_every_component_runs_to_its_end(folder: Path) -> None:
     )
     items = {"item_id": np.arange(1, 51), "release_year": np.full(50, 1), "genres": [[1]] * 50}
     pq.write_table(pa.table(items), folder / "items.parquet")
+    np.save(folder / "vectors.npy", np.eye(3, dtype=np.float32))
+    pq.write_table(pa.table({"user": [0, 1], "item": [0, 2]}), folder / "truth.parquet")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     ending = threading.Thread(target=end_when_ready, args=(port,), daemon=True)
@@ -107,9 +109,23 @@ def test_every_component_runs_to_its_end(folder: Path) -> None:
         embed=lambda image: components.embed(
             bundle="run", catalogue="items.parquet", id="item_id", out="vectors", image=image
         ),
+        evaluate=lambda image: components.evaluate(
+            users="vectors.npy", items="vectors.npy", truth="truth.parquet", out="figures", image=image
+        ),
         http=lambda image: serve.http(bundle="run", port=port, image=image),
     )
     left = {"run/summary.json", "networks/results.json", "plan/plan.json", "ready/summary.json", "bundle/manifest.json"}
-    assert {name for name in (*left, "vectors/CURRENT") if not (folder / name).exists()} == set()
-    ran = {"train.hybrid", "train.networks", "plan", "data.preprocess", "serve.export", "embed", "serve.http"}
+    assert {
+        name for name in (*left, "vectors/CURRENT", "figures/evaluation.json") if not (folder / name).exists()
+    } == set()
+    ran = {
+        "train.hybrid",
+        "train.networks",
+        "plan",
+        "data.preprocess",
+        "serve.export",
+        "embed",
+        "evaluate",
+        "serve.http",
+    }
     assert {name for name in get_components() if name.startswith("rec.")} == {f"rec.{name}" for name in ran}

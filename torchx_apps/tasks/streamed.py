@@ -110,7 +110,8 @@ class StreamedEvaluator:
         """Returns the figures of the best constant, the training rows' share of positives, and popularity's ranking."""
         (trained, rows), (positive, total) = self._data.positives["train"], self._data.positives[split]
         share, rate = trained / rows, positive / total
-        loss = -sum(part * math.log(chance) for part, chance in ((rate, share), (1 - rate, 1 - share)) if part)
+        classes = ((rate, share), (1 - rate, 1 - share))
+        loss = -sum(weight * math.log(chance) for weight, chance in classes if weight)
         figures = {"auc": 0.5, "log_loss": loss}
         asked = self._asked(split)
         if asked is None:
@@ -227,8 +228,8 @@ def question_of(data: StreamedData, held_out: Chunk) -> metrics.Question:
         rows = np.flatnonzero((chunk[roles.label].values > 0) & np.isin(chunk[user].values, asked))
         pairs.append(np.stack([chunk[user].values[rows], chunk[item].values[rows]]))
     taken = np.unique(np.concatenate(pairs, axis=1), axis=1)
-    first, last = (taken[0].searchsorted(users, side=side) for side in ("left", "right"))
-    lists = Column.from_windows(taken[1], Windows(first, last))
+    windows = Windows(taken[0].searchsorted(users), taken[0].searchsorted(users, side="right"))
+    lists = Column.from_windows(taken[1], windows)
     nobody = np.setdiff1d(np.arange(data.vocab[item]), known)
     return metrics.Question(
         targets=torch.from_numpy(targets),

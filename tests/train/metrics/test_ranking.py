@@ -13,7 +13,7 @@ from tests.contracts import run_ranks
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.metrics import RankingMetrics, TargetRanks, query_figures, ranking_metrics
 
-ALL = ("hr", "recall", "precision", "ndcg", "mrr")
+ALL = ("hr", "recall", "precision", "ndcg", "mrr", "map")
 
 
 def figures(better: int, ties: int, k: int = 10) -> tuple[float, float]:
@@ -63,6 +63,7 @@ def test_several_relevant_items_by_hand() -> None:
             "precision@10": (0.2 + 0.1) / 2,
             "ndcg@10": ((1 + 1 / 2) / ideal + 1 / math.log2(3)) / 2,
             "mrr@10": (1 + 1 / 2) / 2,
+            "map@10": ((1 + 2 / 3) / 3 + 1 / 2) / 2,
         }
     )
 
@@ -73,7 +74,8 @@ def plain(order: list[bool], k: int) -> tuple[float, ...]:
     gain = sum(1 / math.log2(place + 2) for place, hit in enumerate(top) if hit)
     ideal = sum(1 / math.log2(place + 2) for place in range(min(relevant, k)))
     first = next((1 / (place + 1) for place, hit in enumerate(top) if hit), 0.0)
-    return float(any(top)), sum(top) / relevant, sum(top) / k, gain / ideal, first
+    precisions = sum(sum(top[: place + 1]) / (place + 1) for place, hit in enumerate(top) if hit)
+    return float(any(top)), sum(top) / relevant, sum(top) / k, gain / ideal, first, precisions / min(relevant, k)
 
 
 @pytest.mark.unit
@@ -111,7 +113,7 @@ def some_ranks() -> TargetRanks:
 @pytest.mark.unit
 def test_several_k_are_those_of_each() -> None:
     found = ranking_metrics(some_ranks(), (1, 5, 20), ALL)
-    assert len(found) == 15
+    assert len(found) == 18
     for k in (1, 5, 20):
         assert {name: value for name, value in found.items() if name.endswith(f"@{k}")} == ranking_metrics(
             some_ranks(), k, ALL
@@ -150,7 +152,7 @@ def test_streamed_over_blocks_and_ranks_equals_all_at_once(world_size: int, part
 def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match=r"k=\[0\]: must be 1 or more"):
         ranking_metrics(some_ranks(), 0)
-    with pytest.raises(ValueError, match=r"names=\['map'\]: must be some of hr, recall, precision, ndcg, mrr"):
-        ranking_metrics(some_ranks(), 5, ("map",))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"names=\['auc'\]: must be some of hr, recall, precision, ndcg, mrr, map"):
+        ranking_metrics(some_ranks(), 5, ("auc",))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"k=\[5, 0\]"):
         RankingMetrics((5, 0))

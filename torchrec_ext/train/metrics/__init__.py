@@ -10,33 +10,39 @@ from torchrec_ext.train.metrics.classification import (
 )
 from torchrec_ext.train.metrics.evaluation_watch import EvaluationStoppedError, EvaluationWatch, watched, watching
 from torchrec_ext.train.metrics.ranking import (
+    Figure,
     RankingMetrics,
     TargetRanks,
     candidate_ranks,
+    figures_of,
     gather_ranks,
     query_figures,
     ranking_metrics,
     ranks_among,
 )
 from torchrec_ext.train.metrics.shares import Kept, PaddedRows, Recommender, embed_all, gather_uneven_rows, own_share
+from torchrec_ext.train.metrics.vectors import Similarity, vector_ranks
 
 __all__ = [
     "ClassificationMetrics",
     "Coverage",
     "EvaluationStoppedError",
     "EvaluationWatch",
+    "Figure",
     "GroupedAuc",
     "Kept",
     "PaddedRows",
     "Question",
     "RankingMetrics",
     "Recommender",
+    "Similarity",
     "TargetRanks",
     "auc",
     "candidate_ranks",
     "catalogue_ranks",
     "classification_metrics",
     "embed_all",
+    "figures_of",
     "gather_ranks",
     "gather_uneven_rows",
     "grouped_auc",
@@ -46,6 +52,7 @@ __all__ = [
     "ranking_metrics",
     "ranks_among",
     "ranks_of",
+    "vector_ranks",
     "watched",
     "watching",
 ]

@@ -1,4 +1,4 @@
-"""HR, recall, precision, NDCG and MRR from the ranks of the relevant items, ties broken without favour.
+"""HR, recall, precision, NDCG, MRR and MAP from the ranks of the relevant items, ties broken without favour.
 
 They replace torchmetrics and torchrec, which sort the scores, so that a tie goes to the first candidate, loop over the
 queries in Python (torchmetrics) and keep every score; from ranks a figure is a sum that needs no memory.
@@ -9,7 +9,7 @@ candidate_ranks(): ranks among given candidates, such as the target and 99 negat
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.metrics.evaluation_watch import watched
 from torchrec_ext.train.metrics.shares import Kept, Recommender, embed_all, embed_own, gather_uneven_rows, own_start
 
-Figure = Literal["hr", "recall", "precision", "ndcg", "mrr"]
+Figure = Literal["hr", "recall", "precision", "ndcg", "mrr", "map"]
 _DEFAULT: tuple[Figure, ...] = ("hr", "ndcg")
 
 
@@ -92,7 +92,7 @@ def query_figures(
     Args:
         ranks: ranks of the relevant items.
         k: one or several numbers of first places, each 1 or more.
-        names: names of the figures.
+        names: names of the figures; ``map`` divides by the number of relevant items, k at most, as RecBole does.
 
     Raises:
         ValueError: a k is below 1, or a name is none of these.
@@ -117,6 +117,8 @@ def query_figures(
             "ndcg": gain / ideal,
             "mrr": first,
         }
+        if "map" in names:
+            at_k["map"] = places.precision_sum(size) / places.relevant.clamp(max=size)
         figures |= {f"{name}@{size}": at_k[name] for name in names}
     return figures
 
@@ -136,6 +138,27 @@ class _Places:
         discounts = _discounts(k, first.device)
         hits = self._zeros.index_add(0, self._queries, (last - first) / size)
         return hits, self._zeros.index_add(0, self._queries, (discounts[last] - discounts[first]) / size)
+
+    def precision_sum(self, k: int) -> Tensor:
+        """Returns the expected sum of the precisions at the places of the relevant items among the first k, (U,).
+
+        A group of n candidates of one score, r of them relevant, stands behind b candidates, R of them relevant. Its
+        j-th place has a relevant item with probability r/n, and (j - 1) (r - 1) / (n - 1) relevant ones before it in
+        the group (McSherry and Najork 2008, "Computing information retrieval performance measures efficiently in the
+        presence of tied scores").
+        """
+        pairs = torch.stack([self._queries, self._better], dim=1)
+        cells, cell, relevant = torch.unique(pairs, dim=0, return_inverse=True, return_counts=True)
+        size = torch.zeros_like(relevant).index_copy_(0, cell, self._ties + 1).double()
+        before = relevant.cumsum(0) - relevant  # cells ascend by query, and in it by the candidates that are better
+        first = torch.ones_like(relevant, dtype=torch.bool)
+        first[1:] = cells[1:, 0] != cells[:-1, 0]
+        starts = torch.where(first, before, torch.zeros_like(before)).cummax(0).values
+        ahead, j = (before - starts).double()[:, None], torch.arange(1, k + 1, device=cells.device)[None]
+        position, n, r = cells[:, 1:] + j, size[:, None], relevant.double()[:, None]
+        precision = (ahead + 1 + (j - 1) * (r - 1) / (n - 1).clamp(min=1)) / position
+        counted = (j <= n) & (position <= k)
+        return self._zeros.index_add(0, cells[:, 0], (counted * precision * r / n).sum(1))
 
     def first(self, k: int) -> tuple[Tensor, Tensor]:
         """Returns the probability that a relevant item is among the first k, and the expectation of 1 / its place.
@@ -163,6 +186,28 @@ def _discounts(k: int, device: torch.device) -> Tensor:
     """Returns the sums of 1 / log2(1 + place) over the first 0, 1, ... k places, (k + 1,)."""
     each = 1 / torch.log2(torch.arange(k, dtype=torch.float64, device=device) + 2)
     return torch.cat([each.new_zeros(1), each.cumsum(0)])
+
+
+def figures_of(text: str) -> list[tuple[Figure, int]]:
+    """Parses names of figures with their k, such as ``recall@20,ndcg@20``.
+
+    Raises:
+        ValueError: a name is unknown, or k is not a number of 1 or more.
+
+    Example:
+        >>> figures_of("recall@20,ndcg@10")
+        [('recall', 20), ('ndcg', 10)]
+    """
+    figures: list[tuple[Figure, int]] = []
+    for item in text.split(","):
+        name, _, k = item.strip().partition("@")
+        if name not in get_args(Figure) or not k.isdecimal() or int(k) < 1:
+            raise ValueError(
+                f"'{item}': must be a figure and a number of first places, such as recall@20; figures are "
+                f"{', '.join(get_args(Figure))}"
+            )
+        figures.append((cast(Figure, name), int(k)))
+    return figures
 
 
 def _check(ks: Sequence[int], names: Sequence[str]) -> None:

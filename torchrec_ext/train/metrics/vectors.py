@@ -1,0 +1,46 @@
+"""vector_ranks(): ranks of anybody's vectors over a whole catalogue, exact, in blocks of queries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from torchrec_ext.train.metrics.catalogue import Question, ranks_of
+from torchrec_ext.train.metrics.ranking import TargetRanks
+
+Similarity = Literal["dot", "cosine"]
+SCORES = 2**23  # scores of 32 MiB: a product of fewer queries with a million items would read the items once for each
+
+
+def vector_ranks(
+    queries: Tensor, items: Tensor, question: Question, *, similarity: Similarity = "dot"
+) -> Iterator[tuple[int, TargetRanks]]:
+    """Ranks each query's targets among all items by the product of their vectors, a block of queries at a time.
+
+    Beside the vectors it holds 2**23 scores, three times while it compares them.
+
+    Args:
+        queries: vectors, (U, D) float32, one for each query of the question.
+        items: vectors, (I, D) float32; row i is item i.
+        question: targets, and items to leave out.
+        similarity: ``dot`` or ``cosine``.
+
+    Yields:
+        The number of queries ranked so far, and the ranks of a block's targets.
+
+    Raises:
+        ValueError: the shapes do not fit each other or the question, or a score is NaN.
+    """
+    if queries.dim() != 2 or items.dim() != 2 or queries.shape[1] != items.shape[1]:
+        raise ValueError(f"vectors of shape {tuple(queries.shape)} and {tuple(items.shape)}: must be (U, D) and (I, D)")
+    if len(queries) != question.queries:
+        raise ValueError(f"{len(queries)} vectors for {question.queries} queries; give one for each, in their order")
+    if similarity == "cosine":
+        queries, items = (torch.nn.functional.normalize(vectors, dim=1) for vectors in (queries, items))
+    rows = max(1, SCORES // max(1, len(items)))
+    for start in range(0, len(queries), rows):
+        block = queries[start : start + rows]
+        yield start + len(block), ranks_of(block @ items.T, question, start)

@@ -1,0 +1,299 @@
+"""run_evaluation(): reads vectors and pairs, ranks the catalogue for each user, and tells the figures."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from tabulate import tabulate
+from torch import Tensor
+from tqdm import tqdm
+
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.schema import DataError
+from torchrec_ext.train import metrics
+from torchrec_ext.train.checkpoint.vectors import read_vectors
+from torchrec_ext.train.report.figures import BLUE, RED, figure_with_panels, require_matplotlib, save_figure
+
+_SPELLINGS = {"user": ("user", "user_id"), "item": ("item", "item_id")}
+Ranked = Iterator[tuple[int, metrics.TargetRanks]]  # the number of queries ranked so far, and those of a block
+_CURVE = (1, 2, 5, 10, 20, 50, 100)
+Ids = np.ndarray[Any, np.dtype[Any]]
+
+
+class Vectors(NamedTuple):
+    """Ids (N,), ascending, and their vectors (N, D) float32, of a file."""
+
+    path: Path
+    ids: Ids
+    vectors: Tensor
+
+    def rows(self, ids: Ids) -> Ids:
+        """Returns the row of each id, (M,); -1 for an id that has no vector."""
+        index = np.minimum(self.ids.searchsorted(ids), len(self.ids) - 1)
+        return np.where(self.ids[index] == ids, index, -1)
+
+
+class Asked(NamedTuple):
+    """The rows of the users that have an item to find, (Q,), their question, and each pair whose item has no vector.
+
+    ``missed`` are the rows of the users of these pairs, ascending: such an item is found by no ranking.
+    """
+
+    users: Ids
+    question: metrics.Question
+    missed: Ids
+
+    def with_missed(self, ranks: metrics.TargetRanks, start: int, stop: int, behind: int) -> metrics.TargetRanks:
+        """Returns the ranks of a block of queries, with the items that have no vector behind every other."""
+        queries = self.users.searchsorted(self.missed)
+        known = self.users[np.minimum(queries, len(self.users) - 1)] == self.missed
+        queries = queries[known & (queries >= start) & (queries < stop)]
+        return _joined(ranks, torch.from_numpy(queries), behind)
+
+    def lost(self, behind: int) -> metrics.TargetRanks | None:
+        """Returns the ranks of the users of whose items none has a vector; None where there is no such user."""
+        users = self.missed[~np.isin(self.missed, self.users)]
+        if not len(users):
+            return None
+        none = torch.zeros(0, dtype=torch.int64)
+        return _joined(metrics.TargetRanks(none, none, none), torch.from_numpy(users), behind)
+
+
+def _joined(ranks: metrics.TargetRanks, queries: Tensor, behind: int) -> metrics.TargetRanks:
+    assert ranks.queries is not None
+    added = torch.zeros(len(queries), dtype=torch.int64)
+    order = torch.cat([ranks.queries, queries]).sort(stable=True)
+    better, ties = torch.cat([ranks.better, added + behind]), torch.cat([ranks.ties, added])
+    return metrics.TargetRanks(better[order.indices], ties[order.indices], order.values)
+
+
+def run_evaluation(options: argparse.Namespace) -> int:
+    """Prints the figures that the flags of ``rec.evaluate`` ask for, and writes them to ``--out``.
+
+    Returns:
+        0.
+
+    Raises:
+        ValueError: a flag is wrong.
+        DataError: a file does not hold what it should.
+    """
+    asked_figures = metrics.figures_of(options.metrics)
+    if options.out:
+        require_matplotlib("leave out --out")
+    users, items = (_vectors(path) for path in (options.users, options.items))
+    if users.vectors.shape[1] != items.vectors.shape[1]:
+        raise DataError(
+            f"{options.users}: vectors are {users.vectors.shape[1]} wide, and those of {options.items} "
+            f"{items.vectors.shape[1]}; give vectors of one model"
+        )
+    asked = _asked(options, users, items)
+    names: list[metrics.Figure] = sorted({name for name, _ in asked_figures})
+    ks = sorted({k for _, k in asked_figures} | (set(_CURVE) if options.out else set()))
+    names += ["recall"] if options.out and "recall" not in names else []
+    behind = max(len(items.ids), *ks)
+    figures = _figures(asked, _ranked(asked, users, items, options.similarity), ks, names, behind)
+    baseline = _popularity(asked, len(items.ids), ks, names, behind) if options.seen else {}
+    shown = [f"{name}@{k}" for name, k in asked_figures]
+    report = {
+        "users": len(np.union1d(asked.users, asked.missed)),
+        "items": len(items.ids),
+        "pairs": len(asked.question.targets) + len(asked.missed),
+        "pairs_whose_item_has_no_vector": len(asked.missed),
+        "similarity": options.similarity,
+        "figures": {name: figures[name] for name in shown},
+        "popularity": {name: baseline[name] for name in shown if name in baseline},
+    }
+    print(json.dumps(report) if options.json else _text(report))
+    if options.out:
+        _write(options.out, report, [(k, figures[f"recall@{k}"], baseline.get(f"recall@{k}")) for k in ks])
+    return 0
+
+
+def _ranked(asked: Asked, users: Vectors, items: Vectors, similarity: metrics.Similarity) -> Ranked:
+    with tqdm(total=len(asked.users), unit="user", disable=not sys.stderr.isatty(), dynamic_ncols=True) as bar:
+        queries = users.vectors[torch.from_numpy(asked.users)]
+        for done, ranks in metrics.vector_ranks(queries, items.vectors, asked.question, similarity=similarity):
+            yield done, ranks
+            bar.update(done - bar.n)
+
+
+def _popularity(asked: Asked, count: int, ks: list[int], names: list[metrics.Figure], behind: int) -> dict[str, float]:
+    """Returns the figures of the ranking by how many of the asked users have seen an item."""
+    seen = torch.bincount(asked.question.seen_items, minlength=count)
+    ranks = metrics.popularity_ranks(seen, asked.question)
+    return _figures(asked, iter([(len(asked.users), ranks)]), ks, names, behind)
+
+
+def _figures(asked: Asked, ranked: Ranked, ks: list[int], names: list[metrics.Figure], behind: int) -> dict[str, float]:
+    figures, start = metrics.RankingMetrics(ks, names), 0
+    for stop, ranks in ranked:
+        figures.update(asked.with_missed(ranks, start, stop, behind))
+        start = stop
+    lost = asked.lost(behind)
+    if lost is not None:
+        figures.update(lost)
+    return figures.compute(Runtime())
+
+
+def _text(report: dict[str, Any]) -> str:
+    """Returns the figures as a table under one line of sizes."""
+    head = f"{report['users']:,} users, {report['pairs']:,} items to find among {report['items']:,}"
+    if missed := report["pairs_whose_item_has_no_vector"]:
+        head += f"\n{missed:,} of these items have no vector, and count as not found"
+    popularity = report["popularity"]
+    rows = [
+        [name, f"{value:.6f}", *([f"{popularity[name]:.6f}"] if popularity else [])]
+        for name, value in report["figures"].items()
+    ]
+    headers = ["", "these vectors", *(["popularity"] if popularity else [])]
+    return f"{head}\n\n{tabulate(rows, headers=headers, disable_numparse=True)}"
+
+
+def _write(folder: Path, report: dict[str, Any], curve: Sequence[tuple[int, float, float | None]]) -> None:
+    """Writes ``evaluation.json``, and ``evaluation.png`` with the recall by the number of items shown.
+
+    Raises:
+        ValueError: the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "evaluation.json").write_text(json.dumps(report, indent=2) + "\n")
+    except OSError as error:
+        raise ValueError(
+            f"--out {folder}: cannot be written: {error.strerror or error}; choose another folder"
+        ) from None
+    figure, (panel,) = figure_with_panels(1, (6, 4))
+    shown = [k for k, _, _ in curve]
+    panel.plot(shown, [recall for _, recall, _ in curve], color=BLUE, marker=".", label="these vectors")
+    if curve[0][2] is not None:
+        panel.plot(shown, [other for _, _, other in curve], color=RED, marker=".", label="popularity")
+    panel.set(xscale="log", xlabel="items shown", ylabel="recall", title="share of a user's items that is shown")
+    panel.set_ylim(0, None)
+    panel.legend(frameon=False)
+    save_figure(figure, folder / "evaluation.png")
+    print(f"written to {folder}", file=sys.stderr)
+
+
+def _vectors(path: Path) -> Vectors:
+    """Reads the vectors of a file, in the order of their ids.
+
+    Raises:
+        DataError: an id is there twice, or a vector is not finite.
+    """
+    if path.suffix == ".parquet":
+        ids, vectors = _of_parquet(path)
+    else:
+        blocks = list(read_vectors(path))
+        ids = torch.cat([block for block, _ in blocks]).numpy()
+        vectors = torch.cat([block for _, block in blocks])
+    if not len(ids):
+        raise DataError(f"{path}: has no vectors")
+    if not bool(torch.isfinite(vectors).all()):
+        row = int((~torch.isfinite(vectors)).any(1).nonzero()[0])
+        raise DataError(
+            f"{path}, row {row}: the vector of id {ids[row].item()!r} is not finite; leave it out, or mend it"
+        )
+    order = np.argsort(ids, kind="stable")
+    ordered = ids[order]
+    twice = np.flatnonzero(ordered[1:] == ordered[:-1])
+    if len(twice):
+        raise DataError(
+            f"{path}: id {ordered[twice[0]].item()!r} is there twice ({len(twice)} such rows); give each id once"
+        )
+    in_order = np.array_equal(order, np.arange(len(order)))
+    return Vectors(path, ordered, vectors if in_order else vectors[torch.from_numpy(order)])
+
+
+def _of_parquet(path: Path) -> tuple[Ids, Tensor]:
+    table = _table(path, ["id", "vector"])
+    lists = table["vector"].combine_chunks()
+    if not (
+        pa.types.is_list(lists.type) or pa.types.is_fixed_size_list(lists.type) or pa.types.is_large_list(lists.type)
+    ):
+        raise DataError(f"{path}: column 'vector' is {lists.type}; must be lists of numbers")
+    values = lists.flatten().cast(pa.float32()).to_numpy(zero_copy_only=False)
+    width, rest = divmod(len(values), max(1, len(table)))
+    if rest or lists.null_count:
+        raise DataError(f"{path}: column 'vector' has lists of several lengths, or nulls; give vectors of one width")
+    return _ids(path, table, "id"), torch.from_numpy(np.array(values, np.float32)).reshape(len(table), width)
+
+
+def _table(path: Path, names: Sequence[str]) -> pa.Table:
+    try:
+        file = pq.ParquetFile(path)
+        missing = [name for name in names if name not in file.schema_arrow.names]
+        if missing:
+            raise DataError(f"{path}: column '{missing[0]}' is missing, the file has {file.schema_arrow.names}")
+        return file.read(columns=list(names))
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path}: cannot be read as parquet ({error}); give a parquet file") from None
+
+
+def _ids(path: Path, table: pa.Table, name: str) -> Ids:
+    column = table[name].combine_chunks()
+    if column.null_count:
+        raise DataError(f"{path}: column '{name}' has {column.null_count} nulls; leave these rows out")
+    if pa.types.is_integer(column.type):
+        return np.asarray(column.to_numpy(zero_copy_only=False)).astype(np.int64)
+    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+        return np.array(column.to_pylist())
+    raise DataError(f"{path}: column '{name}' is {column.type}; ids must be whole numbers or texts")
+
+
+def _pairs(path: Path, users: Vectors, items: Vectors) -> tuple[Ids, Ids, Ids]:
+    """Returns the rows of users and of items of the pairs of a file, each pair once, and the users' ids."""
+    try:
+        present = pq.ParquetFile(path).schema_arrow.names
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path}: cannot be read as parquet ({error}); give a parquet file of pairs") from None
+    names = [next((name for name in _SPELLINGS[kind] if name in present), kind) for kind in ("user", "item")]
+    table = _table(path, names)
+    ids = [_ids(path, table, name) for name in names]
+    for name, given, vectors in zip(names, ids, (users, items), strict=True):
+        if given.dtype.kind != vectors.ids.dtype.kind:
+            raise DataError(
+                f"{path}: column '{name}' has {given.dtype}, and {vectors.path} ids of {vectors.ids.dtype}; write both "
+                "as numbers, or both as texts"
+            )
+    return users.rows(ids[0]), items.rows(ids[1]), ids[0]
+
+
+def _asked(options: argparse.Namespace, users: Vectors, items: Vectors) -> Asked:
+    rows, targets, ids = _pairs(options.truth, users, items)
+    if (rows < 0).any():
+        unknown = ids[rows < 0]
+        raise DataError(
+            f"{options.truth}: user {unknown[0].item()!r} has no vector in {options.users} ({len(np.unique(unknown))} "
+            "such users); give every user's vector, or leave these pairs out"
+        )
+    if not len(rows):
+        raise DataError(f"{options.truth}: has no pairs")
+    pairs = np.unique(np.stack([rows, targets]), axis=1)
+    lost = np.unique(np.stack([rows, targets])[:, targets < 0], axis=1)[0]
+    pairs = pairs[:, pairs[1] >= 0]
+    asked, queries = np.unique(pairs[0], return_inverse=True)
+    if not len(asked):
+        raise DataError(f"{options.truth}: none of its items has a vector in {options.items}; give files of one model")
+    seen = np.zeros((2, 0), np.int64)
+    if options.seen:
+        owners, taken, _ = _pairs(options.seen, users, items)
+        known = (owners >= 0) & (taken >= 0) & np.isin(owners, asked)
+        seen = np.stack([asked.searchsorted(owners[known]), taken[known]])
+    question = metrics.Question(
+        targets=torch.from_numpy(pairs[1]),
+        target_rows=torch.from_numpy(queries),
+        seen_rows=torch.from_numpy(seen[0]),
+        seen_items=torch.from_numpy(seen[1]),
+        not_items=(),
+    )
+    absent = rows[targets < 0] if len(lost) else rows[:0]
+    return Asked(asked, question, np.sort(absent))
