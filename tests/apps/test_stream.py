@@ -300,6 +300,27 @@ def test_the_ranking_is_what_a_count_by_hand_gives(folder: Path) -> None:
     assert metrics.ranking_metrics(ranks)["hr@10"] == pytest.approx(brute_force(data, held_out, scores))
 
 
+@pytest.mark.unit
+def test_rows_of_another_vocabulary_and_rows_without_weight_are_named(folder: Path, tmp_path: Path) -> None:
+    part = next((broken(folder, tmp_path / "other") / "train").glob("*.parquet"))
+    table = pq.read_table(part)
+    index = table.column_names.index("item_id")
+    pq.write_table(table.set_column(index, "item_id", [np.full(len(table), 41)]), part)
+    with pytest.raises(
+        DataError, match=r"other: column 'item_id' has ids of 41 to 41, and its vocabulary rows 0 to 40"
+    ):
+        assert load_streamed(StreamConfig(name=str(tmp_path / "other"))).items
+    pq.write_table(table.set_column(index, "item_id", [np.full(len(table), 0)]), part)
+    with pytest.raises(DataError, match=r"other: column 'item_id' is 0, the unknown item, in all training rows"):
+        assert load_streamed(StreamConfig(name=str(tmp_path / "other"))).items
+    weightless = table.set_column(
+        table.column_names.index("importance"), "importance", [np.zeros(len(table), np.float32)]
+    )
+    pq.write_table(weightless, part)
+    with pytest.raises(DataError, match=r"column 'importance' is 0 in all 4,800 rows of split 'train'"):
+        assert load_streamed(StreamConfig(name=str(tmp_path / "other"))).positives
+
+
 def broken(folder: Path, out: Path) -> Path:
     shutil.copytree(folder, out)
     return out

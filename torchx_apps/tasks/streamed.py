@@ -53,9 +53,7 @@ class StreamedTask(NamedData):
     def positives(self, config: LoaderConfig, tasks: Sequence[str] = ()) -> list[float]:
         """Returns the weighted share of positives among the training rows, never quite 0 or 1; reads all labels."""
         del config, tasks
-        positive, total = self.data.positives["train"]
-        least = 0.5 / (total + 1)
-        return [min(max(positive / total, least), 1 - least)]
+        return [self.data.share("train")]
 
     def loader(self, schema: BatchSchema, config: LoaderConfig, *, rank: int, world_size: int) -> ChunkLoader:
         """Returns the loader of the training rows, which have labels, and which are read while the epoch runs."""
@@ -108,8 +106,8 @@ class StreamedEvaluator:
 
     def baseline(self, split: str) -> Record:
         """Returns the figures of the best constant, the training rows' share of positives, and popularity's ranking."""
-        (trained, rows), (positive, total) = self._data.positives["train"], self._data.positives[split]
-        share, rate = trained / rows, positive / total
+        (positive, total), share = self._data.positives[split], self._data.share("train")
+        rate = positive / total
         classes = ((rate, share), (1 - rate, 1 - share))
         loss = -sum(weight * math.log(chance) for weight, chance in classes if weight)
         figures = {"auc": 0.5, "log_loss": loss}

@@ -133,46 +133,81 @@ class StreamedData:
 
     @cached_property
     def positives(self) -> dict[str, tuple[float, float]]:
-        """The weight of each split's rows as positives, and of all of them, by split; reads the labels of all rows."""
+        """The weight of each split's rows as positives, and of all of them, by split; reads the labels of all rows.
+
+        Raises:
+            DataError: all rows of a split have weight 0.
+        """
         names = [name for name in (self.roles.label, self.roles.weight) if name]
         sums = {}
-        for split in self.splits:
+        for split, source in self.splits.items():
             totals = np.zeros(2)
             for chunk in self.chunks(split, names):
                 labels = chunk[self.roles.label].values.astype(np.float64)
                 weights = chunk[self.roles.weight].values.astype(np.float64) if self.roles.weight else 1.0
                 totals += (labels * weights).sum(), (np.ones_like(labels) * weights).sum()
+            if not totals[1] > 0:
+                raise DataError(
+                    f"{source.files[0].name}: column '{self.roles.weight}' is 0 in all {source.num_rows:,} rows of "
+                    f"split '{split}'; give each row that counts a weight above 0"
+                )
             sums[split] = (float(totals[0]), float(totals[1]))
         return sums
+
+    def share(self, split: str) -> float:
+        """Returns the weighted share of positives among the rows of a split, never quite 0 or 1."""
+        positive, total = self.positives[split]
+        least = 0.5 / (total + 1)
+        return min(max(positive / total, least), 1 - least)
 
     @cached_property
     def items(self) -> tuple[Int64, Chunk]:
         """The catalogue: the rows of the items that training read, (I,), and by row of the item's table its columns.
 
-        An item's columns are those of its last training row; rows of no item hold those of some item.
+        An item's columns are those of its last training row; rows of no item hold those of some item. The item's column
+        of all training rows is read, and its other columns a second time.
 
         Raises:
             ValueError: the preprocessing names no item.
+            DataError: no training row has a known item, or an id is no row of its table.
         """
         item = self.roles.item
         if item is None:
             raise ValueError(f"set '{self.name}': its preprocessing names no item column")
+        last = self._last_rows(item)
+        known: Int64 = 1 + np.flatnonzero(last[1:] >= 0)
+        if not len(known):
+            raise DataError(
+                f"{self.folder}: column '{item}' is 0, the unknown item, in all training rows; lower min_count of its "
+                "Categorify"
+            )
+        rows, pieces, start = np.sort(last[known]), [], 0
         features, dense = self.towers["item"]
         names = list(dict.fromkeys([item, *features, *dense]))
-        last = Chunk({})
         for chunk in self.chunks("train", names):
-            both = chunk if not last.num_rows else _stacked(last, chunk, names)
-            ids, index = np.unique(both[item].values[::-1], return_index=True)
-            last = both.take(len(both[item]) - 1 - index[ids > 0])
-            last = Chunk({name: Column(last[name].values, last[name].offsets) for name in names})
-        known: Int64 = last[item].values
-        index = np.minimum(known.searchsorted(np.arange(self.vocab[item])), len(known) - 1)
-        table = last.take(index).with_columns({item: Column(np.arange(self.vocab[item]))})
-        return known, table
+            low, high = rows.searchsorted([start, start + chunk.num_rows])
+            piece = chunk.take(rows[low:high] - start)
+            # By value, since windows would keep all lists of the chunk in memory.
+            pieces.append({name: Column(piece[name].values, piece[name].offsets) for name in names})
+            start += chunk.num_rows
+        table = Chunk({name: concatenate([piece[name] for piece in pieces]) for name in names})
+        ids = np.arange(self.vocab[item])
+        nearest = known[np.minimum(known.searchsorted(ids), len(known) - 1)]
+        return known, table.take(rows.searchsorted(last[nearest])).with_columns({item: Column(ids)})
 
-
-def _stacked(first: Chunk, second: Chunk, names: Sequence[str]) -> Chunk:
-    return Chunk({name: concatenate([first[name], second[name]]) for name in names})
+    def _last_rows(self, name: str) -> Int64:
+        """Returns the number of the last training row of each id of a column, (V,); -1 where there is none."""
+        last, start = np.full(self.vocab[name], -1), 0
+        for chunk in self.chunks("train", [name]):
+            ids = chunk[name].values
+            if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < len(last):
+                raise DataError(
+                    f"{self.folder}: column '{name}' has ids of {ids.min()} to {ids.max()}, and its vocabulary rows 0 "
+                    f"to {len(last) - 1}: the rows and the preprocessor are of two runs; preprocess the log again"
+                )
+            last[ids] = np.arange(start, start + len(ids))  # of an id that is there twice the last row stays
+            start += len(ids)
+        return last
 
 
 def load_streamed(config: StreamConfig) -> StreamedData:
