@@ -43,6 +43,7 @@ from torchrec_ext.train.step import choose as steps
 from torchrec_ext.train.step.captured import (
     MOST_GRAPHS,
     CapturedStep,
+    ShardedSource,
     StepExecutor,
     as_it_is,
     cuda_graph,
@@ -87,7 +88,7 @@ def differences(
     for rows in (False, True):
         other, own = sharded(runtime, *kind)
         stepped(other, own, given[0])
-        step = CapturedStep(other, own, engine, rule=lambda *_, rows=rows: rows)
+        step = CapturedStep(ShardedSource(other, own), engine, rule=lambda *_, rows=rows: rows)
         off = max(abs(float(loss - step(batch)[0])) for loss, batch in zip(losses[1:], given[1:], strict=True))
         step.settle()
         pairs = [(optimizer.state[one], own.state[own.params[name]]) for name, one in optimizer.params.items()]
@@ -234,7 +235,7 @@ def test_a_cuda_graph_learns_what_the_sharded_model_learns_and_waits_for_nothing
         items = loader.steps()
         first = next(items)
         stepped(model, optimizer, first.batch() if isinstance(first, DrawnStep) else first)
-        step = CapturedStep(model, optimizer, cuda_graph)
+        step = CapturedStep(ShardedSource(model, optimizer), cuda_graph)
         step(next(items))
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -269,7 +270,7 @@ def test_towers_fork_onto_their_streams_inside_the_graph_and_learn_the_same() ->
                 assert isinstance(on_streams(model, runtime.device), TowerStreams)
             given = [batch.to(runtime.device) for batch in batches(20)]
             stepped(model, optimizer, given[0])
-            step = CapturedStep(model, optimizer, cuda_graph)
+            step = CapturedStep(ShardedSource(model, optimizer), cuda_graph)
             losses.append([float(step(batch)[0]) for batch in given[1:]])
         assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
@@ -468,7 +469,7 @@ def of_layers(runtime: Runtime) -> list[dict[str, float]]:
         for each in made:  # of which the state is made
             torch.manual_seed(0)
             stepped(*each, given[0])
-        captured = CapturedStep(other, own, as_traced)
+        captured = CapturedStep(ShardedSource(other, own), as_traced)
         far = {"loss": 0.0}
         for number, batch in enumerate(given[1:]):
             torch.manual_seed(number)

@@ -16,7 +16,7 @@ from tests.train.step.test_captured import KINDS, farthest, sharded, stepped
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.config import Schedule
 from torchrec_ext.train.step import memory as step_memory
-from torchrec_ext.train.step.captured import CapturedStep, as_it_is
+from torchrec_ext.train.step.captured import CapturedStep, ShardedSource, as_it_is
 from torchrec_ext.train.step.schedule import scheduler
 
 COUNT = 40
@@ -45,7 +45,7 @@ def settled(runtime: Runtime, block: int) -> tuple[dict[str, Tensor] | None, int
     model, optimizer = sharded(runtime, *KINDS[0])
     first, *rest = batches(12)
     stepped(model, optimizer, first)
-    step = CapturedStep(model, optimizer, as_it_is, rule=lambda *_: True)
+    step = CapturedStep(ShardedSource(model, optimizer), as_it_is, rule=lambda *_: True)
     for batch in rest:
         step(batch)
     step_memory.BLOCK_ROWS = block
@@ -75,7 +75,7 @@ def scheduled(runtime: Runtime, schedule: Schedule) -> float:
         step: CapturedStep | None = None
         for number, batch in enumerate(given):
             if captured and number == 1:
-                step = CapturedStep(model, optimizer, as_it_is, rule=lambda *_: True)
+                step = CapturedStep(ShardedSource(model, optimizer), as_it_is, rule=lambda *_: True)
             _ = stepped(model, optimizer, batch) if step is None else step(batch)
             rates.step()
         if step is not None:
@@ -110,7 +110,7 @@ def devices(runtime: Runtime) -> list[set[str]]:
 
     model, optimizer = sharded(runtime, *KINDS[0])
     stepped(model, optimizer, next(batches(1)))
-    step = CapturedStep(model, optimizer, as_it_is)
+    step = CapturedStep(ShardedSource(model, optimizer), as_it_is)
     step(next(batches(1)))
     step._engine, step._memory.device = looking, torch.device("meta")  # type: ignore[assignment]
     with contextlib.suppress(AttributeError):  # this engine leaves nothing to put together
@@ -133,6 +133,6 @@ def test_batches_on_the_host_train_a_cuda_graph() -> None:
             model, optimizer = sharded(runtime, *KINDS[0])
             first, *rest = batches(20)
             stepped(model, optimizer, first.to(runtime.device))
-            step = CapturedStep(model, optimizer, cuda_graph)
+            step = CapturedStep(ShardedSource(model, optimizer), cuda_graph)
             losses.append([float(step(batch if on_host else batch.to(runtime.device))[0]) for batch in rest])
         assert losses[0] == pytest.approx(losses[1], abs=1e-6)

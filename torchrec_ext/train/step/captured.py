@@ -1,6 +1,7 @@
 """CapturedStep: forward, backward and optimizers of a whole training step as one captured function of tensors.
 
-It works on the memory of the sharded model and of its optimizer, see :class:`StepMemory`.
+It works on the memory of a model and of its optimizer, see :class:`StepMemory`, which a :class:`StepSource` knows: a
+:class:`ShardedSource` those of the package's own models.
 
 StepExecutor: what runs a captured step: torch's inductor on a CPU, a CUDA graph on a GPU, or torch op by op. A compiled
 stack of networks uses the same executors.
@@ -13,9 +14,9 @@ import shutil
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +28,7 @@ from torchrec_ext.batch import DrawnStep, TowerBatch
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.tables import row_by_row
 from torchrec_ext.train.step.lowering import BatchLayout, CannotCaptureError, Packer, lowered, static_bags
-from torchrec_ext.train.step.memory import StepMemory, TableRows, UpdatedParameter
+from torchrec_ext.train.step.memory import StepMemory, UpdatedParameter, moved_parameters
 from torchrec_ext.train.step.update_rules import stepped
 
 # At 1,280 rows half of a step was Python between kernels. Whoever calls looks at shapes.
@@ -65,25 +66,38 @@ def as_it_is(step: Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
 
 def inductor(step: Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
     """Compiles the step for the CPU; inductor keeps what it compiled, see :func:`compile_cache`."""
-    # Tables lie side by side in one storage. Inductor would take a write to one for a write to all, and copy them in
-    # every step.
-    apart: list[Any] = [
-        torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype) for tensor in (*memory, *inputs)
-    ]
-    graph = traced(step, apart)
-    try:
-        with torch.no_grad():
-            compiled = torch._inductor.standalone_compile(
-                graph, apart, dynamic_shapes="from_example_inputs", options={"config_patches": _INDUCTOR}
-            )
-    except Exception as error:  # whatever inductor and the compiler below it meet
-        raise CannotCaptureError(f"inductor: {type(error).__name__}: {first_line(error)}") from error
+    apart = unaliased([*memory, *inputs])
+    compiled = compile_graph(traced(step, apart), apart)
 
     def run(inputs: Sequence[Tensor]) -> list[Tensor]:
         with torch.no_grad():
-            return compiled(*memory, *inputs)  # type: ignore[no-any-return]
+            return compiled(*memory, *inputs)
 
     return run
+
+
+def unaliased(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Returns tensors of the same shapes and strides, each with a storage to itself.
+
+    Tables lie side by side in one storage. Inductor would take a write to one for a write to all, and copy them in
+    every step.
+    """
+    return [torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype) for tensor in tensors]
+
+
+def compile_graph(graph: torch.fx.GraphModule, examples: Sequence[Tensor]) -> Callable[..., list[Tensor]]:
+    """Compiles a traced step for tensors with the shapes and strides of ``examples``.
+
+    Raises:
+        CannotCaptureError: inductor, or the compiler below it, does not take it.
+    """
+    try:
+        with torch.no_grad():
+            return torch._inductor.standalone_compile(
+                graph, list[Any](examples), dynamic_shapes="from_example_inputs", options={"config_patches": _INDUCTOR}
+            )
+    except Exception as error:  # whatever inductor and the compiler below it meet
+        raise CannotCaptureError(f"inductor: {type(error).__name__}: {first_line(error)}") from error
 
 
 def traced(step: Step, tensors: list[Tensor]) -> torch.fx.GraphModule:
@@ -102,12 +116,25 @@ def traced(step: Step, tensors: list[Tensor]) -> torch.fx.GraphModule:
         op = getattr(error, "func", "aten._local_scalar_dense")  # float(), if and .item() of a tensor
         raise CannotCaptureError(f"{op} at {line_of(error)} depends on values that a step computes") from None
     for node in graph.graph.nodes:
+        if depends_on_values(node.meta.get("val")):
+            raise CannotCaptureError(
+                f"{node.target} depends on values that a step computes, as .item() and boolean masks do; take "
+                "torch.where or a sum with weights of 0 and 1"
+            )
         if getattr(node.target, "namespace", "").endswith(("c10d", "c10d_functional")):
             raise CannotCaptureError(
                 f"ranks meet in every step ({node.target}), as in batch normalisation or a softmax over the candidates "
                 "of all ranks; launch one rank (-j 1x1)"
             )
     return graph
+
+
+def depends_on_values(result: Any) -> bool:
+    """Whether a traced call returned a number, or tensors of a size, that only the values of its inputs decide."""
+    unknown = (torch.SymInt, torch.SymFloat, torch.SymBool)
+    leaves = pytree.tree_leaves(result)
+    sizes = [size for leaf in leaves if isinstance(leaf, Tensor) for size in leaf.shape]
+    return any(isinstance(leaf, unknown) for leaf in (*leaves, *sizes))
 
 
 def first_line(error: BaseException) -> str:
@@ -203,14 +230,115 @@ class RareShapeError(CannotCaptureError):
     """A batch has a shape for which no step is captured yet, because it came seldom."""
 
 
-class CapturedStep:
-    """One rank's training step, captured once for each shape of a batch.
+@dataclass(frozen=True)
+class StepInputs:
+    """One step's batch as tensors.
+
+    Args:
+        key: what a captured step is made for: the shapes of the tensors, and whatever else it fixes.
+        size: the key without the lengths of lists: equal for two batches of which one's lists outgrew the other's.
+        rows: number of rows of the batch.
+        tensors: tensors of the batch, which change from step to step.
+        make: returns the batch, of resident tensors and those of the batch or of what stands for them.
+        resident: tensors that stay at their addresses from step to step.
+    """
+
+    key: Hashable
+    size: Hashable
+    rows: int
+    tensors: Sequence[Tensor]
+    make: Callable[[Sequence[Tensor], Sequence[Tensor]], Any]
+    resident: Sequence[Tensor] = ()
+
+
+class StepSource(Protocol):
+    """A model, the memory that its steps write, and how its batches become tensors.
+
+    Attributes:
+        memory: parameters that are moved, with their optimizer's state.
+        reading: the tables by name, through which ``forward`` reads their rows; set before each forward.
+        clip_norm: limit of the gradients' norm, see :class:`HybridOptimizer`; 0 for none.
+    """
+
+    memory: StepMemory
+    reading: Mapping[str, Reader]
+    clip_norm: float
+
+    def inputs(self, item: Any) -> StepInputs:
+        """Returns the tensors of an item that the step was called with."""
+
+    def forward(self, tensors: dict[str, Tensor], batch: Any) -> tuple[Tensor, Any]:
+        """Returns the loss, (), and the output, on ``tensors`` in place of the model's own of the same names."""
+
+    def gradients(self, loss: Tensor, leaves: Mapping[str, list[Tensor]]) -> dict[str, list[Tensor | None]]:
+        """Returns the gradients of the loss, by the names of the parameters; None where the loss does not reach."""
+        flat = [leaf for of_one in leaves.values() for leaf in of_one]
+        grads = iter(torch.autograd.grad(loss, flat, allow_unused=True))
+        return {name: [next(grads) for _ in of_one] for name, of_one in leaves.items()}
+
+    def squared_norm(self, grads: Mapping[str, list[Tensor]]) -> Tensor:
+        """Returns the sum of the squares, (), of the gradients whose norm is limited, by the names of parameters."""
+        return torch.stack([grad.square().sum() for of_one in grads.values() for grad in of_one]).sum()
+
+    def no_gradient(self, names: Sequence[str]) -> None:
+        """Takes notice of parameters that the loss does not reach: a step leaves them as they are."""
+
+
+class Reader(Protocol):
+    """A table inside one step."""
+
+    def read(self, ids: Tensor) -> Tensor:
+        """Returns the vectors (n, D) of the ids (n,)."""
+
+
+class ShardedSource(StepSource):
+    """A model from :func:`hybrid_parallel`, whose steps take a :class:`TowerBatch` or a :class:`DrawnStep`.
 
     Lists of ids are padded, see :class:`Packer`; where a batch's lists outgrow a captured step, a new one replaces it.
 
     Args:
         model: model from :func:`hybrid_parallel`, each table on this rank alone or on every rank.
         optimizer: the model's optimizer, after its first step, which makes its state.
+
+    Raises:
+        CannotCaptureError: the model or the optimizer has no captured form.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: HybridOptimizer) -> None:
+        self.reading: Mapping[str, Reader] = {}
+        self._model = lowered(model, static_bags(lambda name, ids: self.reading[name].read(ids)))
+        fixed = dict(self._model.named_buffers()) | {
+            name: parameter.detach()
+            for name, parameter in self._model.named_parameters()
+            if not parameter.requires_grad
+        }
+        self.clip_norm = optimizer.clip_norm
+        self.memory = StepMemory(moved_parameters(model, optimizer), fixed, clips=bool(self.clip_norm))
+        self._packer = Packer()
+
+    def inputs(self, item: TowerBatch | DrawnStep) -> StepInputs:
+        """Returns the tensors of a batch, or those of which it is made inside the step."""
+        if isinstance(item, DrawnStep):
+            key = tuple(tensor.shape for tensor in item.tensors)
+            return StepInputs(key, key, key[0][0], item.tensors, item.source.assemble, item.source.tensors)
+        layout, tensors = self._packer.pack(item)
+        rows = int(dict(layout.fields)["labels"][0][0])
+        return StepInputs(layout, layout.sizes, rows, tensors, lambda _, parts: layout.batch(list(parts)))
+
+    def forward(self, tensors: dict[str, Tensor], batch: TowerBatch) -> tuple[Tensor, Any]:
+        """Returns the model's loss, (), and its output."""
+        loss, output = functional_call(self._model, tensors, (batch,))
+        return loss, output
+
+    def no_gradient(self, names: Sequence[str]) -> None:
+        """Lets them be: a model may have towers that some batches do not read."""
+
+
+class CapturedStep:
+    """One rank's training step, captured once for each shape of a batch.
+
+    Args:
+        source: model, memory and inputs.
         engine: executor that makes the step faster.
         autocast: makes the context of the forward.
         rule: takes (rows of a table, look-ups of a step), and returns whether the table is moved row by row.
@@ -220,15 +348,11 @@ class CapturedStep:
 
     Attributes:
         captures: number of captures so far.
-
-    Raises:
-        CannotCaptureError: the model or the optimizer has no captured form.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizer: HybridOptimizer,
+        source: StepSource,
         engine: StepExecutor,
         *,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
@@ -236,20 +360,12 @@ class CapturedStep:
         take_time: Callable[[], None] = lambda: None,
         patience: int = 0,
     ) -> None:
-        self._clip_norm, self._engine, self._autocast, self._rule = optimizer.clip_norm, engine, autocast, rule
+        self._source, self._memory, self._clip_norm = source, source.memory, source.clip_norm
+        self._engine, self._autocast, self._rule = engine, autocast, rule
         self._take_time, self._patience = take_time, patience
-        self._refused: Counter[Any] = Counter()
-        self._failed: dict[Any, str] = {}
-        self._reading: dict[str, TableRows] = {}
-        self._model = lowered(model, static_bags(lambda name, ids: self._reading[name].read(ids)))
-        fixed = dict(self._model.named_buffers()) | {
-            name: parameter.detach()
-            for name, parameter in self._model.named_parameters()
-            if not parameter.requires_grad
-        }
-        self._memory = StepMemory(model, optimizer, fixed)
-        self._packer = Packer()
-        self._calls: dict[Any, _Call] = {}
+        self._refused: Counter[Hashable] = Counter()
+        self._failed: dict[Hashable, str] = {}
+        self._calls: dict[Hashable, _Call] = {}
         self.captures = 0
 
     def reload(self) -> None:
@@ -264,35 +380,34 @@ class CapturedStep:
         """Completes deferred updates, so that model and optimizer are as after the same number of eager steps."""
         self._memory.settle()
 
-    def __call__(self, item: TowerBatch | DrawnStep) -> tuple[Tensor, Any]:
+    def __call__(self, item: Any) -> tuple[Tensor, Any]:
         """Trains on one batch; returns the loss, (), and the model's output.
 
         Raises:
             RareShapeError: the shape came too seldom, see ``patience``; nothing was trained.
             CannotCaptureError: the engine cannot run the model, or this is one shape too many; nothing was trained.
         """
-        key, inputs, make = self._inputs(item)
-        inputs = [
-            tensor.to(self._memory.device, non_blocking=True) for tensor in inputs
-        ]  # a loader's batches are on the host
-        call = self._calls.get(key)
-        if call is None:
-            call = self._captured_once(key, inputs, item, make)
+        given = self._source.inputs(item)
+        inputs = self._on_device(given)
+        call = self._calls.get(given.key) or self._captured_once(given, inputs)
         self._memory.begin()
         loss, *output = call.run(inputs)
         return loss, pytree.tree_unflatten(output, call.spec)
 
-    def _inputs(
-        self, item: TowerBatch | DrawnStep
-    ) -> tuple[Any, Sequence[Tensor], Callable[[Sequence[Tensor], Sequence[Tensor]], TowerBatch]]:
-        if isinstance(item, DrawnStep):
-            return tuple(tensor.shape for tensor in item.tensors), item.tensors, item.source.assemble
-        layout, tensors = self._packer.pack(item)
-        return layout, tensors, lambda _, parts: layout.batch(list(parts))
+    def prepare(self, item: Any) -> None:
+        """Captures the step for batches like this one, where it is not yet; trains nothing, and raises as a call."""
+        given = self._source.inputs(item)
+        if given.key not in self._calls:
+            self._captured_once(given, self._on_device(given))
 
-    def _captured_once(self, key: Any, inputs: Sequence[Tensor], item: TowerBatch | DrawnStep, make: Any) -> _Call:
-        """Captures the step for batches of the shape ``key``, unless that has failed before."""
-        outgrown = [known for known in self._calls if _size(known) == _size(key)]
+    def _on_device(self, given: StepInputs) -> list[Tensor]:
+        """Returns the batch's tensors on the device of the memory: a loader's are on the host."""
+        return [tensor.to(self._memory.device, non_blocking=True) for tensor in given.tensors]
+
+    def _captured_once(self, given: StepInputs, inputs: Sequence[Tensor]) -> _Call:
+        """Captures the step for batches of that shape, unless that has failed before."""
+        key = given.key
+        outgrown = [known for known, call in self._calls.items() if call.size == given.size]
         if key in self._failed:
             raise CannotCaptureError(self._failed[key])
         if self._calls and not outgrown and self._refused[key] < self._patience:
@@ -300,8 +415,8 @@ class CapturedStep:
             raise RareShapeError("a batch of a shape that came seldom so far")
         try:
             if not outgrown:
-                self._check_number(key)
-            call = self._captured(inputs, item, make)
+                self._check_number(given)
+            call = self._captured(given, inputs)
         except CannotCaptureError as error:
             self._failed[key] = str(error)
             raise
@@ -314,26 +429,27 @@ class CapturedStep:
         self.captures += 1
         return call
 
-    def _check_number(self, key: Any) -> None:
+    def _check_number(self, given: StepInputs) -> None:
         if len(self._calls) < MOST_GRAPHS:
             return
-        rows = [_rows(known) for known in self._calls]
-        if _rows(key) not in rows:
-            sizes = ", ".join(map(str, sorted({*rows, _rows(key)})))
+        rows = [call.rows for call in self._calls.values()]
+        if given.rows not in rows:
+            sizes = ", ".join(map(str, sorted({*rows, given.rows})))
             raise CannotCaptureError(
                 f"batches of more than {MOST_GRAPHS} sizes: {sizes} rows; give them one batch_size"
             )
-        last = next(known for known in reversed(self._calls) if _rows(known) == _rows(key))
+        key = given.key
+        last = next(known for known in reversed(self._calls) if self._calls[known].rows == given.rows)
         how = (
             last.difference(key)
             if isinstance(last, BatchLayout) and isinstance(key, BatchLayout)
             else f"{last} and {key}"
         )
-        raise CannotCaptureError(f"batches of {_rows(key)} rows differ in more than {MOST_GRAPHS} ways: {how}")
+        raise CannotCaptureError(f"batches of {given.rows} rows differ in more than {MOST_GRAPHS} ways: {how}")
 
-    def _captured(self, inputs: Sequence[Tensor], item: TowerBatch | DrawnStep, make: Any) -> _Call:
+    def _captured(self, given: StepInputs, inputs: Sequence[Tensor]) -> _Call:
         self._take_time()
-        resident = item.source.tensors if isinstance(item, DrawnStep) else ()
+        resident, make = given.resident, given.make
         if not self._calls:  # how a table is moved stays so for all later shapes
             self._memory.choose(self._lookups(lambda: make(resident, inputs)), self._rule)
         memory = {**self._memory.tensors(), **{f"resident {number}": tensor for number, tensor in enumerate(resident)}}
@@ -345,18 +461,18 @@ class CapturedStep:
             outputs, call.spec = pytree.tree_flatten(output)
             return [loss, *outputs]
 
-        call = _Call()
+        call = _Call(given.size, given.rows)
         call.run = self._engine(step, list(memory.values()), list(inputs))
         return call
 
     @torch.no_grad()
-    def _lookups(self, make: Callable[[], TowerBatch]) -> dict[str, int]:
+    def _lookups(self, make: Callable[[], Any]) -> dict[str, int]:
         """Counts the look-ups that a batch makes in each table."""
         counting = {name: _Counting(moved.weight) for name, moved in self._memory.tables.items()}
         with torch.random.fork_rng():
             fixed = {name: tensor.clone() for name, tensor in self._memory.fixed.items()}
-            self._reading = counting  # type: ignore[assignment]
-            functional_call(self._model, fixed, (make(),))
+            self._source.reading = counting
+            self._source.forward(fixed, make())
         return {name: table.count for name, table in counting.items()}
 
     @property
@@ -373,31 +489,28 @@ class CapturedStep:
         """Returns a line that says how each table is moved."""
         return self._memory.describe()
 
-    def _trained(self, tensors: dict[str, Tensor], make: Callable[[], TowerBatch]) -> tuple[Tensor, Any]:
+    def _trained(self, tensors: dict[str, Tensor], make: Callable[[], Any]) -> tuple[Tensor, Any]:
         """Makes one step on ``tensors``; returns the loss and the model's output."""
         memory = self._memory
         with torch.no_grad():
             tensors["step"].add_(1)
-        self._reading = {name: memory.table(moved, tensors) for name, moved in memory.tables.items()}
+        tables = {name: memory.table(moved, tensors) for name, moved in memory.tables.items()}
+        self._source.reading = tables
         dense = {moved.name: tensors[moved.name].detach().requires_grad_() for moved in memory.moved if not moved.table}
         with torch.enable_grad():
             with self._autocast():
-                loss, output = functional_call(
-                    self._model, {**dense, **{name: tensors[name] for name in memory.fixed}}, (make(),)
-                )
+                loss, output = self._source.forward({**dense, **{name: tensors[name] for name in memory.fixed}}, make())
             leaves = {
                 **{name: [leaf] for name, leaf in dense.items()},
-                **{n: t.leaves() for n, t in self._reading.items()},
+                **{n: t.leaves() for n, t in tables.items()},
             }
-            flat = iter(
-                torch.autograd.grad(loss, [leaf for of_one in leaves.values() for leaf in of_one], allow_unused=True)
-            )
-        grads: dict[str, list[Tensor | None]] = {name: [next(flat) for _ in of_one] for name, of_one in leaves.items()}
+            grads = self._source.gradients(loss, leaves)
+        self._source.no_gradient([name for name, of_one in grads.items() if all(grad is None for grad in of_one)])
         with torch.no_grad():
             self._limit(grads)
             for moved in memory.moved:
                 if moved.table:
-                    self._reading[moved.name].move(grads[moved.name])
+                    tables[moved.name].move(grads[moved.name])
                 elif grads[moved.name][0] is not None:
                     self._move(moved, tensors, grads[moved.name][0])
         return loss.detach(), output
@@ -407,11 +520,9 @@ class CapturedStep:
         limited = [moved.name for moved in self._memory.moved if not moved.sharded]
         if not self._clip_norm:
             return
-        norm = (
-            torch.stack([grad.square().sum() for name in limited for grad in grads[name] if grad is not None])
-            .sum()
-            .sqrt()
-        )
+        norm = self._source.squared_norm(
+            {name: [grad for grad in grads[name] if grad is not None] for name in limited}
+        ).sqrt()
         factor = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
         for name in limited:
             grads[name] = [None if grad is None else grad * factor for grad in grads[name]]
@@ -424,21 +535,14 @@ class CapturedStep:
             target.copy_(value)
 
 
-def _size(key: Any) -> Any:
-    """The shape without the lengths of lists: equal for two batches of which one's lists have outgrown the other's."""
-    return key.sizes if isinstance(key, BatchLayout) else key
-
-
-def _rows(key: Any) -> int:
-    """The number of rows of a batch of that shape."""
-    return int(dict(key.fields)["labels"][0][0] if isinstance(key, BatchLayout) else key[0][0])
-
-
+@dataclass
 class _Call:
-    """The captured step for one shape of batch, and the tree of its outputs."""
+    """The captured step for one shape of batch, and the tree of its outputs; see :class:`StepInputs`."""
 
-    run: Callable[[Sequence[Tensor]], list[Tensor]]
-    spec: Any
+    size: Hashable
+    rows: int
+    run: Callable[[Sequence[Tensor]], list[Tensor]] = field(init=False)
+    spec: Any = field(init=False)
 
 
 @dataclass

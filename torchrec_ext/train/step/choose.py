@@ -29,7 +29,7 @@ from torchrec_ext.distributed.sync import EveryStep
 from torchrec_ext.train.config import Compile, Threads
 from torchrec_ext.train.guards.amp import Context, LossScaling
 from torchrec_ext.train.guards.finite import FiniteLoss
-from torchrec_ext.train.step.captured import CapturedStep, RareShapeError, StepExecutor, engine_for
+from torchrec_ext.train.step.captured import CapturedStep, RareShapeError, ShardedSource, StepExecutor, engine_for
 from torchrec_ext.train.step.lowering import CannotCaptureError
 from torchrec_ext.train.step.plain import PlainStep
 
@@ -316,8 +316,7 @@ class Steps:
         engine, doing = self._engine()
         patience = PATIENCE if self._compile == "auto" else 0
         step = CapturedStep(
-            self._model,
-            self._optimizer,
+            ShardedSource(self._model, self._optimizer),
             engine,
             autocast=self._context,
             take_time=self._config.take_time,

@@ -1,7 +1,7 @@
 """StepMemory: the named tensors that stay from one captured step to the next: weights, state, rates, steps of rows.
 
-They are the memory of the sharded model and of its optimizer, which others can therefore read as usual. A table is
-moved in one of two ways:
+They are the memory of a model and of its optimizer, which others can therefore read as usual. A table is moved in one
+of two ways:
 
 - whole: the gradient is a matrix as large as the table and the rule sweeps all of it, as torch's optimizers do;
 - row by row, where few of many rows are read: only those are moved. Adam's other rows slide on meanwhile; they catch up
@@ -29,7 +29,7 @@ from torchrec.modules.embedding_configs import DataType
 
 from torchrec_ext.distributed.optim.config import Choice
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
-from torchrec_ext.distributed.tables import Shard, local_shards
+from torchrec_ext.distributed.tables import Shard, collections, kernels_by_table, local_shards
 from torchrec_ext.train.step.lowering import CannotCaptureError
 from torchrec_ext.train.step.update_rules import UPDATES, caught_up, has_closed_form, reach, slide_on, slides, stepped
 
@@ -182,7 +182,7 @@ class UpdatedParameter:
     weight: Tensor
     state: list[Tensor]
     steps: list[Tensor]
-    group: dict[str, Any]
+    group: Mapping[str, Any]
     choice: Choice
 
 
@@ -190,8 +190,11 @@ def moved_parameters(model: nn.Module, optimizer: HybridOptimizer) -> list[Updat
     """Returns every parameter that ``optimizer`` moves on this one rank, after its first step, which makes its state.
 
     Raises:
-        CannotCaptureError: a table is split, not fp32, or moved by a rule that is not in :data:`UPDATES`.
+        CannotCaptureError: a table is split, not fp32, off the GPU, or moved by a rule that is not in :data:`UPDATES`.
     """
+    for name, kernel in (pair for _, held in collections(model) for pair in kernels_by_table(held).items()):
+        if kernel not in ("dense", "fused"):
+            raise CannotCaptureError(f"table '{name}' has kernel={kernel}, whose rows a captured step does not reach")
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     by_name = owners(optimizer)
     shards = list(local_shards(model))
@@ -270,18 +273,16 @@ class StepMemory:
     """The tensors that a captured step reads and writes.
 
     Args:
-        model: model from :func:`hybrid_parallel`, each table on this rank alone or on every rank.
-        optimizer: the model's optimizer, after its first step, which makes its state.
+        moved: parameters that the step moves, one at least, such as :func:`moved_parameters`.
         fixed: further tensors of the model by name, which no optimizer moves.
+        clips: whether the norm of all gradients is limited, for which those of tables must be whole.
 
     Raises:
-        CannotCaptureError: the optimizer has no captured form.
+        CannotCaptureError: the parameters have made different numbers of steps.
     """
 
-    def __init__(self, model: nn.Module, optimizer: HybridOptimizer, fixed: Mapping[str, Tensor]) -> None:
-        self.moved: list[UpdatedParameter] = moved_parameters(model, optimizer)
-        self.fixed = dict(fixed)
-        self._clips = bool(optimizer.clip_norm)
+    def __init__(self, moved: Sequence[UpdatedParameter], fixed: Mapping[str, Tensor], *, clips: bool = False) -> None:
+        self.moved, self.fixed, self._clips = list(moved), dict(fixed), clips
         self._groups = list({id(moved.group): moved.group for moved in self.moved}.values())
         self.device = self.moved[0].weight.device
         self._step = torch.zeros((), device=self.device)
@@ -355,6 +356,15 @@ class StepMemory:
                 self._known_rates[index] = group["lr"]
                 self._rates[index].fill_(group["lr"])
         self._unsettled += 1
+
+    @property
+    def steps_made(self) -> int:
+        """Number of steps that were made."""
+        return int(self._step)
+
+    def take_back(self, steps_made: int) -> None:
+        """Takes back the count of a step that ended before anything else was written."""
+        self._step.fill_(steps_made)
 
     def choose(self, lookups: Mapping[str, int], rule: Callable[[int, int], bool]) -> None:
         """Decides how each table is moved, by how many look-ups a step makes of it."""

@@ -1,0 +1,198 @@
+"""Models of other packages, unchanged, learn under adopt() what their own loop learns, or are refused by name.
+
+`pip install --no-deps --target FOLDER torch-rechub recbole` (both import scikit-learn, scipy, colorlog, colorama,
+texttable, thop and tabulate) brings two of them, with FOLDER on PYTHONPATH; DLRM_SOURCE names a checkout of
+https://github.com/facebookresearch/dlrm. Nothing of them is in this repository.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.models.dlrm import DLRM
+
+import torchrec_ext.adopt.step as adopted
+from torchrec_ext.adopt import CannotAdopt, adopt
+
+pytestmark = pytest.mark.slow
+USERS, ITEMS, B, STEPS, D = 20_000, 10_000, 256, 12, 16
+DLRM_SOURCE = Path(os.environ.get("DLRM_SOURCE") or "/nonexistent")
+Batch = dict[str, Tensor]
+Loss = Callable[[nn.Module, Batch], Tensor]
+Made = tuple[nn.Module, Loss]
+
+
+def a_batch(number: int, rows: int = B) -> Batch:
+    draw = torch.Generator().manual_seed(number)
+    ids = {name: torch.randint(1, size, (rows,), generator=draw) for name, size in (("user_id", USERS), ("age", 9))}
+    ids |= {name: torch.randint(1, ITEMS, (rows,), generator=draw) for name in ("item_id", "neg_item_id")}
+    return {**ids, "label": torch.randint(2, (rows,), generator=draw).float()}
+
+
+def rechub_features() -> tuple[list[Any], list[Any]]:
+    features = pytest.importorskip("torch_rechub.basic.features", reason="the package torch-rechub is not installed")
+    user = [features.SparseFeature(name, size, D) for name, size in (("user_id", USERS), ("age", 9))]
+    return user, [features.SparseFeature("item_id", ITEMS, D)]
+
+
+def rechub_deepfm() -> Made:
+    user, item = rechub_features()
+    from torch_rechub.models.ranking.deepfm import DeepFM
+
+    model = DeepFM([*user, *item], [*user, *item], {"dims": [32, 16], "dropout": 0.0, "activation": "relu"})
+    return model, lambda model, batch: F.binary_cross_entropy(model(batch), batch["label"])
+
+
+def rechub_dssm() -> Made:
+    user, item = rechub_features()
+    from torch_rechub.models.matching.dssm import DSSM
+
+    layers = {"dims": [32, 16], "activation": "prelu"}
+    model = DSSM(user, item, dict(layers), dict(layers), temperature=0.02)
+    return model, lambda model, batch: F.binary_cross_entropy(model(batch), batch["label"])
+
+
+class Settings(dict[str, Any]):
+    """RecBole's Config: a setting that nobody gave is None."""
+
+    def __missing__(self, key: str) -> None:
+        return None
+
+
+def recbole(name: str, **settings: Any) -> Made:
+    models = pytest.importorskip(
+        f"recbole.model.general_recommender.{name.lower()}", reason="the package recbole is not installed"
+    )
+    fields = {"USER_ID_FIELD": "user_id", "ITEM_ID_FIELD": "item_id", "NEG_PREFIX": "neg_", "LABEL_FIELD": "label"}
+    dataset = SimpleNamespace(num=lambda field: USERS if field == "user_id" else ITEMS)
+    model = getattr(models, name)(Settings(device="cpu", **fields, **settings), dataset)
+    return model, lambda model, batch: model.calculate_loss(batch)  # type: ignore[operator]
+
+
+def recbole_neumf() -> Made:
+    sizes = {"mf_embedding_size": D, "mlp_embedding_size": D, "mlp_hidden_size": [32, 16], "dropout_prob": 0.0}
+    return recbole("NeuMF", mf_train=True, mlp_train=True, **sizes)
+
+
+def recbole_bpr() -> Made:
+    return recbole("BPR", embedding_size=D)
+
+
+MODELS: dict[str, Callable[[], Made]] = {
+    "torch-rechub DeepFM": rechub_deepfm,
+    "torch-rechub DSSM": rechub_dssm,
+    "RecBole NeuMF": recbole_neumf,
+    "RecBole BPR": recbole_bpr,
+}
+
+
+def made(name: str, kind: Any = torch.optim.Adam) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[Batch], Tensor]]:
+    torch.manual_seed(0)
+    model, loss = MODELS[name]()
+    return model, kind(model.parameters(), 1e-3), lambda batch: loss(model, batch)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_of_another_package_learns_what_its_own_loop_learns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adopted, "compile_graph", lambda graph, examples: graph)
+    # Adam makes full steps by a gradient that is rounding alone, as that of a bias before DSSM's batch normalisation.
+    kind = torch.optim.SGD if "DSSM" in name else torch.optim.Adam
+    model, optimizer, loss = made(name, kind)
+    own = []
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        value = loss(a_batch(number))
+        value.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        own.append(float(value.detach()))
+    other, optimizer, loss = made(name, kind)
+    step = adopt(other, optimizer, loss, compile="require")
+    assert [float(step(a_batch(number))[0]) for number in range(STEPS)] == pytest.approx(own, abs=2e-5)
+    assert step.describe().startswith("captured since step 3")
+    assert "row by row" in step.describe()
+    weights, others = model.state_dict(), other.state_dict()
+    assert list(weights) == list(others)
+    assert max(float((weights[key].double() - others[key]).abs().max()) for key in weights) < 3e-3
+
+
+def test_facebooks_dlrm_keeps_its_own_steps_and_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not (DLRM_SOURCE / "dlrm_s_pytorch.py").exists():
+        pytest.skip("needs a checkout of facebookresearch/dlrm in the folder $DLRM_SOURCE")
+    monkeypatch.syspath_prepend(str(DLRM_SOURCE))
+    net = pytest.importorskip("dlrm_s_pytorch", reason="DLRM's own imports are not all installed").DLRM_Net
+    np.random.seed(0)
+    sizes = {"ln_bot": np.array([4, 8, D]), "ln_top": np.array([D + 3, 8, 1])}
+    model = net(D, np.array([USERS, ITEMS]), **sizes, arch_interaction_op="dot", sigmoid_top=1, ndevices=-1)
+    offsets = [torch.arange(B)] * 2
+
+    def loss(dense: Tensor, user: Tensor, item: Tensor, label: Tensor) -> Tensor:
+        return model.loss_fn(model(dense, offsets, [user, item]), label[:, None])  # type: ignore[no-any-return]
+
+    batch = a_batch(0)
+    given = torch.rand(B, 4), batch["user_id"], batch["item_id"], batch["label"]
+    step = adopt(model, torch.optim.SGD(model.parameters(), 0.1), loss, compile="require")
+    with pytest.raises(CannotAdopt, match=r"dlrm_s_pytorch.py:\d+ .*'emb_l.0.weight' with offsets, .*; pad the"):
+        list(map(step, *zip(*[given] * 4, strict=True)))
+    step = adopt(model, torch.optim.SGD(model.parameters(), 0.1), loss)
+    losses = [float(step(*given)[0]) for _ in range(20)]
+    assert losses[-1] < losses[0]
+
+
+def test_torchrecs_dlrm_is_refused_by_its_table() -> None:
+    table = EmbeddingBagConfig(name="user", embedding_dim=D, num_embeddings=USERS, feature_names=["user_id"])
+    model = DLRM(EmbeddingBagCollection(tables=[table]), 4, [8, D], [8, 1])
+    batch = a_batch(0)
+    ids = KeyedJaggedTensor.from_lengths_sync(["user_id"], batch["user_id"], torch.ones(B, dtype=torch.int32))
+
+    def loss(dense: Tensor, label: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(model(dense, ids).squeeze(1), label)
+
+    step = adopt(model, torch.optim.SGD(model.parameters(), 0.1), loss, compile="require")
+    with pytest.raises(CannotAdopt, match=r"'sparse_arch\.embedding_bag_collection\.embedding_bags\.user.* offsets"):
+        list(map(step, *zip(*[(torch.rand(B, 4), batch["label"])] * 4, strict=True)))
+
+
+def measured(name: str, seconds: float = 4.0) -> dict[str, float]:
+    """Milliseconds of a step by the package's own loop and adopted, interleaved; for a person: see main()."""
+    _, optimizer, loss = made(name)
+    other, others, loss_of_other = made(name)
+    step = adopt(other, others, loss_of_other, compile="require")
+    batches = [a_batch(number) for number in range(64)]
+
+    def plain(batch: Batch) -> None:
+        optimizer.zero_grad()
+        loss(batch).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+    for batch in batches[:10]:
+        plain(batch)
+        step(batch)
+    taken: dict[str, list[float]] = {"plain": [], "adopted": []}
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        for way, call in (("plain", plain), ("adopted", step)):
+            for batch in batches[:8]:
+                start = time.perf_counter()
+                call(batch)
+                taken[way].append(time.perf_counter() - start)
+    return {way: 1e3 * float(np.median(times)) for way, times in taken.items()} | {
+        "capture_s": step.figures()["capture_s"]
+    }
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for chosen in sys.argv[1:] or MODELS:
+        print(chosen, {key: round(value, 2) for key, value in measured(chosen).items()}, flush=True)

@@ -1,0 +1,7 @@
+"""A user's own nn.Module, optimizer and Dataset, unchanged, at the speed of the package's own models."""
+
+import torchrec_ext.needs_torch  # noqa: F401
+
+from torchrec_ext.exports import attach
+
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

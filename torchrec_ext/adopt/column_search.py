@@ -1,0 +1,537 @@
+"""ColumnSearch: what the rows of a map-style Dataset are made of, learnt by reading rows and by nothing else.
+
+Slot: one value of a row: a constant, a column, a repeat of it, several columns beside each other, or drawn integers.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from tqdm import tqdm
+
+from torchrec_ext.adopt.errors import CannotAdopt
+from torchrec_ext.adopt.reading import GETITEMS, DatasetReader, held_by, is_frame, seed_everything, words
+
+COMPARED = 4096  # rows that are compared where a Dataset has more
+_ROUNDS, _READ_AGAIN = 4, 190
+_CALLS = 8  # of each row whose draws are read
+_MOST_BYTES = 1 << 26  # of the rows that are compared
+_MOST_COLUMNS = 256  # of a matrix that are looked at one by one
+_MOST_NUMBERS = 32  # of a vector that are looked at one by one
+
+
+class _Source:
+    """An attribute of the Dataset with a value for each row.
+
+    Args:
+        path: name of the attribute, such as ``df['user']``.
+        value: array, tensor, series or list of M values.
+        index: (N,) value of each row; None where M = N and values stand in the order of the rows.
+    """
+
+    def __init__(self, path: str, value: Any, index: Tensor | None = None) -> None:
+        self.path, self._value, self._index = path, value, index
+        self._whole: Tensor | None = None
+
+    def rows(self, rows: Tensor) -> Tensor | None:
+        """Returns the values of ``rows`` (C,), (C, ...); None where they are no numbers of one shape."""
+        where = rows if self._index is None else self._index[rows]
+        if isinstance(self._value, list | tuple):
+            return _array([self._value[row] for row in where.tolist()])
+        values = _array(self._value)
+        return None if values is None else values[where.to(values.device)].cpu()
+
+    def whole(self) -> Tensor | None:
+        """Returns the values of all rows, (N, ...)."""
+        if self._whole is None:
+            values = _array(self._value)
+            self._whole = values if values is None or self._index is None else values[self._index]
+        return self._whole
+
+
+class _MatrixColumn(_Source):
+    """One column of an attribute that has several."""
+
+    def __init__(self, matrix: _Source, column: int) -> None:
+        super().__init__(f"{matrix.path}[{column}]", None)
+        self._matrix, self._column = matrix, column
+
+    def rows(self, rows: Tensor) -> Tensor | None:
+        values = self._matrix.rows(rows)
+        return values if values is None else values[:, self._column]
+
+    def whole(self) -> Tensor | None:
+        values = self._matrix.whole()
+        return values if values is None else values[:, self._column]
+
+
+def _array(value: Any) -> Tensor | None:
+    """Returns values as a tensor, or None where they are no numbers of one shape."""
+    if isinstance(value, Tensor):
+        return value.detach() if value.layout == torch.strided and value.dim() else None
+    try:
+        if isinstance(value, list | tuple) and len(value) and isinstance(value[0], Tensor):
+            return torch.stack([item.detach() for item in value])
+        array = value.to_numpy() if hasattr(value, "to_numpy") else np.asarray(value)
+    except (ValueError, TypeError, RuntimeError, AttributeError, OverflowError):
+        return None
+    if array.dtype.kind not in "biuf" or array.ndim == 0:
+        return None
+    native = array.astype(array.dtype.newbyteorder("="), copy=False)
+    return torch.from_numpy(native if native.flags.writeable else native.copy())
+
+
+def _sources(dataset: Any, rows: int) -> list[_Source]:
+    """Returns the attributes of a Dataset that hold a value for each row."""
+    lengths: list[tuple[str, Any, int]] = []
+    for path, value in held_by(dataset):
+        series = hasattr(value, "iloc") and not is_frame(value)
+        if isinstance(value, list | tuple | np.ndarray) or series or (isinstance(value, Tensor) and value.dim()):
+            if isinstance(value, np.ndarray) and not value.ndim:
+                continue
+            lengths.append((path, value, len(value)))
+    direct = [_Source(path, value) for path, value, length in lengths if length == rows]
+    orders = [order for source in direct if (order := _order(source)) is not None]
+    through = [
+        _Source(path, value, order)
+        for order in orders
+        for path, value, length in lengths
+        if length > int(order.max()) and (length != rows or not torch.equal(order, torch.arange(rows)))
+    ]
+    return [*direct, *through]
+
+
+def _order(source: _Source) -> Tensor | None:
+    """Returns the rows that an attribute such as a Subset's ``indices`` names, or None where it is none."""
+    if not source.path.endswith("indices"):
+        return None
+    values = source.whole()
+    able = values is not None and values.dim() == 1 and not values.is_floating_point() and values.dtype != torch.bool
+    return values.long() if able and values is not None and int(values.min()) >= 0 else None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Slot:
+    """One value of a row, and what it is made of.
+
+    Args:
+        name: name of the slot, unique among those of a row.
+        dtype: dtype of the values.
+        shape: S, the shape of a row's value.
+        pieces: names of columns and constants: one for the whole value, or one for each of its numbers, in order; None
+            stands for a number that is drawn.
+        repeat: k where the value is k times the same piece beside each other, else 0.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: torch.Size
+    pieces: tuple[str | None, ...]
+    repeat: int = 0
+
+    @property
+    def drawn(self) -> int:
+        """The number of integers that are drawn."""
+        return self.pieces.count(None)
+
+    def build(self, pieces: Mapping[str, Tensor], draws: Tensor | None, size: int) -> Tensor:
+        """Returns the values of a batch of B = ``size`` rows, (B, *S).
+
+        Args:
+            pieces: (B, ...) rows of columns, and constants, (1, ...), by name.
+            draws: (B, n) drawn integers.
+            size: B.
+        """
+        if len(self.pieces) == 1 and self.pieces[0] is not None:
+            piece = pieces[self.pieces[0]].to(self.dtype)
+            shape = self.shape if not self.repeat else torch.Size((1, *self.shape[1:]))
+            return piece.reshape(len(piece), *shape).expand(size, *self.shape)
+        numbers, index = [], 0
+        for run in self._runs():
+            if isinstance(run, int):
+                assert draws is not None
+                numbers.append(draws[:, index : index + run])
+                index += run
+            else:
+                numbers.append(pieces[run].reshape(-1, 1).expand(size, 1))
+        return torch.cat([number.to(self.dtype) for number in numbers], dim=1).view(size, *self.shape)
+
+    def _runs(self) -> list[str | int]:
+        """Returns the names of the pieces in order, with the length of each run of draws between them."""
+        runs: list[str | int] = []
+        for name in self.pieces:
+            if name is not None:
+                runs.append(name)
+            elif runs and isinstance(runs[-1], int):
+                runs[-1] += 1
+            else:
+                runs.append(1)
+        return runs
+
+    def describe(self, constants: Mapping[str, Tensor]) -> str:
+        """Returns what the slot is made of in words."""
+        if len(self.pieces) == 1 and self.pieces[0] in constants:
+            values = constants[str(self.pieces[0])].reshape(-1).tolist()
+            return f"constant {values if len(values) <= 8 else f'{values[:4]} and so on'}"
+        if len(self.pieces) == 1:
+            text = f"column `{self.pieces[0]}`" if self.pieces[0] else "drawn"
+            return f"{text} {self.repeat} times" if self.repeat else text
+        return ", ".join(f"{run} drawn" if isinstance(run, int) else f"`{run}`" for run in self._runs())
+
+
+@dataclass(frozen=True)
+class SlotPiece:
+    """The numbers of a slot that one column holds: all, the first of equal ones (``"repeat"``), or that at an index."""
+
+    slot: int
+    index: int | str = "all"
+
+    def of(self, values: Sequence[Tensor]) -> Tensor:
+        """Returns the numbers (C, *P) in the slots' values (C, *S)."""
+        mine = values[self.slot]
+        if isinstance(self.index, int):
+            return mine.flatten(1)[:, self.index]
+        return mine if self.index == "all" else mine[:, 0]
+
+
+@dataclass(kw_only=True)
+class Reading:
+    """The columns, constants and draws that the rows of a Dataset are made of.
+
+    Args:
+        slots: the values of a row in order.
+        columns: (N, ...) values of all rows by name.
+        constants: (1, ...) values that all rows share, by name.
+        compared: number of rows that were compared with the Dataset.
+        notes: lines to show the user.
+    """
+
+    slots: list[Slot] = field(default_factory=list)
+    columns: dict[str, Tensor] = field(default_factory=dict)
+    constants: dict[str, Tensor] = field(default_factory=dict)
+    compared: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def drawn(self) -> Slot | None:
+        """The slot that holds drawn integers."""
+        return next((slot for slot in self.slots if slot.drawn), None)
+
+    def values(self, rows: Tensor) -> dict[str, Tensor]:
+        """Returns the rows (B,) of all columns, and the constants, by name."""
+        return {**{name: column[rows] for name, column in self.columns.items()}, **self.constants}
+
+    def wrong(self, rows: Tensor, read: Sequence[Tensor]) -> SlotPiece | None:
+        """Returns what columns or constants do not hold in ``rows`` (B,), of which ``read`` are the slots' values."""
+        pieces = self.values(rows)
+        for index, (slot, values) in enumerate(zip(self.slots, read, strict=True)):
+            if len(slot.pieces) == 1 and not slot.drawn:
+                if not equal(slot.build(pieces, None, len(rows)), values):
+                    return SlotPiece(index, "repeat" if slot.repeat else "all")
+                continue
+            for number, name in enumerate(slot.pieces):
+                if name is not None and not equal(pieces[name].reshape(-1), values.flatten(1)[:, number]):
+                    return SlotPiece(index, number)
+        return None
+
+    def seen(self, rows: int) -> str:
+        """Returns what was compared, of ``rows`` in all, in words."""
+        if self.compared >= rows:
+            return "all rows were compared with the Dataset's"
+        return (
+            f"{self.compared:,} rows were compared with the Dataset's: a difference in more than one row of "
+            f"{self.compared // 3:,} would have been seen with 95 % certainty; compared=len(dataset) compares all"
+        )
+
+
+def equal(left: Tensor, right: Tensor) -> bool:
+    """Says whether values are equal; what is no number equals itself."""
+    return bool(((left == right) | ((left != left) & (right != right))).all())
+
+
+class ColumnSearch:
+    """Finds the columns of a Dataset; call it inside :meth:`DatasetReader.untouched`.
+
+    Args:
+        reader: reads its rows.
+        compared: number of rows to compare with the Dataset.
+    """
+
+    def __init__(self, reader: DatasetReader, compared: int) -> None:
+        self._reader, self._random = reader, np.random.default_rng(0)
+        size = sum(leaf.nbytes for leaf in reader.leaves(0))
+        self._compared = max(2, min(reader.num_rows, compared, max(256, _MOST_BYTES // max(size, 1))))
+        self._sources = self._with_columns(_sources(reader.dataset, reader.num_rows))
+        self._keys = reader.names
+        self._refuted: set[SlotPiece] = set()
+
+    def run(self) -> Reading:
+        """Returns what the rows are made of.
+
+        Raises:
+            CannotAdopt: they cannot be written as columns, constants and draws.
+        """
+        self._read()
+        self._check_drawn()
+        self._solve()
+        while len(rows := np.setdiff1d(np.concatenate([np.zeros(0, np.int64), *self._disputes]), self._rows.numpy())):
+            self._read_more(rows)
+            self._solve()
+        self._result.compared = len(self._rows)
+        while self._written and (refuted := self._wrong_after_writing()):
+            self._refuted.add(refuted)
+            self._solve()
+        if not self._result.columns:  # a batch is as large as what a column gives for it
+            self._result.columns["row"] = torch.zeros(self._reader.num_rows, dtype=torch.bool)
+        return self._result
+
+    def _with_columns(self, sources: list[_Source]) -> list[_Source]:
+        """Adds the columns of matrices; leaves out what holds no numbers."""
+        ends, able = torch.tensor([0, self._reader.num_rows - 1]), []
+        for source in sources:
+            values = source.rows(ends)
+            if values is None:
+                continue
+            able.append(source)
+            if values.dim() == 2 and values.shape[1] <= _MOST_COLUMNS:
+                able += [_MatrixColumn(source, index) for index in range(values.shape[1])]
+        return able
+
+    def _read(self) -> None:
+        """Reads rows once, and some of them again with other seeds: numbers that vary are drawn."""
+        rows = self._reader.num_rows
+        chosen = np.arange(rows)
+        if self._compared < rows:
+            some = self._random.choice(rows, self._compared, replace=False)
+            chosen = np.unique(np.concatenate([[0, rows - 1], some, self._extremes()]))
+        again = np.sort(self._random.choice(len(chosen), min(len(chosen), _READ_AGAIN), replace=False))
+        seed_everything(0)
+        self._rows, self._values = torch.from_numpy(chosen), self._reader.rows(chosen)
+        self._drawn = [torch.zeros(value.shape[1:], dtype=torch.bool) for value in self._values]
+        for number in range(1, _ROUNDS):
+            seed_everything(number)
+            for slot, values in enumerate(self._reader.rows(chosen[again])):
+                before = self._values[slot][torch.from_numpy(again)]
+                changed = (values != before) & ((values == values) | (before == before))
+                self._drawn[slot] |= changed.any(dim=0)
+
+    def _read_more(self, rows: NDArray[np.int64]) -> None:
+        seed_everything(len(self._rows))
+        read = self._reader.rows(rows)
+        self._rows = torch.cat([self._rows, torch.from_numpy(rows)])
+        self._values = [torch.cat(pair) for pair in zip(self._values, read, strict=True)]
+
+    def _extremes(self) -> NDArray[np.int64]:
+        """Returns rows in which a column is least, greatest, no number, or has a rare value."""
+        rows = [np.zeros(0, np.int64)]
+        for source in self._sources:
+            whole = source.whole()
+            if whole is None or whole.dim() != 1:
+                continue
+            values = whole.numpy(force=True)
+            rows.append(np.array([values.argmin(), values.argmax(), (values != values).argmax()]))
+            if values.dtype.kind in "biu" and int(values.max()) - int(values.min()) < _MOST_COLUMNS:
+                rows.append(np.unique(values, return_index=True)[1])
+        return np.concatenate(rows)
+
+    def _check_drawn(self) -> None:
+        drawn = [slot for slot, mask in enumerate(self._drawn) if mask.any()]
+        where, names = self._reader.where, [self._name(slot) for slot in range(len(self._drawn))]
+        for slot in drawn:
+            dtype, mask = self._values[slot].dtype, self._drawn[slot]
+            if dtype.is_floating_point or dtype == torch.bool:
+                raise CannotAdopt(
+                    f"{where} returns rows that change from call to call: {names[slot]} ({words(dtype, mask.shape)}) "
+                    f"is no drawn id but noise, dropout or augmentation; make it inside the model. {GETITEMS}"
+                )
+            if int((~mask).sum()) > _MOST_NUMBERS:
+                raise CannotAdopt(
+                    f"{where} draws some integers of {names[slot]} among more than {_MOST_NUMBERS} that stay. "
+                    f"{GETITEMS}"
+                )
+        if len(drawn) > 1:
+            both = " and ".join(names[slot] for slot in drawn)
+            raise CannotAdopt(
+                f"{where} draws more than one slot: {both} change from call to call, and how they depend on each other "
+                f"cannot be seen. {GETITEMS}"
+            )
+
+    def _name(self, slot: int) -> str:
+        return self._keys[slot] or f"slot {slot}"
+
+    def _solve(self) -> None:
+        """Says what each slot is made of, as far as the rows that were read say it."""
+        self._result = Reading()
+        self._paths: dict[tuple[str, torch.dtype], str] = {}
+        self._disputes: list[NDArray[np.int64]] = []
+        self._written: dict[str, SlotPiece] = {}
+        for slot in range(len(self._values)):
+            self._result.slots.append(self._slot(slot))
+
+    def _slot(self, slot: int) -> Slot:
+        values, drawn = self._values[slot], self._drawn[slot].flatten().tolist()
+        repeat = values.dim() > 1 and values.shape[1] > 1 and equal(values, values[:, :1].expand_as(values))
+        pieces: tuple[str | None, ...]
+        if any(drawn):
+            pieces = tuple(None if vary else self._piece(SlotPiece(slot, index)) for index, vary in enumerate(drawn))
+        else:
+            whole = SlotPiece(slot, "repeat" if repeat else "all")
+            known = self._known(whole)
+            if known is None and not repeat and 1 < values[0].numel() <= _MOST_NUMBERS:
+                each = [self._known(SlotPiece(slot, index)) for index in range(values[0].numel())]
+                pieces = tuple(each) if None not in each else (self._to_write(whole),)
+            else:
+                pieces = (known or self._to_write(whole),)
+        name = self._shown(slot, pieces)
+        return Slot(
+            name=name,
+            dtype=values.dtype,
+            shape=values.shape[1:],
+            pieces=pieces,
+            repeat=values.shape[1] if repeat and len(pieces) == 1 and pieces[0] in self._result.columns else 0,
+        )
+
+    def _shown(self, slot: int, pieces: tuple[str | None, ...]) -> str:
+        columns = {piece for piece in pieces if piece is not None and piece not in self._result.constants}
+        name = self._keys[slot] or (columns.pop() if len(columns) == 1 else f"slot {slot}")
+        taken = {known.name for known in self._result.slots}
+        return name if name not in taken else f"{name} (slot {slot})"
+
+    def _piece(self, piece: SlotPiece) -> str:
+        return self._known(piece) or self._to_write(piece)
+
+    def _to_write(self, piece: SlotPiece) -> str:
+        name = self._name(piece.slot) + (f"[{piece.index}]" if isinstance(piece.index, int) else "")
+        self._written[name] = piece
+        shape = piece.of(self._values).shape[1:]
+        self._result.columns[name] = torch.empty((0, *shape), dtype=self._values[piece.slot].dtype)
+        return name
+
+    def _known(self, piece: SlotPiece) -> str | None:
+        """Returns the name of the constant or of the attribute that holds a piece, None where it is in no attribute."""
+        values = piece.of(self._values)
+        if piece in self._refuted:
+            return None
+        matches = [source for source in self._sources if self._holds(source, values)]
+        constant = values[:1] if equal(values, values[:1].expand_as(values)) else None
+        if constant is None and not matches:
+            return None
+        first = constant if constant is not None else _as(matches[0].whole(), values)
+        for source in matches:
+            rows = ~_equal_rows(_as(source.whole(), values), first)
+            self._disputes.append(rows.nonzero().reshape(-1)[:16].numpy())
+        if constant is not None:
+            name = self._name(piece.slot) + (f"[{piece.index}]" if isinstance(piece.index, int) else "")
+            self._result.constants[name] = constant.clone()
+            return name
+        return self._column(piece, matches[0], first)
+
+    def _holds(self, source: _Source, values: Tensor) -> bool:
+        for rows in (slice(8), slice(None)):
+            held = source.rows(self._rows[rows])
+            wanted = values[rows]
+            if held is None or held[0].numel() != wanted[0].numel() or not equal(_as(held, wanted), wanted):
+                return False
+        return source.whole() is not None  # other rows of a list may be of another length
+
+    def _column(self, piece: SlotPiece, source: _Source, values: Tensor) -> str:
+        known = (source.path, values.dtype)
+        if known not in self._paths:
+            key = self._keys[piece.slot] if not isinstance(piece.index, int) else None
+            short = source.path.rsplit(".", 1)[-1]
+            short = short.rpartition("['")[2].rstrip("']") if short.endswith("']") else short
+            names = (key, short, source.path, f"slot {piece.slot} {source.path}")
+            self._paths[known] = next(
+                name for name in names if name and name not in {*self._result.columns, *self._result.constants}
+            )
+            self._result.columns[self._paths[known]] = values
+        return self._paths[known]
+
+    def _wrong_after_writing(self) -> SlotPiece | None:
+        """Writes what is in no attribute in one pass, and compares everything else; returns a column that was wrong."""
+        reader, start = self._reader, time.perf_counter()
+        self._check_memory()
+        for name, piece in self._written.items():
+            shape = piece.of(self._values).shape[1:]
+            self._result.columns[name] = torch.empty((reader.num_rows, *shape), dtype=self._values[piece.slot].dtype)
+        for block in self._blocks():
+            read = reader.rows(block)
+            rows = torch.from_numpy(block)
+            for name, piece in self._written.items():
+                self._result.columns[name][rows] = piece.of(read)
+            if (wrong := self._result.wrong(rows, read)) is not None:
+                return wrong
+        self._check_steady()
+        self._result.compared = reader.num_rows
+        names = ", ".join(f"{self._name(p.slot)} ({words(c.dtype, c.shape[1:])})" for p, c in self._written_columns())
+        self._result.notes.append(
+            f"rows: {names} in no attribute of {reader.kind}: written in one pass over {reader.num_rows:,} rows "
+            f"({time.perf_counter() - start:.1f} s)"
+        )
+        return None
+
+    def _written_columns(self) -> list[tuple[SlotPiece, Tensor]]:
+        return [(piece, self._result.columns[name]) for name, piece in self._written.items()]
+
+    def _blocks(self) -> Iterator[NDArray[np.int64]]:
+        starts = range(0, self._reader.num_rows, COMPARED)
+        title = f"rows: writing {', '.join(self._written)}"
+        with tqdm(total=self._reader.num_rows, desc=title, delay=2.0, unit="row", leave=False) as progress:
+            for start in starts:
+                block = np.arange(start, min(start + COMPARED, self._reader.num_rows))
+                yield block
+                progress.update(len(block))
+
+    def _check_steady(self) -> None:
+        for name, piece in self._written.items():
+            same = _equal_rows(self._result.columns[name][self._rows], piece.of(self._values))
+            if not same.all():
+                raise CannotAdopt(
+                    f"{self._reader.where} returns rows that change from call to call: {self._name(piece.slot)} of row "
+                    f"{int(self._rows[int((~same).int().argmax())])} is another in the second reading. {GETITEMS}"
+                )
+
+    def _check_memory(self) -> None:
+        size = sum(piece.of(self._values)[0].nbytes for piece in self._written.values()) * self._reader.num_rows
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if size > memory / 2:
+            raise CannotAdopt(
+                f"{', '.join(self._written)} of {self._reader.num_rows:,} rows take {size / 1e9:,.1f} GB as columns, "
+                f"more than half of this machine's {memory / 1e9:,.1f} GB. {GETITEMS}"
+            )
+
+
+def _as(values: Tensor | None, like: Tensor) -> Tensor:
+    """Returns an attribute's values (C, ...) in the shape and dtype of ``like`` (C', *P)."""
+    assert values is not None
+    return values.reshape(len(values), *like.shape[1:]).to(like.dtype)
+
+
+def _equal_rows(left: Tensor, right: Tensor) -> Tensor:
+    """Says for each row whether its values are equal, (C,)."""
+    same = (left == right) | ((left != left) & (right != right))
+    return same.flatten(1).all(dim=1) if same.dim() > 1 else same
+
+
+def drawn_rows(
+    reader: DatasetReader, slot: Slot, index: int, calls: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Returns the row of each of about ``calls`` calls, (C,), each row eight times, and what was drawn, (C, n)."""
+    generator = np.random.default_rng(1)
+    rows = generator.choice(reader.num_rows, min(reader.num_rows, max(calls // _CALLS, 1)), replace=False)
+    again = max(_CALLS, calls // len(rows))
+    rows = np.sort(rows).repeat(again).astype(np.int64)
+    seed_everything(_ROUNDS)
+    mask = torch.tensor([piece is None for piece in slot.pieces])
+    drawn = torch.empty((len(rows), slot.drawn), dtype=torch.int64)
+    for call, row in enumerate(tqdm(rows, desc="rows: reading what is drawn", delay=2.0, unit="row", leave=False)):
+        drawn[call] = reader.leaves(int(row))[index].flatten()[mask]
+    return rows, drawn.numpy()

@@ -1,0 +1,427 @@
+"""Evidence: draws that a Dataset made, what they say against a law, and the law that they suggest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from torchrec_ext.adopt.column_search import Reading, drawn_rows
+from torchrec_ext.adopt.errors import CannotAdopt
+from torchrec_ext.adopt.law import (
+    Exclusion,
+    Floats,
+    Ids,
+    Law,
+    NegativeDraws,
+    Popular,
+    Uniform,
+    describe_ids,
+    integers,
+    is_key,
+    numbers_of,
+    of_columns,
+    of_mapping,
+)
+from torchrec_ext.adopt.reading import GETITEMS, DatasetReader, held_by
+
+UNLIKELY = 1e-6  # evidence of a smaller p-value contradicts a law
+_SEEN = -math.log(UNLIKELY)  # of so many expected events, none has that probability
+_BINS, _GROUPS = 64, 16
+UNSEEN = "cannot be seen"  # begins what a test says where it has no power
+_CELL = 5.0  # least expected number in a cell of a chi-square test
+_DRAWS, _FEWEST_CALLS, _MOST_DRAWS, _MOST_CALLS = 24_000, 2000, 400_000, 100_000
+_EXPECTED = 30.0  # known pairs that should be expected, where so many calls can show them
+_MOST_KEYS = 6  # columns that are tried as the key of known pairs
+
+
+class LawTest(NamedTuple):
+    """A test's answer: the p-value of the draws under the law, None where the test can see nothing, and a text."""
+
+    p: float | None
+    text: str
+
+    def __str__(self) -> str:
+        return self.text if self.p is None else f"{self.text} (p={self.p:.2g})"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Evidence:
+    """Draws that a Dataset made.
+
+    Args:
+        what: the drawn integers in words, with the user's line.
+        rows: (C,) the row of each call of the Dataset, calls of one row beside each other.
+        ids: (C, n) what it drew.
+        columns: (N, ...) the other columns by name.
+        positive: column of the positive, where the row shows which that is.
+        exclusions: pairs that the Dataset may leave out.
+        call: the user's call of Rows.of, less ``negatives``.
+    """
+
+    what: str
+    rows: Ids
+    ids: Ids
+    columns: Mapping[str, Tensor]
+    positive: str | None
+    exclusions: Sequence[Exclusion]
+    call: str
+
+    def __str__(self) -> str:
+        return "\n".join([f"{self.what} by a law that must be signed.", *self.proposal()])
+
+    @property
+    def size(self) -> str:
+        """The number of draws in words."""
+        return f"{self.ids.size:,} draws"
+
+    def against(self, draws: NegativeDraws) -> list[LawTest]:
+        """Tests the draws against a law."""
+        numbers, there = numbers_of(draws.ids, self.ids.reshape(-1))
+        if not there.all():
+            wrong = self.ids.reshape(-1)[~there]
+            return [
+                LawTest(
+                    0.0, f"{len(wrong):,} of {self.size} are not among {describe_ids(draws.ids)}, such as {wrong[0]}"
+                )
+            ]
+        numbers = numbers.reshape(self.ids.shape)
+        taken = draws.known.contains(draws.keys[self.rows][:, None], numbers)
+        if taken.any():
+            call, index = np.argwhere(taken)[0]
+            pair = f"{self.ids[call, index]} in row {self.rows[call]}"
+            return [LawTest(0.0, f"{taken.sum():,} of {self.size} are items that the law excludes, such as {pair}")]
+        return [
+            *self._ends(draws, numbers),
+            *self._excluded(draws),
+            self._binned("by popularity", draws, numbers, self._by_popularity(draws)),
+            self._binned("by id", draws, numbers, _equal_bins(len(draws.ids), self._bins(draws, 1))),
+            *self._repeats(draws, numbers),
+            *self._dependence(draws, numbers),
+        ]
+
+    def _bins(self, draws: NegativeDraws, groups: int) -> int:
+        most = _BINS if groups == 1 else _GROUPS
+        return max(2, min(most, len(draws.ids), self.ids.size // int(4 * _CELL * groups)))
+
+    def _by_popularity(self, draws: NegativeDraws) -> Ids:
+        counts = np.zeros(len(draws.ids) + 1, np.int64)
+        if self.positive is not None:
+            numbers, there = numbers_of(draws.ids, integers(self.columns, self.positive, "positive"))
+            counts = np.bincount(numbers[there], minlength=len(counts))
+        order = 1 + counts[1:].argsort(kind="stable")
+        bins = np.zeros(len(counts), np.int64)
+        bins[order] = _equal_bins(len(draws.ids), self._bins(draws, 1))[1:]
+        return bins
+
+    def _ends(self, draws: NegativeDraws, numbers: Ids) -> list[LawTest]:
+        """Tests whether the least and the greatest ids of the law are drawn."""
+        findings = []
+        index = np.arange(len(draws.ids) + 1)
+        for word, beyond in (("below the least", index < numbers.min()), ("above the greatest", index > numbers.max())):
+            expected = draws.chances(self.rows, beyond.astype(np.int64), 2)[:, 1].sum() * self.ids.shape[1]
+            if beyond[1:].any():
+                last = draws.ids[(numbers.min() if "least" in word else numbers.max()) - 1]
+                text = f"{expected:,.1f} draws expected {word} that was drawn, {last:,}"
+                findings.append(LawTest(math.exp(-expected), text))
+        if self.ids.size / len(draws.ids) < _SEEN:
+            text = f"{UNSEEN} in {self.size} of {len(draws.ids):,} ids: a range too long or short by one or a few"
+            findings.append(LawTest(None, text))
+        return findings
+
+    def _excluded(self, draws: NegativeDraws) -> list[LawTest]:
+        """Tests whether the Dataset leaves out pairs that the law does not."""
+        findings = []
+        for other in self.exclusions:
+            expected, drawn = self.hits(draws, other)
+            if expected > 1e-9:
+                text = f"{drawn:,} draws are of {other.code}, {expected:,.1f} expected"
+                findings.append(LawTest(_poisson(drawn, expected), text))
+        if draws.law.exclude is not None:
+            free = replace(draws.law, exclude=None, by=None, items=draws.ids)
+            everything = NegativeDraws(free, self.columns, self.positive, 1)
+            expected, _ = self.hits(everything, draws.exclusion)
+            text = f"no draw is one that the law excludes; without the exclusion {expected:,.1f} would be"
+            if expected < _SEEN:
+                text = f"{UNSEEN} in {self.size}: whether known pairs are left out ({expected:,.1f} expected)"
+            findings.append(LawTest(None, text))
+        return findings
+
+    def _binned(self, name: str, draws: NegativeDraws, numbers: Ids, bins: Ids) -> LawTest:
+        count = int(bins.max()) + 1
+        observed = np.bincount(bins[numbers].reshape(-1), minlength=count)
+        expected = draws.chances(self.rows, bins, count).sum(axis=0) * self.ids.shape[1]
+        return LawTest(_chi_square(observed, expected), f"chi-square {name}, {count} bins")
+
+    def _repeats(self, draws: NegativeDraws, numbers: Ids) -> list[LawTest]:
+        """Tests the number of equal pairs of draws, within a call and between the calls of one row."""
+        count = self.ids.shape[1]
+        rows, first, calls = np.unique(self.rows, return_index=True, return_counts=True)
+        _, second, third = draws.moments(self.rows)
+        within = int(_equal_pairs(np.arange(len(self.rows)), numbers))
+        findings = []
+        if count > 1:
+            expected = second.sum() * math.comb(count, 2)
+            text = f"{within:,} repeats within a row, {expected:,.1f} expected where a row's draws can repeat"
+            if not draws.law.replace:
+                findings.append(LawTest(0.0 if within else None, text))
+            else:
+                spread = _pairs_variance(np.full(len(self.rows), count), second, third).sum()
+                findings.append(LawTest(_tail(within, expected, spread), text))
+            if expected < _SEEN:
+                findings.append(LawTest(None, f"{UNSEEN} in {self.size}: whether a row's draws can repeat"))
+        between = int(_equal_pairs(np.searchsorted(rows, self.rows), numbers)) - within
+        totals = calls * count
+        pairs = totals * (totals - 1) // 2 - calls * math.comb(count, 2)
+        expected = (pairs * second[first]).sum()
+        spread = _pairs_variance(totals, second[first], third[first]).sum()
+        text = f"{between:,} equal draws between two calls of a row, {expected:,.1f} expected"
+        findings.append(LawTest(_tail(between, expected, spread), text))
+        return findings
+
+    def _dependence(self, draws: NegativeDraws, numbers: Ids) -> list[LawTest]:
+        """Tests whether draws depend on their index, on the draw or call before, or on the rest of the row."""
+        bins = _equal_bins(len(draws.ids), self._bins(draws, _GROUPS))
+        width = int(bins.max()) + 1
+        binned, calls = bins[numbers], len(self.rows)
+        chances = draws.chances(self.rows, bins, width)
+        findings = []
+
+        def test(name: str, groups: Ids, seen: Ids, expected: Floats) -> None:
+            size = int(groups.max()) + 1
+            observed = np.bincount(groups * width + seen, minlength=size * width)
+            of_groups = np.zeros((size, width))
+            for group in range(size):
+                of_groups[group] = expected[groups == group].sum(axis=0)
+            p = _chi_square(observed, of_groups.reshape(-1))
+            findings.append(LawTest(p, f"chi-square against {name}, {size} x {width} bins"))
+
+        count = self.ids.shape[1]
+        every = np.repeat(chances, count, axis=0)
+        if count > 1:
+            test("the index of the draw", np.tile(np.arange(count) % _GROUPS, calls), binned.reshape(-1), every)
+            before, after = binned[:, :-1].reshape(-1), binned[:, 1:].reshape(-1)
+            following = np.repeat(chances, count - 1, axis=0)
+            if not draws.law.replace:  # the draw before is not drawn again
+                free = np.repeat(draws.known.free(draws.keys[self.rows]), count - 1)[:, None]
+                following = (following * free - (before[:, None] == np.arange(width))) / np.maximum(free - 1, 1)
+            test("the draw before", before, after, following)
+        test("the call before", np.repeat(binned[:-1, 0], count), binned[1:].reshape(-1), every[count:])
+        test("the row's number", np.repeat(_quantile_bins(self.rows), count), binned.reshape(-1), every)
+        for name, column in list(self.columns.items())[:8]:
+            values = column.reshape(len(column), -1)[torch.from_numpy(self.rows), 0].numpy(force=True)
+            test(f"'{name}'", np.repeat(_quantile_bins(values), count), binned.reshape(-1), every)
+        return findings
+
+    def proposal(self) -> list[str]:
+        """Returns lines: the simplest law that the draws do not contradict with its evidence, and what to write."""
+        tried = []
+        for law, code in self._laws():
+            try:
+                findings = self.against(
+                    NegativeDraws(law, self.columns, self.positive, self.ids.shape[1], 0, self.exclusions)
+                )
+            except CannotAdopt:
+                continue
+            tried.append((min((f.p for f in findings if f.p is not None), default=1.0), law, code, findings))
+            if tried[-1][0] >= UNLIKELY:
+                break
+        if not tried:
+            return [f"{self.size}, of the ids {self.ids.min():,} to {self.ids.max():,}: no law here could be tried."]
+        p, law, code, findings = max(tried, key=lambda case: case[0])
+        lines = [f"From {self.size} in {len(self.rows):,} calls, ids {self.ids.min():,} to {self.ids.max():,}:"]
+        lines += [f"  {finding}" for finding in findings]
+        if p < UNLIKELY:
+            worst = [f"{other.text()}: p={least:.2g}" for least, other, _, _ in tried]
+            return [*lines, f"None of the laws tried fits ({'; '.join(worst)}).", GETITEMS]
+        return [
+            *lines,
+            "  cannot be seen by any test of draws: what changes with the time, the epoch or the worker",
+            f"They are as if drawn {law.text()}. If that is your law, sign it:",
+            f"    rows = {self.call}, negatives={code})",
+        ]
+
+    def _laws(self) -> list[tuple[Law, str]]:
+        """Returns the laws to try, the simplest first, with what a user writes for each."""
+        whole = self._range()
+        text = f"range({whole.start}, {whole.stop})" if whole.start else str(whole.stop)
+        pairs = self._left_out(NegativeDraws(Uniform(whole), self.columns, self.positive, self.ids.shape[1]))
+        known, by, code = (pairs.exclude, pairs.by, pairs.code) if pairs else (None, None, "exclude=None")
+        laws: list[tuple[Law, str]] = [
+            (Uniform(whole, known, by), f"Uniform({text}, {code})"),
+            (Uniform(whole, known, by, replace=False), f"Uniform({text}, {code}, replace=False)"),
+        ]
+        if self.positive is None:
+            return laws
+        named = self.positive
+        laws += [
+            (Uniform(named, known, by), f'Uniform("{named}", {code})'),
+            (Uniform(named, known, by, replace=False), f'Uniform("{named}", {code}, replace=False)'),
+        ]
+        for exponent in (0.75, 1.0, 0.5):
+            law = Popular(whole, known, by, counted=named, exponent=exponent)
+            laws.append((law, f'Popular({text}, {code}, counted="{named}", exponent={exponent})'))
+        return laws
+
+    def _left_out(self, draws: NegativeDraws, least: float = _SEEN) -> Exclusion | None:
+        """Returns the pairs that the draws never hit, those of a mapping first and the most often expected first."""
+        never = []
+        for other in self.exclusions:
+            expected, drawn = self.hits(draws, other)
+            mapping = isinstance(other.exclude, Mapping)
+            if not drawn and expected > 0 and (expected >= least or mapping):
+                never.append((expected >= least, mapping, expected, other))
+        return max(never, key=lambda case: case[:3])[3] if never else None
+
+    def expected(self) -> float | None:
+        """Returns how many draws would be of the known pairs that are never drawn, if they could be."""
+        draws = NegativeDraws(Uniform(self._range()), self.columns, self.positive, self.ids.shape[1])
+        pairs = self._left_out(draws, least=0.0)
+        return None if pairs is None else self.hits(draws, pairs)[0]
+
+    def _range(self) -> range:
+        values = [self.ids.reshape(-1)]
+        if self.positive is not None:
+            values.append(integers(self.columns, self.positive, "positive"))
+        return range(min(int(v.min()) for v in values), max(int(v.max()) for v in values) + 1)
+
+    def hits(self, draws: NegativeDraws, other: Exclusion) -> tuple[float, int]:
+        """Returns how many draws are expected to be of other pairs, and how many are."""
+        numbers, there = numbers_of(draws.ids, self.ids.reshape(-1))
+        pairs, chances = draws.expected(self.rows, other)
+        drawn = pairs.contains(other.keys[self.rows][:, None], numbers.reshape(self.ids.shape))
+        return float(chances.sum() * self.ids.shape[1]), int((drawn & there.reshape(drawn.shape)).sum())
+
+
+def _equal_bins(items: int, count: int) -> Ids:
+    """Returns (I + 1,) bins of the numbers 1 to I, ``count`` bins of about equal size; that of number 0 is 0."""
+    bins = np.arange(items, dtype=np.int64) * count // items
+    return np.concatenate([np.zeros(1, np.int64), bins])
+
+
+def _quantile_bins(values: NDArray[Any]) -> Ids:
+    """Returns up to 16 bins of values, (C,), about equally full; equal values share a bin."""
+    ordered = np.nan_to_num(values.astype(np.float64))
+    edges = np.unique(np.quantile(ordered, np.linspace(0, 1, _GROUPS + 1)[1:-1]))
+    return np.unique(edges.searchsorted(ordered, side="right"), return_inverse=True)[1].astype(np.int64)
+
+
+def _equal_pairs(groups: Ids, numbers: Ids) -> int:
+    """Returns the number of pairs of equal numbers (C, n) within a group, (C,)."""
+    keys = (groups[:, None] * (int(numbers.max()) + 1) + numbers).reshape(-1)
+    counts = np.unique(keys, return_counts=True)[1]
+    return int((counts * (counts - 1) // 2).sum())
+
+
+def _pairs_variance(counts: Ids, second: Floats, third: Floats) -> Floats:
+    """Returns the variance of the number of equal pairs among draws, from sums of powers of probabilities."""
+    pairs = counts * (counts - 1) / 2
+    return pairs * second * (1 - second) + 2 * pairs * (counts - 2) * np.maximum(third - second**2, 0)
+
+
+def _gamma(function: Callable[[Tensor, Tensor], Tensor], a: float, x: float) -> float:
+    return float(function(torch.tensor(a, dtype=torch.float64), torch.tensor(x, dtype=torch.float64)))
+
+
+def _chi_square(observed: Ids, expected: Floats) -> float | None:
+    """Returns the p-value of counts; cells of less than 5 expected are left out, but for those that cannot be hit."""
+    if (observed[expected < 1e-9] > 0).any():
+        return 0.0
+    cells = expected >= _CELL
+    if cells.sum() < 2:
+        return None
+    statistic = float(((observed[cells] - expected[cells]) ** 2 / expected[cells]).sum())
+    return _gamma(torch.special.gammaincc, (int(cells.sum()) - 1) / 2, statistic / 2)
+
+
+def _poisson(observed: int, expected: float) -> float:
+    """Returns the two-sided p-value of a count."""
+    below = _gamma(torch.special.gammaincc, observed + 1, expected)
+    above = _gamma(torch.special.gammainc, observed, expected) if observed else 1.0
+    return min(1.0, 2 * min(below, above))
+
+
+def _tail(observed: int, expected: float, variance: float) -> float:
+    """Returns the two-sided p-value of a number of equal pairs: Poisson where few are expected, normal above."""
+    if expected < 100:
+        return _poisson(observed, float(expected))
+    return math.erfc(abs(observed - expected) / math.sqrt(2 * variance))
+
+
+def gathered(reader: DatasetReader, reading: Reading, call: str) -> Evidence:
+    """Reads what a Dataset draws, in as many calls as are needed to see whether known pairs are left out.
+
+    Args:
+        reader: reads its rows; inside :meth:`DatasetReader.untouched`.
+        reading: what its rows are made of.
+        call: the user's call of Rows.of, less ``negatives``.
+    """
+    slot = reading.drawn
+    assert slot is not None
+    index = reading.slots.index(slot)
+    calls = min(max(_DRAWS // slot.drawn, _FEWEST_CALLS), _DRAWS)
+    rows, ids = drawn_rows(reader, slot, index, calls)
+    positive = _positive(reading, ids)
+    what = f"{reader.where} draws {slot.drawn} of {len(slot.pieces)} integers of {slot.name}"
+    evidence = Evidence(
+        what=what,
+        rows=rows,
+        ids=ids,
+        columns=reading.columns,
+        positive=positive,
+        exclusions=list(_exclusions(reader, reading, positive)),
+        call=call,
+    )
+    few = evidence.expected()
+    if few is not None and few < _EXPECTED:
+        more = min(_MOST_CALLS, _MOST_DRAWS // slot.drawn, int(len(rows) * _EXPECTED / max(few, 1e-9)))
+        if more > len(rows) and few * more / len(rows) > _SEEN:
+            rows, ids = drawn_rows(reader, slot, index, more)
+            evidence = replace(evidence, rows=rows, ids=ids)
+    return evidence
+
+
+def _positive(reading: Reading, ids: Ids) -> str | None:
+    """Returns the column of the positives: beside the draws, or that whose ids hold most of what is drawn."""
+    assert reading.drawn is not None
+    beside = {piece for piece in reading.drawn.pieces if piece in reading.columns}
+    if len(beside) == 1:
+        return beside.pop()
+    shares = {
+        name: float(np.isin(ids, integers(reading.columns, name, "positive")).mean())
+        for name, column in reading.columns.items()
+        if is_key(column)
+    }
+    best = max(shares, key=lambda name: shares[name], default=None)
+    return best if best is not None and shares[best] > 0.5 else None
+
+
+def _exclusions(reader: DatasetReader, reading: Reading, positive: str | None) -> Iterator[Exclusion]:
+    """Returns the pairs that draws may leave out: of the Dataset's mappings, and of a column with the positives."""
+    keys = [name for name, column in reading.columns.items() if is_key(column) and name != positive][:_MOST_KEYS]
+    for path, value in held_by(reader.dataset):
+        pairs, code = value, f"dataset.{path}"
+        if isinstance(value, list) and value and isinstance(value[0], set | frozenset):
+            pairs, code = dict(enumerate(value)), f"dict(enumerate({code}))"
+        if not isinstance(pairs, Mapping) or not _maps_ids(pairs):
+            continue
+        for name in keys:
+            exclusion = of_mapping(pairs, reading.columns, name, code)
+            if (exclusion.keys[:1000] >= 0).mean() > 0.5:
+                yield exclusion
+    if positive is not None:
+        yield from (of_columns(reading.columns, name, positive) for name in [*keys, positive])
+
+
+def _maps_ids(pairs: Mapping[Any, Any]) -> bool:
+    if not pairs:
+        return False
+    key, items = next(iter(pairs.items()))
+    able = isinstance(items, set | frozenset | list | tuple | np.ndarray) and len(items) > 0
+    return isinstance(key, int | np.integer) and able and isinstance(next(iter(items)), int | np.integer)

@@ -1,0 +1,335 @@
+"""OutputExchange: what ranks whose towers run apart send one another in a step, and in which form.
+
+A step is up to four exchanges: the towers' outputs; the gradients of these outputs and, beside them, the sum of
+the loss and of the gradients of everything outside of the towers (a large one is summed by itself, while the towers'
+backward runs); the norm of all gradients where it is limited. What is sent is made, and what has arrived is read, by
+functions of tensors, so that a captured step can take them up.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchrec_ext.adopt.errors import CannotAdopt
+from torchrec_ext.adopt.subnetworks import Subnetwork
+from torchrec_ext.distributed.runtime import Runtime
+
+STEP, SETTLE = 0.0, 1.0
+_SMALL = 2**18  # numbers that travel beside the outputs' gradients, to all ranks together
+HEADER = 5  # float64: the call, rows, fingerprint of the batch, whether a problem is met, whether a capture is due
+_NEAR = 1e-4  # of a tensor's greatest number: rounding is below
+
+
+@dataclass
+class _Record:
+    """What was exchanged in a step: each time what this rank sent, and what has arrived."""
+
+    messages: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    next: int | None = None  # of those that are read again; None where ranks meet
+    difference: str = ""
+
+
+class OutputExchange:
+    """The exchanges of the steps of one model.
+
+    Args:
+        runtime: this process's rank and device.
+        towers: all ranks' towers, observed on the example.
+        top: parameters outside of the towers that optimizers move.
+        dtype: dtype of the towers' outputs.
+        rows: B, the rows of the example.
+
+    Attributes:
+        step: number of the step, for messages.
+        capacity: rows of a share that an exchange of outputs has room for.
+        due: whether some rank has announced, in the last exchange, that a capture is due.
+        met: whether ranks have met in this step.
+    """
+
+    def __init__(
+        self, runtime: Runtime, towers: Sequence[Subnetwork], top: Sequence[nn.Parameter], dtype: torch.dtype, rows: int
+    ) -> None:
+        self._runtime, self._towers, self._top, self._dtype = runtime, towers, list(top), dtype
+        self._sum_dtype = torch.float32
+        for parameter in self._top:
+            self._sum_dtype = torch.promote_types(self._sum_dtype, parameter.dtype)
+        ranks = range(runtime.world_size)
+        self._widths = [sum(tower.width for tower in towers if tower.rank == rank) for rank in ranks]
+        self.capacity = -(-rows // runtime.world_size)
+        self._total_sizes = [2 + len(self._top), *(parameter.numel() for parameter in self._top)]
+        self._total = sum(self._total_sizes)
+        self.small = self._total * runtime.world_size <= _SMALL and self._sum_dtype == dtype
+        self.step, self.due, self.met = 0, False, False
+        self._record = _Record()
+
+    def begin(self, step: int) -> None:
+        """Begins a step."""
+        self.step, self.met, self._record = step, False, _Record()
+
+    def read_again(self) -> None:
+        """Has the next exchanges of this step give what has arrived before, instead of meeting the other ranks."""
+        self._record.next = 0
+
+    @property
+    def difference(self) -> str:
+        """Names what this rank has sent otherwise at the second time; empty where that is nothing but rounding."""
+        return self._record.difference
+
+    def shares(self, rows: int) -> list[slice]:
+        """Returns the rows of each rank; a rank for which there is none reads the first row, with weight 0."""
+        ends = [rows * rank // self._runtime.world_size for rank in range(self._runtime.world_size + 1)]
+        return [slice(start, stop) if stop > start else slice(0, 1) for start, stop in itertools.pairwise(ends)]
+
+    def weight(self, rows: int) -> float:
+        """Returns the share of this rank's rows in a batch of so many."""
+        rank, ranks = self._runtime.rank, self._runtime.world_size
+        return (rows * (rank + 1) // ranks - rows * rank // ranks) / rows
+
+    def fits(self, rows: int) -> bool:
+        """Whether an exchange has room for a batch of so many rows."""
+        return -(-rows // self._runtime.world_size) <= self.capacity
+
+    def grow(self, rows: int) -> None:
+        """Makes room for a batch of so many rows."""
+        self.capacity = -(-rows // self._runtime.world_size)
+
+    def header(self, numbers: Sequence[float]) -> Tensor:
+        """Returns the head of an exchange of outputs, in the dtype of the outputs."""
+        return torch.tensor(numbers, dtype=torch.float64).view(self._dtype).to(self._runtime.device)
+
+    @property
+    def message_sizes(self) -> list[int]:
+        """Numbers of an exchange of outputs that come from each rank."""
+        header = HEADER * torch.float64.itemsize // self._dtype.itemsize
+        return [header + self.capacity * width for width in self._widths]
+
+    def blanks(self, rows: int, *, late: bool) -> list[Tensor]:
+        """Returns zeros of the shapes of what arrives in a step, with ``late`` also of the norm and a large total."""
+        count = len(self.shares(rows)) * (self._total if self.small else 0) + rows * self._widths[self._runtime.rank]
+        extra = sum(share.stop - share.start for share in self.shares(rows)) - rows  # of ranks without rows
+        count += extra * self._widths[self._runtime.rank]
+        result = [self.empty(sum(self.message_sizes)).zero_(), self.empty(count).zero_()]
+        if late:
+            size = 1 if self.small else 1 + self._total
+            dtype = torch.float32 if self.small else self._sum_dtype
+            result.append(torch.zeros(size, dtype=dtype, device=self._runtime.device))
+        return result
+
+    def zero(self) -> Tensor:
+        """Returns (1,) zero, which stands for a norm where none is limited."""
+        return torch.zeros(1, device=self._runtime.device)
+
+    def give_up(self, rows: int) -> None:
+        """Sends gradients of zero that say that this rank has failed. Collective."""
+        total = self.total(self.zero(), [None] * len(self._top), failed=True)
+        share = self.shares(rows)[self._runtime.rank]
+        leaves = [
+            self.empty((share.stop - share.start) * shape.numel()).zero_()
+            for tower in self._towers
+            for shape in tower.shapes
+        ]
+        self.exchange_gradients(self.returning(leaves, total), rows)
+        if not self.small:
+            self.sum_ended(self.sum_begun(total))
+
+    def outgoing(self, header: Tensor, outputs: Sequence[Tensor], rows: int) -> list[Tensor]:
+        """Returns the pieces of what is sent of the outputs (B, ...) of this rank's towers; none sends zeros."""
+        pieces, width = [], self._widths[self._runtime.rank]
+        for share in self.shares(rows):
+            filled = (share.stop - share.start) * width if outputs else 0
+            padding = self.empty(self.capacity * width - filled).zero_()
+            pieces += [header, *(output.detach()[share].reshape(-1) for output in outputs), padding]
+        return pieces
+
+    def received(self, flat: Tensor, rows: int) -> list[Tensor]:
+        """Returns the outputs of all towers for this rank's rows, (b, ...) each, as leaves that take gradients."""
+        share = self.shares(rows)[self._runtime.rank]
+        size, sizes = share.stop - share.start, self.message_sizes
+        leaves = []
+        for rank, (piece, width) in enumerate(zip(torch.split(flat, sizes), self._widths, strict=True)):
+            body = piece[len(piece) - self.capacity * width :]
+            leaves.append(iter(self._split(rank, body[: size * width], size)))
+        return [next(leaves[tower.rank]).detach().requires_grad_() for tower in self._towers for _ in tower.shapes]
+
+    def total(self, loss: Tensor, gradients: Sequence[Tensor | None], *, failed: bool = False) -> Tensor:
+        """Returns, flat, what is summed over the ranks: the loss, and the gradients of all outside of the towers."""
+        flags = [float(failed), *(float(gradient is not None) for gradient in gradients)]
+        pieces = [loss.detach().reshape(1), torch.tensor(flags, device=self._runtime.device)]
+        for parameter, gradient in zip(self._top, gradients, strict=True):
+            pieces.append((torch.zeros_like(parameter) if gradient is None else gradient).reshape(-1))
+        return torch.cat([piece.to(self._sum_dtype) for piece in pieces])
+
+    def returning(self, gradients: Sequence[Tensor], total: Tensor) -> list[Tensor]:
+        """Returns the pieces of what is sent of the gradients of :meth:`received`, with a small total beside them."""
+        leaves, beside = iter(gradients), torch.split(total, self._total_sizes) if self.small else ()
+        going: list[list[Tensor]] = [list(beside) for _ in self._widths]
+        for tower in self._towers:
+            going[tower.rank] += [next(leaves).reshape(-1) for _ in tower.shapes]
+        return [self.empty(0), *(piece for pieces in going for piece in pieces)]
+
+    def arrived(self, flat: Tensor, rows: int) -> tuple[list[Tensor], Tensor | None]:
+        """Returns the gradients (B, ...) of this rank's outputs from all ranks, and the sum of a small total."""
+        rank, shares, start = self._runtime.rank, self.shares(rows), self._total if self.small else 0
+        counts = [share.stop - share.start for share in shares]
+        by_rank = torch.split(flat, [start + count * self._widths[rank] for count in counts])
+        shapes = [shape for tower in self._towers if tower.rank == rank for shape in tower.shapes]
+        gradients = [self.empty(rows * shape.numel()).zero_().view(rows, *shape) for shape in shapes]
+        for share, piece, count in zip(shares, by_rank, counts, strict=True):
+            for gradient, each in zip(gradients, self._split(rank, piece[start:], count), strict=True):
+                gradient[share] += each
+        return gradients, torch.stack([piece[:start] for piece in by_rank]).sum(0) if self.small else None
+
+    def split_total(self, total: Tensor) -> list[Tensor]:
+        """Returns the gradients of everything outside of the towers from a total."""
+        pieces = torch.split(total, self._total_sizes)[1:]
+        return [piece.view_as(p).to(p.dtype) for p, piece in zip(self._top, pieces, strict=True)]
+
+    def numbers(self, total: Tensor) -> list[float]:
+        """Returns the loss of the whole batch, how many ranks have failed, and how many have each of the gradients."""
+        return total[: self._total_sizes[0]].tolist()
+
+    def small_total(self, flat: Tensor, rows: int) -> Tensor:
+        """Returns the head of the sum of a small total from what has arrived, which :meth:`numbers` takes."""
+        width, start = self._widths[self._runtime.rank], 0
+        heads = []
+        for share in self.shares(rows):
+            heads.append(flat[start : start + self._total_sizes[0]])
+            start += self._total + (share.stop - share.start) * width
+        return torch.stack(heads).sum(0)
+
+    def exchange_outputs(self, pieces: Sequence[Tensor], problem: Exception | None = None) -> Tensor:
+        """Sends :meth:`outgoing`, and compares what all ranks are about to do. Collective.
+
+        Raises:
+            CannotAdopt: ranks do different things, or another one has met a problem; all raise alike.
+        """
+        self.met = True
+        sizes = self.message_sizes
+        flat = self._exchange(pieces, sizes, [sizes[self._runtime.rank]] * len(sizes), "the outputs of its towers")
+        if self._record.next is None:
+            heads = [piece[: len(self.header([0.0] * HEADER))] for piece in torch.split(flat, sizes)]
+            self._compare([head.clone().view(torch.float64).tolist() for head in heads], problem)
+        return flat
+
+    def exchange_gradients(self, pieces: Sequence[Tensor], rows: int) -> Tensor:
+        """Sends :meth:`returning`. Collective."""
+        start, rank = self._total if self.small else 0, self._runtime.rank
+        counts = [share.stop - share.start for share in self.shares(rows)]
+        sizes = [start + count * self._widths[rank] for count in counts]
+        sent = [start + counts[rank] * width for width in self._widths]
+        return self._exchange(pieces, sizes, sent, "the gradients of the outputs")
+
+    def sum_begun(self, total: Tensor) -> Any:
+        """Begins to sum a large total over the ranks, in place; returns what :meth:`sum_ended` takes. Collective."""
+        if self._record.next is None:
+            return total.clone(), total, dist.all_reduce(total, async_op=True)
+        return total, None, None
+
+    def sum_ended(self, begun: Any) -> Tensor:
+        """Returns the sum over the ranks of a large total."""
+        sent, total, work = begun
+        if work is None:
+            pieces = torch.split(sent, self._total_sizes)
+            return self._again(pieces, "the gradients outside of the towers")
+        self.wait(work)
+        self._record.messages.append((sent, total))
+        return total  # type: ignore[no-any-return]
+
+    def sum_of(self, squares: Tensor) -> Tensor:
+        """Returns the sum of (1,) over the ranks. Collective."""
+        if self._record.next is not None:
+            return self._again([squares], "the norm of the gradients")
+        total = squares.clone()
+        self.wait(dist.all_reduce(total, async_op=True))
+        self._record.messages.append((squares, total))
+        return total
+
+    def raise_together(self, problem: Exception | None) -> None:
+        """Raises on all ranks where some of them have met a problem. Collective."""
+        raise_together(problem, self._runtime.world_size, self.step)
+
+    def wait(self, work: Any) -> None:
+        """Waits for the other ranks."""
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"step {self.step}: a rank did not come to the exchange within {self._runtime.timeout_s:.0f} s: it "
+                f"raised, ended, or makes fewer steps: {error}"
+            ) from error
+
+    def empty(self, size: int) -> Tensor:
+        """Returns numbers of the outputs' dtype, not initialised, (size,)."""
+        return torch.empty(size, dtype=self._dtype, device=self._runtime.device)
+
+    def _exchange(self, pieces: Sequence[Tensor], sizes: list[int], counts: list[int], name: str) -> Tensor:
+        if self._record.next is not None:
+            return self._again(pieces, name)
+        sent = pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
+        flat = self.empty(sum(sizes))
+        self.wait(dist.all_to_all_single(flat, sent, sizes, counts, async_op=True))
+        self._record.messages.append((sent, flat))
+        return flat
+
+    def _again(self, pieces: Sequence[Tensor], name: str) -> Tensor:
+        """Returns what has arrived at the same exchange before, and compares what this rank has sent then."""
+        record = self._record
+        assert record.next is not None
+        sent, arrived = record.messages[record.next]
+        record.next += 1
+        for piece, before in zip(pieces, torch.split(sent, [len(piece) for piece in pieces]), strict=True):
+            # The head is bits and no number: equal, or other ranks would not have gone on.
+            far = torch.nan_to_num(piece - before).abs()
+            if len(piece) and float(far.max()) > _NEAR * float(torch.nan_to_num(piece).abs().max()):
+                record.difference = record.difference or name
+        return arrived
+
+    def _compare(self, headers: list[list[float]], problem: Exception | None) -> None:
+        """Raises alike on all ranks where they are about to do different things, or some cannot."""
+        calls, rows, prints, failed, due = zip(*headers, strict=True)
+        self.due = any(due)
+        if len(set(calls)) > 1:
+            names = ", ".join("settle()" if call == SETTLE else "a step" for call in calls)
+            raise CannotAdopt(
+                f"step {self.step}: ranks came to different calls ({names}): every rank makes the same number of "
+                "steps, and calls settle() after the same one"
+            )
+        if any(failed):
+            self.raise_together(problem)
+        if len(set(rows)) > 1 or len(set(prints)) > 1:
+            sizes = ", ".join(f"{size:.0f}" for size in rows)
+            raise CannotAdopt(
+                f"step {self.step}: ranks have different batches (of {sizes} rows), or some are in train and others "
+                "in eval mode: give every rank the same whole batch in the same order (one seed, no "
+                "DistributedSampler)"
+            )
+
+    def _split(self, rank: int, flat: Tensor, rows: int) -> list[Tensor]:
+        """Returns the leaves of the outputs of a rank's towers for so many rows, (rows, ...) each."""
+        shapes = [shape for tower in self._towers if tower.rank == rank for shape in tower.shapes]
+        pieces = torch.split(flat, [rows * shape.numel() for shape in shapes]) if shapes else ()
+        return [piece.view(rows, *shape) for piece, shape in zip(pieces, shapes, strict=True)]
+
+
+def squared_norm(gradients: Sequence[Tensor], exchange: OutputExchange) -> Tensor:
+    """Returns the sum of the squares of some gradients, (1,)."""
+    squares = [(g.coalesce().values() if g.is_sparse else g).float().square().sum() for g in gradients]
+    return torch.stack(squares).sum().reshape(1) if squares else exchange.zero()
+
+
+def raise_together(problem: Exception | None, world_size: int, step: int) -> None:
+    """Raises on all ranks where some of them have met a problem in a step. Collective."""
+    texts: list[Any] = [None] * world_size
+    dist.all_gather_object(texts, None if problem is None else f"{type(problem).__name__}: {problem}")
+    if problem is not None:
+        raise problem
+    rank = next((rank for rank, text in enumerate(texts) if text is not None), None)
+    if rank is not None:
+        raise CannotAdopt(f"step {step}: rank {rank} raised {texts[rank]}; no weight was changed")

@@ -1,0 +1,451 @@
+"""Subnetwork: a module within a user's model, and what a run of the user's own loss shows of it.
+
+calling_line(), raising_line(): the line of the user's code that led to where the package is, or to an exception.
+
+python_attributes(), changed_attribute(): which attributes of a model's modules a forward sets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from torchrec_ext.adopt.errors import CannotAdopt
+
+_UNKNOWN = "a line that torch does not name"
+_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
+
+
+def calling_line() -> str:
+    """Returns ``file:line`` of the innermost call that is neither torch's nor this package's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        frame = frame.f_back
+    return _UNKNOWN if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def raising_line(error: BaseException) -> str:
+    """Returns ``file:line`` of the innermost of the user's lines that an exception came through."""
+    trace, line = error.__traceback__, _UNKNOWN
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        line = line if file.startswith(_NOT_THE_USERS) else f"{file}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return line
+
+
+def python_attributes(model: nn.Module) -> dict[str, Any]:
+    """Returns the attributes of a model's modules that are neither parameters nor buffers, by path."""
+    known = {*vars(nn.Module()), "forward"}
+    return {
+        f"{path}.{name}".lstrip("."): (value, len(value)) if isinstance(value, list | dict | set) else value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if name not in known
+    }
+
+
+def changed_attribute(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
+    """Returns the path of an attribute that was set in between, such as ``user.calls``; None where there is none."""
+    names = (name for name in {**before, **after} if not _same(before.get(name), after.get(name)))
+    return next(names, None)
+
+
+def _same(before: Any, after: Any) -> bool:
+    if isinstance(before, tuple) and isinstance(after, tuple) and len(before) == len(after):
+        return all(_same(*pair) for pair in zip(before, after, strict=True))
+    if isinstance(before, int | float | str | bytes) and type(before) is type(after):
+        return bool(before == after)
+    return before is after
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """The index of a tensor among the leaves of a batch."""
+
+    index: int
+
+
+@dataclass(eq=False)
+class Subnetwork:
+    """A module within a user's model that runs on one rank, and what a run on the example showed of it.
+
+    Attributes:
+        path: path of the module.
+        module: the user's module.
+        rank: rank that runs it.
+        lines: lines of the user's code that called it.
+        arguments: leaves of its arguments: the index of a leaf of the batch, or the value itself.
+        inputs: structure of its arguments.
+        computed: whether it reads tensors that the user's code computes from the batch.
+        shapes: shape of each leaf of its output, without the rows.
+        outputs: structure of its output.
+    """
+
+    path: str
+    module: nn.Module
+    rank: int
+    lines: list[str] = field(default_factory=list)
+    arguments: list[Any] = field(default_factory=list)
+    inputs: TreeSpec | None = None
+    computed: bool = False
+    shapes: list[torch.Size] = field(default_factory=list)
+    outputs: TreeSpec | None = None
+
+    @property
+    def width(self) -> int:
+        """Numbers of its output for one row."""
+        return sum(shape.numel() for shape in self.shapes)
+
+    def run(self, leaves: Sequence[Any], computed: Sequence[Any] | None, rows: int) -> list[Tensor]:
+        """Runs the module on a whole batch.
+
+        Args:
+            leaves: leaves of the batch.
+            computed: leaves of the module's arguments, where the user's code computes some of them.
+            rows: B, the rows of the batch.
+
+        Returns:
+            Leaves of the output, (B, ...) each.
+
+        Raises:
+            CannotAdopt: the output is not like that on the example.
+        """
+        arguments = computed or [leaves[each.index] if isinstance(each, _Leaf) else each for each in self.arguments]
+        positional, keywords = tree_unflatten(arguments, self.inputs)  # type: ignore[arg-type]
+        output, spec = tree_flatten(self.module(*positional, **keywords))
+        shapes = [leaf.shape[1:] for leaf in output]
+        if (shapes, spec) != (self.shapes, self.outputs) or any(len(leaf) != rows for leaf in output):
+            raise CannotAdopt(
+                f"tower '{self.path}' returned {[tuple(leaf.shape) for leaf in output]} for {rows} rows, but "
+                f"{[('rows', *shape) for shape in self.shapes]} on the example; its outputs must keep their shapes"
+            )
+        return output
+
+
+def subnetworks(model: nn.Module, ranks: Mapping[str, int], world_size: int) -> list[Subnetwork]:
+    """Returns the modules at the given paths; refuses those that cannot run on a rank of their own.
+
+    Args:
+        model: the user's model.
+        ranks: rank of each by its path.
+        world_size: R, the number of ranks.
+
+    Raises:
+        CannotAdopt: a path, a rank, a hook, a tensor that modules of two ranks hold, or batch normalisation outside.
+    """
+    if not ranks:
+        raise CannotAdopt("towers={}: name a sub-network and its rank, as in {'user': 0, 'item': 1}")
+    towers, modules = [], dict(model.named_modules(remove_duplicate=False))
+    for path, rank in ranks.items():
+        if path not in modules or not path:
+            known = ", ".join(name for name in modules if name and "." not in name)
+            raise CannotAdopt(f"towers: the model has no module '{path}'; it has {known}, and what is in them")
+        if not isinstance(rank, int) or not 0 <= rank < world_size:
+            raise CannotAdopt(f"towers: '{path}' is on rank {rank!r}, but the job has ranks 0 to {world_size - 1}")
+        outer = next((other for other in ranks if path.startswith(f"{other}.")), None)
+        if outer is not None:
+            raise CannotAdopt(f"towers: '{path}' is within '{outer}': name one of them")
+        module = modules[path]
+        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+            raise CannotAdopt(f"tower '{path}' has hooks, which would run on every rank: put them on a module in it")
+        towers.append(Subnetwork(path, module, rank))
+    _refuse_shared(modules, towers)
+    return towers
+
+
+def _refuse_shared(modules: Mapping[str, nn.Module], towers: Sequence[Subnetwork]) -> None:
+    readers: dict[int, tuple[str, int | None]] = {}
+    for path, module in modules.items():
+        tower = next((t for t in towers if path == t.path or path.startswith(f"{t.path}.")), None)
+        rank = None if tower is None else tower.rank
+        if tower is None and isinstance(module, _BatchNorm):
+            raise CannotAdopt(
+                f"'{path}' is a {type(module).__name__} outside of the towers, where each rank would normalise its own "
+                "rows: move it into a tower, or take LayerNorm"
+            )
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            full = f"{path}.{name}".lstrip(".")
+            known, other = readers.setdefault(id(tensor), (full, rank))
+            if other != rank:
+                raise CannotAdopt(
+                    f"'{known}' and '{full}' are one tensor, but not of one rank: put the towers that share it on the "
+                    "same rank, or leave them out of towers="
+                )
+
+
+def outer_buffers(model: nn.Module, towers: Sequence[Subnetwork]) -> dict[str, Tensor]:
+    """Returns copies of the buffers that are in no tower, by name."""
+    inside = tuple(f"{tower.path}." for tower in towers)
+    return {name: value.clone() for name, value in model.named_buffers() if not name.startswith(inside)}
+
+
+def loss_and_aux(result: Any) -> tuple[Tensor, Any]:
+    """Returns the loss, (), and what the user's function returned beside it."""
+    loss, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
+        what = f"a tensor {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise CannotAdopt(f"the loss function returns {what}, must be the loss, (), or (loss, anything else)")
+    return loss, aux
+
+
+def batch_rows(leaves: Sequence[Any]) -> int:
+    """Returns B, which the first dimension of every tensor of a batch must be."""
+    tensors = [(index, leaf) for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    if not tensors:
+        raise CannotAdopt("the batch has no tensor: give tensors with one row for each row of the batch")
+    rows = len(tensors[0][1]) if tensors[0][1].dim() else 0
+    for index, tensor in tensors:
+        if tensor.dim() == 0 or len(tensor) != rows or rows == 0:
+            raise CannotAdopt(
+                f"leaf {index} of the batch has the shape {tuple(tensor.shape)}, the first has {rows} rows: every "
+                "tensor of a batch has one row for each row; keep others in the model, as buffers"
+            )
+    return rows
+
+
+@contextlib.contextmanager
+def standing(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Has each module run another ``forward``, whoever holds the module."""
+    before = {module: module.__dict__.get("forward") for module in forwards}
+    for module, forward in forwards.items():
+        module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        for module, kept in before.items():
+            if kept is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.__dict__["forward"] = kept
+
+
+class _InputsRead(BaseException):
+    """Ends the user's forward once it has computed what some towers read."""
+
+
+class UserLoss:
+    """A user's loss function of a batch, run with its towers observed, or with others standing for them.
+
+    Args:
+        function: the user's, which takes a batch, calls the model and returns the loss, or (loss, anything else).
+        towers: sub-networks of the model.
+    """
+
+    def __init__(self, function: Callable[..., Any], towers: Sequence[Subnetwork]) -> None:
+        self._function, self._towers = function, towers
+
+    def __call__(self, *batch: Any) -> tuple[Tensor, Any]:
+        """Returns the loss and aux of a batch, as the user computes them."""
+        return loss_and_aux(self._function(*batch))
+
+    def observe(self, leaves: Sequence[Any], spec: TreeSpec, rows: int) -> list[Tensor]:
+        """Runs the loss once and writes down what each tower reads and returns.
+
+        Args:
+            leaves: leaves of the batch.
+            spec: structure of the batch.
+            rows: B, the rows of the batch.
+
+        Returns:
+            Leaves of the outputs of all towers, (B, ...) each.
+
+        Raises:
+            CannotAdopt: a tower is not called once, reads what the model computes, or returns what has no rows.
+        """
+        outputs: dict[str, list[Tensor]] = {}
+        numbers = {id(leaf): index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+
+        def observed(tower: Subnetwork, run: Callable[..., Any]) -> Callable[..., Any]:
+            def forward(*positional: Any, **keywords: Any) -> Any:
+                tower.lines.append(calling_line())
+                arguments, tower.inputs = tree_flatten((positional, keywords))
+                if any(isinstance(argument, Tensor) and argument.requires_grad for argument in arguments):
+                    raise _reads_computed(tower)
+                tower.arguments = [_Leaf(numbers[id(a)]) if id(a) in numbers else a for a in arguments]
+                tower.computed = any(isinstance(argument, Tensor) for argument in tower.arguments)
+                result = run(*positional, **keywords)
+                outputs[tower.path], tower.outputs = tree_flatten(result)
+                return result
+
+            return forward
+
+        with standing({tower.module: observed(tower, tower.module.forward) for tower in self._towers}):
+            self(*tree_unflatten(leaves, spec))
+        for tower in self._towers:
+            _refuse_calls(tower)
+            _refuse_outputs(tower, outputs[tower.path], rows)
+            tower.shapes = [leaf.shape[1:] for leaf in outputs[tower.path]]
+        self._refuse_dependent(leaves, spec, rows)
+        return [leaf.detach() for tower in self._towers for leaf in outputs[tower.path]]
+
+    def _refuse_dependent(self, leaves: Sequence[Any], spec: TreeSpec, rows: int) -> None:
+        """Refuses a tower that reads other values where the towers before it return zeros."""
+        computed = [tower for tower in self._towers if tower.computed]
+        read = self.read_inputs(tree_unflatten(leaves, spec), rows, computed)
+        for tower in computed:
+            for value, known in zip(read.get(tower.path, ()), tower.arguments, strict=False):
+                if isinstance(known, Tensor) and not torch.equal(value, known):
+                    raise _reads_computed(tower)
+            tower.arguments = [None if isinstance(each, Tensor) else each for each in tower.arguments]
+
+    @torch.no_grad()
+    def read_inputs(self, batch: Sequence[Any], rows: int, towers: Sequence[Subnetwork]) -> dict[str, list[Any]]:
+        """Runs the user's forward up to where ``towers`` have their arguments; returns the leaves of these by path."""
+        read: dict[str, list[Any]] = {}
+        if not towers:
+            return read
+        device = next((leaf.device for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)), None)
+
+        def reading(tower: Subnetwork) -> Callable[..., Any]:
+            def forward(*positional: Any, **keywords: Any) -> Any:
+                read[tower.path] = tree_flatten((positional, keywords))[0]
+                if all(each.path in read for each in towers):
+                    raise _InputsRead
+                zeros = [torch.zeros(rows, *shape, device=device) for shape in tower.shapes]
+                return tree_unflatten(zeros, tower.outputs)  # type: ignore[arg-type]
+
+            return forward
+
+        forwards = {tower.module: reading(tower) for tower in self._towers}
+        with standing(forwards), contextlib.suppress(_InputsRead):
+            self._function(*batch)
+        return read
+
+    def with_outputs(self, leaves: Sequence[Any], spec: TreeSpec, outputs: Sequence[Tensor]) -> tuple[Tensor, Any]:
+        """Returns the loss and aux of some rows, where each tower returns what was computed before.
+
+        Args:
+            leaves: leaves of a batch of these rows.
+            spec: structure of the batch.
+            outputs: leaves of the outputs of all towers for these rows.
+
+        Raises:
+            CannotAdopt: the user's code calls a tower otherwise than on the example.
+        """
+        calls = dict.fromkeys((tower.path for tower in self._towers), 0)
+        pieces = iter(outputs)
+        finished = {tower.path: [next(pieces) for _ in tower.shapes] for tower in self._towers}
+
+        def returning(tower: Subnetwork) -> Callable[..., Any]:
+            def forward(*positional: Any, **keywords: Any) -> Any:
+                calls[tower.path] += 1
+                given = tree_flatten((positional, keywords))[0]
+                for argument, known in zip(given, tower.arguments, strict=False):
+                    if isinstance(known, _Leaf) and argument is not leaves[known.index]:
+                        raise CannotAdopt(
+                            f"{calling_line()}: tower '{tower.path}' reads another tensor than on the example, where "
+                            f"it was leaf {known.index} of the batch"
+                        )
+                return tree_unflatten(finished[tower.path], tower.outputs)  # type: ignore[arg-type]
+
+            return forward
+
+        with standing({tower.module: returning(tower) for tower in self._towers}):
+            result = self(*tree_unflatten(leaves, spec))
+        for path, count in calls.items():
+            if count != 1:
+                raise CannotAdopt(f"tower '{path}' was called {count} times, and once on the example")
+        return result
+
+    @torch.no_grad()
+    def refuse_sums(self, leaves: Sequence[Any], spec: TreeSpec, outputs: Sequence[Tensor], rows: int) -> None:
+        """Refuses a loss that is not the mean over rows, by losses of two pieces of rows and of both together.
+
+        Raises:
+            CannotAdopt: the loss of both is not the mean of the pieces' losses, weighed by their rows.
+        """
+        generator = torch.Generator().manual_seed(0)
+        splits = [(torch.arange(rows // 3), torch.arange(rows // 3, rows))]
+        for _ in range(8):  # of few rows each, in which weights that differ by row show
+            four = torch.randperm(rows, generator=generator)[:4]
+            splits.append((four[:2], four[2:]))
+
+        def loss_of(index: Tensor) -> float:
+            index = index.to(outputs[0].device)
+            chosen = [leaf[index] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            return float(self.with_outputs(chosen, spec, [output[index] for output in outputs])[0])
+
+        for first, second in splits:
+            both, left, right = (loss_of(index) for index in (torch.cat([first, second]), first, second))
+            mean = (left * len(first) + right * len(second)) / (len(first) + len(second))
+            allowed = 1e-5 * max(map(abs, (both, left, right))) + 1e-7
+            if abs(both - mean) > allowed:
+                many = f"{len(first)} and {len(second)} rows"
+                if abs(both - left - right) <= allowed:
+                    raise CannotAdopt(
+                        f"the loss is a sum over rows: of {many} it is {left:.6g} and {right:.6g}, of both together "
+                        f"{both:.6g}, must be their mean: divide it by the rows (reduction='mean')"
+                    )
+                raise CannotAdopt(
+                    f"the loss is not a mean over rows: of {many} it is {left:.6g} and {right:.6g}, of both together "
+                    f"{both:.6g}, must be {mean:.6g}; a loss that compares rows (in-batch softmax) or divides by a sum "
+                    "of weights needs all rows on one rank"
+                )
+
+
+def _reads_computed(tower: Subnetwork) -> CannotAdopt:
+    return CannotAdopt(
+        f"{tower.lines[0]}: tower '{tower.path}' reads what forward computes with parameters, from another tower's "
+        "output or at random: move that into the tower, or name the module around both"
+    )
+
+
+def _refuse_calls(tower: Subnetwork) -> None:
+    if not tower.lines:
+        raise CannotAdopt(
+            f"tower '{tower.path}' is not called by the loss function: towers are modules that forward calls as a "
+            f"whole, as self.{tower.path}(x)"
+        )
+    if len(tower.lines) > 1:
+        raise CannotAdopt(
+            f"tower '{tower.path}' is called {len(tower.lines)} times ({', '.join(tower.lines)}): call it once with "
+            "all rows, or leave it out of towers="
+        )
+
+
+def _refuse_outputs(tower: Subnetwork, leaves: Sequence[Any], rows: int) -> None:
+    for leaf in leaves or [None]:
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.dim() == 0 or len(leaf) != rows:
+            what = f"{tuple(leaf.shape)} {leaf.dtype}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
+            raise CannotAdopt(
+                f"{tower.lines[0]}: tower '{tower.path}' returns {what}, must be a float tensor ({rows}, ...) with a "
+                "row for each row of the batch, or a tuple or dict of them"
+            )
+
+
+@contextlib.contextmanager
+def nothing_moves(model: nn.Module, optimizers: Sequence[Optimizer], device: torch.device) -> Iterator[None]:
+    """Leaves the model's buffers, gradients and mode and the random generators as they were before the block."""
+    parameters = {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    parameters.update({id(p): p for p in model.parameters()})
+    gradients = [(parameter, parameter.grad) for parameter in parameters.values()]
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    modes = [(module, module.training) for module in model.modules()]
+    states = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        for module, training in modes:
+            module.training = training
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(buffers[name])
+        for parameter, gradient in gradients:
+            parameter.grad = gradient

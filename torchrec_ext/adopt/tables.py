@@ -1,0 +1,349 @@
+"""adopt_tables(): the look-ups of a user's nn.Embedding and nn.EmbeddingBag in TorchRec's collections, to be sharded.
+
+The user's forward is traced by torch.fx, and all look-ups of it become one call of a :class:`HoistedTables`, behind the
+last computation of ids and before the first use of a row. So a step exchanges ids and rows once for all tables of a
+kind, where a collection in place of each module would exchange them once for each. Everything else of the model stays:
+its modules, under their paths.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_ext.adopt.errors import CannotAdopt
+from torchrec_ext.adopt.subnetworks import calling_line, changed_attribute, python_attributes, raising_line
+from torchrec_ext.distributed.tables import GivenRows
+
+_LINE = "user_line"  # in the meta of a node
+_TABLES = (nn.Embedding, nn.EmbeddingBag)
+_IN_PLACE = {operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv}
+_POOLING = {"sum": PoolingType.SUM, "mean": PoolingType.MEAN}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LookUp:
+    """A look-up of the user's forward.
+
+    Attributes:
+        table: name of the table.
+        feature: name of the ids.
+        rows: rows of the table.
+        collection: name of the collection that holds the table.
+    """
+
+    table: str
+    feature: str
+    rows: int
+    collection: str
+
+
+class HoistedTables(nn.Module):
+    """Looks up all tables of a model at once; made by :func:`adopt_tables`.
+
+    Tables of nn.Embedding with D columns are in the EmbeddingCollection ``rows_D``, those of nn.EmbeddingBag in the
+    EmbeddingBagCollection ``bags``. They share the memory of the user's weights until :func:`hybrid_parallel` shards
+    them, and each shard begins with these weights.
+
+    Args:
+        lookups: look-ups in the order of the arguments of forward.
+        tables: weight and pooling by name of a table; the pooling of an nn.Embedding is "".
+    """
+
+    def __init__(self, lookups: Sequence[_LookUp], tables: Mapping[str, tuple[nn.Parameter, str]]) -> None:
+        super().__init__()
+        self._lookups = list(lookups)
+        members: dict[str, dict[str, list[str]]] = {}
+        for each in lookups:
+            members.setdefault(each.collection, {}).setdefault(each.table, []).append(each.feature)
+        for collection, features in members.items():
+            self.add_module(collection, _collection(features, tables))
+
+    def forward(self, *ids: Tensor) -> tuple[Tensor, ...]:
+        """Looks up ids, (B, ...) or for a bag (B, L) int each, and returns rows, (B, ..., D) or for a bag (B, D).
+
+        Raises:
+            ValueError: ids whose first dimension is not that of the others.
+            IndexError: an id outside of its table.
+        """
+        results: dict[str, Any] = {}
+        for name, collection in self.named_children():  # all of them before the first is waited for
+            members = [(each, ids[index]) for index, each in enumerate(self._lookups) if each.collection == name]
+            results[name] = collection(_jagged(members))
+        pooled = results["bags"].to_dict() if "bags" in results else {}
+        return tuple(
+            pooled[each.feature]
+            if each.collection == "bags"
+            else results[each.collection][each.feature].values().view(*given.shape, -1)
+            for each, given in zip(self._lookups, ids, strict=True)
+        )
+
+
+def _collection(features: Mapping[str, list[str]], tables: Mapping[str, tuple[nn.Parameter, str]]) -> nn.Module:
+    """Returns a collection of tables whose memory is the user's."""
+    configs: list[Any] = []
+    for name, names in features.items():
+        weight, pooling = tables[name]
+        rows, columns = weight.shape
+        sizes = {"num_embeddings": rows, "embedding_dim": columns, "name": name, "feature_names": names}
+        # A weight that has no memory is drawn as nn.Embedding draws it.
+        sizes["init_fn"] = nn.init.normal_ if weight.is_meta else GivenRows(weight)
+        configs.append(EmbeddingBagConfig(**sizes, pooling=_POOLING[pooling]) if pooling else EmbeddingConfig(**sizes))
+    meta = torch.device("meta")
+    bags = isinstance(configs[0], EmbeddingBagConfig)
+    made: Any = EmbeddingBagCollection(configs, device=meta) if bags else EmbeddingCollection(configs, device=meta)
+    for name, module in (made.embedding_bags if bags else made.embeddings).items():
+        module.weight = tables[name][0]
+    return made  # type: ignore[no-any-return]
+
+
+def _jagged(members: Sequence[tuple[_LookUp, Tensor]]) -> KeyedJaggedTensor:
+    """Returns the ids of several look-ups by feature; every row of (B, ...) ids is a bag."""
+    first, known = members[0]
+    size = known.shape[0] if known.dim() else 0
+    lengths, values = [], []
+    for each, ids in members:
+        if ids.dim() == 0 or ids.shape[0] != size:
+            raise ValueError(
+                f"ids of table '{each.table}' have the shape {tuple(ids.shape)}, beside {tuple(known.shape)} of "
+                f"'{first.table}': all ids must be (B, ...) with the rows of the batch first; reshape them in forward, "
+                "to (B, -1) where they were flattened"
+            )
+        _check_range(each, ids)
+        lengths.append(torch.full((size,), ids[:1].numel(), dtype=torch.int64, device=ids.device))
+        values.append(ids.reshape(-1))
+    return KeyedJaggedTensor([each.feature for each, _ in members], torch.cat(values), lengths=torch.cat(lengths))
+
+
+def _check_range(lookup: _LookUp, ids: Tensor) -> None:
+    """Refuses an id outside of its table, as nn.Embedding does; TorchRec's kernels read row 0 in its place."""
+    if ids.is_cuda:
+        torch._assert_async(((ids >= 0) & (ids < lookup.rows)).all())
+    elif ids.numel():
+        least, most = torch.aminmax(ids)
+        if int(least) < 0 or int(most) >= lookup.rows:
+            raise IndexError(
+                f"table '{lookup.table}': ids from {int(least)} to {int(most)}, must be 0 to {lookup.rows - 1}"
+            )
+
+
+def adopt_tables(model: nn.Module) -> nn.Module:
+    """Moves the look-ups of a user's model into TorchRec's collections, for tables that one machine cannot hold.
+
+    :func:`hybrid_parallel` then shards the tables over the ranks, replicates everything else, and gives every shard the
+    user's weights. Where they are on the meta device, tables are drawn as nn.Embedding draws them.
+
+    Args:
+        model: the user's model, with the same weights on all ranks, or on the meta device.
+
+    Returns:
+        A module with the model's forward, and its other modules under their paths; the tables are in ``tables``.
+
+    Raises:
+        CannotAdopt: a table does what no collection does, or torch.fx cannot follow forward; the message names the line
+            and the remedy.
+
+    Example:
+        >>> model = nn.Sequential(nn.Embedding(10, 4), nn.Flatten(), nn.Linear(8, 1))
+        >>> adopted = adopt_tables(model)
+        >>> ids = torch.tensor([[1, 2], [3, 4]])
+        >>> torch.equal(adopted(ids), model(ids)), [name for name, _ in adopted.tables.named_children()]
+        (True, ['rows_4'])
+    """
+    modules = {path: module for path, module in model.named_modules() if isinstance(module, _TABLES)}
+    if not modules:
+        raise CannotAdopt(
+            f"{type(model).__name__} has no nn.Embedding and no nn.EmbeddingBag: there is no table to move"
+        )
+    for path, table in modules.items():
+        _refuse_table(path, table)
+    graph = _trace(model)
+    nodes = [node for node in graph.nodes if node.op == "call_module" and node.target in modules]
+    _refuse_unread(graph, modules, nodes)
+    ids = [_ids_of(node, modules) for node in nodes]
+    names = _names(modules)
+    lookups: list[_LookUp] = []
+    tables: dict[str, tuple[nn.Parameter, str]] = {}
+    for node in nodes:
+        weight: Any = modules[node.target].weight
+        pooling = getattr(modules[node.target], "mode", "")
+        name = names[id(weight)]
+        if tables.setdefault(name, (weight, pooling))[1] != pooling:
+            raise CannotAdopt(
+                f"{_line(node)}: '{node.target}' shares its weight with a table that is pooled otherwise: look both up "
+                "by one nn.Embedding, and pool its rows in forward"
+            )
+        count = sum(each.table == name for each in lookups)
+        collection = "bags" if pooling else f"rows_{weight.shape[1]}"
+        lookups.append(_LookUp(table=name, feature=f"{name}_{count}", rows=len(weight), collection=collection))
+    hoisted = _hoist(graph, nodes, ids)
+    holders = {node.target for node in hoisted.nodes if node.op in ("call_module", "get_attr")} - {"tables"}
+    root = {target: operator.attrgetter(target)(model) for target in sorted(holders)}
+    adopted = fx.GraphModule({**root, "tables": HoistedTables(lookups, tables)}, hoisted, type(model).__name__)
+    adopted.training = model.training
+    return adopted
+
+
+def _refuse_table(path: str, table: nn.Embedding | nn.EmbeddingBag) -> None:
+    refused = {
+        f"padding_idx={table.padding_idx}": (table.padding_idx is not None, "mask its rows in forward"),
+        f"max_norm={table.max_norm}": (table.max_norm is not None, "normalise the rows in forward"),
+        "scale_grad_by_freq=True": (table.scale_grad_by_freq, "leave it out"),
+        "mode='max'": (getattr(table, "mode", "") == "max", "take nn.Embedding and amax in forward"),
+        "a frozen weight": (not table.weight.requires_grad, "make it a buffer of a module of your own"),
+        f"a {table.weight.dtype} weight": (table.weight.dtype != torch.float32, "call float() first"),
+        "a forward of its own": (
+            type(table).forward not in (nn.Embedding.forward, nn.EmbeddingBag.forward),
+            "put what it does beside the look-up into another module",
+        ),
+        "hooks": (bool(table._forward_hooks or table._forward_pre_hooks), "put them on another module"),
+    }
+    for what, (given, remedy) in refused.items():
+        if given:
+            raise CannotAdopt(f"table '{path}' has {what}, which TorchRec's collections do not have: {remedy}")
+
+
+class _Tracer(fx.Tracer):
+    """Follows a forward down to the modules of torch.nn, and to the tables in them."""
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        """Makes a node that knows the user's line."""
+        node = super().create_node(*args, **kwargs)
+        node.meta[_LINE] = calling_line()
+        return node
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        holds = any(isinstance(child, _TABLES) for child in m.modules())
+        return isinstance(m, _TABLES) or (super().is_leaf_module(m, module_qualified_name) and not holds)
+
+
+def _trace(model: nn.Module) -> fx.Graph:
+    """Traces forward in both modes; refuses what a trace would fix."""
+    for name, parameter in inspect.signature(type(model).forward).parameters.items():
+        if parameter.default is not inspect.Parameter.empty:
+            raise CannotAdopt(
+                f"forward's argument '{name}' has the default {parameter.default!r}, and torch.fx would follow only "
+                "what forward does with it, or without: make it an argument without a default"
+            )
+    before, modes, graphs = python_attributes(model), [(m, m.training) for m in model.modules()], []
+    try:
+        for training in (True, False):
+            model.train(training)
+            graphs.append(_Tracer().trace(model))
+    except Exception as error:
+        raise CannotAdopt(
+            f"{raising_line(error)}: torch.fx cannot follow forward here: {error}; forward must not decide by "
+            "the values of tensors (torch.where in place of if), nor call what reads them"
+        ) from None
+    finally:
+        for module, training in modes:
+            module.training = training
+    before.update(
+        {name: value for name, value in python_attributes(model).items() if name.split(".")[-1] == "training"}
+    )
+    changed = changed_attribute(before, python_attributes(model))
+    if changed is not None:
+        raise CannotAdopt(f"forward sets the attribute '{changed}', which torch.fx would fix: make it a buffer")
+    for first, second in zip(graphs[0].nodes, graphs[1].nodes, strict=False):
+        if first.format_node() != second.format_node():
+            raise CannotAdopt(
+                f"{_line(first)}: forward does something else in train and in eval mode (F.dropout with training= for "
+                "one), of which torch.fx would fix one: take modules, as nn.Dropout"
+            )
+    if len(graphs[0].nodes) != len(graphs[1].nodes):
+        raise CannotAdopt("forward has other operations in train and in eval mode, of which torch.fx would fix one")
+    return graphs[0]
+
+
+def _line(node: fx.Node) -> str:
+    return str(node.meta[_LINE])
+
+
+def _refuse_unread(graph: fx.Graph, modules: Mapping[str, nn.Module], nodes: Sequence[fx.Node]) -> None:
+    """Refuses a weight that is read as a matrix, and a table that forward does not look up."""
+    called = {id(modules[str(node.target)].weight) for node in nodes}
+    weights = {f"{path}.weight": path for path in modules}
+    for node in graph.nodes:
+        if node.op == "get_attr" and str(node.target) in weights:
+            raise CannotAdopt(
+                f"{_line(node)}: the weight of table '{weights[str(node.target)]}' is read as a matrix, but a sharded "
+                "table is whole on no rank: look its rows up"
+            )
+    for path, table in modules.items():
+        if id(table.weight) not in called:
+            raise CannotAdopt(f"table '{path}' is not looked up by forward: remove it, or look it up")
+
+
+def _ids_of(node: fx.Node, modules: Mapping[str, nn.Module]) -> fx.Node:
+    """Returns the ids of a look-up."""
+    names = ("input", "offsets", "per_sample_weights")
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    for name in names[1:]:
+        if given.get(name) is not None:
+            raise CannotAdopt(
+                f"{_line(node)}: table '{node.target}' is looked up with {name}: give ids as (B, L)"
+                + (", and weigh the rows of an nn.Embedding in forward" if "weights" in name else "")
+            )
+    if not isinstance(given["input"], fx.Node):
+        raise CannotAdopt(
+            f"{_line(node)}: table '{node.target}' is looked up with ids that are not computed in forward"
+        )
+    return given["input"]
+
+
+def _names(modules: Mapping[str, Any]) -> dict[int, str]:
+    """Returns a name for each weight, by its id: the path of its first module, which TorchRec's ModuleDict can hold."""
+    names: dict[int, str] = {}
+    for path, module in modules.items():
+        name = path.replace(".", "_") or "table"
+        while name in names.values() or hasattr(nn.ModuleDict, name):
+            name += "_table"
+        names.setdefault(id(module.weight), name)
+    return names
+
+
+def _hoist(graph: fx.Graph, nodes: Sequence[fx.Node], ids: Sequence[fx.Node]) -> fx.Graph:
+    """Returns the graph with one call in place of all look-ups, behind the last of their ids."""
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    last, end = max(order[each] for each in ids), max(order[node] for node in nodes)
+    later: set[fx.Node] = set(nodes)  # what needs rows
+    for node in graph.nodes:
+        if any(each in later for each in node.all_input_nodes):
+            later.add(node)
+        in_place = node.op == "call_method" and re.fullmatch(r"[a-z]\w*[a-z0-9]_", str(node.target))
+        if order[node] <= end and (in_place or node.target in _IN_PLACE or "out" in node.kwargs):
+            raise CannotAdopt(
+                f"{_line(node)}: forward changes a tensor in place before its last look-up, which is then another "
+                "order: write the result to a new name"
+            )
+    for node, each in zip(nodes, ids, strict=True):
+        if each in later:
+            raise CannotAdopt(
+                f"{_line(node)}: the ids of table '{node.target}' are decided by rows of another table, so that both "
+                "cannot be looked up at once: decide them in the loader"
+            )
+    hoisted, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+
+    def copy(node: fx.Node) -> None:
+        copies[node] = hoisted.node_copy(node, copies.__getitem__)
+
+    for node in graph.nodes:
+        if order[node] <= last and node not in later:
+            copy(node)
+    rows = hoisted.call_module("tables", tuple(copies[each] for each in ids))
+    for index, node in enumerate(nodes):
+        copies[node] = hoisted.call_function(operator.getitem, (rows, index))
+    for node in graph.nodes:
+        if node not in copies:
+            copy(node)
+    return hoisted

@@ -1,0 +1,159 @@
+"""split_at(): a traced step as several functions, between which others compute, such as exchanges with other ranks.
+
+StepPart: one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from operator import getitem
+from typing import Any
+
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+
+@dataclass
+class StepPart:
+    """The ops that a step computes between two of its results.
+
+    Args:
+        graph: the ops.
+        examples: tensors without values, of the shapes of its inputs.
+        inputs: number of each input among the values of the step: the tensors that it is called with, and then what
+            its parts hand on.
+        outputs: number of each output among the values of the step.
+    """
+
+    graph: GraphModule
+    examples: list[Tensor]
+    inputs: list[int]
+    outputs: list[int]
+
+
+def split_at(graph: GraphModule, cuts: Sequence[int]) -> tuple[list[StepPart], list[int | None]]:
+    """Cuts a traced step behind the ops that compute some of its results.
+
+    What a later part needs of an earlier one is handed on, but for views of the step's own inputs: those are taken
+    anew, since a part may write into an input while it reads the view.
+
+    Args:
+        graph: step from :func:`traced`, whose ops stand in the order of the calls.
+        cuts: indices of results, in the order in which they are computed.
+
+    Returns:
+        The parts, one more than there are cuts, and the number of each result among the values of the step; None of a
+        result that is None.
+    """
+    nodes = list(graph.graph.nodes)
+    results, order = list(nodes[-1].args[0]), {node: index for index, node in enumerate(nodes)}
+    ends = [order[results[cut]] for cut in cuts]
+    origins = _Origins(nodes)
+    bodies = [_Body(graph, number, origins) for number in range(len(ends) + 1)]
+    for node in nodes[:-1]:
+        if node.op != "placeholder":
+            origins.number[node] = sum(end < order[node] for end in ends)
+            if node not in origins.views:
+                bodies[origins.number[node]].add(node)
+    results = [None if result is None else origins.written(result) for result in results]
+    for result in filter(None, results):
+        if result.op != "placeholder":
+            bodies[-1 if result in origins.views else origins.number[result]].give(result)
+    for body in bodies:
+        for node in body.inputs:
+            if node.op != "placeholder":
+                bodies[origins.number[node]].give(node)
+    numbers = {node: index for index, node in enumerate(node for node in nodes if node.op == "placeholder")}
+    for body in bodies:
+        for node in body.given:
+            numbers.setdefault(node, len(numbers))
+    return [body.made(numbers) for body in bodies], [None if result is None else numbers[result] for result in results]
+
+
+class _Origins:
+    """Which nodes are nothing but views of the step's inputs, and in which part each other is computed."""
+
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self.number: dict[Node, int] = {}
+        self.views: set[Node] = set()
+        self._writes: dict[Node, Node] = {}
+        inputs = {node for node in nodes if node.op == "placeholder"}
+        for node in nodes[:-1]:
+            source, writes = _source(node)
+            known = source in inputs or source in self.views or source in self._writes
+            if source is not None and known and writes:
+                self._writes[node] = source
+            elif known or node.op == "get_attr":
+                self.views.add(node)
+
+    def written(self, node: Node) -> Node:
+        """Returns the input, or the view of it, that an op in place returned; another node itself."""
+        while node in self._writes:
+            node = self._writes[node]
+        return node
+
+
+def _source(node: Node) -> tuple[Node, bool] | tuple[None, bool]:
+    """Returns the node whose memory an op's result is, None where it has its own, and whether the op writes there."""
+    if node.op != "call_function":
+        return None, False
+    if node.target is getitem:
+        source = node.args[0]
+        return (source, False) if isinstance(source, Node) else (None, False)
+    schema: Any = getattr(node.target, "_schema", None)
+    returned = schema.returns[0].alias_info if schema and schema.returns else None
+    for argument, value in zip(schema.arguments if schema else (), node.args, strict=False):
+        if argument.alias_info is None or not isinstance(value, Node):
+            continue
+        if not argument.alias_info.is_write:
+            return value, False
+        if returned is not None and returned.before_set & argument.alias_info.before_set:
+            return value, True
+    return None, False
+
+
+@dataclass
+class _Body:
+    """The ops of one part while they are collected."""
+
+    whole: GraphModule
+    number: int
+    origins: _Origins
+    graph: Graph = field(default_factory=Graph)
+    inputs: list[Node] = field(default_factory=list)
+    given: dict[Node, Node] = field(default_factory=dict)
+    _copies: dict[Node, Node] = field(default_factory=dict)
+
+    def add(self, node: Node) -> None:
+        """Adds an op."""
+        self._copies[node] = self.graph.node_copy(node, self._copy)
+
+    def give(self, node: Node) -> None:
+        """Makes what an op computes an output."""
+        self.given[node] = self._copy(node)
+
+    def _copy(self, node: Node) -> Node:
+        """Returns what stands for a node of the whole step in this part."""
+        if node not in self._copies:
+            base = self.origins.written(node)
+            if base is not node:
+                self._copies[node] = self._copy(base)
+            elif node in self.origins.views:
+                self.add(node)
+            else:
+                self.inputs.append(node)
+                first = next((each for each in self.graph.nodes if each.op != "placeholder"), None)
+                with nullcontext() if first is None else self.graph.inserting_before(first):
+                    self._copies[node] = self.graph.placeholder(node.name)
+                self._copies[node].meta = dict(node.meta)
+        return self._copies[node]
+
+    def made(self, numbers: dict[Node, int]) -> StepPart:
+        """Returns the part, whose inputs and outputs are numbered."""
+        self.graph.output(list(self.given.values()))
+        self.graph.lint()
+        examples = [node.meta["val"] for node in self.inputs]
+        made = GraphModule(self.whole, self.graph)
+        return StepPart(made, examples, [numbers[node] for node in self.inputs], [numbers[n] for n in self.given])
