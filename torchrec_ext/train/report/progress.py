@@ -1,16 +1,19 @@
 """Progress: shows a run's mean loss and throughput since the last record, as a bar or in lines.
 
-RunFolder: the files of a run: its configuration, its metrics as JSON lines and TensorBoard events, and a picture.
+RunFolder: the files of a run: its configuration, its metrics as JSON lines and TensorBoard events, a picture, a page.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,15 +23,48 @@ from tqdm import tqdm
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.config import Record
 from torchrec_ext.train.report.figures import BLUE, RED, figure_with_panels, save_figure
+from torchrec_ext.train.report.page import Bar, Curve, Lane, card, chart, lanes, page, paragraph, stacked, text_table
 
 _TOGETHER = 32  # steps whose losses and weights are summed at once
+_MANY_RANKS = 64  # ranks from which on a record and a page no longer name each
+Item = TypeVar("Item")
+
+
+class _Sleep:
+    """Seconds in which the thread that made it neither computed nor stood in the queue for a core: it waited.
+
+    Where Linux' schedstat cannot be read, ``known`` is False.
+    """
+
+    def __init__(self, path: str = "/proc/thread-self/schedstat") -> None:
+        self.known = False
+        try:
+            self._file = os.open(path, os.O_RDONLY)
+        except OSError:
+            return
+        weakref.finalize(self, os.close, self._file)
+        self.known = len(os.pread(self._file, 96, 0).split()) == 3
+
+    def __call__(self) -> float:
+        queued = int(os.pread(self._file, 96, 0).split()[1]) * 1e-9
+        return time.perf_counter() - time.thread_time() - queued
 
 
 class Window:
-    """The loss and rows since the last record, summed on the device so that no step waits for it."""
+    """The loss and rows since the last record, summed on the device so that no step waits for it.
+
+    It also counts the seconds in which this rank waited for its batches, and on several ranks of a CPU those in which
+    its thread slept otherwise: in collectives, until other ranks came and what they sent was there. What a thread reads
+    for that takes two microseconds. Several compute threads of a rank wait for each other too, and a save between two
+    steps waits for its files, which is counted alike.
+    """
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
+        self._sleep: _Sleep | None = None
+        if runtime.world_size > 1 and runtime.device.type == "cpu":
+            sleep = _Sleep()
+            self._sleep = sleep if sleep.known else None
         self._reset()
 
     def restart(self) -> None:
@@ -44,7 +80,18 @@ class Window:
     def _reset(self) -> None:
         self._steps: list[tuple[Tensor, Tensor]] = []
         self._sums = torch.zeros(3, dtype=torch.float64, device=self._runtime.device)
-        self._start = time.perf_counter()
+        self._start, self._waited = time.perf_counter(), 0.0
+        self._slept = -self._sleep() if self._sleep is not None else 0.0
+
+    def fetch(self, batches: Iterator[Item]) -> Item | None:
+        """Returns the next batch, None after the last, and counts the seconds until it was there."""
+        slept = self._sleep() if self._sleep is not None else 0.0
+        start = time.perf_counter()
+        batch = next(batches, None)
+        self._waited += time.perf_counter() - start
+        if self._sleep is not None:
+            self._slept -= self._sleep() - slept
+        return batch
 
     def add(self, loss: Tensor, weights: Tensor) -> None:
         """Adds a step: its loss, (), and the weights of its rows, (B,)."""
@@ -61,13 +108,21 @@ class Window:
         self._sums += torch.stack([loss, loss.new_full((), len(losses)), rows.double()])
 
     def record(self, epoch: int, step: int) -> dict[str, Any]:
-        """Returns the mean loss over ranks and steps, and the rows of all ranks per second of this one."""
-        local = self.sums
+        """Returns the mean loss over ranks and steps, the rows of all ranks per second of this one, and ``data_wait``.
+
+        The latter is the share of the time in which the rank that waited longest for its batches did so. On several
+        ranks of a CPU also ``ranks_wait``, the mean share of their time in collectives, and ``waits``, for each of up
+        to 64 ranks its share of waits for batches and in collectives.
+        """
+        slept = self._slept + self._sleep() if self._sleep is not None else -1.0
+        local = torch.cat([self.sums, self.sums.new_tensor([self._waited, slept])])
         ranks = [torch.zeros_like(local) for _ in range(self._runtime.world_size)]
         dist.all_gather(ranks, local)
         by_rank = torch.stack(ranks).cpu()
         seconds = time.perf_counter() - self._start
         losses = (by_rank[:, 0] / by_rank[:, 1]).tolist()
+        waits = (by_rank[:, 3:] / seconds).clamp(0, 1).tolist()
+        known = self._runtime.world_size > 1 and float(by_rank[:, 4].min()) > -0.5
         self._reset()
         return {
             "kind": "train",
@@ -76,7 +131,62 @@ class Window:
             "loss": sum(losses) / len(losses),
             "rows": int(by_rank[:, 2].sum()),
             "rows_per_s": float(by_rank[:, 2].sum()) / seconds,
+            "data_wait": float(by_rank[:, 3].max()) / seconds,
+            **(_ranks_wait(waits) if known else {}),
         }
+
+
+def _ranks_wait(waits: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """Returns what a record says of the ranks' waits: for each its share for batches and in collectives."""
+    shares = [[round(data, 4), round(min(ranks, 1 - data), 4)] for data, ranks in waits]
+    mean = sum(ranks for _, ranks in shares) / len(shares)
+    return {"ranks_wait": mean, **({"waits": shares} if len(shares) <= _MANY_RANKS else {})}
+
+
+def time_shares(records: Sequence[Record]) -> dict[str, float]:
+    """Returns the shares of the steps' time over a run, from its records of kind ``train``.
+
+    Returns:
+        ``data``: waiting for batches, the mean of the ranks where it is known of each, else on the rank that waited
+        longest; ``ranks``: in collectives, the mean of the ranks, where it was measured; ``compute``: the rest.
+
+    Example:
+        >>> time_shares([{"kind": "train", "rows": 8, "rows_per_s": 4.0, "data_wait": 0.25}])
+        {'data': 0.25, 'compute': 0.75}
+    """
+    records = [record for record in records if record["kind"] == "train" and record.get("rows_per_s")]
+    data = _over_time(records, [record.get("data_wait", 0.0) for record in records])
+    measured = [record for record in records if "ranks_wait" in record]
+    if not measured:
+        return {"data": data, "compute": 1 - data}
+    by_rank = rank_shares(records)
+    if by_rank:
+        data, ranks = (sum(shares) / len(by_rank) for shares in zip(*by_rank, strict=True))
+    else:
+        ranks = _over_time(measured, [record["ranks_wait"] for record in measured])
+    return {"data": data, "ranks": ranks, "compute": max(0.0, 1 - data - ranks)}
+
+
+def rank_shares(records: Sequence[Record]) -> list[tuple[float, float]]:
+    """Returns each rank's shares of the steps' time: waiting for batches, and in collectives; empty where unknown."""
+    records = [record for record in records if record["kind"] == "train" and "waits" in record]
+    ranks = {len(record["waits"]) for record in records}
+    if len(ranks) != 1:  # a run that went on with another number of ranks
+        return []
+    return [
+        (
+            _over_time(records, [record["waits"][rank][0] for record in records]),
+            _over_time(records, [record["waits"][rank][1] for record in records]),
+        )
+        for rank in range(ranks.pop())
+    ]
+
+
+def _over_time(records: Sequence[Record], shares: Sequence[float]) -> float:
+    """Returns the mean of shares, each of its record's seconds."""
+    seconds = [record["rows"] / record["rows_per_s"] for record in records]
+    whole = sum(seconds)
+    return sum(share * each for share, each in zip(shares, seconds, strict=True)) / whole if whole else 0.0
 
 
 class Progress:
@@ -128,8 +238,32 @@ def _readable(name: str, value: float) -> str:
     return f"{value:,.0f}" if name.endswith("_per_s") else f"{value:.4f}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """Facts about a run that its page shows beside the records.
+
+    Args:
+        title: what was trained on what.
+        notes: lines of text, such as a warning.
+        plan: tables, each with its name and the bytes that each rank holds, by rank.
+        memory: peak memory of each rank in MiB.
+        outside: share of the run's time in evaluations, saves and what else is no step; None where unknown.
+        test: figures on the test rows by name, beside those of baselines, by the baseline's name.
+    """
+
+    title: str = "a run"
+    notes: Sequence[str] = ()
+    plan: Sequence[tuple[str, Mapping[int, float]]] = ()
+    memory: Sequence[float] = ()
+    outside: float | None = None
+    test: Mapping[str, Mapping[str, float]] | None = None
+
+
 class RunFolderError(ValueError):
     """The folder cannot be written to, or a library for its pictures is missing."""
+
+
+REPORT = "report.html"
 
 
 class RunFolder:
@@ -140,6 +274,9 @@ class RunFolder:
         config: settings that are written to ``config.json``.
         replace: write over another run in the folder, as a restarted rank does with its own.
 
+    Attributes:
+        facts: what ``report.html`` shows beside the records, to be replaced when it is known.
+
     Raises:
         RunFolderError: the folder cannot be made or written to, or holds another run.
     """
@@ -147,6 +284,7 @@ class RunFolder:
     def __init__(self, path: Path, config: Mapping[str, Any], *, replace: bool = False) -> None:
         self.path = path
         self.records: list[Record] = []
+        self.facts = RunFacts(title=str(config.get("name", path.name)))
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._metrics = (path / "metrics.jsonl").open("w" if replace else "x")
@@ -177,7 +315,7 @@ class RunFolder:
         (self.path / name).write_text(text if text.endswith("\n") else text + "\n")
 
     def close(self, baselines: Mapping[str, float] | None = None, *, baseline_name: str = "popularity") -> Path:
-        """Closes the files and draws ``training.png``.
+        """Closes the files, draws ``training.png`` and writes ``report.html``.
 
         Args:
             baselines: figures by name on the same held-out rows, drawn as dashed lines, such as those of the popularity
@@ -188,6 +326,7 @@ class RunFolder:
         self._events.close()
         picture = self.path / "training.png"
         draw_training(self.records, picture, baselines or {}, baseline_name)
+        self.write(REPORT, run_page(self.records, self.facts, baselines or {}, baseline_name))
         return picture
 
 
@@ -210,6 +349,108 @@ def draw_training(
             axis.legend(frameon=False)
         axis.set(title=f"{name}, validation", xlabel="step")
     save_figure(figure, path)
+
+
+def run_page(
+    records: Sequence[Record], facts: RunFacts, baselines: Mapping[str, float], baseline_name: str = "popularity"
+) -> str:
+    """Returns a run as one HTML page, see :func:`page`: its records from the first step on, and its facts.
+
+    Args:
+        records: records of the run, also those of earlier attempts that it was resumed from.
+        facts: what else is known.
+        baselines: figures by name on the same held-out rows, drawn as dashed lines.
+        baseline_name: name of these figures.
+    """
+    train = [record for record in records if record["kind"] == "train"]
+    evaluations = [record for record in records if record["kind"] == "eval"]
+    errors = [record["message"] for record in records if record["kind"] in ("error", "stop", "restore")]
+    summary = "".join(paragraph(note, "warning") for note in (*facts.notes, *errors))
+    last = max((record["step"] for record in records), default=0)
+    summary += paragraph(f"{last:,} steps, {sum(record['rows'] for record in train):,} rows trained", "muted")
+    cards = [
+        card("Loss", chart([Curve("", [(r["step"], r["loss"]) for r in train])], x="step", caption="training loss")),
+        *_figure_cards(evaluations, baselines, baseline_name),
+        *([card("Test rows", _test_table(facts.test))] if facts.test else []),
+        *([card("Shares of time", _time_picture(train, facts))] if train else []),
+        *([card("Plan", _plan_picture(facts.plan))] if facts.plan else []),
+        *([card("Memory", _memory_picture(facts.memory))] if facts.memory else []),
+    ]
+    return page(f"Training of {facts.title}", summary, cards)
+
+
+def _figure_cards(evaluations: Sequence[Record], baselines: Mapping[str, float], baseline_name: str) -> Iterator[str]:
+    names = [name for name, value in (evaluations[-1] if evaluations else {}).items() if isinstance(value, float)]
+    for name in names:
+        curves = [Curve("model", [(r["step"], r[name]) for r in evaluations if name in r], marked=True)]
+        if name in baselines:
+            ends = evaluations[0]["step"], evaluations[-1]["step"]
+            curves.append(Curve(baseline_name, [(step, baselines[name]) for step in dict.fromkeys(ends)], dashed=True))
+        yield card(name, chart(curves, x="step", caption=f"{name} on the validation rows"))
+
+
+def _test_table(test: Mapping[str, Mapping[str, float]]) -> str:
+    names = list(dict.fromkeys(name for figures in test.values() for name in figures))
+    rows = [[name, *(f"{figures[name]:.4f}" if name in figures else "" for figures in test.values())] for name in names]
+    return text_table(["", *test], rows)
+
+
+def _time_picture(train: Sequence[Record], facts: RunFacts) -> str:
+    rates = chart(
+        [Curve("", [(r["step"], r["rows_per_s"]) for r in train if r.get("rows_per_s")])],
+        x="step",
+        caption="rows a second, over all ranks",
+    )
+    if not all("data_wait" in record for record in train):  # those of a stack of networks do not know
+        return rates
+    shares = time_shares(train)
+    names = {"data": "waiting for data", "ranks": "in collectives", "compute": "computing"}
+    by_rank = rank_shares(train)
+    if by_rank:
+        rows = [
+            stacked(
+                f"rank {rank}",
+                {names["data"]: data, names["ranks"]: ranks, names["compute"]: max(0.0, 1 - data - ranks)},
+                f"{data:.1%}, {ranks:.1%}, {max(0.0, 1 - data - ranks):.1%}",
+            )
+            for rank, (data, ranks) in enumerate(by_rank)
+        ]
+    else:
+        rows = [
+            Lane(name=names[key], spans=[Bar(names[key], 0, share)], value=f"{share:.1%}")
+            for key, share in shares.items()
+        ]
+    text = "shares of the steps' time"
+    if facts.outside is not None:
+        text += f"; steps took {1 - facts.outside:.0%} of the run, evaluations, saves and the rest {facts.outside:.0%}"
+    return lanes(rows, text) + rates
+
+
+def _plan_picture(plan: Sequence[tuple[str, Mapping[int, float]]]) -> str:
+    """Returns the bytes of tables on each rank, to scale; the largest have names and colours."""
+    by_size = sorted(plan, key=lambda each: -sum(each[1].values()))
+    shown, rest = by_size[:7], by_size[7:]
+    ranks = sorted({rank for _, shards in plan for rank in shards})
+    rows = []
+    for rank in ranks[:_MANY_RANKS]:
+        sizes = {name: shards[rank] / 2**20 for name, shards in shown if rank in shards}
+        others = sum(shards.get(rank, 0.0) for _, shards in rest) / 2**20
+        if others:
+            sizes[f"{len(rest)} smaller tables"] = others
+        rows.append(stacked(f"rank {rank}", sizes, f"{sum(sizes.values()):,.2f} MiB"))
+    text = "tables over ranks, to scale"
+    if len(ranks) > _MANY_RANKS:
+        text += f"; {len(ranks) - _MANY_RANKS} more ranks are left out"
+    return lanes(rows, text)
+
+
+def _memory_picture(memory: Sequence[float]) -> str:
+    rows = [
+        Lane(name=f"rank {rank}", spans=[Bar("peak memory", 0, size)], value=f"{size:,.0f} MiB")
+        for rank, size in enumerate(memory[:_MANY_RANKS])
+    ]
+    more = f"; {len(memory) - _MANY_RANKS} more ranks are left out" if len(memory) > _MANY_RANKS else ""
+    return lanes(rows, f"the most that each rank's process took{more}")
 
 
 def _tensorboard(path: Path) -> Any:

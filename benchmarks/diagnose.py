@@ -1,0 +1,480 @@
+"""why_slow on programs with a planted cause, on programs without one, and its gains beside those that came true.
+
+    python benchmarks/diagnose.py [--only ROW ...] [--turns 5] [--quick]
+
+`planted`: plain PyTorch programs, each with one cause of lost time, each diagnosed in a process of its own `--turns`
+times, those of `rank_programs.py` on two gloo ranks; ours is the number whose first verdict is that cause, and names
+the rank that is slow where one is. `healthy`: programs without a fault; ours is the number with a finding above
+"small". `seconds`: what a diagnosis takes.
+`gain`: remedies that are made here by hand, each measured by turns beside the step as it was; ours is the share whose
+gain lies in the interval that was predicted before.
+`no-help`: what the diagnosis says gains under 5 %, tried: another batch size, precision or a worker, by turns beside
+the step as it was; ours is the share that gained under 5 %, or no more than the turns are spread.
+`overhead`: what every run measures of its own time, and its page, as a share of the seconds of its steps.
+Last line: one JSON object.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import rank_programs
+import torch
+from harness import Options, Row, command_line, last_json, row
+from small_model_baseline import BATCH, NEGATIVES, SHAPES, Interactions, PlainNCF, Positives, positives
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from torchrec_ext.diagnose import Diagnosis, why_slow
+from torchrec_ext.diagnose.batches import loader_with
+from torchrec_ext.diagnose.rules import UNDER
+from torchrec_ext.train.report.progress import RunFacts, Window, run_page
+
+LIMIT_S = 240.0  # of one program
+
+
+class Program(NamedTuple):
+    """What is diagnosed, and a remedy of it that is measured, where there is one."""
+
+    model: nn.Module
+    optimizer: Any
+    loss: Callable[..., Any]
+    batches: Any
+    more: dict[str, Any]
+
+
+def mlp(*widths: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for before, after in itertools.pairwise(widths):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def batches_of(rows: int, width: int, count: int = 16) -> list[tuple[Tensor, Tensor]]:
+    return [(torch.randn(rows, width), torch.randint(2, (rows, 1)).float()) for _ in range(count)]
+
+
+def plain(model: nn.Module, batches: Any, **more: Any) -> Program:
+    loss_fn = nn.BCEWithLogitsLoss()
+    return Program(model, torch.optim.Adam(model.parameters(), 1e-3), lambda x, y: loss_fn(model(x), y), batches, more)
+
+
+class Slept(Dataset[tuple[Tensor, Tensor]]):
+    """Rows in memory; the first of each batch waits as a disk or a network would."""
+
+    def __init__(self, seconds: float) -> None:
+        self.x, self.y, self.seconds = torch.randn(50_000, 64), torch.randint(2, (50_000, 1)).float(), seconds
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitems__(self, rows: list[int]) -> list[tuple[Tensor, Tensor]]:
+        time.sleep(self.seconds)
+        return [(self.x[rows], self.y[rows])]
+
+
+def sleeping() -> Program:
+    return plain(mlp(64, 128, 1), DataLoader(Slept(0.01), 256, shuffle=True, collate_fn=lambda rows: rows[0]))
+
+
+def concatenated(rows: list[tuple[Tensor, ...]]) -> list[Tensor]:
+    return [torch.cat(column) for column in zip(*rows, strict=True)]
+
+
+def ncf(shape: str, rows: int) -> Program:
+    held = SHAPES[shape]
+    kept = Positives(*(column[:rows] for column in positives(held)))
+    model, loss_fn = PlainNCF(held.users, held.items), nn.BCEWithLogitsLoss()
+    loader = DataLoader(Interactions(held.items, kept), BATCH, shuffle=True, collate_fn=concatenated)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    return Program(model, optimizer, lambda u, i, c, y: loss_fn(model(u, i, c), y), loader, {})
+
+
+class Together(Interactions):
+    """The same rows and draws, all rows of a batch in one call."""
+
+    def __init__(self, items: int, rows: Positives) -> None:
+        super().__init__(items, rows)
+        self.taken = torch.zeros(int(self.user.max()) + 1, items + 1, dtype=torch.bool)
+        self.taken[self.user, self.item] = True
+
+    def __getitems__(self, rows: list[int]) -> list[Tensor]:
+        user, item, context = self.user[rows], self.item[rows], self.context[rows]
+        drawn = torch.randint(1, self.items + 1, (len(rows), NEGATIVES))
+        while (wrong := self.taken[user[:, None], drawn]).any():
+            drawn = torch.where(wrong, torch.randint_like(drawn, 1, self.items + 1), drawn)
+        count = 1 + NEGATIVES
+        labels = torch.tensor([1.0] + [0.0] * NEGATIVES).repeat(len(rows))
+        items = torch.cat([item[:, None], drawn], 1).flatten()
+        return [user.repeat_interleave(count), items, context.repeat_interleave(count, 0), labels]
+
+
+def read_together(_: Program) -> DataLoader[Any]:
+    held = SHAPES["small"]
+    data = Together(held.items, Positives(*(column[:80_000] for column in positives(held))))
+    return DataLoader(data, BATCH, shuffle=True, collate_fn=lambda made: made)
+
+
+class Tiny(nn.Module):
+    """400 tiny ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns (B, 1) logits."""
+        x = self.first(x)
+        for _ in range(100):
+            x = x * 1.01 + 0.01
+            x = torch.tanh(x) - 0.01
+        return self.last(x)
+
+
+class Wide(nn.Module):
+    """A table of which a step reads few rows."""
+
+    def __init__(self, rows: int, dim: int) -> None:
+        super().__init__()
+        self.table, self.top = nn.Embedding(rows, dim), mlp(dim, 32, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Returns (B, 1) logits."""
+        return self.top(self.table(ids))
+
+
+def swept(rows: int = 12_400_000) -> Program:
+    return plain(Wide(rows, 1), [(torch.randint(rows, (1024,)), torch.ones(1024, 1)) for _ in range(16)])
+
+
+def oversubscribed() -> Program:
+    torch.set_num_threads(8)
+    return plain(mlp(*[64] * 9, 1), batches_of(2048, 64))
+
+
+def synced() -> Program:
+    model, loss_fn = mlp(64, 128, 1), nn.BCEWithLogitsLoss()
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        logits = model(x)
+        right = 0
+        for row_number in range(200):
+            right += int((logits[row_number, 0] > 0).item() == bool(y[row_number, 0]))
+        return loss_fn(logits, y)
+
+    return Program(model, torch.optim.Adam(model.parameters()), loss, batches_of(256, 64), {})
+
+
+def evaluated() -> Program:
+    model, held_out = mlp(64, 256, 256, 1), torch.randn(40_000, 64)
+
+    def evaluate() -> float:
+        with torch.no_grad():
+            return float(model(held_out).mean())
+
+    return plain(model, batches_of(256, 64), between={"evaluation": (evaluate, 20)})
+
+
+def wide_layers() -> Program:
+    return plain(mlp(256, 2048, 2048, 1), batches_of(256, 256))
+
+
+PLANTED: dict[str, tuple[Callable[[], Program], str]] = {
+    "a sleep in the loader": (sleeping, "loader_sleeps"),
+    "Python per row, data in memory": (functools.partial(ncf, "small", 80_000), "row_python"),
+    "400 tiny ops": (lambda: plain(Tiny(), batches_of(64, 8)), "launches"),
+    "dense Adam over 12.4 M rows": (swept, "untouched_rows"),
+    "8 threads on few cores": (oversubscribed, "too_many_threads"),
+    "an oversized MLP": (wide_layers, "products"),
+    "values brought to Python": (synced, "host_syncs"),
+    "an evaluation longer than the training": (evaluated, "between_steps"),
+}
+
+
+def two_towers() -> Program:
+    """Tables whose touched rows alone move, towers of some width, batches that are ready."""
+    users, items = nn.Embedding(20_000, 64, sparse=True), nn.Embedding(5_000, 64, sparse=True)
+    towers = nn.ModuleList([mlp(64, 512, 256), mlp(64, 512, 256)])
+    model, loss_fn = nn.ModuleList([users, items, towers]), nn.BCEWithLogitsLoss()
+    optimizers = [torch.optim.SparseAdam([users.weight, items.weight]), torch.optim.Adam(towers.parameters())]
+    batches = [
+        (torch.randint(20_000, (4096,)), torch.randint(5_000, (4096,)), torch.randint(2, (4096,)).float())
+        for _ in range(8)
+    ]
+
+    def loss(user: Tensor, item: Tensor, y: Tensor) -> Tensor:
+        return loss_fn((towers[0](users(user)) * towers[1](items(item))).sum(1), y)
+
+    return Program(model, optimizers, loss, batches, {})
+
+
+class Arrays(Dataset[tuple[Tensor, Tensor]]):
+    """Rows in memory, read a batch at a time."""
+
+    def __init__(self) -> None:
+        self.x, self.y = torch.randn(20_000, 256), torch.randint(2, (20_000, 1)).float()
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitems__(self, rows: list[int]) -> tuple[Tensor, Tensor]:
+        return self.x[rows], self.y[rows]
+
+
+HEALTHY: dict[str, Callable[[], Program]] = {
+    "an MLP": lambda: plain(mlp(256, 1024, 1024, 1), batches_of(512, 256)),
+    "an MLP, batches read whole": lambda: plain(
+        mlp(256, 1024, 1024, 1), DataLoader(Arrays(), 512, shuffle=True, collate_fn=lambda rows: rows)
+    ),
+    "two towers": two_towers,
+    "a deep MLP": lambda: plain(mlp(512, *[512] * 8, 1), batches_of(1024, 512)),
+}
+
+
+def diagnosed(name: str, seed: int) -> tuple[Diagnosis, float]:
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    program = PLANTED[name][0]() if name in PLANTED else HEALTHY[name]()
+    start = time.perf_counter()
+    diagnosis = why_slow(program.model, program.optimizer, program.loss, program.batches, **program.more)
+    return diagnosis, time.perf_counter() - start
+
+
+def case(name: str, seed: int, shown: bool) -> None:
+    """Diagnoses a program in this process; its verdict is the last line."""
+    diagnosis, seconds = diagnosed(name, seed)
+    if shown:
+        print(diagnosis)
+    above = [finding.cause for finding in diagnosis.findings if finding.size in ("large", "medium")]
+    print(json.dumps({"verdict": diagnosis.verdict, "above": above, "seconds": seconds, "noisy": diagnosis.noisy}))
+
+
+def usual(program: Program, loss: Callable[..., Any] | None = None) -> Callable[..., None]:
+    """The step of a program, with another loss where one is given."""
+    optimizers = program.optimizer if isinstance(program.optimizer, list) else [program.optimizer]
+
+    def step(*batch: Tensor) -> None:
+        for each in optimizers:
+            each.zero_grad()
+        (loss or program.loss)(*batch).backward()
+        for each in optimizers:
+            each.step()
+
+    return step
+
+
+def first_batches(program: Program, count: int = 40) -> list[Any]:
+    return list(itertools.islice(program.batches, count))
+
+
+def four_at_once(program: Program) -> list[Any]:
+    return [tuple(map(torch.cat, zip(*program.batches[start : start + 4], strict=True))) for start in range(0, 16, 4)]
+
+
+def in_bf16(program: Program) -> Callable[..., None]:
+    step = usual(program)
+
+    def under_autocast(*batch: Tensor) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            step(*batch)
+
+    return under_autocast
+
+
+def sparse(_: Program) -> Callable[..., None]:
+    model, loss_fn = Wide(12_400_000, 1), nn.BCEWithLogitsLoss()
+    model.table.sparse = True
+    optimizers = [torch.optim.SparseAdam([model.table.weight]), torch.optim.Adam(model.top.parameters())]
+    return usual(Program(model, optimizers, lambda x, y: loss_fn(model(x), y), [], {}))
+
+
+def not_read(program: Program) -> Callable[..., None]:
+    model, loss_fn = program.model, nn.BCEWithLogitsLoss()
+    right = torch.zeros(())
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        logits = model(x)
+        right.add_(((logits.detach() > 0) == (y > 0))[:200].sum())
+        return loss_fn(logits, y)
+
+    return usual(program, loss)
+
+
+# By name: the program, the remedy that its diagnosis names so, its step and its batches.
+REMEDIES: dict[str, tuple[str, str, Callable[[Program], Any], Callable[[Program], Any]]] = {
+    "no wait": ("a sleep in the loader", "batches ready", usual, first_batches),
+    "no rows in Python": ("Python per row, data in memory", "__getitems__", usual, read_together),
+    "sparse": ("dense Adam over 12.4 M rows", "SparseAdam", sparse, lambda program: program.batches),
+    "batch": ("400 tiny ops", "4 times the batch", usual, four_at_once),
+    "bf16": ("an oversized MLP", "bf16", in_bf16, lambda program: program.batches),
+    "no values to Python": ("values brought to Python", "keep values", not_read, lambda program: program.batches),
+}
+
+
+def realised(name: str, seed: int) -> None:
+    """Diagnoses a program, applies a remedy, and measures it; the last line says how it came out."""
+    about, prefix, step, batches = REMEDIES[name]
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    program = PLANTED[about][0]()
+    diagnosis = why_slow(program.model, program.optimizer, program.loss, program.batches, **program.more)
+    remedies = [each for finding in diagnosis.findings for each in finding.remedies if each.name.startswith(prefix)]
+    if not remedies:
+        print(json.dumps({"held": None, "text": f"no remedy {prefix}: {diagnosis.verdict}"}))
+        return
+    result = diagnosis.realised(step(program), batches(program), remedy=remedies[0])
+    print(json.dumps({"held": result.held, "text": str(result)}))
+
+
+def gain(options: Options) -> Iterator[Row]:
+    made = []
+    for turn in range(min(options.turns, 3)):
+        for name in REMEDIES:
+            made.append(last_json([sys.executable, __file__, "--realised", name, str(turn)], limit_s=LIMIT_S))
+            print(f"{name}: {made[-1]['text']}", file=sys.stderr, flush=True)
+    held = [each for each in made if each["held"]]
+    missed = [each["text"] for each in made if not each["held"]]
+    share = len(held) / len(made)
+    yield row("gain", share, "in the interval", better="more", required=13 / 15, of=len(made), missed=missed)
+
+
+def tries(program: Program) -> dict[str, tuple[Callable[..., None], Any]]:
+    """What people try on a program, by the name of its answer: a step and its batches."""
+    step = usual(program)
+    made: dict[str, tuple[Callable[..., None], Any]] = {"mixed precision": (in_bf16(program), program.batches)}
+    if isinstance(program.batches, list):
+        made["a larger batch"] = step, four_at_once(program)
+    elif isinstance(program.batches, DataLoader):
+        made["loader workers"] = step, loader_with(program.batches, num_workers=1, prefetch_factor=2)
+    return made
+
+
+def tried(name: str, seed: int) -> None:
+    """Diagnoses a program, and tries what it says gains under 5 %; the last line says what each gained."""
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    program = PLANTED[name][0]() if name in PLANTED else HEALTHY[name]()
+    diagnosis = why_slow(program.model, program.optimizer, program.loss, program.batches, **program.more)
+    useless = {answer.name for answer in diagnosis.answers if answer.helps == "no"}
+    made = {}
+    for answer, (step, batches) in tries(program).items():
+        if answer in useless:
+            result = diagnosis.realised(step, batches, seconds=5)
+            made[answer] = {"ratio": result.ratio, "low": result.gain.low}
+    print(json.dumps({"made": made}))
+
+
+def no_help(options: Options) -> Iterator[Row]:
+    right, wrong = 0, []
+    for turn in range(min(options.turns, 2)):
+        for name in (*PLANTED, *HEALTHY):
+            made = last_json([sys.executable, __file__, "--tried", name, str(turn)], limit_s=LIMIT_S)["made"]
+            for answer, gained in made.items():
+                print(f"{name}, {answer}: {gained['ratio']:.3g}x", file=sys.stderr, flush=True)
+                if gained["ratio"] < UNDER or gained["low"] < 1:
+                    right += 1
+                else:
+                    wrong.append(f"{name}, {answer}: {gained['ratio']:.3g}x")
+    count = right + len(wrong)
+    share = right / count if count else 0.0
+    yield row("no-help", share, "gained under 5 %", better="more", required=0.95, of=count, wrong=wrong)
+
+
+def overhead(options: Options) -> Iterator[Row]:
+    """Steps of two ranks, and beside these what counting their waits and writing their page takes."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "torchx_apps.train"]
+        words += ["--recipe", "n_tower", "--set", "data.name=planted", "--set", "train.compile=off"]
+        words += ["--set", f"train.epochs={1 if options.quick else 6}", "--run-dir", str(run)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        subprocess.run([sys.executable, *words], check=True, timeout=LIMIT_S, stdout=sys.stderr, env=environment)
+        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    train = [record for record in records if record["kind"] == "train"]
+    seconds, steps = sum(record["rows"] / record["rows_per_s"] for record in train), train[-1]["step"]
+    many = 20_000
+    runtime: Any = SimpleNamespace(world_size=2, device=torch.device("cpu"))
+    shares = []
+    for _ in range(options.turns):
+        window, batches = Window(runtime), itertools.repeat(0)
+        start = time.perf_counter()
+        for _ in range(many):
+            window.fetch(batches)
+        middle = time.perf_counter()
+        for _ in range(many):
+            next(batches)
+        end = time.perf_counter()
+        run_page(records, RunFacts(), {})
+        page_s = time.perf_counter() - end
+        fetch_s = (2 * middle - start - end) / many
+        shares.append((fetch_s * steps + page_s) / seconds)
+    yield row("overhead", shares, "of the steps' seconds", required=0.01, fetch_us=fetch_s * 1e6, page_ms=page_s * 1e3)
+
+
+def _cases(names: Iterable[str], options: Options) -> Iterator[tuple[str, dict[str, Any]]]:
+    for turn in range(options.turns):
+        for name in names:
+            if name in rank_programs.CASES:
+                made = rank_programs.launched(name, turn, functools.partial(last_json, limit_s=LIMIT_S))
+            else:
+                made = last_json([sys.executable, __file__, "--case", name, str(turn)], limit_s=LIMIT_S)
+            print(f"{name}: {made['verdict']}, {made['seconds']:.0f} s {made['noisy']}", file=sys.stderr, flush=True)
+            yield name, made
+
+
+def _wrong(name: str, made: dict[str, Any]) -> str:
+    """Returns what is wrong with a verdict; empty where it is right, and names the rank that is slow."""
+    if name in PLANTED:
+        return "" if made["verdict"] == PLANTED[name][1] else made["verdict"]
+    case = rank_programs.PLANTED[name]
+    right = made["verdict"] == case.cause and (case.slow is None or made["ranks"] == [case.slow])
+    return "" if right else f"{made['verdict']} of ranks {made['ranks']}"
+
+
+def planted(options: Options) -> Iterator[Row]:
+    wrong: list[str] = []
+    count, seconds = 0, []
+    for name, made in _cases([*PLANTED, *rank_programs.PLANTED], options):
+        count += 1
+        seconds.append(made["seconds"])
+        if text := _wrong(name, made):
+            wrong.append(f"{name}: {text}")
+    share = (count - len(wrong)) / count
+    yield row("planted", share, "right first verdicts", better="more", required=73 / 75, of=count, wrong=wrong)
+    yield row("seconds", seconds, "s", required=60.0)
+
+
+def healthy(options: Options) -> Iterator[Row]:
+    above: list[str] = []
+    count = 0
+    for name, made in _cases([*HEALTHY, *rank_programs.HEALTHY], options):
+        count += 1
+        above += [f"{name}: {', '.join(made['above'])}"] if made["above"] or made["noisy"] else []
+    yield row("healthy", len(above), "of the runs with a finding above small", required=0, of=count, wrong=above)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--case"]:
+        case(sys.argv[2], int(sys.argv[3]), shown=len(sys.argv) > 4)
+    elif sys.argv[1:2] == ["--realised"]:
+        realised(sys.argv[2], int(sys.argv[3]))
+    elif sys.argv[1:2] == ["--tried"]:
+        tried(sys.argv[2], int(sys.argv[3]))
+    else:
+        rows = {"planted": planted, "healthy": healthy, "gain": gain, "no-help": no_help, "overhead": overhead}
+        command_line(__doc__, rows, turns=5)

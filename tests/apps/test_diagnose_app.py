@@ -1,0 +1,164 @@
+"""`rec.diagnose.why_slow`: from the component to the page, for a recipe's own loader, step and evaluation."""
+
+import contextlib
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torchrec_ext.components import diagnose  # type: ignore[import-not-found]
+from torchx.components.component_test_base import ComponentTestCase
+from torchx.specs.builders import materialize_appdef
+from torchx.specs.finder import get_components
+
+from torchrec_ext.diagnose import Diagnosis, Facts, Finding, Remedy, experiments
+from torchrec_ext.distributed.runtime import Runtime
+from torchx_apps.cli.command_line import apply_overrides, load_recipe
+from torchx_apps.diagnose import main
+from torchx_apps.jobs import diagnosing
+from torchx_apps.jobs.diagnosing import run_diagnosis
+from torchx_apps.tasks.job import Job
+
+pytestmark = pytest.mark.unit
+
+
+class TestValid(ComponentTestCase):
+    def test_why_slow(self) -> None:
+        self.validate(diagnose, "why_slow")
+
+
+def test_it_is_listed_and_its_flags_reach_the_app() -> None:
+    assert "rec.diagnose.why_slow" in get_components()
+    given = ["--recipe", "ncf", "--set", "loader.batch_size=8", "--budget", "5", "--out", "here", "--threads", "2"]
+    (role,) = materialize_appdef(diagnose.why_slow, given).roles
+    assert role.args == [
+        *("-m", "torchx_apps.diagnose", "--recipe", "ncf", "--budget=5.0", "--set=loader.batch_size=8", "--out=here")
+    ]
+    assert role.env == {"OMP_NUM_THREADS": "2", "PYTHONUNBUFFERED": "1"}
+    (role,) = materialize_appdef(diagnose.why_slow, ["--html", "a.html", "--trace", "b.json", "--apply", "True"]).roles
+    assert role.args[-3:] == ["--html=a.html", "--trace=b.json", "--apply"]
+    with pytest.raises(ValueError, match="--threads 0: a rank needs at least one thread"):
+        materialize_appdef(diagnose.why_slow, ["--threads", "0"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--budget", "0"], "--budget 0: must be a number of seconds above 0"),
+        (["--run-dir", "x"], "the diagnosis is written to --out"),
+        (["--resume", "auto"], "--run-dir and --resume are for training"),
+        (["--recipe", "two_towr"], "did you mean 'two_tower'"),
+        (["--set", "loader.batch=1"], "there is no key"),
+    ],
+)
+def test_wrong_flags_are_refused(flags: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(flags) == 1
+    assert message in capfd.readouterr().err
+
+
+def test_several_ranks_are_launched_by_torchrun() -> None:
+    (role,) = materialize_appdef(diagnose.why_slow, ["--recipe", "ncf", "-j", "1x2", "--budget", "5"]).roles
+    assert "--nproc_per_node 2" in role.args[-1]
+    assert role.args[-1].endswith("-m torchx_apps.diagnose --recipe ncf --budget=5.0")
+    assert role.resource.cpu == 2
+    with pytest.raises(ValueError, match="-j two: write NODESxPROCS in whole numbers from 1"):
+        materialize_appdef(diagnose.why_slow, ["-j", "two"])
+
+
+def small_job(*settings: str) -> Job:
+    settings = ("data.name=planted", "loader.batch_size=256", "device=cpu", *settings)
+    job: Job = apply_overrides(load_recipe("n_tower"), settings)
+    return job
+
+
+def test_a_recipe_is_diagnosed_with_its_own_flags_as_remedies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experiments, "MOST_ROUNDS", experiments.FEWEST_ROUNDS)
+    monkeypatch.setattr(experiments, "roofline", lambda: (5e10, 1e10))
+    html, trace = tmp_path / "page.html", tmp_path / "trace.json"
+    assert run_diagnosis(small_job(), budget_s=5, out=tmp_path / "page", html=html, trace=trace) == 0
+    assert html.read_text() == (tmp_path / "page" / "diagnosis.html").read_text()
+    assert {event["name"] for event in json.loads(trace.read_text())["traceEvents"]} >= {"data", "forward", "backward"}
+    page = capsys.readouterr().out
+    assert page.startswith("why is my training slow? ")
+    assert "torchrec_ext.adopt" not in page
+    made = json.loads((tmp_path / "page" / "diagnosis.json").read_text())
+    assert (tmp_path / "page" / "diagnosis.txt").read_text().strip() == page.strip()
+    facts = made["facts"]
+    assert facts["recipe"] is True
+    assert "step" not in facts["not_measured"]
+    assert {"data", "step", "op"} <= set(facts["rounds"][0])
+    assert facts["ops"] > 20
+    assert [each["name"] for each in facts["between"]] == ["the evaluation"]
+    assert facts["parameters"] > 1_000
+    assert {each["name"]: each["why"] for each in made["answers"]}["torch.compile"].startswith(
+        "--set train.compile=require: predicted, not tried"
+    )
+
+
+def test_settings_are_applied_in_turn_beside_the_job_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job whose batches take 100 ms by the clock, and a remedy with which they take 10: by its training's steps."""
+    clock = [0.0]
+    given, loader_of = small_job("loader.prefetch=0"), diagnosing.loader_of
+    monkeypatch.setattr(diagnosing, "_PROOF_S", 0.0)
+    monkeypatch.setattr(diagnosing, "ThreadClock", lambda: contextlib.nullcontext(lambda: clock[0]))
+    monkeypatch.setattr(
+        diagnosing,
+        "loader_of",
+        lambda job, *rest: Waiting(loader_of(job, *rest), clock, 0.01 if job.loader.prefetch else 0.1),
+    )
+    seconds = Facts(rounds=[{"data": 0.2, "step": 0.01}] * 9).gain(lambda each: each["step"])
+    lines = ("--set loader.prefetch=8  # or more", "--threads 1  # with torchx run")
+    remedies = [Remedy(name="ahead", lines=lines, gain=seconds, changes="bit-equal", basis="made up")]
+    remedies.append(dataclasses.replace(remedies[0], name="bf16", lines=("--set train.amp=bf16",), changes="products"))
+    remedies.append(dataclasses.replace(remedies[0], name="less", lines=("--set train.eval_every=...  # four times",)))
+    diagnosis = Diagnosis(Facts(rounds=[]))
+    finding = Finding(cause="x", title="x", evidence=(), remedies=tuple(remedies), cost=0.9, size="large")
+    diagnosis.findings = (finding,)
+    again: list[Job] = []
+    monkeypatch.setattr(diagnosing, "diagnose_job", lambda job, *_: again.append(job) or diagnosis)
+    threads = torch.get_num_threads()
+    with Runtime.start("cpu", threads=1) as runtime:
+        diagnosing.apply_remedies(given, diagnosis, runtime, 1.0)
+    torch.set_num_threads(threads)
+    assert [each.remedy for each in diagnosis.proof] == ["ahead"], (
+        "no bf16, which rounds, and no value that is not given"
+    )
+    assert diagnosis.proof[0].ratio > 2, "20 ms of sleep for each batch are gone"
+    assert [text for text, _ in diagnosis.kept] == ["--set loader.prefetch=8 --set threads=1"]
+    assert [(job.loader.prefetch, job.threads) for job in again] == [(8, 1)]
+    assert "loader.prefetch" not in capsys.readouterr().out
+
+
+class Waiting:
+    """A loader whose batches take so many seconds by a clock."""
+
+    def __init__(self, loader: Any, clock: list[float], seconds: float) -> None:
+        self._loader, self._clock, self._seconds = loader, clock, seconds
+
+    def __iter__(self) -> Any:
+        for batch in self._loader:
+            self._clock[0] += self._seconds
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def set_epoch(self, epoch: int) -> None:
+        self._loader.set_epoch(epoch)
+
+
+@pytest.mark.slow
+def test_a_captured_step_is_applied_and_its_gain_is_printed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experiments, "MOST_ROUNDS", experiments.FEWEST_ROUNDS)
+    assert run_diagnosis(small_job("loader.batch_size=64"), budget_s=5, apply=True) == 0
+    page = " ".join(capsys.readouterr().out.split())
+    assert "what was applied, and what it gained the step captured: predicted " in page
+    assert "--set train.compile=require" in page.split("together")[1]

@@ -1,0 +1,198 @@
+"""Small training programs in plain PyTorch that tests diagnose."""
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, RandomSampler
+
+WIDTH, ROWS = 6, 160
+
+
+class Clock:
+    """A clock that programs move."""
+
+    note = ""
+
+    def __init__(self) -> None:
+        self.now = self.computed = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def __enter__(self) -> "Clock":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def compute(self, milliseconds: float) -> None:
+        self.now += milliseconds * 1e-3
+        self.computed += milliseconds * 1e-3
+
+    def sleep(self, milliseconds: float) -> None:
+        self.now += milliseconds * 1e-3
+
+
+class Drawn(Dataset[tuple[Tensor, Tensor, Tensor]]):
+    """Rows that draw from every generator that a Dataset may use, and count how often they were read."""
+
+    def __init__(self) -> None:
+        self.x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+        self.torch_generator = torch.Generator().manual_seed(2)
+        self.numpy_generator = np.random.default_rng(3)
+        self.held = {"random": random.Random(4), "legacy": np.random.RandomState(5)}
+        self.reads = 0
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, row: int) -> tuple[Tensor, Tensor, Tensor]:
+        self.reads += 1
+        draws = (
+            float(torch.rand((), generator=self.torch_generator)),
+            float(torch.rand(())),
+            float(self.numpy_generator.random()),
+            float(np.random.random()),
+            self.held["random"].random(),
+            float(self.held["legacy"].random()),
+            random.random(),
+        )
+        ids = torch.tensor([row, int(sum(draws) * 50)])
+        return ids, self.x[row] + sum(draws), torch.tensor([float(row % 2)])
+
+
+class Everything(nn.Module):
+    """Dropout, BatchNorm, a table, an attribute that forward counts up, and a list that it appends to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(2_000, 4)
+        self.layers = nn.Sequential(nn.Linear(WIDTH + 8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
+        self.calls, self.history, self.average = 0, [0.0], torch.zeros(1)
+
+    def forward(self, ids: Tensor, x: Tensor) -> Tensor:
+        self.calls += 1
+        made = self.layers(torch.cat([self.table(ids).flatten(1), x], 1))
+        self.history.append(float(self.calls))
+        self.average = 0.9 * self.average + 0.1 * made.detach().mean()
+        return made
+
+
+class Training(NamedTuple):
+    """A program: its parts, and its own loop."""
+
+    model: Everything
+    optimizer: torch.optim.Optimizer
+    schedule: Any
+    loader: DataLoader[Any]
+    loss: Callable[..., Tensor]
+    step: Callable[..., None]
+    losses: list[float]
+
+
+def training(**more: Any) -> Training:
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
+    model, loss_fn = Everything(), nn.BCEWithLogitsLoss()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    data = Drawn()
+    sampler = RandomSampler(data, generator=torch.Generator().manual_seed(6))
+    loader = DataLoader(data, 16, sampler=sampler, generator=torch.Generator().manual_seed(7), **more)
+    losses: list[float] = []
+    count = 0
+
+    def loss(ids: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return loss_fn(model(ids, x), y)
+
+    def step(ids: Tensor, x: Tensor, y: Tensor) -> None:
+        nonlocal count
+        count += 1
+        optimizer.zero_grad()
+        value = loss(ids, x, y)
+        value.backward()
+        optimizer.step()
+        schedule.step()
+        losses.append(float(value.detach()) + count)
+
+    return Training(model, optimizer, schedule, loader, loss, step, losses)
+
+
+def trained(made: Training, diagnose: Callable[[Training], object], when: tuple[int, ...], steps: int = 26) -> None:
+    """Trains, and diagnoses before the steps of these numbers."""
+
+    def batches() -> Iterator[Any]:
+        while True:
+            yield from made.loader
+
+    for number, batch in enumerate(batches()):
+        if number in when:
+            diagnose(made)
+        if number == steps:
+            return
+        made.step(*batch)
+
+
+def mlp(rows: int = 64, width: int = 8) -> tuple[nn.Module, torch.optim.Optimizer, Callable[..., Tensor], list[Any]]:
+    model = nn.Sequential(nn.Linear(width, 16), nn.ReLU(), nn.Linear(16, 1))
+    loss_fn = nn.MSELoss()
+    batches = [(torch.randn(rows, width), torch.randn(rows, 1)) for _ in range(8)]
+    return model, torch.optim.SGD(model.parameters(), 1e-2), lambda x, y: loss_fn(model(x), y), batches
+
+
+class Late(torch.autograd.Function):
+    """Moves a clock in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, move: Callable[[], None]) -> Tensor:  # type: ignore[override]
+        ctx.move = move
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        ctx.move()
+        return gradient, None
+
+
+class OnRanks(NamedTuple):
+    """A program of one rank under DDP, whose clock its spans move by a millisecond each."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss: Callable[..., Tensor]
+    batches: Any
+
+
+def on_ranks(clock: Clock, rank: int, cause: str = "", by: float = 20.0) -> OnRanks:
+    """Rank 1 takes so many milliseconds longer in the span that the cause names, or each rank in its turn."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1)))
+    generator = torch.Generator().manual_seed(rank)
+    batches = [(torch.randn(16, 8, generator=generator), torch.full((16, 1), float(number))) for number in range(8)]
+
+    def more(span: str) -> float:
+        return by if cause == span and rank == 1 else 0.0
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        turn = cause == "rotating" and int(y[0]) % dist.get_world_size() == rank
+        clock.compute(1 + more("forward") + by * turn)
+        made = Late.apply(model(x), lambda: clock.compute(1 + more("backward")))  # type: ignore[no-untyped-call]
+        if cause == "unmerged":
+            for _ in range(12):
+                dist.all_reduce(torch.ones(3))
+        return (made - y).square().mean()
+
+    class Batches:
+        def __iter__(self) -> Iterator[Any]:
+            for batch in batches:
+                clock.compute(0.01 + more("input"))
+                yield batch
+
+    return OnRanks(model, torch.optim.Adam(model.parameters(), 1e-2), loss, Batches())

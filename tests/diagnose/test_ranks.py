@@ -1,0 +1,332 @@
+"""Diagnoses on two real ranks, whose clocks the programs move; and what ranks measured, as pure functions."""
+
+import re
+import types
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests import examples
+from tests.contracts import gather_state, run_ranks
+from tests.diagnose.programs import Clock, on_ranks
+from tests.examples import META, small_model
+from torchrec_ext.diagnose import batches, experiments, ranks, why, why_slow
+from torchrec_ext.diagnose.collectives import Call, Collectives, Failures
+from torchrec_ext.diagnose.ranks import Moment, Span, Traced, collectives_of, common_rounds, parted
+from torchrec_ext.distributed.optim.config import OptimizerConfig
+from torchrec_ext.distributed.parallel import hybrid_parallel
+from torchrec_ext.distributed.plan.config import PlanConfig
+from torchrec_ext.distributed.plan.planner import plan_sharding
+from torchrec_ext.distributed.runtime import Runtime
+
+# -------------------------------------------------------------------------------------------------- on two real ranks
+
+
+def _moved() -> Clock:
+    """Has this process's diagnoses read a clock that programs move, and makes them short."""
+    clock = Clock()
+    why.ThreadClock = lambda: clock  # type: ignore[assignment, misc]
+    batches.thread_time = lambda: clock.computed
+    ranks.time = types.SimpleNamespace(perf_counter=clock)  # type: ignore[assignment]
+    experiments.MOST_ROUNDS = ranks.MOST_ROUNDS = experiments.FEWEST_ROUNDS
+    experiments.roofline = lambda: (5e10, 1e10)
+    return clock
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    held = [value for state in optimizer.state.values() for value in state.values()]
+    return [each.detach().clone() for each in (*model.parameters(), *model.buffers(), *held)]
+
+
+def _verdicts(runtime: Runtime, causes: tuple[str, ...]) -> list[tuple[str, Any, str, str, list[Any]]]:
+    """Each cause's verdict, ranks, page and JSON, with the state before and after and that of a step on both."""
+    made = []
+    for cause in causes:
+        clock = _moved()
+        program = on_ranks(clock, runtime.rank, cause)
+        given = list(program.batches)
+
+        def step(batch: Any, program: Any = program) -> None:
+            program.optimizer.zero_grad()
+            program.loss(*batch).backward()
+            program.optimizer.step()
+
+        for batch in given[:2]:
+            step(batch)
+        before = _state(program.model, program.optimizer)
+        torch.manual_seed(5)
+        diagnosis = why_slow(program.model, program.optimizer, program.loss, program.batches)
+        drawn = float(torch.rand(()))
+        after = _state(program.model, program.optimizer)
+        step(given[2])
+        first = diagnosis.findings[0].ranks if diagnosis.findings else ()
+        state = [before, after, _state(program.model, program.optimizer), drawn]
+        made.append((diagnosis.verdict, first, str(diagnosis), diagnosis.to_json(), state))
+    return made
+
+
+def _undiagnosed(runtime: Runtime) -> list[Tensor]:
+    """The state after the three steps that :func:`_verdicts` trains."""
+    program = on_ranks(Clock(), runtime.rank)
+    for batch in list(program.batches)[:3]:
+        program.optimizer.zero_grad()
+        program.loss(*batch).backward()
+        program.optimizer.step()
+    return _state(program.model, program.optimizer)
+
+
+def _raising(runtime: Runtime) -> list[str]:
+    """What ranks end with where rank 1 alone raises: in its loss, in its loader, in a setting, without a batch."""
+    clock = _moved()
+    texts = []
+    program = on_ranks(clock, runtime.rank)
+    given = list(program.batches)
+
+    def broken() -> Any:
+        for number, batch in enumerate(given):
+            clock.compute(0.01)
+            if runtime.rank == 1 and number:
+                raise OSError("no such shard")
+            yield batch
+
+    class Broken:
+        def __iter__(self) -> Any:
+            return broken()
+
+    texts.append(str(why_slow(program.model, program.optimizer, program.loss, Broken()).facts.not_measured["step"]))
+    for budget, given_to in ((25.0 if runtime.rank == 0 else -1.0, given), (25.0, given if runtime.rank == 0 else [])):
+        try:
+            why_slow(program.model, program.optimizer, program.loss, given_to, budget_s=budget)
+        except ValueError as error:
+            texts.append(str(error))
+
+    def step(x: Tensor, y: Tensor) -> None:
+        if runtime.rank == 1:
+            raise RuntimeError("a bad row")
+        program.loss(x, y).backward()
+
+    texts.append(
+        why_slow.step(step, given, model=program.model, optimizer=program.optimizer).facts.not_measured["step"]
+    )
+    return texts
+
+
+def _same(some: list[Tensor], others: list[Tensor]) -> bool:
+    return len(some) == len(others) and all(a.equal(b) for a, b in zip(some, others, strict=True))
+
+
+def _real(runtime: Runtime) -> tuple[Any, Any, Any]:
+    return _verdicts(runtime, ("backward", "unmerged")), _undiagnosed(runtime), _raising(runtime)
+
+
+@pytest.mark.launch
+def test_two_ranks_diagnose_together_put_everything_back_and_none_hangs() -> None:
+    by_rank = run_ranks(_real, 2)
+    (backward, unmerged), _, _ = by_rank[0]
+    assert backward[:2] == ("straggler_backward", (1,))
+    assert backward[2].startswith("why is my training slow? rank 1 is slow in its backward only")
+    assert "12 all_reduce" not in backward[2]
+    assert "13 all_reduce in a step" in unmerged[2]  # 12 of the user's, and the gradients
+    for rank, (made, undiagnosed, texts) in enumerate(by_rank):
+        for number, (*_, page, facts, (before, after, trained, drawn)) in enumerate(made):
+            assert _same(before, after)
+            assert drawn == pytest.approx(float(torch.rand((), generator=torch.Generator().manual_seed(5))))
+            if number == 0:
+                assert _same(trained, undiagnosed)
+            assert facts == by_rank[0][0][number][3]  # one report
+            assert bool(page) == (rank == 0)
+        assert texts[0].startswith(
+            "the step raised on rank 1: the loader raised OSError: no such shard (test_ranks.py:"
+        )
+        assert [text.removeprefix("rank 1: ") for text in texts[1:3]] == [
+            "budget_s=-1.0: must be a number of seconds above 0",
+            "batches: list gives no batch; give at least one",
+        ]
+        assert texts[3].startswith("the step raised on rank 1: RuntimeError: a bad row (test_ranks.py:")
+
+
+@pytest.mark.slow
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("cause", "verdict", "named"),
+    [
+        ("input", "straggler_input", (1,)),
+        ("forward", "straggler_forward", (1,)),
+        ("rotating", "rotating_straggler", (0, 1)),
+    ],
+)
+def test_the_planted_cause_of_two_ranks_is_the_verdict(cause: str, verdict: str, named: tuple[int, ...]) -> None:
+    (made,) = run_ranks(_verdicts, 2, (cause,))[0]
+    assert made[:2] == (verdict, named)
+
+
+def _hybrid(runtime: Runtime, sharding: str) -> tuple[Any, list[str], list[str], dict[str, str]]:
+    """States of a hybrid-parallel training, diagnosed after two steps and not; collectives, tables, what is missing."""
+    experiments.MOST_ROUNDS = ranks.MOST_ROUNDS = experiments.FEWEST_ROUNDS
+    experiments.roofline = lambda: (5e10, 1e10)
+    states = []
+    for diagnosed in (False, True):
+        model = small_model(META)
+        plan = plan_sharding(model, runtime, PlanConfig(sharding=sharding))  # type: ignore[arg-type]
+        parallel, optimizer = hybrid_parallel(
+            model, runtime, plan=plan, optimizer=OptimizerConfig(tables="adam"), seed=7
+        )
+        local = list(examples.batches(6, rank=runtime.rank, world_size=runtime.world_size))
+
+        def step(batch: Any, parallel: Any = parallel, optimizer: Any = optimizer) -> None:
+            optimizer.zero_grad()
+            loss, _ = parallel(batch)
+            loss.backward()
+            optimizer.step()
+
+        for number, batch in enumerate(local):
+            if number == 2 and diagnosed:
+                facts = why_slow.step(step, local, model=parallel, optimizer=optimizer, budget_s=3).facts
+            step(batch)
+        states.append(gather_state(parallel))
+    names = [each.name for each in facts.collectives]
+    tables = [table.name for each in facts.ranks for table in each.tables]
+    return states, names, tables, dict(facts.not_measured)
+
+
+@pytest.mark.slow
+@pytest.mark.launch
+def test_a_hybrid_parallel_training_goes_on_as_if_it_had_not_been_diagnosed() -> None:
+    for (undiagnosed, diagnosed), names, tables, missing in run_ranks(_hybrid, 2, "data_parallel"):
+        assert "step" not in missing
+        assert "all_reduce" in names
+        assert tables
+        assert undiagnosed.keys() == diagnosed.keys()
+        assert all(undiagnosed[name].equal(diagnosed[name]) for name in diagnosed)
+
+
+def _refused(runtime: Runtime, sharding: str) -> str:
+    with pytest.raises(ValueError, match="sharded over the ranks") as caught:
+        _hybrid(runtime, sharding)
+    return str(caught.value)
+
+
+@pytest.mark.launch
+def test_tables_of_which_a_rank_holds_a_share_are_refused_by_name_on_all_ranks() -> None:
+    for text in run_ranks(_refused, 2, "row_wise"):
+        assert re.match(r"table '\w+' is sharded over the ranks \(row_wise\): .*-j 1x1.*data_parallel", text)
+
+
+# ------------------------------------------------------------------------------------------- collectives of one process
+
+
+def _watched(runtime: Runtime) -> list[Any]:
+    """Results of every mode beside those without it, what was called, and what replaying other calls raises."""
+    store = dist.distributed_c10d._get_default_store()
+    collectives = Collectives(Failures(store, "test/1"))
+
+    def exchange(rows: int = 3) -> list[Tensor]:
+        mine = torch.arange(2.0 * rows) + 10 * runtime.rank
+        out, all_of, share = torch.empty(2 * rows), torch.empty(4 * rows), torch.empty(rows)
+        dist.all_to_all_single(out, mine)
+        dist.all_gather_into_tensor(all_of, mine)
+        dist.reduce_scatter_tensor(share, mine.clone())
+        summed = mine.clone()
+        dist.all_reduce(summed, async_op=True).wait()
+        dist.broadcast(mine, 1)
+        dist.barrier()
+        return [out, all_of, share, summed, mine]
+
+    expected, recorded = exchange(), list[Any]()
+    results: list[Any] = []
+    for mode in ("watch", "trace", "record"):
+        with collectives.watching(mode, recorded):  # type: ignore[arg-type]
+            results.append(_same(exchange(), expected))
+    results.append([(each.name, each.bytes, each.ranks) for each in collectives.calls])
+    with collectives.watching("replay", recorded):
+        replayed = exchange()
+        results.append(_same(replayed[:3], expected[:3]))
+        results.append(replayed[3].equal(torch.arange(6.0) + 10 * runtime.rank))
+        collectives.rewind(recorded)
+        for call in (lambda: exchange(4), lambda: dist.barrier()):
+            try:
+                call()
+            except RuntimeError as error:
+                results.append(str(error))
+    results.append(_same(exchange(), expected))
+    return results
+
+
+@pytest.mark.slow
+@pytest.mark.launch
+def test_collectives_give_what_they_give_whether_watched_traced_or_replayed() -> None:
+    for results in run_ranks(_watched, 2):
+        calls = [("all_to_all", 24), ("all_gather", 24), ("reduce_scatter", 24), ("all_reduce", 24), ("broadcast", 24)]
+        assert results[:3] == [True] * 3
+        assert results[3] == [*((name, size, (0, 1)) for name, size in calls), ("barrier", 0, (0, 1))]
+        assert results[4:6] == [True, True]
+        assert results[6] == "what all_to_all exchanges has other sizes than it had, so it cannot be left out"
+        assert results[7] == "the step calls barrier where it called all_gather"
+        assert results[8] is True
+
+
+# ---------------------------------------------------------------------------------------- from measures to facts: pure
+
+
+def span(name: str, begin: float, end: float, queued: float = 0.0) -> Span:
+    return Span(name, Moment(begin, begin), Moment(end, end - queued))
+
+
+def call(begin: float, end: float, count: int = 8) -> Call:
+    return Call("all_reduce", "train.py:3 in step", (0, 1), count, Moment(begin, begin), Moment(end, end))
+
+
+def traced(late: float, by: float = 0.0) -> Traced:
+    """A step: data to 1, forward to 3, backward with a collective at 5 + ``late`` to 9, optimizer to 10; ends at 11."""
+    backward = Span("backward", Moment(3 + by, 3), Moment(9 + by, 9))
+    optimizer = Span("optimizer", Moment(9 + by, 9), Moment(10 + by, 10))
+    collective = Call("all_reduce", "backward", (0, 1), 8, Moment(5 + late + by, 5 + late), Moment(8 + by, 8))
+    whole = Span("step", Moment(1 + by, 1), Moment(11 + by, 11))
+    return Traced(Span("data", Moment(by, 0), Moment(1 + by, 1)), whole, [backward, optimizer], [collective], 4)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("ahead", [0.0, 7.0])
+def test_a_rank_waits_for_the_last_one_to_come_and_then_exchanges(ahead: float) -> None:
+    """Whatever the wall clock of its host says."""
+    early, late = parted([[traced(0.0)], [traced(2.0, ahead)]], [0.0, ahead])
+    rest = {"data": 1, "forward": 3, "optimizer": 1, "queue": 0, "exchange": 1}
+    assert early == [{**rest, "backward": 3, "wait": 2}]
+    assert late == [{**rest, "backward": 5, "wait": 0}]
+    assert all(sum(each.values()) == 11 for (each,) in (early, late))
+    (collective,) = collectives_of([[traced(0.0)], [traced(2.0, ahead)]], [0.0, ahead])
+    assert (collective.span, collective.exchange_s, collective.waits_s) == ("backward", 1, [2, 0])
+    assert (collective.ranks, collective.bytes) == ([0, 1], [8, 8])
+
+
+@pytest.mark.unit
+def test_time_without_a_core_is_in_no_span() -> None:
+    step = traced(0.0)._replace(step=span("step", 1, 11, queued=2.0))
+    ((first,), _) = parted([[step], [traced(0.0)]])
+    assert first["queue"] == 2
+    assert first["forward"] == 1
+
+
+@pytest.mark.unit
+def test_a_changed_step_keeps_its_exchange() -> None:
+    """Rank 0 computes 5, rank 1 7, an iteration takes 10; in bf16 they take 3 and 4: 2 of the typical 5 go."""
+    names = {
+        "traced_optimizer": 1.0,
+        "traced_exchange": 2.0,
+        "traced_wait": 0.0,
+        "sleep": 0.0,
+        "op": 1e-3,
+        "sync": 1e-4,
+    }
+    first = {"data": 0.5, "step": 9.5, "traced_forward": 2, "traced_backward": 2, "ready": 5, "bf16": 3, **names}
+    second = {"data": 0.5, "step": 9.6, "traced_forward": 2, "traced_backward": 4, "ready": 7, "bf16": 4, **names}
+    (made,) = common_rounds([[first], [second]])
+    assert made["data"] + made["step"] == 10
+    assert made["ready"] == made["step"]
+    assert made["ready"] - made["bf16"] == 2
+    assert (made["forward"], made["backward"], made["optimizer"]) == (2, 2, 1)
+    assert made["exchange"] + made["wait"] == made["step"] - 5
+    assert made["op"] == 1e-3

@@ -1,0 +1,236 @@
+"""Rules on recorded facts: each cause is the first finding of its own facts, and no fault of the others'."""
+
+import json
+
+import pytest
+
+from tests.diagnose.recorded import DRIFT, HEALTHY, RECORDED, ROWS, TABLE, facts, steps
+from torchrec_ext.diagnose import Diagnosis, Gain, rules
+from torchrec_ext.diagnose.facts import Facts, paired_gain
+
+pytestmark = pytest.mark.unit
+CAUSES = [cause for cause in rules.RULES if cause not in ("small_batch", "precision")]
+
+
+def faults(recorded: Facts) -> list[str]:
+    return [finding.cause for finding in rules.findings(recorded) if finding.size in ("large", "medium")]
+
+
+def test_every_cause_has_recorded_facts() -> None:
+    assert sorted(RECORDED) == sorted(CAUSES)
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_a_cause_is_the_first_finding_of_its_facts_and_the_only_fault(cause: str) -> None:
+    assert faults(RECORDED[cause]) == [cause]
+    assert Diagnosis(RECORDED[cause]).verdict == cause
+    (finding,) = (each for each in rules.findings(RECORDED[cause]) if each.cause == cause)
+    assert finding.evidence
+    assert all(any(letter.isdigit() for letter in sentence) for sentence in finding.evidence[:1])
+    assert all(remedy.lines and remedy.changes and remedy.basis for remedy in finding.remedies)
+    assert all(remedy.gain is None or remedy.gain.low <= remedy.gain.high for remedy in finding.remedies)
+
+
+def test_nothing_is_wrong_with_a_step_that_is_its_products() -> None:
+    diagnosis = Diagnosis(HEALTHY)
+    assert diagnosis.verdict == "products"
+    assert {finding.size for finding in diagnosis.findings} <= {"small", "offer"}
+    # 6.5e9 operations at 8e10 a second and 28 bytes of 1.2 M parameters at 2e10, of 92.01 ms.
+    assert rules.limit_share(HEALTHY) == pytest.approx((6.5e9 / 8e10 + 28 * 1.2e6 / 2e10) / 0.09201, rel=1e-6)
+    assert "90% of this machine's limit" in str(diagnosis)
+    assert "products by layer: 2 80%, 0 20%" in str(diagnosis)
+
+
+def test_a_cause_that_has_no_time_to_explain_is_not_a_finding() -> None:
+    """A table of many rows with an optimizer that moves only those read; few ops; threads that are right."""
+    assert faults(facts(steps(10.0, small_tables=9.9, one_thread=10.5), tables=(TABLE,), ops=40, threads=2)) == []
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_facts_that_lack_experiments_give_fewer_findings_and_no_error(cause: str) -> None:
+    """Whatever could not be measured: the rest is still said."""
+    recorded = RECORDED[cause]
+    names = set(recorded.rounds[0]) - {"data"}
+    for missing in names:
+        rounds = [{name: value for name, value in each.items() if name != missing} for each in recorded.rounds]
+        less = Facts(**{**vars(recorded), "rounds": rounds, "not_measured": {missing: "it raised"}})
+        diagnosis = Diagnosis(less)
+        assert {finding.cause for finding in diagnosis.findings} <= set(rules.RULES)
+        assert f"{missing}: it raised" in str(diagnosis)
+        json.loads(diagnosis.to_json())
+
+
+def gain_of(cause: str, name: str) -> Gain:
+    (gain,) = (
+        remedy.gain
+        for finding in rules.findings(RECORDED[cause])
+        for remedy in finding.remedies
+        if finding.cause == cause and remedy.name.startswith(name)
+    )
+    assert gain is not None
+    return gain
+
+
+@pytest.mark.parametrize(
+    ("cause", "remedy", "realised"),
+    [
+        ("row_python", "__getitems__", 3.8),  # prototypes' cases: 11.1 and 3.0 ms, 5.3x with all data ready
+        ("row_python", "Rows.of and adopt", 19.8),
+        ("untouched_rows", "adopt", 69.0),  # 83.2 -> 1.2 ms where batches are given
+        ("launches", "adopt", 5.0),
+        ("loader_sleeps", "batches ready", 5.5),
+        ("too_many_threads", "one thread", 20.8 / 9.8),
+        ("too_few_threads", "all cores", 40 / 22),
+        ("between_steps", "evaluation", 13.21 / 5.71),
+    ],
+)
+def test_a_gain_that_came_true_lies_in_the_interval(cause: str, remedy: str, realised: float) -> None:
+    gain = gain_of(cause, remedy)
+    assert gain.low <= realised <= gain.high
+
+
+def test_remedies_name_the_lines_to_paste() -> None:
+    text = str(Diagnosis(RECORDED["row_python"]))
+    assert "| rows = Rows.of(dataset, batch_size=256, negatives=...)" in text
+    assert "| step = adopt(model, optimizer, loss, rows=rows)" in text
+    text = str(Diagnosis(RECORDED["untouched_rows"]))
+    assert "| step = adopt(model, optimizer, loss)" in text
+    assert "| loss, _ = step(*batch)" in text
+    assert "12,400,000 rows, of which a step reads at most 1,024" in " ".join(text.split())
+
+
+def answer(recorded: Facts, name: str) -> rules.Answer:
+    (made,) = (each for each in rules.answers(recorded) if each.name == name)
+    return made
+
+
+def test_six_things_that_people_try_are_answered() -> None:
+    for recorded in (*RECORDED.values(), HEALTHY):
+        assert [each.name for each in rules.answers(recorded)] == [
+            "loader workers",
+            "other thread numbers",
+            "DDP on this machine",
+            "a larger batch",
+            "mixed precision",
+            "torch.compile",
+        ]
+
+
+def test_the_second_user_gets_his_answer() -> None:
+    """Workers make it slower, and why; a larger batch and compiling gain next to nothing."""
+    recorded = RECORDED["row_python"]
+    workers = answer(recorded, "loader workers")
+    assert workers.helps == "no"
+    assert "in memory" in workers.why
+    assert "real worker" in workers.why
+    assert answer(recorded, "mixed precision").helps == "no"
+    assert answer(recorded, "torch.compile").gain.high < 1.3  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("recorded", "name", "helps"),
+    [
+        (HEALTHY, "loader workers", "no"),
+        (HEALTHY, "torch.compile", "no"),
+        (HEALTHY, "a larger batch", "no"),
+        (HEALTHY, "other thread numbers", "not known"),
+        (RECORDED["untouched_rows"], "DDP on this machine", "no"),
+        (RECORDED["untouched_rows"], "a larger batch", "yes"),
+        (RECORDED["launches"], "torch.compile", "yes"),
+        (RECORDED["host_syncs"], "torch.compile", "not known"),
+        (RECORDED["too_many_threads"], "other thread numbers", "yes"),
+        (facts(steps(10.0, bf16=5.0), ops=10, product_s=9e-3), "mixed precision", "yes"),
+        (facts(steps(10.0, bf16=12.0), ops=10, product_s=9e-3), "mixed precision", "no"),
+        (facts(steps(10.0), cores=1), "DDP on this machine", "no"),
+    ],
+)
+def test_what_helps_and_what_does_not(recorded: Facts, name: str, helps: str) -> None:
+    assert answer(recorded, name).helps == helps
+
+
+def test_what_changes_the_mathematics_is_an_offer_and_says_what_it_changes() -> None:
+    made = rules.findings(facts({**steps(10.0, bf16=5.0), "quadruple": 20.0}, ops=10, product_s=9e-3))
+    assert [(finding.cause, finding.size) for finding in made] == [("small_batch", "offer"), ("precision", "offer")]
+    batch, precision = (finding.remedies[-1].changes for finding in made)
+    assert "another batch size" in batch
+    assert "rounded to 8 bits" in precision
+
+
+def test_a_worker_that_was_tried_on_a_busy_machine_is_no_promise() -> None:
+    """A second process gets a second share of cores that others want, which is no gain of the worker's."""
+    more = {"loader": ROWS, "worker": ((15.0, 11.5), (15.1, 11.4)), "ops": 202}
+    idle, busy = (facts({**steps(3.0), "data": 11.1}, busy=cores, **more) for cores in (0.1, 1.4))
+    assert answer(idle, "loader workers").helps == "yes"
+    assert answer(busy, "loader workers").helps == "perhaps"
+    assert "others keep 1.4 cores busy" in answer(busy, "loader workers").why
+
+
+def test_threads_that_were_not_tried_are_said_not_to_be() -> None:
+    recorded = facts(steps(10.0), not_measured={"all_threads": "others keep 1.3 of 2 cores busy"})
+    assert answer(recorded, "other thread numbers").why == "not tried: others keep 1.3 of 2 cores busy"
+
+
+def test_drift_of_the_machine_cancels_and_noise_of_a_variant_widens() -> None:
+    steady = paired_gain([2.0] * 9)
+    assert steady.low == pytest.approx(2 / 1.06)
+    assert steady.high == pytest.approx(2 * 1.06)
+    drifting = facts(steps(10.0, one_thread=5.0)).gain(lambda each: each["data"] + each["one_thread"])
+    assert drifting.high / drifting.low == pytest.approx(1.06**2)
+    noisy = paired_gain([2.0 * drift for drift in (1.0, 1.6, 0.6, 1.5, 0.7, 1.0, 1.4, 0.8, 1.2)])
+    assert noisy.low < steady.low
+    assert noisy.high > steady.high
+
+
+def test_rounds_that_are_spread_too_far_carry_no_verdict() -> None:
+    rounds = [{"data": 0.0, "sleep": 0.0, "step": 0.01 * scale} for scale in (1, 4, 1, 5, 1, 4, 6)]
+    diagnosis = Diagnosis(Facts(rounds=rounds))
+    assert diagnosis.verdict == "noisy"
+    assert "too noisy for a verdict: the middle half of 7 rounds" in diagnosis.noisy
+    assert "10 ms to 60 ms" in diagnosis.noisy
+    assert diagnosis.noisy in " ".join(str(diagnosis).split())
+    few = Diagnosis(Facts(rounds=rounds[:3]))
+    assert "too few rounds for a verdict: 3 of 4; give more time (budget_s)" in few.noisy
+
+
+def test_a_cause_that_every_round_confirms_stands_however_far_rounds_are_spread() -> None:
+    """Threads that wait for cores make the noise; one thread is twice as fast in each round."""
+    scales = (1, 4, 1, 5, 1, 4, 6)
+    rounds = [{"data": 0.0, "sleep": 0.0, "step": 0.02 * each, "one_thread": 0.01 * each} for each in scales]
+    diagnosis = Diagnosis(Facts(rounds=rounds, threads=8, cores=2))
+    assert diagnosis.verdict == "too_many_threads"
+    unclear = [{**each, "one_thread": 0.02 * scale} for each, scale in zip(rounds, scales[::-1], strict=True)]
+    assert Diagnosis(Facts(rounds=unclear, threads=8, cores=2)).verdict == "noisy"
+
+
+def test_large_tables_that_no_experiment_looked_at_are_not_called_healthy() -> None:
+    unknown = facts(steps(83.2), tables=(TABLE,), ops=202, not_measured={"small_tables": "a round takes 9 s already"})
+    diagnosis = Diagnosis(unknown)
+    assert diagnosis.verdict == "noisy"
+    assert "not known (a round takes 9 s already); give more time (budget_s)" in diagnosis.noisy
+
+
+def test_capturing_takes_longer_with_more_ops() -> None:
+    few, many = (rules.capture_seconds(facts(steps(5.0), ops=ops)) for ops in (100, 2_000))
+    assert many[0] > 4 * few[0]
+    assert f"about {few[0]:.0f}" == "about 4"
+
+
+def test_the_json_holds_what_the_page_says() -> None:
+    made = json.loads(Diagnosis(RECORDED["row_python"]).to_json())
+    assert made["verdict"] == "row_python"
+    assert made["findings"][0]["cause"] == "row_python"
+    assert len(made["findings"][0]["remedies"][0]["gain"]) == 2
+    assert len(made["facts"]["rounds"]) == len(DRIFT)
+    assert {each["name"]: each["helps"] for each in made["answers"]}["loader workers"] == "no"
+
+
+def test_rules_need_no_torch() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, tests.diagnose.recorded as r; from torchrec_ext.diagnose.report import Diagnosis; "
+        "print(Diagnosis(r.HEALTHY).verdict, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["products", "False"]

@@ -1,0 +1,187 @@
+"""The law of a diagnosis: a training that was diagnosed goes on as if it had not been, bit for bit."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from tests.diagnose.programs import Training, mlp, trained, training
+from torchrec_ext.diagnose import StateCopy, why_slow
+from torchrec_ext.diagnose.state import SmallTables
+
+pytestmark = pytest.mark.unit
+
+
+def by_parts(made: Training) -> object:
+    return why_slow(made.model, made.optimizer, made.loss, made.loader)
+
+
+def by_step(made: Training) -> object:
+    return why_slow.step(made.step, made.loader)
+
+
+def applied(made: Training) -> object:
+    return why_slow.step(made.step, made.loader, apply=True)
+
+
+def everything(made: Training) -> list[object]:
+    """All that a step changes, in a form that compares bit for bit."""
+    state = made.optimizer.state_dict()["state"]
+    return [
+        made.losses,
+        *(tensor.tolist() for tensor in made.model.state_dict().values()),
+        *(value.tolist() for entry in state.values() for value in entry.values()),
+        [parameter.grad.tolist() for parameter in made.model.parameters()],
+        made.model.calls,
+        made.model.history,
+        made.model.average.tolist(),
+        made.loader.dataset.reads,  # type: ignore[attr-defined]
+        made.schedule.state_dict(),
+        torch.rand(3).tolist(),
+    ]
+
+
+@pytest.mark.parametrize("diagnose", [by_parts, by_step, applied], ids=["by parts", "by step", "applied"])
+@pytest.mark.parametrize("when", [(0,), (13,), (0, 7, 20)], ids=["before the first step", "in an epoch", "often"])
+def test_a_diagnosed_training_goes_on_bit_for_bit(
+    diagnose: Callable[[Training], object], when: tuple[int, ...]
+) -> None:
+    undisturbed = training()
+    trained(undisturbed, lambda _: None, when)
+    expected = everything(undisturbed)
+    diagnosed = training()
+    trained(diagnosed, diagnose, when)
+    assert everything(diagnosed) == expected
+
+
+def test_optimizer_state_and_gradients_that_were_not_there_are_not_there_afterwards() -> None:
+    made = training()
+    by_parts(made)
+    assert not made.optimizer.state
+    assert all(parameter.grad is None for parameter in made.model.parameters())
+    assert "_opt_called" not in vars(made.optimizer) or not vars(made.optimizer)["_opt_called"]
+
+
+def test_tensors_stay_the_same_objects() -> None:
+    made = training()
+    trained(made, lambda _: None, (), steps=3)
+    before = [(id(p), p.data_ptr(), id(p.grad)) for p in made.model.parameters()]
+    states = [id(value) for state in made.optimizer.state.values() for value in state.values()]
+    groups = [id(p) for group in made.optimizer.param_groups for p in group["params"]]
+    by_step(made)
+    assert [(id(p), p.data_ptr(), id(p.grad)) for p in made.model.parameters()] == before
+    assert [id(value) for state in made.optimizer.state.values() for value in state.values()] == states
+    assert [id(p) for group in made.optimizer.param_groups for p in group["params"]] == groups
+
+
+def test_modes_hooks_and_threads_are_as_before() -> None:
+    made, threads = training(), torch.get_num_threads()
+    made.model.layers[2].eval()
+    made.model.table.weight.requires_grad_(False)
+    by_step(made)
+    assert made.model.training
+    assert not made.model.layers[2].training
+    assert not made.model.table.weight.requires_grad
+    assert not made.model.table._forward_pre_hooks
+    assert torch.get_num_threads() == threads
+    assert torch.autograd.backward.__module__ == "torch.autograd"
+
+
+def test_state_is_put_back_where_a_diagnosis_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchrec_ext.diagnose import experiments
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    made = training()
+    before = [p.tolist() for p in made.model.parameters()]
+    monkeypatch.setattr(experiments.Experiments, "_worker", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        by_step(made)
+    assert [p.tolist() for p in made.model.parameters()] == before
+    assert not made.optimizer.state
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_small_tables_stand_in_for_large_ones_and_leave_no_trace(steps: int) -> None:
+    """Tied tables stay tied, ids are taken modulo their rows; weights, state and groups are the user's afterwards."""
+    first, second = nn.Embedding(5_000, 4), nn.Embedding(5_000, 4)
+    second.weight = first.weight
+    model = nn.ModuleList([first, second, nn.Linear(4, 1)])
+    optimizer = torch.optim.Adam(model.parameters())
+    ids = torch.randint(5_000, (32,))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        (model[2](first(ids)) + model[2](second(ids))).sum().backward()
+        optimizer.step()
+
+    for _ in range(steps):
+        step()
+    weights = [(id(p), p.tolist()) for p in model.parameters()]
+    states = [(id(key), [value.tolist() for value in state.values()]) for key, state in optimizer.state.items()]
+    last = [p.detach().clone() for p in model[2].parameters()]
+    small = SmallTables(StateCopy(model, optimizer), [(first, 32), (second, 32)], 5)
+    for _ in range(2):
+        with small:
+            assert first.weight is second.weight
+            assert len(first.weight) == 160
+            step()
+    for parameter, kept in zip(model[2].parameters(), last, strict=True):  # which the step moved, as it should
+        assert not parameter.equal(kept)
+        parameter.data.copy_(kept)
+    assert [(id(p), p.tolist()) for p in model.parameters()] == weights
+    assert [id(key) for key in optimizer.state if key is first.weight] == [
+        key for key, _ in states if key == id(first.weight)
+    ]
+    assert optimizer.param_groups[0]["params"][0] is first.weight
+    assert [id(p) for p in optimizer.state] == [id(p) for p in model.parameters() if p in optimizer.state]
+
+
+def test_what_a_step_reaches_is_reached() -> None:
+    """Through a closure, a partial, a bound method and an object's attributes."""
+    import functools
+
+    model, optimizer, _, _ = mlp()
+
+    class Trainer:
+        def __init__(self) -> None:
+            self.inner = {"model": [model]}
+
+        def train(self, scale: float, x: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            (scale * self.inner["model"][0](x)).mean().backward()
+
+    state = StateCopy(functools.partial(Trainer().train, 2.0))
+    assert state.modules == [model]
+    assert state.optimizers == [optimizer]
+    assert state.bytes > 0
+
+
+def test_an_iterator_that_the_step_holds_is_named() -> None:
+    batches = iter([1, 2])
+
+    def step() -> int:
+        return next(batches)
+
+    (note,) = StateCopy(step).notes
+    assert "list_iterator" in note
+    assert "not rewound" in note
+
+
+@pytest.mark.slow
+def test_a_step_that_was_adopted_for_a_proof_leaves_model_optimizer_and_hooks_as_they_were() -> None:
+    torch.set_num_threads(1)
+    model, loss_fn = nn.Sequential(nn.Embedding(200_000, 8), nn.Linear(8, 1)), nn.BCEWithLogitsLoss()
+    optimizer = torch.optim.Adam(model.parameters())
+    batches = [(torch.randint(200_000, (256,)), torch.ones(256, 1)) for _ in range(8)]
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    diagnosis = why_slow(model, optimizer, lambda x, y: loss_fn(model(x), y), batches, budget_s=5, apply=True)
+    assert diagnosis.proof[-1].remedy.startswith("adopt: the step captured")
+    assert diagnosis.kept[-1][0].splitlines()[1].startswith("step = adopt(model, optimizer, loss)")
+    assert all(parameter.equal(kept) for parameter, kept in zip(model.parameters(), before, strict=True))
+    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+    assert not optimizer.state
+    assert not optimizer._optimizer_state_dict_pre_hooks
+    assert not optimizer._optimizer_load_state_dict_post_hooks

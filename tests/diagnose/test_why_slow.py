@@ -1,0 +1,533 @@
+"""Diagnoses of small programs: with a clock that the program moves, so that the verdict is known; and of bad input."""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from tests.diagnose.programs import Clock, mlp, training
+from torchrec_ext.diagnose import Diagnosis, ThreadClock, batches, experiments, why, why_slow
+from torchrec_ext.diagnose.clock import busy_elsewhere
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(why, "ThreadClock", lambda: made)
+    monkeypatch.setattr(batches, "thread_time", lambda: made.computed)
+    monkeypatch.setattr(experiments, "busy_elsewhere", lambda: lambda: 0.0)
+    return made
+
+
+class Costly(nn.Module):
+    """A table and a layer whose forward costs what it is told, by rows and by threads."""
+
+    def __init__(self, clock: Clock, rows: int = 50, cost: Callable[[int], float] = lambda rows: 1 + rows / 16) -> None:
+        super().__init__()
+        self.table, self.layer, self.clock, self.cost = nn.Embedding(rows, 2), nn.Linear(2, 1), clock, cost
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.clock.compute(self.cost(len(ids)))
+        return self.layer(self.table(ids))
+
+
+class Sweeping(torch.optim.SGD):
+    """SGD that takes a microsecond for each row of a parameter."""
+
+    def __init__(self, model: Costly) -> None:
+        super().__init__(model.parameters(), 1e-3)
+        self.clock = model.clock
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        self.clock.compute(1e-3 * sum(len(p) for group in self.param_groups for p in group["params"]))
+
+
+class Rows(Dataset[tuple[Tensor, Tensor]]):
+    """Rows that cost what they are told."""
+
+    def __init__(self, take: Callable[[float], None], milliseconds: float) -> None:
+        self.take, self.milliseconds = take, milliseconds
+
+    def __len__(self) -> int:
+        return 208
+
+    def __getitem__(self, row: int) -> tuple[Tensor, Tensor]:
+        self.take(self.milliseconds)
+        return torch.tensor(row % 50), torch.ones(1)
+
+
+LIST = [(torch.arange(16) % 50, torch.ones(16, 1))] * 4
+
+
+def diagnosed(model: Costly, given: Any = LIST, **more: Any) -> Diagnosis:
+    def loss(ids: Tensor, y: Tensor) -> Tensor:
+        return (model(ids) - y).square().mean()
+
+    return why_slow(model, Sweeping(model), loss, given, **more)
+
+
+def by_threads(clock: Clock) -> Diagnosis:
+    model = Costly(clock, cost=lambda rows: rows / 16 * torch.get_num_threads())
+    torch.set_num_threads(2)
+    return diagnosed(model)
+
+
+PLANTED: dict[str, Callable[[Clock], Diagnosis]] = {
+    "loader_sleeps": lambda clock: diagnosed(Costly(clock), DataLoader(Rows(clock.sleep, 1), 16)),
+    "row_python": lambda clock: diagnosed(Costly(clock), DataLoader(Rows(clock.compute, 0.5), 16)),
+    "loader_computes": lambda clock: diagnosed(Costly(clock), Computing(clock)),
+    "untouched_rows": lambda clock: diagnosed(Costly(clock, rows=10_000)),
+    "too_many_threads": by_threads,
+    "between_steps": lambda clock: diagnosed(Costly(clock), between={"evaluation": (lambda: clock.compute(300), 50)}),
+    "healthy": lambda clock: diagnosed(Costly(clock)),
+}
+
+
+class Computing:
+    """Batches that cost 10 ms each."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        for _ in range(50):
+            self.clock.compute(10)
+            yield LIST[0]
+
+
+@pytest.mark.parametrize("cause", PLANTED)
+def test_the_verdict_is_the_planted_cause(cause: str, clock: Clock) -> None:
+    threads = torch.get_num_threads()
+    try:
+        assert PLANTED[cause](clock).verdict == cause
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_what_is_measured_is_what_the_program_takes(clock: Clock) -> None:
+    """2 ms of forward for 16 rows and 1 for the rest, 10.003 ms of optimizer, 8 ms of loader, of it 8 asleep."""
+    facts = diagnosed(Costly(clock, rows=10_000), DataLoader(Rows(clock.sleep, 0.5), 16)).facts
+    expected = {"data": 8, "sleep": 8, "step": 12.002, "forward": 2, "backward": 0, "optimizer": 10.002}
+    expected |= {
+        "small_tables": 2.082,
+        "quarter": 11.252,
+        "double": 13.002,
+        "quadruple": 15.002,
+        "bf16": 12.002,
+        "ready": 12.002,
+    }
+    for name, milliseconds in expected.items():
+        assert facts.median(name) * 1e3 == pytest.approx(milliseconds, abs=1e-6), name
+    (table,) = facts.tables
+    assert (table.name, table.rows, table.dim, table.read) == ("table", 10_000, 2, 16)
+    assert (facts.loader.row_calls, facts.loader.row_s) == (16, pytest.approx(0.5e-3))
+    assert facts.rows == 16
+    assert facts.parameters == 20_003
+
+
+def test_a_step_that_its_loader_slows_is_faster_without_it_and_a_change_is_measured_by_the_step_without(
+    clock: Clock,
+) -> None:
+    """After 10 ms of loader a step takes 4 ms, in a row 2, and in bf16 half of either."""
+    slept = [False]
+
+    def sleep(milliseconds: float) -> None:
+        clock.sleep(milliseconds)
+        slept[0] = True
+
+    def cost(rows: int) -> float:
+        cold, slept[0] = slept[0], False
+        return (4 if cold else 2) / (2 if torch.is_autocast_enabled("cpu") else 1)
+
+    diagnosis = diagnosed(Costly(clock, cost=cost), DataLoader(Rows(sleep, 10 / 16), 16))
+    iteration, rest = 14.052, 0.052  # milliseconds; the optimizer takes the rest
+    (finding,) = (each for each in diagnosis.findings if each.cause == "loader_sleeps")
+    ready = finding.remedies[0].gain
+    assert ready is not None
+    assert ready.low <= iteration / (2 + rest) <= ready.high
+    bf16 = {answer.name: answer.gain for answer in diagnosis.answers}["mixed precision"]
+    assert bf16 is not None
+    assert bf16.low <= iteration / (10 + 4.052 * (1 + rest) / (2 + rest)) <= bf16.high
+
+
+def test_variants_run_in_every_round_and_in_reversed_order_every_other(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+    attempt = experiments.Experiments._attempt
+
+    def noted(self: Any, variant: Any) -> Any:
+        ran.append(variant.name)
+        return attempt(self, variant)
+
+    monkeypatch.setattr(experiments.Experiments, "_attempt", noted)
+    diagnosed(Costly(clock))
+    count = len(set(ran))
+    rounds = [ran[start : start + count] for start in range(0, len(ran), count)]
+    assert len(rounds) == 1 + experiments.FEWEST_ROUNDS  # the first tries each variant
+    assert rounds[1] == rounds[0]
+    assert rounds[2] == rounds[1][::-1]
+    assert rounds[3] == rounds[1]
+    assert rounds[1][0] == "loop"
+
+
+@pytest.mark.parametrize(
+    ("busy", "why_not"),
+    [(1.3, "others keep 1.3 of"), (None, "others keep nobody knows how many of")],
+)
+def test_more_threads_are_not_tried_where_others_want_the_cores(
+    busy: float | None, why_not: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experiments, "busy_elsewhere", lambda: lambda: busy)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
+    facts = diagnosed(Costly(clock)).facts
+    assert not facts.has("all_threads")
+    assert why_not in facts.not_measured["all_threads"]
+
+
+def test_more_threads_are_tried_on_an_idle_machine(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    torch.set_num_threads(1)
+    diagnosis = diagnosed(Costly(clock, cost=lambda rows: 2 / torch.get_num_threads()))
+    assert diagnosis.verdict == "too_few_threads"
+    assert torch.get_num_threads() == 1
+
+
+def test_a_number_of_threads_that_is_ten_times_slower_is_tried_once(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    torch.set_num_threads(1)
+    facts = diagnosed(Costly(clock, cost=lambda rows: 50.0 ** (torch.get_num_threads() - 1))).facts
+    assert re.search(
+        r"2 threads took 50\.?\d* ms for a step, and were not tried again", facts.not_measured["all_threads"]
+    )
+
+
+# --------------------------------------------------------------------------------------------- what the step is made of
+
+
+def test_ops_syncs_and_products_are_counted_by_the_users_lines() -> None:
+    _, optimizer, loss, given = mlp(rows=32)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad()
+        value = loss(x, y)
+        assert [float(each) for each in value.detach().repeat(7)]  # seven values to Python
+        value.backward()
+        optimizer.step()
+
+    facts = why_slow.step(step, given).facts
+    assert facts.syncs == 7
+    ((line, count),) = facts.sync_lines
+    assert count == 7
+    assert re.fullmatch(r"test_why_slow\.py:\d+ in <listcomp>|test_why_slow\.py:\d+ in step", line)
+    lines = dict(facts.op_lines)
+    assert sum(lines.values()) <= facts.ops
+    assert {"backward", "optimizer"} <= set(lines)
+    # Forward, and for the gradients of weights and of the inner activations: 2 x 32 x (8 x 16 + 16).
+    forward = 2 * 32 * (8 * 16 + 16)
+    assert facts.product_flops == 2 * forward + 2 * 32 * 16
+    assert dict(facts.layers) == pytest.approx({"0": 8 / 9, "2": 1 / 9})
+
+
+def test_an_op_in_a_large_batch_is_the_same_op() -> None:
+    small, large = (why_slow(*mlp(rows=rows)).facts for rows in (8, 64))
+    assert small.ops == large.ops
+    assert large.product_flops == 8 * small.product_flops
+
+
+def test_tables_whose_read_rows_alone_move_are_not_made_small() -> None:
+    table = nn.Embedding(1_000, 2, sparse=True)
+    optimizer = torch.optim.SparseAdam(table.parameters())
+    facts = why_slow(table, optimizer, lambda ids: table(ids).sum(), [torch.arange(4)] * 3).facts
+    assert not facts.tables
+    assert not facts.has("small_tables")
+
+
+def test_a_step_function_gives_what_its_parts_give() -> None:
+    model, optimizer, loss, given = mlp()
+
+    def step(x: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad()
+        loss(x, y).backward()
+        optimizer.step()
+
+    parts, whole = why_slow(model, optimizer, loss, given), why_slow.step(step, given)
+    for name in ("ops", "product_flops", "parameters", "rows", "optimizers"):
+        assert getattr(parts.facts, name) == getattr(whole.facts, name), name
+    assert set(parts.facts.rounds[0]) == set(whole.facts.rounds[0])
+
+
+@pytest.mark.parametrize("form", ["dict", "tensor"])
+def test_a_batch_may_be_a_mapping_or_a_tensor(form: str) -> None:
+    model, optimizer, _, _ = mlp()
+    batch: Any = {"x": torch.randn(12, 8)} if form == "dict" else torch.randn(12, 8)
+
+    def loss(given: Any) -> Tensor:
+        return model(given["x"] if form == "dict" else given).square().mean()
+
+    facts = why_slow(model, optimizer, loss, [batch] * 3).facts
+    assert facts.rows == 12
+    assert facts.has("step", "quadruple", "quarter")
+
+
+# ---------------------------------------------------------------------------------------------------------- bad input
+
+
+def test_a_step_that_raises_is_named_and_the_loader_is_still_measured() -> None:
+    model, optimizer, _, _ = mlp()
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        return model(x.repeat(1, 2)).mean()
+
+    given = DataLoader(TensorDataset(torch.randn(40, 8), torch.randn(40, 1)), 4)
+    diagnosis = why_slow(model, optimizer, loss, given)
+    assert diagnosis.verdict == "step failed"
+    page = " ".join(str(diagnosis).split())
+    assert "the step raised RuntimeError: mat1 and mat2 shapes cannot be multiplied" in page
+    assert re.search(r"\(test_why_slow\.py:\d+\)", page)
+    assert diagnosis.facts.has("data")
+    assert diagnosis.facts.loader.row_calls == 4
+
+
+def test_a_step_without_a_scalar_loss_is_named() -> None:
+    model, optimizer, _, given = mlp()
+    diagnosis = why_slow(model, optimizer, lambda x, y: model(x) - y, given)
+    assert "grad can be implicitly created only for scalar outputs" in diagnosis.facts.not_measured["step"]
+
+
+def test_a_model_on_another_device_is_named() -> None:
+    model, optimizer, loss, given = mlp()
+    model.to("meta")
+    diagnosis = why_slow(model, optimizer, loss, given)
+    assert diagnosis.verdict == "step failed"
+    assert "meta" in diagnosis.facts.not_measured["step"]
+
+
+def test_a_variant_that_raises_is_left_out_and_the_rest_is_measured() -> None:
+    model, optimizer, _, given = mlp(rows=16)
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        assert 8 <= len(x) <= 32, f"{len(x)} rows"
+        return (model(x) - y).square().mean()
+
+    facts = why_slow(model, optimizer, loss, given).facts
+    assert facts.not_measured["quadruple"].startswith("AssertionError: 64 rows (test_why_slow.py:")
+    assert facts.not_measured["quarter"].startswith("AssertionError: 4 rows (test_why_slow.py:")
+    assert facts.has("step", "double", "bf16")
+
+
+def test_a_loader_that_ends_after_two_batches_begins_anew() -> None:
+    model, optimizer, loss, given = mlp()
+    facts = why_slow(model, optimizer, loss, given[:2]).facts
+    assert facts.has("data", "step", "quadruple")
+
+
+def test_no_batch_is_refused() -> None:
+    model, optimizer, loss, _ = mlp()
+    with pytest.raises(ValueError, match="batches: list gives no batch; give at least one"):
+        why_slow(model, optimizer, loss, [])
+
+
+@pytest.mark.parametrize("count", [2, 500])
+def test_batches_of_an_iterator_are_handed_back(count: int) -> None:
+    model, optimizer, loss, _ = mlp()
+    given = [(torch.full((4, 8), float(number)), torch.zeros(4, 1)) for number in range(count)]
+    diagnosis = why_slow(model, optimizer, loss, (batch for batch in given))
+    assert "go on with that" in " ".join(str(diagnosis).split())
+    rest = list(diagnosis.batches)
+    assert [float(x[0, 0]) for x, _ in rest] == [float(number) for number in range(count)]
+    assert diagnosis.facts.has("step")
+    assert ("the iterator ended" in diagnosis.facts.not_measured.get("data", "")) == (count == 2)
+
+
+def test_an_iterable_dataset_is_measured_without_a_worker() -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            yield from ((torch.ones(8), torch.ones(1)) for _ in range(40))
+
+    model, optimizer, loss, _ = mlp()
+    facts = why_slow(model, optimizer, loss, DataLoader(Stream(), 4)).facts
+    assert facts.has("data", "step")
+    assert facts.loader.row_calls == 0
+    assert "Dataset with rows" in facts.not_measured["worker"]
+
+
+def test_batches_that_are_not_rows_of_tensors_are_not_joined() -> None:
+    model, optimizer, _, _ = mlp()
+    given = [(torch.randn(4, 8), ["a", "b", "c", "d"])] * 3
+    facts = why_slow(model, optimizer, lambda x, names: model(x).mean() * len(names), given).facts
+    assert "not made of tensors with one number of rows" in facts.not_measured["quadruple"]
+    assert facts.has("step")
+
+
+def test_a_step_that_hides_its_model_is_said_to_train_for_good() -> None:
+    def step(x: Tensor, y: Tensor) -> None:
+        __import__("math").sqrt(2.0)
+
+    facts = why_slow.step(step, mlp()[3]).facts
+    assert any("no optimizer can be reached from the step" in note for note in facts.notes)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"budget_s": 0}, "budget_s=0: must be a number of seconds above 0"),
+        ({"between": {"evaluation": (print, 0)}}, r"between\['evaluation'\]: steps=0 from a call to the next"),
+    ],
+)
+def test_wrong_settings_are_refused(more: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        why_slow(*mlp(), **more)
+
+
+def test_a_copy_that_does_not_fit_is_refused_with_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchrec_ext.diagnose.state.available_memory", lambda: 500)
+    with pytest.raises(ValueError, match=r"a copy of weights and optimizer state.* takes 0\.0 GiB"):
+        why_slow(*mlp())
+
+
+def test_a_compiled_step_is_not_compiled_again_for_an_experiment() -> None:
+    model, _, _, given = mlp()
+    compiled = torch.compile(model, backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    facts = why_slow(compiled, optimizer, lambda x, y: (compiled(x) - y).square().mean(), given).facts  # type: ignore[arg-type, operator]
+    assert "would be compiled again" in facts.not_measured["quadruple"]
+    assert "would be compiled again" in facts.not_measured["bf16"]
+    assert facts.recompiles == 0
+    assert facts.has("step")
+
+
+def test_a_machine_without_a_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert any("no C++ compiler here" in note for note in why_slow(*mlp()).facts.notes)
+
+
+def test_an_evaluation_that_raises_is_named() -> None:
+    def evaluate() -> None:
+        raise RuntimeError("no held-out rows")
+
+    facts = why_slow(*mlp(), between={"evaluation": (evaluate, 5)}).facts
+    assert facts.not_measured["evaluation"].startswith("RuntimeError: no held-out rows (test_why_slow.py:")
+
+
+def test_a_system_without_counters_is_named(tmp_path: Any) -> None:
+    with ThreadClock(str(tmp_path / "none")) as wall:
+        assert wall() <= wall()
+        assert "wall clock" in wall.note
+    empty = tmp_path / "empty"
+    empty.write_text("")
+    with ThreadClock(str(empty)) as wall:
+        assert "wall clock" in wall.note
+    assert busy_elsewhere(str(tmp_path / "none"))() is None
+
+
+def test_the_clock_leaves_out_what_the_thread_waited_for_a_core(tmp_path: Any) -> None:
+    file = tmp_path / "schedstat"
+    file.write_text("100 2000000000 7\n")
+    with ThreadClock(str(file)) as clock:
+        before = clock()
+        file.write_text("100 5000000000 9\n")  # three seconds in the queue
+        assert -3.0 <= clock() - before < -2.0
+        assert not clock.note
+
+
+# ----------------------------------------------------------------------------------------------------------- realised
+
+
+def test_a_remedy_is_measured_beside_the_step_as_it_was(clock: Clock) -> None:
+    """By the clock: 10 ms of rows nobody reads go, so that a step takes 2 ms; the old step's training is put back."""
+    model = Costly(clock, rows=10_000)
+    slow = Sweeping(model)
+    calls = []
+
+    def loss(ids: Tensor, y: Tensor) -> Tensor:
+        return (model(ids) - y).square().mean()
+
+    def remedy(ids: Tensor, y: Tensor) -> None:
+        calls.append(1)
+        model.zero_grad()
+        loss(ids, y).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 1e-3 * parameter.grad  # type: ignore[operator]
+
+    diagnosis = why_slow(model, slow, loss, LIST)
+    reference = [parameter.detach().clone() for parameter in model.parameters()]
+    result = diagnosis.realised(remedy, seconds=0)
+    assert result.ratio == pytest.approx(12.002 / 2)
+    assert result.held == (result.predicted.low <= result.ratio <= result.predicted.high)  # type: ignore[union-attr]
+    assert str(result).startswith("adopt: the step captured, rows moved when they are next read: predicted ")
+    assert f"realised {6.0:.3g}x" in str(result)
+    moved = [parameter.detach().clone() for parameter in model.parameters()]
+    with torch.no_grad():
+        for parameter, kept in zip(model.parameters(), reference, strict=True):
+            parameter.copy_(kept)
+    for _ in range(len(calls)):
+        remedy(*LIST[0])
+    assert all(parameter.equal(kept) for parameter, kept in zip(model.parameters(), moved, strict=True))
+
+
+def test_threads_are_applied_and_proved_by_the_clock(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of 2 ms on one thread and 1 ms on two."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    torch.set_num_threads(1)
+    model = Costly(clock, cost=lambda rows: 2 / torch.get_num_threads())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(ids: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad()
+        (model(ids) - y).square().mean().backward()
+        optimizer.step()
+
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    diagnosis = why_slow.step(step, LIST, apply=True)
+    assert [each.remedy for each in diagnosis.proof] == ["all cores"]
+    assert diagnosis.proof[0].ratio == pytest.approx(2)
+    assert diagnosis.proof[0].held
+    assert diagnosis.kept == [("torch.set_num_threads(2)", pytest.approx(2))]
+    assert torch.get_num_threads() == 1
+    assert all(parameter.equal(kept) for parameter, kept in zip(model.parameters(), before, strict=True))
+
+
+def test_a_remedy_of_other_batches_is_compared_by_row_and_an_iterator_by_iteration(clock: Clock) -> None:
+    model = Costly(clock)
+    optimizer = Sweeping(model)
+    diagnosis = why_slow(model, optimizer, lambda ids, y: (model(ids) - y).square().mean(), LIST)
+    doubled = [(torch.arange(32) % 50, torch.ones(32, 1))] * 4
+
+    def step(ids: Tensor, y: Tensor) -> None:
+        clock.compute(3)
+
+    assert diagnosis.realised(step, doubled, seconds=0).ratio == pytest.approx(2 * 2.052 / 3)
+
+    def epoch() -> Iterator[float]:
+        while True:
+            clock.compute(1)
+            yield 0.0
+
+    assert diagnosis.realised(epoch(), seconds=0).ratio == pytest.approx(2.052)
+
+
+def test_facts_alone_cannot_be_realised() -> None:
+    diagnosis = Diagnosis(why_slow(*mlp()).facts)
+    with pytest.raises(ValueError, match="holds no program, only facts"):
+        diagnosis.realised(print)
+
+
+@pytest.mark.launch
+def test_a_running_iterator_of_persistent_workers_is_left_alone() -> None:
+    made = training(num_workers=1, persistent_workers=True)
+    running = iter(made.loader)
+    next(running)
+    diagnosis = why_slow(made.model, made.optimizer, made.loss, made.loader)
+    assert len(list(running)) == len(made.loader) - 1
+    assert diagnosis.facts.loader.workers == 1

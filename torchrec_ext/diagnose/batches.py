@@ -1,0 +1,193 @@
+"""BatchSource: batches without an end, and how long each took; and batches made larger and smaller."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from time import perf_counter, thread_time
+from typing import Any
+
+import torchrec_ext.needs_torch  # noqa: F401
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from torchrec_ext.diagnose.counting import bytes_read
+from torchrec_ext.diagnose.facts import LoaderFacts
+
+_LEAST_READ = 1_024  # bytes
+
+
+class BatchSource:
+    """Batches without an end: the iterable begins anew where it ends."""
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self.given = batches
+        self.notes: list[str] = []
+        self._iterable, self.kind = batches, "iterable"
+        self._taken: list[Any] = []
+        if isinstance(batches, list | tuple):
+            self.kind = "list"
+        elif isinstance(batches, DataLoader):
+            self.kind = "DataLoader"
+            self._iterable = loader_with(batches) if batches.persistent_workers else batches
+        self._iterator = iter(self._iterable)
+        if self._iterator is batches:
+            self.kind = "iterator"
+            self.notes.append(
+                "batches is an iterator, which cannot be begun anew: the batches that were taken come first in "
+                "diagnosis.batches; go on with that"
+            )
+        try:
+            self._ahead = [next(self._iterator)]
+        except StopIteration:
+            raise ValueError(f"batches: {type(batches).__name__} gives no batch; give at least one") from None
+        self._keep()
+
+    @property
+    def first(self) -> Any:
+        """The batch that will be taken next, before any was."""
+        return self._ahead[0]
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the batch that is taken next has been made already."""
+        return bool(self._ahead)
+
+    def _keep(self) -> None:
+        if self.kind == "iterator":
+            self._taken += self._ahead
+
+    def peek(self) -> None:
+        """Makes the batch that is taken next, if it is not there yet, so that nothing but its step can fail then."""
+        if not self._ahead:
+            self._ahead.append(self.take(perf_counter)[0])
+
+    def take(self, clock: Callable[[], float]) -> tuple[Any, float, float]:
+        """Returns a batch, with the seconds that it took, and those of them in which this thread did not compute."""
+        if self._ahead:
+            return self._ahead.pop(), 0.0, 0.0
+        start, computed = clock(), thread_time()
+        try:
+            batch = next(self._iterator)
+        except StopIteration:
+            if self.kind == "iterator":
+                raise
+            self._iterator = iter(self._iterable)
+            start, computed = clock(), thread_time()
+            batch = next(self._iterator)
+        computed, seconds = thread_time() - computed, clock() - start
+        if self.kind == "iterator":
+            self._taken.append(batch)
+        return batch, seconds, max(0.0, seconds - computed)
+
+    def handed_back(self) -> Iterable[Any]:
+        """Returns what to train on: the iterable as given, or an iterator that begins with what was taken from it."""
+        if self.kind != "iterator":
+            return self.given
+        return _chained(list(self._taken), self._iterator)
+
+    def close(self) -> None:
+        """Ends the epoch that was begun, and the threads that make its batches; a user's own iterator goes on."""
+        if self.kind != "iterator" and hasattr(self._iterator, "close"):
+            self._iterator.close()
+
+    def again(self) -> Iterable[Any]:
+        """Returns batches that can be begun anew: the iterable as given, or a list of what was taken of an iterator."""
+        return self.given if self.kind != "iterator" else list(self._taken)
+
+    def facts(self, clock: Callable[[], float]) -> LoaderFacts:
+        """Says what the batches come from; a Dataset that is read row by row is timed on the rows of a batch."""
+        loader = self.given
+        if not isinstance(loader, DataLoader):
+            return LoaderFacts(kind=self.kind, dataset=type(loader).__name__)
+        name, workers = type(loader.dataset).__name__, loader.num_workers
+        by_row = not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None
+        if not by_row or hasattr(loader.dataset, "__getitems__") or workers:
+            return LoaderFacts(kind=self.kind, dataset=name, workers=workers)
+        rows = list(next(iter(loader.batch_sampler)))  # type: ignore[arg-type]
+        before, read = bytes_read(), bytes_read()
+        start = clock()
+        made = [loader.dataset[row] for row in rows]
+        middle = clock()
+        loader.collate_fn(made)
+        end, after = clock(), bytes_read()
+        count = None
+        if before is not None and read is not None and after is not None:
+            count = (after - read) - (read - before)  # looking reads a file too, of a size that differs by some digits
+            count = count if count >= _LEAST_READ else 0
+        return LoaderFacts(
+            kind=self.kind,
+            dataset=name,
+            row_calls=len(rows),
+            row_s=(middle - start) / max(1, len(rows)),
+            collate_s=end - middle,
+            bytes_read=count,
+        )
+
+
+def _chained(taken: Sequence[Any], rest: Iterator[Any]) -> Iterator[Any]:
+    yield from taken
+    yield from rest
+
+
+def loader_with(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
+    """Returns a DataLoader with the same Dataset, sampler and settings, but no running workers of its own."""
+    made = copy.copy(loader)
+    vars(made).update({"persistent_workers": False, "_iterator": None, **changes})
+    return made
+
+
+def called_with(fn: Callable[..., object], batch: Any) -> Callable[[Any], object]:
+    """Returns a function of a whole batch: ``fn`` is called with the entries of a tuple or list where it takes them."""
+    if not isinstance(batch, tuple | list) or hasattr(batch, "_fields"):
+        return fn
+    try:
+        inspect.signature(fn).bind(*batch)
+    except TypeError:
+        return fn
+    except ValueError:  # it has no signature
+        pass
+    return lambda given: fn(*given)
+
+
+def _leaves(batch: Any) -> Iterator[Any]:
+    if isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _leaves(value)
+    elif isinstance(batch, list | tuple):
+        for value in batch:
+            yield from _leaves(value)
+    else:
+        yield batch
+
+
+def row_count(batch: Any) -> int:
+    """Returns the rows of a batch, B; 0 where it is not made of tensors (B, ...)."""
+    leaves = list(_leaves(batch))
+    if not leaves or not all(isinstance(each, Tensor) and each.dim() for each in leaves):
+        return 0
+    sizes = {len(each) for each in leaves}
+    return sizes.pop() if len(sizes) == 1 else 0
+
+
+def _mapped(function: Callable[..., Any], *batches: Any) -> Any:
+    first = batches[0]
+    if isinstance(first, Mapping):
+        return {key: _mapped(function, *(batch[key] for batch in batches)) for key in first}
+    if isinstance(first, list | tuple):
+        made = [_mapped(function, *each) for each in zip(*batches, strict=True)]
+        return type(first)(*made) if hasattr(first, "_fields") else type(first)(made)
+    return function(*batches)
+
+
+def joined_batches(batches: Sequence[Any]) -> Any:
+    """Returns the rows of several batches as one batch."""
+    return _mapped(lambda *tensors: torch.cat(tensors), *batches)
+
+
+def quarter_of(batch: Any) -> Any:
+    """Returns the first quarter of a batch's rows, at least one."""
+    return _mapped(lambda tensor: tensor[: max(1, len(tensor) // 4)], batch)

@@ -1,0 +1,296 @@
+"""Facts: what experiments on a training step have measured, as plain numbers that rules read and a file can hold.
+
+Gain: an interval of speed-ups. It is made of ratios within a round, since a machine drifts between two moments and both
+sides of such a ratio with it, and of a bootstrap over rounds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+Round = Mapping[str, float]
+_RESAMPLES = 300
+DRIFT = 1.06  # either way: what moved medians between two moments of prototypes beyond the bootstrap
+
+
+class Gain(NamedTuple):
+    """An interval that holds a speed-up in four of five cases: 1 is as fast as now, 2 is twice as fast."""
+
+    low: float
+    high: float
+
+    @property
+    def middle(self) -> float:
+        """The geometric mean of both ends."""
+        return math.sqrt(self.low * self.high)
+
+    def __str__(self) -> str:
+        return f"{_factor(self.low)} to {_factor(self.high)}x"
+
+
+def _factor(value: float) -> str:
+    return f"{value:.2f}" if value < 2 else f"{value:.1f}" if value < 20 else f"{value:,.0f}"
+
+
+def paired_gain(low: Sequence[float], high: Sequence[float] | None = None) -> Gain:
+    """Returns the interval of the median over rounds.
+
+    Args:
+        low: a speed-up for each round, by the least that is expected of a remedy.
+        high: speed-ups by the most that is expected; ``low`` where not given.
+
+    Example:
+        >>> print(paired_gain([2.0, 2.0, 2.0]))
+        1.89 to 2.1x
+    """
+    generator = random.Random(0)
+    medians: tuple[list[float], list[float]] = [], []
+    count = len(low)
+    for _ in range(_RESAMPLES):
+        drawn = [generator.randrange(count) for _ in range(count)]
+        for values, into in zip((low, low if high is None else high), medians, strict=True):
+            into.append(statistics.median([values[index] for index in drawn]))
+    tenth = _RESAMPLES // 10
+    return Gain(sorted(medians[0])[tenth] / DRIFT, sorted(medians[1])[-tenth - 1] * DRIFT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableFacts:
+    """A table of embeddings.
+
+    Args:
+        name: path of its module.
+        rows: number of rows.
+        dim: width of a row.
+        read: ids that a step looks up, repeats counted.
+    """
+
+    name: str
+    rows: int
+    dim: int
+    read: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderFacts:
+    """A loader as it was measured.
+
+    Args:
+        kind: ``list``, ``DataLoader``, ``iterable`` or ``iterator``.
+        dataset: name of the Dataset's class, where there is one.
+        workers: worker processes.
+        row_calls: calls of ``__getitem__`` for a batch, where it is called row by row.
+        row_s: seconds of such a call.
+        collate_s: seconds in which the rows of a batch are put together.
+        bytes_read: bytes read from files for a batch; None where unknown.
+    """
+
+    kind: str
+    dataset: str = ""
+    workers: int = 0
+    row_calls: int = 0
+    row_s: float = 0.0
+    collate_s: float = 0.0
+    bytes_read: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Between:
+    """A call between steps, such as an evaluation.
+
+    Args:
+        name: what it is.
+        seconds: seconds of a call.
+        steps: steps from a call to the next.
+    """
+
+    name: str
+    seconds: float
+    steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveFacts:
+    """A collective of a step: one call on every rank of its group.
+
+    Args:
+        name: ``all_reduce``, ``all_to_all``, ``broadcast`` and so on.
+        line: the user's line that calls it; ``backward`` or ``optimizer`` for what these call.
+        span: ``forward``, ``backward`` or ``optimizer``.
+        ranks: ranks of its group.
+        bytes: bytes that each of ``ranks`` gives to it.
+        exchange_s: seconds from the moment at which the last rank has come to its end: its own time.
+        waits_s: seconds for which each of ``ranks`` waits until the last one has come.
+    """
+
+    name: str
+    line: str
+    span: str
+    ranks: Sequence[int]
+    bytes: Sequence[float]
+    exchange_s: float
+    waits_s: Sequence[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFacts:
+    """A rank as it was measured.
+
+    Args:
+        rank: number of the rank.
+        host: name of its host.
+        cores: numbers of the cores that it may use.
+        threads: compute threads of its process.
+        steps: seconds of each traced step, the same steps on all ranks: ``data``; ``forward``, ``backward`` and
+            ``optimizer``, each without its collectives; ``wait``, for ranks that come later; ``exchange``, the
+            collectives' own time; ``queue``, ready to run without a core, which is in none of the others.
+        spans: one traced step as a row of a chart: name, start and end, in seconds on one clock for all ranks that is 0
+            where the first of them begins. Names are those of ``steps``; ``exchange`` and ``wait`` lie inside of the
+            spans that call them.
+        tables: tables that it looks up, with the ids that it reads of each in a step.
+        ids: ids in the lists of a batch of its own; 0 where batches hold none.
+        send_s: seconds in which it alone sends ``Facts.link_bytes`` to the other ranks.
+        alone_s: seconds of the wall clock of its step without exchange, while the other ranks sleep.
+        together_s: seconds of the wall clock of its step without exchange, while the others run theirs.
+    """
+
+    rank: int
+    host: str = ""
+    cores: Sequence[int] = ()
+    threads: int = 1
+    steps: Sequence[Round] = ()
+    spans: Sequence[tuple[str, float, float]] = ()
+    tables: Sequence[TableFacts] = ()
+    ids: float = 0.0
+    send_s: float = 0.0
+    alone_s: float = 0.0
+    together_s: float = 0.0
+
+    def median(self, name: str) -> float:
+        """Returns the median seconds of a part of its steps; 0 where none was traced."""
+        return statistics.median([each[name] for each in self.steps]) if self.steps else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """Results of the experiments on a step.
+
+    On several ranks ``rounds`` are those of a typical rank, the lower median of each time over the ranks, on which
+    ``forward``, ``backward`` and ``optimizer`` are without collectives, ``wait`` and ``exchange`` are parts of ``step``
+    too, and what changes the step keeps both as they are.
+
+    Args:
+        rounds: seconds by experiment, for each round. ``data``: a batch, and of it ``sleep``, asleep or waiting for
+            files. ``step``: a step, and of it ``forward`` (with all that is neither of the other two), ``backward``
+            and ``optimizer``. Steps in a row on batches that are there: ``ready``; and of these changed: ``quarter``,
+            ``double`` and ``quadruple`` of the batch, ``small_tables``, ``one_thread``, ``all_threads``, ``bf16``.
+            Yardsticks: ``op``, a tiny op, and ``sync``, one ``.item()``.
+        worker: seconds of the wall clock for a batch and its step as it is, and with a worker process, by turn.
+        rows: rows of a batch; 0 where unknown.
+        ops: aten ops of a step.
+        op_lines: the user's lines that make most ops, with their number.
+        syncs: ops of a step that bring a value to Python.
+        sync_lines: the user's lines that do so, with their number.
+        sync_ops: ops of these lines.
+        product_s: seconds of a step inside matrix products, each timed alone.
+        product_flops: floating-point operations of these.
+        layers: share of these operations by module.
+        tables: tables that a step reads.
+        parameters: number of parameters that are trained.
+        optimizers: names of the optimizers' classes.
+        loader: source of the batches.
+        threads: compute threads.
+        cores: cores that this process may use.
+        busy: cores that others kept busy; None where unknown.
+        flops_per_s: floating-point operations of a large matrix product a second, on these threads.
+        bytes_per_s: bytes that a large copy reads and writes a second.
+        between: calls between steps.
+        recompiles: graphs that torch.compile made during steps of one shape.
+        ranks: every rank, in order; empty for one process alone.
+        collectives: collectives of a step, in their order.
+        latency_s: seconds of a collective of a few bytes that all ranks enter at once.
+        link_bytes: bytes that a rank sent to the others for ``RankFacts.send_s``.
+        recipe: whether the step is a recipe's of this package, so that remedies are its flags.
+        seconds: seconds of the wall clock that the experiments took.
+        not_measured: reasons by experiment that is missing.
+        notes: what else a reader must know, one sentence each.
+    """
+
+    rounds: Sequence[Round]
+    worker: Sequence[tuple[float, float]] = ()
+    rows: int = 0
+    ops: int = 0
+    op_lines: Sequence[tuple[str, int]] = ()
+    syncs: int = 0
+    sync_lines: Sequence[tuple[str, int]] = ()
+    sync_ops: int = 0
+    product_s: float = 0.0
+    product_flops: float = 0.0
+    layers: Sequence[tuple[str, float]] = ()
+    tables: Sequence[TableFacts] = ()
+    parameters: int = 0
+    optimizers: Sequence[str] = ()
+    loader: LoaderFacts = LoaderFacts(kind="list")
+    threads: int = 1
+    cores: int = 1
+    busy: float | None = None
+    flops_per_s: float = 0.0
+    bytes_per_s: float = 0.0
+    between: Sequence[Between] = ()
+    recompiles: int = 0
+    ranks: Sequence[RankFacts] = ()
+    collectives: Sequence[CollectiveFacts] = ()
+    latency_s: float = 0.0
+    link_bytes: int = 0
+    recipe: bool = False
+    seconds: float = 0.0
+    not_measured: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+    def has(self, *names: str) -> bool:
+        """Whether every round measured all of these."""
+        return bool(self.rounds) and all(name in each for each in self.rounds for name in names)
+
+    def median(self, name: str) -> float:
+        """Returns the median seconds of an experiment; 0 where it is missing."""
+        return statistics.median([each[name] for each in self.rounds]) if self.has(name) else 0.0
+
+    def mean_between(self) -> float:
+        """Returns the seconds a step that what runs between steps takes."""
+        return sum(each.seconds / each.steps for each in self.between)
+
+    def iteration(self, each: Round) -> float:
+        """Returns the seconds that a round's batch and step take, with their share of what runs between steps."""
+        return each.get("data", 0.0) + each.get("step", 0.0) + self.mean_between()
+
+    def gain(self, slow: Callable[[Round], float], fast: Callable[[Round], float] | None = None) -> Gain:
+        """Returns the speed-up of an iteration whose seconds would be as given.
+
+        Args:
+            slow: returns the most seconds that are expected of a round's iteration, without what runs between steps.
+            fast: returns the least; ``slow`` where not given.
+
+        Raises:
+            KeyError: an experiment that they need is missing.
+        """
+        between = self.mean_between()
+
+        def ratios(seconds: Callable[[Round], float]) -> list[float]:
+            return [self.iteration(each) / max(seconds(each) + between, 1e-9) for each in self.rounds]
+
+        return paired_gain(ratios(slow), ratios(fast) if fast is not None else None)
+
+    @property
+    def spread(self) -> float:
+        """The difference of the quartiles of an iteration over rounds, as a share of its median."""
+        times = sorted(self.iteration(each) for each in self.rounds)
+        if len(times) < 4:
+            return math.inf
+        low, middle, high = statistics.quantiles(times, n=4)
+        return (high - low) / middle if middle else math.inf

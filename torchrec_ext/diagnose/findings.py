@@ -1,0 +1,136 @@
+"""Findings: causes of lost time and their remedies, which rules make of facts.
+
+A finding has a cause, its evidence in numbers, remedies as lines to paste, the speed-up that is expected of each as an
+interval, and what it changes in the mathematics. ``cost`` is the share of an iteration that would go if the cause did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torchrec_ext.diagnose.facts import Facts, Gain, Round
+
+Size = Literal["large", "medium", "small", "offer"]
+Helps = Literal["yes", "no", "perhaps", "not known"]
+LARGE, MEDIUM, LEAST = 0.33, 0.15, 0.05  # shares of an iteration
+UNDER = 1.05  # a gain below it is none
+MATH = {
+    "exact": "bit-equal",
+    "rounding": "the same but for rounding",
+    "draws": "the same law, other random draws",
+    "batch": "another batch size: the learning rate must follow, and quality must be measured",
+    "precision": "products rounded to 8 bits: quality must be measured",
+    "less": "nothing but how often it runs",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """A way to remove a cause.
+
+    Args:
+        name: what it is, in a few words.
+        lines: exact lines or flags.
+        gain: speed-up of an iteration that is expected; None where nothing is known.
+        changes: what it changes in the mathematics.
+        basis: how the gain is known.
+    """
+
+    name: str
+    lines: tuple[str, ...]
+    gain: Gain | None
+    changes: str
+    basis: str
+
+    @property
+    def keeps_mathematics(self) -> bool:
+        """Whether the step learns the same by the same law: bit-equal, but for rounding, or with other random draws."""
+        keeping = self.changes.startswith((MATH["exact"], MATH["rounding"], MATH["draws"]))
+        return keeping and "quality must be measured" not in self.changes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """A cause of lost time.
+
+    Args:
+        cause: name of the rule.
+        title: the cause in a sentence.
+        evidence: what was measured, a sentence each.
+        remedies: what to do about it, the best first.
+        cost: share of an iteration that would go with the cause.
+        size: ``large`` from a third of an iteration on, ``medium`` from .15, else ``small``; ``offer`` for what is no
+            fault but changes the mathematics.
+        ranks: ranks that it is about; empty where it is about all of them.
+    """
+
+    cause: str
+    title: str
+    evidence: tuple[str, ...]
+    remedies: tuple[Remedy, ...]
+    cost: float
+    size: Size
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """Whether something that people try will help.
+
+    Args:
+        name: what they try.
+        gain: speed-up of an iteration that is expected; None where it is not known.
+        helps: ``no`` where the whole interval is under 5 %, ``yes`` where all of it is above, else ``perhaps``.
+        why: a sentence.
+    """
+
+    name: str
+    gain: Gain | None
+    helps: Helps
+    why: str
+
+
+def in_ms(seconds: float) -> str:
+    """Returns seconds as text, in milliseconds below one.
+
+    Example:
+        >>> in_ms(0.01234), in_ms(2.5)
+        ('12.3 ms', '2.5 s')
+    """
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def share_of(facts: Facts, seconds: Callable[[Round], float]) -> float:
+    """Returns the median over rounds of the share of an iteration."""
+    shares = sorted(seconds(each) / max(facts.iteration(each), 1e-12) for each in facts.rounds)
+    return shares[len(shares) // 2] if shares else 0.0
+
+
+def expected(facts: Facts, slow: Callable[[Round], float], fast: Callable[[Round], float] | None = None) -> Gain | None:
+    """Returns the speed-up of a remedy; None where an experiment that it needs is missing."""
+    try:
+        return facts.gain(slow, fast)
+    except KeyError:
+        return None
+
+
+def size_of(cost: float) -> Size:
+    """Returns the size of a fault that costs such a share of an iteration."""
+    return "large" if cost >= LARGE else "medium" if cost >= MEDIUM else "small"
+
+
+def finding_of(
+    facts: Facts,
+    cause: str,
+    title: str,
+    evidence: Sequence[str],
+    remedies: Sequence[Remedy],
+    seconds: Callable[[Round], float],
+) -> Finding:
+    """Returns a finding whose cost is the share of an iteration that such seconds of each round are."""
+    cost = share_of(facts, seconds)
+    return Finding(
+        cause=cause, title=title, evidence=tuple(evidence), remedies=tuple(remedies), cost=cost, size=size_of(cost)
+    )

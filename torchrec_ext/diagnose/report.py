@@ -1,0 +1,473 @@
+"""Diagnosis: the verdict on a training step, as a page on the terminal, as JSON, as HTML and as a Chrome trace."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torchrec_ext.diagnose import rules
+from torchrec_ext.diagnose.facts import Facts, Gain, paired_gain
+from torchrec_ext.diagnose.findings import UNDER
+from torchrec_ext.diagnose.rank_rules import table_of
+from torchrec_ext.diagnose.rules import Finding, Remedy
+from torchrec_ext.train.report.page import Bar, Curve, Lane, card, chart, gains, lanes, page, paragraph, text_table
+
+_WIDTH = 110
+_HELPS = {"yes": "yes", "no": "no, under 5 %", "perhaps": "perhaps", "not known": "not known"}
+
+
+Compare = Callable[..., list[tuple[float, float]]]
+Given = TypeVar("Given")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Realised:
+    """The gain of a remedy, beside the gain that was predicted.
+
+    Args:
+        remedy: name of the remedy.
+        predicted: speed-up that was expected; None where none was.
+        gain: speed-up that was measured, both ways by turns.
+        ratio: the median of the turns.
+    """
+
+    remedy: str
+    predicted: Gain | None
+    gain: Gain
+    ratio: float
+
+    @property
+    def held(self) -> bool | None:
+        """Whether the median lies in the predicted interval; None where nothing was predicted."""
+        return None if self.predicted is None else self.predicted.low <= self.ratio <= self.predicted.high
+
+    def __str__(self) -> str:
+        text = {True: "in the interval", False: "outside of the interval", None: "nothing was predicted"}[self.held]
+        return f"{self.remedy}: predicted {_gain(self.predicted)}, realised {self.ratio:.3g}x ({self.gain}): {text}"
+
+
+def realised_by(turns: Sequence[tuple[float, float]], remedy: Remedy | None) -> Realised:
+    """Returns the gain of a remedy from seconds as it was and with the remedy, by turn."""
+    ratios = [old / new for old, new in turns]
+    return Realised(
+        remedy=remedy.name if remedy else "another step",
+        predicted=remedy.gain if remedy else None,
+        gain=paired_gain(ratios),
+        ratio=statistics.median(ratios),
+    )
+
+
+class Diagnosis:
+    """The verdict on a training step: causes of lost time, what will help and what will not.
+
+    Args:
+        facts: what was measured.
+        compare: times the step as it was and with a remedy; None where nothing can be run any more.
+        rank: rank that holds it, of several that measured together. The page of rank 0 is that of all; those of the
+            others are empty, so that a program prints it once.
+
+    Attributes:
+        findings: causes of lost time, the greatest first; then offers, which change the mathematics.
+        answers: what each thing that people try would gain.
+        noisy: why there is no verdict; empty where there is one.
+        batches: what to train on afterwards; the batches as given, but for an iterator.
+        proof: remedies that were measured afterwards, in the order in which they were.
+        kept: lines of each remedy that made the step faster, with its ratio.
+    """
+
+    def __init__(self, facts: Facts, compare: Compare | None = None, rank: int = 0) -> None:
+        self.facts, self._compare, self._rank = facts, compare, rank
+        self.findings = rules.findings(facts)
+        self.answers = rules.answers(facts)
+        self.noisy = rules.too_noisy(facts) if facts.rounds else "nothing could be measured"
+        self.batches: Iterable[Any] = ()
+        self.proof: list[Realised] = []
+        self.kept: list[tuple[str, float]] = []
+
+    @property
+    def verdict(self) -> str:
+        """The cause that costs most, where it costs .15 of an iteration or more.
+
+        Where there is none: ``products`` where matrix products take half of it, else ``healthy``. ``noisy`` where
+        nothing can be said, and ``step failed`` where the step could not be run.
+        """
+        if "step" in self.facts.not_measured:
+            return "step failed"
+        if self.noisy or not self.facts.has("step"):
+            return "noisy"
+        faults = [finding.cause for finding in self.findings if finding.size in ("large", "medium")]
+        if faults:
+            return faults[0]
+        whole = statistics.median([self.facts.iteration(each) for each in self.facts.rounds])
+        return "products" if self.facts.product_s > 0.5 * whole else "healthy"
+
+    def to_json(self) -> str:
+        """Returns the diagnosis as a JSON object: ``verdict``, ``findings``, ``answers``, ``proof``, ``facts``."""
+        made = {
+            "verdict": self.verdict,
+            "noisy": self.noisy,
+            "limit_share": rules.limit_share(self.facts),
+            "findings": [dataclasses.asdict(finding) for finding in self.findings],
+            "answers": [dataclasses.asdict(answer) for answer in self.answers],
+            "proof": [dataclasses.asdict(each) for each in self.proof],
+            "facts": dataclasses.asdict(self.facts),
+        }
+        return json.dumps(made, default=str)
+
+    def html(self, path: str | Path) -> None:
+        """Writes the diagnosis as one HTML file with pictures, which needs no network.
+
+        Args:
+            path: path of the file.
+
+        Raises:
+            ValueError: it cannot be written.
+        """
+        _write(path, _html(self))
+
+    def trace(self, path: str | Path) -> None:
+        """Writes a Chrome trace for chrome://tracing or ui.perfetto.dev: an iteration of each round, or of each rank.
+
+        Args:
+            path: path of the file.
+
+        Raises:
+            ValueError: it cannot be written.
+        """
+        _write(path, json.dumps({"traceEvents": _events(self.facts), "displayTimeUnit": "ms"}))
+
+    def realised(
+        self,
+        step: Callable[..., object] | Iterator[Any],
+        batches: Iterable[Any] | None = None,
+        *,
+        remedy: Remedy | None = None,
+        seconds: float = 10.0,
+    ) -> Realised:
+        """Measures a remedy beside the step as it was, by turns, and compares the gain with what was predicted.
+
+        The remedy's steps are real ones: they train. What the old step does is put back.
+
+        Args:
+            step: the step with the remedy, called as the old one; or an iterator, each entry of which is an iteration,
+                as of an epoch of :class:`Rows`.
+            batches: batches of that step; the old ones where not given.
+            remedy: the remedy that it is; the first of the first finding where not given.
+            seconds: seconds that it may take, but five turns at least.
+
+        Raises:
+            ValueError: this diagnosis holds no program.
+        """
+        if self._compare is None:
+            raise ValueError("realised: this diagnosis holds no program, only facts; diagnose again in this process")
+        turns = self._compare(step, batches, seconds)
+        if remedy is None:
+            remedy = next((each for finding in self.findings for each in finding.remedies), None)
+        self.proof.append(realised_by(turns, remedy))
+        return self.proof[-1]
+
+    def __str__(self) -> str:
+        return "\n".join(_page(self)) if self._rank == 0 else ""
+
+
+def apply_in_turn(
+    diagnosis: Diagnosis,
+    given: Given,
+    change: Callable[[Given, Remedy], tuple[Given, str] | None],
+    compare: Callable[[Given, Given], Sequence[tuple[float, float]]],
+    again: Callable[[Given], Diagnosis],
+) -> None:
+    """Applies remedies that keep the mathematics one after the other, and measures each beside what was before it.
+
+    One that gains is kept, and the others are predicted anew from there. The captured step comes last, since
+    experiments need eager steps.
+
+    Args:
+        diagnosis: diagnosis of what is given, which gets ``proof``, ``kept`` and notes.
+        given: what is trained as it is.
+        change: returns it with a remedy, and the lines that make the change; None where a person must write it. It may
+            raise ValueError.
+        compare: returns seconds of both by turns; it may raise ValueError.
+        again: diagnoses it anew.
+    """
+    tried: set[str] = set()
+    notes = [*diagnosis.facts.notes]
+
+    def untried(now: Diagnosis) -> list[Remedy]:
+        made = [
+            remedy
+            for finding in now.findings
+            for remedy in finding.remedies
+            if remedy.keeps_mathematics and remedy.gain is not None and remedy.gain.high >= UNDER
+        ]
+        return sorted((each for each in made if each.name not in tried), key=lambda each: "captured" in each.name)
+
+    now = diagnosis
+    while remedies := untried(now):
+        remedy = remedies[0]
+        tried.add(remedy.name)
+        try:
+            changed = change(given, remedy)
+            if changed is None:
+                continue
+            realised = realised_by(compare(given, changed[0]), remedy)
+        except ValueError as error:
+            notes.append(f"{remedy.name} could not be applied: {error}")
+            continue
+        diagnosis.proof.append(realised)
+        if realised.gain.low < 1:
+            notes.append(f"{remedy.name} was not kept: it is not sure to gain anything")
+            continue
+        given = changed[0]
+        diagnosis.kept.append((changed[1], realised.ratio))
+        if any("captured" not in each.name for each in untried(now)):
+            now = again(given)
+    if not diagnosis.proof:
+        notes.append(
+            "nothing was applied: no finding has a remedy that keeps the mathematics and needs nobody to write it"
+        )
+    diagnosis.facts = dataclasses.replace(diagnosis.facts, notes=notes)
+
+
+def _page(diagnosis: Diagnosis) -> list[str]:
+    facts = diagnosis.facts
+    lines = [f"why is my training slow? {_headline(diagnosis)}", "", *_times(facts)]
+    if facts.ranks:
+        lines += ["", *table_of(facts)]
+    if diagnosis.noisy:
+        lines += ["", *_wrapped(diagnosis.noisy)]
+    for number, finding in enumerate(diagnosis.findings, 1):
+        size = "offer" if finding.size == "offer" else f"{finding.size}, {finding.cost:.0%} of an iteration"
+        lines += ["", f"{number}. {finding.title} ({size})"]
+        for sentence in finding.evidence:
+            lines += _wrapped(sentence, "   ")
+        for remedy in finding.remedies:
+            lines += _wrapped(f"{_gain(remedy.gain):>14}  {remedy.name}: {remedy.basis}; {remedy.changes}", "   ", 19)
+            lines += [f"{'':19}  | {line}" for line in remedy.lines]
+    lines += ["", "what people try, and what it gains here"]
+    for answer in diagnosis.answers:
+        lines += _wrapped(f"{answer.name:22} {_gain(answer.gain):>14}  {_HELPS[answer.helps]}: {answer.why}", "   ", 42)
+    if diagnosis.proof:
+        lines += ["", "what was applied, and what it gained"]
+        for realised in diagnosis.proof:
+            lines += _wrapped(str(realised), "   ")
+    if diagnosis.kept:
+        lines += [f"   together {math.prod(ratio for _, ratio in diagnosis.kept):.3g}x as fast:"]
+        lines += [f"{'':5}| {line}" for text, _ in diagnosis.kept for line in text.splitlines()]
+    missing = [f"{name}: {why}" for name, why in facts.not_measured.items()]
+    if missing or facts.notes:
+        lines += ["", "not measured, and what else to know"]
+        for sentence in (*missing, *facts.notes):
+            lines += _wrapped(sentence, "   ")
+    return lines
+
+
+def _headline(diagnosis: Diagnosis) -> str:
+    facts = diagnosis.facts
+    if diagnosis.verdict == "step failed":
+        return "the step could not be run"
+    if diagnosis.verdict == "noisy":
+        return "no verdict"
+    if diagnosis.verdict not in ("healthy", "products"):
+        return diagnosis.findings[0].title
+    layers = ", ".join(f"{name} {share:.0%}" for name, share in facts.layers[:3])
+    text = "its matrix products are the step" if diagnosis.verdict == "products" else "no cause of its own stands out"
+    limit = f"nothing is wrong, {text}: it runs at {rules.limit_share(facts):.0%} of this machine's limit"
+    return f"{limit}; products by layer: {layers}" if layers else limit
+
+
+def _times(facts: Facts) -> list[str]:
+    """Returns what an iteration is made of."""
+    if not facts.has("data"):
+        return []
+    names = [name for name in ("data", "forward", "backward", "optimizer", "wait", "exchange") if facts.has(name)]
+    whole = sum(facts.iteration(each) for each in facts.rounds) / len(facts.rounds)
+    parts = [f"{name} {facts.median(name) * 1e3:.3g} ms" for name in names]
+    if facts.between:
+        parts.append(f"between steps {facts.mean_between() * 1e3:.3g} ms")
+    limit = rules.limit_share(facts)
+    text = (
+        f"an iteration takes {whole * 1e3:.3g} ms: {', '.join(parts)}; {len(facts.rounds)} rounds in "
+        f"{facts.seconds:.0f} s, {facts.threads} thread(s) on {facts.cores} core(s)"
+    )
+    if facts.ranks:
+        text += f", {len(facts.ranks)} ranks"
+    if facts.busy is not None and facts.busy >= 0.1:
+        text += f", of which others kept {facts.busy:.1f} busy"
+    if limit:
+        text += (
+            f"; this machine's limit (a large product {facts.flops_per_s / 1e9:.0f} GFLOP/s, a large copy "
+            f"{facts.bytes_per_s / 1e9:.0f} GB/s) is {limit:.1%} of that"
+        )
+    return _wrapped(text)
+
+
+def _gain(gain: Gain | None) -> str:
+    return "?" if gain is None else str(gain)
+
+
+def _wrapped(text: str, indent: str = "", further: int = 0) -> list[str]:
+    subsequent = indent + " " * (further or (2 if indent else 0))
+    return textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=subsequent)
+
+
+# ------------------------------------------------------------------------------------------------------- as a web page
+
+
+def _write(path: str | Path, text: str) -> None:
+    try:
+        Path(path).write_text(text)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be written: {error.strerror or error}; choose another file") from None
+
+
+def _html(diagnosis: Diagnosis) -> str:
+    facts = diagnosis.facts
+    summary = paragraph(f"{_headline(diagnosis)}.")
+    summary += paragraph(" ".join(_times(facts)), "muted")
+    summary += paragraph(diagnosis.noisy, "warning") if diagnosis.noisy else ""
+    cards = [_finding_card(number, finding) for number, finding in enumerate(diagnosis.findings, 1)]
+    if facts.has("step"):
+        cards.append(card("One iteration", _waterfall(facts)))
+    ranks = getattr(facts, "ranks", ())
+    if any(each.spans for each in ranks):
+        cards.append(card("Each rank", _rank_lanes(ranks), wide=True))
+    if facts.product_flops and facts.has("step") and facts.flops_per_s and facts.bytes_per_s:
+        cards.append(card("This machine's limit", _roofline(facts)))
+    if facts.has("step"):
+        cards.append(card("Before and after", _before_and_after(diagnosis)))
+    answers = [(each.name, each.gain, None) for each in diagnosis.answers]
+    rows = [[each.name, _HELPS[each.helps], each.why] for each in diagnosis.answers]
+    cards.append(
+        card(
+            "What people try, and what it gains here", gains(answers), text_table(["", "helps", "why"], rows), wide=True
+        )
+    )
+    missing = [[name, why] for name, why in facts.not_measured.items()]
+    if missing or facts.notes:
+        notes = "".join(paragraph(note) for note in facts.notes)
+        cards.append(
+            card("Not measured, and what else to know", text_table(["", ""], missing) if missing else "", notes)
+        )
+    return page("Why is my training slow?", summary, cards)
+
+
+def _finding_card(number: int, finding: Finding) -> str:
+    size = "offer" if finding.size == "offer" else f"{finding.size}, {finding.cost:.0%}"
+    title = f'{number}. {escape(finding.title)} <span class="badge">{size}</span>'
+    content = [f"<ul>{''.join(f'<li>{escape(sentence)}</li>' for sentence in finding.evidence)}</ul>"]
+    for remedy in finding.remedies:
+        content.append(f"<p><strong>{escape(_gain(remedy.gain))}</strong> {escape(remedy.name)}</p>")
+        content.append(f"<pre>{escape(chr(10).join(remedy.lines))}</pre>")
+        content.append(paragraph(f"{remedy.basis}; {remedy.changes}", "muted"))
+    return card(title, *content, wide=True)
+
+
+def _parts(facts: Facts) -> dict[str, float]:
+    """Returns the milliseconds of an iteration's parts, in their order."""
+    names = [name for name in ("data", "forward", "backward", "optimizer", "wait", "exchange") if facts.has(name)]
+    parts = {name: facts.median(name) * 1e3 for name in names}
+    if facts.between:
+        parts["between steps"] = facts.mean_between() * 1e3
+    return parts
+
+
+def _waterfall(facts: Facts) -> str:
+    rows, start = [], 0.0
+    for name, length in _parts(facts).items():
+        rows.append(Lane(name=name, spans=[Bar(name, start, start + length)], value=f"{length:.3g} ms"))
+        start += length
+    return lanes(rows, f"medians of {len(facts.rounds)} rounds; an iteration takes {start:.3g} ms")
+
+
+def _rank_lanes(ranks: Iterable[Any]) -> str:
+    rows = [
+        Lane(
+            name=f"rank {each.rank}{f' on {each.host}' if each.host else ''}",
+            spans=[Bar(name, start, end) for name, start, end in each.spans],
+            value=f"{1e3 * max((end for _, _, end in each.spans), default=0.0):.3g} ms",
+        )
+        for each in ranks
+    ]
+    return lanes(rows, "one step of all ranks on one clock; waits and exchanges lie inside of what calls them")
+
+
+def _roofline(facts: Facts) -> str:
+    """Draws operations a second over operations for each byte: what this machine can do, and what the step does."""
+    needed = max(rules.traffic(facts), 1.0)
+    whole = statistics.median([facts.iteration(each) for each in facts.rounds])
+    intensity, speed = facts.product_flops / needed, facts.product_flops / whole
+    ridge = facts.flops_per_s / facts.bytes_per_s
+    ends = min(intensity, ridge) / 8, max(intensity, ridge) * 8
+    roof = [(ends[0], ends[0] * facts.bytes_per_s), (ridge, facts.flops_per_s), (ends[1], facts.flops_per_s)]
+    limit = min(intensity * facts.bytes_per_s, facts.flops_per_s)
+    text = f"operations a second; an iteration makes {speed / 1e9:.3g} of the {limit / 1e9:.3g} GFLOP/s possible to it"
+    return chart(
+        [
+            Curve("this machine: a large copy, a large product", roof),
+            Curve("an iteration", [(intensity, speed)], marked=True),
+            Curve("its products alone", [(intensity, facts.product_flops / max(facts.product_s, 1e-9))], marked=True),
+        ],
+        x="operations for each byte that must move",
+        log=True,
+        caption=text,
+    )
+
+
+def _before_and_after(diagnosis: Diagnosis) -> str:
+    """Draws an iteration as it is, as each first remedy is expected to make it, and as those that were tried did."""
+    parts = _parts(diagnosis.facts)
+    whole, start, spans = sum(parts.values()), 0.0, []
+    for name, length in parts.items():
+        spans.append(Bar(name, start, start + length))
+        start += length
+    rows = [Lane(name="as it is", spans=spans, value=f"{whole:.3g} ms")]
+    proof = {each.remedy: each for each in diagnosis.proof}
+    remedies = [finding.remedies[0] for finding in diagnosis.findings if finding.remedies]
+    for name, gain in {each.name: each.gain for each in remedies}.items():
+        realised = proof.pop(name, None)
+        if gain is not None:
+            expected = [
+                Bar("expected", 0, whole / gain.high),
+                Bar("expected", whole / gain.high, whole / gain.low, True),
+            ]
+            rows.append(Lane(name=name, spans=expected, value=f"{whole / gain.high:.3g} to {whole / gain.low:.3g} ms"))
+        if realised is not None:
+            rows.append(_measured(realised, whole))
+    rows += [_measured(each, whole) for each in proof.values()]
+    return lanes(rows, "milliseconds of an iteration by what each remedy gains alone; pale where it is uncertain")
+
+
+def _measured(realised: Realised, whole: float) -> Lane:
+    length = whole / realised.ratio
+    return Lane(name=f"{realised.remedy}, measured", spans=[Bar("measured", 0, length)], value=f"{length:.3g} ms")
+
+
+def _events(facts: Facts) -> list[dict[str, Any]]:
+    """Returns the events of a Chrome trace, in microseconds: rows of ranks where they are known, else of rounds."""
+    rows: dict[str, list[tuple[str, float, float]]] = {}
+    for each in getattr(facts, "ranks", ()):
+        rows[f"rank {each.rank}"] = [(name, start, end) for name, start, end in each.spans]
+    if not any(rows.values()):
+        names = [name for name in ("data", "forward", "backward", "optimizer") if facts.has(name)]
+        rows, start = {"this process": []}, 0.0
+        for round_ in facts.rounds:
+            for name in names:
+                rows["this process"].append((name, start, start + round_[name]))
+                start += round_[name]
+    events: list[dict[str, Any]] = []
+    for number, (row, spans) in enumerate(rows.items()):
+        events.append({"ph": "M", "name": "process_name", "pid": number, "tid": 0, "args": {"name": row}})
+        events += [
+            {"ph": "X", "name": name, "pid": number, "tid": 0, "ts": start * 1e6, "dur": (end - start) * 1e6}
+            for name, start, end in spans
+        ]
+    return events

@@ -1,0 +1,718 @@
+"""Rules: from facts about a training step to its causes, and to what will help and what will not.
+
+Each rule is a pure function of :class:`Facts`; causes are ranked by their cost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from torchrec_ext.diagnose import rank_rules
+from torchrec_ext.diagnose.facts import DRIFT, Facts, Gain, Round, paired_gain
+from torchrec_ext.diagnose.findings import (
+    LARGE,
+    LEAST,
+    MATH,
+    UNDER,
+    Answer,
+    Helps,
+    expected,
+    finding_of,
+    in_ms,
+    share_of,
+)
+from torchrec_ext.diagnose.findings import Finding as Finding
+from torchrec_ext.diagnose.findings import Remedy as Remedy
+
+IDLE = 0.3  # cores that others may keep busy where the wall clock says what a second process gains
+NOISY = 0.6  # spread of iterations above which there is no verdict
+_LAZY = 1.10  # rows caught up when they are next read, over the step with small tables
+_FIXED_S = 0.06e-3, 0.25e-3  # seconds of a captured step that does nothing, at least and at most
+_READY = 0.05  # of the loader's time stays where batches are made from columns
+
+
+def findings(facts: Facts) -> tuple[Finding, ...]:
+    """Returns what wastes at least a twentieth of an iteration, the most first, offers last."""
+    made = [finding for rule in RULES.values() if (finding := rule(facts)) is not None]
+    made += rank_rules.rank_findings(facts)
+    made = [finding for finding in made if finding.cost >= LEAST]
+    return tuple(sorted(made, key=lambda finding: (finding.size == "offer", -finding.cost)))
+
+
+def too_noisy(facts: Facts) -> str:
+    """Returns why these facts carry no verdict; empty where they do.
+
+    Where rounds are spread far, a cause stands if the ratios within rounds still say that a remedy gains: threads that
+    want more cores than there are make noise themselves.
+    """
+    if facts.tables and not facts.has("small_tables") and not any(each.size == "large" for each in findings(facts)):
+        why = facts.not_measured.get("small_tables", "not measured")
+        return f"no verdict: whether rows that are not read cost time is not known ({why}); give more time (budget_s)"
+    gains = [
+        remedy.gain
+        for finding in findings(facts)
+        if finding.size in ("large", "medium")
+        for remedy in finding.remedies
+        if remedy.basis.startswith("measured")
+    ]
+    certain = any(gain is not None and gain.low >= UNDER for gain in gains)
+    if facts.spread <= NOISY or (certain and len(facts.rounds) >= 4):
+        return ""
+    times = sorted(facts.iteration(each) for each in facts.rounds)
+    if len(times) < 4:
+        return f"too few rounds for a verdict: {len(times)} of 4; give more time (budget_s)"
+    return (
+        f"too noisy for a verdict: the middle half of {len(times)} rounds is spread over {facts.spread:.0%} of the "
+        f"median iteration, {in_ms(times[0])} to {in_ms(times[-1])}; measure again on a machine that does less else"
+    )
+
+
+# ----------------------------------------------------------------------------------------------- what a step is made of
+
+
+def _alone(each: Round) -> float:
+    """Returns the seconds of a round's step without its loader in between, which leaves caches cold."""
+    return min(each["step"], each.get("ready") or each["step"])
+
+
+def _warm(each: Round) -> float:
+    return _alone(each) / each["step"] if each["step"] else 1.0
+
+
+def _changed(each: Round, name: str) -> float:
+    """Returns the seconds of a round's step, changed, between batches of its loader: variants run without these."""
+    return each[name] * (each["step"] / each["ready"] if each.get("ready") else 1.0)
+
+
+def _bare(facts: Facts) -> str:
+    """Returns the time of a step as variants are timed: without the loader in between."""
+    return in_ms(facts.median("ready") or facts.median("step"))
+
+
+def _swept(facts: Facts, each: Round) -> float:
+    """Returns the seconds of a round's step that go with the rows that it does not read."""
+    return max(0.0, each["step"] - _changed(each, "small_tables")) if "small_tables" in each else 0.0
+
+
+def _products(facts: Facts, each: Round) -> float:
+    return min(facts.product_s, each["step"] - _swept(facts, each))
+
+
+def _launches(facts: Facts, each: Round) -> float:
+    """Returns the seconds of a round's step that are the price of its ops, not their work."""
+    rest = each["step"] - _swept(facts, each) - _products(facts, each) - _syncing(facts, each)
+    return max(0.0, min(rest, (facts.ops - facts.sync_ops) * each.get("op", 0.0)))
+
+
+def _syncing(facts: Facts, each: Round) -> float:
+    """Returns the seconds of a round's step that go with values brought to Python, and the ops that make them."""
+    price = facts.syncs * each.get("sync", 0.0) + max(0, facts.sync_ops - facts.syncs) * each.get("op", 0.0)
+    return min(price, each["step"])
+
+
+def _captured(facts: Facts, each: Round, *, fast: bool) -> float:
+    """Returns the most, or the least, seconds of a step that is captured with its rows moved when they are read.
+
+    One fused program launches no ops, and what is neither product nor launch takes a quarter to four fifths of its
+    time: what prototypes measured.
+    """
+    base = each["step"]
+    if "small_tables" in each:
+        base = min(base, _changed(each, "small_tables") * (1.0 if fast else _LAZY))
+    products = min(facts.product_s, base)
+    price = (1.0 if fast else 0.7) * facts.ops * each.get("op", 0.0)
+    rest = max(0.0, base - products - price)
+    made = products * (0.9 if fast else 1.0) + (0.25 if fast else 0.8) * rest
+    return min(base, max(made, _FIXED_S[0] if fast else _FIXED_S[1]))
+
+
+def capture_seconds(facts: Facts) -> tuple[float, float]:
+    """Returns the seconds that capturing a step takes, at least and at most: it grows with its ops."""
+    return 3 + 0.015 * facts.ops, 8 + 0.06 * facts.ops
+
+
+def _ready(each: Round) -> float:
+    return _READY * each["data"]
+
+
+ADOPT = (
+    "from torchrec_ext.adopt import adopt",
+    "step = adopt(model, optimizer, loss)  # loss(*batch) -> the mean loss",
+    "loss, _ = step(*batch)  # in place of zero_grad, loss, backward, step",
+)
+ROWS = (
+    "from torchrec_ext.adopt import Rows, adopt",
+    "rows = Rows.of(dataset, batch_size={batch}, negatives=...)  # sign the law of the draws that it proposes",
+    "step = adopt(model, optimizer, loss, rows=rows)  # batches are made inside the step",
+)
+
+
+def _by_rank(facts: Facts, remedy: Remedy) -> Remedy:
+    """Returns a remedy of adopt as it is on several ranks: adopt takes no DDP."""
+    if not facts.ranks or facts.recipe:
+        return remedy
+    return replace(
+        remedy,
+        lines=(*remedy.lines, "# on each rank, with DDP's model.module; average the ranks' weights every few steps"),
+        changes=f"{remedy.changes}; weights are averaged in place of gradients: quality must be measured",
+    )
+
+
+def _adopted(facts: Facts) -> Remedy:
+    low, high = capture_seconds(facts)
+    lazily = facts.has("small_tables")
+    remedy = Remedy(
+        name="the step captured"
+        if facts.recipe
+        else "adopt: the step captured" + (", rows moved when they are next read" if lazily else ""),
+        lines=("--set train.compile=require",) if facts.recipe else ADOPT,
+        gain=expected(
+            facts,
+            lambda each: each["data"] + _captured(facts, each, fast=False),
+            lambda each: each["data"] + _captured(facts, each, fast=True),
+        ),
+        changes=MATH["rounding"],
+        basis=f"predicted, not tried; capturing takes about {low:.0f} to {high:.0f} s once"
+        + ("; values brought to Python must be taken out first" if facts.syncs else ""),
+    )
+    return _by_rank(facts, remedy)
+
+
+def _rows_and_adopt(facts: Facts) -> Remedy:
+    remedy = Remedy(
+        name="Rows.of and adopt: batches made from columns inside the captured step",
+        lines=tuple(line.format(batch=facts.loader.row_calls or "...") for line in ROWS),
+        gain=expected(
+            facts,
+            lambda each: _ready(each) + _warm(each) * _captured(facts, each, fast=False),
+            lambda each: _warm(each) * _captured(facts, each, fast=True),
+        ),
+        changes=f"{MATH['rounding']}, and {MATH['draws']}",
+        basis="predicted, not tried",
+    )
+    return _by_rank(facts, remedy)
+
+
+# ------------------------------------------------------------------------------------------------------------ the rules
+
+
+def loader_sleeps(facts: Facts) -> Finding | None:
+    """The loader waits for files, a network or a sleep."""
+    if not facts.has("data", "sleep") or facts.median("sleep") < 0.5 * facts.median("data"):
+        return None
+    loader, data, sleep = facts.loader, facts.median("data"), facts.median("sleep")
+    evidence = [
+        f"{in_ms(sleep)} of the {in_ms(data)} that a batch takes, this thread slept or waited, and did not compute"
+    ]
+    if loader.workers:
+        evidence.append(f"{loader.workers} worker(s) make the batches, and are slower than the step")
+    elif loader.bytes_read:
+        evidence.append(f"{loader.bytes_read:,.0f} bytes were read from files for a batch")
+    wanted = loader.workers + max(1, math.ceil(data / max(facts.median("step"), 1e-4)))
+    remedies = [
+        Remedy(
+            name="batches ready in time",
+            lines=("read the source once, before the first step, or a block ahead of the steps",),
+            gain=expected(facts, lambda each: _alone(each) + _ready(each), _alone),
+            changes=MATH["exact"],
+            basis="measured: the step without its loader",
+        )
+    ]
+    workers = _worker_remedy(facts, min(wanted, 16))
+    if workers.gain is not None and wanted > 1 and not loader.workers:
+        workers = replace(
+            workers,
+            gain=Gain(workers.gain.low, max(workers.gain.high, remedies[0].gain.high if remedies[0].gain else 0.0)),
+            basis="between one real worker, which was tried, and batches that are always ready",
+        )
+    remedies.append(workers)
+    if facts.recipe:
+        evidence, remedies = (
+            ["a thread builds batches ahead (loader.prefetch), and is slower than the step"],
+            [_ahead(facts)],
+        )
+    return finding_of(
+        facts, "loader_sleeps", "the loader waits, and the step waits for the loader", evidence, remedies,
+        lambda each: each["data"],
+    )  # fmt: skip
+
+
+def row_python(facts: Facts) -> Finding | None:
+    """A Dataset is read row by row in Python."""
+    loader = facts.loader
+    if not facts.has("data", "sleep") or not loader.row_calls or loader.workers:
+        return None
+    data, rows = facts.median("data"), loader.row_calls * loader.row_s
+    if facts.median("sleep") >= 0.5 * data or rows + loader.collate_s < 0.5 * data:
+        return None
+    share = rows / (rows + loader.collate_s)  # of the same moment; the batch's time is of others
+    evidence = [
+        f"{loader.dataset}.__getitem__ is called {loader.row_calls} times a batch, {loader.row_s * 1e6:.0f} us each, "
+        f"which is {share:.0%} of making a batch; the rest is collating. A batch takes {in_ms(data)}",
+        "it computes and does not wait" + (": no bytes were read from files" if loader.bytes_read == 0 else ""),
+    ]
+    ready = Remedy(
+        name="__getitems__: all rows of a batch in one call, with whole-array indexing",
+        lines=("def __getitems__(self, rows): ...  # in the Dataset; torch calls it with the batch's row numbers",),
+        gain=expected(facts, lambda each: _alone(each) + 4 * _ready(each), lambda each: _alone(each) + _ready(each)),
+        changes=MATH["draws"],
+        basis="predicted from the step without its loader",
+    )
+    remedies = [_rows_and_adopt(facts), ready, _worker_remedy(facts, 1)]
+    title = "the Dataset is read row by row in Python" + (", from memory" if loader.bytes_read == 0 else "")
+    return finding_of(facts, "row_python", title, evidence, remedies, lambda each: each["data"])
+
+
+def loader_computes(facts: Facts) -> Finding | None:
+    """Batches are made by code that computes, but not row by row."""
+    if not facts.has("data", "sleep") or row_python(facts) or loader_sleeps(facts):
+        return None
+    loader, data = facts.loader, facts.median("data")
+    evidence = [
+        f"a batch takes {in_ms(data)}, a step {in_ms(facts.median('step'))}; the loader computes and does not wait"
+    ]
+    if loader.collate_s > 0.5 * data:
+        evidence.append(f"{in_ms(loader.collate_s)} of it is collate_fn")
+    ready = Remedy(
+        name="batches ready in time",
+        lines=("make the epoch's batches ahead of the steps, by whole-array operations",),
+        gain=expected(facts, lambda each: _alone(each) + _ready(each), _alone),
+        changes=MATH["exact"],
+        basis="measured: the step without its loader",
+    )
+    if facts.recipe:
+        return finding_of(
+            facts, "loader_computes", "the step waits for its batches", evidence, [_ahead(facts)],
+            lambda each: each["data"],
+        )  # fmt: skip
+    title = "making a batch takes as long as it does because the loader computes in this thread"
+    return finding_of(
+        facts, "loader_computes", title, evidence, [ready, _worker_remedy(facts, 1)], lambda each: each["data"]
+    )
+
+
+def _ahead(facts: Facts) -> Remedy:
+    """Returns more batches ahead of a recipe's steps, which help where their thread has a core, up to its pace."""
+    return Remedy(
+        name="more batches and blocks of files ahead, or fewer negatives to draw",
+        lines=("--set loader.prefetch=8 --set loader.read_ahead=2",),
+        gain=expected(
+            facts, lambda each: each["data"] + each["step"], lambda each: max(each["step"], 0.5 * each["data"])
+        ),
+        changes=MATH["exact"],
+        basis="bounds: nothing, or no wait where the thread that builds batches has a core of its own",
+    )
+
+
+def _worker_remedy(facts: Facts, workers: int) -> Remedy:
+    gain, basis = worker_gain(facts)
+    return Remedy(
+        name=f"DataLoader with {workers} worker{'s' if workers > 1 else ''}",
+        lines=(f"DataLoader(..., num_workers={workers}, persistent_workers=True)",),
+        gain=gain,
+        changes=f"{MATH['draws']} where the Dataset draws: each worker has a seed of its own",
+        basis=basis,
+    )
+
+
+def worker_gain(facts: Facts) -> tuple[Gain | None, str]:
+    """Returns the speed-up by one worker process, and how it is known."""
+    if facts.worker:
+        gain = paired_gain([before / after for before, after in facts.worker])
+        # The wall clock sees the neighbours too, and no worker hides more than the loader's whole time.
+        bound = expected(facts, lambda each: max(_alone(each), each["data"]))
+        most = bound.high if bound is not None else gain.high
+        low, basis = gain.low, "measured with one real worker, by the wall clock"
+        if facts.busy is not None and facts.busy > IDLE:
+            low = low / 2
+            basis += (
+                f"; others keep {facts.busy:.1f} cores busy, where a second process also gets a second share of them"
+            )
+        return Gain(min(low, most), min(gain.high, most)), basis
+    if not facts.has("data", "step"):
+        return None, facts.not_measured.get("worker", "not measured")
+    if facts.loader.workers:
+        return None, f"{facts.loader.workers} are there already"
+    # At best the loader's time disappears behind the step; at worst it only moves, and what it sends is copied twice.
+    gain = facts.gain(lambda each: 1.2 * each["data"] + each["step"], lambda each: max(_alone(each), each["data"]))
+    return gain, f"bounds, since no worker was tried: {facts.not_measured.get('worker', 'not measured')}"
+
+
+def untouched_rows(facts: Facts) -> Finding | None:
+    """A dense optimizer moves rows of tables that the step did not read."""
+    if not facts.has("step", "small_tables") or not facts.tables:
+        return None
+    table = max(facts.tables, key=lambda each: each.rows * each.dim)
+    mover = " and ".join(facts.optimizers) or "the optimizer"
+    rows, read = sum(each.rows for each in facts.tables), sum(each.read for each in facts.tables)
+    evidence = [
+        f"{mover} moves all {facts.parameters:,} parameters in every step: the tables have "
+        f"{rows:,} rows, of which a step reads at most {read:,} (largest: {table.name}, {table.rows:,} x {table.dim})",
+        f"with tables that hold only the rows of a few batches the step takes {in_ms(facts.median('small_tables'))} "
+        f"instead of {_bare(facts)}",
+    ]
+    lazily = Remedy(
+        name="SparseAdam on tables with sparse=True",
+        lines=("nn.Embedding(..., sparse=True)", "torch.optim.SparseAdam(tables)  # and Adam for the layers"),
+        gain=expected(
+            facts,
+            lambda each: each["data"] + min(each["step"], 3.0 * _changed(each, "small_tables")),
+            lambda each: each["data"] + _changed(each, "small_tables"),
+        ),
+        changes="another optimizer: rows that are seldom read end elsewhere, and quality must be measured",
+        basis="predicted from the step with small tables",
+    )
+    return finding_of(
+        facts, "untouched_rows", "the optimizer sweeps rows that the step never read", evidence,
+        [_adopted(facts), lazily], lambda each: _swept(facts, each),
+    )  # fmt: skip
+
+
+def launches(facts: Facts) -> Finding | None:
+    """The step is made of many tiny ops, whose price is Python and dispatch, not work."""
+    if not facts.has("step", "op") or not facts.ops:
+        return None
+    price = facts.median("op")
+    evidence = [
+        f"a step runs {facts.ops:,} ops, {price * 1e6:.1f} us each on this machine before any work: "
+        f"{in_ms(facts.ops * price)} of {in_ms(facts.median('step'))}; matrix products take {in_ms(facts.product_s)}"
+    ]
+    if facts.op_lines:
+        evidence.append("most ops: " + "; ".join(f"{line}, {count:,}" for line, count in facts.op_lines[:3]))
+    remedies = [_adopted(facts)]
+    return finding_of(
+        facts, "launches", "the step is many small ops: Python and dispatch take the time, not the work", evidence,
+        remedies, lambda each: _launches(facts, each),
+    )  # fmt: skip
+
+
+def host_syncs(facts: Facts) -> Finding | None:
+    """The step brings values to Python, one by one."""
+    if not facts.has("step", "sync") or not facts.syncs:
+        return None
+    lines = "; ".join(f"{line}, {count:,}" for line, count in facts.sync_lines[:3])
+    evidence = [
+        f"a step brings {facts.syncs:,} values to Python (.item(), .tolist(), if on a tensor, boolean masks): {lines}",
+        f"with the ops that feed them: {facts.sync_ops:,} of {facts.ops:,} ops",
+    ]
+    remedy = Remedy(
+        name="keep values as tensors, and read one of them every hundred steps",
+        lines=("total += loss.detach()  # in place of loss.item(); total.item() where it is printed",),
+        gain=expected(
+            facts,
+            lambda each: each["data"] + each["step"] - 0.6 * _syncing(facts, each),
+            lambda each: each["data"] + max(0.05 * each["step"], each["step"] - 1.3 * _syncing(facts, each)),
+        ),
+        changes=MATH["exact"],
+        basis="predicted from the price of an op and of .item() on this machine",
+    )
+    return finding_of(
+        facts, "host_syncs", "the step waits for values that Python wants to see", evidence, [remedy],
+        lambda each: _syncing(facts, each),
+    )  # fmt: skip
+
+
+def too_many_threads(facts: Facts) -> Finding | None:
+    """One thread is faster than those that are set."""
+    if not facts.has("step", "one_thread"):
+        return None
+    gain = facts.gain(lambda each: each["data"] + _changed(each, "one_thread"))
+    if gain.low < UNDER:
+        return None
+    evidence = [
+        f"a step takes {_bare(facts)} on {facts.threads} threads and {in_ms(facts.median('one_thread'))} on "
+        f"one; this process may use {facts.cores} core(s){_busy_text(facts)}"
+    ]
+    remedy = Remedy(
+        name="one thread",
+        lines=("torch.set_num_threads(1)", "OMP_NUM_THREADS=1 python ...", "--threads 1  # with torchx run"),
+        gain=gain,
+        changes=MATH["rounding"],
+        basis="measured",
+    )
+    return finding_of(
+        facts, "too_many_threads", "more threads than the step can use", evidence, [remedy],
+        lambda each: each["step"] - _changed(each, "one_thread"),
+    )  # fmt: skip
+
+
+def too_few_threads(facts: Facts) -> Finding | None:
+    """All cores are faster than the threads that are set."""
+    if not facts.has("step", "all_threads"):
+        return None
+    gain = facts.gain(lambda each: each["data"] + _changed(each, "all_threads"))
+    if gain.low < UNDER:
+        return None
+    evidence = [
+        f"a step takes {_bare(facts)} on {facts.threads} thread(s) and {in_ms(facts.median('all_threads'))} "
+        f"on {facts.cores}"
+    ]
+    lines = (f"torch.set_num_threads({facts.cores})", f"--threads {facts.cores}  # with torchx run")
+    remedy = Remedy(name="all cores", lines=lines, gain=gain, changes=MATH["rounding"], basis="measured")
+    return finding_of(
+        facts,
+        "too_few_threads",
+        "cores stay idle",
+        evidence,
+        [remedy],
+        lambda each: each["step"] - _changed(each, "all_threads"),
+    )
+
+
+def recompilation(facts: Facts) -> Finding | None:
+    """torch.compile makes graphs anew during training."""
+    if not facts.recompiles:
+        return None
+    remedy = Remedy(
+        name="one shape",
+        lines=("DataLoader(..., drop_last=True)", "torch.compile(..., dynamic=True)"),
+        gain=None,
+        changes=MATH["exact"],
+        basis="not predicted",
+    )
+    evidence = [f"torch.compile made {facts.recompiles} graphs during steps whose batches have one shape"]
+    title = "torch.compile compiles again during training"
+    return Finding(
+        cause="recompilation", title=title, evidence=tuple(evidence), remedies=(remedy,), cost=LARGE, size="large"
+    )
+
+
+def between_steps(facts: Facts) -> Finding | None:
+    """An evaluation or a checkpoint takes a share of the training."""
+    if not facts.between or not facts.rounds:
+        return None
+    each = max(facts.between, key=lambda one_of: one_of.seconds / one_of.steps)
+    seconds = each.seconds / each.steps
+    iteration = sum(map(facts.iteration, facts.rounds)) / len(facts.rounds)
+    evidence = [
+        f"{each.name} takes {in_ms(each.seconds)} every {each.steps:,} steps, which take "
+        f"{in_ms((iteration - facts.mean_between()) * each.steps)} themselves"
+    ]
+    remedy = Remedy(
+        name=f"{each.name} a quarter as often",
+        lines=(
+            "--set train.eval_every=...  # four times today's"
+            if facts.recipe
+            else f"every {4 * each.steps:,} steps in place of {each.steps:,}",
+        ),
+        gain=expected(facts, lambda round_: round_["data"] + round_["step"] - 0.75 * seconds),
+        changes=MATH["less"],
+        basis="measured once",
+    )
+    title = f"{each.name} stands in the way of training"
+    return finding_of(facts, "between_steps", title, evidence, [remedy], lambda _: seconds)
+
+
+def small_batch(facts: Facts) -> Finding | None:
+    """A row costs much less in a larger batch: an offer, since it changes what is learned."""
+    remedies = _batch_remedies(facts)
+    if not remedies or not (gain := remedies[-1].gain) or gain.low < 1.15:
+        return None
+    evidence = [
+        f"a step of {facts.rows:,} rows takes {_bare(facts)}, of four times as many {in_ms(facts.median('quadruple'))}"
+    ]
+    return Finding(
+        cause="small_batch", title="a row costs less in a larger batch", evidence=tuple(evidence),
+        remedies=tuple(remedies), cost=1 - 1 / gain.middle, size="offer",
+    )  # fmt: skip
+
+
+def _batch_remedies(facts: Facts) -> list[Remedy]:
+    """Returns larger batches: speed-ups for each row, with the loader as fast for each row as now."""
+    made = []
+    for name, times in (("double", 2), ("quadruple", 4)):
+        if facts.has("step", name):
+
+            def seconds(each: Round, name: str = name, times: int = times) -> float:
+                return each["data"] + _changed(each, name) / times
+
+            made.append(
+                Remedy(
+                    name=f"{times} times the batch",
+                    lines=(f"batch_size={times * facts.rows:,}" if facts.rows else f"batch_size={times} x today's",),
+                    gain=expected(facts, seconds),
+                    changes=MATH["batch"],
+                    basis="measured",
+                )
+            )
+    return made
+
+
+def precision(facts: Facts) -> Finding | None:
+    """Products of 16 bits are faster: an offer, since they round."""
+    if not facts.has("step", "bf16"):
+        return None
+    gain = facts.gain(lambda each: each["data"] + _changed(each, "bf16"))
+    if gain.low < 1.1:
+        return None
+    evidence = [f"a step takes {_bare(facts)}, under bf16 autocast {in_ms(facts.median('bf16'))}"]
+    lines = ('with torch.autocast("cpu", torch.bfloat16): loss = ...', "--set train.amp=bf16  # with torchx run")
+    remedy = Remedy(name="bf16 autocast", lines=lines, gain=gain, changes=MATH["precision"], basis="measured")
+    return Finding(
+        cause="precision", title="products of 16 bits are faster here", evidence=tuple(evidence), remedies=(remedy,),
+        cost=1 - 1 / gain.middle, size="offer",
+    )  # fmt: skip
+
+
+RULES: dict[str, Callable[[Facts], Finding | None]] = {
+    rule.__name__: rule
+    for rule in (
+        *(loader_sleeps, row_python, loader_computes, untouched_rows, launches, host_syncs),
+        *(too_many_threads, too_few_threads, recompilation, between_steps, small_batch, precision),
+    )
+}
+
+
+# ----------------------------------------------------------------------------------- what will help and what will not
+
+
+def limit_share(facts: Facts) -> float:
+    """Returns the share of this machine's limit at which iterations run: products and traffic that must be, by all.
+
+    Products at the rate of a large product measured here, and the parameters that a step reads, each read and written
+    once with its gradient and two moments, at the rate of a large copy.
+    """
+    if not facts.has("step") or not facts.flops_per_s or not facts.bytes_per_s:
+        return 0.0
+    needed = facts.product_flops / facts.flops_per_s + traffic(facts) / facts.bytes_per_s
+    return min(1.0, share_of(facts, lambda _: needed))
+
+
+def traffic(facts: Facts) -> float:
+    """Returns the bytes of parameters, gradients and moments that a step must read and write."""
+    tables = sum(each.rows * each.dim for each in facts.tables)
+    read = sum(min(each.rows, each.read) * each.dim for each in facts.tables)
+    return 4 * 7 * (max(0, facts.parameters - tables) + read)
+
+
+def answers(facts: Facts) -> tuple[Answer, ...]:
+    """Returns what each thing that people try would gain: workers, threads, DDP, batch, precision, compile."""
+    return tuple(make(facts) for make in (_workers, _threads, _ddp, _larger_batch, _mixed_precision, _compile))
+
+
+def _answer(name: str, gain: Gain | None, why: str) -> Answer:
+    helps: Helps = "not known"
+    if gain is not None:
+        # What the machine drifts between two moments widens an interval, and says nothing about the remedy.
+        helps = "no" if gain.high / DRIFT < UNDER else "yes" if gain.low >= UNDER else "perhaps"
+    return Answer(name=name, gain=gain, helps=helps, why=why)
+
+
+def _workers(facts: Facts) -> Answer:
+    if facts.has("data", "step") and share_of(facts, lambda each: each["data"]) < 0.02:
+        hidden = Gain(1.0, facts.gain(_alone).high / DRIFT)
+        return _answer(
+            "loader workers", hidden, f"a batch takes {in_ms(facts.median('data'))}: there is nothing to hide"
+        )
+    gain, basis = worker_gain(facts)
+    return _answer("loader workers", gain, basis + (
+        "; the rows are in memory, so a worker runs the same Python elsewhere and sends what it made"
+        if facts.loader.row_calls and facts.loader.bytes_read == 0 else ""
+    ))  # fmt: skip
+
+
+def _busy_text(facts: Facts) -> str:
+    return f", and others keep {facts.busy:.1f} cores busy" if facts.busy is not None and facts.busy >= 0.1 else ""
+
+
+def _threads(facts: Facts) -> Answer:
+    tried = [name for name in ("one_thread", "all_threads") if facts.has("step", name)]
+    if not tried:
+        why = facts.not_measured.get("all_threads", "not measured")
+        return _answer("other thread numbers", None, f"not tried: {why}")
+    numbers = {"one_thread": 1, "all_threads": facts.cores}
+    gains = {name: facts.gain(lambda each, name=name: each["data"] + _changed(each, name)) for name in tried}  # type: ignore[misc]
+    best = max(tried, key=lambda name: gains[name].middle)
+    return _answer(
+        "other thread numbers", gains[best],
+        f"measured: {numbers[best]} thread(s) in place of {facts.threads}{_busy_text(facts)}",
+    )  # fmt: skip
+
+
+def _ddp(facts: Facts) -> Answer:
+    name = "DDP on this machine"
+    if facts.ranks:
+        return _one_rank(facts)
+    if facts.cores < 2:
+        return _answer(name, Gain(0.5, 1.0), "this process has one core: two processes would share it")
+    if facts.recipe:
+        return _answer(
+            name, None, "not predicted for recipes: rec.train.hybrid -j 1x2 prints rows a second of two ranks"
+        )
+    if not facts.has("data", "step", "quarter", "op"):
+        return _answer(name, None, facts.not_measured.get("quarter", "not measured"))
+    dense = 4 * facts.parameters
+    # Half the batch in each of two processes; gradients of all parameters cross memory four to twelve times.
+    exchange = dense / max(facts.bytes_per_s, 1e9)
+
+    def half(each: Round, *, fast: bool) -> float:
+        step = (
+            (2 * each["step"] + _changed(each, "quarter")) / 3
+            if not fast
+            else _changed(each, "quarter") + (each["step"] - _changed(each, "quarter")) / 3
+        )
+        latency = 100 * each["op"] * (1 if fast else 6)
+        return 0.5 * each["data"] + step + exchange * (4 if fast else 12) + latency
+
+    gain = facts.gain(lambda each: 1.25 * half(each, fast=False), lambda each: half(each, fast=True))
+    why = f"predicted for 2 processes at the same batch in all, which exchange {dense / 2**20:,.1f} MiB a step"
+    if facts.busy is not None and facts.cores - facts.busy < 1.7:
+        gain, why = Gain(gain.low / 2, gain.high), f"{why}{_busy_text(facts)}"
+    return _answer(name, gain, why)
+
+
+def _one_rank(facts: Facts) -> Answer:
+    """Answers the other way round where there are several ranks already."""
+    size = len(facts.ranks)
+    seconds = [each.alone_s for each in facts.ranks if each.alone_s]
+    if not seconds:
+        why = facts.not_measured.get("one rank alone", "not measured")
+        return _answer(f"one rank, not {size}", None, why)
+    why = (
+        f"measured: a rank takes {in_ms(sum(seconds) / len(seconds))} for its step without exchange while the others "
+        f"sleep; one rank would make {size} of these. What DDP over {size} ranks gains is the inverse"
+    )
+    return _answer(f"one rank, not {size}", rank_rules.one_rank(facts), why)
+
+
+def _larger_batch(facts: Facts) -> Answer:
+    remedies = _batch_remedies(facts)
+    if not remedies:
+        return _answer("a larger batch", None, facts.not_measured.get("quadruple", "not measured"))
+    return _answer("a larger batch", remedies[-1].gain, f"measured: {remedies[-1].name}, by row; {MATH['batch']}")
+
+
+def _mixed_precision(facts: Facts) -> Answer:
+    if not facts.has("step", "bf16"):
+        return _answer("mixed precision", None, facts.not_measured.get("bf16", "not measured"))
+    gain = facts.gain(lambda each: each["data"] + _changed(each, "bf16"))
+    return _answer("mixed precision", gain, f"measured: bf16 autocast; {MATH['precision']}")
+
+
+def _compile(facts: Facts) -> Answer:
+    if not facts.has("data", "step", "op") or not facts.ops:
+        return _answer("torch.compile", None, facts.not_measured.get("ops", "not measured"))
+
+    if facts.recipe:
+        remedy = _adopted(facts)
+        return _answer("torch.compile", remedy.gain, f"{remedy.lines[0]}: {remedy.basis}")
+    if facts.syncs:
+        why = f"a graph ends at each of the {facts.syncs:,} values that the step brings to Python; take these out first"
+        return _answer("torch.compile", None, why)
+
+    # The optimizer and rows that are not read stay as they are where model and loss alone are compiled.
+    def seconds(each: Round, *, fast: bool) -> float:
+        kept = each.get("optimizer", 0.0)
+        inside = max(0.0, each["step"] - kept)
+        products = min(facts.product_s, inside)
+        share = inside / each["step"] if each["step"] else 0.0
+        price = (1.0 if fast else 0.5) * share * facts.ops * each["op"]
+        rest = max(0.0, inside - products - price)
+        return each["data"] + kept + min(inside * (1.0 if fast else 1.1), products + (0.4 if fast else 1.0) * rest)
+
+    gain = facts.gain(lambda each: seconds(each, fast=False), lambda each: seconds(each, fast=True))
+    low, high = capture_seconds(facts)
+    why = f"predicted, not tried: model and loss compiled, about {low:.0f} to {high:.0f} s of compiling"
+    return _answer("torch.compile", gain, why)

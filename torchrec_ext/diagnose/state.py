@@ -1,0 +1,440 @@
+"""StateCopy: everything that a training step may change, copied, and put back bit for bit into the same objects.
+
+SmallTables: small tables in place of large ones, for an experiment.
+
+What is reached from a step function, its model, optimizer and loader, through closures, the globals that it names,
+attributes and containers:
+
+* modules: parameters and buffers, which objects they are and what they hold; ``.grad``, the same object or none;
+  ``requires_grad``; ``training``; plain attributes such as counters, lists of numbers and tensors;
+* optimizers: ``state`` with the identity of its tensors, and its absence; ``param_groups``; plain attributes;
+* other objects of the user, schedulers, gradient scalers, datasets, samplers, loaders: plain attributes, small tensors;
+* generators of torch, numpy and ``random``, the global ones and those that hang on any of these objects;
+* the numbers in the closure and the globals of the step function; the number of compute threads.
+
+What is not put back: files and sockets; other processes; arrays and tensors that a dataset changes in place; what an
+object keeps outside of Python, as an open cursor. :attr:`StateCopy.notes` names what was seen of these.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+import sysconfig
+import types
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torchrec_ext.needs_torch  # noqa: F401
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from torchrec_ext.distributed.runtime import available_memory
+
+_PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
+_DEPTH = 6  # attributes, closures and containers that are followed from a root
+_MANY = 1_000  # entries above which a container is data, and is neither followed nor copied
+_SMALL = 100_000  # elements of a tensor that is neither a parameter nor an optimizer's, which are copied at any size
+_TRAINING = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler, Dataset, DataLoader, Sampler)
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_Restore = Callable[[], None]
+
+
+class StateCopy:
+    """A copy of what a step may change.
+
+    Args:
+        roots: objects from which the rest is reached.
+
+    Attributes:
+        modules: modules that are not inside another one, in the order in which they were reached.
+        optimizers: optimizers.
+        notes: what cannot be put back, one sentence each.
+
+    Raises:
+        ValueError: there is no memory for the copies.
+    """
+
+    def __init__(self, *roots: Any) -> None:
+        self.notes: list[str] = []
+        self._restores: list[_Restore] = []
+        self._copied: set[int] = set()
+        self._keep: list[Any] = []  # so that no id is used twice
+        reached = list(_reach(roots))
+        modules = [each for each in reached if isinstance(each, nn.Module)]
+        inner = {id(child) for module in modules for child in module.modules() if child is not module}
+        self.modules = [module for module in modules if id(module) not in inner]
+        self.optimizers = [each for each in reached if isinstance(each, Optimizer)]
+        self._check_memory()
+        for each in reached:
+            self._copy(each)
+        self._random()
+        threads = torch.get_num_threads()
+        self._restores.append(lambda: torch.set_num_threads(threads))
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that the copies of tensors take."""
+        return sum(each.numel() * each.element_size() for each in self._keep if isinstance(each, Tensor))
+
+    def _check_memory(self) -> None:
+        tensors = [tensor for module in self.modules for tensor in (*module.parameters(), *module.buffers())]
+        tensors += [
+            value for optimizer in self.optimizers for held in optimizer.state.values() for value in held.values()
+        ]
+        local = [shard for each in tensors if isinstance(each, Tensor) for shard in _shards(each)]
+        host = {id(each): each for each in local if each.device.type == "cpu"}
+        needed, free = sum(each.numel() * each.element_size() for each in host.values()), available_memory()
+        if needed > 0.8 * free:
+            raise ValueError(
+                f"why_slow: a copy of weights and optimizer state, which are put back afterwards, takes "
+                f"{needed / 2**30:,.1f} GiB, and {free / 2**30:,.1f} are free; diagnose with smaller tables"
+            )
+
+    def restore(self) -> None:
+        """Puts everything back; it may be called several times."""
+        with torch.no_grad():
+            for put_back in self._restores:
+                put_back()
+
+    def _copy(self, each: Any) -> None:
+        if isinstance(each, nn.Module):
+            for module in each.modules():
+                self._module(module)
+        elif isinstance(each, Optimizer):
+            self._optimizer(each)
+        elif isinstance(each, _GENERATORS):
+            self._generator(each)
+        elif isinstance(each, types.FunctionType):
+            if not _is_library(each.__module__):
+                self._function(each)
+        elif isinstance(each, Tensor):
+            self._value(each)
+        elif _followed(each):
+            self._once(each, lambda: self._attributes(vars(each)))
+        elif hasattr(each, "__next__"):
+            self.notes.append(f"an iterator ({type(each).__name__}) that the step or the loader holds is not rewound")
+
+    def _once(self, each: Any, copy: Callable[[], None]) -> None:
+        if id(each) not in self._copied:
+            self._copied.add(id(each))
+            self._keep.append(each)
+            copy()
+
+    def _module(self, module: nn.Module) -> None:
+        def copy() -> None:
+            for held in (module._parameters, module._buffers, module._modules):
+                self._mapping(held)
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if tensor is not None:
+                    self._tensor(tensor)
+            self._attributes(vars(module), leave=("_parameters", "_buffers", "_modules"))
+
+        self._once(module, copy)
+
+    def _optimizer(self, optimizer: Optimizer) -> None:
+        def copy() -> None:
+            states = dict(optimizer.state)
+            self._restores.append(lambda: _refill(optimizer.state, states))
+            for state in states.values():
+                self._mapping(state)
+                for value in state.values():
+                    if isinstance(value, Tensor):
+                        self._tensor(value)
+            for group in optimizer.param_groups:
+                self._mapping(group)
+                for parameter in group["params"]:
+                    self._tensor(parameter)
+            self._attributes(vars(optimizer), leave=("state", "param_groups"))
+
+        self._once(optimizer, copy)
+
+    def _tensor(self, tensor: Tensor) -> None:
+        def copy() -> None:
+            grad, needs = tensor.grad if tensor.is_leaf else None, tensor.requires_grad
+            kept = tensor.detach().clone()
+            self._keep.append(kept)
+
+            def put_back() -> None:
+                tensor.detach().copy_(kept)
+                if tensor.is_leaf:
+                    tensor.requires_grad_(needs)
+                    tensor.grad = grad
+
+            self._restores.append(put_back)
+            if grad is not None:
+                self._tensor(grad)
+
+        shards = _shards(tensor)
+        if len(shards) != 1 or shards[0] is not tensor:  # TorchRec's, of which this rank holds some
+            for shard in shards:
+                self._tensor(shard)
+        elif not tensor.is_sparse and tensor.layout == torch.strided:
+            self._once(tensor, copy)
+        else:
+            self.notes.append(f"a tensor of layout {tensor.layout} is not put back")
+
+    def _mapping(self, mapping: MutableMapping[Any, Any]) -> None:
+        values = dict(mapping)
+        self._restores.append(lambda: _refill(mapping, values))
+        for value in values.values():
+            self._value(value)
+
+    def _attributes(self, attributes: dict[str, Any], leave: tuple[str, ...] = ()) -> None:
+        names = set(attributes)
+        values = {name: value for name, value in attributes.items() if name not in leave}
+
+        def put_back() -> None:
+            for name in set(attributes) - names:
+                del attributes[name]
+            attributes.update(values)
+
+        self._restores.append(put_back)
+        for value in values.values():
+            self._value(value)
+
+    def _value(self, value: Any) -> None:
+        """Copies what a value holds, where that is small or a tensor."""
+        if isinstance(value, Tensor):
+            if value.requires_grad or value.size().numel() <= _SMALL:  # a ShardedTensor has no numel()
+                self._tensor(value)
+        elif isinstance(value, dict | list | set) and len(value) <= _MANY:
+            self._once(value, lambda: self._container(value))
+        elif isinstance(value, tuple) and len(value) <= _MANY:
+            for each in value:
+                self._value(each)
+
+    def _container(self, value: Any) -> None:
+        if isinstance(value, dict):
+            self._mapping(value)
+            return
+        values = list(value)
+
+        def put_back() -> None:
+            if isinstance(value, list):
+                value[:] = values
+            else:
+                value.clear()
+                value.update(values)
+
+        self._restores.append(put_back)
+        for each in values if isinstance(value, list) else ():
+            self._value(each)
+
+    def _function(self, function: types.FunctionType) -> None:
+        def copy() -> None:
+            for cell in function.__closure__ or ():
+                if (value := _content(cell)) is not None and isinstance(value, _PLAIN):
+                    self._restores.append(functools.partial(setattr, cell, "cell_contents", value))
+            variables = function.__globals__
+            named = {name: variables[name] for name in _names(function.__code__) if name in variables}
+            plain = {name: value for name, value in named.items() if isinstance(value, _PLAIN)}
+            self._restores.append(lambda: variables.update(plain))
+            for value in (*named.values(), *map(_content, function.__closure__ or ())):
+                if isinstance(value, dict | list | set):
+                    self._value(value)
+
+        self._once(function, copy)
+
+    def _generator(self, generator: Any) -> None:
+        def copy() -> None:
+            if isinstance(generator, torch.Generator):
+                state = generator.get_state()
+                self._restores.append(lambda: _discard(generator.set_state(state)))
+            elif isinstance(generator, np.random.Generator):
+                held = generator.bit_generator
+                kept = held.state
+                self._restores.append(lambda: setattr(held, "state", kept))
+            elif isinstance(generator, np.random.RandomState):
+                legacy = generator.get_state()
+                self._restores.append(lambda: generator.set_state(legacy))
+            else:
+                plain = generator.getstate()
+                self._restores.append(lambda: generator.setstate(plain))
+
+        self._once(generator, copy)
+
+    def _random(self) -> None:
+        """Copies the global generators."""
+        cpu, numbers, plain = torch.get_rng_state(), np.random.get_state(), random.getstate()
+        self._restores += [
+            lambda: torch.set_rng_state(cpu),
+            lambda: np.random.set_state(numbers),
+            lambda: random.setstate(plain),
+        ]
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            devices = torch.cuda.get_rng_state_all()
+            self._restores.append(lambda: torch.cuda.set_rng_state_all(devices))
+
+
+def _shards(tensor: Any) -> list[Tensor]:
+    """Returns the tensors of this rank that a ShardedTensor or DTensor is made of; any other tensor itself."""
+    if hasattr(tensor, "local_shards"):
+        shards: Any = tensor.local_shards() if callable(tensor.local_shards) else tensor.local_shards
+        return [getattr(each, "tensor", each) for each in shards]
+    return _shards(tensor.to_local()) if hasattr(tensor, "to_local") else [tensor]
+
+
+def _refill(mapping: MutableMapping[Any, Any], values: dict[Any, Any]) -> None:
+    """Makes a mapping hold what it held, without making its entries anew where they are right."""
+    if [id(key) for key in mapping] != [id(key) for key in values]:
+        mapping.clear()
+    for key, value in values.items():
+        if key not in mapping or mapping[key] is not value:
+            mapping[key] = value
+
+
+def _discard(_: object) -> None:
+    pass
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """Yields the names of globals and attributes that a function and those inside it read."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None
+
+
+def _reach(roots: tuple[Any, ...]) -> Iterator[Any]:
+    """Yields the modules, optimizers, generators, functions, tensors and other objects that roots lead to, once."""
+    seen: set[int] = set()
+    waiting = [(root, 0) for root in roots]
+    while waiting:
+        each, depth = waiting.pop(0)
+        if id(each) in seen or depth > _DEPTH or isinstance(each, _PLAIN):
+            continue
+        seen.add(id(each))
+        if not isinstance(each, dict | list | tuple | set):
+            yield each
+        waiting += [(child, depth + 1) for child in _children(each)]
+
+
+def _children(each: Any) -> Iterator[Any]:
+    if isinstance(each, dict):
+        yield from each.values() if len(each) <= _MANY else ()
+    elif isinstance(each, list | tuple | set):
+        yield from each if len(each) <= _MANY else ()
+    elif isinstance(each, types.FunctionType):
+        if _is_library(each.__module__):
+            return
+        yield from map(_content, each.__closure__ or ())
+        yield from each.__defaults__ or ()
+        yield from (each.__kwdefaults__ or {}).values()
+        yield from (each.__globals__[name] for name in _names(each.__code__) if name in each.__globals__)
+    elif isinstance(each, types.MethodType):
+        yield from (each.__self__, each.__func__)
+    elif isinstance(each, functools.partial):
+        yield from (each.func, each.args, each.keywords)
+    elif _followed(each):
+        yield from vars(each).values()
+
+
+def _followed(each: Any) -> bool:
+    """Whether an object's attributes are followed: the user's, and of libraries those that take part in training."""
+    if isinstance(each, (type, types.ModuleType, Tensor, *_GENERATORS)) or hasattr(each, "__next__"):
+        return False
+    return hasattr(each, "__dict__") and (not _is_library(type(each).__module__) or isinstance(each, _TRAINING))
+
+
+@functools.cache
+def _is_library(name: str) -> bool:
+    """Whether a module is installed, and not the user's own."""
+    module = sys.modules.get(name)
+    file = getattr(module, "__file__", None)
+    if name == "__main__" or name.startswith("torchrec_ext"):
+        return False
+    return file is None or any(
+        folder in file for folder in ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
+    )
+
+
+class SmallTables:
+    """Tables of a few rows in place of large ones, while this context is open: ids are taken modulo their number.
+
+    The step then runs as if an optimizer moved only the rows that are read. The user's parameters and their state are
+    not touched: others stand in their place in modules and optimizers.
+
+    Args:
+        state: knows all modules and optimizers.
+        tables: modules of tables, with the ids that a step reads of each.
+        rows_for_each: rows of a small table for each id that a step reads.
+    """
+
+    def __init__(self, state: StateCopy, tables: Sequence[tuple[Any, int]], rows_for_each: int) -> None:
+        self._state, self._tables, self._modules = state, tables, [module for module, _ in tables]
+        self._small: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        self._states: dict[tuple[int, int], dict[str, Any]] = {}
+        self._rows_for_each = rows_for_each
+        self._stack = ExitStack()
+
+    def __enter__(self) -> SmallTables:
+        if not self._small:
+            self._make()
+        with ExitStack() as stack:
+            for root in self._state.modules:
+                for module in root.modules():
+                    for name, parameter in module._parameters.items():
+                        if parameter is not None and id(parameter) in self._small:
+                            module._parameters[name] = self._small[id(parameter)][1]
+                            stack.callback(module._parameters.__setitem__, name, parameter)
+            for module in self._modules:
+                stack.callback(module.register_forward_pre_hook(_modulo).remove)
+            for optimizer in self._state.optimizers:
+                self._swap(optimizer, stack)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._stack.close()
+
+    def _make(self) -> None:
+        for module, reads in self._tables:
+            weight = module.weight
+            rows = min(len(weight), max(1 + (module.padding_idx or 0), self._rows_for_each * reads))
+            if id(weight) in self._small:
+                rows = max(rows, len(self._small[id(weight)][1]))
+            self._small[id(weight)] = weight, nn.Parameter(weight.detach()[:rows].clone())
+
+    def _swap(self, optimizer: Optimizer, stack: ExitStack) -> None:
+        for group in optimizer.param_groups:
+            params = group["params"]
+            for index, parameter in enumerate(params):
+                if id(parameter) not in self._small:
+                    continue
+                small = self._small[id(parameter)][1]
+                key = id(optimizer), id(parameter)
+                if key not in self._states:
+                    self._states[key] = {
+                        name: _first_rows(value, parameter, small)
+                        for name, value in optimizer.state.get(parameter, {}).items()
+                    }
+                if self._states[key]:
+                    optimizer.state[small] = self._states[key]
+                params[index] = small
+                stack.callback(optimizer.state.pop, small, None)
+                stack.callback(params.__setitem__, index, parameter)
+
+
+def _first_rows(value: Any, parameter: Tensor, small: Tensor) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return (value[: len(small)] if value.shape[:1] == parameter.shape[:1] else value).clone()
+
+
+def _modulo(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (args[0] % len(module.weight), *args[1:])

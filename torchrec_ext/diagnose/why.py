@@ -1,0 +1,342 @@
+"""why_slow: says what a training step's time goes to, what will help and what will not."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial, wraps
+from typing import Any
+
+import torchrec_ext.needs_torch  # noqa: F401
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from torchrec_ext.adopt import AdoptedStep, adopt
+from torchrec_ext.diagnose.batches import BatchSource, called_with, loader_with, row_count
+from torchrec_ext.diagnose.clock import ThreadClock
+from torchrec_ext.diagnose.collectives import Ranks, agreed
+from torchrec_ext.diagnose.experiments import Experiments
+from torchrec_ext.diagnose.ranks import RankExperiments
+from torchrec_ext.diagnose.report import Diagnosis, apply_in_turn
+from torchrec_ext.diagnose.rules import Remedy
+from torchrec_ext.diagnose.state import StateCopy
+
+_TOGETHER = 4  # iterations of a turn
+_PROOF_S = 10.0  # seconds of the wall clock in which a remedy is measured
+Step = Callable[..., object]
+Loss = Callable[..., Any]
+
+
+class _WhySlow:
+    """Says why training is slow, what will help and what will not, and by how much: measured on the step itself.
+
+    Called with a model, its optimizer, ``loss(*batch)``, which returns the mean loss or a pair with it first, and the
+    batches: an iterable such as a DataLoader. :meth:`step` takes any step function instead.
+
+    On several ranks each of them calls it, in the same place; they measure together, and rank 0's page is that of all.
+
+    All that the step changes is put back bit for bit, see :class:`StateCopy`. It takes ``budget_s`` seconds or less for
+    the rounds, and some more to count ops and to try a worker.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Linear(4, 1)
+        >>> optimizer, batches = torch.optim.SGD(model.parameters()), [(torch.ones(8, 4), torch.ones(8, 1))] * 3
+        >>> diagnosis = why_slow(model, optimizer, lambda x, y: (model(x) - y).square().mean(), batches, budget_s=1)
+        >>> [answer.name for answer in diagnosis.answers][:2]
+        ['loader workers', 'other thread numbers']
+    """
+
+    __name__ = "why_slow"
+
+    def __call__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        loss: Loss,
+        batches: Iterable[Any],
+        *,
+        budget_s: float = 25.0,
+        between: Mapping[str, tuple[Callable[[], object], int]] | None = None,
+        apply: bool = False,
+    ) -> Diagnosis:
+        """Diagnoses the usual step: zero_grad, loss, backward, step.
+
+        Args:
+            model: the model, on its device.
+            optimizer: its optimizer, or several.
+            loss: loss of a batch, called with the entries of a batch that is a tuple or list, else with the batch.
+            batches: batches, such as a DataLoader.
+            budget_s: seconds of the wall clock that the rounds may take.
+            between: what else runs between steps, by name: a function, and the number of steps from a call to the next.
+            apply: apply the remedies that keep the mathematics and need nobody to write them, one after the other, and
+                measure what they gain, see :attr:`Diagnosis.proof`; what they train is put back too. They are
+                other thread numbers, a worker, and :func:`adopt`.
+
+        Raises:
+            ValueError: there is no batch, or no memory for a copy of the state, on this rank or another one.
+        """
+        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+
+        def step(*batch: Any) -> None:
+            for each in optimizers:
+                each.zero_grad()
+            value = loss(*batch)
+            (value[0] if isinstance(value, tuple) else value).backward()
+            for each in optimizers:
+                each.step()
+
+        roots = (loss, model, *optimizers)
+        _check_alone(apply)
+        diagnosis = self._diagnose(step, batches, roots, budget_s, between)
+        if apply:
+            self._apply(
+                diagnosis, step, batches, roots, budget_s, lambda: adopt(model, optimizers, loss, compile="require")
+            )
+        return diagnosis
+
+    def step(
+        self,
+        fn: Step,
+        batches: Iterable[Any],
+        *,
+        model: nn.Module | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] = (),
+        budget_s: float = 25.0,
+        between: Mapping[str, tuple[Callable[[], object], int]] | None = None,
+        apply: bool = False,
+    ) -> Diagnosis:
+        """Diagnoses any step function.
+
+        Args:
+            fn: trains on a batch, of which it takes the entries, or the batch whole where it has one parameter.
+            batches: batches, such as a DataLoader.
+            model: the model, where it cannot be reached from ``fn`` through closures, globals and attributes.
+            optimizer: its optimizers, in the same case.
+            budget_s: seconds of the wall clock that the rounds may take.
+            between: what else runs between steps, by name: a function, and the number of steps from a call to the next.
+            apply: apply the remedies that keep the mathematics and need nobody to write them, one after the other, and
+                measure what they gain, see :attr:`Diagnosis.proof`; what they train is put back too. They are
+                other thread numbers and a worker.
+
+        Raises:
+            ValueError: there is no batch, or no memory for a copy of the state, on this rank or another one.
+        """
+        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        roots = (fn, *([model] if model else []), *optimizers)
+        _check_alone(apply)
+        diagnosis = self._diagnose(fn, batches, roots, budget_s, between)
+        if apply:
+            self._apply(diagnosis, fn, batches, roots, budget_s, None)
+        return diagnosis
+
+    def _apply(
+        self,
+        diagnosis: Diagnosis,
+        fn: Step,
+        batches: Iterable[Any],
+        roots: tuple[Any, ...],
+        budget_s: float,
+        adopted: Callable[[], AdoptedStep] | None,
+    ) -> None:
+        """Applies what can be applied without the user's hand, see :func:`apply_in_turn`, and puts everything back."""
+        if diagnosis.verdict == "step failed" or isinstance(batches, Iterator):
+            return
+        state = StateCopy(*roots, batches)
+        hooks = [(held, dict(held)) for each in state.optimizers for held in _hooks(each)]
+        try:
+            apply_in_turn(
+                diagnosis,
+                (fn, batches),
+                partial(_with_remedy, adopted=adopted),
+                lambda before, after: _compare(*before, roots, *after, _PROOF_S),
+                lambda given: self._diagnose(*given, roots, budget_s, None),
+            )
+        finally:
+            state.restore()
+            for held, kept in hooks:
+                held.clear()
+                held.update(kept)
+
+    def _diagnose(
+        self,
+        fn: Step,
+        batches: Iterable[Any],
+        roots: tuple[Any, ...],
+        budget_s: float,
+        between: Mapping[str, tuple[Callable[[], object], int]] | None,
+    ) -> Diagnosis:
+        ranks = Ranks() if dist.is_initialized() and dist.get_world_size() > 1 else None
+        try:
+            return self._diagnosed(fn, batches, roots, budget_s, dict(between or {}), ranks)
+        finally:
+            if ranks is not None:
+                ranks.close()
+
+    def _diagnosed(
+        self,
+        fn: Step,
+        batches: Iterable[Any],
+        roots: tuple[Any, ...],
+        budget_s: float,
+        between: Mapping[str, tuple[Callable[[], object], int]],
+        ranks: Ranks | None,
+    ) -> Diagnosis:
+        functions = tuple(function for function, _ in between.values())
+        roots += functions if isinstance(batches, list | tuple) else (*functions, batches)
+        with agreed(ranks):
+            _check(budget_s, between)
+            state = StateCopy(*roots)
+        try:
+            with ThreadClock() as clock:
+                with agreed(ranks):
+                    experiments = (
+                        Experiments(fn, batches, state, clock, budget_s)
+                        if ranks is None
+                        else RankExperiments(ranks, fn, batches, state, clock, budget_s)
+                    )
+                facts = experiments.facts(between)
+        finally:
+            state.restore()
+        compare = partial(_compare, fn, experiments.source.again(), roots)
+        diagnosis = Diagnosis(facts, compare) if ranks is None else Diagnosis(facts, _not_on_ranks, ranks.rank)
+        diagnosis.batches = experiments.source.handed_back()
+        experiments.source.close()
+        return diagnosis
+
+
+def _check_alone(apply: bool) -> None:
+    if apply and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(
+            f"apply=True on {dist.get_world_size()} ranks: remedies are applied in one process, since ranks that wait "
+            "for each other would take unequal numbers of steps; leave it out, or run one rank"
+        )
+
+
+def _hooks(optimizer: Optimizer) -> list[dict[Any, Any]]:
+    """Returns the hooks of an optimizer's state_dict, of which an adopted step adds some."""
+    return [held for name, held in vars(optimizer).items() if name.endswith("_hooks") and isinstance(held, dict)]
+
+
+def _with_remedy(
+    given: tuple[Step, Iterable[Any]], remedy: Remedy, adopted: Callable[[], AdoptedStep] | None
+) -> tuple[tuple[Step, Iterable[Any]], str] | None:
+    """Returns a step and its batches with a remedy, and the lines of it; None where the user must write it."""
+    fn, batches = given
+    lines = "\n".join(remedy.lines)
+    if remedy.name == "one thread" or remedy.name == "all cores":
+        threads = 1 if remedy.name == "one thread" else len(os.sched_getaffinity(0))
+        return (_on_threads(fn, threads), batches), remedy.lines[0]
+    if remedy.name.startswith("DataLoader with") and isinstance(batches, DataLoader):
+        workers = int(remedy.name.split()[2])
+        return (fn, loader_with(batches, num_workers=workers, prefetch_factor=2)), lines
+    if remedy.name.startswith("adopt: the step captured") and adopted is not None:
+        return (adopted(), batches), lines
+    return None
+
+
+def _on_threads(fn: Step, threads: int) -> Step:
+    @wraps(fn)
+    def step(*batch: Any) -> Any:
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            return fn(*batch)
+        finally:
+            torch.set_num_threads(before)
+
+    return step
+
+
+def _check(budget_s: float, between: Mapping[str, tuple[Callable[[], object], int]]) -> None:
+    if not budget_s > 0:
+        raise ValueError(f"budget_s={budget_s}: must be a number of seconds above 0")
+    for name, (_, steps) in between.items():
+        if steps < 1:
+            raise ValueError(f"between[{name!r}]: steps={steps} from a call to the next; must be at least 1")
+
+
+def _not_on_ranks(*_: Any) -> list[tuple[float, float]]:
+    raise ValueError(
+        "realised: turns of two steps are not taken on several ranks; diagnose again with the remedy in place, and "
+        "compare the iterations of both pages"
+    )
+
+
+def _compare(
+    fn: Step,
+    batches: Iterable[Any],
+    roots: tuple[Any, ...],
+    step: Step | Iterator[Any],
+    with_batches: Any,
+    seconds: float,
+) -> list[tuple[float, float]]:
+    """Returns seconds of a row, or of an iteration where rows are not known, as it was and with the remedy, by turn.
+
+    What is as it was is put back after each turn; the remedy's steps are real ones. Worker processes are seen by the
+    wall clock alone, so where there are some it times both.
+    """
+    processes = any(getattr(each, "num_workers", 0) for each in (batches, with_batches))
+    turns: list[tuple[float, float]] = []
+    with ThreadClock() as clock:
+        timer = time.perf_counter if processes else clock
+        iterations = _Iterations(step, batches if with_batches is None else with_batches)
+        iterations.run(3, timer)
+        end = time.perf_counter() + seconds
+        while len(turns) < 5 or (time.perf_counter() < end and len(turns) < 15):
+            iterations.settle()
+            state = StateCopy(*roots)
+            try:
+                before = _Iterations(fn, batches)
+                before.run(1, timer)
+                old, old_rows = before.run(_TOGETHER, timer)
+            finally:
+                state.restore()
+            new, new_rows = iterations.run(_TOGETHER, timer)
+            turns.append((old / old_rows, new / new_rows) if old_rows and new_rows else (old, new))
+        iterations.settle()
+    return turns
+
+
+class _Iterations:
+    """Iterations of a training loop, each a batch and its step.
+
+    Args:
+        step: a step function; or an iterator, of which each entry is an iteration.
+        batches: batches of the step function.
+    """
+
+    def __init__(self, step: Step | Iterator[Any], batches: Iterable[Any]) -> None:
+        self._iterator = step if isinstance(step, Iterator) else None
+        self._settle = getattr(step, "settle", lambda: None)
+        if not isinstance(step, Iterator):
+            self._source = BatchSource(batches)
+            self._call = called_with(step, self._source.first)
+
+    def settle(self) -> None:
+        """Completes updates that an adopted step has put off."""
+        self._settle()
+
+    def run(self, count: int, timer: Callable[[], float]) -> tuple[float, int]:
+        """Returns the mean seconds of so many iterations, and their rows; 0 where these are not known."""
+        if self._iterator is not None:
+            start = timer()
+            for _ in range(count):
+                next(self._iterator)
+            return (timer() - start) / count, 0
+        spent, rows = 0.0, 0
+        for _ in range(count):
+            batch, seconds, _ = self._source.take(timer)
+            start = timer()
+            self._call(batch)
+            spent += seconds + timer() - start
+            rows += row_count(batch)
+        return spent / count, rows
+
+
+why_slow = _WhySlow()

@@ -1,0 +1,297 @@
+"""Diagnoses a recipe's training: its own loader, step and evaluation under experiments, on all ranks, and a verdict.
+
+Remedies that keep the mathematics are applied on request, one after the other, and measured beside the step without.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import sys
+import time
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, redirect_stdout
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from torchrec_ext.batch import TowerBatch
+from torchrec_ext.diagnose import Diagnosis, StateCopy, ThreadClock
+from torchrec_ext.diagnose.collectives import Ranks
+from torchrec_ext.diagnose.experiments import Experiments
+from torchrec_ext.diagnose.facts import LoaderFacts
+from torchrec_ext.diagnose.ranks import RankExperiments
+from torchrec_ext.diagnose.report import apply_in_turn
+from torchrec_ext.diagnose.rules import Remedy
+from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.sync import synchronised
+from torchrec_ext.train.guards.amp import forward_context
+from torchrec_ext.train.guards.finite import FiniteLoss
+from torchrec_ext.train.step.choose import Steps, StepsConfig
+from torchrec_ext.train.step.lowering import CannotCaptureError
+from torchrec_ext.train.step.pipeline import make_pipeline
+from torchrec_ext.train.step.plain import PlainStep
+from torchx_apps.cli.overrides import apply_overrides
+from torchx_apps.jobs.placing import merge_lookups
+from torchx_apps.jobs.training import (
+    as_loaded,
+    build_model,
+    load_task,
+    loader_of,
+    plan_job,
+    quieten_libraries,
+    shard_job,
+)
+from torchx_apps.tasks.job import Job, schema_of
+
+_TURNS = 5, 15  # at least, and at most, where a remedy is measured
+_TURN_S, _PROOF_S = 0.25, 10.0
+_LEAST_STEPS = 4
+_WARM_STEPS = 20  # of each variant, in which a step is captured
+
+
+def run_diagnosis(
+    job: Job,
+    *,
+    budget_s: float = 25.0,
+    as_json: bool = False,
+    out: Path | None = None,
+    html: Path | None = None,
+    trace: Path | None = None,
+    apply: bool = False,
+) -> int:
+    """Diagnoses a job's training on all ranks; rank 0 prints the page, and writes it to files.
+
+    Args:
+        job: the job.
+        budget_s: seconds that the rounds of experiments may take.
+        as_json: print JSON instead.
+        out: folder for ``diagnosis.txt``, ``diagnosis.json`` and ``diagnosis.html``.
+        html: file for the page with pictures.
+        trace: file for the Chrome trace.
+        apply: apply the remedies that keep the mathematics, and measure what they gain.
+
+    Returns:
+        0.
+
+    Raises:
+        ValueError: remedies are to be applied on several ranks, or a file cannot be written.
+    """
+    quieten_libraries()
+    with Runtime.start(job.device, threads=job.threads) as runtime:
+        if apply and runtime.world_size > 1:
+            raise ValueError(
+                f"--apply on {runtime.world_size} ranks: remedies are applied on one rank, since ranks that wait for "
+                "each other would take unequal numbers of steps; leave it out, or launch one rank (-j 1x1)"
+            )
+        diagnosis = diagnose_job(job, runtime, budget_s)
+        if apply:
+            apply_remedies(job, diagnosis, runtime, budget_s)
+        if runtime.is_main:
+            print(diagnosis.to_json() if as_json else diagnosis)
+            if out is not None:
+                _write(diagnosis, out)
+            for file, write in ((html, diagnosis.html), (trace, diagnosis.trace)):
+                if file is not None:
+                    write(file)
+                    print(f"written to {file}", file=sys.stderr)
+    return 0
+
+
+class _Built(NamedTuple):
+    """The parts of a job's training: its task, their schema, loader, sharded model and optimizer."""
+
+    task: Any
+    schema: Any
+    loader: Any
+    model: Any
+    optimizer: HybridOptimizer
+
+
+def _build(job: Job, runtime: Runtime) -> _Built:
+    task = load_task(job, runtime)
+    job = as_loaded(job, task)
+    torch.manual_seed(job.train.seed)
+    model = build_model(job, task)
+    merge_lookups(job, model, runtime.world_size)
+    schema = schema_of(job, task, model)
+    loader = loader_of(job, task, schema, runtime)
+    plan, _ = plan_job(job, model, None, runtime)
+    parallel, optimizer = shard_job(job, model, plan, runtime)
+    return _Built(task, schema, loader, parallel, optimizer)
+
+
+def diagnose_job(job: Job, runtime: Runtime, budget_s: float) -> Diagnosis:
+    """Returns the diagnosis of a job's eager steps, its loader and its evaluation; the model is not kept."""
+    task, schema, loader, parallel, optimizer = _build(job, runtime)
+    evaluator = task.evaluator(schema, parallel, runtime)
+    loader.set_epoch(0)
+    between: dict[str, tuple[Callable[[], object], int]] = {}
+    if task.validates:
+        between["the evaluation"] = evaluator.validate, max(1, len(loader) * job.train.eval_every)
+    step = eager_step(job, parallel, optimizer, runtime, len(loader))
+    ranks = Ranks() if runtime.world_size > 1 else None
+    try:
+        with ThreadClock() as clock:
+            arguments = step, loader, StateCopy(), clock, budget_s
+            experiments = (
+                Experiments(*arguments, recipe=True)
+                if ranks is None
+                else RankExperiments(ranks, *arguments, modules=[parallel], recipe=True)
+            )
+            facts = experiments.facts(between)
+            experiments.source.close()
+    finally:
+        if ranks is not None:
+            ranks.close()
+    return Diagnosis(
+        dataclasses.replace(
+            facts,
+            rows=job.loader.batch_size * (1 + job.loader.negatives),
+            parameters=sum(parameter.numel() for parameter in parallel.parameters()),
+            optimizers=(f"{job.optimizer.tables} of the tables", f"{job.optimizer.dense} of the layers"),
+            loader=LoaderFacts(kind="loader", dataset=type(loader).__name__),
+        ),
+        rank=runtime.rank,
+    )
+
+
+def eager_step(
+    job: Job, model: nn.Module, optimizer: HybridOptimizer, runtime: Runtime, steps: int
+) -> Callable[[TowerBatch], Any]:
+    """Returns the step that training makes while none is captured, as a function of a batch."""
+    context = lambda: forward_context(job.train.amp, runtime.device)()  # noqa: E731
+    forward = FiniteLoss(model, runtime, steps, context=context)
+    if runtime.device.type == "cpu" and runtime.world_size == 1:  # it calls no DistributedDataParallel
+        try:
+            plain = PlainStep(model, optimizer, forward, context=context)
+        except CannotCaptureError:
+            pass
+        else:
+            plain.begin()
+            return plain
+
+    def step(batch: TowerBatch) -> Any:
+        optimizer.zero_grad()
+        loss, output = forward(batch)
+        loss.backward()
+        optimizer.step()
+        return output
+
+    return step
+
+
+def apply_remedies(job: Job, diagnosis: Diagnosis, runtime: Runtime, budget_s: float) -> None:
+    """Applies a job's remedies that are settings of it, see :func:`apply_in_turn`.
+
+    Args:
+        job: the job as it was diagnosed.
+        diagnosis: diagnosis of the job, to which proof, kept lines and notes are added.
+        runtime: this process's rank.
+        budget_s: seconds that the rounds of each further diagnosis may take.
+    """
+
+    def change(given: Job, remedy: Remedy) -> tuple[Job, str] | None:
+        settings = job_settings(remedy)
+        if not settings:
+            return None
+        return apply_overrides(given, settings), " ".join(f"--set {setting}" for setting in settings)
+
+    between = diagnosis.facts.mean_between()  # a part of the iterations that gains are predicted of
+    apply_in_turn(
+        diagnosis,
+        job,
+        change,
+        lambda before, after: [(old + between, new + between) for old, new in _turns(before, after, runtime)],
+        lambda changed: diagnose_job(changed, runtime, budget_s),
+    )
+
+
+def job_settings(remedy: Remedy) -> list[str]:
+    """Returns a remedy as ``key=value`` texts of a job; empty where it is none, or its value is left to the user.
+
+    Example:
+        >>> lines = "--set loader.prefetch=8 --set loader.read_ahead=2", "--threads 2  # with torchx run"
+        >>> job_settings(Remedy(name="", lines=lines, gain=None, changes="", basis=""))
+        ['loader.prefetch=8', 'loader.read_ahead=2', 'threads=2']
+    """
+    words = [word for line in remedy.lines for word in line.partition("  #")[0].split()]
+    flags = {"--set": "", "--threads": "threads="}
+    settings = [flags[flag] + value for flag, value in itertools.pairwise(words) if flag in flags]
+    return [] if any(setting.endswith("...") for setting in settings) else settings
+
+
+def _turns(before: Job, after: Job, runtime: Runtime) -> list[tuple[float, float]]:
+    """Returns seconds of an iteration of two jobs by turns; what they print goes to stderr.
+
+    Raises:
+        ValueError: a job has no captured step, and must have one.
+    """
+    with ExitStack() as stack, ThreadClock() as clock, redirect_stdout(sys.stderr):
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        pair = [_Iterated(job, runtime, stack) for job in (before, after)]
+        for each in pair:
+            each.run(clock, _WARM_STEPS)
+        turns: list[tuple[float, float]] = []
+        end = time.perf_counter() + _PROOF_S
+        while len(turns) < _TURNS[0] or (time.perf_counter() < end and len(turns) < _TURNS[1]):
+            order = pair if len(turns) % 2 == 0 else pair[::-1]
+            seconds = {id(each): each.turn(clock) for each in order}
+            turns.append((seconds[id(pair[0])], seconds[id(pair[1])]))
+        return turns
+
+
+class _Iterated:
+    """Iterations of a job's training, epoch after epoch, as its training loop makes them."""
+
+    def __init__(self, job: Job, runtime: Runtime, stack: ExitStack) -> None:
+        self._threads = job.threads or runtime.threads
+        self._ahead = job.loader.prefetch + 2  # batches that were made while others had their turn
+        self._iterations = self._endless(job, runtime, stack)
+        stack.callback(self._iterations.close)
+
+    def _endless(self, job: Job, runtime: Runtime, stack: ExitStack) -> Generator[Any, None, None]:
+        _, _, loader, model, optimizer = _build(job, runtime)
+        context = forward_context(job.train.amp, runtime.device)
+        ranks = stack.enter_context(synchronised(model, optimizer, job.sync))
+        forward = FiniteLoss(model, runtime, len(loader), ranks=ranks, context=context)
+        pipeline = make_pipeline(
+            model, optimizer, runtime.device, forward=forward, before_tables=forward.before_tables, sync=job.sync
+        )
+        captured = job.train.compile == "require"
+        config = StepsConfig(compile="require" if captured else "off", total=sys.maxsize, context=context)
+        steps = Steps(model, optimizer, runtime, pipeline, forward, ranks, config)
+        model.train()
+        for epoch in itertools.count():
+            loader.set_epoch(epoch)
+            yield from steps.outputs(loader, iter)
+            pipeline.detach()
+
+    def run(self, clock: Callable[[], float], count: int) -> float:
+        """Returns the mean seconds of so many iterations."""
+        torch.set_num_threads(self._threads)
+        start = clock()
+        for _ in range(count):
+            next(self._iterations)
+        return (clock() - start) / count
+
+    def turn(self, clock: Callable[[], float]) -> float:
+        """Returns the mean seconds of as many iterations as a turn holds."""
+        first = self.run(clock, self._ahead)
+        return self.run(clock, max(_LEAST_STEPS, int(_TURN_S / max(first, 1e-6))))
+
+
+def _write(diagnosis: Diagnosis, folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "diagnosis.txt").write_text(f"{diagnosis}\n")
+        (folder / "diagnosis.json").write_text(diagnosis.to_json() + "\n")
+        diagnosis.html(folder / "diagnosis.html")
+    except OSError as error:
+        raise ValueError(
+            f"--out {folder}: cannot be written: {error.strerror or error}; choose another folder"
+        ) from None
+    print(f"written to {folder}", file=sys.stderr)
