@@ -29,10 +29,11 @@ from torchrec_ext.modules.interaction import (
 )
 from torchrec_ext.modules.layers import Recorded
 from torchrec_ext.modules.session_encoder import SessionEncoder
-from torchrec_ext.modules.session_tower import SessionTower
+from torchrec_ext.modules.session_tower import SessionSteps, SessionTop, SessionTower
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.retrieval.bundle.architecture import INTERACTIONS, TOWERS, describe_module, rebuild
 from torchrec_ext.retrieval.bundle.manifest import BundleError
+from torchrec_ext.retrieval.bundle.program import ProgramTop, ProgramTower
 
 pytestmark = pytest.mark.unit
 
@@ -119,6 +120,28 @@ MAKES: dict[type[nn.Module], Callable[[Draw], nn.Module]] = {
         [bags(draw, "g", 2), bags(draw, "m", 3)], 2, draw(WIDTH), bias=draw(st.booleans()), dense=["x"]
     ),
     SessionTower: a_session_tower,
+    SessionSteps: lambda draw: SessionSteps(
+        [lists(draw, "history", "gap")],
+        session=["history", "gap"],
+        max_length=draw(WIDTH),
+        dense=["hour"],
+        combine=draw(st.sampled_from(["sum", "concat"])),
+    ),
+    SessionTop: lambda draw: SessionTop(
+        [3 * 9 + 1, 5, 19],
+        **draw(
+            st.sampled_from(
+                [{"width": 8, "targets": 2}, {"width": 4, "targets": 1, "features": 2, "slots": [1]}]  # type: ignore[list-item]
+            )
+        ),
+        max_length=3,
+        mlp_widths=draw(HIDDEN),
+        top_widths=draw(HIDDEN),
+        heads=2,
+        position=draw(st.sampled_from(["start", "end", "none"])),
+        pooling=draw(st.sampled_from(["flatten", "last", "mean"])),
+        activation=draw(ACTIVATION),
+    ),
     NextItemTower: lambda draw: NextItemTower([lists(draw, "session")], an_encoder(draw, causal=True)),
     DotProduct: lambda draw: DotProduct([draw(WIDTH)] * 2),
     Cosine: lambda draw: Cosine([draw(WIDTH)] * 2, temperature=0.3),
@@ -136,6 +159,17 @@ MAKES: dict[type[nn.Module], Callable[[Draw], nn.Module]] = {
         draw(WIDTH), draw(st.lists(WIDTH, min_size=1, max_size=3)), activation=draw(ACTIVATION)
     ),
     Reordered: lambda draw: Reordered(TopMLP([3, 4, 5]), [2, 0, 1], [4, 5, 3]),
+    ProgramTower: lambda draw: ProgramTower(
+        [bags(draw, "item", 3)],
+        {"item": ["int64"], "x": ["float32"], "list": ["float32", 2]},
+        {"layer/weight": ["float32", draw(WIDTH), 3], "shift": ["int64"]},
+        [["embedding.default", ["&item", "@item"], {}], ["linear.default", ["#0", "$layer/weight"], {}]],
+        ["#1", "@x"],
+        5,
+    ),
+    ProgramTop: lambda draw: ProgramTop(
+        [draw(WIDTH), 2], [[0, 1], [1, 2]], {}, [["sum.dim_IntList", ["@1", [1]], {"dtype": "dtype.float32"}]], "#0"
+    ),
 }
 
 

@@ -21,11 +21,13 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.session import NextItemModel
 from torchrec_ext.modules.session_encoder import SessionEncoder
 from torchrec_ext.retrieval.bundle.bundle import Bundle
-from torchrec_ext.retrieval.exporting.content import Catalogue, NamedUsers
+from torchrec_ext.retrieval.exporting.content import Catalogue, NamedUsers, Tables
 from torchrec_ext.retrieval.exporting.export import export
 from torchrec_ext.schema import DataError
 
-SHARDINGS = ("table_wise", "row_wise", "column_wise", "table_column_wise", "data_parallel")
+SHARDINGS = (
+    *("table_wise", "row_wise", "column_wise", "table_column_wise", "table_row_wise", "grid_shard", "data_parallel"),
+)
 
 
 def plans(world_size: int) -> dict[str, PlanConfig]:
@@ -50,7 +52,7 @@ def exported(runtime: Runtime, folder: Path) -> dict[str, str]:
     return digests
 
 
-def next_items(runtime: Runtime, folder: Path) -> str:
+def next_items(runtime: Runtime, folder: Path, tables: Tables = "trained") -> str:
     torch.manual_seed(0)
     encoder = SessionEncoder(8, 5, heads=2, causal=True)
     table = EmbeddingConfig(name="item_id", num_embeddings=ITEMS, embedding_dim=8)
@@ -67,7 +69,9 @@ def next_items(runtime: Runtime, folder: Path) -> str:
         liked=none,
     )
     catalogue = Catalogue(ids=items, features=pa.table({"candidates": items}))
-    return export(sharded, folder / f"session-{runtime.world_size}", catalogue=catalogue, users=known).digest
+    return export(
+        sharded, folder / f"session-{runtime.world_size}", catalogue=catalogue, users=known, tables=tables
+    ).digest
 
 
 def refused(runtime: Runtime, folder: Path) -> str:
@@ -101,7 +105,7 @@ def test_the_digest_is_one_on_any_ranks_and_under_any_plan(found: dict[str, Any]
         for by_plan in found[ranks]
         for name, digest in by_plan["digests"].items()
     }
-    assert len(digests) == 5 + 6 + 6
+    assert len(digests) == 7 + 8 + 8
     assert len(set(digests.values())) == 1, digests
 
 
@@ -130,6 +134,13 @@ def test_sessions_too(found: dict[str, Any]) -> None:
     products = bundle.embed_query({"session": [[3, 4]]}) @ bundle.store.rows(torch.arange(ITEMS - 1)).T
     assert torch.equal(positions, products.topk(5).indices)
     torch.testing.assert_close(scores, products.topk(5).values)
+
+
+def test_int8_tables_of_sessions_too(tmp_path: Path) -> None:
+    run_ranks(next_items, 1, tmp_path, "int8")
+    bundle = Bundle.load(tmp_path / "session-1")
+    assert bundle.manifest.content["tables"]["dtype"] == "int8"
+    assert bundle.manifest.content["tables"]["overlap"] >= 0.9
 
 
 def test_every_rank_is_told_why_rank_0_could_not_write(found: dict[str, Any]) -> None:

@@ -6,15 +6,23 @@ import argparse
 import importlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tests.examples import DIM
 from tests.retrieval.small_bundle import FIRST_ITEM, SmallBundle
-from torchrec_ext.retrieval.bundle.bundle import Bundle
+from torchrec_ext.retrieval.bundle.architecture import Int8Table
+from torchrec_ext.retrieval.bundle.audit import Audit
+from torchrec_ext.retrieval.bundle.bundle import Bundle, _check_weights
 from torchrec_ext.retrieval.bundle.index_kinds import INDEX_KINDS
+from torchrec_ext.retrieval.bundle.manifest import BundleError
+from torchrec_ext.retrieval.exporting import content
 from torchrec_ext.retrieval.exporting.content import ExportConfig
+from torchrec_ext.retrieval.scorer.requests import ScoreRequest
+from torchrec_ext.retrieval.scorer.scorer import Scorer
 from torchrec_ext.retrieval.store.row_formats import ROW_FORMATS, RowFormat
 
 USERS = np.arange(1, 9)
@@ -49,6 +57,71 @@ def test_every_kind_of_index_is_exported_and_searched(kind: str, tmp_path: Path,
     assert bundle.manifest.recall >= 0.9
     same = sum(len(found & best) for found, best in zip(rankings(bundle), exact, strict=True))
     assert same == 40 if bundle.manifest.recall == 1 else same >= 36
+
+
+def rounded(model: torch.nn.Module) -> None:
+    """Rounds every table of ``model`` to int8 with a scale for each row, by hand."""
+    for table in (module for module in model.modules() if isinstance(module, torch.nn.EmbeddingBag)):
+        scales = table.weight.abs().amax(dim=1, keepdim=True) / 127
+        table.weight.data = (table.weight / scales).round() * scales
+
+
+@pytest.mark.parametrize("interaction", ["top_nn", "dot", "cosine"])
+def test_int8_tables_score_as_the_model_with_rounded_tables_within_what_the_manifest_says(
+    interaction: Any, tmp_path: Path
+) -> None:
+    trained = SmallBundle(tmp_path / "trained", interaction=interaction)
+    small = SmallBundle(tmp_path / "int8", interaction=interaction, tables="int8", overlap=0.8)
+    loss = small.bundle.manifest.content["tables"]
+    assert "tables" not in trained.bundle.manifest.content
+    users, items = np.repeat(USERS, 49), np.tile(np.arange(FIRST_ITEM, FIRST_ITEM + 49), len(USERS))
+    exact = small.logits(users, items)
+    rounded(small.model)
+    expected = small.logits(users, items).view(len(USERS), 49)
+    scorer = Scorer(small.bundle)
+    for user, logits in zip(USERS.tolist(), expected, strict=True):
+        ids = list(range(FIRST_ITEM, FIRST_ITEM + 49))
+        scores = torch.tensor(scorer.score(ScoreRequest(user={"user_id": user}, items=ids)).scores)
+        torch.testing.assert_close(scores, logits, rtol=0, atol=2e-5)
+    assert 0 < float((expected.flatten() - exact).abs().max()) <= 2 * loss["allowed"]
+    assert loss["greatest_difference"] <= loss["allowed"]
+    pairs, promised = Audit.open(small.folder)
+    ages = [row["user_id"] for row in pairs.queries.to_pylist()]
+    whole = trained.logits(np.array(ages), np.asarray(pairs.ids))
+    assert float((promised - whole).abs().max()) == pytest.approx(loss["greatest_difference"], rel=1e-3)
+    sizes = {
+        name: sum(path.stat().st_size for path in (tmp_path / name / "tables").iterdir())
+        for name in ("trained", "int8")
+    }
+    assert loss["bytes"] * 4 * DIM == loss["bytes_trained"] * (DIM + 4)  # a byte a number, and four for a row's scale
+    assert sizes["trained"] - sizes["int8"] >= 0.9 * (loss["bytes_trained"] - loss["bytes"])
+
+
+def test_a_row_and_a_batch_of_int8_tables_have_one_vector(tmp_path: Path) -> None:
+    bundle = SmallBundle(tmp_path / "bundle", tables="int8", overlap=0.8).bundle
+    assert bundle.users is not None
+    rows = bundle.users.rows(bundle.users.ids.positions(USERS))
+    together = bundle.embed_query(rows)
+    for at, vector in enumerate(together):
+        alone = bundle.embed_query({name: values[at : at + 1] for name, values in rows.items()})
+        torch.testing.assert_close(alone[0], vector, rtol=0, atol=1e-6)
+
+
+def test_int8_tables_that_lose_too_much_are_refused_in_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(content, "LOGIT_SHARE", 1e-6)
+    with pytest.raises(BundleError, match=r"tables=int8: 256 logits differ .* by up to .*, at most .* is allowed, and"):
+        SmallBundle(tmp_path / "bundle", tables="int8", overlap=0.8)
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_a_scale_that_is_no_number_is_found(tmp_path: Path) -> None:
+    folder = SmallBundle(tmp_path / "bundle", tables="int8", overlap=0.8).folder
+    encoder = Bundle.load(folder, verify=False).encoders[0]
+    (table, *_) = [module for module in encoder.model.modules() if isinstance(module, Int8Table)]
+    table.scales = table.scales.clone()
+    table.scales[3] = float("nan")
+    with pytest.raises(BundleError, match="row 3: its scale is NaN or infinity"):
+        _check_weights(folder, encoder.model)
 
 
 class BrainFloats(RowFormat):

@@ -117,6 +117,7 @@ def of(root: Path, model: TowerModel, users: dict[str, Any] | None = None) -> Bu
     return Bundle.load(root / "bundle")
 
 
+@pytest.mark.slow
 def test_contextual_ncf_is_equal(tmp_path: Path) -> None:
     hour = EmbeddingBagConfig(name="hour", feature_names=["hour"], num_embeddings=25, embedding_dim=4)
     torch.manual_seed(0)
@@ -160,7 +161,13 @@ def test_weights_attention_fp16_and_a_table_of_two_towers_are_equal(tmp_path: Pa
     }
 
 
-@pytest.mark.parametrize("interaction", [DeepCross([8, 8]), DeepFM([8, 8])], ids=lambda found: type(found).__name__)
+@pytest.mark.parametrize(
+    "interaction",
+    [
+        pytest.param(DeepCross([8, 8]), marks=pytest.mark.slow, id="DeepCross"),
+        pytest.param(DeepFM([8, 8]), id="DeepFM"),
+    ],
+)
 def test_a_top_nn_of_which_nothing_is_projected_is_equal(interaction: nn.Module, tmp_path: Path) -> None:
     small = model_of()
     model = TowerModel(dict(small.towers.items()), interaction)  # type: ignore[arg-type]

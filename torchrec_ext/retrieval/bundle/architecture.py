@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.nn.functional import embedding_bag
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 
 from torchrec_ext.models.ncf import NCFHead, NCFTower
@@ -26,13 +27,21 @@ from torchrec_ext.modules.interaction import INTERACTIONS as RECIPE_INTERACTIONS
 from torchrec_ext.modules.interaction import MultiTaskTop, Reordered
 from torchrec_ext.modules.layers import Made, Recorded, how_made
 from torchrec_ext.modules.session_encoder import SessionEncoder
-from torchrec_ext.modules.session_tower import SessionTower
+from torchrec_ext.modules.session_tower import SessionSteps, SessionTop, SessionTower
 from torchrec_ext.modules.shared_tables import values_by_table
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.retrieval.bundle.manifest import BundleError
+from torchrec_ext.retrieval.bundle.program import ProgramTop, ProgramTower
 
-TOWERS: tuple[type[nn.Module], ...] = (Tower, NCFTower, SessionTower, NextItemTower)
-INTERACTIONS: tuple[type[nn.Module], ...] = (*RECIPE_INTERACTIONS.values(), MultiTaskTop, NCFHead, Reordered)
+TOWERS: tuple[type[nn.Module], ...] = (Tower, NCFTower, SessionTower, SessionSteps, NextItemTower, ProgramTower)
+INTERACTIONS: tuple[type[nn.Module], ...] = (
+    *RECIPE_INTERACTIONS.values(),
+    MultiTaskTop,
+    NCFHead,
+    ProgramTop,
+    Reordered,
+    SessionTop,
+)
 _MODULES = {kind.__name__: kind for kind in (*TOWERS, *INTERACTIONS, SessionEncoder)}
 _TABLES = {kind.__name__: kind for kind in (EmbeddingBagConfig, EmbeddingConfig)}
 _TABLE_FIELDS = ("name", "feature_names", "num_embeddings", "embedding_dim", "data_type", "pooling")
@@ -233,6 +242,46 @@ def fill_dense(where: Path, module: nn.Module, tensors: Mapping[str, Tensor], ta
     module.load_state_dict(dict(tensors), strict=False, assign=True)
 
 
+class Int8Table(nn.Module):
+    """A table whose rows are whole numbers times a scale of the row, in the place of an EmbeddingBag or an Embedding.
+
+    Only the rows that are read become float32.
+
+    Args:
+        holder: module that it replaces, for its pooling.
+        rows: (N, D) int8.
+        scales: (N,) float32.
+    """
+
+    def __init__(self, holder: nn.Module, rows: Tensor, scales: Tensor) -> None:
+        super().__init__()
+        self.weight, self.scales = nn.Parameter(rows, requires_grad=False), scales
+        self._mode: str | None = holder.mode if isinstance(holder, nn.EmbeddingBag) else None
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Returns (len(ids), D) float32 rows."""
+        return self.weight[ids].float().mul_(self.scales[ids, None])
+
+    def forward(
+        self,
+        input: Tensor,  # noqa: A002  (torch's name)
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
+        """Returns what the replaced module returns: rows by id, or (B, D) bags that end where the next begins."""
+        rows = self.rows(input)
+        if self._mode is None:
+            return rows
+        return embedding_bag(
+            torch.arange(len(input)),
+            rows,
+            offsets,
+            mode=self._mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=True,
+        )
+
+
 def map_tables(folder: Path, model: nn.Module, files: Mapping[str, str]) -> None:
     """Puts the memory-mapped rows of every table in the place of those on the meta device.
 
@@ -244,11 +293,15 @@ def map_tables(folder: Path, model: nn.Module, files: Mapping[str, str]) -> None
     Raises:
         BundleError: a file is of another table.
     """
-    for name, holder, weight in values_by_table(model):
+    for name, holder, weight in list(values_by_table(model)):
         if name not in files:
             raise BundleError(f"{folder}: table '{name}' has no file; export the bundle again")
         path = folder / files[name]
-        rows = read_tensors(path).get("weight")
+        tensors = read_tensors(path)
+        rows, scales = tensors.get("weight"), tensors.get("scale")
+        if rows is not None and scales is not None and _is_int8(rows, scales, weight):
+            _replace(model, holder, Int8Table(holder, rows, scales))
+            continue
         if rows is None or rows.shape != weight.shape or rows.dtype != weight.dtype:
             held = "no tensor 'weight'" if rows is None else f"{tuple(rows.shape)} {rows.dtype}"
             raise BundleError(
@@ -256,6 +309,18 @@ def map_tables(folder: Path, model: nn.Module, files: Mapping[str, str]) -> None
                 "was cast; export the bundle again"
             )
         holder.weight = nn.Parameter(rows, requires_grad=False)
+
+
+def _is_int8(rows: Tensor, scales: Tensor, weight: Tensor) -> bool:
+    fits = (rows.shape, scales.shape) == (weight.shape, weight.shape[:1])
+    return fits and (rows.dtype, scales.dtype) == (torch.int8, torch.float32)
+
+
+def _replace(model: nn.Module, holder: nn.Module, table: Int8Table) -> None:
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if child is holder:
+                setattr(parent, name, table)
 
 
 def table_paths(model: nn.Module) -> list[str]:

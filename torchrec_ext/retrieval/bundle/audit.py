@@ -5,6 +5,7 @@ LiveModel is the trained model as towers with the candidate's last: what is expo
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from torchrec_ext.retrieval.bundle.encoder import RowEncoder
 from torchrec_ext.retrieval.bundle.manifest import BundleError
 from torchrec_ext.retrieval.bundle.request_columns import Columns, Read
 from torchrec_ext.retrieval.bundle.tables import read_table, write_table
+from torchrec_ext.retrieval.bundle.traced import TracedModel
 from torchrec_ext.retrieval.index.exact import Metric
 from torchrec_ext.retrieval.store.ids import IdMap
 from torchrec_ext.retrieval.store.row_formats import greatest_loss
@@ -38,7 +40,7 @@ _ENCODER = "network."  # prefix of a NextItemModel's encoder weights, and of a N
 
 
 class LiveModel:
-    """A trained TowerModel or NextItemModel, sharded or not.
+    """A trained TowerModel or NextItemModel, sharded or not, or a user's own module as a TracedModel.
 
     Args:
         model: result of ``hybrid_parallel``, any DistributedModelParallel, or an unsharded model.
@@ -51,12 +53,13 @@ class LiveModel:
 
     def __init__(self, model: nn.Module, *, candidate: str | None = None, also: Sequence[type[nn.Module]] = ()) -> None:
         unwrapped = get_unwrapped_module(model)
-        if not isinstance(unwrapped, TowerModel | NextItemModel):
+        if not isinstance(unwrapped, TowerModel | NextItemModel | TracedModel):
             raise BundleError(
                 f"model: a {type(unwrapped).__name__} cannot be exported; give a TowerModel (two_tower, "
-                "RetrievalModel, ContextualNCF, MultiTaskModel) or a NextItemModel, whose towers stand apart"
+                "RetrievalModel, ContextualNCF, MultiTaskModel) or a NextItemModel, whose towers stand apart, or name "
+                "the towers of a module of your own: towers={'user': PATH, 'item': PATH}"
             )
-        self.module: TowerModel | NextItemModel = unwrapped
+        self.module: TowerModel | NextItemModel | TracedModel = unwrapped
         made = as_towers(unwrapped) if isinstance(unwrapped, NextItemModel) else unwrapped.made_of
         self._names = list(made)
         _check_towers(made)
@@ -81,15 +84,15 @@ class LiveModel:
         return self.names != self._names
 
     def schema(self) -> BatchSchema:
-        """Returns the schema of the model's batches."""
-        return self.module.schema()
+        """Returns the schema of the model's batches, without the labels of further tasks, which a request has not."""
+        return dataclasses.replace(self.module.schema(), tasks=())
 
     @torch.no_grad()
     def logits(self, batch: TowerBatch) -> Tensor:
         """Returns (B,) logits of the trained model; where it is sharded, every rank calls it."""
         device = next((value.device for value in self.module.parameters()), torch.device("cpu"))
         batch = batch.to(device)
-        if isinstance(self.module, TowerModel):
+        if not isinstance(self.module, NextItemModel):
             return self.module.logits(batch).float().cpu()
         outputs = [self.module.embed(name, batch) for name in ("session", "item")]
         return self.module.interaction(outputs).float().cpu()  # type: ignore[no-any-return]
@@ -117,8 +120,8 @@ def _check_towers(made: Mapping[str, Made]) -> None:
         if issubclass(tower.kind, SessionTower) and (tower.arguments or {}).get("target"):
             raise BundleError(
                 f"tower '{name}': the target item is one step of its sequence, so the item has no vector of its own "
-                "that could be stored; rank candidates with the model itself, or train a NextItemModel or a "
-                "SessionTower without a target"
+                "that could be stored; make the model by bst(), whose target has a tower, or rank candidates with the "
+                "model itself"
             )
     if len(made) < 2:
         raise BundleError(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from torchrec_ext.modules.shared_tables import values_by_table
 from torchrec_ext.retrieval.bundle import audit as audits
+from torchrec_ext.retrieval.bundle.architecture import Int8Table
 from torchrec_ext.retrieval.bundle.encoder import (
     Architecture,
     RowEncoder,
@@ -256,6 +257,10 @@ class Bundle:
 
 def _check_weights(folder: Path, module: nn.Module) -> None:
     tables = {id(weight): name for name, _, weight in values_by_table(module)}
+    for name, holder, _ in values_by_table(module):
+        row = _not_finite(holder.scales) if isinstance(holder, Int8Table) else None
+        if row is not None:
+            raise BundleError(f"{folder}: table '{name}', row {row}: its scale is NaN or infinity; {_ANEW}")
     for name, weight in module.state_dict(keep_vars=True).items():
         row = _not_finite(weight) if weight.is_floating_point() else None
         if row is not None:

@@ -22,12 +22,21 @@ from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.layers import Layers
 from torchrec_ext.modules.tower import Tower
-from torchrec_ext.retrieval.bundle.architecture import fill_dense, map_tables, read_tensors, rebuild, table_paths
+from torchrec_ext.retrieval.bundle.architecture import (
+    Int8Table,
+    fill_dense,
+    map_tables,
+    read_tensors,
+    rebuild,
+    table_paths,
+)
 from torchrec_ext.retrieval.bundle.manifest import BundleError, read_json
+from torchrec_ext.retrieval.bundle.program import ProgramTower
 from torchrec_ext.retrieval.bundle.request_columns import Columns, Read, Rows
-from torchrec_ext.schema import Jagged, SparseFeature
+from torchrec_ext.schema import DataError, Jagged, SparseFeature
 from torchrec_ext.sealed import json_digest
 
+_OF_NUMPY = (torch.float32, torch.float16, torch.int8)
 _BEGIN = torch.zeros(1, dtype=torch.int64)  # offsets of one bag, which ends where the values do
 _MODES = {PoolingType.SUM: "sum", PoolingType.MEAN: "mean"}
 
@@ -47,23 +56,21 @@ class PlainTower:
     def __init__(self, tower: Tower) -> None:
         bags: Any = {} if tower.embeddings is None else tower.embeddings.embedding_bags
         self._tables = [
-            (name, bags[table.name].weight, _MODES[table.pooling])
-            for table in tower.bags
-            for name in table.feature_names
+            (name, bags[table.name], _MODES[table.pooling]) for table in tower.bags for name in table.feature_names
         ]
         self._dense = tower.dense
         self._compress = tower.compress
         self._mlp = tower.mlp
         layers = _numpy_layers(tower.mlp)
-        plain = all(weight.dtype in (torch.float32, torch.float16) for _, weight, _ in self._tables)
+        plain = all(table.weight.dtype in _OF_NUMPY for _, table, _ in self._tables)
         self._layers = layers if plain and tower.compress is None else None
-        self._arrays = [] if self._layers is None else [weight.detach().numpy() for _, weight, _ in self._tables]
+        self._arrays = [] if self._layers is None else [_arrays(table) for _, table, _ in self._tables]
 
     def __call__(self, sparse: Mapping[str, Jagged], dense: Mapping[str, Tensor]) -> Tensor:
         """Returns (B, D) outputs from the columns of B rows, as ``BatchSchema.assemble`` takes them."""
         if self._layers is not None and self._of_one(sparse, dense):
             return torch.from_numpy(self._row(sparse, dense, self._layers)[None])
-        inputs = [_looked_up(weight, sparse[name], mode).float() for name, weight, mode in self._tables]
+        inputs = [_looked_up(table, sparse[name], mode).float() for name, table, mode in self._tables]
         inputs += [dense[name][:, None] for name in self._dense]
         rows = torch.cat(inputs, dim=1)
         return self._mlp(rows if self._compress is None else self._compress(rows))  # type: ignore[no-any-return]
@@ -77,15 +84,16 @@ class PlainTower:
     def _row(self, sparse: Mapping[str, Jagged], dense: Mapping[str, Tensor], layers: Sequence[_Layer]) -> Floats:
         """Returns the (D,) output of one row."""
         inputs: list[Floats] = []
-        for (name, _, mode), rows in zip(self._tables, self._arrays, strict=True):
+        for (name, _, mode), (rows, scales) in zip(self._tables, self._arrays, strict=True):
             bags = sparse[name]
             ids = bags.values.numpy()
             if bags.lengths is None:  # a bag of one is its row
-                inputs.append(rows[ids[0]])
+                inputs.append(rows[ids[0]] if scales is None else rows[ids[0]] * scales[ids[0]])
                 continue
-            total = np.add.reduce(rows.take(ids, axis=0), axis=0, dtype=np.float32)
+            taken = rows.take(ids, axis=0) if scales is None else rows.take(ids, axis=0) * scales[ids, None]
+            total = np.add.reduce(taken, axis=0, dtype=np.float32)
             pooled = total / np.float32(len(ids)) if mode == "mean" and len(ids) else total
-            inputs.append(pooled.astype(rows.dtype, copy=False))  # rounded to half as torch's are
+            inputs.append(pooled.astype(taken.dtype, copy=False))  # rounded to half as torch's are
         row: Floats = np.concatenate([*inputs, *(dense[name].numpy() for name in self._dense)], dtype=np.float32)
         for layer in layers:
             row = layer(row)
@@ -94,6 +102,12 @@ class PlainTower:
 
 Floats = NDArray[np.float32]
 _Layer = Callable[[Floats], Floats]
+
+
+def _arrays(table: nn.Module) -> tuple[NDArray[Any], Floats | None]:
+    """Returns a table's rows, and their scales where they have some."""
+    weight: Any = table.weight
+    return weight.detach().numpy(), table.scales.numpy() if isinstance(table, Int8Table) else None
 
 
 def _numpy_layers(network: nn.Module) -> list[_Layer] | None:
@@ -117,8 +131,11 @@ def is_plain(tower: nn.Module) -> bool:
     return type(tower) is Tower and not (tower.lists or tower.weights or tower.released_tables)
 
 
-def _looked_up(weight: Tensor, bags: Jagged, mode: str) -> Tensor:
+def _looked_up(table: nn.Module, bags: Jagged, mode: str) -> Tensor:
     """Returns (B, D) pooled rows."""
+    weight: Any = table.weight
+    if isinstance(table, Int8Table):
+        weight, bags = table.rows(bags.values), Jagged(torch.arange(len(bags.values)), bags.lengths)
     if bags.lengths is None:  # a bag of one is its row
         return embedding(bags.values, weight)
     if len(bags.lengths) == 1:
@@ -141,7 +158,7 @@ class Architecture:
         interaction: description of the interaction.
         metric: ``dot``, ``cosine`` or ``top_nn``.
         tables: file of each table by the table's name.
-        oov_ids: out-of-vocabulary row of each feature.
+        oov_ids: out-of-vocabulary row of each feature; -1 where it has none, so that unknown ids are refused.
         types: raw type of each raw column.
         unseen: rows of a feature's table that no training row has read, by feature; requests read them as the
             feature's out-of-vocabulary row. Older bundles have none.
@@ -244,7 +261,18 @@ class RowEncoder:
         return self._types.get(feature.name, "").startswith("list") or feature.weights is not None
 
     def unknown(self) -> Tensor:
-        """Returns (D,) outputs for a row of which nothing is known: out-of-vocabulary ids, empty lists, numbers 0."""
+        """Returns (D,) outputs for a row of which nothing is known: out-of-vocabulary ids, empty lists, numbers 0.
+
+        Raises:
+            DataError: a column of ids has no out-of-vocabulary row.
+        """
+        towers: Any = self.model.towers.values()
+        computed = [name for tower in towers if isinstance(tower, ProgramTower) for name in tower.computed_ids]
+        strict = sorted({*self.columns.strict, *computed})
+        if strict:
+            raise DataError(
+                f"column '{strict[0]}': the model has no row for unknown ids, so nothing is known of this one"
+            )
         sparse = {}
         for feature in self.columns.schema.sparse:
             listed = self.listed(feature)
@@ -266,8 +294,10 @@ def raw_request_columns(
 ) -> Columns:
     """Returns the reader of raw rows into the columns of ``model``."""
     known = model.schema().keys
-    schema = model.schema(oov_ids={name: row for name, row in architecture.oov_ids.items() if name in known})
-    return Columns(schema, architecture.types, preprocessor, architecture.unseen)
+    rows = {name: row for name, row in architecture.oov_ids.items() if name in known}
+    schema = model.schema(oov_ids={name: row for name, row in rows.items() if row >= 0})
+    strict = [name for name, row in rows.items() if row < 0]
+    return Columns(schema, architecture.types, preprocessor, architecture.unseen, strict)
 
 
 def open_encoder(

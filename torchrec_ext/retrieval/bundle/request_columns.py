@@ -46,6 +46,7 @@ class Columns:
         preprocessor: makes the columns from raw ones; without, the raw columns are those of the batch.
         unseen: rows of a feature's table that no training row has read, by feature; ids that name them are read as
             the out-of-vocabulary row.
+        strict: features that have no out-of-vocabulary row; an id outside of their tables is refused.
 
     Raises:
         ValueError: a column of the schema is neither made nor among ``types``.
@@ -57,8 +58,9 @@ class Columns:
         types: Mapping[str, str],
         preprocessor: FittedPreprocessor | None = None,
         unseen: Mapping[str, Sequence[int]] | None = None,
+        strict: Collection[str] = (),
     ) -> None:
-        self.schema = schema
+        self.schema, self.strict = schema, frozenset(strict)
         self.unseen = {name: np.asarray(rows, np.int64) for name, rows in (unseen or {}).items()}
         # Per feature, the raw column of its weights and (num_embeddings,) whether a row is unseen, both None mostly.
         self._bags = [
@@ -95,7 +97,7 @@ class Columns:
         for feature, weight_column, unseen in self._bags:
             weighing = None if weight_column is None else columns[weight_column].values
             read.sparse[feature.name], read.unknown[feature.name] = _bags(
-                feature, columns[feature.name], weighing, unseen
+                feature, columns[feature.name], weighing, unseen, strict=feature.name in self.strict
             )
         for name, width in self._widths.items():
             for index, numbers in enumerate(_array(name, columns[name], width).T):
@@ -171,17 +173,28 @@ def _rows_of(columns: Mapping[str, Values]) -> int:
 
 
 def _bags(
-    feature: SparseFeature, column: Values, weights: NDArray[Any] | None, unseen: NDArray[np.bool_] | None
+    feature: SparseFeature,
+    column: Values,
+    weights: NDArray[Any] | None,
+    unseen: NDArray[np.bool_] | None,
+    *,
+    strict: bool,
 ) -> tuple[Jagged, NDArray[np.bool_]]:
     known, lengths = column.values.astype(np.int64, copy=False), column.lengths
     outside = known.view(np.uint64) >= feature.num_embeddings  # ids below 0 are the greatest of all there
     if np.count_nonzero(outside):
+        if strict:
+            raise DataError(
+                f"column '{feature.name}': {known[outside][0]} is no row of table {feature.readers}, which has the "
+                f"rows 0 to {feature.num_embeddings - 1:,}, and no row for unknown ids; send another id, or export "
+                f"the model with oov_ids={{'{feature.name}': ROW}}"
+            )
         known = np.where(outside, feature.oov_id, known)
     elif not known.flags.writeable:  # Arrow's memory, of which torch warns
         known = known.copy()
     if unseen is not None and unseen[known].any():
         known = np.where(unseen[known], feature.oov_id, known)
-    unknown = known == feature.oov_id
+    unknown = np.zeros(len(known), np.bool_) if strict else known == feature.oov_id
     if lengths is not None:
         missed = np.count_nonzero(unknown)
         rows = np.repeat(np.arange(len(lengths)), lengths)[unknown] if missed else ()

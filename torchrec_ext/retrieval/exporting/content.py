@@ -14,7 +14,7 @@ from importlib.metadata import version
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torchrec_ext.data.preprocess.columns import raw_type
 from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
 from torchrec_ext.retrieval.bundle import audit as audits
+from torchrec_ext.retrieval.bundle.architecture import read_tensors
 from torchrec_ext.retrieval.bundle.audit import LiveModel
 from torchrec_ext.retrieval.bundle.bundle import ITEMS, PROJECTED, STORE, USERS
 from torchrec_ext.retrieval.bundle.encoder import (
@@ -120,6 +121,11 @@ INDEX_QUERIES = 1024  # queries that tune and measure an approximate index, half
 BLOCK_ROWS = 4096  # rows of the catalogue in a block: one size, so that vectors do not depend on who computes them
 
 
+Tables = Literal["trained", "int8"]
+LOGIT_SHARE = 0.05  # of the greatest logit, by which int8 tables may change one
+OVERLAP_K, OVERLAP_QUERIES, OVERLAP_ITEMS = 10, 64, 4096
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
     """Formats of an export; see :func:`torchrec_ext.retrieval.exporting.export.export`."""
@@ -127,8 +133,14 @@ class ExportConfig:
     store: Dtype = "fp32"
     index: Kind = "exact"
     recall: float = 0.95
+    tables: Tables = "trained"
+    overlap: float = 0.9
 
     def __post_init__(self) -> None:
+        if self.tables not in get_args(Tables):
+            raise BundleError(f"tables={self.tables!r}: must be one of {', '.join(get_args(Tables))}")
+        if not 0 < self.overlap <= 1:
+            raise BundleError(f"overlap={self.overlap}: must be greater than 0 and at most 1")
         registries: dict[str, Mapping[str, Any]] = {"store": ROW_FORMATS, "index": INDEX_KINDS}
         for name, known in registries.items():
             if getattr(self, name) not in known:
@@ -231,6 +243,16 @@ class BundleContent:
         remedy = "the bundle would rank otherwise than the model; report it, with the architecture"
         what = "the towers of the bundle and the model that was trained"
         apart = audits.check_logits(what, logits, expected, remedy)
+        rounded: dict[str, Any] = {}
+        if self.settings.tables == "int8":
+            best = self._best(query, candidate, interaction)
+            rounded = self._round_tables(folder)
+            query = open_encoder(folder, self.architecture, names, self.preprocessor, self.also)
+            candidate = open_encoder(
+                folder, self.architecture, [self.architecture.candidate], self.preprocessor, self.also
+            )
+            logits, vectors = self.audit.of_towers(query, candidate, interaction)
+            rounded |= self._check_rounded(logits, expected, best, self._best(query, candidate, interaction))
         self.audit.write(folder, logits)
         files = file_digests(folder)
         store, stored = self._write_stores(folder, candidate, interaction, files, vectors)
@@ -246,6 +268,8 @@ class BundleContent:
         }
         listed = {"files": file_digests(folder, known=files)}
         content = {**listed, **self._towers(files), **stored, "index": index, **self._coverage()}
+        if rounded:
+            content["tables"] = rounded
         manifest = Manifest(content=content, certificate=certificate)
         manifest.save(folder)
         return manifest
@@ -296,6 +320,68 @@ class BundleContent:
             (folder / self.architecture.dense_file(name)).write_bytes(save(self.live.of_tower(name, dense)))
         (folder / INTERACTION).write_bytes(save(self.live.of_interaction(dense)))
         (folder / ARCHITECTURE).write_text(json.dumps(self.architecture.as_json(), indent=1, allow_nan=False) + "\n")
+
+    def _round_tables(self, folder: Path) -> dict[str, Any]:
+        """Rewrites every table in int8 with a scale for each row, block by block; returns their bytes for the manifest.
+
+        Rows of half precision and of float32 alike; the files that are mapped stay as they are until they are closed.
+        """
+        kept, before, after = ROW_FORMATS["int8"], 0, 0
+        for file in self.architecture.tables.values():
+            rows = read_tensors(folder / file)["weight"]
+            shapes = {
+                "weight": Shape(tuple(rows.shape), kept.numbers),
+                "scale": Shape(tuple(rows.shape[:1]), torch.float32),
+            }
+            with TensorWriter(folder / file, shapes) as out:
+                for start in range(0, len(rows), BLOCK_ROWS):
+                    whole, scales = kept.encode(rows[start : start + BLOCK_ROWS].float())
+                    assert scales is not None
+                    out.write("weight", start, whole)
+                    out.write("scale", start, scales)
+            before += rows.numel() * rows.element_size()
+            after += sum(shape.bytes for shape in shapes.values())
+        return {"dtype": "int8", "bytes": after, "bytes_trained": before}
+
+    @torch.no_grad()
+    def _best(self, query: RowEncoder, candidate: RowEncoder, interaction: nn.Module) -> list[set[int]]:
+        """Returns the best candidates of some queries among some of the catalogue, both taken at even distances."""
+        rows = np.unique(np.linspace(0, len(self.queries) - 1, OVERLAP_QUERIES).round().astype(np.int64))
+        items = np.unique(np.linspace(0, len(self.ids) - 1, OVERLAP_ITEMS).round().astype(np.int64))
+        vectors = candidate.embed(self.catalogue.features.take(pa.array(items)).to_pydict())
+        outputs = query.outputs(query.read(self.queries.take(pa.array(rows)).to_pydict()))
+        best = []
+        for row in range(len(rows)):
+            repeated = [output[row].expand(len(vectors), -1) for output in outputs]
+            scores = interaction([*repeated, vectors]).float()
+            best.append(set(scores.topk(min(OVERLAP_K, len(scores))).indices.tolist()))
+        return best
+
+    def _check_rounded(
+        self, logits: Tensor, expected: Tensor, best: Sequence[set[int]], rounded: Sequence[set[int]]
+    ) -> dict[str, Any]:
+        """Returns what rounding the tables costs, for the manifest.
+
+        Raises:
+            BundleError: a logit changes, or the best candidates of queries change, by more than is allowed.
+        """
+        apart, allowed = audits.largest_difference(logits, expected), audits.tolerance(expected, LOGIT_SHARE)
+        shared = sum(len(one & other) for one, other in zip(best, rounded, strict=True))
+        overlap = shared / sum(map(len, best))
+        if not apart <= allowed or overlap < self.settings.overlap:
+            raise BundleError(
+                f"tables=int8: {len(expected)} logits differ from the trained model's by up to {apart:.3g}, at most "
+                f"{allowed:.3g} is allowed, and {overlap:.1%} of the {OVERLAP_K} best of {len(best)} queries are the "
+                f"same, {self.settings.overlap:.1%} must be; export with tables=trained, or another overlap"
+            )
+        return {
+            "greatest_difference": apart,
+            "allowed": allowed,
+            "overlap": overlap,
+            "k": OVERLAP_K,
+            "queries": len(best),
+            "items": min(len(self.ids), OVERLAP_ITEMS),
+        }
 
     def _write_tables(self, folder: Path) -> None:
         if self.preprocessor is not None:

@@ -21,7 +21,15 @@ from torchrec_ext.distributed.tables import Shard, collections, local_shards
 from torchrec_ext.retrieval.bundle.audit import LiveModel
 from torchrec_ext.retrieval.bundle.index_kinds import Kind
 from torchrec_ext.retrieval.bundle.manifest import NAME, BundleError, Manifest
-from torchrec_ext.retrieval.exporting.content import BundleContent, Catalogue, ExportConfig, NamedUsers, Progress
+from torchrec_ext.retrieval.bundle.traced import TracedModel
+from torchrec_ext.retrieval.exporting.content import (
+    BundleContent,
+    Catalogue,
+    ExportConfig,
+    NamedUsers,
+    Progress,
+    Tables,
+)
 from torchrec_ext.retrieval.store.row_formats import Dtype
 from torchrec_ext.sealed import sync_tree
 from torchrec_ext.tensor_file import Shape
@@ -31,6 +39,7 @@ def export(
     model: nn.Module,
     out: Path | str,
     *,
+    towers: Mapping[str, str | Sequence[str]] | None = None,
     catalogue: Catalogue,
     users: NamedUsers | None = None,
     queries: pa.Table | None = None,
@@ -41,6 +50,8 @@ def export(
     store: Dtype = "fp32",
     index: Kind = "exact",
     recall: float = 0.95,
+    tables: Tables = "trained",
+    overlap: float = 0.9,
     also: Sequence[type[nn.Module]] = (),
     details: Mapping[str, Any] | None = None,
     overwrite: bool = False,
@@ -52,20 +63,29 @@ def export(
     settings alone: not on ranks, plan or time. The folder is whole or not there, and an earlier one stays until then.
 
     Args:
-        model: TowerModel or NextItemModel, from ``hybrid_parallel``, in any DistributedModelParallel, or unsharded.
+        model: TowerModel or NextItemModel, from ``hybrid_parallel``, in any DistributedModelParallel, or unsharded;
+            with ``towers`` any module of your own, whose forward takes columns by name and returns logits (B,).
         out: folder to make.
+        towers: paths of the modules of the query tower and of the candidate tower by their names, in that order, for a
+            module of your own; a path or several each. They must read columns of the queries alone, and of the
+            catalogue alone; what else forward computes of either alone is stored with them, and the rest runs for each
+            pair.
         catalogue: items that can be recommended.
         users: known users, or None.
         queries: rows of raw columns of the query towers for the audit; those of the users where not given.
         preprocessor: makes the model's columns from raw ones; without, raw columns are the model's own.
         candidate: name of the candidate tower; the model's last where not given.
-        oov_ids: out-of-vocabulary row of each feature; 0 where not given.
+        oov_ids: out-of-vocabulary row of each feature; 0 where not given, or none with ``towers``, where unknown ids
+            are refused.
         unseen: rows of a feature's table that no training row has read, by feature; a request's id that is one of them
             takes the out-of-vocabulary row. For features whose ids are their rows; a ``preprocessor`` leaves such ids
             out of its vocabulary.
         store: row format of the stored vectors: ``fp32``, ``fp16`` or ``int8``.
         index: ``exact``, or one of FAISS's: ``flat``, ``ivf``, ``hnsw``, ``pq``, for a dot product or a cosine.
         recall: recall that an approximate index must reach, measured against exact search.
+        tables: ``trained``, as the model has them, or ``int8``: a byte a number, and a scale for each row. What that
+            costs is measured against the trained model, and stands in the manifest under ``tables``.
+        overlap: share of the 10 best items of a query that int8 tables must leave among its 10 best, on average.
         also: further classes that the model holds, each ``Recorded``.
         details: JSON values for the certificate, such as the run and its figures.
         overwrite: replace an earlier bundle.
@@ -78,6 +98,9 @@ def export(
         BundleError: the model cannot be exported, data do not fit, or the bundle does not give the model's logits.
         DataError: the folder is taken, or cannot be written.
     """
+    if towers is not None:
+        model = _traced(model, towers, candidate, preprocessor, catalogue, _queries(queries, users))
+        oov_ids = dict.fromkeys(model.features, -1) | dict(oov_ids or {})
     ranks = ExportRanks()
     live = LiveModel(model, candidate=candidate, also=also)
     content = BundleContent(
@@ -88,7 +111,7 @@ def export(
         preprocessor=preprocessor,
         oov_ids=oov_ids or {},
         unseen=unseen or {},
-        settings=ExportConfig(store=store, index=index, recall=recall),
+        settings=ExportConfig(store=store, index=index, recall=recall, tables=tables, overlap=overlap),
         also=tuple(also),
         details=details or {},
         progress=progress or (lambda *_: None),
@@ -112,6 +135,21 @@ def export(
     if isinstance(outcome, Exception):
         raise outcome
     return outcome  # type: ignore[no-any-return]
+
+
+def _traced(
+    model: nn.Module,
+    towers: Mapping[str, str | Sequence[str]],
+    candidate: str | None,
+    preprocessor: FittedPreprocessor | None,
+    catalogue: Catalogue,
+    queries: pa.Table,
+) -> TracedModel:
+    if preprocessor is not None:
+        raise BundleError("preprocessor: not beside towers=; give the columns as the module's forward reads them")
+    if candidate is not None and candidate in towers:
+        towers = {**{name: paths for name, paths in towers.items() if name != candidate}, candidate: towers[candidate]}
+    return TracedModel(model, towers, queries=queries, catalogue=catalogue.features)
 
 
 def _queries(queries: pa.Table | None, users: NamedUsers | None) -> pa.Table:

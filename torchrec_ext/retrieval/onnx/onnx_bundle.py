@@ -233,6 +233,11 @@ def export_bundle(
     """
     require_onnx()
     out = Path(out)
+    if "tables" in bundle.manifest.content:
+        raise ExportError(
+            f"{bundle.folder}: its tables are int8, ONNX files have theirs in fp32; export the run again with "
+            "tables=trained"
+        )
     check_exportable({name: tower["class"] for name, tower in bundle.architecture.towers.items()}, skip)
     if out.resolve().is_relative_to(bundle.folder.resolve()) or bundle.folder.resolve().is_relative_to(out.resolve()):
         raise ValueError(f"{out}: is the bundle {bundle.folder}, in it, or around it; choose a folder beside it")

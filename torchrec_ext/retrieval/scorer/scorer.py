@@ -34,6 +34,7 @@ from torchrec_ext.retrieval.scorer.requests import (
 from torchrec_ext.retrieval.scorer.user_vectors import UserVectors
 from torchrec_ext.retrieval.scorer.users import ResolvedUser, UserLookup
 from torchrec_ext.retrieval.store.versions import StoreError
+from torchrec_ext.schema import DataError
 
 if TYPE_CHECKING:
     from torchrec_ext.retrieval.bundle.bundle import Bundle
@@ -160,7 +161,10 @@ class ReadyBundle:
     @cached_property
     def _unknown(self) -> Tensor:
         """(1, H) projected row of the unknown item."""
-        return self.bundle.projection.candidates(self.bundle.unknown_candidate[None])
+        try:
+            return self.bundle.projection.candidates(self.bundle.unknown_candidate[None])
+        except DataError as error:
+            raise RequestError("items", f"an id is not in the catalogue, and {error}") from None
 
     def _logits(self, vector: Tensor, positions: Tensor) -> Tensor:
         """Returns (N,) logits of a user's vector (1, Dq) with positions (N,), -1 for the unknown item."""

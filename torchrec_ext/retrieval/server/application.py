@@ -101,17 +101,17 @@ class _Endpoints:
     async def ready(self, request: HttpRequest) -> Response:
         """Says whether to send requests here, and which bundle answers; why one was refused, with the token alone."""
         queued = self._queued
-        refused = queued.refused
+        refused, ending = queued.refused, queued.lingering or queued.draining
         if refused is not None and not queued.bears_token(request.headers.get("authorization", "")):
             refused = _REFUSED
         return json_response(
             {
-                "status": "draining" if queued.draining else "ready",
+                "status": "draining" if ending else "ready",
                 "bundle": queued.scorer.bundle.manifest.digest,
                 "refused": refused,
                 "vectors": {store.source: store.available for store in queued.vectors},
             },
-            status=503 if queued.draining else 200,
+            status=503 if ending else 200,
         )
 
     async def metrics(self, request: HttpRequest) -> Response:
@@ -235,7 +235,7 @@ class Guard:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message["headers"], *_RAW_HEADERS]
-                if queued.draining:
+                if queued.lingering or queued.draining:
                     message["headers"].append((b"connection", b"close"))
             await send(message)
 

@@ -36,6 +36,7 @@ class QueuedScorer:
         log: receives events.
 
     Attributes:
+        lingering: whether the worker is about to end and still takes requests.
         draining: whether the worker is about to end and takes no more requests.
         in_flight: requests that are not answered yet.
         refused: reason why the newest bundle does not answer, or None.
@@ -51,7 +52,7 @@ class QueuedScorer:
         self.vectors = vectors
         self.metrics = Metrics()
         self.log = log or Log()
-        self.draining = False
+        self.lingering = self.draining = False
         self.in_flight = 0
         self.refused: str | None = None
         self._malformed: dict[Source, int] = {store.source: 0 for store in vectors}

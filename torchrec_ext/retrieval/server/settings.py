@@ -68,9 +68,12 @@ class ServerConfig:
         vectors: folder of a store with users' vectors, as ``rec.embed --tower query`` writes one, or None.
         redis: address of a Redis that holds users' vectors, such as ``redis://host:6379/0``, or None.
         watch_s: seconds between two looks at ``bundle``.
-        drain_s: seconds for which a worker that is about to end still answers new requests with 503, so that a load
-            balancer notices.
-        drain_limit_s: seconds after which a worker ends, whatever is in flight.
+        linger_s: seconds after SIGTERM for which a worker still answers everything, while ``/readyz`` says 503 and each
+            answer closes its connection. A balancer that removes a server some seconds late, and leaves the connections
+            that it has, loses no request so.
+        drain_s: seconds, after those, for which a worker that is about to end still answers new requests with
+            503, so that a load balancer notices.
+        drain_limit_s: seconds after ``linger_s`` after which a worker ends, whatever is in flight.
         hang_s: seconds without a heartbeat of a worker, or with one batch, after which another takes its place; more
             than ``limits.time_ms``, beyond which no batch is begun.
         start_s: seconds within which a worker must have loaded the bundle and answer; otherwise it is replaced.
@@ -94,6 +97,7 @@ class ServerConfig:
     vectors: Path | None = None
     redis: str | None = field(default=None, repr=False)
     watch_s: float = 1.0
+    linger_s: float = 0.0
     drain_s: float = 1.0
     drain_limit_s: float = 30.0
     hang_s: float = 30.0
@@ -107,6 +111,7 @@ class ServerConfig:
             "retrieve": 1,
             "max_batch": 1,
             "max_wait_ms": 0,
+            "linger_s": 0,
             "drain_s": 0,
             "drain_limit_s": 0,
         }

@@ -197,7 +197,7 @@ class Supervisor:
         asked = len(self._signals)
         self._send_signal(signal.SIGTERM)
         begun = time.monotonic()
-        end = begun + self._settings.drain_limit_s + 10
+        end = begun + self._settings.linger_s + self._settings.drain_limit_s + 10
         while any(worker.process.is_alive() for worker in self._workers):
             if time.monotonic() > end or len(self._signals) > asked:
                 self._log("killed", workers=sum(worker.process.is_alive() for worker in self._workers))

@@ -149,7 +149,7 @@ def _server(queued: QueuedScorer, parent: Connection) -> Any:
     class Server(uvicorn.Server):
         """uvicorn's server, which drains before it ends, and ends with 0."""
 
-        _draining_since: float | None = None
+        _ending_since: float | None = None
         _beat = 0.0
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -157,15 +157,16 @@ def _server(queued: QueuedScorer, parent: Connection) -> Any:
             parent.send((READY, queued.scorer.bundle.manifest.digest))
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            if self._draining_since is None:
-                self._draining_since = time.monotonic()
-                queued.draining = True
-                queued.log("draining", in_flight=queued.in_flight)
+            if self._ending_since is None:
+                self._ending_since = time.monotonic()
+                queued.lingering, queued.draining = True, settings.linger_s == 0
+                queued.log("draining", in_flight=queued.in_flight, linger_s=settings.linger_s)
 
         async def on_tick(self, counter: int) -> bool:
             self._send_heartbeat()
-            if self._draining_since is not None:
-                passed = time.monotonic() - self._draining_since
+            if self._ending_since is not None:
+                passed = time.monotonic() - self._ending_since - settings.linger_s
+                queued.draining = passed >= 0
                 done = passed >= settings.drain_s and not queued.in_flight
                 self.should_exit = done or passed >= settings.drain_limit_s
             return bool(await super().on_tick(counter))

@@ -1,0 +1,596 @@
+"""TracedModel: a user's own module as two towers and an interaction, found by following what each column decides.
+
+torch.export records forward as a graph of torch's operators. What it computes from columns of the catalogue alone is
+the candidate tower, what it computes from columns of the queries alone the query tower, and the rest is the
+interaction, which runs for each pair. All three are written as programs, so that a bundle needs nothing of the user's
+code.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import re
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import torch
+import torchrec
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from torch.fx import Node
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+from torchrec_ext.batch import TowerBatch
+from torchrec_ext.data.preprocess.columns import raw_type
+from torchrec_ext.modules.interaction import DotProduct, InteractionLayer, TopMLP
+from torchrec_ext.modules.layers import Made, how_made
+from torchrec_ext.retrieval.bundle.manifest import BundleError
+from torchrec_ext.retrieval.bundle.program import EXACT_IDS, OPERATORS, ProgramTop, ProgramTower
+from torchrec_ext.schema import BatchSchema
+
+Modules = str | Sequence[str]
+_ROWS = 64  # of the example that is traced, from both tables evenly
+_ALONE = 4  # rows that are also computed each in a batch of its own
+_SAME = 1e-5  # of the greatest logit: sums in another order
+_LIBRARIES = tuple(str(Path(str(module.__file__)).parent) for module in (torch, torchrec))
+_SHAPES = ("view", "reshape", "squeeze", "unsqueeze", "flatten", "contiguous", "to", "_to_copy", "select", "slice")
+_MULTILINEAR = (
+    *_SHAPES,
+    "mul",
+    "sum",
+    "bmm",
+    "matmul",
+    "transpose",
+    "permute",
+    "t",
+    "einsum",
+    "detach",
+    "expand",
+    "div",
+)
+_SIZES = {operator.add: "size_add", operator.sub: "size_sub", operator.mul: "size_mul", operator.floordiv: "size_div"}
+_ACTIVATIONS = {"relu.default": "relu", "gelu.default": "gelu", "silu.default": "silu", "tanh.default": "tanh"}
+_ACTIVATIONS |= {"leaky_relu.default": "leaky_relu"}
+
+
+class TracedModel(nn.Module):
+    """A user's module as a query tower, a candidate tower and an interaction, which together equal its forward.
+
+    Args:
+        model: module whose forward takes tensors by the names of their columns, or one dict of them, and returns (B,)
+            or (B, 1) logits.
+        towers: name of the query tower, then of the candidate tower, each with the paths of its modules in ``model``.
+        queries: rows of raw columns of the queries.
+        catalogue: rows of raw columns of the candidates.
+
+    Raises:
+        BundleError: forward cannot be traced or split; the message names the module, the line and the remedy.
+    """
+
+    def __init__(
+        self, model: nn.Module, towers: Mapping[str, Modules], *, queries: pa.Table, catalogue: pa.Table
+    ) -> None:
+        super().__init__()
+        model.state_dict()  # catches up rows of an adopted step, or says what must be done first
+        paths = _paths(model, towers)
+        self._call, columns = _inputs(model, queries, catalogue)
+        self.__dict__["_model"] = model  # its weights stand in the programs, and must not be exported twice
+        with torch.no_grad():
+            split = _Split(_traced(model, self._call, columns), columns, list(towers))
+            split.check(paths)
+            built = split.towers()
+            self.interaction, scale = split.interaction()
+        if scale != 1:
+            built[0].scale(scale)
+        self.towers = nn.ModuleDict({name: each.tower(model) for name, each in zip(towers, built, strict=True)})
+        self.made_of: dict[str, Made] = {name: how_made(tower) for name, tower in self.towers.items()}
+        self._tables = [table for tower in self.towers.values() for table in tower.tables]  # type: ignore[union-attr]
+        self.eval().requires_grad_(False)
+        self._check_rows({name: values for name, (values, _) in columns.items()})
+
+    def schema(self) -> BatchSchema:
+        """Returns the schema of the batches that :meth:`logits` takes."""
+        towers: Any = self.towers.values()
+        return BatchSchema.from_tables(self._tables, dense=[name for tower in towers for name in tower.dense])
+
+    @property
+    def features(self) -> list[str]:
+        """Columns of ids that a table looks up."""
+        return list(dict.fromkeys(name for table in self._tables for name in table.feature_names))
+
+    @torch.no_grad()
+    def logits(self, batch: TowerBatch) -> Tensor:
+        """Returns (B,) logits of the user's own forward."""
+        columns: dict[str, Tensor] = {}
+        start = 0
+        for tower in self.towers.values():
+            width = len(tower.dense)  # type: ignore[arg-type]
+            columns |= tower.columns_of(batch.sparse, batch.dense[:, start : start + width])  # type: ignore[operator]
+            start += width
+        return self._own(columns)
+
+    def _own(self, columns: Mapping[str, Tensor]) -> Tensor:
+        model: Any = self._model
+        return _called(model, self._call, columns).reshape(-1).float()  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def _check_rows(self, columns: Mapping[str, Tensor]) -> None:
+        """Refuses a forward by which the logit of a row depends on the other rows of its batch."""
+        logits = self._own(columns)
+        for row in np.unique(np.linspace(0, len(logits) - 1, _ALONE).round().astype(np.int64)).tolist():
+            among = [row, *((row + step) % len(logits) for step in (1, 2))]
+            alone = self._own({name: values[among] for name, values in columns.items()})[0]
+            if not abs(float(alone - logits[row])) <= _SAME * max(1.0, float(logits.abs().max())):
+                raise BundleError(
+                    f"model: forward's logit of row {row} is {float(logits[row]):.6g} among {len(logits)} rows and "
+                    f"{float(alone):.6g} among 3: it depends on the other rows of its batch, so no stored vector can "
+                    "give it; compute each row from its own columns (statistics of a batch belong into a buffer)"
+                )
+
+
+def _paths(model: nn.Module, towers: Mapping[str, Modules]) -> dict[str, list[str]]:
+    """Returns the paths of each tower's modules, checked."""
+    known = [path for path, _ in model.named_modules() if path]
+    if len(towers) != 2:
+        raise BundleError(
+            f"towers={dict(towers)!r}: {len(towers)} names; give two, of what reads the queries and of what reads the "
+            "candidates, each with the path of its module, or of several"
+        )
+    paths = {name: [each] if isinstance(each, str) else list(each) for name, each in towers.items()}
+    for name, listed in paths.items():
+        if not name.isidentifier() or not listed:
+            raise BundleError(f"towers={dict(towers)!r}: '{name}' must be a word, and have a module's path")
+        for path in listed:
+            if path not in known:
+                raise BundleError(f"towers: {name}={path!r} is no module of {type(model).__name__}: {', '.join(known)}")
+    return paths
+
+
+class _Column(NamedTuple):
+    values: Tensor
+    candidate: bool
+
+
+def _inputs(model: nn.Module, queries: pa.Table, catalogue: pa.Table) -> tuple[str, dict[str, _Column]]:
+    """Returns how forward is called, the name of its dict or nothing, and the example's columns."""
+    both = sorted(set(queries.column_names) & set(catalogue.column_names))
+    if both:
+        raise BundleError(f"columns {both}: are columns of queries and of the catalogue; rename them in one")
+    tables = [(queries, False), (catalogue, True)]
+    names = {name: (table, candidate) for table, candidate in tables for name in table.column_names}
+    parameters = [each for each in inspect.signature(model.forward).parameters.values() if each.name != "self"]
+    needed = [each.name for each in parameters if each.default is each.empty and each.kind not in (2, 4)]
+    call = ""
+    if len(needed) == 1 and needed[0] not in names:
+        call, read = needed[0], [name for name, (table, _) in names.items() if _is_numeric(table[name].type)]
+    else:
+        read = [each.name for each in parameters if each.name in names]
+        missing = [name for name in needed if name not in names]
+        if missing:
+            raise BundleError(
+                f"model: forward of {type(model).__name__} takes {', '.join(needed)}, of which {', '.join(missing)} "
+                f"is no column; queries have {', '.join(queries.column_names)}, catalogue.features "
+                f"{', '.join(catalogue.column_names)}: name the columns as the arguments"
+            )
+    return call, {name: _Column(_tensor(name, names[name][0]), names[name][1]) for name in read}
+
+
+def _tensor(name: str, table: pa.Table) -> Tensor:
+    """Returns the example's rows of a column, (B,) or (B, W)."""
+    rows = np.linspace(0, len(table) - 1, _ROWS).round().astype(np.int64)
+    column = table[name].take(pa.array(rows)).combine_chunks()
+    if not _is_numeric(column.type):
+        raise BundleError(
+            f"column '{name}': {column.type}; an own module reads whole numbers, numbers or lists of them"
+        )
+    try:
+        return torch.tensor(
+            column.to_pylist(), dtype=torch.int64 if "int64" in str(raw_type(column.type)) else torch.float32
+        )
+    except (ValueError, TypeError):
+        raise BundleError(
+            f"column '{name}': lists of different lengths, or rows without a value; pad lists as in training"
+        ) from None
+
+
+def _is_numeric(kind: pa.DataType) -> bool:
+    return (raw_type(kind) or "").removeprefix("list<").removesuffix(">") in ("int64", "float32", "float64")
+
+
+def _called(model: nn.Module, call: str, columns: Mapping[str, Tensor]) -> Any:
+    modes = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        return model(dict(columns)) if call else model(**columns)
+    finally:
+        for module in modes:
+            module.training = True
+
+
+def _traced(model: nn.Module, call: str, columns: Mapping[str, _Column]) -> ExportedProgram:
+    values = {name: column.values for name, column in columns.items()}
+    size = Dim("rows", min=2)
+    rows = {name: {0: size} for name in values}
+    arguments: dict[str, Any] = {call: values} if call else values
+    modes = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch.export's own code, and of a GRU's flattened weights
+            program: ExportedProgram = torch.export.export(
+                model, (), arguments, dynamic_shapes={call: rows} if call else rows, strict=False
+            ).run_decompositions({})
+    except Exception as error:  # torch.export raises what forward raises, and errors of many classes of its own
+        if f"constant ({_ROWS})" in str(error):
+            raise BundleError(
+                f"model: forward of {type(model).__name__} fixes the number of rows to {_ROWS}; read sizes as "
+                "x.shape[0] instead of len(x), and -1 instead of a number where tensors are viewed or expanded"
+            ) from None
+        lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+        raise BundleError(
+            f"model: forward of {type(model).__name__} cannot be traced{_line_of(str(error))}: {type(error).__name__}: "
+            f"{' '.join(lines)[:300]}; `if` on values, .item() and boolean masks become torch.where or sums with "
+            "weights of 0 and 1"
+        ) from None
+    finally:
+        for module in modes:
+            module.training = True
+    return program
+
+
+def _line_of(text: str | None) -> str:
+    """Returns ", FILE:LINE" of the last line of a stack that is not torch's; nothing where there is none."""
+    lines = re.findall(r'File "([^"]+)", line (\d+)', text or "")
+    lines = [f", {path}:{line}" for path, line in lines if not path.startswith((*_LIBRARIES, "<"))]
+    return lines[-1] if lines else ""
+
+
+def _line(node: Node) -> str:
+    return _line_of(node.meta.get("stack_trace"))
+
+
+class _Split:
+    """The graph of forward, each node with the columns that it depends on."""
+
+    def __init__(self, program: ExportedProgram, columns: Mapping[str, _Column], names: Sequence[str]) -> None:
+        self.names, self.columns = names, columns
+        signature = program.graph_signature
+        held = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+        constants = signature.inputs_to_lifted_tensor_constants
+        state = {**program.state_dict, **program.constants}
+        inputs = iter(columns)
+        self.reads: dict[Node, frozenset[str]] = {}
+        self.kept: dict[Node, str] = {}  # columns and weights, by their references
+        self.weights: dict[str, Tensor] = {}
+        for node in program.graph.nodes:
+            if node.op == "placeholder":
+                path = held.get(node.name) or constants.get(node.name)
+                if path is None:
+                    self.kept[node] = f"@{next(inputs)}"
+                    self.reads[node] = frozenset({self.kept[node][1:]})
+                else:
+                    reference = f"${path.replace('.', '/')}"
+                    self.kept[node], self.reads[node] = reference, frozenset()
+                    self.weights[reference] = state[path].detach()
+            elif _is_batch(node):
+                self.reads[node] = frozenset()
+            elif node.op != "output":
+                self.reads[node] = frozenset().union(*(self.reads[each] for each in node.all_input_nodes))
+        (result,) = (node.args[0] for node in program.graph.nodes if node.op == "output")
+        self.result = result[0] if isinstance(result, list | tuple) else result
+        self._check_result(result)
+        self.pairwise = self._needed(self.result)
+        frontier: dict[Node, None] = {}
+        for node in self.pairwise:
+            frontier |= dict.fromkeys(each for each in node.all_input_nodes if self._side(each) in (0, 1))
+        self.frontier = sorted(frontier, key=lambda node: self._side(node) or 0)
+        for node in self.frontier:
+            self._check_crossing(node)
+
+    def _side(self, node: Node) -> int | None:
+        """Returns 0 for what reads queries alone, 1 for candidates alone, 2 for both, None for neither."""
+        sides = {int(self.columns[name].candidate) for name in self.reads[node]}
+        return 2 if len(sides) > 1 else next(iter(sides), None)
+
+    def _needed(self, node: Node) -> list[Node]:
+        """Returns what reads both and leads to ``node``, in the order of the graph."""
+        wanted, pairwise = [node], set()
+        while wanted:
+            each = wanted.pop()
+            if each not in pairwise and self._side(each) == 2:
+                pairwise.add(each)
+                wanted.extend(each.all_input_nodes)
+        return [each for each in node.graph.nodes if each in pairwise]
+
+    def _check_result(self, result: Any) -> None:
+        value = self.result.meta.get("val") if isinstance(self.result, Node) else None
+        several = isinstance(result, list | tuple) and len(result) != 1
+        shape = tuple(value.shape) if isinstance(value, Tensor) else ()
+        fits = not several and len(shape) in (1, 2) and not isinstance(shape[0], int) and shape[1:] in ((), (1,))
+        if not fits:
+            raise BundleError(
+                f"model: forward returns {'several values' if several else shape or 'no tensor'}, must be logits (B,) "
+                "or (B, 1), one for each row; wrap it in a module whose forward returns those"
+            )
+        sides = {int(self.columns[name].candidate) for name in self.reads[self.result]}
+        if sides != {0, 1}:
+            table = "catalogue.features" if sides == {0} else "queries"
+            raise BundleError(
+                f"model: forward's logits depend on no column of {table}, but on {sorted(self.reads[self.result])} "
+                "alone; there is nothing to rank by"
+            )
+
+    def _check_crossing(self, node: Node) -> None:
+        value, tower = node.meta["val"], self._side(node) or 0
+        line = next(filter(None, map(_line, (node, *node.users, *self.pairwise))), "")
+        table = "catalogue" if tower else "queries"
+        read = ", ".join(f"'{name}'" for name in sorted(self.reads[node]))
+        if not isinstance(value, Tensor) or not value.dim() or isinstance(value.shape[0], int):
+            raise BundleError(
+                f"model: forward{line} combines {read} of the {table} over all rows of the batch, as an in-batch "
+                "softmax does; return the logit of each row, and leave the rest to the loss"
+            )
+        if any(not isinstance(size, int) for size in value.shape[1:]):
+            raise BundleError(
+                f"model: forward{line}: a value of {read} has shape {tuple(value.shape)}, must be (B, ...)"
+            )
+        if not value.is_floating_point():
+            raise BundleError(
+                f"model: forward{line} combines ids or masks of {read} with columns of the other tower before any "
+                f"table or layer reads them, so '{self.names[tower]}' has no vector that could be stored; look them up "
+                "first, or rank with the model itself"
+            )
+
+    def check(self, paths: Mapping[str, Sequence[str]]) -> None:
+        """Refuses modules that read both, or not what their tower reads."""
+        for tower, (name, listed) in enumerate(paths.items()):
+            table = "catalogue.features" if tower else "queries"
+            for path in listed:
+                inside = [node for node in self.reads if _inside(node, path)]
+                mixed = next((node for node in inside if self._side(node) == 2), None)
+                if mixed is not None:
+                    other = sorted(
+                        column for column in self.reads[mixed] if self.columns[column].candidate != bool(tower)
+                    )
+                    raise BundleError(
+                        f"towers: {name}={path!r} reads {', '.join(other)}{_line(mixed)}, "
+                        f"which the {'queries have' if tower else 'catalogue has'}, so its output cannot be "
+                        f"{'stored for each candidate' if tower else 'computed once for a query'}; name modules that "
+                        f"read columns of {table} alone: the rest of forward is run for each pair"
+                    )
+                if not any(self._side(node) == tower for node in inside):
+                    raise BundleError(
+                        f"towers: {name}={path!r} reads no column of {table} in forward, which are "
+                        f"{', '.join(name for name, each in self.columns.items() if each.candidate == bool(tower))}; "
+                        "name its module, the query tower's first, or put the columns into the other table"
+                    )
+
+    def towers(self) -> list[_Written]:
+        """Returns the programs of the query tower and of the candidate tower."""
+        written = []
+        for tower in (0, 1):
+            results = [node for node in self.frontier if self._side(node) == tower]
+            tables = self._tables(results)
+            program = _Written(self, results, tables)
+            for name, column in self.columns.items():
+                if bool(tower) == column.candidate and name in {each for node in results for each in self.reads[node]}:
+                    dtype = "int64" if column.values.dtype == torch.int64 else "float32"
+                    program.columns[name] = [dtype, *column.values.shape[1:]]
+            written.append(program)
+        return written
+
+    def _tables(self, results: Sequence[Node]) -> dict[str, list[str]]:
+        """Returns the tables that ids of a column look up, with these columns, where nothing else reads them."""
+        look_ups: dict[Node, list[str]] = {}
+        inner = _closure(results, self.kept)
+        for node in inner:
+            for each in node.all_input_nodes:
+                if self.kept.get(each, "").startswith("$"):
+                    column = self._column_of(node.args[1]) if _name(node) == "embedding.default" else None
+                    fits = column is not None and each is node.args[0] and each.meta["val"].dtype == torch.float32
+                    look_ups.setdefault(each, []).append(column if fits and column is not None else "")
+        return {self.kept[table]: list(dict.fromkeys(columns)) for table, columns in look_ups.items() if all(columns)}
+
+    def _column_of(self, ids: Any) -> str | None:
+        """Returns the column whose values these ids are, in whatever shape."""
+        while isinstance(ids, Node) and ids not in self.kept:
+            if _name(ids).partition(".")[0] not in _SHAPES:
+                return None
+            ids = ids.args[0]
+        whole = isinstance(ids, Node) and ids.meta["val"].dtype == torch.int64
+        return self.kept[ids][1:] if whole and self.kept[ids].startswith("@") else None
+
+    def interaction(self) -> tuple[InteractionLayer, float]:
+        """Returns the interaction, and by what the query tower's output must be multiplied for it."""
+        with torch.no_grad():
+            widths = [sum(_width(node) for node in self.frontier if self._side(node) == tower) for tower in (0, 1)]
+            program = _Written(self, [self.result], {}, inputs=self.frontier)
+            shapes = [[self._side(node) or 0, *node.meta["val"].shape[1:]] for node in self.frontier]
+            top = ProgramTop(widths, shapes, program.sizes(), program.nodes, program.results[0])
+            program.fill(top.kept)
+            scale = self._dot_scale(top, widths)
+            if scale is not None:
+                return DotProduct(widths), scale
+            return self._top_mlp(widths) or top, 1.0
+
+    def _dot_scale(self, top: ProgramTop, widths: Sequence[int]) -> float | None:
+        """Returns s where the interaction is s times the dot product, else None.
+
+        Without weights and with products and sums alone it is a polynomial, which equals another where they agree on
+        random points.
+        """
+        kinds = {_name(node).partition(".")[0] for node in self.pairwise}
+        if len(self.frontier) != 2 or len(set(widths)) > 1 or top.arguments["weights"] or not kinds <= {*_MULTILINEAR}:
+            return None
+        draw = torch.Generator().manual_seed(0)
+        query, candidate = (torch.randn(256, width, generator=draw, dtype=torch.float64) for width in widths)
+        dots, logits = (query * candidate).sum(1), top([query, candidate])
+        scale = float((logits @ dots) / (dots @ dots))
+        same = torch.allclose(logits, scale * dots, rtol=0, atol=1e-9 * max(1.0, float(logits.abs().max())))
+        return round(scale, 12) if same and scale > 0 else None
+
+    def _top_mlp(self, widths: Sequence[int]) -> TopMLP | None:
+        """Returns the interaction as a top NN, whose first layer is split, where it is one: cat, layers, one logit."""
+        first, *layers = [node for node in self.pairwise if not _name(node).startswith(("detach.", "clone."))]
+        listed: Any = first.args[0] if _name(first) == "cat.default" and first.args[1:] in ((1,), (-1,)) else []
+        flat = all(node.meta["val"].dim() == 2 for node in self.frontier)
+        chain = all(sum(bool(self.reads[each]) for each in node.all_input_nodes) == 1 for node in layers)
+        if not flat or not chain or sorted(map(str, listed)) != sorted(map(str, self.frontier)):
+            return None
+        while layers and _name(layers[-1]).partition(".")[0] in _SHAPES:
+            layers.pop()
+        names = [_name(node) for node in layers]
+        activations = {name for name in names if name != "linear.default"}
+        plain = all(len(node.args) == 1 and not node.kwargs for node in layers if _name(node) in activations)
+        input_too, hidden = names[:1] != ["linear.default"], names.count("linear.default") - 1
+        activation = next(iter(activations), "relu.default")
+        expected = [activation] * input_too + ["linear.default", activation] * hidden + ["linear.default"]
+        if not plain or activation not in _ACTIVATIONS or names != expected:
+            return None
+        arguments: list[Any] = [node.args[1:] for node in layers if _name(node) == "linear.default"]
+        weights = [[self.weights.get(self.kept.get(each, "")) for each in given] for given in arguments]
+        matrices: list[Any] = [given[0] for given in weights]
+        if any(each is None for given in weights for each in given) or len(matrices[-1]) != 1:
+            return None
+        columns = dict(zip(listed, torch.split(matrices[0], [_width(node) for node in listed], dim=1), strict=True))
+        matrices[0] = torch.cat([columns[node] for node in self.frontier], dim=1)
+        kind: Any = _ACTIVATIONS[activation]
+        top = TopMLP(widths, [len(each) for each in matrices[:-1]], activation=kind, activate_input=input_too)
+        linears = [layer for layer in top.mlp if isinstance(layer, nn.Linear)]
+        for layer, matrix, (_, *bias) in zip(linears, matrices, weights, strict=True):
+            layer.weight.copy_(matrix)
+            layer.bias.copy_(torch.zeros(()) if not bias or bias[0] is None else bias[0])
+        return top
+
+
+def _is_batch(node: Node) -> bool:
+    """Whether a value is B, the number of rows."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.SymInt) and bool(value.node.expr.is_symbol)
+
+
+def _inside(node: Node, path: str) -> bool:
+    stack = node.meta.get("nn_module_stack", {}).values()
+    paths = [str(each[0]).removeprefix("L['self']").lstrip(".") for each in stack]
+    return node.op == "call_function" and any(each == path or each.startswith(f"{path}.") for each in paths)
+
+
+def _name(node: Node) -> str:
+    """Returns an operator's name as programs have it."""
+    if node.target is operator.getitem:
+        return "item"
+    if node.target in _SIZES:
+        return _SIZES[node.target]
+    return str(node.target).removeprefix("aten.")
+
+
+def _width(node: Node) -> int:
+    return int(torch.Size(node.meta["val"].shape[1:]).numel())
+
+
+def _closure(results: Sequence[Node], kept: Collection[Node]) -> list[Node]:
+    """Returns what computes ``results``, in the order of the graph."""
+    wanted, inner = list(results), set()
+    while wanted:
+        node = wanted.pop()
+        if node not in inner and node not in kept and not _is_batch(node):
+            inner.add(node)
+            wanted.extend(node.all_input_nodes)
+    return [node for node in results[0].graph.nodes if node in inner] if results else []
+
+
+class _Written:
+    """A share of the graph as a program."""
+
+    def __init__(
+        self, split: _Split, results: Sequence[Node], tables: Mapping[str, list[str]], inputs: Sequence[Node] = ()
+    ) -> None:
+        self.columns: dict[str, list[Any]] = {}
+        self.nodes: list[list[Any]] = []
+        self._split, self._tables = split, tables
+        self._references = {**split.kept, **{node: f"@{index}" for index, node in enumerate(inputs)}}
+        self._weights: dict[str, Tensor] = {}
+        self.width = sum(map(_width, results)) if not inputs else 1
+        for node in _closure(results, self._references):
+            name = _name(node)
+            if name not in OPERATORS:
+                raise BundleError(
+                    f"model: forward{_line_of(node.meta.get('stack_trace'))} uses {node.target}, which a bundle cannot "
+                    "hold; use another of torch's operators for it, or rank with the model itself"
+                )
+            arguments = [self._written(each, index == 0) for index, each in enumerate(node.args)]
+            options = {key: self._written(value) for key, value in node.kwargs.items() if key not in _PLACES}
+            self.nodes.append([name, arguments, options])
+            self._references[node] = f"#{len(self.nodes) - 1}"
+        self.results = [str(self._written(node)) for node in results]
+
+    def scale(self, factor: float) -> None:
+        """Multiplies the results."""
+        for index, result in enumerate(self.results):
+            self.nodes.append(["mul.Tensor", [result, factor], {}])
+            self.results[index] = f"#{len(self.nodes) - 1}"
+
+    def sizes(self) -> dict[str, list[Any]]:
+        """Returns dtype and shape of each weight."""
+        return {name: [str(value.dtype).removeprefix("torch."), *value.shape] for name, value in self._weights.items()}
+
+    def fill(self, module: nn.Module) -> None:
+        """Writes the weights."""
+        for name, value in self._weights.items():
+            module.get_buffer(name).copy_(value)
+
+    def tower(self, model: nn.Module) -> ProgramTower:
+        """Returns the tower, with its weights."""
+        tables = []
+        for reference, columns in self._tables.items():
+            rows, width = self._split.weights[reference].shape
+            names = [name for name in columns if name in self.columns]
+            tables.append(EmbeddingBagConfig(rows, width, name=reference[1:], feature_names=names))
+        with torch.device("meta"):
+            tower = ProgramTower(tables, self.columns, self.sizes(), self.nodes, self.results, self.width)
+        tower.kept.to_empty(device="cpu")
+        self.fill(tower.kept)
+        for table in tables:
+            holder: Any = tower.embeddings.embedding_bags[table.name]  # type: ignore[union-attr]
+            holder.weight = nn.Parameter(self._split.weights[f"${table.name}"], requires_grad=False)
+        for name, (dtype, *_) in self.columns.items():
+            looked_up = any(name in table.feature_names for table in tables)
+            if dtype == "int64" and not looked_up and any(len(each) >= EXACT_IDS for each in self._long()):
+                raise BundleError(
+                    f"column '{name}': ids computed from it look up a table of {EXACT_IDS:,} rows or more; look the "
+                    "column up itself"
+                )
+        return tower
+
+    def _long(self) -> list[Tensor]:
+        return [value for value in self._weights.values() if value.dim()]
+
+    def _written(self, argument: Any, first: bool = False) -> Any:
+        if isinstance(argument, Node):
+            if _is_batch(argument):
+                return "rows"
+            reference = self._references[argument]
+            if reference in self._tables:
+                return f"&{reference[1:]}"
+            if reference.startswith("$"):
+                self._weights[reference[1:]] = self._split.weights[reference]
+            return reference
+        if isinstance(argument, list | tuple):
+            return [self._written(each) for each in argument]
+        if isinstance(argument, str):
+            return f"={argument}"
+        if isinstance(argument, torch.dtype):
+            return f"dtype.{str(argument).removeprefix('torch.')}"
+        if isinstance(argument, float) and not np.isfinite(argument):
+            return str(argument)
+        if argument is None or isinstance(argument, bool | int | float):
+            return argument
+        raise BundleError(f"model: forward gives an operator {argument!r}, which a bundle cannot hold")
+
+
+_PLACES = ("device", "layout", "pin_memory", "memory_format")
