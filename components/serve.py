@@ -15,6 +15,7 @@ def export(
     out: Optional[str] = None,
     index: str = "exact",
     store: str = "fp32",
+    tables: Optional[str] = None,
     onnx: Optional[str] = None,
     checkpoint: Optional[str] = None,
     recipe: Optional[str] = None,
@@ -39,6 +40,7 @@ def export(
         out: the bundle's folder; RUN/bundle where not given
         index: exact, or flat, ivf, hnsw or pq of FAISS for models that score by dot product or cosine
         store: type of the stored vectors: fp32, fp16 or int8
+        tables: type of the towers' tables: trained, or int8 with its loss measured and bounded
         onnx: folder for the towers and the top NN as ONNX files, checked equal; -- --onnx-skip TOWER leaves one out
         checkpoint: best (by train.early_stop.metric), last, a step, or a path; best where the run has marked one, else
             last
@@ -53,14 +55,14 @@ def export(
         mounts: container mounts (ex. type=bind,src=/host,dst=/job,readonly)
     """
     flags = ["-m", "torchx_apps.export", run, f"--index={index}", f"--store={store}"]
-    given = {"out": out, "onnx": onnx, "checkpoint": checkpoint, "recipe": recipe, "set": set}
+    given = {"out": out, "tables": tables, "onnx": onnx, "checkpoint": checkpoint, "recipe": recipe, "set": set}
     flags += [f"--{flag}={value}" for flag, value in given.items() if value is not None]
     role = specs.Role(
         name="export",
         image=image,
         entrypoint="python3",
         args=[*flags, *args],
-        env=dict(env or {}),
+        env={"PYTHONUNBUFFERED": "1", **(env or {})},
         resource=specs.resource(cpu=cpu, memMB=memMB, gpu=0, h=h),
         mounts=specs.parse_mounts(mounts) if mounts else [],
     )
@@ -77,25 +79,33 @@ def http(
     allowed_hosts: Optional[str] = None,
     vectors: Optional[str] = None,
     redis: Optional[str] = None,
+    redis_password_file: Optional[str] = None,
+    manifest: Optional[str] = None,
+    replicas: int = 0,
     name: str = "serve",
     image: str = torchx.IMAGE,
     h: Optional[str] = None,
-    cpu: int = 2,
-    memMB: int = 4096,  # noqa: N803  (TorchX's own spelling)
+    cpu: int = 0,
+    memMB: int = 0,  # noqa: N803  (TorchX's own spelling)
     env: Optional[Dict[str, str]] = None,
     mounts: Optional[List[str]] = None,
 ) -> specs.AppDef:
-    r"""Serves a bundle over HTTP, with a page at / that shows recommendations; ends well on SIGTERM.
+    r"""Serves a bundle over HTTP on one machine, with a page at / that shows recommendations; ends well on SIGTERM.
 
-    On this machine::
+    The job is for one machine, this one or a node of Slurm::
 
         torchx run rec.serve.http --bundle runs/two_tower-20261121-152815/bundle --workers 2
+
+    On Kubernetes a service is no job: manifest writes a Deployment, a Service and a disruption budget for kubectl::
+
+        torchx run -s kubernetes -cfg secret=serving rec.serve.http --manifest k8s --image my_image:1 \
+            --mounts type=volume,src=bundles,dst=/bundles,readonly --bundle /bundles/live
 
     Args:
         args: further flags of torchx_apps.serve, after -- (ex. -- --max-k 100 --log events)
         bundle: a bundle's or a run's folder, a link to it, or a text file with its path; when the link or the file
             changes, the bundle that it then names is served
-        host: address to listen on; 0.0.0.0 for all addresses of the machine
+        host: address to listen on; 0.0.0.0 for all addresses of the machine, which a manifest takes by itself
         port: port to listen on; 0 for any that is free
         workers: number of processes that share the bundle's files
         token_file: file with the token that callers must send; where not given the variable TORCHREC_EXT_TOKEN, if set
@@ -103,15 +113,28 @@ def http(
             host, else *
         vectors: folder of a store with users' vectors, as rec.embed --tower query writes one
         redis: address of a Redis with users' vectors, as rec.embed --redis writes them (ex. redis://host:6379/0)
+        redis_password_file: file with the Redis's password; where not given the variable REDIS_PASSWORD, if set
+        manifest: folder for the files of a service on Kubernetes, for `kubectl apply -f`; nothing is started
+        replicas: pods of that service; 0 for 2
         name: name of the job
         image: container image; local and Slurm schedulers use the current folder and environment instead
         h: a named resource, instead of cpu and memMB
-        cpu: CPU cores
-        memMB: memory in MiB
+        cpu: CPU cores; 0 for one per worker, at least 2
+        memMB: memory in MiB; 0 for 2048 per worker, at least 4096
         env: environment
         mounts: container mounts (ex. type=bind,src=/host,dst=/job,readonly)
     """
+    if not 0 <= port < 65536:
+        raise ValueError(f"--port {port}: must be 1 to 65535, or 0 for any that is free")
+    if workers < 1:
+        raise ValueError(f"--workers {workers}: must be 1 or more")
+    if replicas < 0 or (replicas and manifest is None):
+        raise ValueError(f"--replicas {replicas}: the pods of --manifest, 1 or more; leave it out without --manifest")
+    if manifest is not None and host == "127.0.0.1":
+        host = "0.0.0.0"
     flags = ["-m", "torchx_apps.serve", bundle, f"--host={host}", f"--port={port}", f"--workers={workers}"]
+    if manifest is not None:  # longer than a cluster takes to send its requests elsewhere
+        flags.append("--linger=15")
     flags += [
         f"--{flag}={value}"
         for flag, value in {
@@ -119,6 +142,7 @@ def http(
             "allowed-hosts": allowed_hosts,
             "vectors": vectors,
             "redis": redis,
+            "redis-password-file": redis_password_file,
         }.items()
         if value is not None
     ]
@@ -127,9 +151,15 @@ def http(
         image=image,
         entrypoint="python3",
         args=[*flags, *args],
-        env={"OMP_NUM_THREADS": "1", **(env or {})},
-        resource=specs.resource(cpu=cpu, memMB=memMB, gpu=0, h=h),
+        env={"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(env or {})},
+        resource=specs.resource(
+            cpu=cpu or max(2, workers),
+            memMB=memMB or max(4096, 2048 * workers),
+            gpu=0,
+            h=h,
+        ),
+        num_replicas=1 if manifest is None else replicas or 2,
         port_map={"http": port},
         mounts=specs.parse_mounts(mounts) if mounts else [],
     )
-    return specs.AppDef(name=name, roles=[role])
+    return specs.AppDef(name=name, roles=[role], metadata={} if manifest is None else {"manifest": manifest})

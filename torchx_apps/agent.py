@@ -1,4 +1,4 @@
-"""torchrun with three changes: a failed job ends with one error, a killed launcher leaves no process, a lost node ends.
+"""torchrun, but a failed job ends with one error, a mistake is not tried again, no process or lost node is left.
 
 `python -m torchx_apps.agent` takes torchrun's flags. The component starts it; plain torchrun runs the same ranks.
 """
@@ -7,22 +7,29 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import errno
 import json
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchx_apps.cli.sigterm import end_where_no_child_runs, ending_the_block, once
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+# Exit code of a rank, and of the agent, whose user has made a mistake: schedulers need not start such a job again.
+MISTAKE = 200
+# Variable with a file that the agent makes beside that exit code: of several nodes srun returns the code of any.
+MISTAKE_FILE = "TORCHREC_EXT_MISTAKE_FILE"
+_MISTAKES = (MISTAKE, 2)  # 2 is argparse's, of an unknown flag
 _PR_SET_PDEATHSIG = 1
 # Private memory of a rank that has imported torch and torchrec, before it has data or a model (measured: 265 MiB).
 _RANK_BYTES = 256 << 20
@@ -36,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: torchrun's flags, the module or script, and its flags; the command line when None.
 
     Returns:
-        0, or 1 when a rank failed or the other nodes went away, or 128 + the signal that stopped the job.
+        0, or 1 when a rank failed or the other nodes went away, 200 when it failed by its user's mistake, or 128 + the
+        signal that stopped the job.
     """
     with ending_the_block():
         end_where_no_child_runs()
@@ -58,7 +66,14 @@ def _run(argv: Sequence[str]) -> int:
         hand_over(refusal)
         return 1
     options.rdzv_endpoint = meeting_point(options.rdzv_endpoint, options.rdzv_id, several=_on_several_nodes(options))
+    if _on_several_nodes(options) and port_is_taken(options.rdzv_endpoint):
+        hand_over(
+            f"{options.rdzv_endpoint}, where the nodes would meet: another program listens on this port; give the job "
+            "another one, --rdzv_port 1 to 65535"
+        )
+        return 1
     _end_when_lost(options)
+    _restart_no_mistake()
 
     def stop() -> None:
         raise SignalException("the job was stopped by SIGTERM", signal.SIGTERM)
@@ -72,8 +87,13 @@ def _run(argv: Sequence[str]) -> int:
         # Not run.main, whose wrapper writes the scheduler's reply file too, and not in one move.
         run.run(options)
     except ChildFailedError as failed:
-        hand_over(describe_failure(*first_failure(failed.failures)))
-        return 1
+        rank, failure = first_failure(failed.failures)
+        hand_over(describe_failure(rank, failure))
+        if failure.exitcode not in _MISTAKES:
+            return 1
+        if os.environ.get(MISTAKE_FILE):
+            open(os.environ[MISTAKE_FILE], "w").close()
+        return MISTAKE
     except RendezvousError as lost:
         hand_over(f"this node lost the other nodes, whose own output has the cause: {lost}")
         return 1
@@ -142,6 +162,32 @@ def meeting_point(endpoint: str, job: str, *, several: bool) -> str:
     return f"{host}:{_FIRST_PORT + number % _PORTS}"
 
 
+def port_is_taken(endpoint: str) -> bool:
+    """Whether a program of this node listens on the port of an endpoint that names this node.
+
+    torchrun would take that program for the job's store, and wait for its answer.
+
+    Args:
+        endpoint: HOST:PORT. A loopback host is left out: there the agents of several nodes share one machine, and the
+            program may be one of them.
+
+    Example:
+        >>> port_is_taken("localhost:29500"), port_is_taken("a-host-that-is-not-there:29500"), port_is_taken("")
+        (False, False, False)
+    """
+    host, _, port = endpoint.rpartition(":")
+    if not port.isdecimal() or host in ("", "localhost", "127.0.0.1", "::1"):
+        return False
+    # Bound and never listening: another node that connects in this moment is refused, and tries again.
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, int(port)))
+        except OSError as error:  # most often the address is another node's
+            return error.errno == errno.EADDRINUSE
+    return False
+
+
 def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
     """Returns the rank and the failure that caused the others: one with an error, else one not stopped by SIGTERM.
 
@@ -199,7 +245,8 @@ def exit_code(app: Callable[[Sequence[str] | None], int], argv: Sequence[str] | 
         argv: the flags; the command line when None.
 
     Returns:
-        The app's exit code, 1 after an error, 130 after Ctrl-C; SIGTERM ends the process with 143.
+        The app's exit code, 1 after an error, 130 after Ctrl-C; 200 where a rank of torchrun meets a wrong value, which
+        another attempt would meet too. SIGTERM ends the process with 143.
     """
     try:
         with ending_the_block():
@@ -214,7 +261,7 @@ def exit_code(app: Callable[[Sequence[str] | None], int], argv: Sequence[str] | 
         # by itself has no agent, and writes its reply itself.
         if not ("TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("TORCHELASTIC_ERROR_FILE")):
             hand_over(failures.describe_error(error))
-        return 1
+        return MISTAKE if "TORCHELASTIC_RUN_ID" in os.environ and failures.would_come_again(error) else 1
 
 
 def _as_a_rank(app: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None) -> int:
@@ -231,6 +278,21 @@ def _silence_torchruns_error_log() -> None:
     """Silences torchrun's log of a failed rank, whose error `hand_over` prints; LOGLEVEL=INFO shows it."""
     if os.environ.get("LOGLEVEL", "WARNING").upper() not in ("INFO", "DEBUG"):
         logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+
+
+def _restart_no_mistake() -> None:
+    """Makes torchrun's agent end, instead of starting all ranks again, after an exit code that stands for a mistake."""
+    from torch.distributed.elastic.agent.server import local_elastic_agent
+    from torch.distributed.launcher import api
+
+    class MistakeEnds(local_elastic_agent.LocalElasticAgent):
+        def _monitor_workers(self, worker_group: Any) -> Any:
+            result = super()._monitor_workers(worker_group)
+            if any(failure.exitcode in _MISTAKES for failure in result.failures.values()):
+                self._remaining_restarts = 0
+            return result
+
+    api.LocalElasticAgent = MistakeEnds  # type: ignore[misc]
 
 
 def _end_when_lost(options: argparse.Namespace) -> None:

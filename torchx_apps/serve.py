@@ -10,12 +10,14 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchx_apps.agent import hand_over, too_many
+from torchx_apps.cli.redis_address import add_password_file, with_password
 
 if TYPE_CHECKING:
     from torchrec_ext.retrieval.server.settings import ServerConfig
@@ -52,11 +54,12 @@ def _serve(options: argparse.Namespace) -> int:
     refusal = too_many(settings.workers, name="workers")
     if refusal:
         raise ValueError(refusal)
-    socket = listen(options.host, options.port)
-    address = f"[{options.host}]" if ":" in options.host else options.host
-    url = f"http://{address}:{socket.getsockname()[1]}"
+    listening = listen(options.host, options.port)
+    host = node_name(options.host)
+    address = f"[{host}]" if ":" in host else host
+    url = f"http://{address}:{listening.getsockname()[1]}"
     workers = f"{options.workers} worker{'s' if options.workers > 1 else ''}"
-    return Supervisor(settings, socket, Log()).run(
+    return Supervisor(settings, listening, Log()).run(
         lambda digest: say(f"serving bundle {digest[:_SHOWN]} at {url}/ with {workers}; Ctrl-C or SIGTERM ends it")
     )
 
@@ -86,8 +89,9 @@ def _settings(options: argparse.Namespace) -> ServerConfig:
         token=_token(options.token_file),
         allowed_hosts=_hosts(options.allowed_hosts, options.host),
         vectors=None if options.vectors is None else options.vectors.absolute(),
-        redis=options.redis,
+        redis=with_password(options.redis, options.redis_password_file),
         watch_s=options.watch,
+        linger_s=options.linger,
         drain_s=options.drain,
         hang_s=options.hang,
         start_s=options.start,
@@ -113,6 +117,19 @@ def _hosts(given: str | None, listening: str) -> tuple[str, ...]:
         return tuple(name.strip() for name in given.split(","))
     loopback = listening == "localhost" or _is_loopback(listening)
     return tuple(dict.fromkeys((*_LOCAL, listening))) if loopback else ("*",)
+
+
+def node_name(host: str) -> str:
+    """Returns the host under which others reach the service: this node's name where it listens on all addresses.
+
+    Example:
+        >>> node_name("127.0.0.1"), node_name("0.0.0.0") == node_name("::") == socket.gethostname()
+        ('127.0.0.1', True)
+    """
+    try:
+        return socket.gethostname() if ipaddress.ip_address(host).is_unspecified else host
+    except ValueError:  # it is a name
+        return host
 
 
 def _is_loopback(address: str) -> bool:
@@ -144,6 +161,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--redis", help="address of a Redis with users' vectors, of rec.embed --redis (redis://host:6379/0)"
     )
+    add_password_file(parser)
     parser.add_argument("--retrieve", type=int, default=100, help="items that the first stage hands to the top NN")
     stages = "how it finds them: by the top NN itself over the whole catalogue, or by a product of the towers' outputs"
     parser.add_argument("--stage", choices=["exact", "dot", "cosine"], default="exact", help=stages)
@@ -165,6 +183,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-batch", type=int, default=32, help="requests that a worker answers together")
     parser.add_argument("--max-wait-ms", type=float, default=0.0, help="how long a request waits for company")
     parser.add_argument("--watch", type=float, default=1.0, help="seconds between two looks for another bundle")
+    linger = "seconds after SIGTERM in which it still answers, while /readyz says 503 and connections are closed"
+    parser.add_argument("--linger", type=float, default=0.0, help=linger)
     parser.add_argument(
         "--drain", type=float, default=1.0, help="seconds for which new requests get 503 before it ends"
     )

@@ -30,17 +30,17 @@ from typing import Any, TextIO
 
 from torchx.cli.cmd_run import CmdRun
 from torchx.runner import Runner, config
-from torchx.schedulers import get_default_scheduler_name, get_scheduler_factories
+from torchx.schedulers import get_default_scheduler_name
 from torchx.schedulers.api import Stream
 from torchx.schedulers.local_scheduler import SignalException
 from torchx.specs import NONE, AppDef, AppDryRunInfo, AppStatus, CfgVal, Role
 
 from torchx_apps.agent import too_many
+from torchx_apps.launch.checks import WITHOUT_IMAGE, check_app, check_trackers, check_words
+from torchx_apps.launch.commands import schedulers
 
 LOGS = Path("runs") / "logs"
 _LOCAL = "local_cwd"
-# Other schedulers run an image, whose package and recipes may differ from those here.
-_WITH_THIS_ENVIRONMENT = (_LOCAL, "slurm")
 
 
 class Run(CmdRun):
@@ -72,10 +72,16 @@ class Run(CmdRun):
                 )
             super().run(args)
             return
+        if args.scheduler == _LOCAL and any(token.partition("=")[0] == "--manifest" for token in tokens):
+            args.scheduler = "kubernetes"  # for which the files of a service are
         # In the order typed: of two changes to one key the later wins.
         args.component_name_and_args = gather_overrides(
             [tokens[0], *(f"--set={item}" for item in args.set), *tokens[1:]]
         )
+        try:
+            check_words(args.component_name_and_args)
+        except ValueError as error:
+            self._parser.error(str(error))
         _put_this_python_on_path()
         if args.scheduler == _LOCAL:
             _quieten_torchx(args.log_level)
@@ -93,13 +99,23 @@ class Run(CmdRun):
             if self._launched:
                 raise
             self._parser.error(str(error.args[0]))
+        except Exception as error:
+            if self._launched or type(error).__module__ != "docker.errors":
+                raise
+            print(
+                f"-s {args.scheduler} --workspace {args.workspace}: TorchX builds this folder into the image with "
+                'Docker, which does not answer on this machine; write --workspace "" to run --image as it is',
+                file=sys.stderr,
+            )
+            sys.exit(1)
 
     def _run(self, runner: Runner, args: argparse.Namespace) -> None:
         if not self._ours:
             super()._run(runner, args)
             return
         self._scheduler, self._out = args.scheduler, sys.stdout
-        with JobRunner("torchx", get_scheduler_factories(), config.load_sections(prefix="component")) as jobs:
+        with JobRunner("torchx", schedulers(), config.load_sections(prefix="component")) as jobs:
+            jobs.only_shows = args.dryrun
             if args.scheduler != _LOCAL or args.dryrun:
                 super()._run(jobs, args)
                 return
@@ -130,6 +146,8 @@ class Run(CmdRun):
 class JobRunner(Runner):
     """A Runner that keeps a local job's logs, and checks a job's settings before it starts the ranks."""
 
+    only_shows = False  # whether the files of a service are printed, instead of written
+
     def dryrun(
         self,
         app: AppDef,
@@ -139,14 +157,20 @@ class JobRunner(Runner):
         parent_run_id: str | None = None,
     ) -> AppDryRunInfo[Any]:
         """Returns what would be run; logs of local jobs go to ``runs/logs``, or to ``log_dir`` of ``-cfg``."""
-        if "/" in app.name:
-            raise ValueError(
-                f"--name: the job would be called '{app.name}', and a job's name has no slash; EXPERIMENT/RUN has one"
-            )
+        for note in check_app(app, scheduler, workspace=workspace):
+            print(note, file=sys.stderr)
         settings = {**(cfg or {})}
+        if "manifest" in app.metadata:
+            if scheduler != "kubernetes":
+                raise ValueError(f"--manifest: it writes files for Kubernetes, not for -s {scheduler}; leave -s out")
+            write_service(app, settings, only_shows=self.only_shows)
+            sys.exit(0)
         if scheduler == _LOCAL and not settings.get("log_dir") and _can_make(LOGS):
             settings["log_dir"] = str(LOGS.absolute())
-        return super().dryrun(app, scheduler, cfg=settings, workspace=workspace, parent_run_id=parent_run_id)
+        made = super().dryrun(app, scheduler, cfg=settings, workspace=workspace, parent_run_id=parent_run_id)
+        for role in app.roles:
+            check_trackers(role)
+        return made
 
     def schedule(self, dryrun_info: AppDryRunInfo[Any]) -> str:
         """Starts the job, unless its settings have a mistake, or it only prints something, which is then done here.
@@ -155,7 +179,8 @@ class JobRunner(Runner):
             SystemExit: with the exit code, when there is nothing to start.
         """
         role, local = dryrun_info._app.roles[0], dryrun_info._scheduler == _LOCAL
-        launch = Launch.of(role) if dryrun_info._scheduler in _WITH_THIS_ENVIRONMENT else None
+        # Other schedulers run an image, whose package and recipes may differ from those here.
+        launch = Launch.of(role) if dryrun_info._scheduler in WITHOUT_IMAGE else None
         if launch is None:
             return str(super().schedule(dryrun_info))
         if launch.only_prints:
@@ -172,6 +197,19 @@ class JobRunner(Runner):
             print(mistake, file=sys.stderr)
             sys.exit(1)
         return str(super().schedule(dryrun_info))
+
+    def status(self, app_handle: str) -> AppStatus | None:
+        """Returns the job's state; None, and a line, where a cluster that has taken the job does not tell it.
+
+        An error here would make a script that ends at errors submit the job once more.
+        """
+        try:
+            return super().status(app_handle)
+        except Exception as error:
+            if app_handle.startswith(f"{_LOCAL}:"):
+                raise
+            print(f"note: {app_handle} is submitted, but its state cannot be read: {error}", file=sys.stderr)
+            return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,8 +286,28 @@ class Launch:
         return f"{self.ranks} rank{'s' if self.ranks > 1 else ''} of {name}" if self.ranks else name
 
 
+def write_service(app: AppDef, cfg: Mapping[str, CfgVal], *, only_shows: bool) -> None:
+    """Writes the files of a service on Kubernetes into its folder, and says how to start it; or only prints them."""
+    import yaml
+
+    from torchx_apps.launch.kubernetes import service_files
+
+    files = {name: yaml.safe_dump(made, sort_keys=False) for name, made in service_files(app, cfg).items()}
+    if only_shows:
+        print("---\n".join(files.values()), end="")
+        return
+    folder = Path(app.metadata["manifest"])
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (folder / name).write_text(text)
+    except OSError as error:
+        raise ValueError(f"--manifest {folder}: {error.strerror}; name a folder that can be written") from None
+    print(f"wrote {', '.join(files)}; now: kubectl apply -f {shlex.quote(str(folder))}")
+
+
 _PRINTING = {"-h", "--help", "--dry-run", "--list-recipes", "--list"}
-_TRAINING = ("torchx_apps.train", "torchx_apps.train_networks")
+_TRAINING = ("torchx_apps.train", "torchx_apps.train_networks", "torchx_apps.pipeline")
 
 
 def with_component(tokens: Sequence[str]) -> list[str]:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from torchx_apps.torchx_run import Run
+from torchx_apps.launch.slurm import SlurmScheduler
+from torchx_apps.torchx_run import JobRunner, Run
 
 pytestmark = pytest.mark.unit
 
@@ -104,6 +105,30 @@ def test_a_scheduler_without_its_package_is_told_in_one_line_with_the_extra(
     assert "Traceback" not in printed.err
 
 
+def test_docker_that_does_not_answer_is_one_line_with_the_way_without_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("kubernetes", reason="needs the extra kubernetes")
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/docker.sock")
+    with pytest.raises(SystemExit, match=r"^1$"):
+        run("-s", "kubernetes", "-cfg", "queue=default", "--dryrun", "rec.train.hybrid", "--image", "my_image:1")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert 'Docker, which does not answer on this machine; write --workspace "" to run --image as it is' in line
+
+
+def test_a_job_whose_state_cannot_be_read_is_submitted_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object) -> None:
+        raise ConnectionError("the server is away")
+
+    monkeypatch.setattr(SlurmScheduler, "describe", broken)
+    with JobRunner("torchx", {"slurm": lambda session_name, **_: SlurmScheduler(session_name)}) as jobs:
+        assert jobs.status("slurm://torchx/7") is None
+    line = "note: slurm://torchx/7 is submitted, but its state cannot be read: the server is away\n"
+    assert capsys.readouterr().err == line
+
+
 @pytest.mark.parametrize("words", ["rec.train.hybrid --name a/b/c", "rec.plan --tables a=10x8 --name b/c"])
 def test_a_name_with_a_slash_is_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
@@ -111,7 +136,7 @@ def test_a_name_with_a_slash_is_refused(words: str, capsys: pytest.CaptureFixtur
     assert "the job would be called 'b/c', and a job's name has no slash" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("topology", ["1x99999", "99999x1"])
+@pytest.mark.parametrize("topology", ["1x99999", pytest.param("99999x1", marks=pytest.mark.slow)])
 def test_more_ranks_than_the_machine_has_memory_for_are_refused_at_once(
     topology: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,6 +17,7 @@ from typing_extensions import Self
 
 AGENT = ("-m", "torchx_apps.agent")
 TORCHRUN = ("-m", "torch.distributed.run")
+TIMES = ("rows_per_s", "data_wait", "ranks_wait", "waits")  # entries of a record that are measured
 SETTINGS = (
     "data.name=planted",
     "data.users=100",
@@ -49,7 +50,7 @@ class RunFiles:
         lines = file.read_text().splitlines() if file.exists() else []
         records = [json.loads(line) for line in lines if line.endswith("}")]
         return [
-            {name: value for name, value in record.items() if name != "rows_per_s"}
+            {name: value for name, value in record.items() if name not in TIMES}
             for record in records
             if record["kind"] != "steps"
         ]

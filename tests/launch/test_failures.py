@@ -1,6 +1,7 @@
 """Which failure is the cause, and in which words it is told."""
 
 import json
+import socket
 from pathlib import Path
 from types import ModuleType
 
@@ -124,3 +125,37 @@ def test_a_node_starts_no_more_ranks_than_it_has_memory_for(
     monkeypatch.setattr(agent, "_stop_when_orphaned", lambda: None)  # of this process
     assert agent._run(["--standalone", "--nproc_per_node=99999", "-m", "torchx_apps.train"]) == 1
     assert capsys.readouterr().err.startswith("99999 ranks on one machine: they need 25,000 GiB before they read any")
+
+
+def test_a_port_is_taken_where_a_program_of_this_node_listens_on_it() -> None:
+    with socket.create_server(("127.0.0.2", 0)) as program:
+        port = program.getsockname()[1]
+        assert agent.port_is_taken(f"127.0.0.2:{port}")
+        assert not agent.port_is_taken(f"192.0.2.1:{port}"), "another node's"
+    assert not agent.port_is_taken(f"127.0.0.2:{port}")
+
+
+class CheckpointError(ValueError):
+    """Goes by the name of the error of a full disk."""
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ValueError("there is no key 'epoch'"), agent.MISTAKE),
+        (FileNotFoundError("items.parquet"), 1),
+        (CheckpointError("no space left"), 1),
+        (KeyError("tower"), 1),
+    ],
+)
+def test_only_what_another_attempt_would_meet_too_is_a_mistake(
+    error: Exception, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def app(_: object) -> int:
+        raise error
+
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    assert agent.exit_code(app, []) == 1, "without ranks"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
+    monkeypatch.setattr(agent, "die_with_parent", lambda: None)
+    assert agent.exit_code(app, []) == code

@@ -16,6 +16,7 @@ import pytest
 
 from tests.launch.jobs import gone
 from tests.small_sets import write_ml_100k
+from torchx_apps.agent import MISTAKE, MISTAKE_FILE
 
 pytestmark = [
     pytest.mark.launch,
@@ -253,6 +254,20 @@ def test_a_killed_rank_is_started_again(folder: Path) -> None:
     assert (folder / "out" / "summary.json").exists(), "the second attempt writes into the folder of the first"
 
 
+@pytest.mark.parametrize(("code", "starts"), [(1, 2), (MISTAKE, 1)])
+def test_a_fault_of_a_rank_is_tried_again_and_a_mistake_is_not(code: int, starts: int, tmp_path: Path) -> None:
+    """With an exit code of its own, by which a scheduler sees that another start is of no use."""
+    (tmp_path / "rank.py").write_text(f"print('started', flush=True)\nraise SystemExit({code})\n")
+    words = ["-m", "torchx_apps.agent", "--standalone", "--nproc-per-node=1", "--max-restarts=1", "rank.py"]
+    variables = {**os.environ, MISTAKE_FILE: str(tmp_path / "mistake")}
+    done = subprocess.run(
+        [sys.executable, *words], cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == code, done.stderr
+    assert done.stdout.count("started") == starts
+    assert (tmp_path / "mistake").exists() == (code == MISTAKE)
+
+
 def test_a_bad_j_shows_usage_and_what_was_given(folder: Path) -> None:
     done = torchx_run(folder, "rec.train.hybrid", "-j", "1y2")
     assert done.returncode == 2
@@ -272,6 +287,7 @@ def test_ctrl_c_stops_every_rank(endless: tuple[subprocess.Popen[str], list[int]
     assert "Traceback" not in stderr
 
 
+@pytest.mark.slow
 def test_a_killed_torchx_leaves_no_rank_behind(endless: tuple[subprocess.Popen[str], list[int]]) -> None:
     process, ranks = endless
     process.kill()

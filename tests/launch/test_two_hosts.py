@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -64,6 +65,78 @@ def test_another_host_takes_the_place_of_a_lost_one(network: Network, whole: Clu
         assert codes == {0: 0, 1: -signal.SIGKILL, 2: 0}, job.output
         assert job.output.count("resuming from") == 1, job.output
         assert ended_alike(job, whole)
+
+
+def alike(job: Cluster, whole: Cluster) -> None:
+    """Checks that a run took as many rows in each step as another, and learned from them the same to rounding."""
+    exact = ("kind", "epoch", "step", "rows")
+    for record, other in zip(job.records(), whole.records(), strict=True):
+        assert [record.get(key) for key in exact] == [other.get(key) for key in exact]
+        if record["kind"] == "train":
+            assert record["loss"] == pytest.approx(other["loss"], rel=1e-4), record
+    assert job.figures()["auc"] == pytest.approx(whole.figures()["auc"], abs=5e-3)
+
+
+# Without dropout, whose draws depend on the number of ranks; as many rows on each rank, whose means count alike; and
+# plain SGD, under which rounding does not grow as under Adagrad and Adam, which divide by small numbers.
+ELASTIC = (
+    *(*SETTINGS, "model.dropout=0", "train.epochs=30", "loader.batch_size=362", "plan.sharding=row_wise"),
+    *("optimizer.tables=sgd", "optimizer.dense=sgd", "optimizer.tables_lr=0.02", "optimizer.dense_lr=0.02"),
+)
+# Seconds for which the hosts that are up wait for more of them.
+SHORT = {"PET_RDZV_CONF": "last_call_timeout=5"}
+
+
+@pytest.fixture(scope="module")
+def steady(network: Network, tmp_path_factory: pytest.TempPathFactory) -> Cluster:
+    """A run on two hosts without dropout that nothing disturbed."""
+    run = tmp_path_factory.mktemp("steady") / "run"
+    with Cluster(network, run, settings=ELASTIC).start(0, 1) as job:
+        assert job.end() == {0: 0, 1: 0}, job.output
+    return job
+
+
+def test_an_elastic_job_goes_on_with_one_host_and_with_two_when_the_other_is_back(
+    network: Network, steady: Cluster, tmp_path: Path
+) -> None:
+    job = Cluster(network, tmp_path / "run", settings=ELASTIC, j="1:2x1", max_retries=3, environment=SHORT)
+    with job.start(0, 1):
+        for _ in range(2):
+            before = max(job.steps(), default=0)
+            job.until(lambda before=before: max(job.steps(), default=0) > before)
+            job.kill(1)
+            before, start = max(job.steps()), time.monotonic()
+            job.until(lambda before=before: max(job.steps()) > before)
+            print(f"a checkpoint by one host {time.monotonic() - start:.1f} s after the other was lost")
+            begun, start = job.output.count("resuming from"), time.monotonic()
+            job.start(1)
+            job.until(lambda begun=begun: job.output.count("resuming from") > begun)
+            print(f"resumed on two hosts {time.monotonic() - start:.1f} s after the other came back")
+        assert job.end() == {0: 0, 1: 0}, job.output
+        ranks = re.findall(r"^ranks: (\d)", job.output, re.MULTILINE)
+        assert ranks == ["2", "1", "2", "1", "2"], job.output
+    alike(job, steady)
+
+
+def test_twenty_kills_of_ranks_and_hosts_end_with_the_figures_of_a_run_that_nothing_disturbed(
+    network: Network, steady: Cluster, tmp_path: Path
+) -> None:
+    draw = random.Random(0)
+    job = Cluster(network, tmp_path / "run", settings=ELASTIC, j="1:2x1", max_retries=40, environment=SHORT)
+    with job.start(0, 1):
+        for kill in range(20):
+            seen = max(job.steps(), default=0)
+            job.until(lambda seen=seen: max(job.steps(), default=0) > seen)
+            time.sleep(draw.random() * 0.2)
+            if kill % 5 == 4:
+                job.kill(1)
+                job.start(1)
+            else:
+                job.until(lambda: all(node.ranks() for node in job.nodes.values()))
+                os.kill(draw.choice([pid for node in job.nodes.values() for pid in node.ranks()]), signal.SIGKILL)
+        assert job.end() == {0: 0, 1: 0}, job.output
+        assert job.output.count("resuming from") >= 20
+    alike(job, steady)
 
 
 def test_two_jobs_that_share_their_first_host_do_not_meet(network: Network, whole: Cluster, tmp_path: Path) -> None:

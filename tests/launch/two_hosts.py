@@ -50,6 +50,24 @@ class Network:
         """Returns the words before a command that make it run on a host."""
         return ["ip", "netns", "exec", self._names[host], "unshare", "--uts", "sh", "-c", _AS_HOST, f"host{host}"]
 
+    def within(self, host: int) -> list[str]:
+        """Returns the words before a command that make it run on a host, which keeps this machine's cgroups."""
+        name = self._names[host]
+        mounted = f"mount --bind {_files(name) / 'hosts'} /etc/hosts && {_AS_HOST}"
+        return [
+            "nsenter", f"--net=/run/netns/{name}", "unshare", "--uts", "--mount", "sh", "-c", mounted, f"host{host}",
+        ]  # fmt: skip
+
+    def processes(self, host: int) -> list[int]:
+        """Returns the ids of all processes in the host's network."""
+        inside = os.stat(f"/run/netns/{self._names[host]}").st_ino
+        pids = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended
+                if os.stat(process / "ns" / "net").st_ino == inside:
+                    pids.append(int(process.name))
+        return pids
+
     def cut(self, host: int) -> None:
         """Pulls the host's cable at the switch: connections stay open, and what is sent is lost."""
         _ip("-n", self._switch, "link", "set", f"port{host}", "down")

@@ -1,0 +1,176 @@
+"""What `torchx run` refuses before it submits anything, each in one line with the way that works."""
+
+import argparse
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from torchrec_ext.components import embed, serve, train  # type: ignore[import-not-found]
+from torchx.specs import AppDef
+from torchx.specs.builders import materialize_appdef
+
+from torchx_apps.launch.checks import check_app, check_words
+from torchx_apps.torchx_run import Run
+
+pytestmark = pytest.mark.unit
+
+IMAGE = "my_image:1"
+
+
+def hybrid(*flags: str) -> AppDef:
+    return materialize_appdef(train.hybrid, ["--image", IMAGE, *flags])
+
+
+def refused(app: AppDef, scheduler: str = "kubernetes") -> str:
+    with pytest.raises(ValueError) as caught:
+        check_app(app, scheduler)
+    (line,) = str(caught.value).splitlines()
+    return line
+
+
+@pytest.mark.parametrize("name", ["2026_run", "_x_", "x_", "Run 1", "-a", "été", "a" * 80])
+def test_a_name_that_kubernetes_cannot_carry_is_refused_there_alone(name: str) -> None:
+    app = hybrid("--name", f"exp/{name}")
+    assert refused(app).startswith(f"--name {name}: ")
+    assert check_app(app, "local_cwd") == check_app(app, "slurm") == []
+
+
+@pytest.mark.parametrize("name", ["train", "two_tower-1", "A.b", "a" * 29])
+def test_a_name_that_kubernetes_can_carry_is_taken(name: str) -> None:
+    flags = ["--name", f"exp/{name}", "--image", IMAGE, "-j", "11x1"]
+    for component in (train.hybrid, train.networks):
+        assert check_app(materialize_appdef(component, flags), "kubernetes") == []
+
+
+def test_port_0_and_an_address_that_nobody_reaches_are_refused_on_kubernetes_alone() -> None:
+    made = {"bundle": "b", "image": IMAGE}
+    assert refused(serve.http(port=0, host="0.0.0.0", **made)).startswith(
+        "--port 0: Kubernetes opens a pod's port http"
+    )
+    assert refused(serve.http(**made)).startswith("--host 127.0.0.1: nobody outside its pod would reach the service;")
+    assert check_app(serve.http(port=0, **made), "local_cwd") == []
+    assert check_app(serve.http(host="0.0.0.0", **made), "kubernetes") == []
+
+
+def test_torchxs_own_image_is_refused_unless_a_dockerfile_builds_on_it(tmp_path: Path) -> None:
+    app = train.hybrid()
+    assert "does not have this package; build one that has it and name it: --image my_image:1" in refused(app)
+    (tmp_path / "Dockerfile.torchx").touch()
+    assert check_app(app, "kubernetes", workspace=f"file://{tmp_path}") == []
+    assert check_app(app, "slurm") == []
+
+
+@pytest.mark.parametrize(
+    ("mounts", "message"),
+    [
+        ("src=a,dst=/b", "begins without its type; write type=bind,src="),
+        ("type=foo,src=a,dst=/b", "there is no type 'foo'; write type=bind"),
+        ("type=bind,src=/a", "a bind needs dst; write "),
+        ("type=volume,dst=/a", "a volume needs src; write "),
+        ("type=volume", "a volume needs src and dst; write "),
+        ("type=volume,src=a,dst=b", "dst=b must begin with /"),
+        ("type=volume,src=a,to=/b", "there is no option 'to'; write "),
+        ("type=device,src=/dev/a,perm=rx", "perm=rx may have the letters r, w and m alone"),
+        ("type=bind,src=/a,dst=/b,type=volume,src=c", "a volume needs dst; write "),
+    ],
+)
+@pytest.mark.parametrize("form", ["--mounts {}", "--mounts={}"])
+def test_mounts_in_a_wrong_form_are_refused(form: str, mounts: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^--mounts {re.escape(mounts)}: {re.escape(message)}"):
+        check_words(["rec.train.hybrid", *form.format(mounts).split()])
+
+
+@pytest.mark.parametrize(
+    "mounts", ["type=bind,src=/a,dst=/b,readonly,type=volume,src=c,dst=/d", "type=device,src=/dev/a"]
+)
+def test_mounts_in_a_right_form_are_taken_and_a_scheduler_that_mounts_nothing_says_so(mounts: str) -> None:
+    check_words(["--mounts", mounts])
+    app = hybrid("--mounts", mounts)
+    assert check_app(app, "kubernetes") == []
+    for scheduler in ("local_cwd", "slurm"):
+        assert check_app(app, scheduler) == [
+            f"note: --mounts: {scheduler} runs in this machine's own folders and mounts nothing"
+        ]
+
+
+def test_a_dollar_that_torchx_would_swallow_is_refused_with_the_form_that_arrives() -> None:
+    with pytest.raises(ValueError, match=r"^runs/a\$\$b: TorchX makes one \$ of two; write runs/a\$\$\$\$b$"):
+        check_words(["--run_dir", "runs/a$$b"])
+    check_words(["--run_dir", "runs/a$$$$b", "--out", "costs$5", "--name", "${app_id}"])
+
+
+SECRETS = [
+    "REDIS_PASSWORD=hunter2",
+    "AWS_SECRET_ACCESS_KEY=/hunter2",
+    "TORCHREC_EXT_TOKEN=hunter2",
+    "URL=s3://a:hunter2@b",
+]
+
+
+@pytest.mark.parametrize("scheduler", ["local_cwd", "slurm", "kubernetes"])
+@pytest.mark.parametrize("variable", SECRETS)
+def test_a_secret_in_env_is_refused_unseen_with_the_schedulers_way(variable: str, scheduler: str) -> None:
+    name = variable.partition("=")[0]
+    for app in (
+        hybrid("--env", f"A=1,{variable}"),
+        serve.http(bundle="b", host="h", image=IMAGE, env=dict([variable.split("=")])),
+    ):
+        line = refused(app, scheduler)
+        assert line.startswith(f"--env {name}: ")
+        assert "hunter2" not in line
+        assert ("-cfg secret=NAME" if scheduler == "kubernetes" else f"export {name} in the shell") in line
+
+
+@pytest.mark.parametrize(
+    "address", ["redis://:hunter2@host:6379/0", "rediss://user:hunter2@host", "redis://host/0?password=hunter2"]
+)
+def test_a_password_in_the_address_of_a_redis_is_refused_unseen(address: str) -> None:
+    made = (serve.http(bundle="b", redis=address), embed(bundle="b", tower="query", redis=address))
+    for app in made:
+        line = refused(app, "local_cwd")
+        assert line.startswith("--redis: the address holds a password, ")
+        assert "--redis_password_file FILE" in line
+        assert "REDIS_PASSWORD" in line
+        assert "hunter2" not in line
+
+
+@pytest.mark.parametrize(
+    "flag", ["--set=data.password=hunter2", "--set data.secret=hunter2", "--set data.files=s3://a:hunter2@b/c"]
+)
+def test_a_secret_in_a_setting_is_refused_unseen(flag: str) -> None:
+    line = refused(hybrid("--", *flag.split()), "slurm")
+    assert line.startswith("--set")
+    assert "hunter2" not in line
+
+
+def test_what_only_resembles_a_secret_is_taken() -> None:
+    env = "TOKENIZERS_PARALLELISM=0,REDIS_PASSWORD_FILE=/run/p,GOOGLE_APPLICATION_CREDENTIALS=/run/key.json"
+    assert (
+        check_app(hybrid("--env", env, "--", "--set", "data.key=user_id", "--set=data.files=s3://a/b@c"), "slurm") == []
+    )
+    assert check_app(serve.http(bundle="b", redis="redis://user@host:6379/0", token_file="/run/token"), "slurm") == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("rec.train.hybrid --mounts type=bind,src=/a", "--mounts type=bind,src=/a: a bind needs dst"),
+        ("rec.train.hybrid -j 2x4 --gpu 8", "-j 2x4 with --gpu 8: each of a node's 4 ranks needs a GPU"),
+        ("-s kubernetes -cfg queue=q --workspace= rec.train.hybrid --image i:1 --name 1a", "--name 1a: on Kubernetes"),
+        ("-s kubernetes -cfg queue=q --workspace= rec.train.hybrid", "--image: TorchX's own image"),
+        ("-s slurm rec.train.hybrid --env HF_TOKEN=hunter2", "--env HF_TOKEN: this looks like a secret"),
+    ],
+)
+def test_torchx_run_answers_a_mistake_with_usage_and_one_line(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("kubernetes", reason="needs the extra kubernetes")
+    command = Run()
+    parser = argparse.ArgumentParser(prog="torchx run")
+    command.add_arguments(parser)
+    with pytest.raises(SystemExit, match="2"):
+        command.run(parser.parse_args(["--dryrun", *shlex.split(words)], argparse.Namespace(log_level="INFO")))
+    printed = capsys.readouterr()
+    assert printed.err.splitlines()[-1].startswith(f"torchx run: error: {message}")
+    assert "hunter2" not in printed.out + printed.err

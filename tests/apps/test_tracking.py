@@ -1,0 +1,324 @@
+"""A run in trackers: what was written is read again, by `torchx tracker` too; a tracker that fails ends no run."""
+
+import argparse
+import contextlib
+import json
+import os
+import struct
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torchrec_ext.components as components  # type: ignore[import-not-found]
+
+from torchx_apps.jobs.tracking import Tracking
+from torchx_apps.launch.commands import TrackerCommand, schedulers
+from torchx_apps.torchx_run import JobRunner
+
+RUN = "local_cwd://torchx/train-1"
+PARENT = "slurm://torchx/7"
+CONFIG = {"name": "two_tower", "train": {"epochs": 2, "amp": "off"}, "model": {"widths": (64, 32)}, "device": None}
+SETTINGS = {"name": "two_tower", "train.epochs": 2, "train.amp": "off", "model.widths": "(64, 32)", "device": "None"}
+EVAL = [
+    {"kind": "train", "epoch": 1, "step": 4, "loss": 0.5},
+    {"kind": "eval", "epoch": 1, "step": 4, "hr@10": 0.25},
+    {"kind": "eval", "epoch": 2, "step": 8, "hr@10": 0.5},
+]
+SUMMARY = {"data": "planted", "test": {"hr@10": 0.625}, "seconds": 1.5}
+TRACKERS = "torchx_apps.launch.trackers"
+
+
+class Failing:
+    """A tracker that fails from the second call on; ``config`` counts the calls, in a file."""
+
+    def __init__(self, config: str) -> None:
+        self._count = Path(config)
+
+    def add_metadata(self, run_id: str, **values: object) -> None:
+        calls = len(self._count.read_text()) if self._count.exists() else 0
+        self._count.write_text("x" * (calls + 1))
+        if calls:
+            raise ConnectionError("the server is gone\nand a second line")
+
+    def add_artifact(self, run_id: str, name: str, path: str) -> None:
+        pass
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run folder of a run that has ended."""
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "summary.json").write_text(json.dumps(SUMMARY))
+    (run / "plan.txt").touch()
+    return run
+
+
+@pytest.fixture
+def fsspec_config(tmp_path: Path) -> Path:
+    (tmp_path / "tracking").mkdir()
+    config = tmp_path / "tracking.conf"
+    config.write_text(f"protocol=file\nroot_path={tmp_path / 'tracking'}\n")
+    return config
+
+
+def configure(monkeypatch: pytest.MonkeyPatch, trackers: Mapping[str, Path | str | None], **variables: str) -> None:
+    """The variables that `torchx run` gives a job."""
+    from torchx.tracker.api import tracker_config_env_var_name
+
+    monkeypatch.setenv("TORCHX_TRACKERS", ",".join(trackers))
+    monkeypatch.setenv("TORCHX_JOB_ID", RUN)
+    for name, config in trackers.items():
+        if config is not None:
+            monkeypatch.setenv(tracker_config_env_var_name(name), str(config))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+def torchx_tracker(*words: str) -> None:
+    parser = argparse.ArgumentParser(prog="torchx tracker")
+    TrackerCommand().add_arguments(parser)
+    options = parser.parse_args(words)
+    options.func(options)
+
+
+def wandb_records(content: bytes) -> Iterator[bytes]:
+    """The records of a file of Weights & Biases: a log of LevelDB behind a head of 7 bytes."""
+    position, collected = 7, b""
+    while position + 7 <= len(content):
+        rest = 32_768 - position % 32_768
+        if rest < 7:  # the end of a block, which has no room for a record's head
+            position += rest
+            continue
+        length, kind = struct.unpack_from("<HB", content, position + 4)
+        collected += content[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # whole, or the last piece
+            yield collected
+            collected = b""
+
+
+def tracked(folder: Path, config: Mapping[str, Any] = CONFIG) -> Tracking:
+    tracking = Tracking.start(folder, config)
+    for record in EVAL:
+        tracking.log(record)
+    tracking.end()
+    return tracking
+
+
+def test_torchx_tracker_lists_runs_settings_figures_and_artifacts(
+    folder: Path, fsspec_config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure(monkeypatch, {"fsspec": fsspec_config}, TORCHX_PARENT_RUN_ID=PARENT)
+    tracked(folder)
+
+    def shown(*words: str) -> dict[str, str]:
+        torchx_tracker("list", *words)
+        rows = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[2:]]
+        return {key: (rest[0].strip() if rest else "") for key, *rest in rows}
+
+    assert set(shown("jobs")) == {RUN}
+    assert set(shown("jobs", "--parent-run-id", PARENT)) == {RUN}
+    assert not shown("jobs", "--parent-run-id", "other")
+    figures = {"eval.hr@10 at step 4": 0.25, "eval.hr@10 at step 8": 0.5, "test.hr@10": 0.625, "seconds": 1.5}
+    torchx_tracker("list", "metadata", RUN)
+    lines = {" ".join(line.split()) for line in capsys.readouterr().out.splitlines()[2:]}
+    assert lines == {f"{key} {value}" for key, value in {**SETTINGS, **figures, "data": "planted"}.items()}
+    paths = {name: str(folder / name) for name in ("checkpoints", "summary.json", "plan.txt")}
+    assert shown("artifacts", RUN) == {"run_folder": str(folder), **paths}
+
+
+def test_mlflow_has_parameters_curves_and_artifacts(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mlflow", reason="needs the extra mlflow")
+    from torchx_apps.launch.trackers import MLflowTracker
+
+    store = f"file://{tmp_path / 'mlruns'}"
+    variables = {"MLFLOW_ALLOW_FILE_STORE": "true", "TORCHX_PARENT_RUN_ID": PARENT}
+    configure(monkeypatch, {f"{TRACKERS}:MLflowTracker": store}, **variables)
+    tracked(folder)
+    # A second attempt of the job writes on; a setting that was changed is a tag beside the parameter.
+    tracked(folder, {**CONFIG, "name": "other"})
+    tracker = MLflowTracker(store)
+    assert list(tracker.run_ids()) == list(tracker.run_ids(parent_run_id=PARENT)) == [RUN]
+    assert list(tracker.run_ids(parent_run_id="other")) == []
+    assert [source.source_run_id for source in tracker.sources(RUN)] == [PARENT]
+    figures = {"eval.hr_10": 0.5, "test.hr_10": 0.625, "seconds": 1.5}
+    settings = {**SETTINGS, "data": "planted", "name": "other"}
+    assert tracker.metadata(RUN) == {key: str(value) for key, value in settings.items()} | figures
+    assert {made.path for made in tracker.artifacts(RUN).values()} >= {str(folder), str(folder / "checkpoints")}
+    (run,) = tracker._client.search_runs([tracker._experiment])
+    assert run.info.status == "FINISHED"
+    curve = tracker._client.get_metric_history(run.info.run_id, "eval.hr_10")
+    assert {(point.step, point.value) for point in curve} == {(4, 0.25), (8, 0.5)}
+    with pytest.raises(ValueError, match=r"^MLflow has no run nobody; `torchx tracker list jobs` lists those"):
+        tracker.metadata("nobody")
+
+
+def test_weights_and_biases_has_config_history_and_summary_without_a_network(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb", reason="needs the extra wandb")
+    from wandb.proto import wandb_internal_pb2 as proto  # type: ignore[import-untyped]
+
+    variables = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "TORCHX_PARENT_RUN_ID": PARENT}
+    configure(monkeypatch, {f"{TRACKERS}:WandbTracker": "team/project"}, **variables)
+    tracked(folder)
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    config: dict[str, Any] = {}
+    history: list[dict[str, Any]] = []
+    summary: dict[str, Any] = {}
+
+    def read() -> list[Any]:
+        return [proto.Record.FromString(data) for data in wandb_records(file.read_bytes())]
+
+    end = time.monotonic() + 60  # its own process writes the file
+    while not any(record.HasField("exit") for record in read()):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    for record in read():
+        for update in (*record.run.config.update, *record.config.update):
+            config[update.key or ".".join(update.nested_key)] = json.loads(update.value_json)
+        if record.history.item:
+            history.append({".".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item})
+        summary |= {".".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.summary.update}
+    assert SETTINGS.items() <= config.items()
+    assert config["artifact.run_folder"] == str(folder)
+    assert config["source.run"] == PARENT
+    assert [(point["trainer/step"], point["eval.hr@10"]) for point in history] == [(4, 0.25), (8, 0.5)]
+    assert (summary["test.hr@10"], summary["seconds"]) == (0.625, 1.5)
+
+
+def test_a_tracker_that_fails_later_is_one_warning(
+    folder: Path, fsspec_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchx.tracker.backend.fsspec import create
+
+    configure(monkeypatch, {f"{__name__}:Failing": tmp_path / "calls", "fsspec": fsspec_config})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tracked(folder)
+    (line,) = [str(warning.message) for warning in caught]
+    assert line == (
+        f"tracker {__name__}:Failing: the server is gone; the run goes on, and this tracker hears no more of it"
+    )
+    assert len((tmp_path / "calls").read_text()) == 2
+    assert create(str(fsspec_config)).metadata(RUN)["test.hr@10"] == 0.625
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "line"),
+    [
+        ("mlfow", None, "tracker mlfow: there is none of this name; [torchx:tracker] of .torchxconfig may name "),
+        ("fsspec", "nowhere.conf", "tracker fsspec: cannot be reached: "),
+        (
+            "fsspec",
+            "no_root.conf",
+            "tracker fsspec: cannot be reached: Expects FSSpec tracker directory '/nowhere' to ",
+        ),
+        (f"{TRACKERS}:MLflowTracker", None, f"tracker {TRACKERS}:MLflowTracker: needs the package mlflow: pip install"),
+        (
+            f"{__name__}:Failing",
+            "calls",
+            f"tracker {__name__}:Failing: cannot be reached: the server is gone; correct ",
+        ),
+    ],
+)
+def test_a_tracker_that_cannot_be_reached_at_the_start_is_one_line(
+    name: str, config: str | None, line: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    Path("no_root.conf").write_text("protocol=file\nroot_path=/nowhere\n")
+    Path("calls").write_text("x")
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    configure(monkeypatch, {name: config})
+    with pytest.raises(ValueError) as caught:
+        Tracking.start(folder, CONFIG)
+    assert str(caught.value).startswith(line)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_run_that_nobody_tracks_writes_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHX_TRACKERS", raising=False)
+    (folder / "summary.json").unlink()  # as of a run that diverged
+    tracked(folder)
+
+
+def test_torchx_tracker_without_a_tracker_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        torchx_tracker("list", "jobs")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("torchx tracker: No trackers configured.")
+
+
+def test_a_trackers_address_with_a_password_is_refused_before_a_job_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHXCONFIG", str(tmp_path / ".torchxconfig"))
+    for address, refused in (("http://user:hunter2@mlflow:5000", True), ("http://mlflow:5000", False)):
+        (tmp_path / ".torchxconfig").write_text(f"[torchx:tracker]\nmlflow =\n[tracker:mlflow]\nconfig = {address}\n")
+        with JobRunner("torchx", schedulers()) as runner:
+            expected = pytest.raises(ValueError) if refused else contextlib.nullcontext()
+            with expected as caught:
+                runner.dryrun(components.plan(tables="a=10x4"), "local_cwd", cfg={"log_dir": str(tmp_path)})
+        if refused:
+            line = str(caught.value)
+            assert line.startswith("config of [tracker:mlflow] in .torchxconfig: the address holds a password, which ")
+            assert "hunter2" not in line
+
+
+PLANTED = {"data.name": "planted", "data.users": 60, "data.items": 50, "data.history_length": 5, "train.epochs": 1}
+
+
+@pytest.mark.launch
+@pytest.mark.slow
+def test_every_member_of_a_job_is_a_run(tmp_path: Path, fsspec_config: Path) -> None:
+    from torchx.tracker.backend.fsspec import create
+
+    (tmp_path / ".torchxconfig").write_text(f"[torchx:tracker]\nfsspec =\n[tracker:fsspec]\nconfig = {fsspec_config}\n")
+    torchx_run = [str(Path(sys.executable).parent / "torchx"), "run", "rec.train.networks", "-j", "1x2"]
+    words = [*torchx_run, "--vary", "train.seed=0,1", "--run_dir", "out"]
+    for key, value in {**PLANTED, "train.compile": "off"}.items():
+        words += ["--set", f"{key}={value}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    tracker = create(str(fsspec_config))
+    runs = sorted(tracker.run_ids())
+    (job,) = {run.rpartition("/")[0] for run in runs}
+    assert job.startswith("local_cwd://torchx/")
+    assert [run.rpartition("/")[2] for run in runs] == ["seed=0", "seed=1"]
+    for seed, run in enumerate(runs):
+        summary = json.loads((tmp_path / "out" / f"seed={seed}" / "summary.json").read_text())
+        known = tracker.metadata(run)
+        assert known["train.seed"] == seed
+        assert known["test.hr@10"] == summary["test"]["hr@10"]
+        assert tracker.artifacts(run)["run_folder"].path == str(tmp_path / "out" / f"seed={seed}")
+
+
+@pytest.mark.launch
+def test_a_trained_run_is_in_its_tracker(tmp_path: Path, fsspec_config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchx.tracker.backend.fsspec import create
+
+    configure(monkeypatch, {"fsspec": fsspec_config}, OMP_NUM_THREADS="1")
+    words = [sys.executable, "-m", "torchx_apps.train", "--run-dir", str(tmp_path / "out"), "--set=train.compile=off"]
+    words += [f"--set={key}={value}" for key, value in PLANTED.items()]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    known = create(str(fsspec_config)).metadata(RUN)
+    assert known["test.hr@10"] == summary["test"]["hr@10"]
+    assert known["data.users"] == 60
+    records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    for record in (record for record in records if record["kind"] == "eval"):
+        assert known[f"eval.auc at step {record['step']}"] == record["auc"]
+    assert set(create(str(fsspec_config)).artifacts(RUN)) >= {"run_folder", "checkpoints", "training.png"}

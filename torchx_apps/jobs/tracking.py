@@ -1,0 +1,145 @@
+"""Tracking: a run in the trackers that `torchx run` is configured with, by the calls of TorchX's tracker interface."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torchrec_ext.train.config import Record
+
+_ARTIFACTS = ("checkpoints", "bundle", "plan.txt", "summary.json", "training.png")  # of a run folder, where it has them
+_KNOWN = {"mlflow": "mlflow", "wandb": "wandb"}  # extras by the tracker that needs them
+_TRACKERS, _JOB, _PARENT = "TORCHX_TRACKERS", "TORCHX_JOB_ID", "TORCHX_PARENT_RUN_ID"
+
+
+class Tracking:
+    """Writes a run's configuration, figures and paths to trackers; see :meth:`start`.
+
+    A tracker that fails later is left out for the rest of the run, with one warning.
+
+    Args:
+        run: name of the run: the handle of its TorchX job, and the member's name where the job trains several.
+        path: the run folder.
+        trackers: objects of :class:`torchx.tracker.api.TrackerBase` by name; none for a run that nobody tracks.
+    """
+
+    def __init__(self, run: str, path: Path, trackers: Mapping[str, Any]) -> None:
+        self.run, self._path, self._trackers = run, path, dict(trackers)
+
+    @classmethod
+    def start(cls, path: Path, config: Mapping[str, Any], *, member: str = "") -> Tracking:
+        """Begins a run in every tracker that the variable TORCHX_TRACKERS names; no other process may do so too.
+
+        Args:
+            path: the run folder.
+            config: settings, nested.
+            member: name of this network, where a job trains several.
+
+        Raises:
+            ValueError: there is no such tracker, or it cannot be reached.
+        """
+        names = list(filter(None, os.environ.get(_TRACKERS, "").split(",")))
+        run = os.environ.get(_JOB) or str(path.absolute())
+        made = cls(f"{run}/{member}" if member else run, path, {name: _tracker(name) for name in names})
+        settings = {key: _plain(value) for key, value in _flat(config)}
+        for name, tracker in made._trackers.items():
+            try:
+                tracker.add_metadata(made.run, **settings)
+                tracker.add_artifact(made.run, "run_folder", str(path.absolute()))
+                if os.environ.get(_PARENT):
+                    tracker.add_source(made.run, os.environ[_PARENT])
+            except Exception as error:
+                raise ValueError(_unreachable(name, error)) from None
+        return made
+
+    def log(self, record: Record) -> None:
+        """Writes the figures of an evaluation, and the message of a run that ends by an error."""
+        if record["kind"] == "eval":
+            figures = {name: value for name, value in record.items() if isinstance(value, float)}
+            # A name for each step, since TorchX's own tracker shows any one of several values of a name.
+            self._metadata({f"eval.{name} at step {record['step']}": value for name, value in figures.items()})
+        elif record["kind"] == "error":
+            self._metadata({"error": str(record.get("message", "the loss is not finite"))})
+
+    def end(self) -> None:
+        """Writes what the run folder's ``summary.json`` says, and the paths of what the run has left."""
+        if not self._trackers:
+            return
+        self._metadata(
+            {key: _plain(value) for key, value in _flat(json.loads((self._path / "summary.json").read_text()))}
+        )
+        for name in _ARTIFACTS:
+            if (self._path / name).exists():
+                self._each(
+                    lambda tracker, name=name: tracker.add_artifact(self.run, name, str(self._path.absolute() / name))
+                )
+        self._each(lambda tracker: getattr(tracker, "close", lambda: None)())
+
+    def _metadata(self, values: Mapping[str, Any]) -> None:
+        self._each(lambda tracker: tracker.add_metadata(self.run, **values))
+
+    def _each(self, call: Callable[[Any], None]) -> None:
+        for name, tracker in list(self._trackers.items()):
+            try:
+                call(tracker)
+            except Exception as error:
+                del self._trackers[name]
+                warnings.warn(
+                    f"tracker {name}: {_reason(error)}; the run goes on, and this tracker hears no more of it",
+                    stacklevel=3,
+                )
+
+
+def _tracker(name: str) -> Any:
+    from torchx.tracker.api import tracker_config_env_var_name
+    from torchx.util.entrypoints import load_group
+    from torchx.util.modules import load_module
+
+    known = load_group("torchx.tracker") or {}
+    factory = known.get(name) or load_module(name)
+    if factory is None:
+        raise ValueError(
+            f"tracker {name}: there is none of this name; [torchx:tracker] of .torchxconfig may name "
+            f"{', '.join(sorted(known))}, or module:function"
+        )
+    try:
+        return factory(os.environ.get(tracker_config_env_var_name(name)))
+    except ModuleNotFoundError as error:
+        extra = f"torchrec-ext[{_KNOWN[name]}]" if name in _KNOWN else error.name
+        raise ValueError(f"tracker {name}: needs the package {error.name}: pip install '{extra}'") from None
+    except Exception as error:
+        raise ValueError(_unreachable(name, error)) from None
+
+
+def _unreachable(name: str, error: Exception) -> str:
+    return (
+        f"tracker {name}: cannot be reached: {_reason(error)}; correct `config` under [tracker:{name}] in "
+        f".torchxconfig, or take {name} out of [torchx:tracker]"
+    )
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields nested values by their dotted names.
+
+    Example:
+        >>> list(_flat({"train": {"epochs": 2}, "test": {"hr@10": 0.5}}))
+        [('train.epochs', 2), ('test.hr@10', 0.5)]
+    """
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, bool | int | float | str) else str(value)

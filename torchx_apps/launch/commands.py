@@ -1,0 +1,125 @@
+"""`torchx status`, `log`, `cancel` and `list` over our schedulers, for the jobs of any component; `torchx tracker`.
+
+TorchX's own commands ask its own Slurm scheduler, which needs accounting, and answer a user's mistake with a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torchx.cli.cmd_cancel import CmdCancel
+from torchx.cli.cmd_list import HANDLE_HEADER, STATUS_HEADER, CmdList
+from torchx.cli.cmd_log import CmdLog, get_logs
+from torchx.cli.cmd_status import CmdStatus
+from torchx.cli.cmd_tracker import CmdTracker
+from torchx.runner import Runner
+from torchx.schedulers import get_scheduler_factories
+from torchx.specs.api import UnknownAppException
+from torchx.util.entrypoints import load_group
+
+_SESSION = "torchx"
+_OURS = {"slurm": "SlurmScheduler", "kubernetes": "KubernetesScheduler"}
+
+
+def schedulers() -> dict[str, Callable[..., Any]]:
+    """Returns TorchX's schedulers by name, with ours in the place of two; another package's stay as they are."""
+    factories = dict(get_scheduler_factories())
+    if load_group("torchx.schedulers") is None:
+        factories |= {name: _deferred(name) for name in _OURS}
+    return factories
+
+
+def _deferred(name: str) -> Callable[..., Any]:
+    def create(session_name: str, **_: Any) -> Any:
+        return getattr(importlib.import_module(f"torchx_apps.launch.{name}"), _OURS[name])(session_name)
+
+    return create
+
+
+@contextlib.contextmanager
+def _runner() -> Iterator[Runner]:
+    """A runner, whose errors of a user end the command in one line."""
+    try:
+        with Runner(_SESSION, schedulers()) as runner:
+            yield runner
+    except (ValueError, UnknownAppException) as error:
+        unknown = isinstance(error, UnknownAppException)
+        print("the scheduler knows no such job, or no longer" if unknown else error, file=sys.stderr)
+        sys.exit(1)
+
+
+class StatusCommand(CmdStatus):  # type: ignore[misc]
+    """The `status` subcommand."""
+
+    def run(self, args: argparse.Namespace) -> None:
+        """Prints a job's state, and why it waits."""
+        with _runner() as runner:
+            status = runner.status(args.app_handle)
+            if status is None:
+                raise UnknownAppException(args.app_handle)
+        print(status.format([role for role in args.roles.split(",") if role] or None))
+
+
+class LogCommand(CmdLog):  # type: ignore[misc]
+    """The `log` subcommand."""
+
+    def run(self, args: argparse.Namespace) -> None:
+        """Prints a job's log."""
+        threading.excepthook = lambda _: None  # TorchX raises a thread's error here again
+        with _runner() as runner, contextlib.suppress(BrokenPipeError):  # as `| head` causes
+            get_logs(sys.stdout, args.identifier, args.regex, args.tail, runner=runner, streams=args.streams)
+
+
+class CancelCommand(CmdCancel):  # type: ignore[misc]
+    """The `cancel` subcommand."""
+
+    def run(self, args: argparse.Namespace) -> None:
+        """Stops a job."""
+        with _runner() as runner:
+            runner.cancel(args.app_handle)
+
+
+class ListCommand(CmdList):  # type: ignore[misc]
+    """The `list` subcommand."""
+
+    def run(self, args: argparse.Namespace) -> None:
+        """Prints the scheduler's jobs and their states."""
+        from tabulate import tabulate
+
+        with _runner() as runner:
+            jobs = [[job.app_handle, str(job.state)] for job in runner.list(args.scheduler)]
+        print(tabulate(jobs, headers=[HANDLE_HEADER, STATUS_HEADER]))
+
+
+@contextlib.contextmanager
+def _readable_tracker() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # of whatever client a tracker has
+        print(f"torchx tracker: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+class TrackerCommand(CmdTracker):  # type: ignore[misc]
+    """The `tracker` subcommand."""
+
+    def list_jobs_command(self, args: argparse.Namespace) -> None:
+        """Prints the runs of the first tracker of .torchxconfig."""
+        with _readable_tracker():
+            super().list_jobs_command(args)
+
+    def list_metadata_command(self, args: argparse.Namespace) -> None:
+        """Prints a run's settings and figures."""
+        with _readable_tracker():
+            super().list_metadata_command(args)
+
+    def list_artifacts_command(self, args: argparse.Namespace) -> None:
+        """Prints the paths of what a run has left."""
+        with _readable_tracker():
+            super().list_artifacts_command(args)

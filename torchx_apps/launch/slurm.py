@@ -1,0 +1,389 @@
+"""TorchX's Slurm scheduler with what it leaves out: no accounting, a partition's limits, causes of an end.
+
+TorchX 0.7.0 needs ``sacct`` for every command after the submission, and without accounting each ends with a traceback
+while the job runs. It hands variables to ``srun --export=A=1,B=2``, which cuts a value at its first comma. It puts a
+job that failed by its user's mistake into the queue again, shows stderr alone as the log, and submits a job that no
+node of the partition can ever run.
+"""
+
+from __future__ import annotations
+
+import collections
+import getpass
+import itertools
+import math
+import queue
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from torchx.schedulers import slurm_scheduler as upstream
+from torchx.schedulers.api import (
+    AppDryRunInfo,
+    DescribeAppResponse,
+    ListAppResponse,
+    Stream,
+    filter_regex,
+    split_lines_iterator,
+)
+from torchx.schedulers.local_scheduler import LogIterator
+from torchx.specs import NONE, AppDef, AppState, ReplicaStatus, Role, RoleStatus
+
+from torchx_apps.agent import MISTAKE, MISTAKE_FILE
+
+_STATES: Mapping[str, AppState] = {
+    **upstream.SLURM_STATES,
+    "COMPLETING": AppState.RUNNING,
+    "CONFIGURING": AppState.PENDING,
+    "REQUEUE_FED": AppState.PENDING,
+    "REQUEUE_HOLD": AppState.PENDING,
+    "RESV_DEL_HOLD": AppState.PENDING,
+    "SIGNALING": AppState.RUNNING,
+    "SPECIAL_EXIT": AppState.FAILED,
+    "STAGE_OUT": AppState.RUNNING,
+    "STOPPED": AppState.RUNNING,
+}
+# Of a job of several parts: it goes on as long as one runs or waits, and one that failed makes it fail.
+_ORDER = (AppState.RUNNING, AppState.PENDING, AppState.FAILED, AppState.CANCELLED, AppState.SUCCEEDED)
+# Slurm sends it so long before the time limit, or up to a minute earlier; the ranks save and end.
+_SIGNAL = "TERM@60"
+
+
+class SlurmScheduler(upstream.SlurmScheduler):  # type: ignore[misc]
+    """Slurm, with or without accounting."""
+
+    def _run_opts(self) -> Any:
+        options = super()._run_opts()
+        options.add(
+            "dependency",
+            type_=str,
+            default=None,
+            help="The jobs that this one waits for, such as afterok:7; it is cancelled where they fail.",
+        )
+        return options
+
+    def _submit_dryrun(self, app: AppDef, cfg: Mapping[str, Any]) -> AppDryRunInfo[Any]:
+        made = super()._submit_dryrun(app, cfg)
+        request = made.request
+        if cfg.get("dependency"):  # without the second option the job would stay in the queue for ever
+            request.cmd += [f"--dependency={cfg['dependency']}", "--kill-on-invalid-dep=yes"]
+        for replica in request.replicas.values():
+            replica.sbatch_opts.setdefault("signal", _SIGNAL)
+        environments = [replica.env for replica in request.replicas.values()]
+        exports: Mapping[str, str] = {}
+        if all(env == environments[0] for env in environments):
+            exports = environments[0]
+            for replica in request.replicas.values():
+                replica.env = {}
+        return AppDryRunInfo(Script(**vars(request), exports=exports, app=app, partition=cfg.get("partition")), repr)
+
+    def schedule(self, dryrun_info: AppDryRunInfo[Any]) -> str:
+        """Submits the job; returns its number.
+
+        Raises:
+            ValueError: no node of the partition can run it, or Slurm's commands are not on this machine.
+            SystemExit: sbatch refused it, and has said why.
+        """
+        request: Script = dryrun_info.request
+        try:
+            nodes = nodes_of(request.partition)
+            for role in request.app.roles:
+                check_partition(role, nodes)
+            return str(super().schedule(dryrun_info))
+        except subprocess.CalledProcessError:
+            sys.exit(1)
+
+    def describe(self, app_id: str) -> DescribeAppResponse | None:
+        """Returns the job's state: from the queue, the accounting, or the last words of its script in this folder."""
+        entries = _queued("-j", app_id)
+        if entries:
+            return _described(app_id, entries)
+        asked = _ask("sacct", "--noheader", "-j", app_id)
+        if asked.returncode == 0 and asked.stdout.strip():
+            return super().describe(app_id)
+        return _ended(app_id, Path(upstream._get_job_dirs().get(app_id) or "."))
+
+    def list(self) -> list[ListAppResponse]:
+        """Returns the jobs of the accounting, or where there is none this user's in the queue."""
+        asked = _ask("sacct", "--noheader", "-X")
+        if asked.returncode == 0:
+            return list(super().list())
+        jobs = itertools.groupby(_queued("-u", getpass.getuser()), lambda entry: entry.job)
+        return [ListAppResponse(app_id=job, state=_state(list(entries))) for job, entries in jobs]
+
+    def log_iter(
+        self,
+        app_id: str,
+        role_name: str,
+        k: int = 0,
+        regex: str | None = None,
+        since: datetime | None = None,
+        until: datetime | None = None,
+        should_tail: bool = False,
+        streams: Stream | None = None,
+    ) -> Iterable[str]:
+        """Returns the lines of a node; those of stdout and of stderr where ``streams`` names none of them."""
+        both = streams in (None, Stream.COMBINED)
+        name = f"slurm-{app_id}-{role_name}-{k}"
+        folder = upstream._get_job_dirs().get(app_id) or "."
+        if not list(Path(folder).glob(f"{name}.*")):  # submitted in another folder
+            folder = next((entry.folder for entry in _queued("-j", app_id)), folder)
+        files = [
+            Path(folder, f"{name}.{ending}")
+            for stream, ending in ((Stream.STDOUT, "out"), (Stream.STDERR, "err"))
+            if both or streams == stream
+        ]
+        if should_tail:
+            state = _SeldomAsked(self)
+            lines: Iterable[str] = interleaved(
+                [split_lines_iterator(LogIterator(app_id, str(file), state, should_tail)) for file in files]
+            )
+        else:  # TorchX's iterator goes on until the job has ended here too
+            lines = _lines([file for file in files if file.exists()])
+        return filter_regex(regex, lines) if regex else lines
+
+
+class _SeldomAsked:
+    """A scheduler that asks for a job's state every five seconds; TorchX's reader of a log asks ten times a second."""
+
+    def __init__(self, scheduler: SlurmScheduler) -> None:
+        self._scheduler, self._asked_s = scheduler, -math.inf
+        self._answer: DescribeAppResponse | None = None
+
+    def describe(self, app_id: str) -> DescribeAppResponse | None:
+        if time.monotonic() - self._asked_s > 5:
+            self._answer = self._scheduler.describe(app_id)
+            self._asked_s = time.monotonic()
+        return self._answer
+
+
+@dataclass(repr=False)
+class Script(upstream.SlurmBatchRequest):  # type: ignore[misc]
+    """TorchX's script, with the variables in lines of their own, and one more condition for another attempt.
+
+    Args:
+        exports: variables of the job.
+        app: the job.
+        partition: the partition, or None for the default one.
+    """
+
+    exports: Mapping[str, str] = field(default_factory=dict)
+    app: AppDef | None = None
+    partition: str | None = None
+
+    def materialize(self) -> str:
+        """Returns the script for sbatch."""
+        lines = [f"export {name}={upstream._apply_app_id_env(value)}" for name, value in self.exports.items()]
+        retries = f"export TORCHX_MAX_RETRIES={self.max_retries}\n"
+        mistake = f'export {MISTAKE_FILE}="$PWD/slurm-$SLURM_JOB_ID.mistake"'
+        changes = {
+            retries: retries + "".join(f"{line}\n" for line in (mistake, *lines)),
+            "exitcode=$?\n": f'exitcode=$?\nif rm "${MISTAKE_FILE}" 2> /dev/null; then exitcode={MISTAKE}; fi\n',
+            'if [ "$TORCHX_MAX_RETRIES" -gt ': f'if [ $exitcode -ne {MISTAKE} ] && [ "$TORCHX_MAX_RETRIES" -gt ',
+        }
+        script = str(super().materialize())
+        for line, changed in changes.items():
+            assert line in script, f"the script of TorchX 0.7.0 has the line {line!r}"
+            script = script.replace(line, changed)
+        return script
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeSize:
+    """A node of a partition, by its size.
+
+    Args:
+        cpus: CPUs.
+        memory: memory, in MiB.
+        gpus: GPUs.
+    """
+
+    cpus: int
+    memory: int
+    gpus: int
+
+
+def nodes_of(partition: str | None) -> list[NodeSize]:
+    """Returns the nodes of a partition, of the default one where none is named; none where Slurm does not answer."""
+    asked = _ask("sinfo", "--noheader", "--Node", "--noconvert", "--format", "%P|%c|%m|%G")
+    rows = [line.strip().split("|") for line in asked.stdout.splitlines() if line.count("|") == 3]
+    return [
+        NodeSize(cpus=int(cpus.rstrip("+")), memory=int(memory.rstrip("+M")), gpus=count_gpus(gres))
+        for name, cpus, memory, gres in rows
+        if (name.endswith("*") if partition is None else name.rstrip("*") == partition)
+    ]
+
+
+def count_gpus(gres: str) -> int:
+    """Returns the GPUs of a node's generic resources, as sinfo writes them.
+
+    Example:
+        >>> count_gpus("gpu:a100:8(S:0-1),nvme:1"), count_gpus("gpu:4"), count_gpus("(null)")
+        (8, 4, 0)
+    """
+    return sum(int(count) for count in re.findall(r"\bgpu(?::[^:,()]+)?:(\d+)", gres))
+
+
+def check_partition(role: Role, nodes: Sequence[NodeSize]) -> None:
+    """Refuses a job that would wait for ever, since the partition has too few nodes that could run it.
+
+    Args:
+        role: the role, each of whose replicas takes a node.
+        nodes: the partition's nodes; a partition without nodes is left to Slurm.
+
+    Raises:
+        ValueError: they cannot run it.
+
+    Example:
+        >>> from torchx.specs import Resource
+        >>> role = Role(name="train", image="", resource=Resource(cpu=64, gpu=0, memMB=4096))
+        >>> check_partition(role, [NodeSize(cpus=4, memory=8000, gpus=0)])
+        Traceback (most recent call last):
+        ...
+        ValueError: --cpu 64: the partition's largest node has 4; ask for less, or for another one: -cfg partition=NAME
+    """
+    resource = role.resource
+    if not nodes or resource == NONE:
+        return
+    asked = {"gpus": resource.gpu, "cpus": resource.cpu, "memory": resource.memMB}
+    flags = {"cpus": "--cpu", "memory": "--memMB", "gpus": "--gpu"}
+    remedy = "ask for less, or for another one: -cfg partition=NAME"
+    if max(node.memory for node in nodes) <= 1000:  # TorchX asks for no memory where Slurm was not told of any
+        asked["memory"] = 0
+    for name, count in asked.items():
+        largest = max(getattr(node, name) for node in nodes)
+        if count > largest:
+            raise ValueError(f"{flags[name]} {count}: the partition's largest node has {largest}; {remedy}")
+    able = sum(all(getattr(node, name) >= count for name, count in asked.items()) for node in nodes)
+    if role.num_replicas > able:
+        raise ValueError(
+            f"-j: {role.num_replicas} nodes with {asked['cpus']} CPUs, {asked['memory']} MiB and {asked['gpus']} GPUs "
+            f"each, and the partition has {able} such nodes; {remedy}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Entry:
+    """A job, or one of the parts of a heterogeneous one, as squeue knows it."""
+
+    job: str
+    state: str
+    name: str
+    folder: str
+    reason: str
+
+
+def _ask(*words: str) -> subprocess.CompletedProcess[str]:
+    """Runs one of Slurm's commands, quietly.
+
+    Raises:
+        ValueError: it is not on this machine.
+    """
+    try:
+        return subprocess.run(words, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise ValueError(
+            f"slurm: there is no {words[0]} on this machine; go to a login node of the cluster, or install Slurm's "
+            "commands (Debian's package slurm-client)"
+        ) from None
+
+
+def _queued(*which: str) -> list[_Entry]:
+    """Returns what squeue knows, also of jobs that have ended in the last minutes."""
+    asked = _ask("squeue", "--noheader", "--states=all", "--format", "%i|%T|%j|%Z|%r", *which)
+    rows = [line.strip().split("|") for line in asked.stdout.splitlines() if line.count("|") == 4]
+    return [
+        _Entry(job=job.partition("+")[0], state=state, name=name, folder=folder, reason=reason)
+        for job, state, name, folder, reason in sorted(rows)
+    ]
+
+
+def _described(app_id: str, entries: Sequence[_Entry]) -> DescribeAppResponse:
+    roles: dict[str, Role] = {}
+    statuses: dict[str, RoleStatus] = {}
+    for entry in entries:
+        name, _, number = entry.name.rpartition("-")
+        if not number.isdecimal():  # not a job of TorchX
+            continue
+        role = roles.setdefault(name, Role(name=name, num_replicas=0, image=""))
+        role.num_replicas += 1
+        replica = ReplicaStatus(id=int(number), role=name, state=_STATES[entry.state], hostname="")
+        statuses.setdefault(name, RoleStatus(name, [])).replicas.append(replica)
+    waiting = [f"{entry.state} ({entry.reason})" for entry in entries if entry.reason not in ("None", "")]
+    return DescribeAppResponse(
+        app_id=app_id,
+        roles=list(roles.values()),
+        roles_statuses=list(statuses.values()),
+        state=_state(entries),
+        msg=waiting[0] if waiting else entries[0].state,
+    )
+
+
+def _ended(app_id: str, folder: Path) -> DescribeAppResponse | None:
+    """Describes a job that the queue has forgotten, minutes after its end, by the files that it has left."""
+    output = folder / f"slurm-{app_id}.out"
+    codes = re.findall(
+        r"^job exited with code (\d+)$", output.read_text(errors="replace") if output.exists() else "", re.M
+    )
+    if not codes:
+        return None
+    counts = collections.Counter(
+        path.name.split("-", 2)[2].rpartition("-")[0] for path in folder.glob(f"slurm-{app_id}-*.out")
+    )
+    return DescribeAppResponse(
+        app_id=app_id,
+        roles=[Role(name=name, num_replicas=count, image="") for name, count in counts.items()],
+        state=AppState.FAILED if int(codes[-1]) else AppState.SUCCEEDED,
+        msg=f"ended with exit code {codes[-1]}, as {output} says; Slurm has forgotten the job",
+    )
+
+
+def _state(entries: Sequence[_Entry]) -> AppState:
+    states = {_STATES.get(entry.state, AppState.UNKNOWN) for entry in entries}
+    return next((state for state in _ORDER if state in states), AppState.UNKNOWN)
+
+
+def _lines(files: Sequence[Path]) -> Iterator[str]:
+    for path in files:
+        with path.open(errors="replace", newline="\n") as file:
+            yield from file
+
+
+def interleaved(sources: Sequence[Iterable[str]]) -> Iterator[str]:
+    """Yields the items of all sources as they come, until all have ended.
+
+    Raises:
+        Exception: whatever a source raised, after what it had yielded.
+
+    Example:
+        >>> sorted(interleaved([["a", "b"], ["c"]]))
+        ['a', 'b', 'c']
+    """
+    items: queue.Queue[str | Exception | None] = queue.Queue()
+
+    def read(source: Iterable[str]) -> None:
+        try:
+            for item in source:
+                items.put(item)
+            items.put(None)
+        except Exception as error:  # raised where the items are read
+            items.put(error)
+
+    for source in sources:
+        threading.Thread(target=read, args=(source,), daemon=True).start()
+    running = len(sources)
+    while running:
+        item = items.get()
+        if isinstance(item, Exception):
+            raise item
+        if item is None:
+            running -= 1
+        else:
+            yield item
