@@ -23,6 +23,9 @@ def plan(
     inter: float = 12.5,
     batch_size: Optional[int] = None,
     sharding: Optional[str] = None,
+    kernel: Optional[str] = None,
+    cache_load_factor: Optional[float] = None,
+    ssd: Optional[float] = None,
     optimizer: Optional[str] = None,
     out: Optional[str] = None,
     name: str = "plan",
@@ -55,6 +58,9 @@ def plan(
         inter: GiB/s that a device sends to those of other hosts
         batch_size: rows of a device and step; the recipe's, or 1024
         sharding: auto, or one sharding type for every table; the recipe's, or auto
+        kernel: auto, or one compute kernel for every table: fused, fused_uvm, fused_uvm_caching, key_value
+        cache_load_factor: share of a table's rows that the cache on a GPU holds; the recipe's, or TorchRec's .2
+        ssd: GiB of SSD of a host, for kernel key_value
         optimizer: optimizer of the tables; the recipe's, or row_wise_adagrad
         out: folder for plan.txt, plan.json and a picture of memory by rank
         name: name of the job
@@ -74,6 +80,9 @@ def plan(
         "local-world-size": local_world_size,
         "batch-size": batch_size,
         "sharding": sharding,
+        "kernel": kernel,
+        "cache-load-factor": cache_load_factor,
+        "ssd": ssd,
         "optimizer": optimizer,
         "out": out,
     }
@@ -83,7 +92,7 @@ def plan(
         image=image,
         entrypoint="python3",
         args=[*flags, *args],
-        env=dict(env or {}),
+        env={"PYTHONUNBUFFERED": "1", **(env or {})},
         resource=specs.resource(cpu=cpu, memMB=memMB, gpu=0, h=h),
         mounts=specs.parse_mounts(mounts) if mounts else [],
     )
@@ -98,6 +107,7 @@ def embed(
     out: Optional[str] = None,
     refresh: Optional[str] = None,
     redis: Optional[str] = None,
+    redis_password_file: Optional[str] = None,
     delete: Optional[str] = None,
     expire: Optional[float] = None,
     tower: Optional[str] = None,
@@ -107,8 +117,8 @@ def embed(
     name: str = "embed",
     image: str = torchx.IMAGE,
     h: Optional[str] = None,
-    cpu: int = 2,
-    memMB: int = 4096,  # noqa: N803  (TorchX's own spelling)
+    cpu: int = 0,
+    memMB: int = 0,  # noqa: N803  (TorchX's own spelling)
     env: Optional[Dict[str, str]] = None,
     mounts: Optional[List[str]] = None,
 ) -> specs.AppDef:
@@ -130,6 +140,7 @@ def embed(
         out: folder of the store, written whole; a store that exists gets a new version
         refresh: folder of an existing store, instead of out; the rows of catalogue are those that changed or are new
         redis: address of a Redis for the vectors of --tower query, instead of out (ex. redis://host:6379/0)
+        redis_password_file: file with the Redis's password; where not given the variable REDIS_PASSWORD, if set
         delete: ids to delete, by commas, or X.parquet or FOLDER/ with them in the column id; for refresh and redis
         expire: seconds after which the Redis forgets a vector, a day where not given; 0 for never
         tower: a tower of the bundle, or query for all towers of the query; the candidate's where not given
@@ -139,8 +150,8 @@ def embed(
         name: name of the job
         image: container image; local and Slurm schedulers use the current folder and environment instead
         h: a named resource, instead of cpu and memMB
-        cpu: CPU cores
-        memMB: memory in MiB
+        cpu: CPU cores; 0 for one per process, at least 2
+        memMB: memory in MiB; 0 for 2048 per process, at least 4096
         env: environment
         mounts: container mounts (ex. type=bind,src=/host,dst=/job,readonly)
     """
@@ -153,6 +164,7 @@ def embed(
         "out": out,
         "refresh": refresh,
         "redis": redis,
+        "redis-password-file": redis_password_file,
         "delete": delete,
         "expire": expire,
         "tower": tower,
@@ -165,8 +177,13 @@ def embed(
         image=image,
         entrypoint="python3",
         args=[*flags, *args],
-        env={"OMP_NUM_THREADS": "1", **(env or {})},
-        resource=specs.resource(cpu=cpu, memMB=memMB, gpu=0, h=h),
+        env={"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(env or {})},
+        resource=specs.resource(
+            cpu=cpu or max(2, procs),
+            memMB=memMB or max(4096, 2048 * procs),
+            gpu=0,
+            h=h,
+        ),
         mounts=specs.parse_mounts(mounts) if mounts else [],
     )
     return specs.AppDef(name=name, roles=[role])
@@ -222,7 +239,7 @@ def evaluate(
         image=image,
         entrypoint="python3",
         args=[*flags, *args],
-        env=dict(env or {}),
+        env={"PYTHONUNBUFFERED": "1", **(env or {})},
         resource=specs.resource(cpu=cpu, memMB=memMB, gpu=0, h=h),
         mounts=specs.parse_mounts(mounts) if mounts else [],
     )

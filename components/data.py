@@ -56,7 +56,7 @@ def preprocess(
         image=image,
         entrypoint="python3",
         args=[*flags, *args],
-        env=dict(env or {}),
+        env={"PYTHONUNBUFFERED": "1", **(env or {})},
         resource=specs.resource(cpu=cpu, memMB=memMB, gpu=0, h=h),
         mounts=specs.parse_mounts(mounts) if mounts else [],
     )

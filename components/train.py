@@ -22,9 +22,9 @@ def hybrid(
     name: str = "/",
     image: str = torchx.IMAGE,
     h: Optional[str] = None,
-    cpu: int = 2,
+    cpu: int = 0,
     gpu: int = 0,
-    memMB: int = 4096,  # noqa: N803  (TorchX's own spelling)
+    memMB: int = 0,  # noqa: N803  (TorchX's own spelling)
     env: Optional[Dict[str, str]] = None,
     mounts: Optional[List[str]] = None,
     rdzv_port: int = 0,
@@ -38,7 +38,7 @@ def hybrid(
 
     On Slurm, inside the environment that is active when you submit::
 
-        torchx run -s slurm -cfg partition=gpu,time=02:00:00 rec.train.hybrid -j 2x8 --gpu 8 --cpu 64 --memMB 400000
+        torchx run -s slurm -cfg partition=gpu,time=02:00:00 rec.train.hybrid -j 2x8 --gpu 8
 
     On Kubernetes with Volcano, in an image that has this package::
 
@@ -57,9 +57,9 @@ def hybrid(
         name: EXPERIMENT/RUN, EXPERIMENT/ or /RUN
         image: container image; local and Slurm schedulers use the current folder and environment instead
         h: a named resource, instead of cpu, gpu and memMB
-        cpu: CPU cores per node
-        gpu: GPUs per node
-        memMB: memory per node in MiB
+        cpu: CPU cores per node; 0 for one per thread of each rank, at least 2, and 4 per rank on a GPU
+        gpu: GPUs per node, one for each of its ranks
+        memMB: memory per node in MiB; 0 for 2048 per rank, at least 4096, and 8192 per rank on a GPU
         env: environment for every rank (ex. NCCL_DEBUG=INFO,GLOO_SOCKET_IFNAME=eth0)
         mounts: container mounts (ex. type=bind,src=/host,dst=/job,readonly)
         rdzv_port: port on the first node where the ranks of several nodes meet; 0 for one of 20000 to 29999 made of the
@@ -104,9 +104,9 @@ def networks(
     name: str = "/",
     image: str = torchx.IMAGE,
     h: Optional[str] = None,
-    cpu: int = 2,
+    cpu: int = 0,
     gpu: int = 0,
-    memMB: int = 4096,  # noqa: N803  (TorchX's own spelling)
+    memMB: int = 0,  # noqa: N803  (TorchX's own spelling)
     env: Optional[Dict[str, str]] = None,
     mounts: Optional[List[str]] = None,
     rdzv_port: int = 0,
@@ -147,15 +147,20 @@ def networks(
         name: EXPERIMENT/RUN, EXPERIMENT/ or /RUN
         image: container image; local and Slurm schedulers use the current folder and environment instead
         h: a named resource, instead of cpu, gpu and memMB
-        cpu: CPU cores per node
-        gpu: GPUs per node
-        memMB: memory per node in MiB
+        cpu: CPU cores per node; 0 for one per thread of each rank, at least 2, and 4 per rank on a GPU
+        gpu: GPUs per node, one for each of its ranks
+        memMB: memory per node in MiB; 0 for 2048 per rank, at least 4096, and 8192 per rank on a GPU
         env: environment for every rank (ex. CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=50)
         mounts: container mounts (ex. type=bind,src=/host,dst=/job,readonly)
         rdzv_port: port on the first node where the ranks of several nodes meet; 0 for one of 20000 to 29999 made of the
             job's id
         debug: turn on torch's slow distributed checks
     """
+    if groups and ":" in j:
+        raise ValueError(
+            f"--groups {groups} with -j {j}: it names ranks, whose number changes with the nodes that are up; leave it "
+            f"out, or write -j {j.partition(':')[2]}"
+        )
     given = [("vary", vary), ("member", member), ("groups", groups), ("codistill", codistill)]
     flags = [f"--{flag}={text}" for flag, text in given if text]
     flags += [f"--{flag}" for flag, on in (("own-rows", own_rows), ("weights", weights)) if on]
@@ -196,18 +201,29 @@ def _app(
     rdzv_port: int,
     debug: bool,
 ) -> "specs.AppDef":
+    variables = _environment(env, threads, max_retries, elastic=j if ":" in j else "")
+    procs = int(_topology(j).rpartition("x")[2])
+    gpus = specs.resource(h=h).gpu if h else gpu
+    if gpus and gpus != procs:
+        resource = f"-h {h}, which has {gpus}" if h else f"--gpu {gpu}"
+        raise ValueError(
+            f"-j {j} with {resource}: each of a node's {procs} ranks needs a GPU of its own, and each GPU a rank; "
+            f"write -j {j.rpartition('x')[0]}x{gpus}" + ("" if h else f" or --gpu {procs}")
+        )
+    if not 0 <= rdzv_port < 65536:
+        raise ValueError(f"--rdzv_port {rdzv_port}: must be 1 to 65535, or 0 for a port made of the job's id")
     app = getattr(dist, "torchrun", dist.ddp)(
         *flags,
         m=main,
         tee=2,  # prefixes a rank's stderr with its number; its stdout is the job's result, and stays as it is
-        j=_topology(j),
+        j=j,
         name=name,
         image=image,
         h=h,
-        cpu=cpu,
+        cpu=cpu or max(2, procs * max(threads, 4 if gpus else 1)),
         gpu=gpu,
-        memMB=memMB,
-        env=_environment(env, threads, max_retries, elastic=":" in j),
+        memMB=memMB or max(4096, procs * (8192 if gpus else 2048)),
+        env=variables,
         max_retries=max_retries,
         mounts=mounts,
         rdzv_port=rdzv_port,
@@ -241,18 +257,21 @@ def _topology(j: str) -> str:
     return j
 
 
-def _environment(env: Optional[Dict[str, str]], threads: int, max_retries: int, elastic: bool) -> Dict[str, str]:
+def _environment(env: Optional[Dict[str, str]], threads: int, max_retries: int, elastic: str) -> Dict[str, str]:
     if threads < 1:
         raise ValueError(f"--threads {threads}: a rank needs at least one thread")
     if max_retries < 0:
         raise ValueError(f"--max_retries {max_retries}: write 0 for none, or how often to start again")
-    ours = {"OMP_NUM_THREADS": str(threads)}
+    # Unbuffered, or a pod's log stays empty for minutes.
+    ours = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
     if max_retries or elastic:
         # Gives each attempt a store of its own. In the agents' store, which outlives the ranks, a restarted rank reads
         # the dead one's address and gloo cannot connect (https://github.com/pytorch/pytorch/issues/135712). Ranks also
         # use their host's count of restarts as key, which differs between hosts after the first fault, so that they
         # would wait for each other.
         ours["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    if elastic:
+        ours["TORCHREC_EXT_ELASTIC"] = elastic  # settings that need a fixed number of ranks are refused
     return {**ours, **(env or {})}
 
 

@@ -204,7 +204,7 @@ class PackageStatus:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Diagnosis:
+class Installation:
     """The doctor's findings; `healthy` when there is no problem."""
 
     python: str
@@ -226,7 +226,7 @@ class Diagnosis:
         return not self.problems
 
 
-def diagnose(*, really_import: bool = True) -> Diagnosis:
+def diagnose(*, really_import: bool = True) -> Installation:
     """Examines the interpreter, the packages and the machine.
 
     Args:
@@ -242,7 +242,7 @@ def diagnose(*, really_import: bool = True) -> Diagnosis:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     devices = tuple(stack.gpu_nodes()) if variant == "cuda" else ()
     ranks = len(devices) or cores
-    return Diagnosis(
+    return Installation(
         python=platform.python_version(),
         interpreter=sys.executable,
         variant=variant,
@@ -325,7 +325,7 @@ def compiler() -> str | None:
     return next(filter(None, map(shutil.which, filter(None, [os.environ.get("CXX"), "g++", "clang++", "c++"]))), None)
 
 
-def text(seen: Diagnosis) -> str:
+def text(seen: Installation) -> str:
     """Returns the report for people."""
     rows = [
         ("python", f"{seen.python}  {seen.interpreter}"),

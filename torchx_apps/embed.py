@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchx_apps.agent import exit_code
+from torchx_apps.cli.redis_address import add_password_file, with_password
 
 if TYPE_CHECKING:
     from torchrec_ext.retrieval.bundle.bundle import Bundle
@@ -52,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _embed(argv: Sequence[str] | None) -> int:
     options = _parser().parse_args(argv)
     _check(options)
+    options.redis = with_password(options.redis, options.redis_password_file)
     from torchrec_ext.distributed.runtime import Runtime
     from torchx_apps.jobs.embedding import TowerGroup
     from torchx_apps.jobs.training import quieten_libraries
@@ -186,6 +188,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--redis", metavar="URL", help="address to write the vectors of --tower query to, such as redis://host:6379/0"
     )
+    add_password_file(parser)
     delete = "with --refresh or --redis: ids to delete, by commas; or X.parquet or FOLDER/ with them in the column --id"
     parser.add_argument("--delete", metavar="IDS", help=delete)
     expire = "with --redis: seconds after which a vector is forgotten, a day by default; 0 for never"

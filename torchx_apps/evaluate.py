@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from torchrec_ext.train.config import EvaluationConfig
 from torchx_apps.agent import exit_code
 
 METRICS = "recall@10,ndcg@10,hr@10,mrr@10,map@10"
@@ -35,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _evaluate(argv: Sequence[str] | None) -> int:
     options = _parser().parse_args(argv)
+    EvaluationConfig(metrics=tuple(options.metrics.split(",")))
     for flag in ("users", "items", "truth", "seen"):
         path = getattr(options, flag)
         if path is not None and not path.is_file():

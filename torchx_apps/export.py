@@ -30,20 +30,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _export(argv: Sequence[str] | None) -> int:
-    options = _parser().parse_args(argv)
+    options = build_export_parser().parse_args(argv)
     from torchx_apps.cli.command_line import apply_overrides
     from torchx_apps.jobs.saved_job import saved_job
 
     job = apply_overrides(saved_job(options.run, options.recipe), options.set)
     out = options.out or options.run / "bundle"
-    # Checked before minutes of loading.
-    if not options.overwrite and (out.is_file() or (out.is_dir() and any(out.iterdir()))):
-        raise ValueError(f"--out {out}: there is something already; give another folder, or --overwrite")
-    _check_onnx(options, out)
+    check_export(options, out)
     settings = {
         "store": options.store,
         "index": options.index,
         "recall": options.recall,
+        "tables": options.tables,
+        "overlap": options.overlap,
         "overwrite": options.overwrite,
     }
     skip = options.onnx_skip if options.onnx else None
@@ -55,14 +54,32 @@ def _export(argv: Sequence[str] | None) -> int:
     return 0
 
 
-def _check_onnx(options: argparse.Namespace, out: Path) -> None:
-    """Refuses flags and folders that do not fit together, before minutes of loading."""
+def check_export(options: argparse.Namespace, out: Path) -> None:
+    """Refuses flags and folders that do not fit together, before minutes of loading.
+
+    Args:
+        options: flags of :func:`build_export_parser`.
+        out: the bundle's folder.
+
+    Raises:
+        ValueError: the folder is in use, a package is missing, or flags exclude each other.
+    """
+    if not options.overwrite and (out.is_file() or (out.is_dir() and any(out.iterdir()))):
+        raise ValueError(f"--out {out}: there is something already; give another folder, or --overwrite")
+    if options.index != "exact":
+        from torchrec_ext.retrieval.index.faiss import faiss_module
+
+        faiss_module()
     if options.onnx_skip and not options.onnx:
         raise ValueError(
             f"--onnx-skip {options.onnx_skip[0]}: there is nothing to leave it out of; give --onnx FOLDER too"
         )
     if not options.onnx:
         return
+    if options.tables == "int8":
+        raise ValueError(
+            f"--onnx {options.onnx} with --tables int8: ONNX files have their tables in fp32; leave one of them out"
+        )
     from torchrec_ext.retrieval.onnx.layers import require_onnx
 
     require_onnx()
@@ -139,7 +156,8 @@ def export_run(
         return runtime.is_main
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_export_parser() -> argparse.ArgumentParser:
+    """Returns the parser of this app's flags."""
     parser = argparse.ArgumentParser(prog="python -m torchx_apps.export", description=__doc__, allow_abbrev=False)
     parser.add_argument("run", type=Path, help="a run folder")
     parser.add_argument("--out", type=Path, help="the bundle's folder; RUN/bundle where not given")
@@ -153,7 +171,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="change one key; repeat at will"
     )
+    add_bundle_flags(parser)
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier bundle")
+    return parser
+
+
+def add_bundle_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that say what a bundle holds, and in which types."""
     parser.add_argument("--store", default="fp32", choices=["fp32", "fp16", "int8"], help="type of the stored vectors")
+    parser.add_argument(
+        "--tables", default="trained", choices=["trained", "int8"], help="type of the towers' tables; int8 is measured"
+    )
+    parser.add_argument(
+        "--overlap", type=float, default=0.9, help="share of a query's 10 best that int8 tables must leave among them"
+    )
     parser.add_argument(
         "--index", default="exact", choices=["exact", "flat", "ivf", "hnsw", "pq"], help="others need FAISS"
     )
@@ -166,8 +197,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--onnx-skip", action="append", default=[], metavar="TOWER", help="leave one out (or top); repeat at will"
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace an earlier bundle")
-    return parser
 
 
 if __name__ == "__main__":

@@ -65,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--ddr", type=float, default=1024.0, help="GiB of memory of a host; beside GPUs 0: tables stay on them"
     )
+    parser.add_argument("--ssd", type=float, default=0.0, help="GiB of SSD of a host, for --kernel key_value")
     parser.add_argument("--intra", type=float, default=600.0, help="GiB/s that a device sends to those of its host")
     parser.add_argument("--inter", type=float, default=12.5, help="GiB/s that a device sends to those of other hosts")
     parser.add_argument(
@@ -73,6 +74,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--reserve", type=float, default=0.15, help="share of memory for all but tables")
     parser.add_argument("--batch-size", type=int, help="rows of a device and step; the recipe's, or 1024")
     parser.add_argument("--sharding", help="auto, or one sharding type for every table; the recipe's, or auto")
+    parser.add_argument("--kernel", help="auto, or one compute kernel for every table; the recipe's, or auto")
+    parser.add_argument(
+        "--cache-load-factor",
+        type=float,
+        help="share of rows cached on a GPU; the recipe's, or TorchRec's .2",
+    )
     parser.add_argument("--optimizer", help="optimizer of the tables; the recipe's, or row_wise_adagrad")
     parser.add_argument("--out", type=Path, help="folder for plan.txt, plan.json and a picture of memory by rank")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON instead")

@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from torchx_apps.agent import MISTAKE, die_with_parent
 from torchx_apps.cli.command_line import apply_overrides, build_parser, describe_keys, list_recipes, load_recipe
 from torchx_apps.recipes.preprocess import PREPROCESS_RECIPES, PreprocessJob
 
@@ -23,8 +24,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the flags; the command line when None.
 
     Returns:
-        0 when done, 1 when not, 130 when stopped by Ctrl-C or by the scheduler.
+        0 when done, 1 when not (200 where a rank of torchx_apps.pipeline has started it, and another attempt would meet
+        the same error), 130 when stopped by Ctrl-C or by the scheduler.
     """
+    if _in_a_pipeline():
+        die_with_parent()
     try:
         return _preprocess(argv)
     except KeyboardInterrupt:
@@ -37,7 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             failures.record_error(error)
         else:
             print(failures.describe_error(error), file=sys.stderr)
-        return 1
+        return MISTAKE if _in_a_pipeline() and failures.would_come_again(error) else 1
+
+
+def _in_a_pipeline() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def _preprocess(argv: Sequence[str] | None) -> int:
@@ -47,7 +55,7 @@ def _preprocess(argv: Sequence[str] | None) -> int:
         return 0
     if options.run_dir:
         raise ValueError(f"--run-dir {options.run_dir}: preprocessing writes to --out; give that")
-    job = apply_overrides(_job(options.recipe), options.set)
+    job = apply_overrides(load_job(options.recipe), options.set)
     job = dataclasses.replace(job, **{key: getattr(options, key) for key in ("engine", "out") if getattr(options, key)})
     if options.dry_run:
         print(describe_keys(job))
@@ -66,7 +74,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _job(recipe: str) -> PreprocessJob:
+def load_job(recipe: str) -> PreprocessJob:
+    """Returns the job of a preprocessing recipe.
+
+    Args:
+        recipe: name of a built-in recipe, ``my_recipe.py:job`` or ``my.module:job``.
+
+    Raises:
+        ValueError: there is no such recipe, or it returns something else.
+    """
     job = load_recipe(recipe, PREPROCESS_RECIPES)
     if not isinstance(job, PreprocessJob):
         raise ValueError(

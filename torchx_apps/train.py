@@ -9,9 +9,13 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from torchx_apps.agent import exit_code
 from torchx_apps.cli.command_line import apply_overrides, build_parser, describe_keys, list_recipes, load_recipe
+
+# Variable with the topology of a job that goes on with the nodes that are up, as the component was given it.
+ELASTIC = "TORCHREC_EXT_ELASTIC"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,17 +35,57 @@ def _train(argv: Sequence[str] | None) -> int:
     if options.list_recipes:
         return _say(list_recipes())
     job = apply_overrides(load_recipe(options.recipe), options.set)
+    check_elastic(job)
     if options.dry_run:
         return _say(describe_keys(job))
     from torchrec_ext.train.guards.finite import RunStoppedError
+    from torchx_apps.jobs.report import diagnosis_command
     from torchx_apps.jobs.training import run_training
 
     try:
-        run_training(job, options.run_dir, resume=options.resume)
+        diagnosis = diagnosis_command(options.recipe, options.set)
+        run_training(job, options.run_dir, resume=options.resume, diagnosis=diagnosis)
     except RunStoppedError as stopped:
         _say(str(stopped))
         return 128 + signal.SIGTERM
     return 0
+
+
+def check_elastic(job: Any, topology: str | None = None) -> None:
+    """Refuses settings that need one number of ranks, where the job trains on however many nodes are up.
+
+    Args:
+        job: the job.
+        topology: MIN:MAXxPROCS of the launch; that of this process's environment where not given, empty for none.
+
+    Raises:
+        ValueError: naming the setting.
+
+    Example:
+        >>> job = apply_overrides(load_recipe("two_tower"), ["sync.table_copies=2"])
+        >>> check_elastic(job, "2:4x1")
+        Traceback (most recent call last):
+        ...
+        ValueError: sync.table_copies=2 with -j 2:4x1: it must divide the number of ranks, which may be 3; write -j 4x1
+    """
+    topology = os.environ.get(ELASTIC, "") if topology is None else topology
+    if not topology:
+        return
+    least, _, rest = topology.partition(":")
+    most, _, procs = rest.partition("x")
+    ranks = [nodes * int(procs) for nodes in range(int(least), int(most) + 1)]
+    towers, copies = job.plan.towers, job.sync.table_copies
+    if ":" in towers or (towers == "tower_parallel" and ranks[0] < 2):
+        raise ValueError(
+            f"plan.towers={towers} with -j {topology}: it gives towers ranks of their own, whose number changes with "
+            f"the nodes that are up; set plan.towers=auto, or write -j {rest}"
+        )
+    odd = next((count for count in ranks if count % copies), None)
+    if odd:
+        raise ValueError(
+            f"sync.table_copies={copies} with -j {topology}: it must divide the number of ranks, which may be {odd}; "
+            f"write -j {rest}"
+        )
 
 
 def _say(text: str) -> int:

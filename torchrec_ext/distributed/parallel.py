@@ -30,10 +30,10 @@ from torchrec_ext.distributed.optim.declared import (
     undeclared,
 )
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer, keyed_optimizers
-from torchrec_ext.distributed.optim.sharded import decay_sharded_rows, sharded_adams
+from torchrec_ext.distributed.optim.sharded import decay_sharded_rows, read_past_caches, sharded_adams
 from torchrec_ext.distributed.plan.planner import on_own_device, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime, calm_gloo
-from torchrec_ext.distributed.sharders import sharders
+from torchrec_ext.distributed.sharders import Codecs, sharders
 from torchrec_ext.distributed.table_copies import copies_of_tables, refuse_unaveraged
 from torchrec_ext.distributed.tables import collections, initialise_tables, table_configs
 from torchrec_ext.distributed.tower_parallel.lookups import host_look_ups
@@ -64,6 +64,7 @@ def hybrid_parallel(
     optimizer: OptimizerConfig | None = None,
     seed: int = 0,
     table_copies: int = 1,
+    codecs: Codecs | None = None,
 ) -> tuple[DistributedModelParallel, HybridOptimizer]:
     """Shards the tables of ``model`` over the ranks and replicates its dense layers.
 
@@ -80,6 +81,8 @@ def hybrid_parallel(
         seed: seed of the tables' initial values, which depend on it and the table's name alone, not on the plan and not
             on the ranks.
         table_copies: number of copies of the tables, see :class:`SyncConfig`; equal to :func:`plan_sharding`'s.
+        codecs: TorchRec's codecs of quantised communication by exchange, as :func:`codecs_of` makes them of a
+            ``PlanConfig``; None for float32.
 
     Returns:
         TorchRec's DistributedModelParallel (DMPCollection with more than one copy of the tables), and one optimizer for
@@ -113,11 +116,12 @@ def hybrid_parallel(
                 f"DMPCollection puts it on the GPU of its local rank, cuda:{runtime.local_rank}; leave "
                 "sync.table_copies at 1"
             )
-        sharded = copies_of_tables(model, runtime, plan, table_copies, sharders())
+        sharded = copies_of_tables(model, runtime, plan, table_copies, sharders(codecs))
     else:
-        all_sharders = [tower_sharder, *sharders()]
+        all_sharders = [tower_sharder, *sharders(codecs)]
         sharded = DistributedModelParallel(model, device=runtime.device, plan=plan, sharders=all_sharders)
     initialise_tables(sharded, seed)
+    read_past_caches(sharded)
     settle_buckets(sharded)
     calm_gloo()  # all groups of a step are there
     decay_sharded_rows(sharded, {name: choice for name, choice in choices.items() if name not in emulated})

@@ -1,6 +1,9 @@
 """sharders(): TorchRec's sharders for every kind of collection that a tower may hold.
 
-refused_because(): what FBGEMM's kernels and TorchRec cannot do with a table, known before a plan is made.
+refused_because(), kernel_refused_because(): what FBGEMM's kernels and TorchRec cannot do with a table, known before a
+plan is made.
+
+codecs_of(): TorchRec's quantised communication as ``PlanConfig`` asks for it, on any backend.
 
 ShardedBags: TorchRec's sharded EmbeddingBagCollection with MEAN pooling for every sharding type, and unequal batches on
 gloo.
@@ -30,14 +33,17 @@ from torchrec.distributed.embeddingbag import (
     ShardedEmbeddingBagCollection,
     _apply_mean_pooling,
 )
+from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs
 from torchrec.distributed.sharding.grid_sharding import GridPooledEmbeddingDist
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingDist
 from torchrec.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingDist
 from torchrec.distributed.types import (
     Awaitable,
+    CommOp,
     LazyAwaitable,
     ModuleSharder,
     ParameterSharding,
+    QuantizedCommCodecs,
     ShardingEnv,
     ShardingType,
 )
@@ -46,8 +52,20 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, get_embed
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
+from torchrec_ext.distributed.plan.config import PlanConfig, TableChoice
+
 TRAINED_ON_CPU = (DataType.FP32, DataType.FP16)
 SHARDED = [kind.value for kind in ShardingType if kind is not ShardingType.DATA_PARALLEL]
+BY_HOST = (ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
+SUMMED = (ShardingType.ROW_WISE.value, *BY_HOST)  # reduce-scattered: the exchange adds up what ranks send
+OFF_THE_GPU = ("fused_uvm", "fused_uvm_caching", "key_value")  # kernels whose rows lie in the host's memory or on SSD
+CODED_OPS = (
+    CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL,
+    CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER,
+    CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL,
+)
+_INT8_GROUP = 32  # numbers that share a scale
+Codecs = dict[str, QuantizedCommCodecs]
 
 
 def refused_because(table: BaseEmbeddingConfig, sharding: str, device: str) -> str | None:
@@ -67,6 +85,11 @@ def refused_because(table: BaseEmbeddingConfig, sharding: str, device: str) -> s
     if device == "cpu" and table.data_type not in TRAINED_ON_CPU:
         names = " and ".join(kind.value for kind in TRAINED_ON_CPU)
         return f"data_type={table.data_type.value}: FBGEMM's kernels train {names} tables on a cpu; choose one of them"
+    if isinstance(table, EmbeddingConfig) and sharding in (*BY_HOST, ShardingType.TABLE_COLUMN_WISE.value):
+        return (
+            f"{sharding}: it is read id by id, which TorchRec shards table_wise, row_wise or column_wise alone; choose "
+            "one of these"
+        )
     if sharding != ShardingType.DATA_PARALLEL.value:
         return None
     others = "choose table_wise, row_wise or column_wise for it, with an optimizer that runs there"
@@ -83,14 +106,84 @@ def refused_because(table: BaseEmbeddingConfig, sharding: str, device: str) -> s
     return None
 
 
+def kernel_refused_because(choice: TableChoice, device: str) -> str | None:
+    """Explains why TorchRec cannot run what is asked of a table by a compute kernel on a device; None where it can.
+
+    Args:
+        choice: sharding type and kernel, ``auto`` included.
+        device: ``cpu`` or ``cuda``.
+    """
+    kernel, whole = choice.kernel, choice.sharding == ShardingType.DATA_PARALLEL.value
+    if kernel == "auto":
+        return None
+    if device == "cpu" and kernel in OFF_THE_GPU:
+        return (
+            f"kernel={kernel} on a cpu: its rows would lie beside a GPU's memory, and there is none; a cpu has its "
+            "tables in the host's memory with kernel=fused"
+        )
+    if kernel == "dense" and not whole and choice.sharding != "auto":
+        return (
+            f"kernel=dense with {choice.sharding}: TorchRec runs it for data_parallel tables alone; choose "
+            f"kernel=fused, or data_parallel"
+        )
+    if whole and kernel != "dense":
+        return (
+            f"kernel={kernel} with data_parallel: each rank has the whole table in kernel=dense; choose that, or a "
+            "sharding type such as row_wise"
+        )
+    return None
+
+
 def possible(table: BaseEmbeddingConfig, device: str) -> list[str] | None:
     """Returns the sharding types that ``auto`` may choose for ``table``; None for all that the sharder offers."""
     if refused_because(table, ShardingType.DATA_PARALLEL.value, device) is None:
         return None
-    return list(SHARDED)
+    return free_to_shard(device)
 
 
-SUMMED_FIRST = (ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value)
+def free_to_shard(device: str) -> list[str]:
+    """Returns the types by which a planner on a device, ``cpu`` or ``cuda``, may shard a table unasked.
+
+    On a CPU these are without the types by host, whose one gain is the bandwidth within a host of GPUs.
+    """
+    return [kind for kind in SHARDED if device != "cpu" or kind not in BY_HOST]
+
+
+def codecs_of(config: PlanConfig) -> Codecs | None:
+    """Returns TorchRec's codecs of quantised communication by exchange; None where all numbers travel in float32.
+
+    TorchRec's own registry turns bf16 into fp16 on a CPU, as gloo could not add up bf16 once; it can.
+    """
+    if not config.quantised:
+        return None
+    scale = config.backward_loss_scale
+    asked = QCommsConfig(
+        forward_precision=CommType(config.forward_precision),
+        backward_precision=CommType(config.backward_precision),
+        backward_loss_scale=None if scale == 1 else scale,
+    )
+    return {op.name: get_qcomm_codecs(asked) for op in CODED_OPS}
+
+
+def precision_refused_because(table: BaseEmbeddingConfig, sharding: str, width: int) -> str | None:
+    """Explains why a sharded table cannot be exchanged in int8; None where it can.
+
+    Args:
+        table: configuration of the table.
+        sharding: sharding type of the plan.
+        width: columns of a shard.
+    """
+    if sharding in SUMMED:
+        return (
+            f"{sharding} adds up what ranks send, which int8 with scales of its own cannot; choose fp16 or bf16, or "
+            f"plan.tables={table.name}=table_wise"
+        )
+    if width % _INT8_GROUP and sharding != ShardingType.DATA_PARALLEL.value:
+        return (
+            f"its shards have {width} columns, and int8 has a scale for each {_INT8_GROUP} numbers of a row; choose "
+            f"fp16 or bf16, or an embedding_dim of which each shard has a multiple of {_INT8_GROUP}"
+        )
+    return None
 
 
 class ShardedBags(ShardedEmbeddingBagCollection):
@@ -123,8 +216,7 @@ class ShardedBags(ShardedEmbeddingBagCollection):
         return {
             name
             for config, names in zip(configs, get_embedding_names_by_table(configs), strict=True)
-            if config.pooling == PoolingType.MEAN
-            and self.module_sharding_plan[config.name].sharding_type in SUMMED_FIRST
+            if config.pooling == PoolingType.MEAN and self.module_sharding_plan[config.name].sharding_type in SUMMED
             for name in names
         }
 
@@ -240,15 +332,26 @@ class RowWiseOnCpu(BaseEmbeddingSharder):
     TorchRec's kernels and collectives support it there, its own list leaves it out (torchrec #1252, #1396).
     """
 
+    adds: tuple[str, ...] = (ShardingType.ROW_WISE.value,)
+
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Returns the sharding types for a device type, row_wise among them."""
         types: list[str] = super().sharding_types(compute_device_type)
-        row_wise = ShardingType.ROW_WISE.value
-        return types if row_wise in types else [*types, row_wise]
+        return [*types, *(kind for kind in self.adds if kind not in types)]
 
 
 class BagSharder(RowWiseOnCpu, EmbeddingBagCollectionSharder):
-    """TorchRec's sharder of EmbeddingBagCollection, with row_wise on the CPU too; makes :class:`ShardedBags`."""
+    """TorchRec's sharder of EmbeddingBagCollection, with row_wise on the CPU too; makes :class:`ShardedBags`.
+
+    Args:
+        by_host: whether a planner may choose the types by host on a CPU, where the tables' constraints name them.
+        arguments: arguments of TorchRec's sharder.
+    """
+
+    def __init__(self, *, by_host: bool = False, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        if by_host:
+            self.adds = SUMMED
 
     def shard(
         self,
@@ -280,6 +383,14 @@ class SequenceSharder(RowWiseOnCpu, EmbeddingCollectionSharder):
     """TorchRec's sharder of EmbeddingCollection, with row_wise on the CPU too."""
 
 
-def sharders() -> list[ModuleSharder[nn.Module]]:
-    """Returns a sharder for every kind of collection that a tower may hold."""
-    return [BagSharder(), SequenceSharder()]
+def sharders(codecs: Codecs | None = None, *, by_host: bool = False) -> list[ModuleSharder[nn.Module]]:
+    """Returns a sharder for every kind of collection that a tower may hold.
+
+    Args:
+        codecs: codecs of quantised communication, see :func:`codecs_of`.
+        by_host: whether a planner may choose the types by host on a CPU, where the tables' constraints name them.
+    """
+    return [
+        BagSharder(by_host=by_host, qcomm_codecs_registry=codecs),
+        SequenceSharder(qcomm_codecs_registry=codecs),
+    ]

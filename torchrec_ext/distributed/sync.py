@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
 from torchrec.optim.keyed import KeyedOptimizer
@@ -93,6 +94,92 @@ def _means(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     flat /= dist.get_world_size()
     pieces = torch.split(flat, [tensor.numel() for tensor in tensors])
     return (piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True))
+
+
+class AnyStep(Protocol):
+    """A training step that calls functions after each step, as the one that ``torchrec_ext.adopt.adopt`` returns.
+
+    Attributes:
+        optimizers: optimizers that it steps.
+        after_step: functions called after each step.
+    """
+
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    after_step: list[Callable[[], None]]
+
+
+Stepping = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | AnyStep
+
+
+class LocalOptimizers:
+    """The optimizers of a module that every rank holds whole, as :class:`LocalSGD` asks a HybridOptimizer.
+
+    Inside the context the weights of all ranks begin as those of rank 0, and each step calls ``after_step``.
+
+    Args:
+        model: module that is not sharded.
+        optimizer: torch's optimizers, or a step that has some.
+
+    Attributes:
+        apart: whether ranks take local steps.
+        fault: None: a loss that is not finite ends the rank that has it.
+        after_step: functions called after each step.
+        replicated_tables: tables, of whose rows a step changes few.
+        dense_parameters: all other parameters that the optimizers move.
+
+    Raises:
+        ValueError: the module is in DistributedDataParallel, or there is no process group.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Stepping) -> None:
+        if isinstance(model, DistributedDataParallel):
+            raise ValueError("model: DistributedDataParallel averages gradients in every step; give its .module")
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ValueError("there is no process group; start the script by torchrun, inside Runtime.start()")
+        self.apart, self.fault, self._model = False, None, model
+        self._step = None if isinstance(optimizer, torch.optim.Optimizer | Sequence) else optimizer
+        given: Any = optimizer if self._step is None else self._step.optimizers
+        self._optimizers = [given] if isinstance(given, torch.optim.Optimizer) else list(given)
+        self.after_step: list[Callable[[], None]] = [] if self._step is None else self._step.after_step
+        tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
+        groups = [group for each in self._optimizers for group in each.param_groups]
+        moved = {id(p): p for group in groups for p in group["params"] if p.requires_grad}
+        self.replicated_tables: list[Any] = [weight for key, weight in moved.items() if key in tables]
+        self.dense_parameters: list[Any] = [weight for key, weight in moved.items() if key not in tables]
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        """State of all optimizers by parameter."""
+        return {parameter: state for each in self._optimizers for parameter, state in each.state.items()}
+
+    def __enter__(self) -> Self:
+        self._agree()
+        self._hook = None if self._step else self._optimizers[-1].register_step_post_hook(self._stepped)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+
+    def _stepped(self, *_: object) -> None:
+        for call in self.after_step:
+            call()
+
+    @torch.no_grad()
+    def _agree(self) -> None:
+        """Gives all ranks the weights of rank 0."""
+        tensors = self._model.state_dict()
+        shapes: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(shapes, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        for rank, other in enumerate(shapes):
+            apart = [name for name in {**shapes[0], **other} if shapes[0].get(name) != other.get(name)]
+            if apart:
+                raise ValueError(
+                    f"model: rank 0 has '{apart[0]}' of {shapes[0].get(apart[0])} and rank {rank} of "
+                    f"{other.get(apart[0])}; make the same module on all ranks"
+                )
+        for tensor in tensors.values():
+            dist.broadcast(tensor, 0)
 
 
 class UnevenStepsError(ValueError):
@@ -182,7 +269,9 @@ class LocalSGD(EveryStep):
 
     With ``warmup`` it is post-local SGD (Lin et al. 2020). Dense layers and data_parallel tables are averaged. Sharded
     tables exist once; their gradients are exchanged in every step as ever. Where no table is sharded, ranks exchange
-    nothing at all between two averages (but for layers of the model that do, as batch norm over ranks).
+    nothing at all between two averages (but for a loss that does, as a softmax over the candidates of all ranks): batch
+    normalisation over ranks then normalises over the rank's own rows, and its running statistics are averaged with the
+    weights.
 
     With SGD without momentum, weight decay and clipping, k = 1 equals every step. With any other optimizer it does not:
     the mean of Adam's steps is not Adam's step by the mean gradient. The first step is always taken together, because
@@ -191,15 +280,20 @@ class LocalSGD(EveryStep):
     Optimizer state (moments, sums of squares) belongs to a rank's own path. ``keep`` leaves it there, as torch's
     PostLocalSGDOptimizer and DiLoCo do; ``average`` averages it as well, for as many more bytes as there is state.
 
+    A module that is not sharded, with torch's optimizers or an adopted step, takes the place of DistributedDataParallel
+    in a script of one's own: the weights of rank 0 are everybody's at the beginning, and every step is local.
+
     Args:
-        model: sharded model from :func:`hybrid_parallel`.
-        optimizer: optimizer from :func:`hybrid_parallel`.
+        model: sharded model from :func:`hybrid_parallel`, or any module that every rank holds whole.
+        optimizer: optimizer from :func:`hybrid_parallel`; or of such a module torch's optimizer, several in the order
+            in which they step, or the step that ``torchrec_ext.adopt.adopt`` returned.
         every: k, steps between two averages.
-        warmup: steps taken together before the first local one.
+        warmup: steps taken together before the first local one; 1 for a module that is not sharded, which has none.
         optimizer_state: ``keep`` or ``average``.
 
     Raises:
-        ValueError: ``warmup`` is less than one step: DDP records its graph in the first.
+        ValueError: ``warmup`` is less than one step: DDP records its graph in the first; a module that is not
+            sharded is in DistributedDataParallel, is not the same on all ranks, or has no process group.
 
     Example: (after ``model, optimizer = hybrid_parallel(...)``)
         with LocalSGD(model, optimizer, every=32) as ranks:
@@ -214,8 +308,8 @@ class LocalSGD(EveryStep):
 
     def __init__(
         self,
-        model: DistributedModelParallel,
-        optimizer: HybridOptimizer,
+        model: nn.Module,
+        optimizer: HybridOptimizer | Stepping,
         *,
         every: int,
         warmup: int = 1,
@@ -223,12 +317,18 @@ class LocalSGD(EveryStep):
     ) -> None:
         super().__init__(model)
         check_warmup(warmup)
-        self._model, self._optimizer = model, optimizer
+        if every < 1:
+            raise ValueError(f"every={every}: must be 1 step or more")
+        if warmup > 1 and not isinstance(optimizer, HybridOptimizer):
+            raise ValueError(f"warmup={warmup}: a module that is not sharded takes no steps together; leave it out")
+        self._model = model
+        self._optimizer: HybridOptimizer | LocalOptimizers = (
+            optimizer if isinstance(optimizer, HybridOptimizer) else LocalOptimizers(model, optimizer)
+        )
         self._every, self._warmup, self._average_state = every, warmup, optimizer_state == "average"
+        plans = model.plan.plan.values() if isinstance(model, DistributedModelParallel) else ()
         self._shards_tables = any(
-            sharding.sharding_type != "data_parallel"
-            for tables in model.plan.plan.values()
-            for sharding in tables.values()
+            sharding.sharding_type != "data_parallel" for tables in plans for sharding in tables.values()
         )
         self._averager: Averager | None = None
         self._steps = self._since = self._fault_step = 0
@@ -262,6 +362,9 @@ class LocalSGD(EveryStep):
     def __enter__(self) -> Self:
         self._optimizer.after_step.append(self._after_step)
         self._leave.callback(self._optimizer.after_step.remove, self._after_step)
+        if isinstance(self._optimizer, LocalOptimizers):
+            self._leave.enter_context(self._optimizer)
+            self._start_local_steps()
         return self
 
     def __exit__(
@@ -295,12 +398,29 @@ class LocalSGD(EveryStep):
 
     def _start_local_steps(self) -> None:
         """Starts local steps: gradients are no longer all-reduced."""
-        for ddp in data_parallel_modules(self._model):
-            self._leave.enter_context(ddp.no_sync())
+        if isinstance(self._model, DistributedModelParallel):
+            for ddp in data_parallel_modules(self._model):
+                self._leave.enter_context(ddp.no_sync())
         self._optimizer.apart = True
         self._leave.callback(setattr, self._optimizer, "apart", False)
         self._leave.callback(setattr, self._optimizer, "fault", None)
-        self._averager = Averager(self._optimizer.replicated_tables, self._optimizer.dense_parameters)
+        statistics = self._normalise_apart()
+        self._averager = Averager(self._optimizer.replicated_tables, [*self._optimizer.dense_parameters, *statistics])
+
+    def _normalise_apart(self) -> list[Tensor]:
+        """Lets batch normalisation see this rank's rows alone; returns its running statistics, (D,) each."""
+        layers = [module for module in self._model.modules() if isinstance(module, _BatchNorm)]
+        over_ranks = [layer for layer in layers if hasattr(layer, "process_group")]
+        alone = dist.new_subgroups(1)[0] if over_ranks else None  # type: ignore[no-untyped-call]
+        for layer in over_ranks:
+            self._leave.callback(setattr, layer, "process_group", layer.process_group)
+            layer.process_group = alone  # type: ignore[assignment]
+        return [
+            statistic
+            for layer in layers
+            for statistic in (layer.running_mean, layer.running_var)
+            if isinstance(statistic, Tensor)
+        ]
 
     def _sync(self) -> None:
         for check in self.checks:
@@ -325,7 +445,8 @@ class LocalSGD(EveryStep):
             GradientNotFiniteError: a gradient of some rank was NaN or infinite; on every rank.
             UnevenStepsError: ranks have taken unequal numbers of steps; on every rank.
         """
-        worst = torch.tensor([int(self.fault), self._steps, -self._steps], device=self._model.device)
+        device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
+        worst = torch.tensor([int(self.fault), self._steps, -self._steps], device=device)
         dist.all_reduce(worst, dist.ReduceOp.MAX)
         fault, most, least = worst.tolist()
         if fault or most != -least:
@@ -342,8 +463,8 @@ class DiLoCo(LocalSGD):
     holds two more copies of what it holds whole: the weights of the last outer step, and the outer momentum.
 
     Args:
-        model: sharded model from :func:`hybrid_parallel`.
-        optimizer: the inner optimizer, from :func:`hybrid_parallel`.
+        model: module that :class:`LocalSGD` takes.
+        optimizer: the inner optimizer, one that :class:`LocalSGD` takes.
         every: steps between two outer steps.
         warmup: steps taken together before the first local one.
         optimizer_state: treatment of the inner optimizer's state, ``keep`` or ``average``.
@@ -358,8 +479,8 @@ class DiLoCo(LocalSGD):
 
     def __init__(
         self,
-        model: DistributedModelParallel,
-        optimizer: HybridOptimizer,
+        model: nn.Module,
+        optimizer: HybridOptimizer | Stepping,
         *,
         every: int,
         warmup: int = 1,
@@ -453,5 +574,5 @@ def _error(reports: list[_Report]) -> ValueError:
     )
 
 
-def _parameters(optimizer: HybridOptimizer) -> list[nn.Parameter]:
+def _parameters(optimizer: HybridOptimizer | LocalOptimizers) -> list[nn.Parameter]:
     return [*optimizer.replicated_tables, *optimizer.dense_parameters]

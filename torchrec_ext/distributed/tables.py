@@ -51,6 +51,12 @@ def table_configs(collection: nn.Module) -> list[BaseEmbeddingConfig]:
     return list(collection._embedding_bag_configs if pooled else collection._embedding_configs)  # type: ignore[arg-type]
 
 
+def kernels_by_table(collection: nn.Module) -> dict[str, str]:
+    """Returns TorchRec's compute kernel of each table of a sharded collection by name; nothing for an unsharded one."""
+    plan = getattr(collection, "module_sharding_plan", {})
+    return {name: sharding.compute_kernel for name, sharding in plan.items()}
+
+
 def local_shards(module: nn.Module) -> Iterator[Shard]:
     """Yields every shard that this rank holds; the shard of an unsharded or data-parallel table is the whole table."""
     for path, collection in collections(module):
@@ -84,11 +90,29 @@ def fill_tables(module: nn.Module, rows: Callable[[str, BaseEmbeddingConfig, int
             shard.tensor[start - shard.row : stop - shard.row].copy_(block)
 
 
+class GivenRows:
+    """Makes a table begin with given rows, as the ``init_fn`` of its configuration, on all ranks and under any plan.
+
+    Args:
+        weight: (rows, D) values, not copied; they are read when :func:`hybrid_parallel` has sharded the table.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight.detach()
+
+    def __call__(self, block: Tensor) -> None:
+        """Does nothing: only :func:`initialise_tables` knows which rows a block of a shard has."""
+
+    def __deepcopy__(self, memo: Any) -> GivenRows:
+        return self
+
+
 def initialise_tables(module: nn.Module, seed: int) -> None:
     """Draws every table so that it depends on ``seed`` and the table's name alone.
 
     TorchRec initialises shard by shard, so that with one seed the tables differ by plan and number of ranks. Here row
-    blocks of fixed size have generators of their own, and a table's ``init_fn`` is called on such blocks.
+    blocks of fixed size have generators of their own, and a table's ``init_fn`` is called on such blocks. A table whose
+    ``init_fn`` is :class:`GivenRows` takes these.
     """
 
     def rows(fqn: str, config: BaseEmbeddingConfig, start: int, stop: int) -> Tensor:
@@ -100,6 +124,8 @@ def initialise_tables(module: nn.Module, seed: int) -> None:
 
 
 def _initial_block(config: BaseEmbeddingConfig, start: int, seed: int) -> Tensor:
+    if isinstance(config.init_fn, GivenRows):
+        return config.init_fn.weight[start : start + BLOCK_ROWS]
     block = torch.empty(min(BLOCK_ROWS, config.num_embeddings - start), config.embedding_dim)
     digest = hashlib.blake2b(f"{seed}/{config.name}/{start}".encode(), digest_size=8).digest()
     with torch.random.fork_rng(devices=[]):

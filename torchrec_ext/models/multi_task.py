@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.models.tower_model import Loss, Prediction, TowerModel
-from torchrec_ext.modules.interaction import MultiTaskTop
+from torchrec_ext.modules.config import TaskRows
+from torchrec_ext.modules.interaction import MultiTaskTop, logit_of_product
 from torchrec_ext.modules.losses import bce
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import BatchSchema, OutOfRange
@@ -48,6 +49,10 @@ class MultiTaskModel(TowerModel):
         tasks: weight of each of the T tasks' losses, greater than 0, by task; the loss is the weighted sum.
         losses: function from (logits, batch) to the loss of each task, by task, whose ``batch.labels`` are the task's;
             binary cross entropy where not given.
+        rows: rows by which further tasks are learned: ``all``; ``positive``, those whose first label is 1, such as the
+            conversions among clicks, where other rows count 0 in the mean over the batch; or ``product``, all rows, of
+            which the product of the first and the further head's probability is compared with the further label, which
+            no row has without the first (ESMM, Ma et al. 2018).
         shared: see :class:`TowerModel`.
 
     Raises:
@@ -66,16 +71,25 @@ class MultiTaskModel(TowerModel):
         *,
         tasks: Mapping[str, float],
         losses: Mapping[str, Loss] | None = None,
+        rows: TaskRows = "all",
         shared: Sequence[str] = (),
     ) -> None:
         losses = losses or {}
         _check(top, tasks, losses)
+        if rows not in get_args(TaskRows):
+            raise ValueError(f"rows={rows!r}: must be one of {', '.join(get_args(TaskRows))}")
         super().__init__(towers, top, shared=shared)
-        self.tasks = dict(tasks)
-        self.of_tasks = _TaskLosses({name: losses.get(name, bce) for name in tasks})
+        self.tasks, self.rows = dict(tasks), rows
+        self.of_tasks = _TaskLosses({name: losses.get(name, bce) for name in tasks}, rows)
 
     def _losses(self) -> list[Loss]:
         return list(self.of_tasks.losses.values())
+
+    def begin_at(self, shares: Sequence[float]) -> list[float]:
+        """See :meth:`TowerModel.begin_at`; further heads begin at the share among positives where they predict that."""
+        if self.rows != "all" and shares:
+            shares = [shares[0], *(min(share / shares[0], 0.999) for share in shares[1:])]
+        return super().begin_at(shares)
 
     def schema(self, *, out_of_range: OutOfRange = "error", oov_ids: Mapping[str, int] | None = None) -> BatchSchema:
         """See :meth:`TowerModel.schema`; labels may have any value if one of the losses is not binary cross entropy."""
@@ -88,32 +102,42 @@ class MultiTaskModel(TowerModel):
 
     def forward(self, batch: TowerBatch) -> tuple[Tensor, TaskPredictions]:  # type: ignore[override]
         """Returns the weighted sum of the losses, (), to call backward on, and the :class:`TaskPredictions`."""
-        logits = self.interaction.of_tasks(self.outputs(batch), batch.weights)  # type: ignore[operator]
-        losses = self.of_tasks(logits, batch)
+        learned = self.of_tasks(self.interaction.of_tasks(self.outputs(batch), batch.weights), batch)  # type: ignore[operator]
+        # By index, because TorchRec's pipeline traces this method with stand-ins that cannot be iterated.
+        losses, logits, weights = learned[0], learned[1], learned[2]
         loss = sum(weight * losses[task] for task, weight in enumerate(self.tasks.values()))
         predictions = {}
         for task, name in enumerate(self.tasks):
             labels = batch.targets[:, task - 1] if task else batch.labels  # type: ignore[index]
-            predictions[name] = Prediction(losses[task].detach(), logits[:, task].detach(), labels, batch.weights)
+            predictions[name] = Prediction(losses[task].detach(), logits[:, task].detach(), labels, weights[:, task])
         return loss, TaskPredictions(loss.detach(), logits[:, 0].detach(), batch.labels, batch.weights, predictions)
 
 
 class _TaskLosses(nn.Module):
     """The losses of all tasks; a module, so that TorchRec's pipelines do not trace into it."""
 
-    def __init__(self, losses: Mapping[str, Loss]) -> None:
+    def __init__(self, losses: Mapping[str, Loss], rows: TaskRows) -> None:
         super().__init__()
-        self.losses = dict(losses)
+        self.losses, self.rows = dict(losses), rows
 
-    def forward(self, logits: Tensor, batch: TowerBatch) -> Tensor:
-        """Returns (T,) losses of logits (B, T)."""
+    def forward(self, logits: Tensor, batch: TowerBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns (T,) losses of the heads' logits (B, T), the (B, T) logits of the labels, and the rows' weights."""
         labels = torch.cat([batch.labels[:, None], batch.targets], dim=1)  # type: ignore[list-item]
-        return torch.stack(
-            [
-                loss(logits[:, task], dataclasses.replace(batch, labels=labels[:, task], targets=None))
-                for task, loss in enumerate(self.losses.values())
-            ]
-        )
+        weights = batch.weights[:, None].expand(labels.shape)
+        if self.rows == "positive":
+            weights = torch.cat([weights[:, :1], weights[:, 1:] * batch.labels[:, None]], dim=1)
+        if self.rows == "product":
+            first = logits[:, 0]
+            products = [logit_of_product(torch.stack([first, further], dim=1)) for further in logits[:, 1:].unbind(1)]
+            logits = torch.stack([first, *products], dim=1)
+        losses = [
+            loss(
+                logits[:, task],
+                dataclasses.replace(batch, labels=labels[:, task], weights=weights[:, task], targets=None),
+            )
+            for task, loss in enumerate(self.losses.values())
+        ]
+        return torch.stack(losses), logits, weights
 
 
 def _check(top: MultiTaskTop, tasks: Mapping[str, float], losses: Mapping[str, Loss]) -> None:

@@ -1,4 +1,4 @@
-"""RetrievalModel: two towers trained to find each row's candidate among those of the whole batch, of all ranks."""
+"""RetrievalModel: two towers trained to find each row's candidate among those of the batch, or of the catalogue."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
@@ -14,7 +15,7 @@ from torchrec_ext.models.tower_model import Prediction, TowerModel
 from torchrec_ext.modules.config import LOSSES
 from torchrec_ext.modules.interaction import InteractionLayer
 from torchrec_ext.modules.losses import check_fed
-from torchrec_ext.modules.softmax import in_batch_negatives, widened
+from torchrec_ext.modules.softmax import gather_rows, in_batch_negatives, widened
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import BatchSchema, OutOfRange
 
@@ -26,6 +27,12 @@ class RetrievalModel(TowerModel):
     many batches, so ``counts`` corrects their scores in training; afterwards the uncorrected score ranks. Where a batch
     gives the candidates' ``log_q``, that corrects them instead, as under ``loader.sampling=mixed``, whose rows after
     the positives are candidates alone, with weight 0 (Yang et al. 2020).
+
+    Under the loss ``catalogue`` the candidates are all items instead: they are the rows after the positives, spread
+    over the ranks, and nothing is left to correct (see :func:`torchrec_ext.modules.softmax.catalogue_softmax`).
+
+    Rows with labels of their own (see :meth:`expect_rows`) count as positives with their weight times their label; rows
+    of label 0 are neither positives nor candidates.
 
     ``batch.items`` and ``batch.users``, which a loader fills as :meth:`schema` asks, name the item and the user of each
     row. A candidate whose id is dropped therefore stays that item, a negative of the other rows with its own log q,
@@ -42,7 +49,7 @@ class RetrievalModel(TowerModel):
         user_feature: column with each row's user, needed where ``known`` is given; no tower has to read it.
         item_feature: key that holds each row's candidate, one id from 1.
         temperature: divisor of the dot products in the softmax, greater than 0.
-        loss: one of LOSSES that is over the batch.
+        loss: one of LOSSES that is over the batch or the catalogue.
         shared: see :class:`TowerModel`.
 
     Raises:
@@ -73,13 +80,25 @@ class RetrievalModel(TowerModel):
         self._query, self._candidate = None if known is None else user_feature, item_feature
 
     def schema(self, *, out_of_range: OutOfRange = "error", oov_ids: Mapping[str, int] | None = None) -> BatchSchema:
-        """See :meth:`TowerModel.schema`; a loss that compares rows reads no labels, so they may have any value."""
+        """See :meth:`TowerModel.schema`; of rows that are all positives no label is read, so it may have any value."""
         schema = super().schema(out_of_range=out_of_range, oov_ids=oov_ids)
-        return dataclasses.replace(schema, label_range=None, query=self._query, candidate=self._candidate)
+        return dataclasses.replace(
+            schema,
+            label_range=schema.label_range if self.in_batch.labelled else None,
+            query=self._query,
+            candidate=self._candidate,
+            catalogue=self.in_batch.catalogue,
+        )
 
     def expect_rows(self, *, negatives: int, label: str | None = None) -> None:
         """See :meth:`TowerModel.expect_rows`; drawn negatives would count as positives."""
         check_fed(self.in_batch.name, negatives=negatives, label=label, metric=self._metric())
+        self.in_batch.labelled = label is not None
+
+    @property
+    def calibrated(self) -> bool:
+        """See :meth:`TowerModel.calibrated`; a softmax over candidates knows no log-odds of a label."""
+        return False
 
     def forward(self, batch: TowerBatch) -> tuple[Tensor, Prediction]:
         """Returns the loss over the batch, (), and each row's own logit in the :class:`Prediction`.
@@ -95,7 +114,7 @@ class RetrievalModel(TowerModel):
 
 
 class _InBatchLoss(nn.Module):
-    """The loss over the batch; a module, so that TorchRec's pipelines do not trace into it."""
+    """The loss over the batch or the catalogue; a module, so that TorchRec's pipelines do not trace into it."""
 
     log_q: Tensor | None
 
@@ -109,7 +128,8 @@ class _InBatchLoss(nn.Module):
         temperature: float,
     ) -> None:
         super().__init__()
-        self.name, self._loss_of_batch = name, LOSSES[name].function
+        self.name, self._function = name, LOSSES[name].function
+        self.catalogue, self.labelled = LOSSES[name].catalogue, False
         self.known = known
         self._cosine = interaction.metric == "cosine"
         self._temperature = interaction.temperature or temperature
@@ -120,10 +140,14 @@ class _InBatchLoss(nn.Module):
     def forward(self, outputs: list[Tensor], batch: TowerBatch) -> Tensor:
         queries, candidates = map(normalize, outputs) if self._cosine else outputs
         ids = batch.ids(self._item_feature) if batch.items is None else batch.items
+        count = len(ids) if batch.queries is None else batch.queries
+        if self.catalogue:
+            return self._over_catalogue(queries[:count], candidates, ids, batch)
+        if self.labelled:
+            return self._over_clicks(queries, candidates, ids, batch)
         log_q = batch.log_q
         if log_q is None and self.log_q is not None:
             log_q = self.log_q[ids]
-        count = len(ids) if batch.queries is None else batch.queries
         negatives = in_batch_negatives(
             candidates,
             ids,
@@ -133,7 +157,7 @@ class _InBatchLoss(nn.Module):
             present=(ids != 0) | (batch.weights > 0),  # item 0 with a weight is an unknown item, not padding
             is_known=None if self.known is None else partial(self.known, _users(batch)[:count]),
         )
-        loss: Tensor = self._loss_of_batch(
+        loss: Tensor = self._function(
             queries[:count],
             negatives,
             weights=batch.weights[:count],
@@ -141,6 +165,51 @@ class _InBatchLoss(nn.Module):
             temperature=self._temperature,
         )
         return loss
+
+    def _over_clicks(self, queries: Tensor, candidates: Tensor, ids: Tensor, batch: TowerBatch) -> Tensor:
+        """Returns the loss over the rows with a label above 0, of which each rank has another number."""
+        weights = batch.weights * batch.labels
+        clicked = weights.nonzero()[:, 0]
+        queries, candidates, ids, weights = (rows[clicked] for rows in (queries, candidates, ids, weights))
+        negatives = in_batch_negatives(
+            candidates,
+            ids,
+            log_q=None if self.log_q is None else self.log_q[ids],
+            present=torch.ones_like(ids, dtype=torch.bool),
+            is_known=None if self.known is None else partial(self.known, _users(batch)[clicked]),
+        )
+        loss: Tensor = self._function(
+            queries, negatives, weights=weights, total_weight=_mean_over_ranks(weights), temperature=self._temperature
+        )
+        return loss
+
+    def _over_catalogue(self, queries: Tensor, candidates: Tensor, ids: Tensor, batch: TowerBatch) -> Tensor:
+        """Returns the loss of ``queries`` (B, D), whose items are the first of ``candidates`` (B + M, D)."""
+        if batch.queries is None or len(ids) == len(queries):
+            raise ValueError(
+                "loss 'catalogue': the batch does not end with all items; make its loader with "
+                "CatalogueCandidates(items), as training_loader does"
+            )
+        count, weights, total = len(queries), batch.weights[: len(queries)], batch.total_weight
+        if self.labelled:
+            weights = weights * batch.labels[:count] * (ids[:count] > 0)  # the unknown item is not in the catalogue
+            total = _mean_over_ranks(weights)
+        asked = weights.nonzero()[:, 0]
+        everything = gather_rows(ids[count:])
+        losses: Tensor = self._function(
+            widened(queries[asked]) / self._temperature,
+            candidates[asked],
+            ids[asked],
+            gather_rows(candidates[count:]),
+            everything,
+            num_items=(everything > 0).sum(),
+        )
+        return (losses * weights[asked]).sum() / total
+
+
+def _mean_over_ranks(weights: Tensor) -> Tensor:
+    """Returns the sum of the weights of all ranks divided by R, (), as in :class:`TowerBatch`; never quite 0."""
+    return gather_rows(weights.detach().sum()[None]).mean().clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def _users(batch: TowerBatch) -> Tensor:

@@ -18,12 +18,13 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.models.tower_model import TowerModel
+from torchrec_ext.modules.config import Combine
 from torchrec_ext.modules.interaction import DotProduct
 from torchrec_ext.modules.layers import Made, Recorded
 from torchrec_ext.modules.session_encoder import Packing, SessionEncoder
-from torchrec_ext.modules.session_tower import SessionTower
+from torchrec_ext.modules.session_tower import SessionSteps, SessionTop, check_features, target_slots
 from torchrec_ext.modules.softmax import catalogue_softmax, gather_rows
-from torchrec_ext.modules.tower import Activation, Tower, activation_layer, mlp
+from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import BatchSchema, OutOfRange
 
 SESSION, CANDIDATES = "session", "candidates"
@@ -54,6 +55,7 @@ class NextItemModel(nn.Module):
             set here.
         encoder: causal encoder of the table's width; its ``max_length`` is one less than the items that a training
             sequence may have.
+        whole: whether the candidates must be the whole catalogue, so that a loader that samples them is refused.
         device: device of the table; ``meta`` declares it without memory.
 
     Raises:
@@ -66,8 +68,16 @@ class NextItemModel(nn.Module):
         ['session', 'candidates']
     """
 
-    def __init__(self, table: EmbeddingConfig, encoder: SessionEncoder, *, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        table: EmbeddingConfig,
+        encoder: SessionEncoder,
+        *,
+        whole: bool = False,
+        device: torch.device | None = None,
+    ) -> None:
         super().__init__()
+        self.whole = whole
         if not encoder.causal:
             raise ValueError(
                 "encoder: is not causal, so each step would see the item it must predict; make it with causal=True"
@@ -88,7 +98,8 @@ class NextItemModel(nn.Module):
         Args:
             out_of_range: effect of an id outside its table: ``error``, or ``oov`` for row 0.
         """
-        return BatchSchema.from_tables([self.table], label_range=None, out_of_range=out_of_range)
+        schema = BatchSchema.from_tables([self.table], label_range=None, out_of_range=out_of_range)
+        return dataclasses.replace(schema, catalogue=self.whole)
 
     def forward(self, batch: TowerBatch) -> tuple[Tensor, NextItems]:
         """Returns the mean loss, (), of the targets of all ranks, and :class:`NextItems`.
@@ -201,27 +212,37 @@ def bst(
     session: Sequence[str],
     target: Sequence[str],
     others: Mapping[str, Tower] | None = None,
-    top_widths: Sequence[int] = (),
-    activation: Activation = "relu",
-    dropout: float = 0.0,
-    **tower: Any,
+    target_tables: Sequence[EmbeddingBagConfig] = (),
+    target_dense: Sequence[str] = (),
+    dense: Sequence[str] = (),
+    max_length: int = 20,
+    combine: Combine = "sum",
+    device: torch.device | None = None,
+    **top: Any,
 ) -> TowerModel:
     """Makes a Behaviour Sequence Transformer (Chen et al. 2019): session and target -> transformer -> MLP -> logit.
+
+    Its towers are ``session``, those of ``others``, and ``target``, and the transformer is part of its top NN, so that
+    a bundle can store the targets' vectors.
 
     Args:
         tables: tables of the steps' features, of one width; the items' table reads both the session and the target.
         session: features of the earlier steps.
-        target: features of the target.
+        target: features of the target, each of one id.
         others: towers beside the session, such as the user's profile and the context, whose outputs are concatenated
             with the session's.
-        top_widths: hidden widths over that concatenation; without any the logit is linear in it.
-        activation: activation of all MLPs.
-        dropout: share of values set to 0 after each activation.
-        tower: further arguments of :class:`SessionTower`, whose defaults are the paper's: one layer, 8 heads, MLP
+        target_tables: tables of further features of the target, which are concatenated in the same way.
+        target_dense: dense columns of the target, concatenated too.
+        dense: dense columns that are concatenated with the transformer's output before its own MLP.
+        max_length: S, the most steps of a session; of a longer one the most recent are read.
+        combine: ``sum`` or, as published, ``concat`` of the features of a step; see :class:`SessionTower`.
+        device: device of the tables; ``meta`` declares them without memory.
+        top: further arguments of :class:`SessionTop`, whose defaults are the paper's: one layer, 8 heads, MLP
             1024-512-256.
 
     Raises:
-        ValueError: another tower named ``session``, or what a SessionTower refuses.
+        ValueError: another tower named ``session`` or ``target``, a feature that no table reads, a target that has no
+            place in a concatenated step, or what a SessionTop refuses.
 
     Example:
         >>> items = EmbeddingConfig(
@@ -231,22 +252,39 @@ def bst(
         >>> model.schema().keys
         ['history', 'item_id']
     """
-    first = SessionTower(tables, session=session, target=target, activation=activation, dropout=dropout, **tower)
+    check_features(tables, session, target)
     rest = dict(others or {})
-    if "session" in rest:
-        raise ValueError("others names a tower 'session', which is the name of the session's tower; choose another")
-    width = first.out_features + sum(other.out_features for other in rest.values())
-    logit = _Logit(width, top_widths, activation, dropout)
-    return TowerModel({"session": first, **rest}, logit)  # type: ignore[dict-item]
+    for name in ("session", "target"):
+        if name in rest:
+            raise ValueError(f"others names a tower '{name}', which is the name of the {name}'s tower; choose another")
+    steps = [table for table in (_reading(table, session) for table in tables) if table.feature_names]
+    shared = {name: table for table in tables for name in table.feature_names}
+    bags = [_pooled(shared[name], name) for name in target]
+    towers: dict[str, Any] = {
+        "session": SessionSteps(
+            steps, session=session, max_length=max_length, dense=dense, combine=combine, device=device
+        ),
+        **rest,
+        "target": Tower([*bags, *target_tables], [], dense=target_dense, device=device),
+    }
+    network = SessionTop(
+        [tower.out_features for tower in towers.values()],
+        width=tables[0].embedding_dim,
+        targets=len(target),
+        features=len(session) if combine == "concat" else 1,
+        slots=target_slots(tables, session, target, combine),
+        max_length=max_length,
+        **top,
+    )
+    return TowerModel(towers, network)
 
 
-class _Logit(nn.Module):
-    """A top NN (see :class:`TopMLP`) over the session's tower and any others."""
+def _reading(table: EmbeddingConfig, features: Sequence[str]) -> EmbeddingConfig:
+    """Returns a table that reads those of ``features`` that it reads now."""
+    return dataclasses.replace(table, feature_names=[name for name in table.feature_names if name in features])
 
-    def __init__(self, width: int, hidden: Sequence[int], activation: Activation, dropout: float) -> None:
-        super().__init__()
-        self.activation = activation_layer(activation)
-        self.mlp = mlp(width, [*hidden, 1], activation=activation, dropout=dropout)
 
-    def forward(self, outputs: list[Tensor]) -> Tensor:
-        return self.mlp(self.activation(torch.cat(outputs, dim=1))).squeeze(1)  # type: ignore[no-any-return]
+def _pooled(table: EmbeddingConfig, feature: str) -> EmbeddingBagConfig:
+    """Returns the same table for one feature that is read as a bag."""
+    fields = {field.name: getattr(table, field.name) for field in dataclasses.fields(table)}
+    return EmbeddingBagConfig(**fields | {"feature_names": [feature]})

@@ -160,6 +160,11 @@ class TowerModel(nn.Module):
         if isinstance(self.loss.function, PairwiseLoss):
             self.loss.function.expect_rows(negatives=negatives, label=label, metric=self._metric())
 
+    @property
+    def calibrated(self) -> bool:
+        """Whether the logits are trained to be log-odds of the label, which log loss and calibration measure."""
+        return not isinstance(self.loss.function, PairwiseLoss)
+
     def _metric(self) -> str | None:
         return self.interaction.metric if isinstance(self.interaction, InteractionLayer) else None
 

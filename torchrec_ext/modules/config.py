@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from torchrec_ext.exports import Registry, entry
 
-Activation = Literal["relu", "gelu", "silu", "tanh"]
+Activation = Literal["relu", "gelu", "silu", "tanh", "leaky_relu"]
 Normalization = Literal["none", "layer", "batch"]
 Attention = Literal["bucketed", "nested", "padded"]
 Position = Literal["start", "end", "none"]
+Combine = Literal["sum", "concat"]
 Kind = Literal["linear", "cross"]
+TaskRows = Literal["all", "positive", "product"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,11 +94,19 @@ class LossKind:
         pairwise: whether it compares each positive with its own N drawn negatives.
         in_batch: whether it compares each query with the candidates of the whole batch, which an interaction with a
             ``metric`` makes cheap enough; :class:`torchrec_ext.models.retrieval.RetrievalModel` calls it.
+        catalogue: whether it compares each query with all items, under such an interaction; they end each batch, and
+            it takes what :func:`torchrec_ext.modules.softmax.catalogue_softmax` takes.
     """
 
     path: str
     pairwise: bool = False
     in_batch: bool = False
+    catalogue: bool = False
+
+    @property
+    def shared(self) -> bool:
+        """Whether the queries of a step share their candidates, so that vectors are compared and not rows."""
+        return self.in_batch or self.catalogue
 
     @property
     def function(self) -> Callable[..., Any]:
@@ -107,8 +117,8 @@ class LossKind:
 
     def fits(self, *, negatives: int, label: str | None, metric: str | None) -> bool:
         """Returns whether it can learn from such rows under such an interaction; see :func:`check_fed`."""
-        if self.in_batch:
-            return negatives == 0 and not label and metric is not None
+        if self.shared:
+            return negatives == 0 and metric is not None
         return negatives > 0 and not label if self.pairwise else negatives > 0 or bool(label)
 
 
@@ -119,10 +129,35 @@ LOSSES: Mapping[str, LossKind] = {
     "bpr": LossKind(path="torchrec_ext.modules.losses:bpr", pairwise=True),
     "hinge": LossKind(path="torchrec_ext.modules.losses:hinge", pairwise=True),
     "sampled_softmax": LossKind(path="torchrec_ext.modules.losses:sampled_softmax", pairwise=True),
+    "catalogue": LossKind(path="torchrec_ext.modules.softmax:catalogue_softmax", catalogue=True),
 }
 if TYPE_CHECKING:
     LossName: TypeAlias = str
     RowLossName: TypeAlias = str
 else:  # what --set checks and --dry-run shows
     LossName = Literal[tuple(LOSSES)]
-    RowLossName = Literal[tuple(name for name, kind in LOSSES.items() if not kind.in_batch)]
+    RowLossName = Literal[tuple(name for name, kind in LOSSES.items() if not kind.shared)]
+
+
+def check_loss(loss: str, interaction: str, temperature: float) -> None:
+    """Refuses settings of a recipe's towers under which its loss cannot be computed.
+
+    Args:
+        loss: ``model.loss``.
+        interaction: ``model.interaction``.
+        temperature: ``model.temperature``.
+
+    Raises:
+        ValueError: such a setting, by its name.
+    """
+    if loss not in LOSSES:
+        raise ValueError(f"model.loss={loss!r}: must be one of {', '.join(LOSSES)}")
+    metric = INTERACTIONS.facts(interaction).metric if interaction in INTERACTIONS else None
+    if LOSSES[loss].shared and metric is None:
+        which = "every item" if LOSSES[loss].catalogue else "every candidate of the batch"
+        raise ValueError(
+            f"model.loss={loss} with model.interaction={interaction}: each query meets {which}, for which a product is "
+            "cheap enough; set model.interaction=dot or cosine"
+        )
+    if not temperature > 0:
+        raise ValueError(f"model.temperature={temperature}: must be greater than 0")

@@ -73,7 +73,13 @@ class BatchNorm(nn.BatchNorm1d):
         self.running_var.lerp_(variance.to(self.running_var), rate.to(self.running_var))  # type: ignore[union-attr]
 
 
-_ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU, "tanh": nn.Tanh}
+_ACTIVATIONS: dict[str, type[nn.Module]] = {
+    "relu": nn.ReLU,
+    "gelu": nn.GELU,
+    "silu": nn.SiLU,
+    "tanh": nn.Tanh,
+    "leaky_relu": nn.LeakyReLU,
+}
 
 
 def activation_layer(name: Activation) -> nn.Module:

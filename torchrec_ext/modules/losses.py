@@ -279,13 +279,13 @@ def check_fed(loss: str, *, negatives: int, label: str | None, metric: str | Non
         >>> check_fed("bpr", negatives=0, label="clicked", metric="dot")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ...
-        ValueError: model.loss=bpr with loader.label='clicked': it compares ... labels of their own; take model.loss=bce
+        ValueError: model.loss=bpr with loader.label='clicked': it compares ...; take ... in_batch or catalogue
     """
     kind = LOSSES[loss]
-    fed = negatives > 0 and not label if kind.pairwise else negatives == 0 or not kind.in_batch
+    fed = negatives > 0 and not label if kind.pairwise else negatives == 0 or not kind.shared
     if fed:
         return
-    if label:
+    if label and kind.pairwise:
         rows = f"loader.label={label!r}"
         why = "it compares each positive with drawn negatives, and these rows have labels of their own"
         remedies = []
@@ -296,6 +296,8 @@ def check_fed(loss: str, *, negatives: int, label: str | None, metric: str | Non
     else:
         rows = f"loader.negatives={negatives}"
         why = "each row is a positive and a negative of the others, so drawn negatives would count as positives"
+        if kind.catalogue:
+            why = "all items are negatives of each positive already"
         remedies = ["set loader.negatives=0"]
     others = [name for name, kind in LOSSES.items() if kind.fits(negatives=negatives, label=label, metric=metric)]
     if others:
@@ -345,7 +347,7 @@ def row_loss(name: str, *, temperature: float = 1.0, correct: bool = True) -> Ca
     """Makes the loss of that name as a TowerModel takes it; ``expect_rows`` then sets N of a :class:`PairwiseLoss`.
 
     Args:
-        name: one of LOSSES that is not over the batch.
+        name: one of LOSSES that is neither over the batch nor over the catalogue.
         temperature: see :class:`PairwiseLoss`.
         correct: see :class:`PairwiseLoss`.
 

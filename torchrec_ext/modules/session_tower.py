@@ -1,4 +1,8 @@
-"""SessionTower: a transformer over a sequence of steps, the target among them, then an MLP (BST, Chen et al. 2019)."""
+"""SessionTower: a transformer over a sequence of steps, the target among them, then an MLP (BST, Chen et al. 2019).
+
+SessionSteps and SessionTop are the same cut in two, so that the target has a tower of its own: the steps as they were
+looked up, and a top NN that has the transformer, which runs for each pair of a session and a target.
+"""
 
 from __future__ import annotations
 
@@ -11,107 +15,28 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from torchrec_ext.modules.config import Combine
+from torchrec_ext.modules.interaction import InteractionLayer
 from torchrec_ext.modules.layers import Recorded
 from torchrec_ext.modules.session_encoder import Attention, Packing, Position, SessionEncoder
-from torchrec_ext.modules.tower import Activation, LookedUp, by_table, check_tables, mlp
+from torchrec_ext.modules.tower import Activation, LookedUp, activation_layer, by_table, check_tables, mlp
 from torchrec_ext.schema.features import dense_names
 
 Pooling = Literal["flatten", "last", "mean"]
 BST_WIDTHS = (1024, 512, 256)
 
 
-class SessionTower(Recorded, nn.Module):
-    """Applies a transformer, then an MLP, to the sequence of what a user did before and the target item.
-
-    A TowerModel takes it beside any :class:`torchrec_ext.modules.tower.Tower`; its tables are an EmbeddingCollection,
-    sharded like any. Each step is the sum of the embeddings of its features, such as item, category and the gap in time
-    to the target. BST concatenates them; a sum applies the same linear maps to each feature and keeps one width. Two
-    features of the same things, such as ``history`` and ``item_id``, are read from one table by giving both names in
-    its ``feature_names``.
-
-    Args:
-        tables: TorchRec EmbeddingConfigs of one width D.
-        session: features of the earlier steps, oldest first, equally long in a row; an empty session is allowed beside
-            a target.
-        target: features of the target, one id per row; none for a tower of the session alone.
-        mlp_widths: widths of the MLP's layers; the last is the width of the tower's output.
-        max_length: S, the most steps of a session, without the target.
-        dense: names of dense columns, concatenated before the MLP.
-        layers: number of transformer layers.
-        heads: number of attention heads.
-        hidden: width of each transformer layer's hidden layer; 4 x D where not given.
-        position: a learned vector for each number of steps until the ``end``, so that the target's is 0 and the latest
-            step's 1, or since the ``start``; ``none`` where a feature of the steps says when they were.
-        pooling: ``flatten`` concatenates S + 1 steps as BST does, the target first and zeros where there is none;
-            ``last`` takes the last step, the target; ``mean`` the mean of the steps.
-        activation: activation of transformer and MLP.
-        dropout: share of values set to 0 in transformer and MLP.
-        norm_first: see :class:`TransformerLayer`; BST normalises last.
-        attention: see :class:`Packing`.
-        device: device of the tables; ``meta`` declares them without memory.
-
-    Raises:
-        ValueError: a feature that no table reads, tables of several widths; when run, a session that is too long,
-            features of unequal length, or a row of several targets.
-
-    Example:
-        >>> items = EmbeddingConfig(
-        ...     name="item", embedding_dim=32, num_embeddings=1000, feature_names=["history", "item_id"]
-        ... )
-        >>> tower = SessionTower([items], session=["history"], target=["item_id"], max_length=20)
-        >>> kjt = KeyedJaggedTensor(
-        ...     ["history", "item_id"], values=torch.tensor([5, 6, 7, 8]), lengths=torch.tensor([2, 0, 1, 1])
-        ... )
-        >>> tower(kjt, torch.empty(2, 0)).shape
-        torch.Size([2, 256])
-    """
+class _SequenceTables(Recorded, nn.Module):
+    """Base of towers that look their tables up id by id, and may release them."""
 
     def __init__(
-        self,
-        tables: Sequence[EmbeddingConfig],
-        *,
-        session: Sequence[str],
-        target: Sequence[str] = (),
-        mlp_widths: Sequence[int] = BST_WIDTHS,
-        max_length: int = 20,
-        dense: Sequence[str] | Mapping[str, int] = (),
-        layers: int = 1,
-        heads: int = 8,
-        hidden: int | None = None,
-        position: Position = "end",
-        pooling: Pooling = "flatten",
-        activation: Activation = "relu",
-        dropout: float = 0.0,
-        norm_first: bool = False,
-        attention: Attention = "bucketed",
-        device: torch.device | None = None,
+        self, tables: Sequence[EmbeddingConfig], dense: Sequence[str] | Mapping[str, int], device: torch.device | None
     ) -> None:
         super().__init__()
-        check_tables(tables)
-        _check_features(tables, session, target)
-        if pooling not in get_args(Pooling):
-            raise ValueError(f"pooling={pooling!r}: must be one of {', '.join(get_args(Pooling))}")
         self.tables, self.dense = list(tables), dense_names(dense)
-        self.out_features = mlp_widths[-1] if mlp_widths else 0
         self.device = device or torch.device("cpu")
         self._names = _feature_keys(self.tables)
         self.release_tables(())
-        width, steps = self.tables[0].embedding_dim, max_length + (1 if target else 0)
-        encoder = SessionEncoder(
-            width,
-            steps,
-            layers=layers,
-            heads=heads,
-            hidden=hidden,
-            activation=activation,
-            dropout=dropout,
-            norm_first=norm_first,
-            position=position,
-            attention=attention,
-        )
-        self.network = _SessionNetwork(encoder, tuple(session), tuple(target), pooling)
-        inputs = width * (steps if pooling == "flatten" else 1) + len(self.dense)
-        self.mlp = mlp(inputs, mlp_widths, activation=activation, dropout=dropout)
 
     def release_tables(self, names: Collection[str]) -> None:
         """See :meth:`Tower.release_tables`."""
@@ -134,8 +59,109 @@ class SessionTower(Recorded, nn.Module):
         embedded = dict(looked_up or {})
         if self.embeddings is not None:
             embedded |= by_table(self._held, self.embeddings(sparse))
-        pooled = self.network({feature: embedded[key] for feature, key in self._names.items()})
-        return self.mlp(torch.cat([pooled, dense], dim=1))  # type: ignore[no-any-return]
+        return self.of_steps({feature: embedded[key] for feature, key in self._names.items()}, dense)
+
+    def of_steps(self, embedded: Mapping[str, JaggedTensor], dense: Tensor) -> Tensor:
+        """Returns the tower's output of its features' embeddings by name and its dense columns."""
+        raise NotImplementedError
+
+
+class SessionTower(_SequenceTables):
+    """Applies a transformer, then an MLP, to the sequence of what a user did before and the target item.
+
+    A TowerModel takes it beside any :class:`torchrec_ext.modules.tower.Tower`; its tables are an EmbeddingCollection,
+    sharded like any. Each step is the sum of the embeddings of its features, such as item, category and the gap in time
+    to the target, or, as in BST, their concatenation. Two features of the same things, such as ``history`` and
+    ``item_id``, are read from one table by giving both names in its ``feature_names``.
+
+    Args:
+        tables: TorchRec EmbeddingConfigs of one width D.
+        session: features of the earlier steps, oldest first, equally long in a row; an empty session is allowed beside
+            a target.
+        target: features of the target, one id per row; none for a tower of the session alone.
+        mlp_widths: widths of the MLP's layers; the last is the width of the tower's output.
+        max_length: S, the most steps of a session, without the target.
+        dense: names of dense columns, concatenated before the MLP.
+        combine: ``sum``, which keeps the width D; or ``concat``, steps of D x len(session), in which the embedding of a
+            target's feature stands where that of the session's feature of the same table does, and zeros where there
+            is none, such as for a gap in time.
+        layers: number of transformer layers.
+        heads: number of attention heads, a divisor of a step's width.
+        hidden: width of each transformer layer's hidden layer; 4 times a step's width where not given.
+        position: a learned vector for each number of steps until the ``end``, so that the target's is 0 and the latest
+            step's 1, or since the ``start``; ``none`` where a feature of the steps says when they were.
+        pooling: ``flatten`` concatenates S + 1 steps as BST does, the target first and zeros where there is none;
+            ``last`` takes the last step, the target; ``mean`` the mean of the steps.
+        activation: activation of transformer and MLP.
+        dropout: share of values set to 0 in transformer and MLP.
+        norm_first: see :class:`TransformerLayer`; BST normalises last.
+        attention: see :class:`Packing`.
+        device: device of the tables; ``meta`` declares them without memory.
+
+    Raises:
+        ValueError: a feature that no table reads, tables of several widths, with ``concat`` a target of a table that no
+            feature of the session reads; when run, a session that is too long, features of unequal length, or a row of
+            several targets.
+
+    Example:
+        >>> items = EmbeddingConfig(
+        ...     name="item", embedding_dim=32, num_embeddings=1000, feature_names=["history", "item_id"]
+        ... )
+        >>> tower = SessionTower([items], session=["history"], target=["item_id"], max_length=20)
+        >>> kjt = KeyedJaggedTensor(
+        ...     ["history", "item_id"], values=torch.tensor([5, 6, 7, 8]), lengths=torch.tensor([2, 0, 1, 1])
+        ... )
+        >>> tower(kjt, torch.empty(2, 0)).shape
+        torch.Size([2, 256])
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[EmbeddingConfig],
+        *,
+        session: Sequence[str],
+        target: Sequence[str] = (),
+        mlp_widths: Sequence[int] = BST_WIDTHS,
+        max_length: int = 20,
+        dense: Sequence[str] | Mapping[str, int] = (),
+        combine: Combine = "sum",
+        layers: int = 1,
+        heads: int = 8,
+        hidden: int | None = None,
+        position: Position = "end",
+        pooling: Pooling = "flatten",
+        activation: Activation = "relu",
+        dropout: float = 0.0,
+        norm_first: bool = False,
+        attention: Attention = "bucketed",
+        device: torch.device | None = None,
+    ) -> None:
+        check_tables(tables)
+        check_features(tables, session, target)
+        super().__init__(tables, dense, device)
+        self.out_features = mlp_widths[-1] if mlp_widths else 0
+        slots = target_slots(tables, session, target, combine)
+        features = len(session) if combine == "concat" else 1
+        width, steps = features * self.tables[0].embedding_dim, max_length + (1 if target else 0)
+        encoder = SessionEncoder(
+            width,
+            steps,
+            layers=layers,
+            heads=heads,
+            hidden=hidden,
+            activation=activation,
+            dropout=dropout,
+            norm_first=norm_first,
+            position=position,
+            attention=attention,
+        )
+        self.network = _SessionNetwork(encoder, tuple(session), tuple(target), pooling, combine, slots)
+        inputs = width * (steps if pooling == "flatten" else 1) + len(self.dense)
+        self.mlp = mlp(inputs, mlp_widths, activation=activation, dropout=dropout)
+
+    def of_steps(self, embedded: Mapping[str, JaggedTensor], dense: Tensor) -> Tensor:
+        """Returns (B, D'), the MLP of the pooled steps and the dense columns."""
+        return self.mlp(torch.cat([self.network(embedded), dense], dim=1))  # type: ignore[no-any-return]
 
 
 class _SessionNetwork(nn.Module):
@@ -145,17 +171,32 @@ class _SessionNetwork(nn.Module):
     """
 
     def __init__(
-        self, encoder: SessionEncoder, session: tuple[str, ...], target: tuple[str, ...], pooling: Pooling
+        self,
+        encoder: SessionEncoder,
+        session: tuple[str, ...],
+        target: tuple[str, ...],
+        pooling: Pooling,
+        combine: Combine = "sum",
+        slots: Sequence[int] = (),
     ) -> None:
         super().__init__()
+        if pooling not in get_args(Pooling):
+            raise ValueError(f"pooling={pooling!r}: must be one of {', '.join(get_args(Pooling))}")
         self.encoder, self.session, self.target, self.pooling = encoder, session, target, pooling
+        self.combine, self.slots = combine, list(slots)
 
     def forward(self, embedded: Mapping[str, JaggedTensor]) -> Tensor:
-        steps, lengths = _summed(embedded, self.session)
+        steps, lengths = _combined(embedded, self.session, self.combine)
         if self.target:
-            targets, ones = _summed(embedded, self.target)
+            targets, ones = _combined(embedded, self.target, self.combine)
             _check_targets(ones, self.target)
+            if self.combine == "concat":
+                targets = _in_slots(targets.reshape(len(targets), len(self.target), -1), self.slots, len(self.session))
             steps, lengths = _appended(steps, lengths, targets, ones)
+        return self.pooled(steps, lengths)
+
+    def pooled(self, steps: Tensor, lengths: Tensor) -> Tensor:
+        """Returns (B, pooled width) of packed steps (P, D) of B sequences with ``lengths`` (B,)."""
         packing = Packing(lengths, self.encoder.attention)
         return self._pooled(self.encoder.encode(steps, packing), packing)
 
@@ -171,10 +212,202 @@ class _SessionNetwork(nn.Module):
         return rows.index_add(0, packing.rows, steps / packing.lengths[packing.rows, None])
 
 
-def _summed(embedded: Mapping[str, JaggedTensor], features: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """Returns (P, D) steps, the sums of these features' embeddings, and the sessions' lengths (B,)."""
+class SessionSteps(_SequenceTables):
+    """Hands on the embedded steps of a session as they are, for a :class:`SessionTop`, which sees the target too.
+
+    Its output is (B, S x (W + 1) + Fd): S steps, oldest first, each the sum of its features' embeddings, or their
+    concatenation, with a last number that is 1, zeros for steps that are not there, then the dense columns.
+
+    Args:
+        tables: TorchRec EmbeddingConfigs of one width D.
+        session: features of the steps, oldest first, equally long in a row.
+        max_length: S; of a longer session the most recent steps are read, in training and in requests alike.
+        dense: names of dense columns.
+        combine: see :class:`SessionTower`.
+        device: device of the tables; ``meta`` declares them without memory.
+
+    Raises:
+        ValueError: a feature that no table reads, tables of several widths; when run, features of unequal length.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[EmbeddingConfig],
+        *,
+        session: Sequence[str],
+        max_length: int = 20,
+        dense: Sequence[str] = (),
+        combine: Combine = "sum",
+        device: torch.device | None = None,
+    ) -> None:
+        check_tables(tables)
+        check_features(tables, session, ())
+        super().__init__(tables, dense, device)
+        self.network = _StepsNetwork(tuple(session), max_length, combine)
+        width = self.tables[0].embedding_dim * (len(session) if combine == "concat" else 1)
+        self.out_features = max_length * (width + 1) + len(self.dense)
+
+    def of_steps(self, embedded: Mapping[str, JaggedTensor], dense: Tensor) -> Tensor:
+        """Returns (B, S x (W + 1) + Fd)."""
+        return torch.cat([self.network(embedded, dense.dtype), dense], dim=1)
+
+
+class _StepsNetwork(nn.Module):
+    """Pads looked-up steps; it has no tables, so that TorchRec's pipelines do not trace into it."""
+
+    def __init__(self, session: tuple[str, ...], max_length: int, combine: Combine) -> None:
+        super().__init__()
+        self.session, self.max_length, self.combine = session, max_length, combine
+
+    def forward(self, embedded: Mapping[str, JaggedTensor], dtype: torch.dtype) -> Tensor:
+        steps, lengths = _combined(embedded, self.session, self.combine)
+        packing = Packing(lengths)
+        kept = packing.to_end < self.max_length
+        rows, to_end = packing.rows[kept], packing.to_end[kept]
+        indices = rows * self.max_length + packing.lengths.clamp(max=self.max_length)[rows] - 1 - to_end
+        flagged = torch.nn.functional.pad(steps[kept].to(dtype), (0, 1), value=1.0)
+        padded = flagged.new_zeros(len(lengths) * self.max_length, flagged.shape[1])
+        return padded.index_copy(0, indices, flagged).view(len(lengths), -1)
+
+
+class SessionTop(InteractionLayer):
+    """A top NN over :class:`SessionSteps`, other towers and a target: a transformer over steps and target, then MLPs.
+
+    With ``position="none"`` the target has a learned vector of its own, as a time gap of 0 would have.
+
+    Args:
+        widths: width of each tower's output, in order: the steps', those of other towers, and last the target's, whose
+            first ``targets`` x D numbers are the embeddings of the target's features.
+        width: D of the features.
+        targets: number of the target's features that make its step.
+        features: number of features that a step concatenates; 1 where they are added.
+        slots: number, from 0, of the feature of a step where each of the target's features stands; where steps are
+            added, nothing.
+        max_length: S of the steps.
+        mlp_widths: widths of an MLP over the transformer's output and the steps' dense columns alone.
+        top_widths: hidden widths over that and the other towers' outputs, those of the target after its step among
+            them; without any the logit is linear in them.
+        layers: see :class:`SessionTower`, for all further arguments.
+        heads: see above.
+        hidden: see above.
+        position: see above.
+        pooling: see above.
+        activation: see above.
+        dropout: see above.
+        norm_first: see above.
+        attention: see above.
+
+    Raises:
+        ValueError: a setting out of its range.
+    """
+
+    def __init__(
+        self,
+        widths: Sequence[int],
+        *,
+        width: int,
+        targets: int = 1,
+        features: int = 1,
+        slots: Sequence[int] = (),
+        max_length: int = 20,
+        mlp_widths: Sequence[int] = BST_WIDTHS,
+        top_widths: Sequence[int] = (),
+        layers: int = 1,
+        heads: int = 8,
+        hidden: int | None = None,
+        position: Position = "end",
+        pooling: Pooling = "flatten",
+        activation: Activation = "relu",
+        dropout: float = 0.0,
+        norm_first: bool = False,
+        attention: Attention = "bucketed",
+    ) -> None:
+        super().__init__()
+        step = features * width
+        self.widths, self._steps = list(widths), (max_length, step + 1)
+        self._first, self._target = max_length * (step + 1), (targets, width)
+        self.features, self.slots = features, list(slots)
+        encoder = SessionEncoder(
+            step,
+            max_length + 1,
+            layers=layers,
+            heads=heads,
+            hidden=hidden,
+            activation=activation,
+            dropout=dropout,
+            norm_first=norm_first,
+            position=position,
+            attention=attention,
+        )
+        self.network = _SessionNetwork(encoder, (), (), pooling)
+        self.target = nn.Parameter(torch.randn(step) * 0.02) if position == "none" else None
+        inputs = step * (max_length + 1 if pooling == "flatten" else 1) + widths[0] - self._first
+        self.session_mlp = mlp(inputs, mlp_widths, activation=activation, dropout=dropout) if mlp_widths else None
+        self.activation = activation_layer(activation) if mlp_widths else nn.Identity()
+        others = sum(widths[1:]) - targets * width
+        joined = (mlp_widths[-1] if mlp_widths else inputs) + others
+        self.mlp = mlp(joined, [*top_widths, 1], activation=activation, dropout=dropout)
+
+    @property
+    def last_biases(self) -> list[Tensor]:
+        """The bias of the logit, (1,)."""
+        return [self.mlp[-1].bias]  # type: ignore[list-item]
+
+    def forward(self, outputs: list[Tensor]) -> Tensor:
+        """Returns (B,) logits of the towers' outputs, each (B, D) of any D."""
+        steps, *others, target = outputs
+        padded, dense = steps[:, : self._first].reshape(-1, *self._steps), steps[:, self._first :]
+        exist = padded[..., -1] > 0.5  # a vector may have been rounded where it was stored
+        targets, width = self._target
+        last = _in_slots(target[:, : targets * width].reshape(-1, targets, width), self.slots, self.features)
+        if self.target is not None:
+            last = last + self.target
+        lengths = exist.sum(1)
+        pooled = self.network.pooled(*_appended(padded[..., :-1][exist], lengths, last, torch.ones_like(lengths)))
+        session = torch.cat([pooled, dense], dim=1)
+        if self.session_mlp is not None:
+            session = self.session_mlp(session)
+        joined = torch.cat([session, *others, target[:, targets * width :]], dim=1)
+        return self.mlp(self.activation(joined)).squeeze(1)  # type: ignore[no-any-return]
+
+
+def target_slots(
+    tables: Sequence[EmbeddingConfig], session: Sequence[str], target: Sequence[str], combine: Combine
+) -> list[int]:
+    """Returns for each feature of the target the number of the session's feature that is read from the same table.
+
+    Raises:
+        ValueError: there is none, or it is another target's too, or ``combine`` is not known; with ``sum`` any will do.
+    """
+    if combine not in get_args(Combine):
+        raise ValueError(f"combine={combine!r}: must be one of {', '.join(get_args(Combine))}")
+    if combine == "sum":
+        return []
+    names = {feature: table.name for table in tables for feature in table.feature_names}
+    slots: list[int] = []
+    for feature in target:
+        slot = next((i for i, name in enumerate(session) if names[name] == names[feature] and i not in slots), None)
+        if slot is None:
+            raise ValueError(
+                f"combine=concat: target feature '{feature}' is read from table '{names[feature]}', and no feature of "
+                f"session={list(session)} is left that is read from it too; give it another tower, or combine=sum"
+            )
+        slots.append(slot)
+    return slots
+
+
+def _in_slots(targets: Tensor, slots: Sequence[int], features: int) -> Tensor:
+    """Returns the targets' step (B, W) of their features' embeddings (B, T, D): F x D with zeros, or the sum."""
+    if not slots:
+        return targets.sum(1)
+    nothing = torch.zeros_like(targets[:, 0])
+    return torch.cat([targets[:, slots.index(i)] if i in slots else nothing for i in range(features)], dim=1)
+
+
+def _combined(embedded: Mapping[str, JaggedTensor], features: Sequence[str], combine: Combine) -> tuple[Tensor, Tensor]:
+    """Returns steps (P, W), sums or concatenations of these features' embeddings, and the sessions' lengths (B,)."""
     first, *others = (embedded[name] for name in features)
-    values, lengths = first.values(), first.lengths()
+    values, lengths = [first.values()], first.lengths()
     for name, other in zip(features[1:], others, strict=True):
         different = (other.lengths() != lengths).nonzero()
         if len(different):
@@ -183,8 +416,8 @@ def _summed(embedded: Mapping[str, JaggedTensor], features: Sequence[str]) -> tu
                 f"feature '{name}' has {int(other.lengths()[row])} values in row {row} of the batch and "
                 f"'{features[0]}' {int(lengths[row])}: features of one step must be equally many"
             )
-        values = values + other.values()
-    return values, lengths
+        values.append(other.values())
+    return torch.cat(values, dim=1) if combine == "concat" else sum(values[1:], values[0]), lengths
 
 
 def _appended(steps: Tensor, lengths: Tensor, targets: Tensor, ones: Tensor) -> tuple[Tensor, Tensor]:
@@ -207,12 +440,15 @@ def _feature_keys(tables: Sequence[EmbeddingConfig]) -> dict[str, str]:
     return {feature: f"{feature}@{table.name}" for table in tables for feature in table.feature_names}
 
 
-def _check_features(tables: Sequence[EmbeddingConfig], session: Sequence[str], target: Sequence[str]) -> None:
+def check_features(tables: Sequence[EmbeddingConfig], session: Sequence[str], target: Sequence[str]) -> None:
+    """Refuses features of a session and its target that do not fit the tables.
+
+    Raises:
+        ValueError: a feature that no table reads or that is in neither, no session, or tables of several widths.
+    """
     widths = {table.name: table.embedding_dim for table in tables}
     if len(set(widths.values())) != 1:
-        raise ValueError(
-            f"tables have the widths {widths}: the features of a step are added, so all must have one embedding_dim"
-        )
+        raise ValueError(f"tables have the widths {widths}: the features of a step must all have one embedding_dim")
     read = [name for table in tables for name in table.feature_names]
     unread = [name for name in (*session, *target) if name not in read]
     if unread or not session:

@@ -61,6 +61,7 @@ class BatchColumns:
         query: the column with the user of each row of a training batch, for ``batch.users``. Needed by models that
             compare rows.
         candidate: the column with the item of each row of a training batch, for ``batch.items``. Needed likewise.
+        catalogue: whether a training batch ends with all items as candidates, spread over the ranks.
     """
 
     sparse: tuple[SparseFeature, ...]
@@ -73,6 +74,7 @@ class BatchColumns:
     out_of_range: OutOfRange = "error"
     query: str | None = None
     candidate: str | None = None
+    catalogue: bool = False
 
     def __post_init__(self) -> None:
         if self.out_of_range not in get_args(OutOfRange):

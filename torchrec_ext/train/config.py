@@ -2,6 +2,10 @@
 
 EarlyStop: when a run may end before its last epoch, and which of its evaluations was the best.
 
+EvaluationConfig: the ranking figures of an evaluation, by name, and the baselines beside them.
+
+ClosedFormConfig: penalties of EASE and ALS.
+
 This module imports no torch, so that a command line is checked at once.
 """
 
@@ -9,11 +13,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 Amp = Literal["off", "bf16", "fp16"]
 Compile = Literal["auto", "off", "require"]
 Threads = Literal["given", "auto"]
+Figure = Literal["hr", "recall", "precision", "ndcg", "mrr", "map"]
+Baseline = Literal["popularity", "ease", "als"]
 Kind = Literal["constant", "linear", "cosine", "inverse_sqrt", "step"]
 
 
@@ -106,6 +112,85 @@ class EarlyStop:
             raise ValueError(f"patience={self.patience}: must be 1 evaluation or more")
         if not (math.isfinite(self.min_delta) and self.min_delta >= 0):
             raise ValueError(f"min_delta={self.min_delta}: must be a number of 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """Settings of an evaluation.
+
+    Args:
+        metrics: ranking figures with the number of items shown, as ``recall@20,ndcg@20``: ``hr``, ``recall``,
+            ``precision``, ``ndcg``, ``mrr`` or ``map``, see :func:`query_figures`; the recipe's own where empty.
+        baselines: rankings beside the model's, as ``popularity,ease,als``, fitted on its training rows and ranked by
+            its rules: ``popularity``, which is always there; ``ease`` and ``als``, see :class:`ClosedFormConfig`. Where
+            empty, all that take less than about ten seconds.
+
+    Example:
+        >>> EvaluationConfig(metrics=("recall@20", "ndcg@10")).figures
+        [('recall', 20), ('ndcg', 10)]
+    """
+
+    metrics: tuple[str, ...] = ()
+    baselines: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert len(self.figures) == len(self.metrics)
+        unknown = [name for name in self.baselines if name not in get_args(Baseline)]
+        if unknown:
+            raise ValueError(f"baselines: {', '.join(unknown)}: must be of {', '.join(get_args(Baseline))}")
+
+    @property
+    def figures(self) -> list[tuple[Figure, int]]:
+        """The figures, each with its number of items shown.
+
+        Raises:
+            ValueError: a name is unknown, or its number is not 1 or more.
+        """
+        figures: list[tuple[Figure, int]] = []
+        for text in self.metrics:
+            name, _, shown = text.strip().partition("@")
+            if name not in get_args(Figure) or not shown.isdecimal() or int(shown) < 1:
+                raise ValueError(
+                    f"metrics: '{text}' must be a figure and a number of items shown, such as recall@20; figures are "
+                    f"{', '.join(get_args(Figure))}"
+                )
+            figures.append((cast(Figure, name), int(shown)))
+        return figures
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClosedFormConfig:
+    """Settings of the recommenders that are solved for and not trained, as baselines and as tables to begin with.
+
+    The default penalty of EASE is the paper's for MovieLens 20M; those of ALS lie between the best for the validation
+    rows of MovieLens 100K and of 1M.
+
+    ``ease`` predicts a user's items from the user's other items (Steck 2019); ``als`` is matrix factorisation of all
+    pairs of a user and an item, those that did not occur among them (Hu, Koren and Volinsky 2008).
+
+    Args:
+        ease_l2: penalty of EASE, above 0: 200 to 1,000 in the paper.
+        als_dim: length of the vectors of the baseline ``als``; tables that begin with them have their own width.
+        als_l2: penalty of ALS, above 0, times the number of a user's or an item's pairs.
+        als_unobserved: weight of the pairs that did not occur, 0 or more.
+        als_epochs: number of times that ALS solves for users and for items.
+    """
+
+    ease_l2: float = 500.0
+    als_dim: int = 32
+    als_l2: float = 0.007
+    als_unobserved: float = 0.5
+    als_epochs: int = 10
+
+    def __post_init__(self) -> None:
+        for name in ("ease_l2", "als_l2"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
+                raise ValueError(f"{name}={getattr(self, name)}: must be a number above 0")
+        if not (math.isfinite(self.als_unobserved) and self.als_unobserved >= 0):
+            raise ValueError(f"als_unobserved={self.als_unobserved}: must be a number of 0 or more")
+        for name in ("als_dim", "als_epochs"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be 1 or more")
 
 
 Record = dict[str, Any]  # figures and messages by name, as metrics.jsonl has them

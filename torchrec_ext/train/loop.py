@@ -252,8 +252,10 @@ def train(
 
     Returns:
         The records, the same on every rank but for throughput. Each has ``kind``, ``epoch``, counted from 1, and
-        ``step``. ``train``: ``loss``, ``rows`` and ``rows_per_s`` over all ranks since the record before, and the
-        learning rates where a schedule changes them. ``eval``: the figures, and ``best`` where it is the best so far of
+        ``step``. ``train``: ``loss``, ``rows`` and ``rows_per_s`` over all ranks since the record before;
+        ``data_wait``, the share of that time in which the rank that waited longest waited for its batches;
+        ``ranks_wait`` and ``waits``, the shares in collectives, see :meth:`Window.record`; and the learning rates where
+        a schedule changes them. ``eval``: the figures, and ``best`` where it is the best so far of
         an early stop's metric. ``stop``, the last one after an early stop: its ``metric``, ``best``, ``best_epoch``,
         ``best_step`` and a ``message``. ``timeline``: what ran at the same time, see :func:`overlap`. Before a diverged
         run ends, ``log`` gets one of kind ``error`` with its ``message``. Two kinds are logged but not returned:
@@ -373,7 +375,7 @@ class _Run:
             begun = self.forward.where(self.at.step) if self.at.done else f"the beginning of epoch {self.at.epoch + 1}"
             self.watchdog.beat(begun)
         try:
-            for output in self.steps.outputs(self.loader, partial(exactly, after=self.at.done)):
+            for output in self.steps.outputs(self.loader, self._batches):
                 self._after_step(output)
             self.ranks.settle()
         except (GradientNotFiniteError, TrainingDivergedError) as error:
@@ -389,6 +391,12 @@ class _Run:
             raise explained from None
         # an evaluation, or a loader that asks the model for hard negatives, runs it outside the pipeline
         self.pipeline.detach()
+
+    def _batches(self, loader: Any) -> Iterator[Any]:
+        """Yields the rest of an epoch's batches, and counts the seconds until each is there."""
+        batches = exactly(loader, after=self.at.done)
+        while (batch := self.window.fetch(batches)) is not None:
+            yield batch
 
     def _after_step(self, output: Any) -> None:
         self.at.step, self.at.done = self.at.step + 1, self.at.done + 1

@@ -32,7 +32,9 @@ _MOST_USED = (
     *("train.eval_every", "train.early_stop.metric", "train.seed", "plan.towers", "checkpoint.steps", "export"),
     *("device", "out", "engine"),
 )
-_SECTIONS = ("data", "model", "loader", "optimizer", "train", "sync", "plan", "checkpoint", "start", "config")
+_SECTIONS = (
+    *("data", "model", "loader", "optimizer", "train", "evaluation", "sync", "plan", "checkpoint", "start", "config"),
+)
 _JOB = "job"  # section of the keys that belong to no group
 
 
@@ -314,7 +316,9 @@ def _shown(value: object) -> str:
 def _meanings(config: Any) -> dict[str, str]:
     from docstring_parser import parse  # comes with TorchX, which reads component docstrings with it
 
-    documented = {p.arg_name: _plain(p.description or "") for p in parse(type(config).__doc__ or "").params}
+    documented: dict[str, str] = {}
+    for base in reversed(type(config).__mro__):  # a config that extends another one documents what it adds
+        documented |= {p.arg_name: _plain(p.description or "") for p in parse(base.__doc__ or "").params}
     return documented | {f.name: f.metadata["doc"] for f in dataclasses.fields(config) if "doc" in f.metadata}
 
 

@@ -14,6 +14,8 @@ _OURS = {"torchrec_ext", "torchx_apps"}
 _STDLIB = sysconfig.get_path("stdlib")
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
 _PATIENCE_S = 3.0
+# A full disk, a file that cannot be read, a folder that a dying process still holds, a store that does not answer.
+_FAULTS = {"CheckpointError", "RunFolderError", "StoreError", "StoreUnreachable"}
 
 
 def record_error(error: BaseException) -> None:
@@ -77,6 +79,17 @@ def is_users_mistake(error: BaseException) -> bool:
     file = frame.tb_frame.f_code.co_filename
     library = "site-packages" in file or "dist-packages" in file or file.startswith(_STDLIB)
     return module.split(".")[0] in _OURS or not library
+
+
+def would_come_again(error: BaseException) -> bool:
+    """Whether another attempt with the same flags would meet the error again: a user's mistake, but none of files.
+
+    Example:
+        >>> would_come_again(ValueError("there is no key 'epoch'")), would_come_again(FileNotFoundError("a.parquet"))
+        (True, False)
+    """
+    faults = isinstance(error, OSError) or any(base.__name__ in _FAULTS for base in type(error).__mro__)
+    return is_users_mistake(error) and not faults
 
 
 def lost_a_peer(error: BaseException) -> bool:

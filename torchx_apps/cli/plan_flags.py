@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 from typing import TYPE_CHECKING, NamedTuple, get_args
 
 from torchrec_ext.distributed.optim.config import OptimizerConfig
-from torchrec_ext.distributed.plan.config import Sharding
+from torchrec_ext.distributed.plan.config import Kernel, PlanConfig, Sharding
 from torchrec_ext.distributed.plan.devices import Cluster
 from torchx_apps.cli.overrides import nearest
 
@@ -45,8 +46,7 @@ def check_flags(options: argparse.Namespace, job: Job | None) -> None:
         raise ValueError(
             f"plan.towers={job.plan.towers}: plans for other devices have towers on every rank; leave it out"
         )
-    if options.sharding:
-        sharding_of(options.sharding)
+    with_flags(PlanConfig() if job is None else job.plan, options)
     if options.optimizer:
         OptimizerConfig(tables=options.optimizer)
 
@@ -96,10 +96,31 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
         device=options.device,
         hbm_gb=options.hbm,
         ddr_gb=options.ddr,
+        ssd_gb=options.ssd,
         intra_gb_s=options.intra,
         inter_gb_s=options.inter,
         memory_gb_s=options.memory_rate,
         reserve=options.reserve,
+    )
+
+
+def with_flags(plan: PlanConfig, options: argparse.Namespace) -> PlanConfig:
+    """Returns ``plan`` with the sharding type, kernel and cache that the flags ask for.
+
+    Raises:
+        ValueError: a flag is wrong.
+    """
+    if options.sharding:
+        plan = dataclasses.replace(plan, sharding=sharding_of(options.sharding))
+    if options.kernel and options.kernel not in get_args(Kernel):
+        kernels = get_args(Kernel)
+        raise ValueError(
+            f"--kernel {options.kernel}: must be one of {', '.join(kernels)}{nearest(options.kernel, kernels)}"
+        )
+    return dataclasses.replace(
+        plan,
+        kernel=options.kernel or plan.kernel,
+        cache_load_factor=plan.cache_load_factor if options.cache_load_factor is None else options.cache_load_factor,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,11 +21,13 @@ from tqdm import tqdm
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.schema import DataError
 from torchrec_ext.train import metrics
-from torchrec_ext.train.checkpoint.vectors import read_vectors
+from torchrec_ext.train.checkpoint.vectors import BLOCK, read_vectors
+from torchrec_ext.train.config import EvaluationConfig, Figure
 from torchrec_ext.train.report.figures import BLUE, RED, figure_with_panels, require_matplotlib, save_figure
 
 _SPELLINGS = {"user": ("user", "user_id"), "item": ("item", "item_id")}
 Ranked = Iterator[tuple[int, metrics.TargetRanks]]  # the number of queries ranked so far, and those of a block
+_TOGETHER = 2**18  # ranks of which figures are made at once
 _CURVE = (1, 2, 5, 10, 20, 50, 100)
 Ids = np.ndarray[Any, np.dtype[Any]]
 
@@ -38,6 +41,8 @@ class Vectors(NamedTuple):
 
     def rows(self, ids: Ids) -> Ids:
         """Returns the row of each id, (M,); -1 for an id that has no vector."""
+        if self.ids.dtype.kind == "i" and self.ids[-1] - self.ids[0] == len(self.ids) - 1:  # without a gap
+            return np.where((ids >= self.ids[0]) & (ids <= self.ids[-1]), ids - self.ids[0], -1)
         index = np.minimum(self.ids.searchsorted(ids), len(self.ids) - 1)
         return np.where(self.ids[index] == ids, index, -1)
 
@@ -86,7 +91,7 @@ def run_evaluation(options: argparse.Namespace) -> int:
         ValueError: a flag is wrong.
         DataError: a file does not hold what it should.
     """
-    asked_figures = metrics.figures_of(options.metrics)
+    asked_figures = EvaluationConfig(metrics=tuple(options.metrics.split(","))).figures
     if options.out:
         require_matplotlib("leave out --out")
     users, items = (_vectors(path) for path in (options.users, options.items))
@@ -96,11 +101,11 @@ def run_evaluation(options: argparse.Namespace) -> int:
             f"{items.vectors.shape[1]}; give vectors of one model"
         )
     asked = _asked(options, users, items)
-    names: list[metrics.Figure] = sorted({name for name, _ in asked_figures})
+    names: list[Figure] = sorted({name for name, _ in asked_figures})
     ks = sorted({k for _, k in asked_figures} | (set(_CURVE) if options.out else set()))
     names += ["recall"] if options.out and "recall" not in names else []
     behind = max(len(items.ids), *ks)
-    figures = _figures(asked, _ranked(asked, users, items, options.similarity), ks, names, behind)
+    figures = _figures(asked, _ranked(asked, users, items, options.similarity, max(ks)), ks, names, behind)
     baseline = _popularity(asked, len(items.ids), ks, names, behind) if options.seen else {}
     shown = [f"{name}@{k}" for name, k in asked_figures]
     report = {
@@ -118,26 +123,30 @@ def run_evaluation(options: argparse.Namespace) -> int:
     return 0
 
 
-def _ranked(asked: Asked, users: Vectors, items: Vectors, similarity: metrics.Similarity) -> Ranked:
+def _ranked(asked: Asked, users: Vectors, items: Vectors, similarity: metrics.Similarity, depth: int) -> Ranked:
     with tqdm(total=len(asked.users), unit="user", disable=not sys.stderr.isatty(), dynamic_ncols=True) as bar:
         queries = users.vectors[torch.from_numpy(asked.users)]
-        for done, ranks in metrics.vector_ranks(queries, items.vectors, asked.question, similarity=similarity):
+        for done, ranks in metrics.vector_ranks(
+            queries, items.vectors, asked.question, similarity=similarity, depth=depth
+        ):
             yield done, ranks
             bar.update(done - bar.n)
 
 
-def _popularity(asked: Asked, count: int, ks: list[int], names: list[metrics.Figure], behind: int) -> dict[str, float]:
+def _popularity(asked: Asked, count: int, ks: list[int], names: list[Figure], behind: int) -> dict[str, float]:
     """Returns the figures of the ranking by how many of the asked users have seen an item."""
     seen = torch.bincount(asked.question.seen_items, minlength=count)
     ranks = metrics.popularity_ranks(seen, asked.question)
     return _figures(asked, iter([(len(asked.users), ranks)]), ks, names, behind)
 
 
-def _figures(asked: Asked, ranked: Ranked, ks: list[int], names: list[metrics.Figure], behind: int) -> dict[str, float]:
-    figures, start = metrics.RankingMetrics(ks, names), 0
+def _figures(asked: Asked, ranked: Ranked, ks: list[int], names: list[Figure], behind: int) -> dict[str, float]:
+    figures, start, blocks = metrics.RankingMetrics(ks, names), 0, []
     for stop, ranks in ranked:
-        figures.update(asked.with_missed(ranks, start, stop, behind))
-        start = stop
+        blocks.append(ranks)
+        if stop == len(asked.users) or sum(len(block.better) for block in blocks) > _TOGETHER:
+            figures.update(asked.with_missed(metrics.joined_ranks(blocks), start, stop, behind))
+            start, blocks = stop, []
     lost = asked.lost(behind)
     if lost is not None:
         figures.update(lost)
@@ -214,26 +223,40 @@ def _vectors(path: Path) -> Vectors:
 
 
 def _of_parquet(path: Path) -> tuple[Ids, Tensor]:
-    table = _table(path, ["id", "vector"])
-    lists = table["vector"].combine_chunks()
-    if not (
-        pa.types.is_list(lists.type) or pa.types.is_fixed_size_list(lists.type) or pa.types.is_large_list(lists.type)
-    ):
-        raise DataError(f"{path}: column 'vector' is {lists.type}; must be lists of numbers")
-    values = lists.flatten().cast(pa.float32()).to_numpy(zero_copy_only=False)
-    width, rest = divmod(len(values), max(1, len(table)))
-    if rest or lists.null_count:
-        raise DataError(f"{path}: column 'vector' has lists of several lengths, or nulls; give vectors of one width")
-    return _ids(path, table, "id"), torch.from_numpy(np.array(values, np.float32)).reshape(len(table), width)
+    """Reads ids and vectors into memory that is taken once, a block of rows at a time."""
+    with _reading(path, ["id", "vector"]) as file:
+        kind = file.schema_arrow.field("vector").type
+        if not (pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind) or pa.types.is_large_list(kind)):
+            raise DataError(f"{path}: column 'vector' is {kind}; must be lists of numbers")
+        vectors, start = np.zeros((0, 0), np.float32), 0
+        for rows in file.iter_batches(BLOCK, columns=["vector"]):
+            lists = rows["vector"]
+            values = lists.flatten().cast(pa.float32()).to_numpy(zero_copy_only=False)
+            width, rest = divmod(len(values), len(rows))
+            if not start:
+                vectors = np.empty((file.metadata.num_rows, width), np.float32)
+            if rest or lists.null_count or width != vectors.shape[1]:
+                raise DataError(
+                    f"{path}: column 'vector' has lists of several lengths, or nulls; give vectors of one width"
+                )
+            vectors[start : start + len(rows)] = values.reshape(len(rows), width)
+            start += len(rows)
+        return _ids(path, file.read(columns=["id"]), "id"), torch.from_numpy(vectors)
 
 
-def _table(path: Path, names: Sequence[str]) -> pa.Table:
+@contextlib.contextmanager
+def _reading(path: Path, names: Sequence[str]) -> Iterator[pq.ParquetFile]:
+    """Opens a parquet file that has the columns ``names``.
+
+    Raises:
+        DataError: it is none, or lacks one.
+    """
     try:
-        file = pq.ParquetFile(path)
-        missing = [name for name in names if name not in file.schema_arrow.names]
-        if missing:
-            raise DataError(f"{path}: column '{missing[0]}' is missing, the file has {file.schema_arrow.names}")
-        return file.read(columns=list(names))
+        with pq.ParquetFile(path) as file:
+            missing = [name for name in names if name not in file.schema_arrow.names]
+            if missing:
+                raise DataError(f"{path}: column '{missing[0]}' is missing, the file has {file.schema_arrow.names}")
+            yield file
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path}: cannot be read as parquet ({error}); give a parquet file") from None
 
@@ -251,13 +274,12 @@ def _ids(path: Path, table: pa.Table, name: str) -> Ids:
 
 def _pairs(path: Path, users: Vectors, items: Vectors) -> tuple[Ids, Ids, Ids]:
     """Returns the rows of users and of items of the pairs of a file, each pair once, and the users' ids."""
-    try:
-        present = pq.ParquetFile(path).schema_arrow.names
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path}: cannot be read as parquet ({error}); give a parquet file of pairs") from None
+    with _reading(path, []) as file:
+        present = file.schema_arrow.names
     names = [next((name for name in _SPELLINGS[kind] if name in present), kind) for kind in ("user", "item")]
-    table = _table(path, names)
-    ids = [_ids(path, table, name) for name in names]
+    with _reading(path, names) as file:
+        table = file.read(columns=names)
+        ids = [_ids(path, table, name) for name in names]
     for name, given, vectors in zip(names, ids, (users, items), strict=True):
         if given.dtype.kind != vectors.ids.dtype.kind:
             raise DataError(
@@ -277,17 +299,18 @@ def _asked(options: argparse.Namespace, users: Vectors, items: Vectors) -> Asked
         )
     if not len(rows):
         raise DataError(f"{options.truth}: has no pairs")
-    pairs = np.unique(np.stack([rows, targets]), axis=1)
-    lost = np.unique(np.stack([rows, targets])[:, targets < 0], axis=1)[0]
-    pairs = pairs[:, pairs[1] >= 0]
+    known = targets >= 0
+    pairs = np.stack(np.divmod(np.unique(rows[known] * len(items.ids) + targets[known]), len(items.ids)))
     asked, queries = np.unique(pairs[0], return_inverse=True)
     if not len(asked):
         raise DataError(f"{options.truth}: none of its items has a vector in {options.items}; give files of one model")
     seen = np.zeros((2, 0), np.int64)
     if options.seen:
         owners, taken, _ = _pairs(options.seen, users, items)
-        known = (owners >= 0) & (taken >= 0) & np.isin(owners, asked)
-        seen = np.stack([asked.searchsorted(owners[known]), taken[known]])
+        query = np.full(len(users.ids) + 1, -1)  # the last is of those without a vector, -1
+        query[asked] = np.arange(len(asked))
+        kept = (query[owners] >= 0) & (taken >= 0)
+        seen = np.stack([query[owners[kept]], taken[kept]])
     question = metrics.Question(
         targets=torch.from_numpy(pairs[1]),
         target_rows=torch.from_numpy(queries),
@@ -295,5 +318,4 @@ def _asked(options: argparse.Namespace, users: Vectors, items: Vectors) -> Asked
         seen_items=torch.from_numpy(seen[1]),
         not_items=(),
     )
-    absent = rows[targets < 0] if len(lost) else rows[:0]
-    return Asked(asked, question, np.sort(absent))
+    return Asked(asked, question, np.sort(rows[~known]))

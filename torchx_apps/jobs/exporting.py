@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
+from torchrec_ext.distributed.plan.explain import size_text
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.retrieval.bundle.manifest import BundleError, Manifest
 from torchrec_ext.retrieval.exporting.export import export
@@ -103,12 +104,22 @@ def describe_bundle(manifest: Manifest, out: Path) -> str:
     """Describes a bundle in a line, with its warning before it and the command that serves it after it."""
     items, users = manifest.content["coverage"]["items"], manifest.content["users"]
     difference = manifest.parity["greatest_difference"]
+    rounded = manifest.content.get("tables")
     known = f" and {users['count']:,} users" if users else ""
     warning = manifest.certificate.get("warning")
     lines = [f"warning: {warning}"] if warning else []
     lines += [
         f"bundle: {out} ({manifest.digest[:12]}: {items:,} items{known}; its logits are the trained model's within "
-        f"{difference:.1g})",
+        f"{difference:.1g}{' before its tables were rounded' if rounded else ''})",
+        *(
+            [
+                f"int8 tables: {size_text(rounded['bytes'])} instead of {size_text(rounded['bytes_trained'])}; logits "
+                f"change by up to {rounded['greatest_difference']:.2g}, and {rounded['overlap']:.1%} of the "
+                f"{rounded['k']} best of {rounded['queries']} queries stay"
+            ]
+            if rounded
+            else []
+        ),
         f"serve it: {program('torchx')} run rec.serve.http --bundle {out}",
     ]
     return "\n".join(lines)

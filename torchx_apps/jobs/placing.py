@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from torchrec_ext.distributed.autotune.choose import EVERYWHERE, Decision, auto_plan
+from torchrec_ext.distributed.plan.planner import why_on_all_ranks
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.config import Record
 from torchrec_ext.train.loop import checked_steps
@@ -81,7 +82,9 @@ def why_on_every_rank(job: Job) -> str:
         return f"sync.mode={job.sync.mode} averages towers that every rank has"
     if job.sync.table_copies > 1:
         return f"sync.table_copies={job.sync.table_copies}: towers on ranks of their own have one copy"
-    return ""
+    if job.plan.quantised:
+        return "quantised communication is of tables that all ranks share"
+    return next(filter(None, map(why_on_all_ranks, job.plan.asked)), "")
 
 
 def report_steps(folder: RunFolder, decision: Decision, history: Sequence[Record]) -> None:

@@ -28,8 +28,12 @@ from torchrec_ext.distributed.plan.cluster import (
     compare,
     forecast,
     forecast_text,
+    kernel_fits,
+    kernel_fits_text,
+    memory_by_table,
+    memory_text,
 )
-from torchrec_ext.distributed.plan.config import PlanConfig, Sharding
+from torchrec_ext.distributed.plan.config import CACHING, Kernel, PlanConfig, Sharding
 from torchrec_ext.distributed.plan.devices import GB, Cluster
 from torchrec_ext.distributed.plan.draft import Draft, PlanError, draft_plan
 from torchrec_ext.distributed.plan.explain import explain
@@ -37,7 +41,7 @@ from torchrec_ext.distributed.plan.planner import free_tables
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import SyncConfig
 from torchrec_ext.train.report.figures import BLUE, RED, figure_with_panels, require_matplotlib, save_figure
-from torchx_apps.cli.plan_flags import batch_size_of, cluster_of, parse_tables, sharding_of
+from torchx_apps.cli.plan_flags import batch_size_of, cluster_of, parse_tables, with_flags
 from torchx_apps.tasks.job import Job
 
 _COLOURS = {"weights": BLUE, "state": RED, "buffers": "#6a994e", "dense": "#7b5ea7"}
@@ -47,6 +51,7 @@ def as_json(
     batch_size: int, cluster: Cluster, draft: Draft, ranks: Sequence[RankForecast], alternatives: Sequence[Alternative]
 ) -> dict[str, Any]:
     """Returns the plan as JSON values, in bytes and milliseconds."""
+    memory = memory_by_table(draft)
     return {
         "cluster": dataclasses.asdict(cluster),
         "batch_size": batch_size,
@@ -58,6 +63,7 @@ def as_json(
                 "sharding": option.sharding_type,
                 "kernel": option.compute_kernel,
                 "ranks": [shard.rank for shard in option.shards],
+                **dict(zip(("hbm", "ddr", "ssd"), dataclasses.astuple(memory[option.name]), strict=True)),
             }
             for option in draft.options
         ],
@@ -139,22 +145,23 @@ class PlanRequest:
         )
         return free_tables(self.model, runtime, plan, self.optimizer, self.sync)
 
-    def draft(self, plan: PlanConfig) -> tuple[Draft, list[RankForecast]]:
-        """Returns TorchRec's plan, and the memory and time that it takes on each rank.
+    def draft(self, plan: PlanConfig, cluster: Cluster | None = None) -> tuple[Draft, list[RankForecast]]:
+        """Returns TorchRec's plan, and the memory and time that it takes on each rank, of another cluster if given.
 
         Raises:
             PlanError: no plan fits.
         """
+        cluster = cluster or self.cluster
         draft = draft_plan(
             self.model,
-            self.cluster.topology(),
+            cluster.topology(),
             plan,
             optimizer=self.optimizer,
             batch_size=self.batch_size,
             bag_lengths=self.bag_lengths,
             constraints=self.free_tables(plan)[0],
         )
-        return draft, forecast(draft, self.model, self.cluster, self.optimizer)
+        return draft, forecast(draft, self.model, cluster, self.optimizer)
 
 
 def run_plan(options: argparse.Namespace, job: Job | None) -> int:
@@ -172,18 +179,25 @@ def run_plan(options: argparse.Namespace, job: Job | None) -> int:
     def predict(sharding: Sharding) -> list[RankForecast]:
         return request.draft(dataclasses.replace(request.plan, sharding=sharding))[1]
 
+    def predict_kernel(kernel: Kernel, devices: int) -> list[RankForecast]:
+        factor = request.plan.cache_load_factor if kernel in CACHING else 0.0
+        plan = dataclasses.replace(request.plan, kernel=kernel, cache_load_factor=factor, tables=())
+        return request.draft(plan, dataclasses.replace(cluster, world_size=devices))[1]
+
     try:
         draft, ranks = request.draft(request.plan)
     except PlanError as error:
+        kernels = kernel_fits_text(kernel_fits(predict_kernel, cluster), cluster) if cluster.device == "cuda" else ""
         others = alternatives_text(compare(predict, {}), request.plan.sharding)
         flags = "--world-size, --hbm and --ddr say what there is; --sharding and --optimizer what is asked of it"
-        raise PlanError(f"{error}\n\n{others}\n{flags}") from None
+        raise PlanError("\n\n".join(filter(None, [str(error), kernels, f"{others}\n{flags}"]))) from None
     alternatives = compare(predict, {request.plan.sharding: ranks})
     _, whole = request.free_tables(request.plan)
     explained = explain(draft.plan, request.model, cluster.world_size)
     text = "\n\n".join(
         [
             f"{explained}\n{whole}" if whole else explained,
+            *([memory_text(draft)] if cluster.device == "cuda" else []),
             forecast_text(ranks, cluster),
             alternatives_text(alternatives, request.plan.sharding, advise=not whole),
         ]
@@ -207,7 +221,7 @@ def _request_of_tables(options: argparse.Namespace, cluster: Cluster) -> PlanReq
         model=nn.ModuleDict({"tables": EmbeddingBagCollection(tables=configs, device=torch.device("meta"))}),
         bag_lengths={table.name: table.ids for table in tables},
         batch_size=batch_size_of(options.batch_size or 1024),
-        plan=PlanConfig(sharding=sharding_of(options.sharding or "auto")),
+        plan=with_flags(PlanConfig(), options),
         optimizer=OptimizerConfig(tables=options.optimizer or "row_wise_adagrad"),
         cluster=cluster,
         sync=SyncConfig(),
@@ -222,8 +236,7 @@ def _request_of_recipe(options: argparse.Namespace, job: Job, cluster: Cluster) 
     task = job.task(job.data, progress=True)
     rows = math.ceil(job.loader.batch_size / cluster.world_size) * (1 + job.loader.negatives)
     plan, optimizer = job.plan, job.optimizer
-    if options.sharding:
-        plan = dataclasses.replace(plan, sharding=sharding_of(options.sharding))
+    plan = with_flags(plan, options)
     if options.optimizer:
         optimizer = dataclasses.replace(optimizer, tables=options.optimizer)
     model: Any = job.build(job.model, task.data)

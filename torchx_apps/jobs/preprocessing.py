@@ -18,7 +18,7 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from torchrec_ext.data.datasets.streamed import RAW_ITEMS, RAW_REQUESTS, SUMMARY, Roles
-from torchrec_ext.data.files.find import find_files
+from torchrec_ext.data.files.find import DataFile, find_files
 from torchrec_ext.data.preprocess import FittedPreprocessor, History, Vocabulary
 from torchrec_ext.data.preprocess.columns import NUMBERS, TIMES, Types, is_list_column, working_type
 from torchrec_ext.data.preprocess.engines import ROW, Engine, connected, floor_div, number
@@ -27,6 +27,7 @@ from torchrec_ext.data.preprocess.folders import keep_sources, whole_folder
 from torchrec_ext.data.preprocess.tables import open_source
 from torchrec_ext.data.preprocess.times import second_of
 from torchrec_ext.retrieval.bundle.request_columns import steps_for_columns
+from torchrec_ext.schema import DataError
 from torchrec_ext.train.report.figures import BLUE, figure_with_panels, require_matplotlib, save_figure
 from torchx_apps.recipes.preprocess import Prepared, PreprocessJob
 from torchx_apps.tasks.export_data import AUDITED
@@ -213,7 +214,7 @@ def run_preprocess(job: PreprocessJob) -> Path:
         connected(job.engine, threads=job.threads, memory=job.memory) as engine,
     ):
         prepared = job.build(job.config, engine)
-        _keep_sources(out, prepared)
+        files = _source_files(out, prepared)
         source = next(iter(prepared.splits.values()))
         rates = label_rates(source, prepared.label, prepared.time, engine) if job.pictures else []
         missing = missing_shares(source, prepared.preprocessor.raw_columns, engine)
@@ -222,6 +223,13 @@ def run_preprocess(job: PreprocessJob) -> Path:
         rows = {split: _transform(prepared, fitted, split, staging, engine) for split in prepared.splits}
         unknown = {split: unknown_shares(staging / split, fitted, engine) for split in rows}
         write_raw_rows(prepared, fitted, staging, engine)
+        if _source_files(out, prepared) != files:
+            for file in files:
+                file.check_unchanged()
+            raise DataError(
+                f"{files[0].name}: other files came into the log, or left it, while it was read, so that vocabularies "
+                "and rows are not of the same files; start anew, and let new data come into a folder of their own"
+            )
         _summarise(job, staging / SUMMARY, fitted, rows, missing, unknown, engine, _roles(prepared))
         if job.pictures:
             draw_statistics(staging / "preprocess.png", fitted, missing, rates)
@@ -231,11 +239,14 @@ def run_preprocess(job: PreprocessJob) -> Path:
     return out
 
 
-def _keep_sources(out: Path, prepared: Prepared) -> None:
-    """Refuses an output folder that holds a source: an earlier result may be replaced, but not while it is read."""
+def _source_files(out: Path, prepared: Prepared) -> list[DataFile]:
+    """Returns the files of all sources; refuses an output folder that holds one, since it may be replaced."""
+    files = []
     for source in (*prepared.splits.values(), prepared.events):
         if source is not None and not hasattr(source, "schema"):
-            keep_sources(out, find_files(source, (".parquet", ".pq")))
+            files += find_files(source, (".parquet", ".pq"))
+    keep_sources(out, files)
+    return files
 
 
 def _fit(prepared: Prepared, engine: Engine) -> FittedPreprocessor:
@@ -271,17 +282,18 @@ def _transform(prepared: Prepared, fitted: FittedPreprocessor, split: str, folde
 def write_raw_rows(prepared: Prepared, fitted: FittedPreprocessor, folder: Path, engine: Engine) -> None:
     """Writes rows as they stand in the log, for the bundle of the recipe ``stream``: some requests, and the items.
 
-    A request has the columns of the first training rows, and the user's latest events where the result has histories.
-    An item has the columns of its last training row.
+    A request has the columns of a training row, and the user's latest events where the result has histories. The rows
+    are spread evenly over the training rows, whose first ones in a log have hardly any event before them; they are any
+    where the engine does not know their order (Spark, reading files). An item has the columns of its last training row.
     """
     source = next(iter(prepared.splits.values()))
     histories = [step for step in fitted.steps if isinstance(step, History)]
-    made = {f"{step.output}_{kind}" for step in histories for kind in ("items", "times")}
+    made = {name for step in histories for name in step.sent}
     names = [name for name in fitted.request_columns if name not in made]
     also = {name for step in histories for name in (step.user, step.time)}
     opened = open_source(source, list(dict.fromkeys([*names, *also])), engine)
     (folder / RAW_REQUESTS).parent.mkdir()
-    rows = engine.collect(opened.table.limit(AUDITED))
+    rows = engine.collect(_spread(opened.table, engine).limit(AUDITED))
     columns = {name: rows[name] for name in names}
     for step in histories:
         columns |= _latest_events(step, rows, source if prepared.events is None else prepared.events, engine)
@@ -298,29 +310,35 @@ def write_raw_rows(prepared: Prepared, fitted: FittedPreprocessor, folder: Path,
     pq.write_table(engine.collect(items.order_by(key)), folder / RAW_ITEMS)
 
 
+def _spread(table: Any, engine: Engine) -> Any:
+    """Returns every n-th row of a table, AUDITED of them at most, in order; all rows where they have no numbers."""
+    if ROW not in table.columns:
+        return table
+    (count,) = engine.collect(table.aggregate(n=table.count()))["n"].to_pylist()
+    return table.filter(table[ROW] % max(1, -(-count // AUDITED)) == 0).order_by(ROW)
+
+
 def _latest_events(step: History, rows: pa.Table, events: Source, engine: Engine) -> dict[str, pa.Array]:
-    """Returns items and times of the events of each row's user, those that the history would be made of."""
-    table = open_source(events, [step.user, step.item, step.time], engine).table
+    """Returns the events of each row's user by the request's column, those that the history would be made of."""
+    columns = (step.time, step.item, *step.also)  # in the order in which a history is sorted
+    table = open_source(events, [step.user, *columns], engine).table
     users = [user for user in pc.unique(rows[step.user]).to_pylist() if user is not None]
-    events_of: dict[Any, list[tuple[Any, Any]]] = {user: [] for user in users}
+    events_of: dict[Any, list[tuple[Any, ...]]] = {user: [] for user in users}
     chosen = engine.collect(table.filter(table[step.user].isin(users)))
-    for user, item, moment in zip(
-        *(chosen[name].to_pylist() for name in (step.user, step.item, step.time)), strict=True
-    ):
-        if item is not None and moment is not None:
-            events_of[user].append((moment, item))
+    for user, *event in zip(*(chosen[name].to_pylist() for name in (step.user, *columns)), strict=True):
+        if all(value is not None for value in event):
+            events_of[user].append(tuple(event))
     lists = []
     for user, moment in zip(rows[step.user].to_pylist(), rows[step.time].to_pylist(), strict=True):
         earlier = [event for event in events_of.get(user, ()) if moment is not None and event[0] < moment]
         lists.append(sorted(earlier)[-step.length :])
-    items, times = (
-        pa.array(
-            [[event[index] for event in row] for row in lists],
+    return {
+        sent: pa.array(
+            [[event[columns.index(name)] for event in row] for row in lists],
             type=pa.list_(table.schema().to_pyarrow().field(name).type),
         )
-        for index, name in ((1, step.item), (0, step.time))
-    )
-    return {f"{step.output}_items": items, f"{step.output}_times": times}
+        for sent, name in zip(step.sent, step.columns, strict=True)
+    }
 
 
 def _roles(prepared: Prepared) -> dict[str, Any]:

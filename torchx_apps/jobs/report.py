@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +19,92 @@ from tqdm import tqdm
 
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.config import Record
-from torchrec_ext.train.report.progress import RunFolder
+from torchrec_ext.train.report.progress import REPORT, RunFolder, time_shares
+from torchx_apps.tasks.baselines import Beside
 from torchx_apps.tasks.job import Task
 
+NOTHING_BESIDE = Beside({}, {})
 _FALLING = ("log_loss", "ne")  # figures of which less is better
+_LEAST_S = 5.0  # seconds of steps below which no share of them is worth a hint
+_TOO_MUCH = {"data": 0.15, "ranks": 0.33, "outside": 0.5}  # shares of the time from which on a hint is given
+_WHERE = {
+    "data": "of the steps' time went to waiting for batches",
+    "ranks": "of the steps' time went to collectives and to waits for other ranks",
+    "outside": "of the run's time went to evaluations, saves and what else is no step (train.eval_every)",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """A training as it went.
+
+    Args:
+        history: records, also those of earlier attempts that it was resumed from.
+        seconds: seconds that this attempt took, evaluations included.
+        whole: whether this attempt began with the first step.
+        threads: compute threads of a rank.
+        launch: hosts and ranks of each, as the component's ``-j`` takes them.
+        diagnosis: words of the command that says why the job is slow; empty where none is known.
+    """
+
+    history: Sequence[Record]
+    seconds: float
+    whole: bool = True
+    threads: int = 1
+    launch: str = "1x1"
+    diagnosis: Sequence[str] = ()
+
+    @property
+    def records(self) -> list[Record]:
+        """The records of losses and rows."""
+        return [record for record in self.history if record["kind"] == "train"]
+
+    @property
+    def steps_s(self) -> float:
+        """The seconds that steps took, in all attempts."""
+        return sum(record["rows"] / record["rows_per_s"] for record in self.records)
+
+    @property
+    def outside(self) -> float | None:
+        """The share of the seconds in which there was no step; None where earlier attempts are not known."""
+        return max(0.0, 1 - self.steps_s / self.seconds) if self.whole and self.seconds else None
+
+    def hint(self) -> str:
+        """Returns a hint on the share of the time that is out of order; empty where none is, or steps were few.
+
+        Example:
+            >>> record = {"kind": "train", "rows": 100, "rows_per_s": 1.0, "data_wait": 0.4}
+            >>> Trained(history=[record], seconds=110.0, diagnosis=["why_slow", "--set", "a=b c"]).hint()
+            "40% of the steps' time went to waiting for batches; why, and what would help: why_slow --set 'a=b c'"
+        """
+        shares = {**time_shares(self.history), "data": data_wait(self.records), "outside": self.outside or 0.0}
+        much = {name: shares.get(name, 0.0) / limit for name, limit in _TOO_MUCH.items()}
+        name = max(much, key=lambda each: much[each])
+        if much[name] < 1 or self.steps_s < _LEAST_S:
+            return ""
+        flags = [] if self.launch == "1x1" else ["-j", self.launch]
+        flags += [] if self.threads == 1 else ["--threads", str(self.threads)]
+        command = shlex.join([*self.diagnosis, *flags])
+        return f"{shares[name]:.0%} {_WHERE[name]}" + (
+            f"; why, and what would help: {command}" if self.diagnosis else ""
+        )
+
+
+def data_wait(records: Sequence[Record]) -> float:
+    """Returns the share of the steps' time in which the rank that waited longest for its batches did so."""
+    seconds = [record["rows"] / record["rows_per_s"] for record in records]
+    return sum(r["data_wait"] * each for r, each in zip(records, seconds, strict=True)) / sum(seconds)
+
+
+def diagnosis_command(recipe: str, settings: Sequence[str]) -> list[str]:
+    """Returns the words of the command that says why a recipe's training is slow.
+
+    Example:
+        >>> diagnosis_command("ncf", ["data.name=planted"])[1:]
+        ['run', 'rec.diagnose.why_slow', '--recipe', 'ncf', '--set', 'data.name=planted']
+    """
+    words = [program("torchx"), "run", "rec.diagnose.why_slow", "--recipe", recipe]
+    return [*words, *(word for setting in settings for word in ("--set", setting))]
 
 
 def report_start(task: Task, runtime: Runtime) -> None:
@@ -44,40 +129,71 @@ def finish_training(
     figures: Record,
     baseline: Record,
     example: str,
-    history: Sequence[Record],
-    seconds: float,
-    memory: float,
+    trained: Trained,
+    memory: Sequence[float],
+    beside: Beside = NOTHING_BESIDE,
 ) -> None:
-    """Prints the figures and the example, and writes ``summary.json``."""
-    records = [record for record in history if record["kind"] == "train"]
-    rate = sum(r["rows"] for r in records) / sum(r["rows"] / r["rows_per_s"] for r in records)
-    print(f"\n{figures_table(task, figures, baseline)}")
+    """Prints the figures and the example, and writes ``summary.json``.
+
+    Args:
+        folder: the run's folder, whose page gets what is known now.
+        task: the task that was trained.
+        figures: figures on the test rows.
+        baseline: figures of the baseline there.
+        example: rows for a person, or an empty text.
+        trained: how the training went.
+        memory: the most that each rank took, MiB.
+        beside: figures of further baselines there.
+    """
+    records = trained.records
+    rate = sum(record["rows"] for record in records) / trained.steps_s
+    shares = time_shares(trained.history)
+    print(f"\n{figures_table(task, figures, baseline, beside.figures)}")
+    for name, reason in beside.left_out.items():
+        print(f"left out: {name}, {reason}")
     worse = worse_than(task.baseline_name, figures, baseline)
     if worse:
         print(f"\nwarning: {worse}")
+    for note in closed_form_notes(figures, beside.figures):
+        print(f"\nnote: {note}")
+    in_collectives = f"{shares['ranks']:.1%} in collectives, " if "ranks" in shares else ""
     print(
-        f"\ntrained in {seconds:.1f} s, evaluations included, at {rate:,.0f} samples/s; the largest rank took "
-        f"{memory:,.0f} MiB"
+        f"\ntrained in {trained.seconds:.1f} s, evaluations included, at {rate:,.0f} samples/s, {shares['data']:.1%} "
+        f"of the steps' time waiting for data, {in_collectives}{shares['compute']:.1%} computing; the largest rank "
+        f"took {max(memory):,.0f} MiB"
     )
+    hint = trained.hint()
+    if hint:
+        print(f"hint: {hint}")
     if example:
         print(f"\n{example}")
     summary = {
         "data": task.name,
         "test": figures,
         task.baseline_name: baseline,
+        **beside.figures,
         "best": dict(task.best),
-        "seconds": seconds,
+        "seconds": trained.seconds,
         "samples_per_s": rate,
-        "peak_memory_mib": memory,
+        "data_wait": data_wait(records),
+        "shares": shares,
+        "peak_memory_mib": max(memory),
         **({"warning": worse} if worse else {}),
     }
     folder.write("summary.json", json.dumps(summary, indent=2))
+    folder.facts = dataclasses.replace(
+        folder.facts,
+        notes=[*filter(None, (worse, hint))],
+        memory=memory,
+        outside=trained.outside,
+        test={"this model": figures, task.baseline_name: baseline, **beside.figures},
+    )
 
 
 def say_end(folder: Path, picture: Path) -> None:
     """Prints where the run's files are."""
     events = f"`{program('tensorboard')} --logdir {folder}` shows the events"
-    print(f"\nrun folder: {folder} (picture: {picture.name}; {events})", flush=True)
+    print(f"\nrun folder: {folder} (picture: {picture.name}; page: {REPORT}; {events})", flush=True)
 
 
 def program(name: str) -> str:
@@ -86,15 +202,20 @@ def program(name: str) -> str:
     return os.path.relpath(beside) if beside.is_relative_to(Path.cwd()) else name
 
 
-def figures_table(task: Task, figures: Record, baseline: Record) -> str:
-    """Returns a table of the test figures beside the baseline's, their ratio, and the best possible where known."""
+def figures_table(task: Task, figures: Record, baseline: Record, beside: Mapping[str, Record] | None = None) -> str:
+    """Returns a table of the test figures beside the baseline's, their ratio, and the best possible where known.
+
+    ``beside`` are further baselines, by name.
+    """
+    others = beside or {}
     best = {name.lower(): value for name, value in task.best.items()}
     rows = []
     for name, value in figures.items():
         base = baseline.get(name)
         row = [name, f"{value:.4f}", f"{base:.4f}" if base else "", f"{value / base:.2f}x" if base else ""]
+        row += [f"{other[name]:.4f}" if name in other else "" for other in others.values()]
         rows.append(row + ([f"{best[name]:.4f}" if name in best else ""] if best else []))
-    headers = [task.asked, "this model", task.baseline_name, "ratio"] + (["best possible"] if best else [])
+    headers = [task.asked, "this model", task.baseline_name, "ratio", *others] + (["best possible"] if best else [])
     return str(tabulate(rows, headers=headers, disable_numparse=True))
 
 
@@ -109,11 +230,13 @@ def worse_than(name: str, figures: Mapping[str, float], baseline: Mapping[str, f
     Example:
         >>> worse_than("the same for all", {"auc": 0.7, "log_loss": 0.321}, {"auc": 0.5, "log_loss": 0.042})[:81]
         'this model is worse than the same for all by log_loss (0.3210 against 0.0420); tr'
-        >>> worse_than("popularity", {"hr@10": 0.2}, {"hr@10": 0.1})
+        >>> worse_than("popularity", {"hr@10": 0.2, "buy_log_loss": 0.1}, {"hr@10": 0.1, "buy_log_loss": 0.2})
         ''
     """
-    falls = [key for key in baseline if key in figures and (figures[key] > baseline[key]) == (key in _FALLING)]
-    worse = [key for key in falls if figures[key] != baseline[key]]
+    # A task's figures are named after it: conversion_log_loss.
+    falling = {key for key in baseline if key in _FALLING or key.endswith(tuple(f"_{of}" for of in _FALLING))}
+    fallen = [key for key in baseline if key in figures and (figures[key] > baseline[key]) == (key in falling)]
+    worse = [key for key in fallen if figures[key] != baseline[key]]
     if not worse:
         return ""
     reasons = ", ".join(f"{key} ({figures[key]:.4f} against {baseline[key]:.4f})" for key in worse)
@@ -121,9 +244,29 @@ def worse_than(name: str, figures: Mapping[str, float], baseline: Mapping[str, f
     if not 0.8 < calibration < 1.25:
         reasons += f"; it predicts {calibration:.3g} times the positives that there are"
     remedy = "train longer (train.epochs), or with other rates (optimizer.tables_lr, optimizer.dense_lr)"
-    if set(worse) & set(_FALLING):
-        remedy += ", and end where validation is best (train.early_stop.metric=log_loss, train.early_stop.mode=min)"
+    rising = next((key for key in worse if key in falling), None)
+    if rising:
+        remedy += f", and end where validation is best (train.early_stop.metric={rising}, train.early_stop.mode=min)"
     return f"this model is worse than {name} by {reasons}; {remedy}"
+
+
+def closed_form_notes(figures: Mapping[str, float], beside: Mapping[str, Record]) -> list[str]:
+    """Returns a note for each closed form that ranks better than a model by some figure.
+
+    Example:
+        >>> closed_form_notes({"hr@10": 0.5}, {"als": {"hr@10": 0.4}, "ease": {"hr@10": 0.6}})[0][:65]
+        'ease, which is solved for and not trained, is better by hr@10 (0.'
+    """
+    notes = []
+    for name, theirs in beside.items():
+        better = [key for key, value in theirs.items() if value > figures.get(key, value)]
+        if better:
+            by = ", ".join(f"{key} ({theirs[key]:.4f} against {figures[key]:.4f})" for key in better)
+            notes.append(
+                f"{name}, which is solved for and not trained, is better by {by}; tables can begin with its vectors: "
+                f"pretrained=TABLE={name}"
+            )
+    return notes
 
 
 def read_warning(run: Path) -> dict[str, str]:

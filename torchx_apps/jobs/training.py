@@ -27,9 +27,10 @@ from torchrec_ext.data.loader.id_dropout import IdDropout
 from torchrec_ext.distributed.autotune.choose import Decision
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.parallel import hybrid_parallel
-from torchrec_ext.distributed.plan.explain import explain
+from torchrec_ext.distributed.plan.explain import explain, placed_bytes
 from torchrec_ext.distributed.plan.planner import free_tables, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime, available_memory, peak_resident
+from torchrec_ext.distributed.sharders import codecs_of
 from torchrec_ext.distributed.streams import on_streams
 from torchrec_ext.distributed.tables import collections, table_configs
 from torchrec_ext.models.tower_model import TowerModel
@@ -59,6 +60,8 @@ from torchx_apps.jobs.resuming import (
     resume_from,
     where_to_begin,
 )
+from torchx_apps.jobs.tracking import Tracking
+from torchx_apps.tasks.baselines import FORMS, Beside, ClosedForms
 from torchx_apps.tasks.job import Evaluator, Job, Task, schema_of
 from torchx_apps.tasks.named_data import NamedData
 from torchx_apps.tasks.streamed import StreamedTask
@@ -73,17 +76,32 @@ class _Run:
     Args:
         path: the run folder's path.
         folder: the run folder, on rank 0 alone.
+        tracking: the run in the trackers of `torchx run`, on rank 0 alone.
         checkpointer: saves and loads the run's checkpoints; None where nothing is saved or resumed.
         checkpoint: path of the checkpoint to resume from, or None.
     """
 
     path: Path
     folder: RunFolder | None
+    tracking: Tracking | None
     checkpointer: Checkpointer | None
     checkpoint: str | None
 
+    def log(self, record: Record) -> None:
+        """Writes a record into the run folder and to the trackers, on rank 0."""
+        if self.folder is not None and self.tracking is not None:
+            self.folder.log(record)
+            self.tracking.log(record)
 
-def run_training(job: Job, run_dir: Path | None = None, *, resume: str = "never") -> None:
+
+def run_training(
+    job: Job,
+    run_dir: Path | None = None,
+    *,
+    resume: str = "never",
+    member: str = "",
+    diagnosis: Sequence[str] = (),
+) -> None:
     """Trains a job on this process's rank; every rank calls it, and rank 0 prints and writes the run folder.
 
     Args:
@@ -91,6 +109,8 @@ def run_training(job: Job, run_dir: Path | None = None, *, resume: str = "never"
         run_dir: the run folder; ``runs/RECIPE-DATE`` where not given, or the recipe's newest to resume ``auto``.
         resume: ``never``, ``auto`` or a path, see :func:`resume_from`; a job that torchrun or the scheduler has started
             again continues in its own run folder in any case.
+        member: name of this network for trackers, where the job trains several.
+        diagnosis: words of the command that says why this job is slow, named where a share of its time is out of order.
 
     Raises:
         RunStoppedError: SIGTERM came; the run has been saved.
@@ -107,15 +127,20 @@ def run_training(job: Job, run_dir: Path | None = None, *, resume: str = "never"
         merge_lookups(job, model, runtime.world_size)
         schema = schema_of(job, task, model)
         loader = loader_of(job, task, schema, runtime)
-        run = _open_run(job, run_dir, resume, runtime)
+        run = _open_run(job, run_dir, resume, runtime, member)
         folder, checkpointer = run.folder, run.checkpointer
-        plan, text = _plan(job, model, decision, runtime)
+        plan, text = plan_job(job, model, decision, runtime)
         if folder is not None:
             print(f"\n{text}\n", flush=True)
             folder.write("plan.txt", text)
-        parallel, optimizer = _shard(job, model, plan, runtime)
+            folder.facts = dataclasses.replace(
+                folder.facts,
+                title=f"{job.name} on {task.name}",
+                plan=placed_bytes(plan, model, job.sync.table_ranks(runtime.world_size)),
+            )
+        parallel, optimizer = shard_job(job, model, plan, runtime)
         if not run.checkpoint:
-            _begin_with(job, parallel, optimizer, schema, runtime)
+            _begin_with(job, task, parallel, optimizer, schema, runtime)
         torch.manual_seed(job.train.seed + 1 + runtime.rank)  # for dropout, which should differ between ranks
         evaluator = task.evaluator(schema, parallel, runtime)
         checkpoints = RunCheckpoints(checkpointer, job.checkpoint, resume=run.checkpoint) if checkpointer else None
@@ -128,24 +153,41 @@ def run_training(job: Job, run_dir: Path | None = None, *, resume: str = "never"
                 runtime,
                 job.train,
                 evaluate=evaluator.validate if task.validates else None,
-                log=folder.log if folder is not None else None,
+                log=run.log if folder is not None else None,
                 sync=job.sync,
                 timeline=(lambda timeline: timeline.write(folder.path)) if folder is not None else None,
                 checkpoints=checkpoints,
                 stop=stop,
                 watchdog=watchdog,
             )
-        _finish(folder, task, evaluator, decision, history, time.perf_counter() - start, runtime)
+        seconds = time.perf_counter() - start
+        trained = report.Trained(
+            history=history,
+            seconds=seconds,
+            whole=not run.checkpoint,
+            threads=runtime.threads,
+            launch=f"{runtime.world_size // runtime.local_world_size}x{runtime.local_world_size}",
+            diagnosis=diagnosis,
+        )
+        _finish(folder, task, evaluator, decision, trained, runtime)
         if job.export != "never":
             # Imported here: it takes a second that other runs need not wait.
             from torchx_apps.jobs.exporting import BUNDLE, end_with_bundle
 
             details = {"recipe": job.name, "run": str(run.path), **report.read_warning(run.path)}
             end_with_bundle(job.export, parallel, task, schema, runtime, run.path / BUNDLE, details)
+        if run.tracking is not None:
+            run.tracking.end()
 
 
 def as_loaded(job: Job, task: Task) -> Job:
-    """Returns a job with the name of the set that was loaded, a fallback's perhaps, and the columns of its labels."""
+    """Returns a job with the name of the set that was loaded, a fallback's perhaps, and the columns of its labels.
+
+    Raises:
+        ValueError: the job must end with a bundle, and the rows cannot be served.
+    """
+    if job.export == "require" and (why := getattr(task, "unservable", None)):
+        raise ValueError(f"export=require: {why}")
     loader = task.with_roles(job.loader) if isinstance(task, StreamedTask) else job.loader
     return dataclasses.replace(job, data=dataclasses.replace(job.data, name=task.name), loader=loader)
 
@@ -181,22 +223,38 @@ def loader_of(job: Job, task: Task, schema: BatchSchema, runtime: Runtime) -> An
             f"note: loader.batch_size={config.batch_size} is more than an epoch has: each step takes all {samples:,} "
             "samples"
         )
-    _check_scores(job, min(samples, config.batch_size), runtime)
+    _check_scores(job, task, min(samples, config.batch_size), runtime)
     return IdDropout(loader, schema, job.id_dropout_rates(), seed=config.seed) if job.id_dropout else loader
 
 
 _SCORE_COPIES = 4  # 1.36 GB more were resident for 10,000 x 10,000 scores of .4 GB: scores, corrected, shares, gradient
 
 
-def _check_scores(job: Job, samples: int, runtime: Runtime) -> None:
+def _check_scores(job: Job, task: Task, samples: int, runtime: Runtime) -> None:
     """Refuses a softmax over a batch whose scores, one for each pair of its rows, are more than this host can give.
+
+    Of rows with labels only those with a label above 0 are scored.
 
     Raises:
         ValueError: naming the sizes, and a batch that fits.
     """
     loss = getattr(job.model, "loss", None)
-    if loss not in LOSSES or not LOSSES[loss].in_batch or runtime.device.type != "cpu":
+    if loss not in LOSSES or not LOSSES[loss].shared:
         return
+    apart = job.sync.mode in ("local_sgd", "diloco") and runtime.world_size > 1
+    if LOSSES[loss].catalogue and apart and hasattr(job.model, "tower_widths"):
+        raise ValueError(
+            f"sync.mode={job.sync.mode} with model.loss=catalogue: each rank runs the item tower for its part of the "
+            "catalogue, and towers that drift apart between exchanges give vectors that one softmax cannot compare; "
+            "set sync.mode=every_step, or model.loss=in_batch"
+        )
+    if runtime.device.type != "cpu":
+        return
+    if LOSSES[loss].catalogue:
+        _check_catalogue(job, task, runtime)
+        return
+    if job.loader.label and isinstance(task, NamedData):
+        samples = math.ceil(samples * task.positives(job.loader)[0])
     each = 4 * _SCORE_COPIES * runtime.local_world_size / runtime.world_size
     needed, free = each * samples * (samples + job.loader.shared_negatives), available_memory()
     if needed > free:
@@ -208,7 +266,28 @@ def _check_scores(job: Job, samples: int, runtime: Runtime) -> None:
         )
 
 
-def _plan(job: Job, model: nn.Module, decision: Decision | None, runtime: Runtime) -> tuple[ShardingPlan, str]:
+_VECTOR_COPIES = 4  # of all items on each rank: gathered, their gradient, its copy that is sent, and the optimizer's
+
+
+def _check_catalogue(job: Job, task: Task, runtime: Runtime) -> None:
+    """Refuses a softmax over a catalogue whose vectors are more than this host can give; scores are made in blocks.
+
+    Raises:
+        ValueError: naming the sizes.
+    """
+    items, widths = task.data.num_items, getattr(job.model, "tower_widths", ()) or (job.model.embedding_dim,)
+    gathered = 4 * _VECTOR_COPIES * items * widths[-1] * runtime.local_world_size
+    layers = 4 * 2 * items * (job.model.embedding_dim + sum(widths)) * runtime.local_world_size / runtime.world_size
+    needed, free = gathered + layers, available_memory()
+    if needed > free:
+        raise ValueError(
+            f"model.loss=catalogue: the vectors of {items:,} items of width {widths[-1]}, which each rank holds, and "
+            f"the layers under them take {needed / 2**30:,.1f} GiB, and {free / 2**30:,.1f} are free; take narrower "
+            "towers (model.tower_widths), or model.loss=in_batch"
+        )
+
+
+def plan_job(job: Job, model: nn.Module, decision: Decision | None, runtime: Runtime) -> tuple[ShardingPlan, str]:
     """Plans the model's tables; returns the plan, and the text that explains it."""
     rows = -(-job.loader.batch_size // runtime.world_size) * (1 + job.loader.negatives)
     constraints, whole = free_tables(model, runtime, job.plan, job.optimizer, job.sync, measured=decision is not None)
@@ -224,17 +303,45 @@ def _plan(job: Job, model: nn.Module, decision: Decision | None, runtime: Runtim
     )
     captured = rows if runtime.world_size == 1 and job.train.compile == "require" else 0
     text = explain(plan, model, job.sync.table_ranks(runtime.world_size), captured_rows=captured)
-    if whole:
-        text += f"\n{whole}"
+    if job.plan.quantised:
+        text += (
+            f"\nranks send each other embeddings in {job.plan.forward_precision}, their gradients in "
+            f"{job.plan.backward_precision}"
+            if runtime.world_size > 1
+            else "\nplan.forward_precision, plan.backward_precision: one rank sends nothing, and nothing is rounded"
+        )
+    for line in (whole, hosts_note(job.plan.sharding, runtime.world_size // runtime.local_world_size)):
+        text += f"\n{line}" if line else ""
     return plan, text if decision is None else f"{text}\n\n{decision.text()}"
 
 
-def _shard(
+def hosts_note(sharding: str, hosts: int) -> str:
+    """Returns a line that says that a plan is one of several hosts, where their number decides about it.
+
+    Example:
+        >>> hosts_note("auto", 1), hosts_note("row_wise", 2), hosts_note("auto", 2)[:39]
+        ('', '', 'plan.sharding=auto: made for 2 hosts; t')
+    """
+    if hosts == 1 or sharding != "auto":
+        return ""
+    return (
+        f"plan.sharding=auto: made for {hosts} hosts; the same ranks on another number of hosts may get another plan, "
+        "which rounds otherwise: to compare figures set plan.sharding=row_wise, or another type, for both"
+    )
+
+
+def shard_job(
     job: Job, model: nn.Module, plan: ShardingPlan, runtime: Runtime
 ) -> tuple[DistributedModelParallel, HybridOptimizer]:
     """Shards the model over the ranks, and puts its towers on CUDA streams where the job asks for that."""
     parallel, optimizer = hybrid_parallel(
-        model, runtime, plan=plan, optimizer=job.optimizer, seed=job.train.seed, table_copies=job.sync.table_copies
+        model,
+        runtime,
+        plan=plan,
+        optimizer=job.optimizer,
+        seed=job.train.seed,
+        table_copies=job.sync.table_copies,
+        codecs=codecs_of(job.plan) if runtime.world_size > 1 else None,
     )
     if job.streams:
         message = on_streams(parallel, runtime.device)
@@ -248,8 +355,7 @@ def _finish(
     task: Task,
     evaluator: Evaluator,
     decision: Decision | None,
-    history: Sequence[Record],
-    seconds: float,
+    trained: report.Trained,
     runtime: Runtime,
 ) -> None:
     """Evaluates on the test rows, and reports how the run went; every rank calls it, rank 0 with the folder."""
@@ -259,21 +365,24 @@ def _finish(
     if folder is None:
         return
     if decision is not None:
-        report_steps(folder, decision, history)
-    report.finish_training(folder, task, figures, evaluator.baseline("test"), example, history, seconds, memory)
+        report_steps(folder, decision, trained.history)
+    beside = evaluator.beside("test") if hasattr(evaluator, "beside") else Beside({}, {})
+    baseline = evaluator.baseline("test")
+    report.finish_training(folder, task, figures, baseline, example, trained, memory, beside)
     baseline = evaluator.baseline("validation") if task.validates else None
     report.say_end(folder.path, folder.close(baseline, baseline_name=task.baseline_name))
 
 
-def peak_memory(runtime: Runtime) -> float:
-    """Returns the largest rank's peak memory in MiB: resident memory, or device memory on a GPU. Collective."""
+def peak_memory(runtime: Runtime) -> list[float]:
+    """Returns the peak memory of each rank in MiB: resident memory, or device memory on a GPU. Collective."""
     if runtime.device.type == "cuda":
         used = torch.cuda.max_memory_allocated(runtime.device) / 2**20
     else:
         used = peak_resident() / 2**20
-    largest = torch.tensor(used, device=runtime.device)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return float(largest)
+    local = torch.tensor([used], device=runtime.device)
+    ranks = [torch.zeros_like(local) for _ in range(runtime.world_size)]
+    dist.all_gather(ranks, local)
+    return torch.cat(ranks).tolist()  # type: ignore[no-any-return]
 
 
 def load_task(job: Job, runtime: Runtime) -> Task:
@@ -292,12 +401,32 @@ def load_task(job: Job, runtime: Runtime) -> Task:
     dist.all_gather_object(reasons, reason)
     reason = next(filter(None, reasons), None)
     if reason is None:
-        return task if runtime.local_rank == 0 else job.task(job.data, progress=False)
+        return _evaluated(task if runtime.local_rank == 0 else job.task(job.data, progress=False), job)
     if job.fallback is None:
         raise DatasetUnavailable(reason)
     if runtime.is_main:
         print(f"note: training on the generated set '{job.fallback}' instead: {reason}")
-    return job.task(dataclasses.replace(job.data, name=job.fallback), progress=False)
+    return _evaluated(job.task(dataclasses.replace(job.data, name=job.fallback), progress=False), job)
+
+
+def _evaluated(task: Task, job: Job) -> Task:
+    """Returns the task with the figures and baselines of ``evaluation``, where some are given.
+
+    Raises:
+        ValueError: the task ranks nothing.
+    """
+    evaluation = dataclasses.asdict(job.evaluation)
+    given = [f"evaluation.{name}={','.join(value)}" for name, value in evaluation.items() if value]
+    if given and not hasattr(task, "figures"):
+        raise ValueError(
+            f"{', '.join(given)}: the rows of '{task.name}' have labels, which are predicted and not ranked; leave it "
+            "out"
+        )
+    changes: dict[str, Any] = {"closed_form": job.closed_form, "baselines": job.evaluation.baselines}
+    if job.evaluation.metrics:
+        changes["figures"] = tuple(job.evaluation.figures)
+    fields = {field.name for field in dataclasses.fields(task)} if dataclasses.is_dataclass(task) else set()
+    return dataclasses.replace(task, **{name: value for name, value in changes.items() if name in fields})  # type: ignore[type-var]
 
 
 def quieten_libraries() -> None:
@@ -322,14 +451,17 @@ def _one_line(
     return f"warning: {message}\n" if category is UserWarning else _FORMAT(message, category, filename, lineno, line)
 
 
-def _open_run(job: Job, run_dir: Path | None, resume: str, runtime: Runtime) -> _Run:
+def _open_run(job: Job, run_dir: Path | None, resume: str, runtime: Runtime, member: str) -> _Run:
     """Opens the run folder, and finds the checkpoint to resume from. Collective."""
     path, again = _run_folder(job, run_dir, resume, runtime)
     resume = "auto" if again and resume == "never" else resume
     checkpointer = _checkpointer(job, path, runtime) if job.checkpoint.saves or resume != "never" else None
     checkpoint = resume_from(resume, checkpointer, again=again) if checkpointer else None
-    folder = _open_folder(job, path, replace=resume != "never") if runtime.is_main else None
-    return _Run(path=path, folder=folder, checkpointer=checkpointer, checkpoint=checkpoint)
+    folder = tracking = None
+    if runtime.is_main:
+        folder = _open_folder(job, path, replace=resume != "never")
+        tracking = Tracking.start(path, settings_of(job), member=member)
+    return _Run(path=path, folder=folder, tracking=tracking, checkpointer=checkpointer, checkpoint=checkpoint)
 
 
 def _run_folder(job: Job, run_dir: Path | None, resume: str, runtime: Runtime) -> tuple[Path, bool]:
@@ -350,14 +482,23 @@ def _watched(job: Job, runtime: Runtime, path: Path) -> AbstractContextManager[W
 
 
 def _begin_with(
-    job: Job, model: DistributedModelParallel, optimizer: HybridOptimizer, schema: BatchSchema, runtime: Runtime
+    job: Job,
+    task: Task,
+    model: DistributedModelParallel,
+    optimizer: HybridOptimizer,
+    schema: BatchSchema,
+    runtime: Runtime,
 ) -> None:
     """Loads the vectors and weights that a new run begins with, and prints each difference to the earlier run."""
     for name, file in job.pretrained_files().items():
         tables = job.optimizer.for_tables(model)
         if name not in tables:
             raise ValueError(f"pretrained: '{name}' is no table of the model; its tables are {', '.join(tables)}")
-        count = load_vectors(model, name, file)
+        if str(file) in FORMS:
+            solved = _solved(job, task, model, name, str(file), runtime)
+            count = load_vectors(model, name, file, [(torch.arange(len(solved)), solved)])
+        else:
+            count = load_vectors(model, name, file)
         if runtime.is_main:
             print(f"table '{name}' begins with {count:,} vectors of {file}")
     if not job.start.path:
@@ -372,6 +513,27 @@ def _begin_with(
         print(f"{differences}\n", flush=True)
 
 
+def _solved(
+    job: Job, task: Task, model: DistributedModelParallel, table: str, form: str, runtime: Runtime
+) -> torch.Tensor:
+    """Returns the vectors of EASE or ALS for a table, which rank 0 solves for. Collective."""
+    configs = [each for _, collection in collections(model) for each in table_configs(collection) if each.name == table]
+    forms: ClosedForms | None = getattr(task, "closed_forms", None)
+    if forms is None:
+        raise ValueError(
+            f"pretrained: {table}={form}: the rows of '{task.name}' are not pairs of a user and an item; give a file"
+        )
+    features = [feature for config in configs for feature in config.feature_names]
+    feature = forms.feature(form, table, features)
+    made = torch.empty(forms.rows(feature), configs[0].embedding_dim)
+    if runtime.is_main:
+        made = forms.vectors(form, feature, configs[0].embedding_dim, seed=job.train.seed)
+    if runtime.world_size > 1:
+        made = made.to(runtime.device)
+        dist.broadcast(made, src=0)
+    return made.cpu()
+
+
 def _checkpointer(job: Job, path: Path, runtime: Runtime) -> Checkpointer:
     """Returns the checkpointer of the run in ``path``, and removes what an earlier attempt left half written."""
     checkpointer = Checkpointer(job.checkpoint.folder or str(path / CHECKPOINTS), runtime, keep=job.checkpoint.keep)
@@ -381,9 +543,14 @@ def _checkpointer(job: Job, path: Path, runtime: Runtime) -> Checkpointer:
 
 
 def _open_folder(job: Job, path: Path, *, replace: bool) -> RunFolder:
-    config = dataclasses.asdict(dataclasses.replace(job, build=None, task=None))  # type: ignore[arg-type]
-    for name, function in (("build", job.build), ("task", job.task)):
-        config[name] = f"{function.__module__}:{function.__qualname__}"
-    folder = RunFolder(path, config, replace=replace)
+    folder = RunFolder(path, settings_of(job), replace=replace)
     folder.write(LAUNCH, launch_id())
     return folder
+
+
+def settings_of(job: Job) -> dict[str, Any]:
+    """Returns every setting of a job, with which `rec.train.hybrid` trains the same."""
+    config = dataclasses.asdict(dataclasses.replace(job, build=None, task=None))  # type: ignore[arg-type]
+    return config | {
+        name: f"{made.__module__}:{made.__qualname__}" for name, made in (("build", job.build), ("task", job.task))
+    }

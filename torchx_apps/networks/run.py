@@ -190,7 +190,7 @@ class _Group:
         if self._world.rank == self._group.ranks[0]:
             print(f"\n{member.name}: on rank(s) {', '.join(map(str, self._group.ranks))}", flush=True)
         try:
-            training.run_training(member.job, folder, resume=self._config.resume)
+            training.run_training(member.job, folder, resume=self._config.resume, member=member.name)
         except TrainingDivergedError as error:
             print(f"{member.name}: {error}", flush=True)
         if self._world.rank != self._group.ranks[0]:

@@ -36,6 +36,7 @@ from torchrec_ext.train.loop import Loader
 from torchrec_ext.train.report.progress import RunFolder
 from torchx_apps.jobs import training
 from torchx_apps.jobs.resuming import CHECKPOINTS, asked_to_stop, common_checkpoints
+from torchx_apps.jobs.tracking import Tracking
 from torchx_apps.networks import report as report
 from torchx_apps.networks.config import NetworksConfig as NetworksConfig
 from torchx_apps.networks.members import MemberJob
@@ -67,9 +68,10 @@ def build(members: Sequence[MemberJob], runtime: Runtime) -> list[Built]:
     built = []
     for member in members:
         job: Job = member.job
-        if job.data not in tasks:
-            tasks[job.data] = training.load_task(job, runtime)
-        task = tasks[job.data]
+        asked = (job.data, job.evaluation, job.closed_form)
+        if asked not in tasks:
+            tasks[asked] = training.load_task(job, runtime)
+        task = tasks[asked]
         job = training.as_loaded(job, task)
         torch.manual_seed(job.train.seed)
         network = training.build_model(job, task)
@@ -85,6 +87,8 @@ def why_alone(job: Job) -> str | None:
     """Names the first setting that no stack supports; None where there is none."""
     if NEGATIVES.facts(job.loader.sampling).refreshed and job.loader.negatives:
         return f"loader.sampling={job.loader.sampling} asks one model for its hardest items, and a stack has several"
+    if job.pretrained:
+        return f"pretrained={','.join(job.pretrained)} is of networks that are trained alone; leave it out to stack"
     for group, names in _OF_ONE_NETWORK.items():
         settings = getattr(job, group)
         usual = type(settings)()
@@ -151,6 +155,7 @@ class StackedMembers:
         self._built = {member.member.name: member for member in built}
         self._runtime, self._config, self._root = runtime, config, root
         self._folders: dict[str, RunFolder] = {}
+        self._trackings: dict[str, Tracking] = {}
         self._evaluators = {name: self._judge(member) for name, member in self._built.items()}
         self._progress = report.StackProgress(list(self._built))
 
@@ -242,10 +247,12 @@ class StackedMembers:
         if name not in self._folders:  # not before the first step, which shows whether the members can be stacked
             member = self._built[name]
             self._folders[name] = RunFolder(
-                self._root / name, _described(member.job), replace=self._config.resume == "auto"
+                self._root / name, training.settings_of(member.job), replace=self._config.resume == "auto"
             )
+            self._trackings[name] = Tracking.start(self._root / name, training.settings_of(member.job), member=name)
             self._folders[name].write(STACK_FILE, json.dumps(list(self._built)))
         self._folders[name].log(record)
+        self._trackings[name].log(record)
         self._progress.show(name, record)
 
     def _finish(self, name: str, history: Sequence[Record], seconds: float) -> Result:
@@ -263,12 +270,5 @@ class StackedMembers:
             )
         beside = evaluator.baseline("validation") if member.task.validates else None
         folder.close(beside, baseline_name=member.task.baseline_name)
+        self._trackings[name].end()
         return result
-
-
-def _described(job: Job) -> dict[str, Any]:
-    """Returns every setting of a job, with which `rec.train.hybrid` trains the same."""
-    config = dataclasses.asdict(dataclasses.replace(job, build=None, task=None))  # type: ignore[arg-type]
-    return config | {
-        name: f"{made.__module__}:{made.__qualname__}" for name, made in (("build", job.build), ("task", job.task))
-    }

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from torchx_apps.recipes.n_tower import multi_task as multi_task
 from torchx_apps.recipes.n_tower import n_tower as n_tower
 from torchx_apps.recipes.n_tower import stream_job as stream_job
 from torchx_apps.recipes.ncf import contextual_ncf as contextual_ncf
 from torchx_apps.recipes.ncf import ncf as ncf
+from torchx_apps.recipes.session import bst_job as bst_job
 from torchx_apps.recipes.session import session as session
 from torchx_apps.recipes.two_tower import TwoTowerConfig as TwoTowerConfig
 from torchx_apps.recipes.two_tower import build_two_tower as build_two_tower
@@ -17,7 +19,9 @@ from torchx_apps.tasks.job import Job as Job
 
 # By the name that `--recipe` takes and that `Job.name` is.
 RECIPES: dict[str, Callable[[], Job]] = {
+    "bst": bst_job,
     "contextual_ncf": contextual_ncf,
+    "multi_task": multi_task,
     "n_tower": n_tower,
     "ncf": ncf,
     "retrieval": retrieval,

@@ -1,12 +1,13 @@
-"""The recipes n_tower and stream: a tower for user, item and context each, and a network over the three.
+"""The recipes n_tower, stream and multi_task: a tower for user, item and context each, and a network over the three.
 
-``n_tower`` holds its rows in memory; ``stream`` reads what rec.data.preprocess wrote, of any size, while it trains.
+``n_tower`` holds its rows in memory; ``stream`` reads what rec.data.preprocess wrote, of any size, while it trains, and
+so does ``multi_task``, which learns several labels of a row together.
 Keys of the recipes say which columns are in which tower, and how a tower's output is compressed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,19 +15,31 @@ from typing import TYPE_CHECKING
 from torchrec_ext.data.datasets.config import LabelledConfig, StreamConfig
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.distributed.optim.config import OptimizerConfig
-from torchrec_ext.modules.config import Activation, Compression, Interaction, Normalization
+from torchrec_ext.modules.config import (
+    INTERACTIONS,
+    LOSSES,
+    Activation,
+    Compression,
+    Interaction,
+    LossName,
+    Normalization,
+    TaskRows,
+    check_loss,
+)
 from torchrec_ext.schema.validation import OutOfRange
 from torchrec_ext.train.config import Schedule, TrainConfig
 from torchx_apps.cli.overrides import apply_overrides
 from torchx_apps.tasks.job import Job
-from torchx_apps.tasks.loading import labelled_task, streamed_task
+from torchx_apps.tasks.loading import labelled_task, multi_label_task, streamed_task
 
 if TYPE_CHECKING:
     from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
     from torchrec_ext.data.datasets.labelled import LabelledData
     from torchrec_ext.data.datasets.streamed import StreamedData
+    from torchrec_ext.models.multi_task import MultiTaskModel
     from torchrec_ext.models.tower_model import TowerModel
+    from torchrec_ext.modules.tower import Tower
 
 
 def compression_of(text: str) -> Compression | None:
@@ -102,11 +115,16 @@ class NTowerConfig:
             towers.
         compress: settings of the :class:`Compression` of a tower's embeddings before its MLP or, without one, before
             they leave its ranks, such as ``dim=16,flat=2``; none where empty.
-        interaction: network over the towers' outputs, see :func:`interaction_layer`.
+        interaction: network over the towers' outputs, see :func:`interaction_layer`. Under one of two towers, such as
+            ``dot``, the context is the user tower's where ``towers`` is empty.
         top_widths: hidden widths of the interaction.
         activation: activation between layers.
         normalization: normalisation before each activation.
         dropout: share of values dropped after each activation.
+        loss: ``bce`` over the labels; or, for the interactions ``dot`` and ``cosine``, ``in_batch``, a softmax over the
+            items of the batch's rows with label 1, or, in the recipe ``stream``, ``catalogue``, over all items.
+        temperature: divisor of the scores under the softmax losses and ``cosine``.
+        correct: correct ``in_batch`` for the popularity of its candidates: their share of the rows with label 1.
         out_of_range: what happens to an id outside its table: ``error``, or ``oov``, which reads row 0.
     """
 
@@ -122,11 +140,15 @@ class NTowerConfig:
     activation: Activation = "relu"
     normalization: Normalization = "batch"
     dropout: float = 0.2
+    loss: LossName = "bce"
+    temperature: float = 1.0
+    correct: bool = True
     out_of_range: OutOfRange = "error"
 
     def __post_init__(self) -> None:
         compression_of(self.compress)
         check_towers(self.towers)
+        check_loss(self.loss, self.interaction, self.temperature)
         if not self.towers.isdecimal() and (self.towers_from or self.towers_bound):
             raise ValueError(
                 f"model.towers_from and model.towers_bound need a number of towers; model.towers={self.towers!r} is "
@@ -168,11 +190,54 @@ def build_n_tower(config: NTowerConfig, data: LabelledData | StreamedData) -> To
     """Builds a tower for user, item and, where there is any, context; or the towers that ``config.towers`` names."""
     import torch
 
+    from torchrec_ext.models.retrieval import RetrievalModel
     from torchrec_ext.models.tower_model import TowerModel
     from torchrec_ext.modules.interaction import interaction_layer
+    from torchrec_ext.modules.losses import row_loss
+
+    towers = _towers(config, data)
+    top = interaction_layer(
+        config.interaction,
+        [tower.out_features for tower in towers.values()],
+        config.top_widths,
+        activation=config.activation,
+        normalization=config.normalization,
+        dropout=config.dropout,
+        activate_input=bool(config.tower_widths),
+        temperature=config.temperature,
+    )
+    kind = LOSSES[config.loss]
+    if not kind.shared:
+        return TowerModel(towers, top, loss=row_loss(config.loss))
+    item = _item_of(config, data, towers)
+    counts = torch.from_numpy(data.popularity) if config.correct and kind.in_batch else None
+    return RetrievalModel(
+        towers, top, counts=counts, item_feature=item, temperature=config.temperature, loss=config.loss
+    )
+
+
+def _item_of(config: NTowerConfig, data: LabelledData | StreamedData, towers: Mapping[str, Tower]) -> str:
+    """Returns the column of the items, which the last tower must read for a loss that compares items."""
+    item, (*_, last) = data.item_key, towers
+    if item is None:
+        raise ValueError(
+            f"model.loss={config.loss}: the preprocessing of '{data.name}' names no item; name its column in the "
+            "preprocessing recipe, Prepared(item=...), or set model.loss=bce"
+        )
+    if item not in [name for table in towers[last].tables for name in table.feature_names]:
+        raise ValueError(
+            f"model.loss={config.loss} with model.towers={config.towers}: the last tower, '{last}', must read the "
+            f"items, column '{item}', and the other one what is asked for them"
+        )
+    return item
+
+
+def _towers(config: NTowerConfig, data: LabelledData | StreamedData) -> dict[str, Tower]:
+    import torch
+
     from torchrec_ext.modules.tower import Tower
 
-    towers = {
+    return {
         name: Tower(
             [_table(feature, data.vocab[feature], config) for feature in features],
             config.tower_widths,
@@ -185,16 +250,105 @@ def build_n_tower(config: NTowerConfig, data: LabelledData | StreamedData) -> To
         )
         for name, (features, dense) in _columns_by_tower(config, data).items()
     }
-    top = interaction_layer(
-        config.interaction,
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiTaskConfig(NTowerConfig):
+    """The towers and tasks of the recipe ``multi_task``; its interaction is a top NN with a head for each task.
+
+    Args:
+        weights: weight of a task's loss, by task, as ``click=1,conversion=0.5``; 1 for a task that is not named.
+        rows: rows by which the further tasks are learned: ``all``; ``positive``, those whose first label is 1, as a
+            conversion is known only after a click; or ``product``, all rows, of which the product of both
+            probabilities is the further task's (ESMM). See :class:`MultiTaskModel`.
+        serve: tasks by whose product of probabilities items are ranked and a bundle scores, as ``click,conversion``;
+            the first task where empty.
+    """
+
+    interaction: Interaction = "top_nn"
+    weights: tuple[str, ...] = ()
+    rows: TaskRows = "all"
+    serve: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.weights_by_task()
+        if self.interaction != "top_nn":
+            raise ValueError(
+                f"model.interaction={self.interaction}: several tasks share the hidden layers of top_nn; leave it out"
+            )
+        if self.loss != "bce":
+            raise ValueError(f"model.loss={self.loss}: each task is learned by its label of a row; take model.loss=bce")
+
+    def weights_by_task(self) -> dict[str, float]:
+        """Returns the weights of ``weights`` by task."""
+        weights = {}
+        for text in self.weights:
+            name, _, weight = text.partition("=")
+            try:
+                weights[name] = float(weight)
+            except ValueError:
+                raise ValueError(
+                    f"model.weights: {text!r} must be a task and the weight of its loss, such as conversion=0.5"
+                ) from None
+        return weights
+
+
+def multi_task() -> Job:
+    """Clicks and conversions together, by towers with a head for each label; a log of any size, or generated rows."""
+    return Job(
+        name="multi_task",
+        build=build_multi_task,
+        model=MultiTaskConfig(
+            embedding_dim=16,
+            embedding_std=0.1,
+            tower_widths=(64, 32),
+            top_widths=(64,),
+            normalization="none",
+            dropout=0.0,
+        ),
+        data=StreamConfig(),
+        task=multi_label_task,
+        # What user and item tell together needs some hundred steps; with millions of rows one epoch of large batches.
+        loader=LoaderConfig(batch_size=256, negatives=0),
+        optimizer=OptimizerConfig(tables="row_wise_adagrad", tables_lr=0.05, dense="adam", dense_lr=3e-3),
+        train=TrainConfig(epochs=3),
+    )
+
+
+def build_multi_task(config: MultiTaskConfig, data: StreamedData) -> MultiTaskModel:
+    """Builds the towers of ``stream`` and a head for each label of the preprocessing, in its order.
+
+    Raises:
+        ValueError: the rows have one label, or a task is named that they have no label of.
+    """
+    from torchrec_ext.models.multi_task import MultiTaskModel
+    from torchrec_ext.modules.interaction import MultiTaskTop
+
+    labels, weights = [data.roles.label, *data.roles.tasks], config.weights_by_task()
+    if len(labels) < 2:
+        raise ValueError(
+            f"data.name={data.name}: its preprocessing names one label, '{labels[0]}'; name more, as "
+            "Prepared(label='click', tasks=('conversion',)), or take --recipe stream"
+        )
+    for key, names in (("weights", weights), ("serve", config.serve)):
+        for name in names:
+            if name not in labels:
+                raise ValueError(
+                    f"model.{key}={name}: the rows of '{data.name}' have no such label; their labels are "
+                    f"{', '.join(labels)}"
+                )
+    towers = _towers(config, data)
+    top = MultiTaskTop(
         [tower.out_features for tower in towers.values()],
+        len(labels),
         config.top_widths,
         activation=config.activation,
         normalization=config.normalization,
         dropout=config.dropout,
-        activate_input=bool(config.tower_widths),
+        serve=[labels.index(name) for name in config.serve] or [0],
     )
-    return TowerModel(towers, top)
+    return MultiTaskModel(towers, top, tasks={name: weights.get(name, 1.0) for name in labels}, rows=config.rows)
 
 
 def _columns_by_tower(
@@ -202,7 +356,11 @@ def _columns_by_tower(
 ) -> dict[str, tuple[Sequence[str], Sequence[str]]]:
     """Returns the names of each tower's features and of its dense columns, by tower."""
     if not config.towers:
-        return data.towers
+        towers = data.towers
+        if INTERACTIONS[config.interaction].towers != 2 or "context" not in towers or "item" not in towers:
+            return towers
+        (user, user_dense), (context, dense) = towers.get("user", ((), ())), towers["context"]
+        return {"user": ((*user, *context), (*user_dense, *dense)), "item": towers["item"]}
     from torchx_apps.jobs.grouping import ROWS, columns_by_name, features_by_tower
 
     if ":" in config.towers:

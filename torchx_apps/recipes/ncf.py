@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torchrec_ext.data.datasets.config import DataConfig, LabelledConfig
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.distributed.optim.config import OptimizerConfig
-from torchrec_ext.modules.config import Activation, RowLossName
+from torchrec_ext.modules.config import LOSSES, Activation, LossName
 from torchrec_ext.schema.validation import OutOfRange
 from torchrec_ext.train.config import EarlyStop, TrainConfig
 from torchx_apps.tasks.job import Job
@@ -29,7 +29,7 @@ class NCFConfig:
         gmf_dim: columns of the GMF half's tables.
         mlp_dim: columns of the MLP half's tables of ids.
         mlp_widths: widths of the MLP's layers.
-        context_dim: columns of each table of categorical context.
+        context_dim: columns of each table of categorical context, and of what describes users and items.
         embedding_std: standard deviation of the initial values of the tables of ids.
         activation: activation between layers.
         dropout: share of values dropped after each activation.
@@ -46,9 +46,18 @@ class NCFConfig:
     embedding_std: float = 0.01
     activation: Activation = "relu"
     dropout: float = 0.0
-    loss: RowLossName = "bce"
+    loss: LossName = "bce"
     share_user: bool = True
     out_of_range: OutOfRange = "error"
+
+    def __post_init__(self) -> None:
+        if self.loss in LOSSES and LOSSES[self.loss].shared:
+            others = " or ".join(name for name, kind in LOSSES.items() if not kind.shared)
+            raise ValueError(
+                f"model.loss={self.loss}: each query meets candidates that all queries share, and NeuMF runs a network "
+                f"for every pair; take a recipe with model.interaction=dot, such as two_tower or n_tower, or "
+                f"model.loss={others}"
+            )
 
 
 def ncf() -> Job:
@@ -82,41 +91,67 @@ def contextual_ncf() -> Job:
 
 def build_ncf(config: NCFConfig, data: InteractionData) -> ContextualNCF:
     """Builds the network over users' and items' ids, as published, and over a row's context where there is one."""
-    return _network(config, data.vocab, tuple(data.context.vocab), tuple(data.context.scales))
+    return _network(config, data.vocab, *data.of_context)
 
 
 def build_contextual_ncf(config: NCFConfig, data: LabelledData) -> ContextualNCF:
-    """Builds the network over the ids and the context."""
-    return _network(config, data.vocab, data.context, data.dense)
+    """Builds the network over the ids, the context, and what describes users and items.
+
+    Raises:
+        ValueError: the rows have no user or no item.
+    """
+    if missing := [name for name in ("user", "item") if f"{name}_id" not in data.vocab]:
+        raise ValueError(
+            f"recipe contextual_ncf: the rows of '{data.name}' have no column '{missing[0]}', and NeuMF multiplies a "
+            "user's vector and an item's; take --recipe n_tower, which needs neither"
+        )
+    towers = {
+        tower: ([name for name in features if name != f"{tower}_id"], dense)
+        for tower, (features, dense) in data.towers.items()
+    }
+    (user, user_dense), (item, item_dense) = towers["user"], towers["item"]
+    context, dense = towers.get("context", ((), ()))
+    return _network(config, data.vocab, (*user, *context), (*user_dense, *dense), item, item_dense)
 
 
 def _network(
-    config: NCFConfig, vocab: Mapping[str, int], context: Sequence[str], dense: Sequence[str]
+    config: NCFConfig,
+    vocab: Mapping[str, int],
+    context: Sequence[str],
+    dense: Sequence[str],
+    item: Sequence[str] = (),
+    item_dense: Sequence[str] = (),
 ) -> ContextualNCF:
+    """Builds the network over ids, columns of context, and the item's columns of ids and of numbers beside its id."""
     import torch
     from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 
     from torchrec_ext.models.ncf import ContextualNCF
     from torchrec_ext.modules.losses import row_loss
 
-    tables = [
-        EmbeddingBagConfig(
-            name=name,
-            feature_names=[name],
-            num_embeddings=vocab[name],
-            embedding_dim=config.context_dim,
-            pooling=PoolingType.MEAN,
-        )
-        for name in context
-    ]
+    context_tables, item_tables = (
+        [
+            EmbeddingBagConfig(
+                name=name,
+                feature_names=[name],
+                num_embeddings=vocab[name],
+                embedding_dim=config.context_dim,
+                pooling=PoolingType.MEAN,
+            )
+            for name in names
+        ]
+        for names in (context, item)
+    )
     return ContextualNCF(
         vocab["user_id"],
         vocab["item_id"],
         gmf_dim=config.gmf_dim,
         mlp_dim=config.mlp_dim,
         mlp_widths=config.mlp_widths,
-        context_tables=tables,
+        context_tables=context_tables,
         context_dense=dense,
+        item_tables=item_tables,
+        item_dense=item_dense,
         embedding_std=config.embedding_std,
         activation=config.activation,
         dropout=config.dropout,

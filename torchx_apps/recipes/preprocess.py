@@ -25,7 +25,9 @@ class Prepared:
         splits: files or tables by name of the split; the steps are fitted on the first split.
         events: rows of which histories are made; each split's rows where not given.
         label: numeric column of the sources, 0 to 1, whose mean by day is drawn; where the preprocessor keeps it, the
-            recipe ``stream`` learns it.
+            recipes ``stream`` and ``bst`` learn it.
+        tasks: further such columns that the preprocessor keeps, such as the conversion beside the click, which the
+            recipe ``multi_task`` learns together with the label.
         time: column of the sources with a timestamp or seconds since 1970, for that picture.
         weight: column of the result with a weight for each row, for the recipe ``stream``.
         user: column of the result with the users' ids, and ``item`` with the items': the recipe ``stream`` then ranks
@@ -40,6 +42,7 @@ class Prepared:
     splits: Mapping[str, Source]
     events: Source | None = None
     label: str | None = None
+    tasks: tuple[str, ...] = ()
     time: str | None = None
     weight: str | None = None
     user: str | None = None
@@ -57,6 +60,12 @@ class Prepared:
                     raise ValueError(
                         f"Prepared.{role}: the result has no column {name!r}; its columns are {', '.join(known)}"
                     )
+        for name in self.tasks:
+            if name not in self.preprocessor.keep or name == self.label:
+                raise ValueError(
+                    f"Prepared.tasks: {name!r} must be a column of Preprocessor(keep=[...]) beside the label "
+                    f"{self.label!r}; the kept columns are {', '.join(self.preprocessor.keep) or 'none'}"
+                )
         if not self.splits:
             raise ValueError("splits: there is none; name at least one source, such as {'train': 'log/*.parquet'}")
         for name in self.splits:
@@ -256,5 +265,202 @@ def build_clicks(config: ClicksConfig, engine: Engine) -> Prepared:
     return Prepared(preprocessor=Preprocessor([*ids, *numbers, *lists], keep=("label",)), splits=splits, label="label")
 
 
+BEHAVIOURS = ("pv", "buy", "cart", "fav")
+_TAOBAO = ("user_id", "item_id", "category_id", "behavior_type", "timestamp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaobaoConfig:
+    """Settings of the recipe ``taobao``.
+
+    Args:
+        path: the log: a csv file with or without a header, a parquet file, or a folder of parquet files, with the
+            columns user_id, item_id, category_id, behavior_type (pv, buy, cart or fav) and timestamp, in seconds.
+        history_length: S, greatest number of clicks before a row.
+        negatives: rows with label 0 drawn for each click: the same user at the same time with the item of a click drawn
+            from the training rows, so that items are drawn by their popularity; a draw that is the clicked item is left
+            out. With 0 the rows are the clicks, and the label is the conversion.
+        validation_share: share of the clicks, the latest before those for testing, that is kept for validation.
+        test_share: share of the clicks, the latest ones, that is kept for testing.
+        min_count: least count of an item, category or user in training; rarer ones are unknown.
+        zone: time zone of the time features.
+    """
+
+    path: str | None = None
+    history_length: int = 20
+    negatives: int = 1
+    validation_share: float = 0.1
+    test_share: float = 0.1
+    min_count: int = 1
+    zone: str = "Asia/Shanghai"
+
+    def __post_init__(self) -> None:
+        if self.negatives < 0:
+            raise ValueError(f"config.negatives={self.negatives}: must be 0 or more")
+        for name in ("validation_share", "test_share"):
+            if not 0 < getattr(self, name) < 0.5:
+                raise ValueError(f"config.{name}={getattr(self, name)}: must be above 0 and below 0.5")
+
+
+def taobao() -> PreprocessJob:
+    """A log in the form of Taobao's UserBehavior: clicks with drawn negatives, conversions, sessions with time gaps."""
+    return PreprocessJob(name="taobao", build=build_taobao, config=TaobaoConfig())
+
+
+def build_taobao(config: TaobaoConfig, engine: Engine) -> Prepared:
+    """Makes a row of each click and of its drawn negatives, splits them by time and names the steps.
+
+    A click is converted if the same user bought the item at that time or later, before the end of the click's split.
+    """
+    from torchrec_ext.data.preprocess import Categorify, History, Preprocessor, TimeFeatures
+    from torchrec_ext.data.preprocess.engines import ROW
+    from torchrec_ext.data.preprocess.history import GAPS
+    from torchrec_ext.data.preprocess.numeric import quantiles_of
+
+    log = _taobao_log(config, engine)
+    clicks = log.filter(log.behavior_type == "pv")
+    times = clicks.select(x=clicks.timestamp.cast("float64"))
+    shares = [1 - config.test_share - config.validation_share, 1 - config.test_share]
+    first, second = map(int, quantiles_of("the split by time", times, shares, str(config.path), engine))
+    bounds = {"train": (None, first), "validation": (first, second), "test": (second, None)}
+    rows = {
+        split: _taobao_rows(log, clicks, *bound, first, config.negatives, engine) for split, bound in bounds.items()
+    }
+    steps: list[Step] = [
+        History(
+            user="user_id",
+            item="item_id",
+            time="timestamp",
+            length=config.history_length,
+            also=("category_id",),
+            gaps=GAPS,
+        ),
+        Categorify(column="item_id", also=("history",), min_count=config.min_count),
+        Categorify(column="category_id", also=("history_category_id",), min_count=config.min_count),
+        Categorify(column="user_id", min_count=config.min_count),
+        TimeFeatures(column="timestamp", zone=config.zone),
+    ]
+    labels = ("click", "conversion") if config.negatives else ("conversion",)
+    return Prepared(
+        preprocessor=Preprocessor(steps, keep=labels),
+        splits=rows,
+        events=clicks.drop(ROW) if ROW in clicks.columns else clicks,
+        label=labels[0],
+        tasks=labels[1:],
+        time="timestamp",
+        user="user_id",
+        item="item_id",
+        user_features=("history", "history_category_id", "history_gap"),
+        item_features=("category_id",),
+    )
+
+
+def _taobao_rows(
+    log: Any, clicks: Any, after: int | None, upto: int | None, trained: int, negatives: int, engine: Engine
+) -> Any:
+    """Returns the rows of the clicks after one second and up to another, those drawn for them, in the order of time."""
+    import ibis
+
+    from torchrec_ext.data.preprocess.categorical import hashed_id_expression
+    from torchrec_ext.data.preprocess.engines import ROW
+
+    def within(table: Any) -> Any:
+        table = table.filter(table.timestamp > after) if after is not None else table
+        return table.filter(table.timestamp <= upto) if upto is not None else table
+
+    order = ["timestamp", "user_id", "item_id", "category_id"]
+    columns = within(clicks).select(*order)
+    numbered = columns.mutate(number=ibis.row_number().over(ibis.window(order_by=[columns[name] for name in order])))
+    buys = within(log.filter(log.behavior_type == "buy"))
+    buys = buys.group_by(buyer=buys.user_id, bought=buys.item_id).aggregate(last=buys.timestamp.max())
+    joined = numbered.left_join(buys, [numbered.user_id == buys.buyer, numbered.item_id == buys.bought])
+    converted = (joined["last"] >= joined.timestamp).fill_null(False).cast("float32")
+    parts = [joined.select(*order, number=joined.number, draw=ibis.literal(0, "int64"), conversion=converted)]
+    pool = clicks.filter(clicks.timestamp <= trained).select(*order)
+    pool = pool.select(
+        drawn_item=pool.item_id,
+        drawn_category=pool.category_id,
+        index=ibis.row_number().over(ibis.window(order_by=[pool[name] for name in order])),
+    )
+    (size,) = engine.collect(pool.aggregate(n=pool.count()))["n"].to_pylist() if negatives else (0,)
+    for draw in range(1, negatives + 1):
+        index = hashed_id_expression(numbered.number.cast("string"), size, f"{upto} {draw} ", engine) - 1
+        wanted = numbered.mutate(wanted=index)
+        drawn = wanted.inner_join(pool, [wanted.wanted == pool["index"]])
+        drawn = drawn.filter(drawn.drawn_item != drawn.item_id)
+        parts.append(
+            drawn.select(
+                timestamp=drawn.timestamp,
+                user_id=drawn.user_id,
+                item_id=drawn.drawn_item,
+                category_id=drawn.drawn_category,
+                number=drawn.number,
+                draw=ibis.literal(draw, "int64"),
+                conversion=ibis.literal(0.0, "float32"),
+            )
+        )
+    rows = ibis.union(*parts) if len(parts) > 1 else parts[0]
+    rows = rows.mutate(click=(rows.draw == 0).cast("float32"), **{ROW: rows.number * (negatives + 1) + rows.draw})
+    return engine.stage(rows.drop("number", "draw"))
+
+
+def _taobao_log(config: TaobaoConfig, engine: Engine) -> Any:
+    """Returns the log as a table of the engine.
+
+    Raises:
+        DataError: there is no log, it lacks a column, or a behaviour is none of the four.
+    """
+    from torchrec_ext.data.preprocess.columns import missing_column
+    from torchrec_ext.data.preprocess.files import scan
+
+    if not config.path:
+        raise DataError(
+            f"recipe taobao needs a log: --set config.path=UserBehavior.csv, or parquet, with {', '.join(_TAOBAO)}"
+        )
+    path = Path(config.path)
+    log = _taobao_csv(path, engine) if path.suffix in (".csv", ".txt") else engine.read(scan(config.path))
+    for name in _TAOBAO:
+        if name not in log.columns:
+            raise missing_column(str(path), name, log.columns)
+    kinds = engine.collect(log.select("behavior_type").distinct())["behavior_type"].to_pylist()
+    other = sorted(str(kind) for kind in kinds if kind not in BEHAVIOURS)
+    if other or "pv" not in kinds:
+        what = f"the value {other[0]!r}" if other else "no 'pv', of which the rows are made"
+        raise DataError(f"{path}: column 'behavior_type' has {what}; must be one of {', '.join(BEHAVIOURS)}")
+    return engine.stage(log.select(*_TAOBAO).filter(log.timestamp.notnull() & log.user_id.notnull()))
+
+
+def _taobao_csv(path: Path, engine: Engine) -> Any:
+    """Reads a csv file by DuckDB; ids that are numbers in its first row are numbers in all."""
+    if engine.name != "duckdb":
+        raise DataError(f"{path}: the engine {engine.name} reads parquet here; write it as parquet, or use duckdb")
+    if not path.is_file():
+        raise DataError(f"{path}: there is no such file; give the log: --set config.path=FILE")
+    with path.open() as file:
+        lines = [line for line in (file.readline().strip() for _ in range(2)) if line]
+    header = bool(lines) and "user_id" in lines[0].split(",")
+    names = lines[0].split(",") if header else list(_TAOBAO)
+    row = lines[-1].split(",") if lines[header:] else []
+    if len(row) != len(names):
+        raise DataError(
+            f"{path}: its first row {','.join(row)[:80]!r} has {len(row)} values, must be {len(names)}: "
+            f"{', '.join(names)}; give commas between them, and a header where the order is another"
+        )
+    kinds = {
+        name: "int64" if name == "timestamp" or re.fullmatch(r"-?\d{1,18}", value) else "string"
+        for name, value in zip(names, row, strict=True)
+    }
+    table = engine.ibis.read_csv(str(path), columns=kinds, header=header, delim=",")
+    try:
+        engine.collect(table.aggregate(n=table.timestamp.max()))
+    except Exception as error:  # DuckDB names line, column and value
+        raise DataError(f"{path}: {str(error).splitlines()[0]}; write every row like the first one") from error
+    return table
+
+
 # By the name that `--recipe` of rec.data.preprocess takes.
-PREPROCESS_RECIPES: dict[str, Callable[[], PreprocessJob]] = {"clicks": clicks, "ml_100k": ml_100k}
+PREPROCESS_RECIPES: dict[str, Callable[[], PreprocessJob]] = {
+    "clicks": clicks,
+    "ml_100k": ml_100k,
+    "taobao": taobao,
+}

@@ -1,23 +1,30 @@
-"""The recipe session: which item a user takes next, by a causal transformer over those before; Amazon Beauty."""
+"""The recipes session and bst: transformers over what a user took before.
+
+``session`` tells the next item (Amazon Beauty); ``bst`` whether the shown one is clicked, on rows that are read while
+it trains.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchrec_ext.data.datasets.config import SequenceConfig
+from torchrec_ext.data.datasets.config import SequenceConfig, StreamConfig
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.distributed.optim.config import OptimizerConfig
-from torchrec_ext.modules.config import Activation, Attention, Position
+from torchrec_ext.modules.config import Activation, Attention, Combine, LossName, Position
 from torchrec_ext.schema.validation import OutOfRange
 from torchrec_ext.train.config import EarlyStop, TrainConfig
 from torchx_apps.tasks.job import Job
-from torchx_apps.tasks.loading import session_task
+from torchx_apps.tasks.loading import logged_task, session_task
 
 if TYPE_CHECKING:
     from torchrec_ext.data.datasets.sequences import SequenceData
+    from torchrec_ext.data.datasets.streamed import StreamedData
     from torchrec_ext.models.session import NextItemModel
+    from torchrec_ext.models.tower_model import TowerModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +40,9 @@ class SessionConfig:
         activation: activation of that hidden layer.
         dropout: share of values dropped at the input and in the layers.
         position: learned position vectors, counted from the ``start`` of a session or from its ``end``, or ``none``.
+        loss: ``sampled_softmax`` or ``catalogue``, the softmax over the items of the catalogue: its sum is estimated by
+            the candidates that ``loader.negatives`` asks for, or exact with ``loader.negatives=0``, as ``catalogue``
+            demands.
         attention: ``bucketed`` (hardly any padding), ``nested`` (none; on a GPU) or ``padded``; the result is the same.
         out_of_range: what happens to an id outside the table: ``error``, or ``oov``, which reads row 0.
     """
@@ -45,8 +55,16 @@ class SessionConfig:
     activation: Activation = "gelu"
     dropout: float = 0.3
     position: Position = "start"
+    loss: LossName = "sampled_softmax"
     attention: Attention = "bucketed"
     out_of_range: OutOfRange = "error"
+
+    def __post_init__(self) -> None:
+        if self.loss not in ("sampled_softmax", "catalogue"):
+            raise ValueError(
+                f"model.loss={self.loss}: a session predicts its next item by a softmax over the catalogue; take "
+                "model.loss=sampled_softmax, or model.loss=catalogue with loader.negatives=0"
+            )
 
 
 def session() -> Job:
@@ -93,4 +111,166 @@ def build_session(config: SessionConfig, data: SequenceData) -> NextItemModel:
         position=config.position,
         attention=config.attention,
     )
-    return NextItemModel(table, encoder, device=torch.device("meta"))
+    return NextItemModel(table, encoder, whole=config.loss == "catalogue", device=torch.device("meta"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BstConfig:
+    """The model of the recipe ``bst`` (Chen et al. 2019); its defaults are the paper's.
+
+    Args:
+        embedding_dim: D, columns of every table.
+        embedding_std: standard deviation of the tables' initial values.
+        combine: ``concat``, steps that are as wide as all their features' embeddings together, as in the paper; or
+            ``sum``, steps of D columns, a transformer and an MLP as many times smaller.
+        window: S, the most steps of a session that are read, the latest, in training and in requests alike; the
+            ``length`` of the preprocessing's History where 0.
+        layers: number of the transformer's layers.
+        heads: number of attention heads, a divisor of a step's width.
+        hidden: width of the feed-forward network's hidden layer; 4 times a step's width where not given.
+        top_widths: hidden widths over the transformer's output and all other columns.
+        activation: activation of transformer and MLP.
+        dropout: share of values dropped in both.
+        position: learned position vectors, counted from the ``start`` of a session or from its ``end``; ``none`` where
+            the time gaps of the History say when its steps were, as in the paper.
+        attention: ``bucketed`` (hardly any padding), ``nested`` (none; on a GPU) or ``padded``; the result is the same.
+        out_of_range: what happens to an id outside its table: ``error``, or ``oov``, which reads row 0.
+    """
+
+    embedding_dim: int = 32
+    embedding_std: float = 0.1
+    combine: Combine = "concat"
+    window: int = 0
+    layers: int = 1
+    heads: int = 8
+    hidden: int | None = None
+    top_widths: tuple[int, ...] = (1024, 512, 256)
+    activation: Activation = "leaky_relu"
+    dropout: float = 0.2
+    position: Position = "none"
+    attention: Attention = "bucketed"
+    out_of_range: OutOfRange = "error"
+
+    def __post_init__(self) -> None:
+        if self.window < 0:
+            raise ValueError(f"model.window={self.window}: must be 0 or more")
+
+
+def bst_job() -> Job:
+    """Clicks by what the user clicked before and the shown item in one transformer; a log, or generated rows."""
+    return Job(
+        name="bst",
+        build=build_bst,
+        model=BstConfig(),
+        # The transformer runs for each pair of a row and an item, so the catalogue is ranked where it is asked for.
+        data=StreamConfig(ranked=0),
+        task=logged_task,
+        loader=LoaderConfig(batch_size=256, negatives=0),
+        # The paper's Adagrad is further from the best possible prediction after as many steps of the generated rows.
+        optimizer=OptimizerConfig(tables="row_wise_adagrad", tables_lr=0.05, dense="adam", dense_lr=1e-3),
+        train=TrainConfig(epochs=3),
+    )
+
+
+class _Sessions(NamedTuple):
+    """The columns of a set's sessions.
+
+    Attributes:
+        features: columns of ids of the steps.
+        targets: the target's column of ids that is read from the same table, by column of the steps.
+        window: the most steps of a row.
+    """
+
+    features: Sequence[str]
+    targets: dict[str, str]
+    window: int
+
+
+def _sessions(config: BstConfig, data: StreamedData) -> _Sessions:
+    """Returns the sessions that the preprocessing makes.
+
+    Raises:
+        DataError: it makes none, or no vocabulary is shared with the item.
+    """
+    from torchrec_ext.data.preprocess import Categorify, History
+    from torchrec_ext.schema import DataError
+
+    where = f"data.name={data.name}"
+    steps = data.preprocessor.steps
+    history = next((step for step in steps if isinstance(step, History)), None)
+    if history is None:
+        raise DataError(
+            f"{where}: its preprocessing has no History, so its rows have no session; preprocess the log by "
+            "`--recipe taobao`, or put History(user=, item=, time=, length=, gaps=GAPS) into your preprocessing recipe"
+        )
+    shared = {name: step.writes[0] for step in steps if isinstance(step, Categorify) for name in step.also if step.also}
+    item = data.roles.item
+    if item is None or shared.get(history.output) != item:
+        raise DataError(
+            f"{where}: the session '{history.output}' has not the vocabulary of the shown item ({item}); give "
+            f"both one: Categorify(column=ITEM, also=('{history.output}',)), and Prepared(item=)"
+        )
+    features = [name for name in history.writes if name in data.features]
+    if not history.gaps and config.position == "none":
+        raise DataError(
+            f"{where} with model.position=none: the sessions have no time gaps, so the order of their steps would be "
+            "lost; preprocess with History(gaps=GAPS), or set model.position=end"
+        )
+    targets = {name: shared[name] for name in features if shared.get(name) in data.towers["item"][0]}
+    return _Sessions(features, targets, config.window or history.length)
+
+
+def build_bst(config: BstConfig, data: StreamedData) -> TowerModel:
+    """Builds towers for the session, the user's and the context's other columns, and the shown item."""
+    import torch
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+
+    from torchrec_ext.models.session import bst
+    from torchrec_ext.modules.tower import Tower
+
+    sessions, meta = _sessions(config, data), torch.device("meta")
+
+    def table(name: str, features: Sequence[str], *, bag: bool) -> Any:
+        kind: Any = partial(EmbeddingBagConfig, pooling=PoolingType.MEAN) if bag else EmbeddingConfig
+        return kind(
+            name=name,
+            feature_names=list(features),
+            num_embeddings=data.vocab[name],
+            embedding_dim=config.embedding_dim,
+            init_fn=partial(torch.nn.init.normal_, std=config.embedding_std),
+        )
+
+    steps = [
+        table(sessions.targets.get(name, name), [name, *_target(sessions, name)], bag=False)
+        for name in sessions.features
+    ]
+    others = {}
+    for tower, (features, dense) in data.towers.items():
+        rest = [name for name in features if name not in sessions.features and name not in sessions.targets.values()]
+        if tower != "item" and (rest or dense):
+            others[tower] = Tower([table(name, [name], bag=True) for name in rest], [], dense=dense, device=meta)
+    features, dense = data.towers["item"]
+    return bst(
+        steps,
+        session=sessions.features,
+        target=list(sessions.targets.values()),
+        others=others,
+        target_tables=[table(name, [name], bag=True) for name in features if name not in sessions.targets.values()],
+        target_dense=dense,
+        max_length=sessions.window,
+        combine=config.combine,
+        device=meta,
+        mlp_widths=(),
+        top_widths=config.top_widths,
+        layers=config.layers,
+        heads=config.heads,
+        hidden=config.hidden,
+        activation=config.activation,
+        dropout=config.dropout,
+        position=config.position,
+        attention=config.attention,
+    )
+
+
+def _target(sessions: _Sessions, name: str) -> list[str]:
+    return [sessions.targets[name]] if name in sessions.targets else []

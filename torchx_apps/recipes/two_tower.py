@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torchrec_ext.data.datasets.config import DataConfig
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.distributed.optim.config import OptimizerConfig
-from torchrec_ext.modules.config import INTERACTIONS, LOSSES, Activation, Interaction, LossName
+from torchrec_ext.modules.config import LOSSES, Activation, Interaction, LossName, check_loss
 from torchrec_ext.schema.validation import OutOfRange
 from torchrec_ext.train.config import TrainConfig
 from torchx_apps.recipes.n_tower import compression_of
@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     from torchrec_ext.data.datasets.interactions import InteractionData
     from torchrec_ext.models.tower_model import TowerModel
     from torchrec_ext.modules.tower import Tower
+
+
+_REJECTED = {
+    False: "drawn negatives are never known items",
+    True: "the softmax is over all items, those that the user has taken among them",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +43,10 @@ class TwoTowerConfig:
         activation: activation between layers.
         dropout: share of values dropped after each activation.
         loss: ``bce`` over the loader's negatives; ``bpr``, ``hinge`` or ``sampled_softmax``, which compare a positive
-            with its own negatives; or ``in_batch``, a softmax over the candidates of the batch, for
-            ``loader.negatives=0`` and the interactions ``dot`` and ``cosine``.
-        temperature: divisor of the scores under ``in_batch``, ``sampled_softmax`` and ``cosine``.
+            with its own negatives; or, for ``loader.negatives=0`` and the interactions ``dot`` and ``cosine``,
+            ``in_batch``, a softmax over the candidates of the batch, or ``catalogue``, over all items, whose tower
+            then runs for every item in every step.
+        temperature: divisor of the scores under the softmax losses and ``cosine``.
         correct: correct ``in_batch`` for the popularity of its candidates, and ``sampled_softmax`` for how likely each
             candidate was drawn.
         reject_known: under ``in_batch`` never use an item as a negative of a user who has taken it. Where false, a
@@ -69,21 +76,12 @@ class TwoTowerConfig:
 
     def __post_init__(self) -> None:
         compression_of(self.compress)
-        if self.loss not in LOSSES:
-            raise ValueError(f"model.loss={self.loss!r}: must be one of {', '.join(LOSSES)}")
-        metric = INTERACTIONS.facts(self.interaction).metric if self.interaction in INTERACTIONS else None
-        if LOSSES[self.loss].in_batch and metric is None:
-            raise ValueError(
-                f"model.loss=in_batch with model.interaction={self.interaction}: each query meets every candidate of "
-                "the batch, for which a product is cheap enough; set model.interaction=dot or cosine"
-            )
+        check_loss(self.loss, self.interaction, self.temperature)
         if self.reject_known and not LOSSES[self.loss].in_batch:
             raise ValueError(
-                f"model.reject_known=true with model.loss={self.loss}: drawn negatives are never known items; leave it "
-                "out, or set model.loss=in_batch"
+                f"model.reject_known=true with model.loss={self.loss}: {_REJECTED[LOSSES[self.loss].catalogue]}; leave "
+                "it out, or set model.loss=in_batch"
             )
-        if not self.temperature > 0:
-            raise ValueError(f"model.temperature={self.temperature}: must be greater than 0")
 
 
 def two_tower_job() -> Job:
@@ -150,8 +148,8 @@ def build_two_tower(config: TwoTowerConfig, data: InteractionData) -> TowerModel
     towers = {name: _tower(config, data, columns) for name, columns in columns_by_tower.items()}
     widths = [tower.out_features for tower in towers.values()]
     # Under a softmax over the batch no two rows share a user.
-    in_batch = LOSSES[config.loss].in_batch
-    shared = ("user",) if config.share_user and not in_batch else ()
+    kind = LOSSES[config.loss]
+    shared = ("user",) if config.share_user and not kind.shared else ()
     top = interaction_layer(
         config.interaction,
         widths,
@@ -161,12 +159,12 @@ def build_two_tower(config: TwoTowerConfig, data: InteractionData) -> TowerModel
         activate_input=bool(config.tower_widths),
         temperature=config.temperature,
     )
-    if not in_batch:
+    if not kind.shared:
         # A cosine has divided by the temperature already.
         temperature = 1.0 if top.temperature else config.temperature
         loss = row_loss(config.loss, temperature=temperature, correct=config.correct)
         return TowerModel(towers, top, loss=loss, shared=shared)
-    counts = torch.from_numpy(data.popularity()) if config.correct else None
+    counts = torch.from_numpy(data.popularity()) if config.correct and kind.in_batch else None
     known = KnownItems(KnownPairs(data.num_items, data.known.users, data.known.items)) if config.reject_known else None
     return RetrievalModel(
         towers, top, counts=counts, known=known, temperature=config.temperature, loss=config.loss, shared=shared

@@ -11,13 +11,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from torchrec_ext.data.columns import Chunk, Column, concatenate
+from torchrec_ext.data.columns import Chunk, Column, Int64, concatenate
 from torchrec_ext.data.datasets.features import RowContext
 from torchrec_ext.data.datasets.interactions import InteractionData
 from torchrec_ext.data.datasets.labelled import LabelledData
 from torchrec_ext.data.datasets.sequences import SequenceData, most_recent
 from torchrec_ext.data.datasets.streamed import RAW_ITEMS, RAW_REQUESTS, StreamedData
-from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, Lists, Normalize, Step, Vocabulary
+from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, Lists, Step, Vocabulary
 from torchrec_ext.retrieval.bundle.manifest import BundleError
 from torchrec_ext.retrieval.bundle.request_columns import steps_for_columns
 from torchrec_ext.retrieval.exporting.content import Catalogue, NamedUsers
@@ -46,8 +46,11 @@ def of_interactions(data: InteractionData, schema: BatchSchema) -> ExportData:
     Ids and features in requests are those of the files. The items are those of the catalogue, the users those with a
     training row. An item without a training row has the unknown item's id and its own features, as in the evaluation.
     A user without a training row is not known: a request gives his or her features, and the id is the unknown user's.
-    Each request gives its context.
+    Each request gives its context. Of rows that rec.data.preprocess wrote requests are raw rows, see
+    :func:`of_streamed`.
     """
+    if data.prepared is not None:
+        return of_streamed(data.prepared, schema)
     items = data.items.slice(1, data.num_items + 1)
     everything = _rows_of(data)
     owners = everything["user_id"].values
@@ -55,8 +58,9 @@ def of_interactions(data: InteractionData, schema: BatchSchema) -> ExportData:
     trained = np.isin(users, data.train["user_id"].values)
     users, first = users[trained], first[trained]
     names = [*schema.keys, *schema.dense, *schema.weight_columns]
-    context = [name for name in names if name in data.context.names]
+    context = data.context.sources([name for name in names if name in data.context.names])
     encoding = data.sides.joined(data.context)
+    names = encoding.sources(names)
     columns = {
         "user": [name for name in names if name not in data.items and name not in context],
         "item": [name for name in names if name in data.items],
@@ -94,36 +98,75 @@ def of_interactions(data: InteractionData, schema: BatchSchema) -> ExportData:
 
 
 def of_labelled(data: LabelledData, schema: BatchSchema) -> ExportData:
-    """Returns the items and users of the training rows; of a user the id alone is known: requests give the context."""
-    users, items = data.trained("user_id"), data.trained("item_id")
+    """Returns the items and users of the training rows with what describes them there; requests give the context.
+
+    Raises:
+        BundleError: the rows have no item.
+    """
+    if data.prepared is not None:
+        return of_streamed(data.prepared, schema)
+    if "item_id" not in data.vocab:
+        raise BundleError(without_item(f"the rows of '{data.name}' name no item"))
+    items, names = data.trained("item_id"), (*schema.keys, *schema.dense)
+    columns = data.words.sources([name for name in names if name not in ("item_id", *data.item_features)])
+    queries = _as_in_files(_sample(data.test).select(columns), data.words, {})
+    features = _described(data, "item_id", items, names)
+    numbered = [name for name in schema.keys if name not in data.words.vocabularies]
+    unseen = {
+        name: np.setdiff1d(np.arange(data.vocab[name]), np.append(data.trained(name), data.oov_ids[name])).tolist()
+        for name in numbered
+    }
+    return ExportData(
+        catalogue=Catalogue(ids=data.ids("item_id", items), features=features, trained=data.ids("item_id", items)),
+        users=_users_of_labelled(data, items, names) if "user_id" in data.vocab else None,
+        queries=queries,
+        preprocessor=_preprocessor([queries, features], data.words, {}),
+        candidate="item",
+        oov_ids={name: data.oov_ids[name] for name in schema.keys},
+        unseen={name: rows for name, rows in unseen.items() if rows},
+    )
+
+
+def without_item(why: str) -> str:
+    """Returns the message that rows without an item are trained and not served."""
+    return (
+        f"{why}, and a bundle ranks or scores items, of each of which it stores a vector; such a model is trained and "
+        "evaluated, and rec.publish writes its weights: leave out export=require, or name the item's column"
+    )
+
+
+def _described(data: LabelledData, key: str, rows: Int64, names: Sequence[str]) -> pa.Table:
+    """Returns what describes ``rows`` (N,) of a column's table, as in the files: of ``names`` that and the column."""
+    described, read = data.described(key, rows), data.words.sources(names)
+    return _as_in_files(described.select([name for name in described if name in read]), data.words, {})
+
+
+def _users_of_labelled(data: LabelledData, items: Int64, names: Sequence[str]) -> NamedUsers:
+    """Returns the users of the training rows, with the positions of the items that they took among ``items`` (I,).
+
+    Args:
+        data: rows with a user.
+        items: rows of the items.
+        names: columns that the model reads.
+    """
+    users = data.trained("user_id")
     train = {name: data.train[name].values for name in ("user_id", "item_id", "label")}
     liked = (train["label"] > 0) & np.isin(train["user_id"], users) & np.isin(train["item_id"], items)
     owners, taken = users.searchsorted(train["user_id"][liked]), items.searchsorted(train["item_id"][liked])
     order = np.argsort(owners, kind="stable")
-    lists = Column.from_lengths(taken[order], np.bincount(owners, minlength=len(users)))
-    columns = [name for name in (*schema.keys, *schema.dense) if name != "item_id"]
-    known = {name: Chunk({name: Column(rows)}) for name, rows in (("user_id", users), ("item_id", items))}
-    queries = _as_in_files(_sample(data.test).select(columns), data.words, {})
-    features = {name: _as_in_files(rows, data.words, {}) for name, rows in known.items()}
-    numbered = [name for name in schema.keys if name not in data.words.vocabularies]
-    unseen = {name: np.setdiff1d(np.arange(data.oov_ids[name]), data.trained(name)).tolist() for name in numbered}
-    return ExportData(
-        catalogue=Catalogue(
-            ids=data.ids("item_id", items), features=features["item_id"], trained=data.ids("item_id", items)
-        ),
-        users=NamedUsers(
-            key="user_id",
-            ids=data.ids("user_id", users),
-            features=features["user_id"],
-            unknown={"user_id": data.oov_ids["user_id"] if "user_id" in numbered else None},
-            seen=_lists(lists),
-            liked=_lists(lists),
-        ),
-        queries=queries,
-        preprocessor=_preprocessor([queries, features["item_id"]], data.words, {}),
-        candidate="item",
-        oov_ids={name: data.oov_ids[name] for name in schema.keys},
-        unseen={name: rows for name, rows in unseen.items() if rows},
+    lists = _lists(Column.from_lengths(taken[order], np.bincount(owners, minlength=len(users))))
+    features, words = _described(data, "user_id", users, names), data.words
+    described = data.described("user_id", users)
+    return NamedUsers(
+        key="user_id",
+        ids=data.ids("user_id", users),
+        features=features,
+        unknown={
+            name: _unknown(name, described[name], words, {}) if name in words.steps.raw else data.oov_ids[name]
+            for name in features.column_names
+        },
+        seen=lists,
+        liked=lists,
     )
 
 
@@ -201,7 +244,7 @@ def _rows_of(data: InteractionData) -> Chunk:
     return Chunk({name: concatenate([chunk[name] for chunk in chunks]) for name in names})
 
 
-FileIds = Mapping[str, NDArray[np.int64]]  # by column of ids: the id in files and requests of each table row
+FileIds = Mapping[str, NDArray[Any]]  # by column of ids: the id in files and requests of each table row
 
 
 def _with_file_ids(chunk: Chunk, ids: FileIds) -> Chunk:
@@ -228,12 +271,12 @@ def _as_in_files(rows: Chunk, encoding: RowContext, ids: FileIds) -> pa.Table:
     return pa.table({name: raw.get(name, table[name]) for name in table.column_names})
 
 
-def _id_vocabularies(data: InteractionData, ids: FileIds) -> dict[tuple[str, ...], NDArray[np.int64]]:
+def _id_vocabularies(data: InteractionData, ids: FileIds) -> dict[tuple[str, ...], NDArray[Any]]:
     """For each group of columns with one id space: the file's ids of rows 1..n; omitted where id equals row.
 
     A user or an item without a training row is the unknown one, though not in a history, as in the evaluation.
     """
-    vocabularies: dict[tuple[str, ...], NDArray[np.int64]] = {}
+    vocabularies: dict[tuple[str, ...], NDArray[Any]] = {}
     for name in ("user_id", "item_id"):
         file_ids = ids[name][1:]
         trained = np.isin(np.arange(1, len(file_ids) + 1), data.train[name].values)
@@ -244,6 +287,8 @@ def _id_vocabularies(data: InteractionData, ids: FileIds) -> dict[tuple[str, ...
                 vocabularies[(name, *lists)] = file_ids
             continue
         unused = np.iinfo(np.int64).min + np.arange(len(file_ids))  # ids that no request has
+        if file_ids.dtype == object:
+            unused = np.array([f"\0{row}" for row in range(len(file_ids))], dtype=object)
         vocabularies[(name,)] = np.where(trained, file_ids, unused)
         if lists and not numbered:
             vocabularies[lists] = file_ids
@@ -251,7 +296,7 @@ def _id_vocabularies(data: InteractionData, ids: FileIds) -> dict[tuple[str, ...
 
 
 def _preprocessor(
-    tables: Sequence[pa.Table], encoding: RowContext, vocabularies: Mapping[tuple[str, ...], NDArray[np.int64]]
+    tables: Sequence[pa.Table], encoding: RowContext, vocabularies: Mapping[tuple[str, ...], NDArray[Any]]
 ) -> FittedPreprocessor | None:
     """Returns a preprocessor from the values of files and requests to ids and numbers; None where they are equal.
 
@@ -264,18 +309,10 @@ def _preprocessor(
     steps: list[Step] = []
     states: list[Any] = []
     for name in raw:
-        if name in encoding.separators:
-            steps.append(Lists(column=name, separator=encoding.separators[name]))
-            states.append({})
-        if name in encoding.names:
+        for step, state in encoding.steps_of(name):
             raw[name] = encoding.raw_type(name)
-            if name in encoding.vocabularies:
-                steps.append(Categorify(column=name))
-                states.append(encoding.vocabularies[name])
-            else:
-                mean, std = encoding.scales[name]
-                steps.append(Normalize(column=name))
-                states.append({"mean": mean, "std": std})
+            steps.append(step)
+            states.append(state)
     for columns, ids in vocabularies.items():
         names = [name for name in columns if name in raw]
         if names:
@@ -288,7 +325,7 @@ def _preprocessor(
 
 def _raw(field: pa.Field) -> str:
     inner = field.type.value_type if pa.types.is_list(field.type) else field.type
-    kind = "float32" if pa.types.is_floating(inner) else "int64"
+    kind = "string" if pa.types.is_string(inner) else "float32" if pa.types.is_floating(inner) else "int64"
     return f"list<{kind}>" if pa.types.is_list(field.type) else kind
 
 
@@ -296,23 +333,27 @@ def _unknown(name: str, column: Column, encoding: RowContext, ids: FileIds) -> A
     """Returns the value of a column for a user of whom nothing is known."""
     if name in encoding.scales:
         return encoding.scales[name][0]
-    if name in encoding.vocabularies:
+    if name in encoding.vocabularies or name in encoding.times:
         return "" if name in encoding.separators else None
     if column.ragged:
         return []
     if name in ids:
-        return int(ids[name][0])
+        return ids[name][:1].tolist()[0]
     return 0 if column.values.dtype.kind in "iu" else 0.0
 
 
 def _arrow(chunk: Chunk) -> pa.Table:
     return pa.table(
-        {name: _lists(column) if column.ragged else pa.array(column.values) for name, column in chunk.items()}
+        {name: _lists(column) if column.ragged else _values(column.values) for name, column in chunk.items()}
     )
 
 
 def _lists(column: Column, shift: int = 0) -> pa.ListArray:
-    return pa.ListArray.from_arrays(_offsets(column), pa.array(column.values + shift if shift else column.values))
+    return pa.ListArray.from_arrays(_offsets(column), _values(column.values + shift if shift else column.values))
+
+
+def _values(values: NDArray[Any]) -> pa.Array:
+    return pa.array(values, pa.string() if values.dtype == object else None)
 
 
 def _offsets(column: Column) -> pa.Array:

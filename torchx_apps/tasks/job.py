@@ -16,7 +16,7 @@ from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.sync_config import SyncConfig
 from torchrec_ext.train.checkpoint.config import CheckpointConfig, StartConfig
-from torchrec_ext.train.config import Record, TrainConfig
+from torchrec_ext.train.config import ClosedFormConfig, EvaluationConfig, Record, TrainConfig
 from torchx_apps.tasks.loading import ranking_task
 
 if TYPE_CHECKING:
@@ -32,7 +32,11 @@ Export = Literal["never", "auto", "require"]
 
 
 class Evaluator(Protocol):
-    """Evaluates a model on held-out data; every rank calls each method but :meth:`baseline`."""
+    """Evaluates a model on held-out data; every rank calls each method but :meth:`baseline`.
+
+    One that ranks may also have ``beside(split)``, which returns the figures of other rankings without a network and
+    needs no other rank; see :class:`torchx_apps.tasks.baselines.Beside`.
+    """
 
     def validate(self) -> Record:
         """Returns figures by name on the validation rows, by which training may stop and settings be chosen."""
@@ -122,10 +126,14 @@ class Job:
             on several ranks, unless ``plan.towers`` or a path in ``optimizer.per_table`` prevents it.
         sync: what ranks exchange, and how often.
         train: length of the training, and the seed of everything.
+        evaluation: ranking figures of the evaluations, where they should be others than the recipe's, and the
+            baselines beside them.
+        closed_form: settings of EASE and ALS, as baselines and in ``pretrained``.
         checkpoint: times and folder of the run's checkpoints.
         start: the checkpoint whose weights a new run begins with.
         pretrained: files of the vectors that a new run's tables begin with, by table, as
-            ``("item_id=vectors.parquet",)``; see :func:`read_vectors`.
+            ``("item_id=vectors.parquet",)``; see :func:`read_vectors`. ``als`` or ``ease`` in the place of a file are
+            solved for on the training rows, in the table's width.
         export: ``require`` ends a run with a bundle for serving in its folder; ``auto`` does so where the model can be
             served, and otherwise says why it cannot.
         fallback: generated set to use where the real one is not to be had; None stops and says how to get the real one.
@@ -146,6 +154,8 @@ class Job:
     lookups: Lookups = "auto"
     sync: SyncConfig = field(default_factory=SyncConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    closed_form: ClosedFormConfig = field(default_factory=ClosedFormConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     start: StartConfig = field(default_factory=StartConfig)
     pretrained: tuple[str, ...] = ()
@@ -158,6 +168,12 @@ class Job:
     def __post_init__(self) -> None:
         self.id_dropout_rates()
         self.pretrained_files()
+        watched, given = self.train.early_stop.metric, self.evaluation.metrics
+        if given and "@" in watched and watched not in given:
+            raise ValueError(
+                f"train.early_stop.metric={watched} with evaluation.metrics={','.join(given)}: the evaluation has no "
+                "such figure; add it, or watch one of these"
+            )
         if self.export not in get_args(Export):
             raise ValueError(f"export={self.export!r}: must be one of {', '.join(get_args(Export))}")
         if self.lookups not in get_args(Lookups):
@@ -169,7 +185,9 @@ class Job:
         for text in self.pretrained:
             name, equals, path = text.partition("=")
             if not (name and equals and path):
-                raise ValueError(f"pretrained: {text!r} must be a table and a file, such as item_id=vectors.parquet")
+                raise ValueError(
+                    f"pretrained: {text!r} must be a table and a file, such as item_id=vectors.parquet, or als or ease"
+                )
             files[name] = Path(path)
         return files
 

@@ -15,7 +15,7 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train import metrics
 from torchrec_ext.train.config import Record
-from torchx_apps.tasks.export_data import ExportData, of_labelled
+from torchx_apps.tasks.export_data import ExportData, of_labelled, without_item
 from torchx_apps.tasks.named_data import NamedData
 
 
@@ -35,10 +35,19 @@ class LabelledTask(NamedData):
     def describe(self) -> str:
         """Returns the set's name and size as one line."""
         rows = {split: getattr(self.data, split).num_rows for split in ("train", "validation", "test")}
-        users, items = (len(self.data.trained(name)) for name in ("user_id", "item_id"))
         shown = ", ".join(f"{count:,} {split} rows" for split, count in rows.items())
-        context = len(self.data.context) + len(self.data.dense)
-        return f"{self.name}, {shown}, {users:,} users, {items:,} items, {context} columns of context"
+        for name, many in (("user_id", "users"), ("item_id", "items")):
+            shown += f", {len(self.data.trained(name)):,} {many}" if name in self.data.vocab else f", no {many}"
+        owned = {"users": self.data.user_features, "items": self.data.item_features}
+        columns = {*self.data.features, *self.data.dense} - {"user_id", "item_id"}
+        context = len(columns) - sum(map(len, owned.values()))
+        described = "".join(f", {len(names)} of {owners}" for owners, names in owned.items() if names)
+        return f"{self.name}, {shown}, {context} columns of context{described}"
+
+    @property
+    def unservable(self) -> str | None:
+        """The reason why no bundle can be made of these rows; None where one can."""
+        return None if "item_id" in self.data.vocab else without_item(f"the rows of '{self.name}' name no item")
 
     @property
     def oov_ids(self) -> Mapping[str, int]:
@@ -51,6 +60,11 @@ class LabelledTask(NamedData):
             raise ValueError(
                 f"loader.label={config.label} with loader.negatives={config.negatives}: the rows of '{self.name}' have "
                 "labels of their own, negatives among them; set loader.label=label and loader.negatives=0"
+            )
+        if schema.catalogue:
+            raise ValueError(
+                f"model.loss=catalogue: the rows of '{self.name}' are held in memory beside no catalogue; take the "
+                "recipe stream over rec.data.preprocess's rows, or model.loss=in_batch"
             )
         return ChunkLoader(self.data.train, schema, config=config, rank=rank, world_size=world_size)
 
@@ -71,6 +85,11 @@ class LabelledEvaluator:
     ) -> None:
         self._data, self._schema, self._model, self._runtime = data, schema, model, runtime
 
+    @property
+    def _calibrated(self) -> bool:
+        """Whether the model's logits are odds, and not scores that only rank."""
+        return bool(getattr(self._model.module, "calibrated", True))
+
     def validate(self) -> Record:
         """Returns the figures on the validation rows."""
         return self._figures("validation")
@@ -84,6 +103,8 @@ class LabelledEvaluator:
         """Returns the figures of predicting the training rows' share of positives for every row, the best constant."""
         share = float(self._data.train["label"].values.mean())
         labels = getattr(self._data, split)["label"].values
+        if not self._calibrated:
+            return {"auc": 0.5}
         return {"auc": 0.5, "log_loss": float(-np.log(np.where(labels > 0, share, 1 - share)).mean())}
 
     def example(self) -> str:
@@ -106,4 +127,5 @@ class LabelledEvaluator:
         logits, labels, weights = (
             torch.cat([getattr(out, name) for out in outputs]) for name in ("logits", "labels", "weights")
         )
-        return metrics.classification_metrics(logits, labels, weights, self._runtime)
+        figures = metrics.classification_metrics(logits, labels, weights, self._runtime)
+        return figures if self._calibrated else {"auc": figures["auc"]}

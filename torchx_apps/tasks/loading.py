@@ -2,40 +2,78 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torchrec_ext.data.datasets.config import DataConfig, LabelledConfig, SequenceConfig, StreamConfig
 
 if TYPE_CHECKING:
+    from torchrec_ext.data.datasets.streamed import StreamedData
     from torchx_apps.tasks.labelled import LabelledTask
     from torchx_apps.tasks.ranking import RankingTask
     from torchx_apps.tasks.sessions import SessionTask
     from torchx_apps.tasks.streamed import StreamedTask
 
 
+def _prepared(config: DataConfig | LabelledConfig | SequenceConfig, *, labels: bool = True) -> StreamedData | None:
+    """Opens the folder that ``config`` names where rec.data.preprocess wrote it; None for any other set."""
+    from torchrec_ext.data.datasets.streamed import load_streamed, prepared_folder
+
+    if prepared_folder(config.name, config.folder) is None:
+        return None
+    return load_streamed(StreamConfig(name=config.name, folder=config.folder), labels=labels)
+
+
 def ranking_task(config: DataConfig, *, progress: bool = True) -> RankingTask:
-    """Loads the set that ``config`` names, to be ranked."""
+    """Loads the set that ``config`` names, to be ranked.
+
+    Raises:
+        ValueError: ``config`` asks for what the preprocessing of the folder has decided.
+    """
     from torchrec_ext.data.datasets.catalog import load_config
+    from torchrec_ext.data.datasets.streamed import interactions_of
     from torchx_apps.tasks.ranking import RankingTask
 
-    return RankingTask(load_config(config, progress=progress))
+    prepared = _prepared(config, labels=False)
+    if prepared is None:
+        return RankingTask(load_config(config, progress=progress))
+    if config.context or not config.validation:
+        raise ValueError(
+            f"data.name={config.name} was written by rec.data.preprocess, whose recipe says what is context and which "
+            "rows are for validation; leave out data.context and data.validation"
+        )
+    return RankingTask(interactions_of(prepared))
 
 
 def labelled_task(config: LabelledConfig, *, progress: bool = True) -> LabelledTask:
     """Loads the rows that ``config`` names; nothing is downloaded, so there is no progress to show."""
     from torchrec_ext.data.datasets.labelled import load_labelled
+    from torchrec_ext.data.datasets.streamed import labelled_rows_of
     from torchx_apps.tasks.labelled import LabelledTask
 
     del progress
-    return LabelledTask(load_labelled(config))
+    prepared = _prepared(config)
+    return LabelledTask(
+        load_labelled(config) if prepared is None else labelled_rows_of(prepared, context=config.context)
+    )
 
 
 def session_task(config: SequenceConfig, *, progress: bool = True) -> SessionTask:
-    """Loads the set that ``config`` names; nothing is downloaded, so there is no ``progress`` to show."""
+    """Loads the set that ``config`` names; nothing is downloaded, so there is no ``progress`` to show.
+
+    Raises:
+        ValueError: the folder holds preprocessed rows, which are no sequences.
+    """
     from torchrec_ext.data.datasets.sequences import load_sequences
+    from torchrec_ext.data.datasets.streamed import prepared_folder
     from torchx_apps.tasks.sessions import SessionTask
 
     del progress
+    if prepared_folder(config.name, config.folder) is not None:
+        raise ValueError(
+            f"data.name={config.name} was written by rec.data.preprocess: its rows have histories, and no order among "
+            "each other that recipe session could read; take --recipe stream, or name a folder with the log itself"
+        )
     return SessionTask(load_sequences(config))
 
 
@@ -46,3 +84,21 @@ def streamed_task(config: StreamConfig, *, progress: bool = True) -> StreamedTas
 
     del progress
     return StreamedTask(load_streamed(config))
+
+
+def logged_task(config: StreamConfig, *, progress: bool = True) -> StreamedTask:
+    """Opens the preprocessed rows that ``config`` names; generated ones have sessions, which tell the next click."""
+    from torchrec_ext.data.datasets.streamed import load_streamed, planted_log_folder
+    from torchx_apps.tasks.streamed import StreamedTask
+
+    del progress
+    return StreamedTask(load_streamed(config, generate=planted_log_folder))
+
+
+def multi_label_task(config: StreamConfig, *, progress: bool = True) -> StreamedTask:
+    """Opens the preprocessed rows that ``config`` names; generated ones have two labels, told by user and item."""
+    from torchrec_ext.data.datasets.streamed import load_streamed, planted_log_folder
+    from torchx_apps.tasks.streamed import StreamedTask
+
+    del progress
+    return StreamedTask(load_streamed(config, generate=partial(planted_log_folder, sessions=False)))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -18,12 +19,15 @@ from torchrec_ext.data.negatives.hard import Index
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train import metrics
-from torchrec_ext.train.config import Record
+from torchrec_ext.train.config import ClosedFormConfig, Figure, Record
+from torchx_apps.tasks.baselines import Beside, ClosedForms
 from torchx_apps.tasks.export_data import ExportData, of_interactions
 from torchx_apps.tasks.named_data import NamedData
 
 K = 10
 SHOWN = 5
+_BEHIND = 1 << 31  # a rank beyond every number of items shown
+Figures = Sequence[tuple[Figure, int]]  # each with its number of items shown
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,9 @@ class RankingTask(NamedData):
 
     data: InteractionData
     baseline_name: str = "popularity"
+    figures: Figures = ()  # those of data.evaluation where empty
+    baselines: Sequence[str] = ()  # those that take little time where empty
+    closed_form: ClosedFormConfig = field(default_factory=ClosedFormConfig)
     _evaluators: list[RankingEvaluator] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
@@ -55,6 +62,19 @@ class RankingTask(NamedData):
     def validates(self) -> bool:
         """Whether there are validation rows."""
         return self.data.validation.num_rows > 0
+
+    @cached_property
+    def closed_forms(self) -> ClosedForms:
+        """EASE and ALS of the training rows."""
+        return ClosedForms(
+            pairs=lambda: self.data.pairs("train"),
+            num_pairs=self.data.train.num_rows,
+            num_users=self.data.vocab["user_id"],
+            num_items=self.data.items.num_rows,
+            roles={"user_id": "user", "item_id": "item", "history": "history"},
+            names=self.baselines,
+            config=self.closed_form,
+        )
 
     def describe(self) -> str:
         """Returns the set's name and size as one line."""
@@ -85,7 +105,7 @@ class RankingTask(NamedData):
 
     def evaluator(self, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> RankingEvaluator:
         """Returns the evaluator of the figures that ``data.evaluation`` names."""
-        self._evaluators.append(RankingEvaluator(self.data, schema, model, runtime))
+        self._evaluators.append(RankingEvaluator(self.data, schema, model, runtime, self.figures, self.closed_forms))
         return self._evaluators[-1]
 
     def export_data(self, schema: BatchSchema) -> ExportData:
@@ -109,12 +129,21 @@ class Recommended:
 
 
 class RankingEvaluator:
-    """Evaluates a model on the held-out items of ``data``; every rank calls each method but :meth:`baseline`."""
+    """Evaluates a model on the held-out items; every rank calls each method but ``baseline`` and ``beside``."""
 
     def __init__(
-        self, data: InteractionData, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime
+        self,
+        data: InteractionData,
+        schema: BatchSchema,
+        model: DistributedModelParallel,
+        runtime: Runtime,
+        figures: Figures = (),
+        closed_forms: ClosedForms | None = None,
     ) -> None:
         self._data, self._schema, self._model, self._runtime = data, schema, model, runtime
+        self._closed_forms = closed_forms
+        protocol = data.evaluation
+        self._asked = figures or [(name, k) for k in protocol.at for name in protocol.figures]
         # The evaluation does what serving does: a user or an item without a training row has the unknown id's table row
         # and its own features. That table row is trained where ids are dropped; otherwise it has its initial values,
         # which all such items share.
@@ -138,7 +167,32 @@ class RankingEvaluator:
 
     def baseline(self, split: str) -> Record:
         """Returns the ranking figures of the popularity ranking on the same items and candidates."""
-        return _figures_of(self._data, heldout_popularity_ranks(self._data, split))
+        return metrics.named_figures(heldout_popularity_ranks(self._data, split), self._asked)
+
+    def beside(self, split: str) -> Beside:
+        """Returns the figures of EASE and ALS on the same items and candidates.
+
+        They are fitted on the training rows; of a user they know the items that a ranking leaves out as taken.
+        """
+        if self._closed_forms is None:
+            return Beside({}, {})
+        data = self._data
+        users = getattr(data, split)["user_id"].values
+        known = data.seen(np.unique(users) if data.evaluation.by == "user" else users, *_before(split))
+        if split in data.evaluation.candidates:
+            ids = _candidates(data, split)
+
+            def among(scores: torch.Tensor, start: int) -> metrics.TargetRanks:
+                some = ids[start : start + len(scores)]
+                return metrics.ranks_among(scores.gather(1, some.clamp(min=0)), some)
+
+            return self._closed_forms.beside(known, among, self._asked)
+        question = _question(data, split)
+
+        def whole(scores: torch.Tensor, start: int) -> metrics.TargetRanks:
+            return metrics.ranks_of(scores, question, start)
+
+        return self._closed_forms.beside(known, whole, self._asked, partial(_outside_missed, data, question))
 
     def example(self) -> str:
         """Returns the recommendations for the user of the first test row, as text."""
@@ -193,10 +247,11 @@ class RankingEvaluator:
         model, items = self._model.module, self._item_batches(self._data.items.num_rows)
         if split in self._data.evaluation.candidates:
             ranks = metrics.candidate_ranks(model, self._runtime, queries, items, _candidates(self._data, split))
-            return _figures_of(self._data, ranks)
+            return metrics.named_figures(ranks, self._asked)
         question = _question(self._data, split)
         ranks = metrics.catalogue_ranks(model, self._runtime, queries, items, question)
-        return {"auc": self._auc(split), **_figures_of(self._data, _outside_missed(self._data, question, ranks))}
+        figures = metrics.named_figures(_outside_missed(self._data, question, ranks), self._asked)
+        return {"auc": self._auc(split), **figures}
 
     def _auc(self, split: str) -> float:
         config = LoaderConfig(batch_size=4096, negatives=0, label="label", shuffle=False)
@@ -237,17 +292,12 @@ def heldout_popularity_ranks(data: InteractionData, split: str) -> metrics.Targe
     return metrics.ranks_among(popularity[ids.clamp(min=0)].float(), ids)
 
 
-def _figures_of(data: InteractionData, ranks: metrics.TargetRanks) -> Record:
-    return metrics.ranking_metrics(ranks, data.evaluation.at, data.evaluation.figures)
-
-
 def _outside_missed(
     data: InteractionData, question: metrics.Question, ranks: metrics.TargetRanks
 ) -> metrics.TargetRanks:
     """Ranks the held-out items that are not in the catalogue behind every rank that a figure looks at."""
     missed = question.targets > data.num_items
-    behind = max(data.num_items, *data.evaluation.at)
-    return ranks._replace(better=ranks.better.masked_fill(missed, behind), ties=ranks.ties.masked_fill(missed, 0))
+    return ranks._replace(better=ranks.better.masked_fill(missed, _BEHIND), ties=ranks.ties.masked_fill(missed, 0))
 
 
 def _query_rows(data: InteractionData, split: str) -> Int64:
@@ -262,6 +312,11 @@ def _candidates(data: InteractionData, split: str) -> torch.Tensor:
     return torch.from_numpy(np.concatenate([targets[:, None], data.evaluation.candidates[split]], axis=1))
 
 
+def _before(split: str) -> tuple[str, ...]:
+    """Returns the splits whose items a user has taken before those of a split."""
+    return ("train",) if split == "validation" else ("train", "validation")
+
+
 def _question(data: InteractionData, split: str) -> metrics.Question:
     users, targets = (getattr(data, split)[name].values for name in ("user_id", "item_id"))
     rows = None
@@ -269,8 +324,7 @@ def _question(data: InteractionData, split: str) -> metrics.Question:
         order = np.argsort(users, kind="stable")
         users, rows = np.unique(users[order], return_inverse=True)
         targets = targets[order]
-    before = ("train",) if split == "validation" else ("train", "validation")
-    taken = data.seen(users, *before)
+    taken = data.seen(users, *_before(split))
     if data.evaluation.keep_seen:
         taken = Column.from_lengths(targets[:0], np.zeros(len(users), dtype=np.int64))
     return metrics.Question(

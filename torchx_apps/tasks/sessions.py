@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -20,9 +21,11 @@ from torchrec_ext.data.datasets.sequences import (
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.sessions import SessionBatches, SessionLoader
 from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.models.session import CANDIDATES
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train import metrics
-from torchrec_ext.train.config import Record
+from torchrec_ext.train.config import ClosedFormConfig, Figure, Record
+from torchx_apps.tasks.baselines import Beside, ClosedForms
 from torchx_apps.tasks.export_data import ExportData, of_sequences
 from torchx_apps.tasks.named_data import NamedData
 
@@ -32,22 +35,48 @@ SHOWN = 5
 
 @dataclass(frozen=True)
 class SessionTask(NamedData):
-    """Ranks each user's last item among all items not taken before; see :class:`torchx_apps.tasks.job.Task`.
+    """Ranks each user's last items among all items not taken before; see :class:`torchx_apps.tasks.job.Task`.
+
+    Where the set gives candidates, each is ranked among its own.
 
     Raises:
         ValueError: there are no test rows.
     """
 
     data: SequenceData
-    asked: str = "test items, whole catalogue"
     baseline_name: str = "popularity"
     validates: bool = True
+    figures: Sequence[tuple[Figure, int]] = (("hr", K), ("ndcg", K))
+    baselines: Sequence[str] = ()  # those that take little time where empty
+    closed_form: ClosedFormConfig = field(default_factory=ClosedFormConfig)
+
+    @cached_property
+    def closed_forms(self) -> ClosedForms:
+        """EASE and ALS of the training items, in whatever order."""
+        taken = self.data.training()
+        return ClosedForms(
+            pairs=lambda: (np.arange(len(taken)).repeat(taken.lengths), taken.values),
+            num_pairs=len(taken.values),
+            num_users=len(taken),
+            num_items=self.data.num_items + 1,
+            roles={CANDIDATES: "item"},
+            names=self.baselines,
+            config=self.closed_form,
+        )
 
     def __post_init__(self) -> None:
         if not len(self.data.held_out("test").targets):
             raise ValueError(
-                f"set '{self.data.name}' has no test rows: no user has the 3 items that holding out two of them needs"
+                f"set '{self.data.name}' has no test rows: no user has the {self.data.least} items that holding out "
+                f"{self.data.least - 1 if self.data.test_items > 1 else 'two'} of them needs"
             )
+
+    @property
+    def asked(self) -> str:
+        """Heading of the figures: the rows that are ranked, and the candidates they are ranked among."""
+        if "test" in self.data.candidates:
+            return f"test items, among {self.data.candidates['test'].shape[1]} others"
+        return "test items, whole catalogue"
 
     def describe(self) -> str:
         """Returns the set's name and size as one line."""
@@ -60,14 +89,19 @@ class SessionTask(NamedData):
 
     def loader(self, schema: BatchSchema, config: LoaderConfig, *, rank: int, world_size: int) -> SessionLoader:
         """Returns the loader of the training sequences, cut so that each item but a user's first is a target once."""
+        if schema.catalogue and config.negatives:
+            raise ValueError(
+                f"model.loss=catalogue with loader.negatives={config.negatives}: these are a sample of the catalogue; "
+                "set loader.negatives=0, or model.loss=sampled_softmax"
+            )
         windows = training_windows(self.data.training(), self.data.max_length)
         return SessionLoader(
             windows, schema, config=config, num_items=self.data.num_items, rank=rank, world_size=world_size
         )
 
     def evaluator(self, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> SessionEvaluator:
-        """Returns the evaluator of HR@10 and NDCG@10."""
-        return SessionEvaluator(self.data, schema, model, runtime)
+        """Returns the evaluator of ``figures``."""
+        return SessionEvaluator(self.data, schema, model, runtime, self.figures, self.closed_forms)
 
     def export_data(self, schema: BatchSchema) -> ExportData:
         """Returns the catalogue, and the items that each user took before the test item."""
@@ -76,33 +110,54 @@ class SessionTask(NamedData):
 
 
 class SessionEvaluator:
-    """Evaluates a model on the held-out items of ``data``; every rank calls each method but :meth:`baseline`."""
+    """Evaluates a model on the held-out items; every rank calls each method but ``baseline`` and ``beside``."""
 
     def __init__(
-        self, data: SequenceData, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime
+        self,
+        data: SequenceData,
+        schema: BatchSchema,
+        model: DistributedModelParallel,
+        runtime: Runtime,
+        figures: Sequence[tuple[Figure, int]],
+        closed_forms: ClosedForms | None = None,
     ) -> None:
-        self._data, self._model, self._runtime = data, model, runtime
+        self._closed_forms = closed_forms
+        self._data, self._model, self._runtime, self._asked = data, model, runtime, figures
         self._batches = SessionBatches(schema)
         self._held_out = {split: data.held_out(split) for split in HELD_OUT}
 
     def validate(self) -> Record:
-        """Returns HR@10 and NDCG@10 on the validation items."""
+        """Returns the figures on the validation items."""
         return self._figures("validation")
 
     def test(self) -> Record:
-        """Returns HR@10 and NDCG@10 on the test items; each user's validation item then counts as taken before."""
+        """Returns the figures on the test items; each user's validation item then counts as taken before."""
         self._model.eval()
         return self._figures("test")
 
     def baseline(self, split: str) -> Record:
-        """Returns HR@10 and NDCG@10 of the popularity ranking on the same items and candidates."""
+        """Returns the figures of the popularity ranking on the same items and candidates."""
         popularity = torch.from_numpy(self._data.popularity())
-        return metrics.ranking_metrics(metrics.popularity_ranks(popularity, _question(self._held_out[split])), K)
+        if split in self._data.candidates:
+            ids = self._candidates(split)
+            ranks = metrics.ranks_among(popularity[ids.clamp(min=0)].float(), ids)
+            return metrics.named_figures(ranks, self._asked)
+        ranks = metrics.popularity_ranks(popularity, _question(self._held_out[split]))
+        return metrics.named_figures(ranks, self._asked)
+
+    def beside(self, split: str) -> Beside:
+        """Returns the figures of EASE and ALS on the same items; they know the items of a session, not their order."""
+        if self._closed_forms is None:
+            return Beside({}, {})
+        held_out = self._held_out[split]
+        rank = partial(_ranks, _question(held_out))
+        return self._closed_forms.beside(held_out.before, rank, self._asked)
 
     def example(self) -> str:
         """Returns the first test user's last items and what the model recommends after them."""
         held_out = self._held_out["test"]
-        before = held_out.before.slice(0, 1)
+        before, rows = held_out.before.slice(0, 1), held_out.target_rows
+        answers = held_out.targets[:1] if rows is None else held_out.targets[rows == 0]
         with torch.no_grad():
             items = metrics.embed_all(self._model.module, "item", self._items(), self._runtime)
             batch = self._batches.sessions(most_recent(before, self._data.max_length)).to(self._runtime.device)
@@ -113,10 +168,10 @@ class SessionEvaluator:
         best = scores.topk(min(K, int((scores > -torch.inf).sum())))
         lines = [f"the first user took last: {', '.join(self._name(item) for item in before.values[-SHOWN:])}"]
         lines += [
-            f"{len(best.indices)} recommendations (the held-out item was: {self._name(int(held_out.targets[0]))}):"
+            f"{len(best.indices)} recommendations (the held-out item was: {', '.join(map(self._name, answers))}):"
         ]
         for rank, (item, score) in enumerate(zip(best.indices.tolist(), best.values.tolist(), strict=True), start=1):
-            mark = "   <- the held-out item" if item == held_out.targets[0] else ""
+            mark = "   <- the held-out item" if item in answers else ""
             lines.append(f"{rank:3}. {self._name(item)}  ({score:.2f}){mark}")
         return "\n".join(lines)
 
@@ -125,16 +180,20 @@ class SessionEvaluator:
 
     def _figures(self, split: str) -> Record:
         held_out = self._held_out[split]
-        recent = most_recent(held_out.before, self._data.max_length)
-        ranks = metrics.catalogue_ranks(
-            self._model.module,
-            self._runtime,
-            self._sessions(recent),
-            self._items(),
-            _question(held_out),
-            towers=("session", "item"),
-        )
-        return metrics.ranking_metrics(ranks, K)
+        sessions = self._sessions(most_recent(held_out.before, self._data.max_length))
+        model, towers = self._model.module, ("session", "item")
+        if split in self._data.candidates:
+            asked = self._candidates(split)
+            ranks = metrics.candidate_ranks(model, self._runtime, sessions, self._items(), asked, towers=towers)
+        else:
+            question = _question(held_out)
+            ranks = metrics.catalogue_ranks(model, self._runtime, sessions, self._items(), question, towers=towers)
+        return metrics.named_figures(ranks, self._asked)
+
+    def _candidates(self, split: str) -> torch.Tensor:
+        """Returns each held-out item and the candidates that it is ranked among, (Q, 1 + N)."""
+        targets = self._held_out[split].targets
+        return torch.from_numpy(np.concatenate([targets[:, None], self._data.candidates[split]], axis=1))
 
     def _sessions(self, sessions: Column) -> Iterator[metrics.Kept]:
         for rows, keep in metrics.own_share(len(sessions), self._runtime):
@@ -145,9 +204,14 @@ class SessionEvaluator:
         return ((self._batches.items(ids[rows]), keep) for rows, keep in metrics.own_share(len(ids), self._runtime))
 
 
+def _ranks(question: metrics.Question, scores: torch.Tensor, start: int) -> metrics.TargetRanks:
+    return metrics.ranks_of(scores, question, start)
+
+
 def _question(held_out: HeldOut) -> metrics.Question:
     return metrics.Question(
         targets=torch.from_numpy(held_out.targets),
-        seen_rows=torch.from_numpy(np.arange(len(held_out.targets)).repeat(held_out.before.lengths)),
+        target_rows=None if held_out.target_rows is None else torch.from_numpy(held_out.target_rows),
+        seen_rows=torch.from_numpy(np.arange(len(held_out.users)).repeat(held_out.before.lengths)),
         seen_items=torch.from_numpy(held_out.before.values),
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,13 +14,15 @@ import torch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_ext.data.columns import Chunk, Column, Int64, Windows, concatenate
-from torchrec_ext.data.datasets.streamed import StreamedData
+from torchrec_ext.data.datasets.streamed import StreamedData, positive_share
 from torchrec_ext.data.loader.batch_builder import BatchBuilder
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
+from torchrec_ext.data.negatives.mixed import CatalogueCandidates
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train import metrics
-from torchrec_ext.train.config import Record
+from torchrec_ext.train.config import ClosedFormConfig, Figure, Record
+from torchx_apps.tasks.baselines import Beside, ClosedForms
 from torchx_apps.tasks.export_data import ExportData, of_streamed
 from torchx_apps.tasks.named_data import NamedData
 
@@ -33,6 +36,25 @@ class StreamedTask(NamedData):
     data: StreamedData
     asked: str = "test rows"
     baseline_name: str = "the same for all, by popularity"
+    figures: Sequence[tuple[Figure, int]] = ()  # of the catalogue's ranking; HR@10 and NDCG@10 where empty
+    baselines: Sequence[str] = ()  # those that take little time where empty
+    closed_form: ClosedFormConfig = field(default_factory=ClosedFormConfig)
+
+    @cached_property
+    def closed_forms(self) -> ClosedForms | None:
+        """EASE and ALS of the users' and items' training rows with label 1; None where no user or item is named."""
+        user, item = self.data.roles.user, self.data.roles.item
+        if user is None or item is None:
+            return None
+        return ClosedForms(
+            pairs=lambda: _clicked(self.data, user, item),
+            num_pairs=self.data.splits["train"].num_rows,
+            num_users=self.data.vocab[user],
+            num_items=self.data.vocab[item],
+            roles={user: "user", item: "item"},
+            names=self.baselines,
+            config=self.closed_form,
+        )
 
     @property
     def validates(self) -> bool:
@@ -52,17 +74,22 @@ class StreamedTask(NamedData):
 
     def positives(self, config: LoaderConfig, tasks: Sequence[str] = ()) -> list[float]:
         """Returns the weighted share of positives among the training rows, never quite 0 or 1; reads all labels."""
-        del config, tasks
-        return [self.data.share("train")]
+        del config
+        sums, total = self.data.task_positives["train"] if tasks else {}, self.data.positives["train"][1]
+        return [self.data.share("train"), *(positive_share(sums[name][0], total) for name in tasks)]
 
     def loader(self, schema: BatchSchema, config: LoaderConfig, *, rank: int, world_size: int) -> ChunkLoader:
         """Returns the loader of the training rows, which have labels, and which are read while the epoch runs."""
         source, config = self.data.splits["train"], self.with_roles(config)
-        return ChunkLoader(source, schema, config=config, rank=rank, world_size=world_size)
+        known, items = self.data.items if schema.catalogue else (None, None)
+        everything = None if known is None else CatalogueCandidates(known)
+        return ChunkLoader(
+            source, schema, config=config, items=items, negatives=everything, rank=rank, world_size=world_size
+        )
 
     def evaluator(self, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> StreamedEvaluator:
         """Returns the evaluator of AUC, log loss, normalised entropy, calibration and the catalogue's ranking."""
-        return StreamedEvaluator(self.data, schema, model, runtime)
+        return StreamedEvaluator(self.data, schema, model, runtime, self.figures, self.closed_forms)
 
     def export_data(self, schema: BatchSchema) -> ExportData:
         """Returns the items of the training rows, and requests as they stand in the log.
@@ -82,7 +109,7 @@ class _Asked(NamedTuple):
 
 
 class StreamedEvaluator:
-    """Evaluates on rows that are read a batch at a time; every rank calls each method but :meth:`baseline`.
+    """Evaluates on rows that are read a batch at a time; every rank calls each method but ``baseline`` and ``beside``.
 
     Where the preprocessing names the columns of user and item, and the item's columns are those of the model's last
     tower, the whole catalogue is ranked for held-out rows with label 1, without the items that the same user has
@@ -90,10 +117,31 @@ class StreamedEvaluator:
     """
 
     def __init__(
-        self, data: StreamedData, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime
+        self,
+        data: StreamedData,
+        schema: BatchSchema,
+        model: DistributedModelParallel,
+        runtime: Runtime,
+        figures: Sequence[tuple[Figure, int]] = (),
+        closed_forms: ClosedForms | None = None,
     ) -> None:
+        self._closed_forms = closed_forms
+        named = closed_forms.names if closed_forms else ()
+        if (figures or named) and ranking_towers(model.module, data) is None:
+            metrics_named = f"evaluation.metrics={','.join(f'{name}@{k}' for name, k in figures)}"
+            raise ValueError(
+                f"{metrics_named if figures else 'evaluation.baselines=' + ','.join(named)}: the catalogue of "
+                f"'{data.name}' is not ranked; that needs Prepared(user=, item=) in its preprocessing recipe, "
+                "data.ranked above 0, and a last tower that reads the item's columns, and no others"
+            )
         self._data, self._schema, self._model, self._runtime = data, schema, model, runtime
+        self._named: Sequence[tuple[Figure, int]] = figures or (("hr", 10), ("ndcg", 10))
         self._questions: dict[str, _Asked | None] = {}
+
+    @property
+    def _calibrated(self) -> bool:
+        """Whether the model's logits are odds, and not scores that only rank."""
+        return bool(getattr(self._model.module, "calibrated", True))
 
     def validate(self) -> Record:
         """Returns the figures on the validation rows."""
@@ -106,19 +154,47 @@ class StreamedEvaluator:
 
     def baseline(self, split: str) -> Record:
         """Returns the figures of the best constant, the training rows' share of positives, and popularity's ranking."""
-        (positive, total), share = self._data.positives[split], self._data.share("train")
-        rate = positive / total
-        classes = ((rate, share), (1 - rate, 1 - share))
-        loss = -sum(weight * math.log(chance) for weight, chance in classes if weight)
-        figures = {"auc": 0.5, "log_loss": loss}
+        figures: Record = {}
+        for prefix, (positive, total), share in self._constants(split):
+            rate = positive / total if total else 0.0
+            classes = ((rate, share), (1 - rate, 1 - share))
+            figures[f"{prefix}auc"] = 0.5
+            if self._calibrated:
+                figures[f"{prefix}log_loss"] = -sum(weight * math.log(chance) for weight, chance in classes if weight)
         asked = self._asked(split)
         if asked is None:
             return figures
-        counts = torch.zeros(self._data.vocab[str(self._data.roles.item)])
-        for chunk in self._data.chunks("train", [self._data.roles.label, str(self._data.roles.item)]):
-            clicked = chunk[str(self._data.roles.item)].values[chunk[self._data.roles.label].values > 0]
-            counts += torch.from_numpy(np.bincount(clicked, minlength=len(counts)))
-        return figures | metrics.ranking_metrics(metrics.popularity_ranks(counts, asked.question))
+        counts = torch.from_numpy(self._data.popularity).float()
+        return figures | metrics.named_figures(metrics.popularity_ranks(counts, asked.question), self._named)
+
+    def beside(self, split: str) -> Beside:
+        """Returns the figures of EASE and ALS for the same rows; they know a user's items of training rows."""
+        asked = self._asked(split)
+        if asked is None or self._closed_forms is None:
+            return Beside({}, {})
+        question = asked.question
+        lengths = torch.bincount(question.seen_rows, minlength=question.queries)
+        known = Column.from_lengths(question.seen_items.numpy(), lengths.numpy())
+
+        def rank(scores: torch.Tensor, start: int) -> metrics.TargetRanks:
+            return metrics.ranks_of(scores, question, start)
+
+        return self._closed_forms.beside(known, rank, self._named)
+
+    def _constants(self, split: str) -> Iterator[tuple[str, tuple[float, float], float]]:
+        """Yields each label's prefix of figures, its positives and their total, and their share in training."""
+        data, tasks = self._data, list(getattr(self._model.module, "tasks", ()))
+        if not tasks:
+            yield "", data.positives[split], data.share("train")
+            return
+        of_clicked = self._model.module.rows == "positive"
+        for number, name in enumerate(tasks):
+            sums = []
+            for of in (split, "train"):
+                every, some = data.task_positives[of][name]
+                clicked, total = data.positives[of]
+                sums.append((some, clicked) if of_clicked and number else (every, total))
+            yield f"{name}_", sums[0], positive_share(*sums[1])
 
     def example(self) -> str:
         """Returns an empty text, since a row of ids means nothing to a person."""
@@ -135,13 +211,20 @@ class StreamedEvaluator:
         )
         source = self._data.splits[split]
         loader = ChunkLoader(source, self._schema, config=config, rank=runtime.rank, world_size=runtime.world_size)
-        figures = metrics.ClassificationMetrics(runtime.device)
+        figures: dict[str, metrics.ClassificationMetrics] = {}
         with torch.no_grad():
             for batch in metrics.watched(loader, len(loader)):
                 output = self._model.module(batch.to(runtime.device))[1]
-                figures.update(output.logits, output.labels, output.weights)
-        record = figures.compute(runtime)
-        record.pop("auc_error")
+                tasks = getattr(output, "tasks", None)
+                for prefix, each in {f"{name}_": of for name, of in tasks.items()}.items() if tasks else [("", output)]:
+                    made = figures.setdefault(prefix, metrics.ClassificationMetrics(runtime.device))
+                    made.update(each.logits, each.labels, each.weights)
+        record = {
+            f"{prefix}{name}": value
+            for prefix, made in figures.items()
+            for name, value in made.compute(runtime).items()
+            if name == "auc" or (self._calibrated and name != "auc_error")
+        }
         return {**record, **self._ranking(split)}
 
     def _asked(self, split: str) -> _Asked | None:
@@ -170,7 +253,17 @@ class StreamedEvaluator:
         ranks = metrics.catalogue_ranks(
             self._model.module, self._runtime, queries, batches, asked.question, towers=asked.towers
         )
-        return metrics.ranking_metrics(ranks)
+        return metrics.named_figures(ranks, self._named)
+
+
+def _clicked(data: StreamedData, user: str, item: str) -> tuple[Int64, Int64]:
+    """Returns users (P,) and items (P,) of the training rows with label 1 and a known user."""
+    pairs = []
+    for chunk in data.chunks("train", [user, item, data.roles.label]):
+        rows = np.flatnonzero((chunk[data.roles.label].values > 0) & (chunk[user].values > 0))
+        pairs.append(np.stack([chunk[user].values[rows], chunk[item].values[rows]]))
+    users, items = np.concatenate(pairs, axis=1)
+    return users, items
 
 
 def ranking_towers(model: Any, data: StreamedData) -> list[str] | None:

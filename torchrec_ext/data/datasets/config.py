@@ -16,17 +16,24 @@ LAYOUTS = (
     "inter.parquet (user_id, item_id, timestamp: the last item of each user is for test), or train.parquet and "
     "test.parquet (user, item), with validation.parquet where it is given and with test_negatives.parquet (user, "
     "negative) where each test item is ranked among its own candidates, or the text files NAME.train.rating, "
-    "NAME.test.rating and NAME.test.negative of the NCF paper; with users.parquet (user, ...) and items.parquet "
-    "(item, ...) where more is known of them, and columns of context beside the pairs, named in data.context"
+    "NAME.test.rating and NAME.test.negative of the NCF paper, or train.txt and test.txt of LightGCN (user item item "
+    "... in a line); with users.parquet (user, ...) and items.parquet (item, ...) where more is known of them, and "
+    "columns of context beside the pairs, named in data.context; or what rec.data.preprocess wrote, whose label says "
+    "what is a positive. Ids are whole numbers or text, times numbers or dates; a missing feature is unknown"
 )
 LABELLED_LAYOUT = (
-    "train.parquet, validation.parquet and test.parquet, with the columns label (0 or 1), user, item and, of any "
-    "other name, the context: whole numbers from 0 are ids, of which those of the training rows are known, fractions "
-    "are dense columns"
+    "train.parquet, validation.parquet and test.parquet, with the columns label (0 or 1), user and item where there "
+    "are such and, of any other name, the context: text and whole numbers are ids, of which those of the training rows "
+    "are known, dates become their hour, weekday or month, fractions are dense columns, a missing value is unknown; "
+    "columns whose names begin with user_ or user. are the user's and those that begin with item_ or item. the item's, "
+    "as are all columns of users.parquet (user, ...) and items.parquet (item, ...) there; or what rec.data.preprocess "
+    "wrote"
 )
 SEQUENCES_LAYOUT = (
     "one file *sequences.parquet or inter.parquet with a row per event: user (or user_id), item (or item_id), and "
-    "position, timestamp or time"
+    "position, timestamp or time; ids are whole numbers or text, times numbers or dates; with test_negatives.parquet "
+    "(user, negative) beside it where each user's test item is ranked among candidates of its own, and "
+    "validation_negatives.parquet for the validation item"
 )
 
 
@@ -37,7 +44,8 @@ class DataConfig:
     Args:
         name: ``ml-100k``, ``ml-1m-ncf``, generated data (``planted``, ``checkerboard``), or the name of a folder of
             your own in one of the layouts of :data:`LAYOUTS`.
-        history_length: greatest number of the user's earlier items in a row.
+        history_length: greatest number of the user's earlier items in a row. What ``rec.data.preprocess`` wrote has
+            the histories that its recipe made.
         folder: folder of real sets, each in a folder of its own name; ``$TORCHREC_EXT_DATA`` where not given.
         offline: never download.
         users: number of users to generate; the generator's default where not given. For generated sets only.
@@ -49,8 +57,8 @@ class DataConfig:
             tutorial.
         context: columns of the interactions in a folder of your own that say in what context an item was taken, such as
             ``hour,device``, and are known when a recommendation is asked for: a rating is not. Text and whole numbers
-            become ids, fractions numbers; negatives have the context of their positive. All recipes but ``session``
-            read them.
+            become ids, dates those of their hour, weekday or month, fractions numbers; negatives have the context of
+            their positive. All recipes but ``session`` read them. What ``rec.data.preprocess`` wrote has its own.
         validation: hold rows out for validation; False trains on them, for a last run with settings chosen before. For
             ``ml-1m-ncf`` and folders like it, and ``tfrs``.
     """
@@ -107,6 +115,9 @@ class LabelledConfig:
             (:data:`LABELLED_LAYOUT`).
         context: read the context; False gives every row the same context, id 0 and 0.0, to see what the model can do
             without it.
+        user_features: further columns of the rows that describe the user and not the event.
+        item_features: further columns of the rows that describe the item, such as the shown item's ``price``: the item
+            tower reads them, a bundle stores those of each item's last training row, and requests do not give them.
         folder: folder of real sets, each in a folder of its own name; ``$TORCHREC_EXT_DATA`` where not given.
         seed: seed of generated data.
     """
@@ -118,8 +129,19 @@ class LabelledConfig:
         },
     )
     context: bool = True
+    user_features: tuple[str, ...] = ()
+    item_features: tuple[str, ...] = ()
     folder: str | None = None
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if both := sorted(set(self.user_features) & set(self.item_features)):
+            raise ValueError(
+                f"data.user_features and data.item_features name {both[0]}: a column describes one of the two"
+            )
+        for key in ("user_features", "item_features"):
+            if getattr(self, key) and self.name == PLANTED:
+                raise ValueError(f"data.{key}: of a folder of your own; the rows of {PLANTED} have none: leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +152,8 @@ class SequenceConfig:
         name: name of the folder of a set, such as ``amazon-beauty-sequences``, which holds one file as in
             :data:`SEQUENCES_LAYOUT`; or ``planted``, generated data.
         max_length: S, the greatest number of items, the most recent ones, that a model reads before its target.
+        test_items: number of a user's last items that are for test, found in one ranking after all items before them;
+            as many before these are for validation. A user with fewer than twice as many and one is trained on alone.
         folder: folder of the sets, each in a folder of its own name; ``$TORCHREC_EXT_DATA`` where not given.
         users: number of users to generate; for generated data only.
         items: number of items to generate; for generated data only.
@@ -144,14 +168,16 @@ class SequenceConfig:
         },
     )
     max_length: int = 50
+    test_items: int = 1
     folder: str | None = None
     users: int | None = None
     items: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.max_length < 1:
-            raise ValueError(f"data.max_length={self.max_length}: must be 1 or more")
+        for key in ("max_length", "test_items"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"data.{key}={getattr(self, key)}: must be 1 or more")
         for key in ("users", "items"):
             value = getattr(self, key)
             if value is not None and self.name != PLANTED:

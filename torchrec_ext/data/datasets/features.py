@@ -1,12 +1,16 @@
-"""RowContext: how context of rows (hour, device, price) and features of users and items become ids and numbers.
+"""RowContext: raw columns of rows in memory under the fitted preprocessor that reads a request's rows too.
+
+raw_column(), raw_ids(): a column of a user's file in a type that steps take: dates are times, missing values stay.
 
 side_features(): a table of users or items -> feature columns by id; their kinds are inferred from the values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,13 +18,35 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from torchrec_ext.data.columns import Array, Chunk, Column, Int64
-from torchrec_ext.data.files.arrow import as_int64
-from torchrec_ext.data.files.parquet import read_parquet
-from torchrec_ext.data.preprocess.categorical import Vocabulary
+from torchrec_ext.data.columns import Array, Chunk, Column, Int64, Windows
+from torchrec_ext.data.files.arrow import as_int64, is_list_type
+from torchrec_ext.data.preprocess import (
+    Categorify,
+    FillMissing,
+    FittedPreprocessor,
+    Lists,
+    Normalize,
+    Step,
+    TimeFeatures,
+    Vocabulary,
+)
+from torchrec_ext.data.preprocess.columns import as_times, is_iso
+from torchrec_ext.data.preprocess.times import Feature, offsets_of
 from torchrec_ext.schema import DataError
 
 UNKNOWN = "unknown"  # stands in a list for a value that is in no vocabulary
+SEPARATOR = "|"
+MOST_DISTINCT = (
+    0.5  # share of distinct values from which on a column names its row, as a title does, and says nothing of another
+)
+MISSING_TIME = np.iinfo(np.int64).min
+_LOOKED_AT = 1000  # rows among which the first text says whether a column holds dates
+_DAY = 86_400_000_000
+TIME = "timestamp[us]"  # raw type of a column of dates or times
+OF_TIMES: tuple[Feature, ...] = ("hour", "weekday")
+OF_DATES: tuple[Feature, ...] = ("weekday", "month")  # of a column in which every time is midnight
+_OTHER_DATE = re.compile(r"(\d{4}[./]\d{1,2}[./]\d{1,2}|\d{1,2}[./-]\d{1,2}[./-]\d{4})(\D.*)?")
+RawColumns = Mapping[str, pa.Array]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +54,9 @@ class RowContext:
     """The mapping of raw columns to ids and numbers; context is fitted on training rows, users and items on all rows.
 
     Args:
-        vocabularies: maps a column of text or whole numbers to its values, from row 1 on; any other value is row 0.
-        scales: maps a column of fractions to its mean and standard deviation.
-        separators: maps a column of texts that hold lists to what stands between two values.
-        types: maps a column to its raw type where that is not the type of the values; see
-            ``data.preprocess.column_types``.
+        steps: the fitted preprocessor that maps rows in memory here and the rows of a request later. Text and whole
+            numbers become ids from 1 on, in the order of the values, dates and times the ids of their hour, weekday
+            or month, and fractions numbers of mean 0 and deviation 1; 0 stands for a missing and for an unknown value.
 
     Example:
         >>> device, price = np.array(["tv", "phone"], dtype=object), np.array([1.0, 3.0])
@@ -42,44 +66,140 @@ class RowContext:
         {'device': [2, 1], 'price': [-1.0, 1.0]}
     """
 
-    vocabularies: Mapping[str, Vocabulary] = field(default_factory=dict)
-    scales: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    separators: Mapping[str, str] = field(default_factory=dict)
-    types: Mapping[str, str] = field(default_factory=dict)
+    steps: FittedPreprocessor = field(default_factory=lambda: FittedPreprocessor(steps=(), keep=(), raw={}, states=()))
 
     @classmethod
-    def fit(cls, rows: Chunk) -> RowContext:
-        """Fits vocabularies and scales to the columns of ``rows``, as :func:`read_context` returns them."""
-        dense = {name: column.values for name, column in rows.items() if column.values.dtype.kind == "f"}
-        vocabularies = {
-            name: np.unique(column.values, return_counts=True) for name, column in rows.items() if name not in dense
-        }
-        return cls(
-            vocabularies={
-                name: Vocabulary(pa.array(values), pa.array(counts)) for name, (values, counts) in vocabularies.items()
-            },
-            scales={name: (float(values.mean()), float(values.std()) or 1.0) for name, values in dense.items()},
+    def of(
+        cls,
+        *,
+        vocabularies: Mapping[str, Vocabulary] | None = None,
+        scales: Mapping[str, tuple[float, float]] | None = None,
+        separators: Mapping[str, str] | None = None,
+        times: Mapping[str, tuple[Feature, ...]] | None = None,
+        types: Mapping[str, str] | None = None,
+        filled: Collection[str] = (),
+    ) -> RowContext:
+        """Builds the preprocessor from what its steps are fitted with.
+
+        Args:
+            vocabularies: maps a column of text or whole numbers to its values, from row 1 on.
+            scales: maps a column of fractions to its mean and standard deviation.
+            separators: maps a column of texts that hold lists to what stands between two values.
+            times: maps a column of times to the features made of it.
+            types: maps a column to its raw type where that is not the type of the values; see
+                ``data.preprocess.column_types``.
+            filled: columns of fractions in which a missing value stands for the mean.
+        """
+        separators, raw = separators or {}, dict(types or {})
+        pairs: list[tuple[Step, Any]] = []
+        for name, words in (vocabularies or {}).items():
+            raw.setdefault(name, "string" if name in separators else str(words.values.type))
+            if name in separators:
+                pairs.append((Lists(column=name, separator=separators[name]), {}))
+            pairs.append((Categorify(column=name), words))
+        for name, (mean, deviation) in (scales or {}).items():
+            raw[name] = "float64"
+            if name in filled:
+                pairs.append((FillMissing(column=name, statistic="mean"), {"value": mean}))
+            pairs.append((Normalize(column=name), {"mean": mean, "std": deviation}))
+        for name, features in (times or {}).items():
+            raw[name] = TIME
+            starts, offsets = offsets_of("UTC")
+            state = {"starts": list(starts), "offsets": list(offsets)}
+            pairs.append((TimeFeatures(column=name, features=features), state))
+        steps, states = zip(*pairs, strict=True) if pairs else ((), ())
+        return cls(steps=FittedPreprocessor(steps=steps, keep=(), raw=raw, states=states))
+
+    @classmethod
+    def fit(cls, rows: RawColumns | Chunk, *, filled: Collection[str] = (), separator: str | None = None) -> RowContext:
+        """Fits vocabularies and scales to raw columns, as :func:`raw_column` returns them.
+
+        Args:
+            rows: raw columns of the training rows.
+            filled: columns of fractions in which a missing value stands for the mean.
+            separator: what stands between two values in texts that hold lists; None where no column does.
+
+        Raises:
+            DataError: all values of a column are missing.
+        """
+        vocabularies: dict[str, Vocabulary] = {}
+        scales: dict[str, tuple[float, float]] = {}
+        separators: dict[str, str] = {}
+        times: dict[str, tuple[Feature, ...]] = {}
+        types: dict[str, str] = {}
+        for name, column in _arrays(rows).items():
+            values = column.drop_null()
+            if not len(values):
+                raise DataError(f"column '{name}': all {len(column):,} values are missing; leave the column out")
+            if pa.types.is_floating(values.type):
+                numbers = values.to_numpy()
+                scales[name] = (float(numbers.mean()), float(numbers.std()) or 1.0)
+            elif pa.types.is_timestamp(values.type):
+                times[name] = OF_DATES if (values.cast(pa.int64()).to_numpy() % _DAY == 0).all() else OF_TIMES
+            elif (
+                separator and pa.types.is_string(values.type) and pc.any(pc.match_substring(values, separator)).as_py()
+            ):
+                separators[name] = separator
+                words = pc.list_flatten(pc.split_pattern(values, separator))
+                vocabularies[name] = _counted(words.filter(pc.not_equal(words, "")))
+            else:
+                types |= {name: "bool"} if pa.types.is_boolean(values.type) else {}
+                vocabularies[name] = _counted(values)
+        made = {f"{name}_{feature}": name for name, features in times.items() for feature in features}
+        if clash := sorted(made.keys() & _arrays(rows).keys()):
+            raise DataError(
+                f"column '{clash[0]}' is there, and is made of the dates in '{made[clash[0]]}' too; leave one of them "
+                "out, or rename it"
+            )
+        return cls.of(
+            vocabularies=vocabularies, scales=scales, separators=separators, times=times, types=types, filled=filled
         )
+
+    @cached_property
+    def vocabularies(self) -> dict[str, Vocabulary]:
+        """Values of each column of text or whole numbers, from row 1 on; any other value is row 0."""
+        return {step.column: state for step, state in self._pairs if isinstance(step, Categorify)}
+
+    @cached_property
+    def scales(self) -> dict[str, tuple[float, float]]:
+        """Mean and standard deviation of each column of fractions."""
+        return {
+            step.column: (state["mean"], state["std"]) for step, state in self._pairs if isinstance(step, Normalize)
+        }
+
+    @cached_property
+    def separators(self) -> dict[str, str]:
+        """Separator of the values of each column of texts that hold lists."""
+        return {step.column: str(step.separator) for step, _ in self._pairs if isinstance(step, Lists)}
+
+    @cached_property
+    def times(self) -> dict[str, tuple[str, ...]]:
+        """Names of the columns of ids that are made of each column of times."""
+        return {step.column: step.writes for step, _ in self._pairs if isinstance(step, TimeFeatures)}
+
+    @property
+    def _pairs(self) -> list[tuple[Step, Any]]:
+        return list(zip(self.steps.steps, self.steps.states, strict=True))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all columns."""
-        return (*self.vocabularies, *self.scales)
+        """Names of all columns that a model may read."""
+        return (*self.vocab, *self.scales)
 
     @property
     def vocab(self) -> dict[str, int]:
         """Number of rows that the table of each column of ids needs."""
-        return {name: len(values) for name, values in self.vocabularies.items()}
+        return dict(self.steps.vocab)
 
-    def transform(self, rows: Chunk) -> dict[str, Column]:
-        """Maps raw columns to ids (B,) int64 from 1 on, and numbers (B,) float32 of mean 0 and deviation 1."""
-        known = np.ones(rows.num_rows, dtype=bool)
-        ids = {name: Column(values.ids(rows[name].values, known)) for name, values in self.vocabularies.items()}
-        return ids | {name: Column(self._scaled(name, rows[name].values)) for name in self.scales}
+    def transform(self, rows: RawColumns | Chunk) -> dict[str, Column]:
+        """Maps raw columns to ids (B,) int64 from 1 on, and numbers (B,) float32 of mean 0 and deviation 1.
 
-    def _scaled(self, name: str, values: Any) -> Any:
-        mean, deviation = self.scales[name]
-        return ((values.astype(np.float64) - mean) / deviation).astype(np.float32)
+        A column of times stays beside what is made of it, in microseconds since 1970, ``MISSING_TIME`` where it is
+        missing.
+        """
+        columns = _arrays(rows)
+        times = {name: Column(_microseconds(columns[name])) for name in self.times}
+        return {**self.steps.online(columns), **times}
 
     def raw(self, rows: Chunk) -> dict[str, pa.Array]:
         """Maps ids and numbers back to the values that a file or a request would hold; null for the unknown."""
@@ -87,27 +207,42 @@ class RowContext:
         for name, (mean, deviation) in self.scales.items():
             if name in rows:
                 values[name] = pa.array(rows[name].values.astype(np.float64) * deviation + mean)
+        for name in self.times:
+            if name in rows:
+                moments = rows[name].values
+                values[name] = pa.array(moments, mask=moments == MISSING_TIME).cast(pa.timestamp("us", "UTC"))
         return values
 
     def raw_type(self, name: str) -> str:
-        """Returns the type that a column has in a file or a request."""
-        if name in self.scales:
-            return "float64"
-        return self.types.get(name) or (
-            "string" if name in self.separators else str(self.vocabularies[name].values.type)
-        )
+        """Returns the type that a raw column has in a file or a request."""
+        return self.steps.raw[name]
+
+    def sources(self, names: Sequence[str]) -> list[str]:
+        """Returns the raw columns that ``names`` are made of, in their order; other names stay."""
+        made_of = {made: name for name, features in self.times.items() for made in features}
+        return list(dict.fromkeys(made_of.get(name, name) for name in names))
+
+    def steps_of(self, name: str) -> list[tuple[Step, Any]]:
+        """Returns the steps, with their states, that read a raw column."""
+        return [(step, state) for step, state in self._pairs if step.reads == (name,)]
 
     def joined(self, other: RowContext) -> RowContext:
         """Returns one mapping of the columns of both, which must differ."""
+        first, second = self.steps, other.steps
         return RowContext(
-            **{field_name: {**mapping, **getattr(other, field_name)} for field_name, mapping in vars(self).items()}
+            steps=FittedPreprocessor(
+                steps=(*first.steps, *second.steps),
+                keep=(),
+                raw={**first.raw, **second.raw},
+                states=(*first.states, *second.states),
+            )
         )
 
     def _words(self, name: str, column: Column) -> pa.Array:
         ids = column.values
         words = self.vocabularies[name].values.take(pa.array(ids - 1, mask=ids == 0))
         if name not in self.separators:
-            return words.cast(pa.bool_()) if self.types.get(name) == "bool" else words
+            return words.cast(pa.bool_()) if self.raw_type(name) == "bool" else words
         ends = np.cumsum(column.lengths)
         lists = pa.ListArray.from_arrays(
             pa.array(np.concatenate([[0], ends]).astype(np.int32)), words.fill_null(UNKNOWN)
@@ -115,33 +250,140 @@ class RowContext:
         return pc.binary_join(lists, self.separators[name])
 
 
-def read_context(path: Path, names: Sequence[str], ids: Sequence[str]) -> Chunk:
-    """Reads columns of one value per row: text, whole numbers, or fractions.
+def _arrays(rows: RawColumns | Chunk) -> dict[str, pa.Array]:
+    """Returns raw columns as Arrow arrays."""
+    return {name: pa.array(column.values) if isinstance(column, Column) else column for name, column in rows.items()}
+
+
+def _counted(values: pa.Array) -> Vocabulary:
+    """Returns the distinct values, in sorted order, with the number of rows of each."""
+    counted = pc.value_counts(values.cast(pa.int64()) if pa.types.is_boolean(values.type) else values)
+    order = pc.sort_indices(counted.field("values"))
+    return Vocabulary(counted.field("values").take(order), counted.field("counts").take(order))
+
+
+def _microseconds(times: pa.Array) -> Int64:
+    moments: Int64 = times.cast(pa.int64()).fill_null(MISSING_TIME).to_numpy()
+    return moments
+
+
+def raw_column(path: Path, name: str, column: pa.Array | pa.ChunkedArray) -> pa.Array:
+    """Returns a column of a file in a type that steps take, its missing values as nulls.
+
+    Whole numbers are int64; dates, times and texts in ISO 8601 ``timestamp[us, UTC]``; text, fractions, bools and lists
+    stay.
 
     Args:
-        path: parquet file.
-        names: names of the columns.
-        ids: names that mean something else.
+        path: the file, for messages.
+        name: name of the column, for messages.
+        column: (B,) values.
 
     Raises:
-        DataError: a column is missing, is one of ``ids``, or holds lists, nulls or a value that is not finite.
+        DataError: a whole number is beyond int64, a fraction is not finite, a text is a date in another format than the
+            first one or than ISO 8601, or the type is none of these.
     """
-    if reserved := [name for name in names if name in ids]:
+    column = _one_piece(column)
+    kind = column.type
+    if pa.types.is_integer(kind):
+        return _whole(path, name, column)
+    if pa.types.is_floating(kind):
+        check_finite(path, name, column.fill_null(0).to_numpy(zero_copy_only=False))
+        return column.cast(pa.float32()) if pa.types.is_float16(kind) else column
+    first = next((text for text in column[:_LOOKED_AT].to_pylist() if text), "") if pa.types.is_string(kind) else ""
+    if is_iso(first) or _OTHER_DATE.fullmatch(first) or pa.types.is_date(kind) or pa.types.is_timestamp(kind):
+        return times_in(path, name, column)
+    if pa.types.is_string(kind) or pa.types.is_boolean(kind) or pa.types.is_null(kind) or is_list_type(kind):
+        return column
+    raise DataError(
+        f"{path}: column '{name}' is {kind}; must be text, whole numbers, fractions or dates: convert it where it is "
+        "written, or leave it out"
+    )
+
+
+def raw_ids(path: Path, name: str, column: pa.Array | pa.ChunkedArray) -> pa.Array:
+    """Returns a column of ids as int64 or string, its missing values as nulls.
+
+    Raises:
+        DataError: an id is beyond int64, or the ids are neither whole numbers nor text.
+    """
+    column = _one_piece(column)
+    if pa.types.is_integer(column.type):
+        return _whole(path, name, column)
+    if pa.types.is_string(column.type) or pa.types.is_null(column.type):
+        return column
+    if is_list_type(column.type):
+        raise DataError(f"{path}: column '{name}' holds lists, must hold one value per row; write a row for each event")
+    raise DataError(
+        f"{path}: column '{name}' is {column.type}; ids must be whole numbers or text: convert it where it is written "
+        "(pandas makes fractions of ids where some are missing: astype('Int64'))"
+    )
+
+
+def times_in(path: Path, name: str, column: pa.Array | pa.ChunkedArray) -> pa.Array:
+    """Returns a column of dates, times or texts in ISO 8601 as ``timestamp[us, UTC]``.
+
+    Raises:
+        DataError: a text is a date in another format; the message names its row.
+    """
+    column = _one_piece(column)
+    try:
+        return as_times(column)
+    except ValueError as error:
+        row = getattr(error, "row", 0)
         raise DataError(
-            f"data.context names {reserved}: {', '.join(ids)} have a meaning of their own; name other columns of "
-            f"{path.name}"
+            f"{path}: column '{name}', row {row}: {ascii(column[row].as_py())[:80]} {error}; write the dates so or as "
+            "timestamps, or leave the column out"
+        ) from None
+
+
+def same_types(columns: Mapping[Path, RawColumns]) -> list[dict[str, pa.Array]]:
+    """Returns the raw columns of several files in the types of the first.
+
+    Raises:
+        DataError: a file lacks a column of the first, or has it in another type.
+    """
+    (first, types), *_ = ((path, arrays) for path, arrays in columns.items())
+    aligned = []
+    for path, arrays in columns.items():
+        made = {}
+        for name, array in types.items():
+            if name not in arrays:
+                raise DataError(
+                    f"{path}: column '{name}' is missing, {first.name} has it and {path.name} {sorted(arrays)}; write "
+                    "the same columns to all files"
+                )
+            made[name] = _as_type(path, name, arrays[name], first, array.type)
+        aligned.append(made)
+    return aligned
+
+
+def _as_type(path: Path, name: str, array: pa.Array, first: Path, wanted: pa.DataType) -> pa.Array:
+    if array.type == wanted:
+        return array
+    if pa.types.is_timestamp(wanted) and pa.types.is_string(array.type):
+        return times_in(path, name, array)
+    both_fractions = pa.types.is_floating(array.type) and pa.types.is_floating(wanted)
+    if not both_fractions and not pa.types.is_null(array.type):
+        raise DataError(
+            f"{path}: column '{name}' is {array.type}, in {first.name} {wanted}; write one type to all files"
         )
-    chunk = read_parquet(path, list(names))
-    made = {}
-    for name, column in chunk.items():
-        values = column.values
-        if column.ragged:
-            raise DataError(
-                f"{path}: column '{name}' holds lists; context is one value per row: name another in data.context"
-            )
-        check_finite(path, name, values)
-        made[name] = Column(as_int64(str(path), name, column)) if values.dtype.kind in "iub" else column
-    return Chunk(made)
+    return array.cast(wanted)
+
+
+def _one_piece(column: pa.Array | pa.ChunkedArray) -> pa.Array:
+    """Returns a column as one array, text without a dictionary and of one type."""
+    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    if isinstance(array, pa.ChunkedArray):  # of no chunks
+        array = pa.array([], array.type)
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    return array.cast(pa.string()) if pa.types.is_large_string(array.type) else array
+
+
+def _whole(path: Path, name: str, column: pa.Array) -> pa.Array:
+    if pa.types.is_uint64(column.type):
+        as_int64(str(path), name, Column(column.fill_null(0).to_numpy()))
+    return column.cast(pa.int64())
 
 
 def check_finite(path: Path, name: str, values: Array) -> None:
@@ -162,12 +404,6 @@ def check_finite(path: Path, name: str, values: Array) -> None:
         )
 
 
-SEPARATOR = "|"
-MOST_DISTINCT = (
-    0.5  # share of distinct values from which on a column names its row, as a title does, and says nothing of another
-)
-
-
 class SideFeatures(NamedTuple):
     """Features of users or items: ``columns`` with a row per id, row 0 the unknown; ``words`` maps raw values."""
 
@@ -185,12 +421,15 @@ class SideFeatures(NamedTuple):
         return tuple(self.words.scales)
 
 
-def side_features(ids: Int64, table: Chunk, size: int, columns: Sequence[str] | None = None) -> SideFeatures:
+def side_features(
+    ids: Int64, table: RawColumns | Chunk, size: int, columns: Sequence[str] | None = None
+) -> SideFeatures:
     """Turns a table of users or items into feature columns by id.
 
     Text and whole numbers become ids from 1, in sorted order, and text with ``|`` in it a list of ids; fractions become
-    dense columns of mean 0 and standard deviation 1. Columns whose values are nearly all distinct, such as titles and
-    postal codes, are left out: they name a row and do not describe it.
+    dense columns of mean 0 and standard deviation 1, dates the ids of their weekday and month or hour. A missing value
+    is the unknown one, or the mean. Columns whose values are nearly all distinct, such as titles and postal codes, are
+    left out: they name a row and do not describe it.
 
     Args:
         ids: (B,) from 1 to ``size - 1``, the row of the result that each row of ``table`` describes; a row that none
@@ -208,34 +447,26 @@ def side_features(ids: Int64, table: Chunk, size: int, columns: Sequence[str] | 
         >>> made.vocab
         {'genres': 3, 'year': 2}
     """
-    made: dict[str, Column] = {}
-    vocabularies: dict[str, Vocabulary] = {}
-    scales: dict[str, tuple[float, float]] = {}
-    separators: dict[str, str] = {}
-    types: dict[str, str] = {}
-    for name in columns if columns is not None else [name for name in table if _describes(table[name])]:
-        values = table[name].values
-        if values.dtype.kind == "f":
-            made[name], scales[name] = _scaled(ids, values.astype(np.float64), size)
-        elif values.dtype.kind in "OU" and any(SEPARATOR in str(text) for text in values):
-            made[name], vocabularies[name] = _lists(ids, values, size)
-            separators[name] = SEPARATOR
-        else:
-            distinct, codes = np.unique(values.astype(str) if values.dtype.kind == "O" else values, return_inverse=True)
-            made[name], vocabularies[name] = _by_id(ids, codes + 1, size), vocabulary_of(distinct)
-            if values.dtype.kind == "b":
-                types[name] = "bool"
-    words = RowContext(vocabularies=vocabularies, scales=scales, separators=separators, types=types)
-    return SideFeatures(Chunk(made), words)
+    arrays = {
+        name: array if not _is_float(array) else array.cast(pa.float64()) for name, array in _arrays(table).items()
+    }
+    chosen = columns if columns is not None else [name for name in arrays if _describes(arrays[name])]
+    raw = {name: arrays[name] for name in chosen}
+    words = RowContext.fit(raw, filled=[name for name in chosen if raw[name].null_count], separator=SEPARATOR)
+    made = words.transform(raw) if raw else {}
+    missing = dict.fromkeys(words.times, MISSING_TIME)
+    return SideFeatures(
+        Chunk({name: _by_id(ids, column, size, missing.get(name, 0)) for name, column in made.items()}), words
+    )
 
 
-def check_described(path: Path, key: str, ids: Int64, table: Chunk) -> None:
+def check_described(path: Path, key: str, ids: Array, table: Chunk) -> None:
     """Refuses a file of users or items from which a part would silently be lost.
 
     Args:
         path: file of users or items.
         key: name of the column with the ids.
-        ids: (B,) ids in that column.
+        ids: (B,) ids in that column, whole numbers or text.
         table: B rows of the other columns.
 
     Raises:
@@ -260,32 +491,25 @@ def vocabulary_of(values: Array | Sequence[str]) -> Vocabulary:
     return Vocabulary(words, pa.array(np.zeros(len(words), np.int64)))
 
 
-def _describes(column: Column) -> bool:
-    if column.ragged:
+def _is_float(column: pa.Array) -> bool:
+    return bool(pa.types.is_floating(column.type))
+
+
+def _describes(column: pa.Array) -> bool:
+    if is_list_type(column.type) or column.null_count == len(column):
         return False
-    if column.values.dtype.kind == "f":
+    if _is_float(column) or pa.types.is_timestamp(column.type):
         return True
-    values = column.values.astype(str) if column.values.dtype.kind == "O" else column.values
-    return len(np.unique(values)) <= MOST_DISTINCT * len(values)
+    return bool(pc.count_distinct(column).as_py() <= MOST_DISTINCT * (len(column) - column.null_count))
 
 
-def _lists(ids: Int64, texts: Array, size: int) -> tuple[Column, Vocabulary]:
-    words: list[list[str]] = [[]] * size
-    for row, text in zip(ids.tolist(), texts, strict=True):
-        words[row] = [word for word in str(text).split(SEPARATOR) if word]
-    flat = np.array([word for row in words for word in row])
-    distinct, codes = np.unique(flat, return_inverse=True)
-    return Column.from_lengths(codes.astype(np.int64) + 1, np.array([len(row) for row in words])), vocabulary_of(
-        distinct
-    )
-
-
-def _scaled(ids: Int64, values: Array, size: int) -> tuple[Column, tuple[float, float]]:
-    mean, deviation = float(values.mean()), float(values.std()) or 1.0
-    return _by_id(ids, ((values - mean) / deviation).astype(np.float32), size), (mean, deviation)
-
-
-def _by_id(ids: Int64, values: Array, size: int) -> Column:
-    table = np.zeros(size, dtype=values.dtype)
-    table[ids] = values
-    return Column(table)
+def _by_id(ids: Int64, column: Column, size: int, missing: int = 0) -> Column:
+    """Returns a column with a row for each id, ``missing`` or an empty list where ``ids`` (B,) has none."""
+    if column.windows is None:
+        values = np.full(size, missing, dtype=column.values.dtype)
+        values[ids] = column.values
+        return Column(values)
+    starts, stops = np.zeros(size, np.int64), np.zeros(size, np.int64)
+    starts[ids], stops[ids] = column.windows
+    rows = Column.from_windows(column.pool, Windows(starts, stops))
+    return Column(rows.values, rows.offsets)

@@ -1,22 +1,35 @@
-"""from_folder(): a folder of parquet files -> InteractionData, by the files' names; ids are whole numbers from 0 on.
+"""from_folder(): a folder of parquet files -> InteractionData, by the files' names; ids are whole numbers or text.
 
 read_ncf(): the text files of He et al. 2017, NAME.train.rating, NAME.test.rating and NAME.test.negative.
+
+read_lines(): the text files of He et al. 2020 (LightGCN), train.txt and test.txt, a user and his or her items a line.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from torchrec_ext.data.columns import Chunk, Column, Int64, concatenate
-from torchrec_ext.data.datasets.features import RowContext, check_described, read_context, side_features
+from torchrec_ext.data.columns import Array, Chunk, Column, Int64
+from torchrec_ext.data.datasets.features import (
+    RawColumns,
+    RowContext,
+    check_described,
+    raw_column,
+    raw_ids,
+    same_types,
+    side_features,
+    times_in,
+)
 from torchrec_ext.data.datasets.interactions import (
     TEST,
     TRAIN,
@@ -28,8 +41,8 @@ from torchrec_ext.data.datasets.interactions import (
     leave_one_out,
     with_profiles,
 )
-from torchrec_ext.data.files.arrow import as_int64
-from torchrec_ext.data.files.parquet import read_parquet
+from torchrec_ext.data.files.arrow import is_list_type
+from torchrec_ext.data.files.parquet import read_columns
 from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.schema import DataError
 
@@ -53,6 +66,32 @@ def read_ncf(files: tuple[Path, Path, Path]) -> tuple[Chunk, Chunk, Chunk]:
     """
     train, test = (_pairs(file) for file in files[:2])
     return train, test, _negatives(files[2])
+
+
+def line_files(folder: Path) -> tuple[Path, Path] | None:
+    """Returns train.txt and test.txt, or None where one of them is missing."""
+    files = (folder / "train.txt", folder / "test.txt")
+    return files if all(file.exists() for file in files) else None
+
+
+def read_lines(file: Path) -> Chunk:
+    """Reads ``user_id`` and ``item_id`` of lines ``user item item ...``, separated by blanks; a user may have no item.
+
+    Raises:
+        DataError: a line holds something else, or the file no item.
+    """
+    lines = [line.split() for line in _lines(file)]
+    for number, fields in enumerate(lines, start=1):
+        if wrong := [field for field in fields if not field.isdecimal()]:
+            raise DataError(
+                f"{file}: line {number} has '{wrong[0]}', must have a user and items, ids of 0 or more; copy it again"
+            )
+    counts = np.array([len(fields) - 1 for fields in lines])
+    if not counts.any():
+        raise DataError(f"{file}: no line has an item after its user; copy it again")
+    users = np.array([fields[0] for fields in lines]).astype(np.int64).repeat(counts)
+    items = np.concatenate([np.array(fields[1:], dtype=np.int64) for fields in lines])
+    return Chunk({"user_id": Column(users), "item_id": Column(items)})
 
 
 def _pairs(file: Path) -> Chunk:
@@ -85,6 +124,7 @@ def _numbers(file: Path, rows: list[list[str]], width: int) -> Int64:
 
 PREPROCESSOR = "preprocessor"  # the folder that `rec.data.preprocess` writes beside the rows, whose id 0 is the unknown
 _NAMES = {TRAIN: "train", VALIDATION: "validation", TEST: "test"}
+_WITH_IDS = ("inter", *_NAMES.values(), "test_negatives", "users", "items")  # files of a folder
 _SPELLINGS = {
     "user_id": ("user_id", "user"),
     "item_id": ("item_id", "item"),
@@ -95,7 +135,8 @@ _SPELLINGS = {
 def is_folder_of_interactions(folder: Path) -> bool:
     """Says whether a folder has the files of one of the layouts."""
     pairs = all((folder / f"{part}.parquet").exists() for part in ("train", "test"))
-    return pairs or (folder / "inter.parquet").exists() or ncf_files(folder) is not None
+    texts = ncf_files(folder) is not None or line_files(folder) is not None
+    return pairs or (folder / "inter.parquet").exists() or texts
 
 
 def from_folder(
@@ -115,6 +156,9 @@ def from_folder(
     random; where test items have candidates of their own, it gets as many, drawn uniformly from the items that the user
     has not taken. Without candidates all held-out items of a user are found in one ranking of the whole catalogue.
 
+    Ids are whole numbers or text; a pair without one of them is refused. Missing values of features and of context are
+    unknown. Where the order of events is told by dates, equal ones are one moment.
+
     The catalogue consists of the items of the training rows and of ``items.parquet``, whatever their ids. A held-out
     item that is in neither can be recommended to nobody: it counts as missed, or as the unknown item among candidates
     of its own.
@@ -131,17 +175,18 @@ def from_folder(
         licence: what the publisher asks of users, or None.
 
     Raises:
-        DataError: a file or a column is missing or damaged, an id is below 0, or a training row has the id that the
-            preprocessor in the folder writes for the unknown.
+        DataError: a file or a column is missing or damaged, ids are text in one file and numbers in another, or a
+            training row has the id that the preprocessor in the folder writes for the unknown.
     """
     columns = columns or {}
-    pairs = _read_pairs(folder, context, validation=validation, seed=seed)
+    texts = _text_ids(folder)
+    pairs = _read_pairs(folder, context, texts, validation=validation, seed=seed)
     split = _split(pairs.rows, pairs.part, history_length, seed)
     if (folder / PREPROCESSOR).is_dir():
         _check_placeholder(folder, pairs.rows.take(split.rows[split.part == TRAIN]))
-    ids, ratings, split = _numbered(folder, pairs.rows, split, pairs.trained, pairs.negatives)
-    users = _side(folder / "users.parquet", "user_id", ids.users, columns.get("users"))
-    items = _side(folder / "items.parquet", "item_id", ids.items, columns.get("items"), taken=set(users[0]))
+    ids, ratings, split = _numbered(folder, pairs.rows, split, pairs.trained, pairs.negatives, texts)
+    users = _side(folder / "users.parquet", "user_id", ids.users, texts, columns.get("users"))
+    items = _side(folder / "items.parquet", "item_id", ids.items, texts, columns.get("items"), taken=set(users[0]))
     catalogue = len(ids.items) - ids.outside
     numbers = np.arange(len(ids.items))
     features = items[0].with_columns({"item_id": Column(np.where(numbers < catalogue, numbers, 0))})
@@ -165,8 +210,8 @@ def from_folder(
         dense=(*users[1].scales, *items[1].scales),
         history_length=history_length,
         titles=items[2],
-        user_ids=ids.users,
-        item_ids=ids.items,
+        user_ids=_as_text(ids.users, texts.get("user_id")),
+        item_ids=_as_text(ids.items, texts.get("item_id")),
         outside=ids.outside,
         licence=licence,
         split=split,
@@ -185,23 +230,23 @@ class _Interactions(NamedTuple):
     """
 
     rows: Chunk
-    context: Chunk | None
+    context: RawColumns | None
     part: NDArray[np.int8] | None
     trained: Sequence[int]
     negatives: Chunk | None
     evaluation: Evaluation
 
 
-def _read_pairs(folder: Path, context: Sequence[str], *, validation: bool, seed: int) -> _Interactions:
+def _read_pairs(folder: Path, context: Sequence[str], texts: _Texts, *, validation: bool, seed: int) -> _Interactions:
     """Reads the pairs in a folder, whatever its layout."""
-    if context and ncf_files(folder) is not None:
+    if context and (ncf_files(folder) or _by_lines(folder)):
         raise DataError(
             f"data.context={','.join(context)}: the text files in {folder} have users and items alone; leave it out"
         )
     if (folder / "inter.parquet").exists():
-        rows = _read(folder / "inter.parquet", "user_id", "item_id", "timestamp")
+        rows = _read(folder / "inter.parquet", "user_id", "item_id", "timestamp", texts=texts)
         return _Interactions(rows, _context([folder / "inter.parquet"], context), None, [TRAIN], None, Evaluation())
-    parts, negatives = _parts(folder)
+    parts, negatives = _parts(folder, texts)
     # Without a file of its own, validation is taken from the rows of train.parquet.
     trained = [TRAIN] if VALIDATION in parts else [TRAIN, VALIDATION]
     columns = _context([folder / f"{_NAMES[part]}.parquet" for part in parts], context)
@@ -214,7 +259,8 @@ class _Ids(NamedTuple):
     """The files' ids of the users and items in each row of our tables.
 
     ``users`` (rows,) ascend from row 1 on, and so do the items of the catalogue in ``items`` (rows,) and, after these,
-    the ``outside`` others. Row 0 is the unknown one, -1, which has no id in the files.
+    the ``outside`` others. Row 0 is the unknown one, whose number, -1 where no id is that, is no id in the files. An id
+    of text is its index among the sorted texts.
     """
 
     users: Int64
@@ -231,11 +277,12 @@ def _split(pairs: Chunk, part: NDArray[np.int8] | None, history_length: int, see
 
 
 def _numbered(
-    folder: Path, pairs: Chunk, split: Split, trained: Sequence[int], negatives: Chunk | None
+    folder: Path, pairs: Chunk, split: Split, trained: Sequence[int], negatives: Chunk | None, texts: _Texts
 ) -> tuple[_Ids, Chunk, Split]:
     """Replaces the ids of pairs and histories by rows; items of the parts ``trained`` make the catalogue."""
     described = {
-        key: _ids_in(folder / f"{file}.parquet", key) for key, file in (("user_id", "users"), ("item_id", "items"))
+        key: _ids_in(folder / f"{file}.parquet", key, texts)
+        for key, file in (("user_id", "users"), ("item_id", "items"))
     }
     users = np.unique(np.concatenate([pairs["user_id"].values, described["user_id"]]))
     item = pairs["item_id"].values
@@ -243,7 +290,8 @@ def _numbered(
     outside = np.setdiff1d(
         np.concatenate([item, *([] if negatives is None else [negatives["negative"].values])]), catalogue
     )
-    ids = _Ids(np.concatenate([[-1], users]), np.concatenate([[-1], catalogue, outside]), len(outside))
+    items = np.concatenate([catalogue, outside])
+    ids = _Ids(np.concatenate([[_nobody(users)], users]), np.concatenate([[_nobody(items)], items]), len(outside))
     windows = split.history.windows
     assert windows is not None, "a history is ragged"
     in_history = _rows_of(ids.items, np.unique(item))
@@ -251,6 +299,60 @@ def _numbered(
     split = split._replace(history=Column.from_windows(in_history[split.history.pool], windows))
     rows = {"user_id": _rows_of(ids.users, pairs["user_id"].values), "item_id": _rows_of(ids.items, item)}
     return ids, pairs.with_columns({name: Column(row) for name, row in rows.items()}), split
+
+
+def _nobody(ids: Int64) -> int:
+    """Returns the greatest number below 0 that is none of ``ids``."""
+    return next(number for number in itertools.count(-1, -1) if number not in ids)
+
+
+_Texts = Mapping[str, pa.Array]  # by user_id and item_id: the texts that are ids, sorted; none where ids are numbers
+
+
+def _text_ids(folder: Path) -> dict[str, pa.Array]:
+    """Reads the texts that are ids of users or items in any file of a folder.
+
+    Raises:
+        DataError: a file has ids of text and another one has numbers.
+    """
+    kinds: dict[str, dict[Path, str]] = {"user_id": {}, "item_id": {}}
+    for file in (folder / f"{name}.parquet" for name in _WITH_IDS):
+        available = _names_in(file) if file.exists() else []
+        for key in kinds:
+            spellings = (*_SPELLINGS[key], *(("negative",) if key == "item_id" else ()))
+            if word := next((word for word in spellings if word in available), None):
+                kinds[key][file] = word
+    texts = {}
+    for key, columns in kinds.items():
+        types = {file: raw_ids(file, name, _column(file, name, rows=0)).type for file, name in columns.items()}
+        types |= dict.fromkeys(_text_files(folder), pa.int64())
+        if len({str(kind) for kind in types.values()}) > 1:
+            shown = ", ".join(f"{kind} in {file.name}" for file, kind in types.items())
+            raise DataError(f"{folder}: the ids in '{key}' are {shown}; write one type to all files")
+        if types and pa.types.is_string(next(iter(types.values()))):
+            ids = pa.chunked_array([raw_ids(file, name, _column(file, name)) for file, name in columns.items()])
+            texts[key] = pc.unique(ids).drop_null().sort()
+    return texts
+
+
+def _text_files(folder: Path) -> tuple[Path, ...]:
+    """Returns the text files whose rows, with ids of whole numbers, are read; none where parquet files are."""
+    return () if (folder / "inter.parquet").exists() else ncf_files(folder) or _by_lines(folder) or ()
+
+
+def _column(path: Path, name: str, rows: int | None = None) -> pa.Array:
+    """Reads a column, or none of its rows to see its type."""
+    if rows == 0:
+        return pq.read_schema(path).empty_table().column(name)
+    return read_columns(path, [name]).column(name)
+
+
+def _as_text(ids: Int64, texts: pa.Array | None) -> Array:
+    """Returns the ids (rows,) as the files have them; None for row 0 where they are text."""
+    if texts is None:
+        return ids
+    words: Array = texts.take(pa.array(ids, mask=ids < 0)).to_numpy(zero_copy_only=False)
+    return words
 
 
 def _rows_of(ids: Int64, values: Int64) -> Int64:
@@ -272,11 +374,13 @@ def _check_placeholder(folder: Path, trained: Chunk) -> None:
             )
 
 
-def _parts(folder: Path) -> tuple[dict[int, Chunk], Chunk | None]:
+def _parts(folder: Path, texts: _Texts) -> tuple[dict[int, Chunk], Chunk | None]:
     """Reads the pairs of each part, and the negatives of the test items where there are any."""
     if (files := ncf_files(folder)) is not None:
         train, test, negatives = read_ncf(files)
         return {TRAIN: train, TEST: test}, negatives
+    if (lines := _by_lines(folder)) is not None:
+        return {TRAIN: read_lines(lines[0]), TEST: read_lines(lines[1])}, None
     if "label" in _names_in(folder / "train.parquet"):
         raise DataError(
             f"{folder}: train.parquet has a column 'label', so not every row is a positive; use a recipe for labelled "
@@ -284,12 +388,17 @@ def _parts(folder: Path) -> tuple[dict[int, Chunk], Chunk | None]:
         )
     files_of = {part: folder / f"{name}.parquet" for part, name in _NAMES.items()}
     parts = {
-        part: _read(file, "user_id", "item_id")
+        part: _read(file, "user_id", "item_id", texts=texts)
         for part, file in files_of.items()
         if part != VALIDATION or file.exists()
     }
     candidates = folder / "test_negatives.parquet"
-    return parts, _read(candidates, "user_id", "negative") if candidates.exists() else None
+    return parts, _read(candidates, "user_id", "negative", texts=texts) if candidates.exists() else None
+
+
+def _by_lines(folder: Path) -> tuple[Path, Path] | None:
+    """Returns train.txt and test.txt where they, and not parquet files, are the rows of the folder."""
+    return None if (folder / "train.parquet").exists() else line_files(folder)
 
 
 def _joined(parts: Mapping[int, Chunk], *, validation: bool, seed: int) -> tuple[Chunk, NDArray[np.int8]]:
@@ -304,38 +413,64 @@ def _joined(parts: Mapping[int, Chunk], *, validation: bool, seed: int) -> tuple
     return ratings, part
 
 
-def _context(files: Sequence[Path], names: Sequence[str]) -> Chunk | None:
+def _context(files: Sequence[Path], names: Sequence[str]) -> dict[str, pa.Array] | None:
     """Reads the columns of context of all files, one file after the other."""
     if not names:
         return None
-    reserved = ("timestamp", "history", *(word for words in _SPELLINGS.values() for word in words))
-    chunks = [read_context(file, names, sorted(set(reserved))) for file in files]
-    for file, chunk in zip(files, chunks, strict=True):
-        other = next(
-            (name for name in names if chunk[name].values.dtype.kind != chunks[0][name].values.dtype.kind), None
+    reserved = sorted({"timestamp", "history", *(word for words in _SPELLINGS.values() for word in words)})
+    if wrong := [name for name in names if name in reserved]:
+        raise DataError(
+            f"data.context names {wrong}: {', '.join(reserved)} have a meaning of their own; name other columns of "
+            f"{files[0].name}"
         )
-        if other is not None:
+    columns = same_types({file: _context_in(file, names) for file in files})
+    return {name: pa.concat_arrays([made[name] for made in columns]) for name in names}
+
+
+def _context_in(path: Path, names: Sequence[str]) -> dict[str, pa.Array]:
+    """Reads columns of one value per row; True and False are 1 and 0."""
+    table = read_columns(path, names)
+    made = {name: raw_column(path, name, table.column(name)) for name in names}
+    for name, column in made.items():
+        if is_list_type(column.type):
             raise DataError(
-                f"{file}: column '{other}' is {chunk[other].values.dtype}, in {files[0].name} "
-                f"{chunks[0][other].values.dtype}; write one type to all files"
+                f"{path}: column '{name}' holds lists; context is one value per row: name another in data.context"
             )
-    return Chunk({name: concatenate([chunk[name] for chunk in chunks]) for name in chunks[0]})
+        if pa.types.is_boolean(column.type):
+            made[name] = column.cast(pa.int64())
+    return made
 
 
-def _read(path: Path, *names: str) -> Chunk:
-    """Reads columns of whole numbers under our names."""
+def _read(path: Path, *names: str, texts: _Texts) -> Chunk:
+    """Reads ids, and times, under our names; an id of text is its index among ``texts``.
+
+    Raises:
+        DataError: a value is missing, an id is neither a whole number nor text, or a time is neither a whole number
+            nor a date.
+    """
     available = _names_in(path)
     spelled = {
         name: next((word for word in _SPELLINGS.get(name, (name,)) if word in available), name) for name in names
     }
-    chunk = read_parquet(path, dict.fromkeys(spelled.values(), "int"))
-    values = {name: as_int64(str(path), word, chunk[word]) for name, word in spelled.items()}
-    for name, column in values.items():
-        if name in _SPELLINGS and column.min() < 0:
+    table = read_columns(path, list(spelled.values()))
+    columns = {}
+    for name, word in spelled.items():
+        column = table.column(word)
+        if name in _SPELLINGS:
+            array = raw_ids(path, word, column)
+        else:
+            array = column if pa.types.is_integer(column.type) else times_in(path, word, column).cast(pa.int64())
+        if array.null_count:
+            row = array.is_null().index(True).as_py()
             raise DataError(
-                f"{path}: column '{spelled[name]}', row {int(column.argmin())}: id {column.min()}; must be 0 or more"
+                f"{path}: column '{word}', row {row}: value is null ({array.null_count:,} such rows), and a row needs "
+                f"{', '.join(spelled.values())}; leave these rows out"
             )
-    return Chunk({name: Column(column) for name, column in values.items()})
+        key = "item_id" if name == "negative" else name
+        if key in texts:
+            array = pc.index_in(array, texts[key])
+        columns[name] = Column(array.to_numpy().astype(np.int64, copy=False))
+    return Chunk(columns)
 
 
 def _names_in(path: Path) -> list[str]:
@@ -346,13 +481,13 @@ def _names_in(path: Path) -> list[str]:
         return []
 
 
-def _ids_in(path: Path, key: str) -> Int64:
+def _ids_in(path: Path, key: str, texts: _Texts) -> Int64:
     """Reads the ids that a file of users or items describes; none where there is no such file."""
-    return _read(path, key)[key].values if path.exists() else np.zeros(0, np.int64)
+    return _read(path, key, texts=texts)[key].values if path.exists() else np.zeros(0, np.int64)
 
 
 def _side(
-    path: Path, key: str, ids: Int64, columns: Sequence[str] | None, taken: set[str] | None = None
+    path: Path, key: str, ids: Int64, texts: _Texts, columns: Sequence[str] | None, taken: set[str] | None = None
 ) -> tuple[Chunk, RowContext, list[str] | None]:
     """Reads features by row, how they were made, and titles if there are such; ``ids`` (rows,) are the files' ids."""
     numbers = {key: Column(np.arange(len(ids)))}
@@ -360,20 +495,22 @@ def _side(
         return Chunk(numbers), RowContext(), None
     available = _names_in(path)
     spelled = next((word for word in _SPELLINGS[key] if word in available), key)
-    described = _ids_in(path, key)
-    table = read_parquet(path, None if columns is None else [*columns, *(["title"] if "title" in available else [])])
-    check_described(path, spelled, described, table)
+    described = _ids_in(path, key, texts)
+    check_described(path, spelled, _as_text(described, texts.get(key)), Chunk({}))
+    names = [name for name in available if name != spelled] if columns is None else list(columns)
+    table = read_columns(path, list(dict.fromkeys([*names, *(["title"] if "title" in available else [])])))
     rows = _rows_of(ids, described)
-    names = {name: f"item_{name}" if name in (taken or ()) else name for name in table if name != spelled}
-    titles = _titles(rows, table["title"], len(ids)) if "title" in table else None
-    made = side_features(rows, Chunk({names[name]: table[name] for name in names}), len(ids), columns)
+    titles = _titles(rows, table.column("title"), len(ids)) if "title" in table.column_names else None
+    renamed = {name: f"item_{name}" if name in (taken or ()) else name for name in names}
+    raw = {renamed[name]: raw_column(path, name, table.column(name)) for name in names}
+    made = side_features(rows, raw, len(ids), columns)
     return Chunk({**numbers, **made.columns}), made.words, titles
 
 
-def _titles(ids: Int64, column: Column, size: int) -> list[str]:
+def _titles(ids: Int64, column: pa.ChunkedArray, size: int) -> list[str]:
     titles = ["(unknown)"] * size
-    for row, title in zip(ids.tolist(), column.values, strict=True):
-        titles[row] = str(title)
+    for row, title in zip(ids.tolist(), column.to_pylist(), strict=True):
+        titles[row] = titles[row] if title is None else str(title)
     return titles
 
 
@@ -386,7 +523,7 @@ def _one_of_each(user: Int64, part: NDArray[np.int8], seed: int) -> Int64:
 
 def _with_candidates(data: InteractionData, ids: _Ids, negatives: Chunk, seed: int) -> InteractionData:
     owners, items = _rows_of(ids.users, negatives["user_id"].values), _rows_of(ids.items, negatives["negative"].values)
-    candidates = {"test": _by_user(data.test["user_id"].values, ids.users, owners, items)}
+    candidates = {"test": candidates_by_user(data.test["user_id"].values, ids.users, owners, items)}
     if data.validation.num_rows:
         pairs = data.pairs("train", "validation")
         sampler = UniformNegatives(data.num_items, pairs.users, pairs.items, seed)
@@ -395,7 +532,7 @@ def _with_candidates(data: InteractionData, ids: _Ids, negatives: Chunk, seed: i
     return dataclasses.replace(data, evaluation=Evaluation(candidates=candidates))
 
 
-def _by_user(users: Int64, ids: Int64, owners: Int64, negatives: Int64) -> Int64:
+def candidates_by_user(users: Int64, ids: Int64, owners: Int64, negatives: Int64) -> Int64:
     """Returns (U, N) the negatives of each user, -1 where there are fewer than N.
 
     Args:
@@ -403,6 +540,9 @@ def _by_user(users: Int64, ids: Int64, owners: Int64, negatives: Int64) -> Int64
         ids: (rows,) the files' id of the user in each row.
         owners: (M,) rows of the users of ``negatives``.
         negatives: (M,) rows of items.
+
+    Raises:
+        DataError: one of ``users`` has no candidate.
     """
     order = np.argsort(owners, kind="stable")
     owners, items = owners[order], negatives[order]

@@ -9,15 +9,16 @@ labelled_rows(): held-out positives with negatives and labels, for AUC and log l
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from torchrec_ext.data.columns import Array, Chunk, Column, Int64, Windows
-from torchrec_ext.data.datasets.features import RowContext
+from torchrec_ext.data.datasets.features import RawColumns, RowContext
 from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.schema import DataError
 
@@ -173,9 +174,10 @@ class InteractionData:
         liked: row u holds the items that user u rated 4 or higher before the test item, oldest first; for display.
         titles: titles by item id, or None.
         categories: names of each item's categories, such as genres, by item id; or None.
-        user_ids: (users + 1,) int64, the files' id of the user in each row, [0] unused; None where ids are rows.
-        item_ids: (rows of ``items``,) int64, the files' id of the item in each row, [0] unused; None where ids are
+        user_ids: (users + 1,) int64 or text, the files' id of the user in each row, [0] no user's; None where ids are
             rows.
+        item_ids: (rows of ``items``,) int64 or text, the files' id of the item in each row, [0] no item's; None where
+            ids are rows.
         outside: number of the last rows of ``items`` that are held-out items or candidates, neither trained nor
             described.
         licence: what the publisher asks of users, or None.
@@ -184,6 +186,7 @@ class InteractionData:
         context: columns of each row that are neither the user's nor the item's; they are among ``vocab`` and ``dense``.
         sides: mapping of the files' values to the features of users and items; other features hold the values
             themselves.
+        prepared: the StreamedData that the rows come from, whose preprocessor made them; or None.
     """
 
     name: str
@@ -197,14 +200,15 @@ class InteractionData:
     liked: Column
     titles: list[str] | None = None
     categories: list[list[str]] | None = None
-    user_ids: Int64 | None = None
-    item_ids: Int64 | None = None
+    user_ids: Array | None = None
+    item_ids: Array | None = None
     outside: int = 0
     licence: str | None = None
     best: Mapping[str, float] = field(default_factory=dict)
     evaluation: Evaluation = field(default_factory=Evaluation)
     context: RowContext = field(default_factory=RowContext)
     sides: RowContext = field(default_factory=RowContext)
+    prepared: Any = None
 
     @property
     def num_items(self) -> int:
@@ -212,12 +216,20 @@ class InteractionData:
         return self.items.num_rows - 1 - self.outside
 
     @property
-    def users_by_row(self) -> Int64:
+    def of_context(self) -> tuple[Sequence[str], Sequence[str]]:
+        """Names of the columns of ids and of numbers that are neither the user's nor the item's."""
+        if self.prepared is not None:
+            features, dense = self.prepared.towers.get("context", ((), ()))
+            return features, dense
+        return tuple(self.context.vocab), tuple(self.context.scales)
+
+    @property
+    def users_by_row(self) -> Array:
         """The files' id of the user in each row, (users + 1,); [0] is no user's."""
         return np.arange(self.vocab["user_id"]) if self.user_ids is None else self.user_ids
 
     @property
-    def items_by_row(self) -> Int64:
+    def items_by_row(self) -> Array:
         """The files' id of the item in each row, (rows of ``items``,); [0] is no item's."""
         return np.arange(self.items.num_rows) if self.item_ids is None else self.item_ids
 
@@ -252,13 +264,13 @@ def from_ratings(
     history_length: int,
     titles: list[str] | None = None,
     categories: list[list[str]] | None = None,
-    user_ids: Int64 | None = None,
-    item_ids: Int64 | None = None,
+    user_ids: Array | None = None,
+    item_ids: Array | None = None,
     outside: int = 0,
     licence: str | None = None,
     split: Split | None = None,
     evaluation: Evaluation | None = None,
-    context: Chunk | None = None,
+    context: RawColumns | None = None,
     sides: RowContext | None = None,
 ) -> InteractionData:
     """Builds a set of interactions: puts the user's features and history into each rating, and splits the ratings.
@@ -280,8 +292,8 @@ def from_ratings(
         licence: what the publisher asks of users, or None.
         split: split of the ratings; :func:`leave_one_out` where not given.
         evaluation: see :class:`InteractionData`.
-        context: a row of context for each of ``ratings``, as
-            :func:`torchrec_ext.data.datasets.features.read_context` returns it.
+        context: raw columns of context, a row for each of ``ratings``; see
+            :func:`torchrec_ext.data.datasets.features.raw_column`.
         sides: see :class:`InteractionData`.
 
     Raises:
@@ -291,10 +303,9 @@ def from_ratings(
         _check_known(name, column, ratings[column].values, table.num_rows)
     user, item = ratings["user_id"].values, ratings["item_id"].values
     split = split or leave_one_out(user, item, ratings["timestamp"].values, history_length)
-    fitted = RowContext() if context is None else RowContext.fit(context.take(split.rows[split.part == TRAIN]))
-    if context is not None:
-        ratings = ratings.with_columns(fitted.transform(context))
-    train, validation, test = (_part(split, part, ratings, users, fitted.names) for part in (TRAIN, VALIDATION, TEST))
+    fitted, made = _context_of(context, split.rows[split.part == TRAIN])
+    ratings = ratings.with_columns(made)
+    train, validation, test = (_part(split, part, ratings, users, tuple(made)) for part in (TRAIN, VALIDATION, TEST))
     past = split.rows[split.part != TEST]
     liked = past[ratings["rating"].values[past] >= LIKED] if "rating" in ratings else past
     return InteractionData(
@@ -317,6 +328,15 @@ def from_ratings(
         context=fitted,
         sides=sides or RowContext(),
     )
+
+
+def _context_of(context: RawColumns | None, rows: Int64) -> tuple[RowContext, dict[str, Column]]:
+    """Fits context to the training rows ``rows``; returns the mapping, and all rows under it."""
+    if not context:
+        return RowContext(), {}
+    filled = [name for name, column in context.items() if column.null_count]
+    fitted = RowContext.fit({name: column.take(pa.array(rows)) for name, column in context.items()}, filled=filled)
+    return fitted, fitted.transform(context)
 
 
 def _part(split: Split, part: int, ratings: Chunk, users: Chunk, context: tuple[str, ...]) -> Chunk:

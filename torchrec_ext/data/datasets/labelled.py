@@ -6,17 +6,31 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
 
-from torchrec_ext.data.columns import Array, Chunk, Column, Int64
+from torchrec_ext.data.columns import Array, Chunk, Column, Int64, Windows
 from torchrec_ext.data.datasets.catalog import DatasetUnavailable, data_folder
 from torchrec_ext.data.datasets.config import LABELLED_LAYOUT
 from torchrec_ext.data.datasets.config import LabelledConfig as LabelledConfig
-from torchrec_ext.data.datasets.features import RowContext, check_finite, vocabulary_of
+from torchrec_ext.data.datasets.features import (
+    MISSING_TIME,
+    RawColumns,
+    RowContext,
+    SideFeatures,
+    check_described,
+    raw_column,
+    raw_ids,
+    same_types,
+    side_features,
+)
 from torchrec_ext.data.datasets.folder import PREPROCESSOR
-from torchrec_ext.data.files.arrow import as_int64
-from torchrec_ext.data.files.parquet import read_parquet
+from torchrec_ext.data.files.arrow import is_list_type
+from torchrec_ext.data.files.parquet import read_columns
 from torchrec_ext.schema import DataError
 
 PARTS = ("train", "validation", "test")
@@ -26,6 +40,7 @@ _FILES = {
     "test": ("test.parquet",),
 }
 _NAMES = {"user": "user_id", "item": "item_id"}
+_RESERVED = ("label", *_NAMES, *_NAMES.values())
 FRAPPE_LICENCE = (
     "Frappe: research use only, no redistribution without permission, no commercial use. Cite: L. Baltrunas, K. "
     "Church, A. Karatzoglou and N. Oliver (2015), Frappe: Understanding the Usage and Perception of Mobile App "
@@ -39,17 +54,20 @@ class LabelledData:
 
     Args:
         name: name by which the set was loaded.
-        train: rows with ``user_id``, ``item_id``, the context and ``label``, 0 or 1.
+        train: rows with ``user_id`` and ``item_id``, where the set has them, the context and ``label``, 0 or 1.
         validation: held-out rows with the same columns.
         test: held-out rows with the same columns.
         vocab: number of rows that the table of each sparse column needs.
-        context: names of the sparse columns beside user and item.
-        dense: names of the dense columns, all of them context.
+        context: names of the sparse columns that are neither the user's nor the item's.
+        dense: names of the dense columns.
+        user_features: names of the columns that describe the user.
+        item_features: names of the columns that describe the item: the catalogue has them, and no request gives them.
         licence: what the publisher asks of users, or None.
         best: figures of the best possible prediction where they are known (generated data).
-        words: scales of the dense columns, and the row of each id in columns whose ids are not 0 to N - 1.
-        oov_ids: maps a sparse column to the row of ids that no training row has; where not given row 0 of the columns
-            that ``words`` maps, and the last row of the others.
+        words: mapping of the files' values to ids and numbers, but for the columns whose ids are 0 to N - 1.
+        oov_ids: maps a sparse column to the row of missing ids and of those that no training row has; where not given
+            row 0 of the columns that ``words`` makes, and the last row of the others.
+        prepared: the StreamedData that the rows come from, whose preprocessor made them; or None.
     """
 
     name: str
@@ -59,33 +77,74 @@ class LabelledData:
     vocab: Mapping[str, int]
     context: tuple[str, ...]
     dense: tuple[str, ...] = ()
+    user_features: tuple[str, ...] = ()
+    item_features: tuple[str, ...] = ()
     licence: str | None = None
     best: Mapping[str, float]
     words: RowContext = field(default_factory=RowContext)
     oov_ids: Mapping[str, int] = field(default_factory=dict)
+    prepared: Any = None
 
     def __post_init__(self) -> None:
-        rows = {name: 0 if name in self.words.vocabularies else size - 1 for name, size in self.vocab.items()}
+        rows = {name: 0 if name in self.words.vocab else size - 1 for name, size in self.vocab.items()}
         object.__setattr__(self, "oov_ids", {**rows, **self.oov_ids})
+
+    @property
+    def item_key(self) -> str | None:
+        """Name of the column of the items, or None."""
+        return "item_id" if "item_id" in self.vocab else None
+
+    @property
+    def popularity(self) -> Int64:
+        """The number of training rows with a label above 0 of each row of the items' table, (V,)."""
+        clicked = self.train["item_id"].values[self.train["label"].values > 0]
+        return np.bincount(clicked, minlength=self.vocab["item_id"]).astype(np.int64)
 
     @property
     def features(self) -> tuple[str, ...]:
         """Names of the sparse columns."""
-        return ("user_id", "item_id", *self.context)
+        if self.prepared is not None:
+            return tuple(self.prepared.features)
+        described = [name for name in (*self.user_features, *self.item_features) if name not in self.dense]
+        return (*(name for name in _NAMES.values() if name in self.vocab), *described, *self.context)
 
     @property
     def towers(self) -> dict[str, tuple[Sequence[str], Sequence[str]]]:
         """Names of the sparse and of the dense columns of each usual tower."""
-        towers: dict[str, tuple[Sequence[str], Sequence[str]]] = {
-            "user": (("user_id",), ()),
-            "item": (("item_id",), ()),
-        }
-        return {**towers, "context": (self.context, self.dense)} if self.context else towers
+        if self.prepared is not None:
+            return dict(self.prepared.towers)
+        towers: dict[str, tuple[Sequence[str], Sequence[str]]] = {}
+        for tower, described in (("user", self.user_features), ("item", self.item_features)):
+            features = tuple(name for name in (_NAMES[tower], *described) if name in self.vocab)
+            dense = tuple(name for name in described if name in self.dense)
+            towers |= {tower: (features, dense)} if features or dense else {}
+        dense = tuple(name for name in self.dense if name not in (*self.user_features, *self.item_features))
+        return {**towers, "context": (self.context, dense)} if self.context or dense or not towers else towers
 
     def sample(self, rows: int) -> Chunk:
         """Returns ``rows`` training rows, evenly spread over all, or all where there are fewer."""
         count = self.train.num_rows
         return self.train.take(np.linspace(0, count - 1, min(rows, count)).astype(np.int64))
+
+    def described(self, key: str, rows: Int64) -> Chunk:
+        """Returns what describes the users or items in ``rows`` (N,) of a table: columns of their last training row.
+
+        A row without a training row has unknown values and zeros. What is made of a time has the time beside it.
+
+        Args:
+            key: ``user_id`` or ``item_id``, whose table the rows are of, and which is the first column of the result.
+            rows: rows of that table.
+        """
+        names = self.user_features if key == "user_id" else self.item_features
+        last = np.full(self.vocab[key], -1)
+        last[self.train[key].values] = np.arange(self.train.num_rows)  # of an id that is there twice the last row stays
+        trained, chosen = last[rows] >= 0, self.train.take(np.maximum(last[rows], 0))
+        fillers = {**self.oov_ids, **dict.fromkeys(self.words.times, MISSING_TIME)}
+        columns = {
+            name: _only(chosen[name], trained, fillers.get(name, 0))
+            for name in dict.fromkeys((*names, *self.words.sources(names)))
+        }
+        return Chunk({key: Column(rows), **columns})
 
     def trained(self, name: str) -> Int64:
         """Returns the rows of a sparse column's table that stand for an id of a training row, in ascending order."""
@@ -93,11 +152,11 @@ class LabelledData:
         known: Int64 = rows[rows != self.oov_ids[name]]
         return known
 
-    def ids(self, name: str, rows: Int64) -> Int64:
+    def ids(self, name: str, rows: Int64) -> Array:
         """Returns (N,) the files' ids of ``rows`` (N,) of a sparse column's table; none may be the unknown row."""
         if name not in self.words.vocabularies:
             return rows
-        ids: Int64 = np.asarray(self.words.vocabularies[name].values, np.int64)
+        ids: Array = self.words.vocabularies[name].values.to_numpy(zero_copy_only=False)
         return ids[rows - 1]
 
 
@@ -106,10 +165,11 @@ def load_labelled(config: LabelledConfig) -> LabelledData:
 
     Raises:
         DatasetUnavailable: the files are not on this machine.
-        DataError: a file or a column is missing or damaged, a label is neither 0 nor 1, or an id is below 0.
+        DataError: a file or a column is missing or damaged, a label is neither 0 nor 1, or a column is of one type in
+            one file and of another one in another.
     """
     data = planted_context(seed=config.seed) if config.name == "planted" else _from_folder(config)
-    return data if config.context else _without_context(data)
+    return data if config.context else without_context(data)
 
 
 def planted_context(*, rows: int = 60_000, users: int = 300, items: int = 200, seed: int = 0) -> LabelledData:
@@ -160,40 +220,220 @@ def _from_folder(config: LabelledConfig) -> LabelledData:
             f"{folder or 'any folder: set TORCHREC_EXT_DATA or data.folder'}; put {LABELLED_LAYOUT} there, or use "
             "generated data: data.name=planted"
         )
-    chunks = {part: _read(file) for part, file in files.items() if file is not None}
-    sparse = [name for name in chunks["train"] if chunks["train"][name].values.dtype == np.int64]
-    dense = tuple(name for name in chunks["train"] if name not in sparse and name != "label")
-    sizes = {name: _size([chunk[name].values for chunk in chunks.values()]) for name in sparse}
+    assert folder is not None, "a file was found in it"
+    raw = dict(zip(PARTS, same_types({file: _read(file) for file in files.values() if file is not None}), strict=True))
+    descriptions = _descriptions(folder, files["train"], raw["train"])
+    raw = {part: _without_described(files[part], columns, descriptions) for part, columns in raw.items()}
     # A preprocessor writes 0 for a user or an item that it does not know.
-    placeholder = _NAMES.values() if folder is not None and (folder / PREPROCESSOR).is_dir() else ()
-    sizes |= dict.fromkeys(placeholder, 0)
-    known = {name: np.unique(chunks["train"][name].values) for name in sparse if not sizes[name]}
-    known |= {name: known[name][known[name] > 0] for name in placeholder}
-    words = RowContext(
-        vocabularies={name: vocabulary_of(ids) for name, ids in known.items()},
-        scales={name: _scale(chunks["train"][name].values) for name in dense},
+    placeholder = _NAMES.values() if (folder / PREPROCESSOR).is_dir() else ()
+    sizes, words = _words(
+        raw, [name for name in placeholder if pa.types.is_integer(raw["train"].get(name, pa.nulls(0)).type)]
     )
-    made = {part: chunk.with_columns(words.transform(chunk)) for part, chunk in chunks.items()}
-    sized = {name: size for name, size in sizes.items() if size}
-    made = {part: _untrained_unknown(chunk, made["train"], sized) for part, chunk in made.items()}
+    made = {part: _numbered(columns, sizes, words) for part, columns in raw.items()}
+    names = [made_of for name in raw["train"] for made_of in words.times.get(name, (name,))]
+    sparse = [name for name in names if name in sizes or name in words.vocab]
+    owned = {owner: _owned(config, raw["train"], words, owner) for owner in _NAMES}
+    for key, about in descriptions.items():
+        if clash := sorted(set(made["train"]) & set(about.features.columns)):
+            raise DataError(f"{about.path}: '{clash[0]}' is there, and is a column made of dates, too; rename a column")
+        made = {part: rows.with_columns(about.columns_of(raw[part][key])) for part, rows in made.items()}
+        words, owned[about.name] = words.joined(about.words), (*owned[about.name], *about.words.names)
+        sparse += about.words.vocab
+    unknown = {**sizes, **{name: 0 for names in words.times.values() for name in names}}
+    made = {part: _untrained_unknown(rows, made["train"], unknown) for part, rows in made.items()}
+    vocab = {name: size + 1 for name, size in sizes.items()} | words.vocab
+    described = {name for names in owned.values() for name in names}
     return LabelledData(
         name=config.name,
         train=made["train"],
         validation=made["validation"],
         test=made["test"],
-        vocab={name: sized[name] + 1 if name in sized else words.vocab[name] for name in sparse},
-        context=tuple(name for name in sparse if name not in _NAMES.values()),
-        dense=dense,
+        vocab={name: vocab[name] for name in sparse},
+        context=tuple(name for name in sparse if name not in _NAMES.values() and name not in described),
+        dense=tuple(words.scales),
+        user_features=owned["user"],
+        item_features=owned["item"],
         licence=FRAPPE_LICENCE if config.name == "frappe" else None,
         best={},
         words=words,
     )
 
 
+class _Descriptions(NamedTuple):
+    """What users.parquet or items.parquet says: ``ids`` (M,), and ``table``, their M rows of raw values."""
+
+    name: str
+    path: Path
+    ids: pa.Array
+    table: RawColumns
+    features: SideFeatures
+
+    @property
+    def words(self) -> RowContext:
+        """How values of the file become ids and numbers."""
+        return self.features.words
+
+    @property
+    def read(self) -> list[str]:
+        """Names of the columns of the file that features are made of."""
+        return self.words.sources(self.words.names)
+
+    def rows_of(self, ids: pa.Array) -> Int64:
+        """Returns (B,) the row of each id, counted from 1; 0 for one that the file does not have, and for a null."""
+        rows: Int64 = pc.index_in(ids, self.ids).fill_null(-1).to_numpy().astype(np.int64) + 1
+        return rows
+
+    def columns_of(self, ids: pa.Array) -> Chunk:
+        """Returns the features of ``ids`` (B,), unknown values and zeros for an id that the file does not have."""
+        return self.features.columns.take(self.rows_of(ids))
+
+
+def _descriptions(folder: Path, train: Path | None, rows: RawColumns) -> dict[str, _Descriptions]:
+    """Reads users.parquet and items.parquet where they are; returns them by ``user_id`` and ``item_id``.
+
+    Args:
+        folder: folder of the files.
+        train: file of the training rows, for messages.
+        rows: raw columns of the training rows.
+    """
+    made: dict[str, _Descriptions] = {}
+    for name, key in _NAMES.items():
+        path = folder / f"{name}s.parquet"
+        if not path.exists():
+            continue
+        assert train is not None, "its rows were read"
+        if key not in rows:
+            raise DataError(
+                f"{path}: describes {name}s, and {train.name} has no column '{name}' (it has {', '.join(rows)}); write "
+                "the ids there, or leave this file out"
+            )
+        file = read_columns(path)
+        column = next((word for word in (key, name) if word in file.column_names), None)
+        if column is None:
+            raise DataError(
+                f"{path}: column '{name}' is missing, the file has {file.column_names}; write the ids there"
+            )
+        taken = {word for about in made.values() for word in about.features.columns}
+        table: dict[str, pa.Array] = {}
+        for word in file.column_names:
+            plain = word.replace(".", "_")
+            short = f"{name}_{plain}" if plain in taken else plain
+            if word == column:
+                continue
+            if short in _RESERVED:
+                raise DataError(f"{path}: column '{short}' has a meaning of its own in the rows; rename it here")
+            if short in table:
+                raise DataError(f"{path}: two columns are '{short}', of which one is written '{word}'; rename one")
+            table[short] = raw_column(path, word, file.column(word))
+        _, ids = same_types({train: {key: rows[key]}, path: {key: _ids_of(path, column, file.column(column))}})
+        features = side_features(np.arange(1, len(file) + 1), table, len(file) + 1)
+        if features.words.names:
+            made[key] = _Descriptions(name, path, ids[key], table, features)
+    return made
+
+
+def _ids_of(path: Path, name: str, column: pa.ChunkedArray) -> pa.Array:
+    """Reads the ids that a file of users or items describes; each must be there, and once."""
+    ids = raw_ids(path, name, column)
+    if ids.null_count:
+        row = ids.is_null().index(True).as_py()
+        raise DataError(
+            f"{path}: column '{name}', row {row}: value is null ({ids.null_count:,} such rows), and describes nothing; "
+            "leave these rows out"
+        )
+    check_described(path, name, ids.to_numpy(zero_copy_only=False), Chunk({}))
+    return ids
+
+
+def _without_described(
+    path: Path | None, columns: RawColumns, descriptions: Mapping[str, _Descriptions]
+) -> dict[str, pa.Array]:
+    """Returns the raw columns without those that a file of users or items has too.
+
+    Raises:
+        DataError: a row says something else of its user or item than that file.
+    """
+    kept = dict(columns)
+    for key, about in descriptions.items():
+        numbers = about.rows_of(columns[key])
+        for name in [name for name in about.read if name in kept]:
+            given = kept.pop(name)
+            stated = about.table[name].take(pa.array(numbers - 1, mask=numbers == 0))
+            wrong = pc.and_(given.is_valid(), pc.invert(_equal(given, _plain(stated))))
+            row = wrong.index(True).as_py()
+            if row >= 0:
+                says = f"says {stated[row].as_py()}" if numbers[row] else f"does not have that {about.name}"
+                raise DataError(
+                    f"{path}: column '{name}', row {row}: {given[row].as_py()} for {about.name} "
+                    f"{columns[key][row].as_py()}, and {about.path.name} {says}; leave the column out of one of the "
+                    "files, or rename it in this one where it describes the event"
+                )
+    return kept
+
+
+def _equal(given: pa.Array, stated: pa.Array) -> pa.Array:
+    """Says of each value whether it equals that of the other array: numbers by value, all else in one type only."""
+    if _is_number(given) and _is_number(stated):
+        given, stated = given.cast(pa.float64(), safe=False), stated.cast(pa.float64(), safe=False)
+    if given.type != stated.type:
+        return pa.array(np.zeros(len(given), bool))
+    return pc.equal(given, stated).fill_null(False)
+
+
+def _owned(config: LabelledConfig, rows: RawColumns, words: RowContext, owner: str) -> tuple[str, ...]:
+    """Returns what is made of the columns that describe the ``owner``, user or item, by their names or the settings."""
+    named = [name.replace(".", "_") for name in getattr(config, f"{owner}_features")]
+    if unknown := [name for name in named if name not in rows or name in _RESERVED]:
+        raise DataError(
+            f"data.{owner}_features={','.join(named)}: the rows of '{config.name}' have no column {unknown[0]} that "
+            f"could describe {'an' if owner == 'item' else 'a'} {owner}; they have {', '.join(rows)}"
+        )
+    owned = [name for name in rows if name not in _RESERVED and (name in named or name.startswith(f"{owner}_"))]
+    return tuple(made for name in owned for made in words.times.get(name, (name,)))
+
+
+def _only(column: Column, kept: NDArray[np.bool_], filler: float) -> Column:
+    """Returns a column whose other rows are ``filler``, or empty bags."""
+    if not column.ragged:
+        return Column(np.where(kept, column.values, filler).astype(column.values.dtype))
+    windows = column.windows
+    assert windows is not None, "it is ragged"
+    return Column.from_windows(column.pool, Windows(windows.starts, np.where(kept, windows.stops, windows.starts)))
+
+
+def _words(raw: Mapping[str, RawColumns], placeholder: Sequence[str]) -> tuple[dict[str, int], RowContext]:
+    """Fits the mapping of all columns but the label to the training rows.
+
+    Args:
+        raw: raw columns by part.
+        placeholder: columns whose id 0 a preprocessor wrote for the unknown.
+
+    Returns:
+        N of each column whose ids are 0 to N - 1 in all parts together, and the mapping of the other columns.
+    """
+    train = {name: column for name, column in raw["train"].items() if name != "label"}
+    whole = [name for name, column in train.items() if pa.types.is_integer(column.type) and name not in placeholder]
+    sizes = {name: _size([columns[name].drop_null().to_numpy() for columns in raw.values()]) for name in whole}
+    sizes = {name: size for name, size in sizes.items() if size}
+    known = {name: column for name, column in train.items() if name not in sizes}
+    known |= {
+        name: pc.if_else(pc.equal(known[name], 0), pa.scalar(None, known[name].type), known[name])
+        for name in placeholder
+    }
+    filled = [name for name in known if any(columns[name].null_count for columns in raw.values())]
+    return sizes, RowContext.fit(known, filled=filled)
+
+
+def _numbered(columns: RawColumns, sizes: Mapping[str, int], words: RowContext) -> Chunk:
+    """Maps the raw columns of a part; a missing id of a column in ``sizes`` is the row after the last."""
+    ids = {name: Column(columns[name].fill_null(size).to_numpy()) for name, size in sizes.items()}
+    return Chunk({**ids, **words.transform(columns), "label": Column(columns["label"].to_numpy())})
+
+
 def _size(parts: list[Array]) -> int:
     """Returns N where the ids of all parts together are 0 to N - 1, else 0."""
     ids = np.unique(np.concatenate(parts))
-    return len(ids) if ids[0] == 0 and ids[-1] == len(ids) - 1 else 0
+    return len(ids) if len(ids) and ids[0] == 0 and ids[-1] == len(ids) - 1 else 0
 
 
 def _untrained_unknown(rows: Chunk, train: Chunk, unknown: Mapping[str, int]) -> Chunk:
@@ -209,43 +449,59 @@ def _file(folder: Path | None, part: str) -> Path | None:
     return next((folder / name for name in _FILES[part] if (folder / name).exists()), None) if folder else None
 
 
-def _read(path: Path) -> Chunk:
-    """Reads ids as int64, the label and dense columns as float32."""
-    chunk = read_parquet(path)
-    for name in ("label", "user", "item"):
-        if name not in chunk and _NAMES.get(name) not in chunk:
-            raise DataError(
-                f"{path}: column '{name}' is missing, the file has {list(chunk)}; the layout is {LABELLED_LAYOUT}"
-            )
-    made: dict[str, Array] = {}
-    for name, column in chunk.items():
-        kind = column.values.dtype.kind
-        if column.ragged or kind not in "iufb":
-            raise DataError(f"{path}: column '{name}' is {column!r}; must be one number per row: map text to ids first")
-        check_finite(path, name, column.values)
-        whole = kind != "f" and name != "label"
-        made[_NAMES.get(name, name)] = as_int64(str(path), name, column) if whole else column.values.astype(np.float32)
-        if whole and made[_NAMES.get(name, name)].min() < 0:
-            row = int(column.values.argmin())
-            raise DataError(f"{path}: column '{name}', row {row}: id {column.values[row]}; must be 0 or more")
-    wrong = ~np.isin(made["label"], (0, 1))
-    if wrong.any():
-        row = int(wrong.argmax())
-        raise DataError(f"{path}: column 'label', row {row}: {made['label'][row]}; must be 0 or 1")
-    return Chunk({name: Column(values) for name, values in made.items()})
+def _read(path: Path) -> dict[str, pa.Array]:
+    """Reads the raw columns under our names; labels and fractions as float32, True and False as 1 and 0."""
+    table = read_columns(path)
+    if "label" not in table.column_names:
+        raise DataError(
+            f"{path}: column 'label' is missing, the file has {table.column_names}; the layout is {LABELLED_LAYOUT}"
+        )
+    made: dict[str, pa.Array] = {}
+    for name in table.column_names:
+        role = _NAMES.get(name, name.replace(".", "_"))  # a module's name has no dot, and tables are named so
+        if role in made:
+            raise DataError(f"{path}: two columns are '{role}', of which one is written '{name}'; rename one")
+        column = raw_ids(path, name, table.column(name)) if role in _NAMES.values() else None
+        column = raw_column(path, name, table.column(name)) if column is None else column
+        if is_list_type(column.type):
+            raise DataError(f"{path}: column '{name}' holds lists; must be one value per row: leave it out")
+        made[role] = _plain(column)
+    made["label"] = _labels(path, made["label"])
+    return made
 
 
-def _scale(values: Array) -> tuple[float, float]:
-    """Returns the mean and standard deviation of the training rows, which are scaled to 0 and 1."""
-    exact = values.astype(np.float64)
-    return float(exact.mean()), float(exact.std()) or 1.0
+def _plain(column: pa.Array) -> pa.Array:
+    """Returns a raw column with True and False as 1 and 0, and fractions of 32 bits."""
+    if pa.types.is_boolean(column.type):
+        return column.cast(pa.int64())
+    return column.cast(pa.float32()).cast(pa.float64()) if pa.types.is_floating(column.type) else column
 
 
-def _without_context(data: LabelledData) -> LabelledData:
-    names = (*data.context, *data.dense)
+def _labels(path: Path, column: pa.Array) -> pa.Array:
+    wrong = pc.invert(pc.is_in(column, pa.array([0, 1], column.type))) if _is_number(column) else None
+    row = 0 if wrong is None else wrong.index(True).as_py()
+    if row >= 0:
+        value = column[row].as_py()
+        value = float(value) if wrong is not None and value is not None else value
+        raise DataError(f"{path}: column 'label', row {row}: {value}; must be 0 or 1")
+    return column.cast(pa.float32())
+
+
+def _is_number(column: pa.Array) -> bool:
+    return bool(pa.types.is_integer(column.type) or pa.types.is_floating(column.type))
+
+
+def without_context(data: LabelledData) -> LabelledData:
+    """Returns the rows with the same context in all of them: id 0, 0.0 and no time; users' and items' columns stay."""
+    described = (*data.user_features, *data.item_features)
+    names = [name for name in (*data.context, *data.dense) if name not in described]
+    times = [name for name in data.words.sources(names) if name in data.words.times]
 
     def cleared(chunk: Chunk) -> Chunk:
-        return chunk.with_columns({name: Column(np.zeros_like(chunk[name].values)) for name in names})
+        return chunk.with_columns(
+            {name: Column(np.zeros_like(chunk[name].values), chunk[name].offsets) for name in names}
+            | {name: Column(np.full_like(chunk[name].values, MISSING_TIME)) for name in times}
+        )
 
     return dataclasses.replace(
         data, train=cleared(data.train), validation=cleared(data.validation), test=cleared(data.test), best={}

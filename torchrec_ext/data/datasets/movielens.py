@@ -132,11 +132,11 @@ def movielens_100k(
     for item, text in zip(item_ids.tolist(), movies["class"].values, strict=True):
         categories[item] = text.split()
     words = {"gender": GENDERS, "occupation": OCCUPATIONS, "zip_prefix": [*DIGITS, "Canada"]}
-    of_users = RowContext(
+    of_users = RowContext.of(
         vocabularies={name: vocabulary_of(values) for name, values in words.items()},
         scales={"age": (AGE_CENTRE, AGE_SCALE)},
     )
-    of_items = RowContext(
+    of_items = RowContext.of(
         vocabularies={"release_year": vocabulary_of(known_years), "genres": vocabulary_of(GENRES)},
         separators={"genres": " "},
     )

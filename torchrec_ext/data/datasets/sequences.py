@@ -13,39 +13,50 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from torchrec_ext.data.columns import Array, Column, Int64, Windows
 from torchrec_ext.data.datasets.catalog import FOLDER_VARIABLE, DatasetUnavailable
 from torchrec_ext.data.datasets.config import PLANTED, SEQUENCES_LAYOUT
 from torchrec_ext.data.datasets.config import SequenceConfig as SequenceConfig
-from torchrec_ext.data.datasets.features import check_finite
-from torchrec_ext.data.files.parquet import read_parquet
+from torchrec_ext.data.datasets.features import raw_column, raw_ids, times_in
+from torchrec_ext.data.datasets.folder import candidates_by_user
+from torchrec_ext.data.files.arrow import is_list_type
+from torchrec_ext.data.files.parquet import read_columns
+from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.schema import DataError
 
-HELD_OUT = {"validation": 2, "test": 1}  # places from the end
-LEAST = 3  # items of a user of whom two are held out
+HELD_OUT = {"validation": 2, "test": 1}  # the group of held-out items, counted from the end
 
 
 class HeldOut(NamedTuple):
-    """Q questions: ``users`` (Q,) rows of the data, ``before`` Q rows of earlier items, ``targets`` (Q,) next items."""
+    """Q questions: ``users`` (Q,) rows of the data, ``before`` Q rows of earlier items, ``targets`` (T,) next items.
+
+    Each question has one target, T = Q, unless ``target_rows`` (T,) says which question each target is of, ascending.
+    """
 
     users: Int64
     before: Column
     targets: Int64
+    target_rows: Int64 | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SequenceData:
     """U users' items in order of time, split leave-one-out: the last is for test, the one before it for validation.
 
-    A user with fewer than 3 items has all of them in training.
+    With ``test_items`` k it is the last k, and the k before them, all of which are found in one ranking. A user with
+    fewer than 2 k + 1 items has all of them in training.
 
     Args:
         name: name by which the set was loaded.
         sequences: U rows of item ids 1 to ``num_items``, oldest first.
         num_items: number of items in the catalogue; id 0 is the unknown item and padding.
         max_length: S, the greatest number of items, the most recent ones, that a model reads before its target.
+        test_items: k, the number of a user's items for test, and for validation.
+        candidates: maps ``validation`` or ``test`` to (Q, N) item ids, below 0 for none: each held-out item is ranked
+            among its own N and nothing else; the whole catalogue where not given.
         times: U rows of the times at which the items were taken, equally long; or None.
         user_ids: (U,) the file's ids of the users.
         item_ids: (num_items + 1,) the file's ids of the items; [0] is unused.
@@ -61,6 +72,8 @@ class SequenceData:
     sequences: Column
     num_items: int
     max_length: int = 50
+    test_items: int = 1
+    candidates: Mapping[str, Int64] = field(default_factory=dict)
     times: Column | None = None
     user_ids: Array | None = None
     item_ids: Array | None = None
@@ -123,22 +136,31 @@ class SequenceData:
         """Number of rows that the item table needs."""
         return {"item_id": self.num_items + 1}
 
+    @property
+    def least(self) -> int:
+        """The least number of items of a user of whom some are held out."""
+        return 2 * self.test_items + 1
+
     def training(self) -> Column:
-        """Returns U rows: each user's items without the two that are held out."""
+        """Returns U rows: each user's items without those that are held out."""
         windows = self._windows()
-        held_out = np.where(self.sequences.lengths < LEAST, 0, 2)
+        held_out = np.where(self.sequences.lengths < self.least, 0, 2 * self.test_items)
         return Column.from_windows(self.sequences.pool, Windows(windows.starts, windows.stops - held_out))
 
     def held_out(self, part: str) -> HeldOut:
-        """Returns the questions of ``validation`` or ``test``; the validation item precedes the test item."""
+        """Returns the questions of ``validation`` or ``test``; the validation items precede the test items."""
         if part not in HELD_OUT:
             raise ValueError(f"part={part!r}: must be one of {', '.join(HELD_OUT)}")
-        users = np.flatnonzero(self.sequences.lengths >= LEAST)
+        users, k = np.flatnonzero(self.sequences.lengths >= self.least), self.test_items
         windows = self._windows()
-        starts, stops = windows.starts[users], windows.stops[users] - HELD_OUT[part]
-        return HeldOut(
-            users, Column.from_windows(self.sequences.pool, Windows(starts, stops)), self.sequences.pool[stops]
-        )
+        starts, stops = windows.starts[users], windows.stops[users] - k * HELD_OUT[part]
+        before = Column.from_windows(self.sequences.pool, Windows(starts, stops))
+        targets = self.sequences.pool[stops[:, None] + np.arange(k)]
+        if k == 1:
+            return HeldOut(users, before, targets[:, 0])
+        rows = np.arange(len(users)).repeat(k)
+        pairs = np.unique(np.stack([rows, targets.reshape(-1)]), axis=1)  # an item that is taken twice is found once
+        return HeldOut(users, before, pairs[1].copy(), pairs[0].copy())
 
     def popularity(self) -> Int64:
         """Counts how often each item is in :meth:`training`, (num_items + 1,)."""
@@ -239,33 +261,124 @@ def load_sequences(config: SequenceConfig) -> SequenceData:
     """
     if config.name == PLANTED:
         options = {key: value for key, value in (("users", config.users), ("items", config.items)) if value is not None}
-        return dataclasses.replace(planted_sequences(seed=config.seed, **options), max_length=config.max_length)
+        made = planted_sequences(seed=config.seed, **options)
+        best = made.best if config.test_items == 1 else {}
+        return dataclasses.replace(made, max_length=config.max_length, test_items=config.test_items, best=best)
     root = config.folder or os.environ.get(FOLDER_VARIABLE)
     if not root:
         raise DatasetUnavailable(
             f"set '{config.name}': {FOLDER_VARIABLE} is not set and data.folder is not given; name the folder in which "
             f"{config.name}/ lies, with {SEQUENCES_LAYOUT}; or use generated data: data.name={PLANTED}"
         )
-    data = read_sequences(_file_in(Path(root) / config.name, config.name), name=config.name)
-    return dataclasses.replace(data, max_length=config.max_length)
+    file = _file_in(Path(root) / config.name, config.name)
+    data = read_sequences(file, name=config.name)
+    data = dataclasses.replace(data, max_length=config.max_length, test_items=config.test_items)
+    return _with_candidates(data, file.parent, config.seed)
 
 
 def read_sequences(path: Path, *, name: str) -> SequenceData:
-    """Reads the sequences in a file of SEQUENCES_LAYOUT; rows may have any order, ids be any numbers or text."""
+    """Reads the sequences in a file of SEQUENCES_LAYOUT; rows may have any order, ids be whole numbers or text."""
     available = list(pq.read_schema(path).names)
     spelled = {role: next((word for word in words if word in available), "") for role, words in _SPELLINGS.items()}
     for role, words in _SPELLINGS.items():
         if not spelled[role]:
             raise DataError(f"{path}: no column {' or '.join(words)}; the file has {', '.join(available)}")
-    rows = read_parquet(path, list(spelled.values()))
-    for column in rows:
-        if rows[column].ragged:
+    table = read_columns(path, list(spelled.values()))
+    user, item = (raw_ids(path, spelled[role], table.column(spelled[role])) for role in ("user", "item"))
+    columns = {"user": user, "item": item, "order": raw_column(path, spelled["order"], table.column(spelled["order"]))}
+    for role, column in columns.items():
+        _check_events(path, spelled[role], column)
+    if pa.types.is_string(columns["order"].type):
+        times_in(path, spelled["order"], columns["order"])  # names what is no date
+    if pa.types.is_timestamp(columns["order"].type):
+        columns["order"] = columns["order"].cast(pa.int64())
+    values = (column.to_numpy(zero_copy_only=False) for column in columns.values())
+    return from_rows(name, *values, times=spelled["order"] != "position")
+
+
+def _check_events(path: Path, name: str, column: pa.Array) -> None:
+    if is_list_type(column.type):
+        raise DataError(f"{path}: column '{name}' holds lists, must hold one value per row; write a row for each event")
+    if column.null_count:
+        row = column.is_null().index(True).as_py()
+        raise DataError(
+            f"{path}: column '{name}', row {row}: value is null ({column.null_count:,} such rows), and an event has a "
+            "user, an item and an order; leave these rows out"
+        )
+
+
+def _with_candidates(data: SequenceData, folder: Path, seed: int) -> SequenceData:
+    """Returns ``data`` with the candidates of test_negatives.parquet and validation_negatives.parquet in the folder.
+
+    Where the test items alone have candidates, a validation item gets as many, drawn uniformly from the items that the
+    user has not taken.
+
+    Raises:
+        DataError: a file lacks a column or a user, or names an item that is in no sequence.
+    """
+    files = {split: folder / f"{split}_negatives.parquet" for split in HELD_OUT}
+    if not files["test"].exists():
+        if files["validation"].exists():
+            raise DataError(f"{files['validation']}: there is no test_negatives.parquet beside it; write one, too")
+        return data
+    if data.test_items > 1:
+        raise DataError(
+            f"data.test_items={data.test_items} with {files['test']}: its candidates are those of one test item of a "
+            "user; leave data.test_items out, or take the file away to rank the whole catalogue"
+        )
+    candidates = {split: _negatives(data, split, file) for split, file in files.items() if file.exists()}
+    if "validation" not in candidates:
+        users = data.held_out("validation").users
+        owners = np.arange(len(data.sequences)).repeat(data.sequences.lengths)
+        sampler = UniformNegatives(data.num_items, owners + 1, data.sequences.values, seed)
+        drawn = sampler.draw(users + 1, np.arange(len(users)), 0, candidates["test"].shape[1])
+        candidates["validation"] = drawn.ids
+    return dataclasses.replace(data, candidates=candidates)
+
+
+def _negatives(data: SequenceData, split: str, file: Path) -> Int64:
+    """Reads (Q, N) the candidates of each held-out item of a split beside the item itself, -1 where there are fewer."""
+    assert data.user_ids is not None
+    assert data.item_ids is not None
+    table = read_columns(file)
+    items = data.item_ids[1:]
+    spelled = {
+        "user": (("user", "user_id"), data.user_ids),
+        "negative": (("negative", "item_id", "item"), items),
+    }
+    columns: dict[str, Array] = {}
+    for role, (words, ids) in spelled.items():
+        word = next((word for word in words if word in table.column_names), None)
+        if word is None or is_list_type(table.column(word).type):
             raise DataError(
-                f"{path}: column '{column}' holds lists, must hold one value per row; write a row for each event"
+                f"{file}: no column {' or '.join(words)} with one id per row; the file has {table.column_names}"
             )
-        check_finite(path, column, rows[column].values)
-    columns = (rows[spelled[role]].values for role in ("user", "item", "order"))
-    return from_rows(name, *columns, times=spelled["order"] != "position")
+        column = raw_ids(file, word, table.column(word))
+        if column.null_count:
+            row = column.is_null().index(True).as_py()
+            raise DataError(
+                f"{file}: column '{word}', row {row}: value is null ({column.null_count:,} such rows), and a candidate "
+                "has a user and an item; leave these rows out"
+            )
+        kinds = [pa.types.is_string(array.type) for array in (column, pa.array(ids))]
+        if kinds[0] != kinds[1]:
+            was, wanted = ("text" if kind else "numbers" for kind in kinds)
+            raise DataError(
+                f"{file}: the ids in '{word}' are {was}, and those in the sequences of '{data.name}' {wanted}; write "
+                "one type to both files"
+            )
+        columns[role] = column.to_numpy(zero_copy_only=False)
+    known = np.isin(columns["negative"], items)
+    if not known.all():
+        row = int((~known).argmax())
+        raise DataError(
+            f"{file}: row {row}: negative {columns['negative'][row]} is in no sequence of '{data.name}' "
+            f"({int((~known).sum()):,} such rows); leave these rows out, since the model knows no such item"
+        )
+    named = np.isin(columns["user"], data.user_ids)
+    owners = data.user_ids.searchsorted(columns["user"][named])
+    negatives = items.searchsorted(columns["negative"][named]) + 1
+    return candidates_by_user(data.held_out(split).users, data.user_ids, owners, negatives)
 
 
 def _file_in(folder: Path, name: str) -> Path:

@@ -1,13 +1,16 @@
 """StreamedData: the folder that rec.data.preprocess writes, of any size, read a row group at a time.
 
-planted_folder(): such a folder with generated rows whose right answer is known.
+labelled_rows_of(), interactions_of(): the same rows in memory, for the recipes that keep theirs there.
+
+planted_folder(), planted_log_folder(): such a folder with generated rows whose right answer is known.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,15 +19,19 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
-from torchrec_ext.data.columns import Chunk, Column, Int64, concatenate
+from torchrec_ext.data.columns import Array, Chunk, Column, Int64, concatenate
 from torchrec_ext.data.datasets.catalog import FOLDER_VARIABLE, DatasetUnavailable, data_folder
-from torchrec_ext.data.datasets.config import PLANTED, StreamConfig
+from torchrec_ext.data.datasets.config import NAMES, PLANTED, StreamConfig
 from torchrec_ext.data.datasets.folder import PREPROCESSOR
-from torchrec_ext.data.datasets.labelled import planted_context
+from torchrec_ext.data.datasets.interactions import InteractionData, Pairs
+from torchrec_ext.data.datasets.labelled import LabelledData, planted_context, without_context
+from torchrec_ext.data.datasets.synthetic import planted_log
 from torchrec_ext.data.files.arrow import Kind
 from torchrec_ext.data.files.sources import ParquetSource
-from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, Vocabulary
+from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, History, Vocabulary
+from torchrec_ext.data.preprocess.history import GAPS
 from torchrec_ext.schema import DataError
 
 SUMMARY = "summary.json"
@@ -32,6 +39,7 @@ RAW_REQUESTS = "raw/requests.parquet"  # some training rows as a request has the
 RAW_ITEMS = "raw/items.parquet"  # a row for each item, its columns as in the log
 _SPLITS = ("train", "validation", "test")
 _KINDS: dict[str, tuple[Kind, ...]] = {"int64": ("int",), "list<int64>": ("ints",), "float32": ("float",)}
+_NUMBERS: tuple[Kind, ...] = ("int", "float", "bool")  # of labels and weights
 _GROUP_ROWS = 8_192  # rows of a row group of generated data
 
 
@@ -40,7 +48,8 @@ class Roles:
     """The columns of preprocessed rows that are more than features.
 
     Args:
-        label: column of the labels, 0 to 1.
+        label: column of the labels, 0 to 1; empty where every row is a positive.
+        tasks: further columns of labels, of tasks that are learned together with the label.
         weight: column of a weight for each row, or None.
         user: column of the users' ids, or None.
         item: column of the items' ids, or None.
@@ -49,6 +58,7 @@ class Roles:
     """
 
     label: str
+    tasks: Sequence[str] = ()
     weight: str | None = None
     user: str | None = None
     item: str | None = None
@@ -83,8 +93,11 @@ class StreamedData:
     kept: Any = None
 
     def __post_init__(self) -> None:
+        roles = self.roles
+        kept: list[str] = [name for name in (roles.label, *roles.tasks, roles.weight) if name]
         for source in self.splits.values():
             source.require({name: _KINDS[self.preprocessor.outputs[name]] for name in (*self.features, *self.dense)})
+            source.require(dict.fromkeys(kept, _NUMBERS))
 
     @cached_property
     def vocab(self) -> dict[str, int]:
@@ -138,27 +151,73 @@ class StreamedData:
         Raises:
             DataError: all rows of a split have weight 0.
         """
-        names = [name for name in (self.roles.label, self.roles.weight) if name]
+        return {split: (float(every[0]), total) for split, (every, _, total) in self._label_sums.items()}
+
+    @property
+    def task_positives(self) -> dict[str, dict[str, tuple[float, float]]]:
+        """The weight of the positives of each task, among all rows and among those whose label is 1.
+
+        By split and by task, the label being the first; see :attr:`positives`.
+        """
+        names = [self.roles.label, *self.roles.tasks]
+        return {
+            split: {name: (float(each), float(some)) for name, each, some in zip(names, every, clicked, strict=True)}
+            for split, (every, clicked, _) in self._label_sums.items()
+        }
+
+    @cached_property
+    def _label_sums(self) -> dict[str, tuple[NDArray[np.float64], NDArray[np.float64], float]]:
+        """By split the weight of the positives of label and tasks (T,), of those with label 1 (T,), and of all rows."""
+        names, weight = [self.roles.label, *self.roles.tasks], self.roles.weight
         sums = {}
         for split, source in self.splits.items():
-            totals = np.zeros(2)
-            for chunk in self.chunks(split, names):
-                labels = chunk[self.roles.label].values.astype(np.float64)
-                weights = chunk[self.roles.weight].values.astype(np.float64) if self.roles.weight else 1.0
-                totals += (labels * weights).sum(), (np.ones_like(labels) * weights).sum()
-            if not totals[1] > 0:
+            every, clicked, total = np.zeros(len(names)), np.zeros(len(names)), 0.0
+            for chunk in self.chunks(split, [*names, *([weight] if weight else [])]):
+                labels = np.stack([chunk[name].values.astype(np.float64) for name in names])
+                weights = chunk[weight].values.astype(np.float64) if weight else np.ones(chunk.num_rows)
+                every += (labels * weights).sum(1)
+                clicked += (labels * labels[0] * weights).sum(1)
+                total += float(weights.sum())
+            if not total > 0:
                 raise DataError(
-                    f"{source.files[0].name}: column '{self.roles.weight}' is 0 in all {source.num_rows:,} rows of "
-                    f"split '{split}'; give each row that counts a weight above 0"
+                    f"{source.files[0].name}: column '{weight}' is 0 in all {source.num_rows:,} rows of split "
+                    f"'{split}'; give each row that counts a weight above 0"
                 )
-            sums[split] = (float(totals[0]), float(totals[1]))
+            sums[split] = every, clicked, total
         return sums
 
     def share(self, split: str) -> float:
         """Returns the weighted share of positives among the rows of a split, never quite 0 or 1."""
-        positive, total = self.positives[split]
-        least = 0.5 / (total + 1)
-        return min(max(positive / total, least), 1 - least)
+        return positive_share(*self.positives[split])
+
+    @property
+    def item_key(self) -> str | None:
+        """Name of the column of the items, or None."""
+        return self.roles.item
+
+    @cached_property
+    def popularity(self) -> Int64:
+        """The number of training rows with a label above 0 of each row of the items' table, (V,); reads all of them.
+
+        Raises:
+            ValueError: the preprocessing names no item.
+        """
+        item = self._item()
+        counts = np.zeros(self.vocab[item], np.int64)
+        for chunk in self.chunks("train", [self.roles.label, item]):
+            clicked = chunk[item].values[chunk[self.roles.label].values > 0]
+            counts += np.bincount(clicked, minlength=len(counts))
+        return counts
+
+    @property
+    def num_items(self) -> int:
+        """Number of items in the catalogue: those that a training row has."""
+        return len(self.items[0])
+
+    def _item(self) -> str:
+        if self.roles.item is None:
+            raise ValueError(f"set '{self.name}': its preprocessing names no item column")
+        return self.roles.item
 
     @cached_property
     def items(self) -> tuple[Int64, Chunk]:
@@ -171,9 +230,7 @@ class StreamedData:
             ValueError: the preprocessing names no item.
             DataError: no training row has a known item, or an id is no row of its table.
         """
-        item = self.roles.item
-        if item is None:
-            raise ValueError(f"set '{self.name}': its preprocessing names no item column")
+        item = self._item()
         last = self._last_rows(item)
         known: Int64 = 1 + np.flatnonzero(last[1:] >= 0)
         if not len(known):
@@ -210,8 +267,36 @@ class StreamedData:
         return last
 
 
-def load_streamed(config: StreamConfig) -> StreamedData:
+def positive_share(positive: float, total: float) -> float:
+    """Returns the share of ``positive`` in ``total``, never quite 0 or 1."""
+    least = 0.5 / (total + 1)
+    return min(max(positive / total if total else 0.0, least), 1 - least)
+
+
+def prepared_folder(name: str, root: str | None) -> Path | None:
+    """Returns the folder of preprocessed rows of that name, a path or in ``root``; None where there is none.
+
+    Files train.parquet or inter.parquet beside the rows are a set of their own, which is read instead.
+    """
+    if name in (*NAMES, "frappe"):
+        return None
+    for folder in filter(None, (Path(name), data_folder(name, root))):
+        has_files = any((folder / f"{file}.parquet").exists() for file in ("train", "inter"))
+        if (folder / "train").is_dir() and not has_files:
+            return folder
+    return None
+
+
+def load_streamed(
+    config: StreamConfig, *, labels: bool = True, generate: Callable[..., dict[str, float]] | None = None
+) -> StreamedData:
     """Opens the preprocessed rows that ``config`` names; only metadata are read.
+
+    Args:
+        config: settings that name the folder.
+        labels: the rows must have labels.
+        generate: function that writes generated rows into an empty folder and returns the best possible figures;
+            :func:`planted_folder` where not given.
 
     Raises:
         DatasetUnavailable: the folder is not on this machine.
@@ -219,8 +304,8 @@ def load_streamed(config: StreamConfig) -> StreamedData:
     """
     if config.name == PLANTED:
         kept = tempfile.TemporaryDirectory(prefix="torchrec_ext-planted-")
-        best = planted_folder(Path(kept.name), seed=config.seed)
-        return _open(Path(kept.name), config, best=best, kept=kept)
+        best = (generate or planted_folder)(Path(kept.name), seed=config.seed)
+        return _open(Path(kept.name), config, labels, best=best, kept=kept)
     folder = Path(config.name)
     if not folder.is_dir():
         folder = data_folder(config.name, config.folder) or folder
@@ -230,10 +315,10 @@ def load_streamed(config: StreamConfig) -> StreamedData:
             f"data.name={config.name}: there is no such folder, {looked}; write one from your log by `torchx run "
             f"rec.data.preprocess --recipe ... --out {config.name}`, or use generated rows: data.name={PLANTED}"
         )
-    return _open(folder, config)
+    return _open(folder, config, labels)
 
 
-def _open(folder: Path, config: StreamConfig, **details: Any) -> StreamedData:
+def _open(folder: Path, config: StreamConfig, labels: bool, **details: Any) -> StreamedData:
     summary, preprocessor = _summary(folder), FittedPreprocessor.load(folder / PREPROCESSOR)
     for split in ("train", "test"):
         if not (folder / split).is_dir():
@@ -242,7 +327,7 @@ def _open(folder: Path, config: StreamConfig, **details: Any) -> StreamedData:
                 "preprocessing recipe train, test and, for early stopping, validation"
             )
     splits = [split for split in _SPLITS if (folder / split).is_dir()]
-    roles = _roles(folder, summary, preprocessor)
+    roles = _roles(folder, summary, preprocessor, labels)
     for name, kind in preprocessor.outputs.items():
         if kind == "list<float32>" and name not in preprocessor.keep:
             raise DataError(
@@ -275,16 +360,173 @@ def _summary(folder: Path) -> dict[str, Any]:
     return summary
 
 
-def _roles(folder: Path, summary: Mapping[str, Any], preprocessor: FittedPreprocessor) -> Roles:
+def _roles(folder: Path, summary: Mapping[str, Any], preprocessor: FittedPreprocessor, labels: bool) -> Roles:
     """Reads the columns' roles from the summary; an older one has none, and its label is the column ``label``."""
     given = summary.get("roles", {})
     roles = {**given, "label": given.get("label") or "label"}
-    if roles["label"] not in preprocessor.outputs:
+    for name in given.get("tasks", ()):
+        if name not in preprocessor.keep:
+            raise DataError(
+                f"{folder}: task '{name}' is no column of its rows, which keep {', '.join(preprocessor.keep)}; set "
+                "Prepared.tasks and Preprocessor(keep=[...]), and preprocess the log again"
+            )
+    if roles["label"] not in preprocessor.outputs and not labels:
+        roles["label"] = ""
+    elif roles["label"] not in preprocessor.outputs:
         raise DataError(
             f"{folder}: its rows have no label: the preprocessing recipe names none that it keeps (it keeps "
             f"{', '.join(preprocessor.keep) or 'nothing'}); set Prepared.label and Preprocessor(keep=[...])"
         )
     return Roles(**roles)
+
+
+def _whole(data: StreamedData, split: str) -> Chunk:
+    """Reads all rows of a split: ids, numbers and labels; no rows where the folder has no such split."""
+    names = list(dict.fromkeys([*data.features, *data.dense, *filter(None, [data.roles.label])]))
+    if split not in data.splits:
+        return _whole(data, "train").slice(0, 0)
+    chunks = list(data.chunks(split, names))
+    return Chunk({name: concatenate([chunk[name] for chunk in chunks]) for name in names})
+
+
+def labelled_rows_of(data: StreamedData, *, context: bool = True) -> LabelledData:
+    """Reads preprocessed rows with labels into memory.
+
+    Args:
+        data: rows on disk, with any columns; user and item, where there are such, are ``user_id`` and ``item_id``.
+        context: see :class:`LabelledConfig`.
+
+    Raises:
+        DataError: user or item have another name, a label is neither 0 nor 1, or the rows have weights.
+    """
+    _check_names(data)
+    made = {split: _whole(data, split) for split in _SPLITS}
+    for split, rows in made.items():
+        labels = rows[data.roles.label].values
+        wrong = ~np.isin(labels, (0, 1))
+        if wrong.any():
+            raise DataError(
+                f"{data.folder}: column '{data.roles.label}', row {int(wrong.argmax())} of {split}: "
+                f"{labels[wrong][0]}; must be 0 or 1 in a recipe that keeps its rows in memory: take --recipe stream"
+            )
+        made[split] = rows.with_columns({"label": Column(labels.astype(np.float32))})
+    described = {
+        tower: tuple(
+            name for names in data.towers.get(tower, ()) for name in names if name != getattr(data.roles, tower)
+        )
+        for tower in ("user", "item")
+    }
+    labelled = LabelledData(
+        name=data.name,
+        train=made["train"],
+        validation=made["validation"],
+        test=made["test"],
+        vocab={name: data.vocab[name] for name in data.features},
+        context=tuple(data.towers.get("context", ((), ()))[0]),
+        dense=data.dense,
+        user_features=described["user"],
+        item_features=described["item"],
+        licence=data.licence,
+        best={},
+        oov_ids=dict.fromkeys(data.features, 0),
+        prepared=data,
+    )
+    return labelled if context else without_context(labelled)
+
+
+def _check_names(data: StreamedData) -> None:
+    """Refuses names and weights that a recipe whose rows are in memory does not read."""
+    for role, wanted in (("user", "user_id"), ("item", "item_id")):
+        name = getattr(data.roles, role)
+        if name not in (None, wanted):
+            raise DataError(
+                f"{data.folder}: the {role}'s column is '{name}', and this recipe reads '{wanted}'; write "
+                f"output='{wanted}' to its step in the preprocessing recipe, or take --recipe stream"
+            )
+    if data.roles.weight:
+        raise DataError(
+            f"{data.folder}: its rows have weights, '{data.roles.weight}', which this recipe does not read; leave "
+            "Prepared.weight out, or take --recipe stream"
+        )
+
+
+def interactions_of(data: StreamedData) -> InteractionData:
+    """Reads the positives among preprocessed rows into memory: those with label 1, or all where there are no labels.
+
+    A row keeps the columns that the preprocessing made of it, such as its history. Training rows of an unknown user or
+    item are left out with a warning; a held-out item that is unknown counts as missed. Each held-out row is a question
+    of its own.
+
+    Raises:
+        DataError: the preprocessing names no user or no item, an item has no training row, or no row is a positive.
+    """
+    roles = data.roles
+    if roles.user is None or roles.item is None:
+        raise DataError(
+            f"{data.folder}: its preprocessing names no user or no item, for whom or of which this recipe ranks; write "
+            "Prepared(user=..., item=...) in the preprocessing recipe, and preprocess the log again; or take --recipe "
+            "stream, which predicts labels without them"
+        )
+    _check_names(data)
+    train, validation, test = (_positives(data, split) for split in _SPLITS)
+    known, table = data.items
+    if len(known) < table.num_rows - 1:
+        raise DataError(
+            f"{data.folder}: {table.num_rows - 1 - len(known):,} rows of '{roles.item}' are no item's: its ids are "
+            "hashed, or the first split is not the training rows; take Categorify for the item, or --recipe "
+            "stream"
+        )
+    whole = train.take(np.flatnonzero((train["user_id"].values > 0) & (train["item_id"].values > 0)))
+    if left_out := train.num_rows - whole.num_rows:
+        warnings.warn(
+            f"{data.folder}: {left_out:,} of {train.num_rows:,} positives for training have an unknown user or item, "
+            "and are left out; a lower min_count of the preprocessing knows more of them",
+            stacklevel=2,
+        )
+    if not whole.num_rows:
+        raise DataError(f"{data.folder}: no training row is a positive: with label 1, and a known user and item")
+    outside = len(known) + 1
+    validation, test = (
+        rows.with_columns({"item_id": Column(np.where(rows["item_id"].values > 0, rows["item_id"].values, outside))})
+        for rows in (validation, test)
+    )
+    unknown = table.take(np.zeros(1, np.int64))
+    items = Chunk({name: concatenate([table[name], unknown[name]]) for name in table})
+    owners = whole["user_id"].values
+    order = np.argsort(owners, kind="stable")
+    counts = np.bincount(owners, minlength=data.vocab["user_id"])
+    return InteractionData(
+        name=data.name,
+        train=whole,
+        validation=validation,
+        test=test,
+        items=items,
+        vocab={name: data.vocab[name] for tower in data.towers.values() for name in tower[0]},
+        dense=data.dense,
+        known=Pairs(owners, whole["item_id"].values),
+        liked=Column.from_lengths(whole["item_id"].values[order], counts),
+        user_ids=_values_of(data.preprocessor, "user_id", data.vocab["user_id"]),
+        item_ids=_values_of(data.preprocessor, "item_id", items.num_rows),
+        outside=1,
+        licence=data.licence,
+        prepared=data,
+    )
+
+
+def _positives(data: StreamedData, split: str) -> Chunk:
+    rows, label = _whole(data, split), data.roles.label
+    return rows.take(np.flatnonzero(rows[label].values > 0)) if label else rows
+
+
+def _values_of(preprocessor: FittedPreprocessor, name: str, rows: int) -> Array | None:
+    """Returns (rows,) the log's value of each row of a column's table; None where a hash made the rows."""
+    steps = zip(preprocessor.steps, preprocessor.states, strict=True)
+    state = next((state for step, state in reversed(list(steps)) if name in step.writes), None)
+    if not isinstance(state, Vocabulary):
+        return None
+    values: Array = state.values.to_numpy(zero_copy_only=False)
+    nobody = np.array([None], object) if values.dtype == object else np.array([-1])
+    return np.concatenate([nobody, values, nobody])[:rows]
 
 
 def planted_folder(folder: Path, *, seed: int = 0, rows: int = 60_000) -> dict[str, float]:
@@ -304,20 +546,141 @@ def planted_folder(folder: Path, *, seed: int = 0, rows: int = 60_000) -> dict[s
         states.append(Vocabulary(pa.array(ids), pa.array(np.zeros(len(ids), np.int64))))
     raw = dict.fromkeys(names, "int64") | {"label": "float32"}
     fitted = FittedPreprocessor(steps=tuple(steps), keep=("label",), raw=raw, states=tuple(states))
-    fitted.save(folder / PREPROCESSOR)
-    counts = {}
+    rows_of = {}
     for split in _SPLITS:
         chunk: Chunk = getattr(data, split)
-        made = fitted.online({name: chunk[name].values.tolist() for name in (*names, "label")})
+        rows_of[split] = {name: chunk[name].values.tolist() for name in (*names, "label")}
+    requests = data.train.slice(0, 1_000)
+    asked = pa.table({name: requests[name].values for name in names})
+    roles = {"label": "label", "weight": None, "user": "user_id", "item": "item_id"}
+    _write_planted(folder, fitted, rows_of, asked, pa.table({"item_id": data.trained("item_id")}), roles)
+    return dict(data.best)
+
+
+def _write_planted(
+    folder: Path,
+    fitted: FittedPreprocessor,
+    splits: Mapping[str, Mapping[str, Sequence[Any]]],
+    requests: pa.Table,
+    items: pa.Table,
+    roles: Mapping[str, Any],
+) -> None:
+    """Writes rows as rec.data.preprocess would, made of requests' rows by split."""
+    fitted.save(folder / PREPROCESSOR)
+    counts = {}
+    for split, rows in splits.items():
+        made = fitted.online(rows)
         (folder / split).mkdir()
-        table = pa.table({name: column.values for name, column in made.items()})
+        table = pa.table({name: _arrow(column) for name, column in made.items()})
         path = folder / split / "part-00000.parquet"
         pq.write_table(table, path, row_group_size=_GROUP_ROWS, write_page_checksum=True)
         counts[split] = len(table)
     (folder / "raw").mkdir()
-    requests = data.train.slice(0, 1_000)
-    pq.write_table(pa.table({name: requests[name].values for name in names}), folder / RAW_REQUESTS)
-    pq.write_table(pa.table({"item_id": data.trained("item_id")}), folder / RAW_ITEMS)
-    roles = {"label": "label", "weight": None, "user": "user_id", "item": "item_id"}
+    pq.write_table(requests, folder / RAW_REQUESTS)
+    pq.write_table(items, folder / RAW_ITEMS)
     (folder / SUMMARY).write_text(json.dumps({"recipe": PLANTED, "rows": counts, "roles": roles}) + "\n")
-    return dict(data.best)
+
+
+def _arrow(column: Column) -> pa.Array:
+    if not column.ragged:
+        return pa.array(column.values)
+    offsets = np.concatenate([[0], np.cumsum(column.lengths)]).astype(np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(column.values))
+
+
+def planted_log_folder(folder: Path, *, seed: int = 0, sessions: bool = True) -> dict[str, float]:
+    """Writes the rows of :func:`planted_log` as the preprocessing recipe taobao would, with one drawn item a click.
+
+    Args:
+        folder: an empty folder.
+        seed: seed of the generator.
+        sessions: whether the latest clicks tell the next one; else the user alone does, so that a model which reads a
+            session as a bag can be as good as any.
+
+    Returns:
+        The best possible figures of the labels ``click`` and ``conversion`` on the test rows.
+    """
+    follows, favourite = (0.7, 0.6) if sessions else (0.0, 0.8)
+    log, length = planted_log(users=150, items=120, visits=20, follows=follows, favourite=favourite, seed=seed), 10
+    columns, size = log.columns, len(log.bought)
+    rng = np.random.default_rng([seed, 1])
+    clicks = np.arange(size).repeat(2)
+    shown = columns["item_id"][clicks]
+    shown[1::2] = rng.integers(1, int(shown.max()) + 1, size)
+    click = np.tile(np.array([1.0, 0.0]), size)
+    other = np.ones(len(shown), np.bool_)
+    other[1::2] = shown[1::2] != shown[::2]
+    clicks, shown, click = clicks[other], shown[other], click[other]
+    categories = int(columns["category_id"].max()) + 1
+    rows: dict[str, list[Any]] = {
+        "user_id": columns["user_id"][clicks].tolist(),
+        "timestamp": columns["timestamp"][clicks].tolist(),
+        "item_id": shown.tolist(),
+        "category_id": (shown % categories).tolist(),
+        "click": click.tolist(),
+        "conversion": (click * log.bought[clicks]).tolist(),
+    }
+    rows |= _past(columns, clicks, length)
+    cuts = [0, int(0.8 * len(clicks)), int(0.9 * len(clicks)), len(clicks)]
+    splits = {
+        split: {name: values[start:stop] for name, values in rows.items()}
+        for split, start, stop in zip(_SPLITS, cuts[:-1], cuts[1:], strict=True)
+    }
+    steps = (
+        History(user="user_id", item="item_id", time="timestamp", length=length, also=("category_id",), gaps=GAPS),
+        Categorify(column="item_id", also=("history",)),
+        Categorify(column="category_id", also=("history_category_id",)),
+        Categorify(column="user_id"),
+    )
+    vocabularies = []
+    for step in steps[1:]:
+        values = np.unique(np.array(splits["train"][step.writes[0]], np.int64))
+        vocabularies.append(Vocabulary(pa.array(values), pa.array(np.zeros(len(values), np.int64))))
+    labels = ("click", "conversion")
+    raw = dict.fromkeys(columns, "int64") | dict.fromkeys(labels, "float32")
+    fitted = FittedPreprocessor(steps=steps, keep=labels, raw=raw, states=({}, *vocabularies))
+    names = fitted.request_columns
+    requests = pa.table(
+        {name: splits["train"][name][-1_000:] for name in names if name not in ("item_id", "category_id")}
+    )
+    known = np.unique(np.array(splits["train"]["item_id"]))
+    items = pa.table({"item_id": known, "category_id": known % categories})
+    roles = {
+        "label": labels[0],
+        "tasks": labels[1:],
+        "user": "user_id",
+        "item": "item_id",
+        "user_features": ["history", "history_category_id", "history_gap"],
+        "item_features": ["category_id"],
+    }
+    _write_planted(folder, fitted, splits, requests, items, roles)
+    test = slice(cuts[2], cuts[3])
+    odds = log.odds(clicks[test], shown[test])
+    chances = {"click": odds / (1 + odds), "conversion": odds / (1 + odds) * log.buys(shown[test])}
+    best = {}
+    for name, chance in chances.items():
+        label = np.array(rows[name][test])
+        best[f"{name}_auc"] = _area(chance, label)
+        best[f"{name}_log_loss"] = float(-np.log(np.where(label > 0, chance, 1 - chance)).mean())
+    return {name: best[f"click_{name}"] for name in ("auc", "log_loss")} | best
+
+
+def _past(columns: Mapping[str, Int64], clicks: Int64, length: int) -> dict[str, list[Any]]:
+    """Returns the lists that a request has of each row's latest clicks before it, a few more than are read."""
+    past: dict[int, list[int]] = {}
+    before = []
+    for row, user in enumerate(columns["user_id"].tolist()):
+        before.append(past.setdefault(user, [])[-length - 2 :])
+        past[user].append(row)
+    lists = [before[click] for click in clicks.tolist()]
+    sent = {"items": "item_id", "times": "timestamp", "category_id": "category_id"}
+    return {f"history_{name}": [columns[column][row].tolist() for row in lists] for name, column in sent.items()}
+
+
+def _area(scores: NDArray[np.float64], labels: NDArray[np.float64]) -> float:
+    """Returns the area under the ROC curve; a tie counts half."""
+    values, index = np.unique(scores, return_inverse=True)
+    positive = np.bincount(index, labels, len(values))
+    negative = np.bincount(index, 1 - labels, len(values))
+    below = np.cumsum(negative) - negative / 2
+    return float((positive * below).sum() / (positive.sum() * negative.sum()))

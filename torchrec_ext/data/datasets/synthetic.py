@@ -6,7 +6,8 @@ Both have the column names of ml-100k, so that every recipe runs on them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -208,3 +209,82 @@ def _vocab(users: int, items: int) -> dict[str, int]:
         "release_year": YEARS + 1,
         "genres": GENRES + 1,
     }
+
+
+class PlantedLog(NamedTuple):
+    """A generated log of n clicks in the form of Taobao's, in the order of time.
+
+    Attributes:
+        columns: user_id, item_id, category_id and timestamp of each click, (n,) int64.
+        bought: whether the click was followed by a purchase, (n,) bool.
+        odds: odds with which a row of a click, or of an item drawn uniformly in its place, is the click, as a function
+            of the rows' clicks (m,) and their items (m,).
+        buys: chance that a click on each item (m,) is followed by a purchase, as a function of the items.
+    """
+
+    columns: dict[str, Int64]
+    bought: NDArray[np.bool_]
+    odds: Callable[[Int64, Int64], NDArray[np.float64]]
+    buys: Callable[[Int64], NDArray[np.float64]]
+
+
+def planted_log(
+    *,
+    users: int = 300,
+    items: int = 300,
+    categories: int = 6,
+    visits: int = 10,
+    follows: float = 0.7,
+    favourite: float = 0.6,
+    seed: int = 0,
+) -> PlantedLog:
+    """Generates clicks whose next category is told by the latest click, if it was less than an hour ago.
+
+    A visit is a few clicks, minutes apart; visits are a day or more apart. Within a visit the category is the one after
+    that of the click before, in a share ``follows`` of cases. Else, and for the first click of a visit, it is the
+    user's own in a share ``favourite`` of cases, or any one. Six of ten clicks on an even category are followed by a
+    purchase, others one of ten.
+
+    Args:
+        users: number of users, ids from 1.
+        items: number of items, ids from 1; item i is of category i % categories.
+        categories: number of categories, ids from 0.
+        visits: number of visits of each user.
+        follows: share of a visit's further clicks whose category the click before tells; with 0 no session tells more
+            than its user.
+        favourite: share of all other clicks that are on the user's own category.
+        seed: seed of the generator.
+    """
+    rng = np.random.default_rng([seed, users, items, categories, visits])
+    rows = []
+    for user in range(1, users + 1):
+        now = 1_511_539_200 + int(rng.integers(86_400))
+        for _ in range(visits):
+            category = 0
+            for click in range(int(rng.integers(3, 8))):
+                follow = click > 0 and rng.random() < follows
+                other = user % categories if rng.random() < favourite else int(rng.integers(categories))
+                category = (category + 1) % categories if follow else other
+                item = category + categories * int(rng.integers(items // categories))
+                rows.append((now, user, item or categories * (items // categories), category, click > 0))
+                now += int(rng.integers(60, 300))
+            now += int(rng.integers(86_400, 2 * 86_400))
+    times, owners, taken, kinds, within = np.array(sorted(rows), dtype=np.int64).T
+    before = np.full(len(rows), -1)  # the category of the user's click before, where it is of the same visit
+    last = dict.fromkeys(range(users + 1), -1)
+    for row, (user, category) in enumerate(zip(owners.tolist(), kinds.tolist(), strict=True)):
+        before[row] = last[user] if within[row] else -1
+        last[user] = category
+
+    def buys(shown: Int64) -> NDArray[np.float64]:
+        return np.where(shown % categories % 2 == 0, 0.6, 0.1)
+
+    def odds(clicks: Int64, shown: Int64) -> NDArray[np.float64]:
+        following = shown % categories == (before[clicks] + 1) % categories
+        alone: NDArray[np.float64] = (
+            1 - favourite + favourite * categories * (owners[clicks] % categories == shown % categories)
+        )
+        return np.where(before[clicks] < 0, alone, (1 - follows) * alone + follows * categories * following)
+
+    columns = {"user_id": owners, "item_id": taken, "category_id": kinds, "timestamp": times}
+    return PlantedLog(columns, rng.random(len(rows)) < buys(taken), odds, buys)

@@ -1,4 +1,7 @@
-"""Parquet files -> one Chunk, with every fault named by file, column, row group and row."""
+"""Parquet files -> one Chunk, with every fault named by file, column, row group and row.
+
+read_columns(): a file as an Arrow table, with its nulls.
+"""
 
 from __future__ import annotations
 
@@ -65,6 +68,28 @@ def read_parquet(
     return chunk
 
 
+def read_columns(path: Path, names: Sequence[str] | None = None) -> pa.Table:
+    """Reads a whole file as it stands, of any types and with its nulls.
+
+    Args:
+        path: a parquet file.
+        names: names of columns; all where not given.
+
+    Raises:
+        DataError: the file is missing, is not parquet, is cut short or damaged, has no rows, or lacks a column.
+    """
+    file = _open(path)
+    warn_of_parquet(str(path), path, file.metadata)
+    for name in names or ():
+        _check_named(path, file.schema_arrow, name)
+    wanted = list(file.schema_arrow.names if names is None else names)
+    groups = [_read_columns(path, file, group, wanted) for group in range(file.metadata.num_row_groups)]
+    table = pa.concat_tables(groups) if groups else file.schema_arrow.empty_table()
+    if not len(table):
+        raise DataError(f"{path}: zero rows; write at least one, or leave the file out")
+    return table.combine_chunks()
+
+
 def _read_file(path: Path, kinds: Mapping[str, Kind | None] | None, fill: Mapping[str, Any]) -> Chunk:
     file = _open(path)
     warn_of_parquet(str(path), path, file.metadata)
@@ -102,17 +127,21 @@ def _open(path: Path) -> pq.ParquetFile:
 
 
 def _read_group(path: Path, file: pq.ParquetFile, group: int, names: list[str], fill: Mapping[str, Any]) -> pa.Table:
+    table = _read_columns(path, file, group, names)
+    return pa.table(
+        {name: _without_nulls(f"{path}: row group {group}", name, table.column(name), fill) for name in names}
+    )
+
+
+def _read_columns(path: Path, file: pq.ParquetFile, group: int, names: list[str]) -> pa.Table:
     try:
-        table = file.read_row_group(group, columns=names)
+        return file.read_row_group(group, columns=names)
     except (pa.ArrowException, OSError) as error:
         column = next((name for name in names if not _readable(file, group, name)), None)
         where = f"row group {group}" + (f", column '{column}'" if column else "")
         raise DataError(
             f"{path}: {where} cannot be read: the file is damaged or cut; copy or write it again ({error})"
         ) from error
-    return pa.table(
-        {name: _without_nulls(f"{path}: row group {group}", name, table.column(name), fill) for name in names}
-    )
 
 
 def _readable(file: pq.ParquetFile, group: int, name: str) -> bool:
@@ -123,11 +152,15 @@ def _readable(file: pq.ParquetFile, group: int, name: str) -> bool:
     return True
 
 
-def _check_type(path: Path, schema: pa.Schema, name: str, wanted: Kind | None) -> None:
+def _check_named(path: Path, schema: pa.Schema, name: str) -> None:
     if name not in schema.names:
         near = difflib.get_close_matches(name, schema.names, n=1)
         hint = f"did you mean '{near[0]}'?" if near else "rename the column, or write it"
         raise DataError(f"{path}: column '{name}' is missing, the file has {schema.names}; {hint}")
+
+
+def _check_type(path: Path, schema: pa.Schema, name: str, wanted: Kind | None) -> None:
+    _check_named(path, schema, name)
     kind = kind_of(schema.field(name).type)
     if kind is None or (wanted and kind not in _WANTED.get(wanted, {wanted})):
         rule = f"must be {wanted}" if wanted else f"must be one of {', '.join(get_args(Kind))}"

@@ -274,7 +274,9 @@ def _tensor(array: Array) -> Tensor:
     return torch.from_numpy(array if array.flags.writeable and array.flags.c_contiguous else array.copy())
 
 
-def known_items(schema: BatchSchema, num_rows: int, ids: Int64, row_numbers: Int64 | None = None) -> Int64:
+def known_items(
+    schema: BatchSchema, num_rows: int, ids: Int64, row_numbers: Int64 | None = None, name: str = "item_id"
+) -> Int64:
     """Returns ``ids``, all with features; with ``out_of_range="oov"`` others become the feature's ``oov_id``.
 
     Args:
@@ -282,6 +284,7 @@ def known_items(schema: BatchSchema, num_rows: int, ids: Int64, row_numbers: Int
         num_rows: number of rows of the table of item features.
         ids: (B x W,) item ids, W of each row one after the other.
         row_numbers: (B,) numbers by which a message names the rows; the index of the id where not given.
+        name: column of the ids.
 
     Raises:
         DataError: an id has no features.
@@ -289,7 +292,7 @@ def known_items(schema: BatchSchema, num_rows: int, ids: Int64, row_numbers: Int
     bad = (ids < 0) | (ids >= num_rows)
     if not bad.any():
         return ids
-    feature = schema.feature("item_id")
+    feature = schema.feature(name)
     oov_id = feature.oov_id if feature else 0
     if schema.out_of_range == "oov":
         return np.where(bad, oov_id, ids)
@@ -297,7 +300,7 @@ def known_items(schema: BatchSchema, num_rows: int, ids: Int64, row_numbers: Int
     index = int(bad.argmax())
     row = index if row_numbers is None else row_numbers[index * len(row_numbers) // len(ids)]
     raise DataError(
-        f"feature 'item_id'{readers}: id {ids[index]} in row {row} has no features (known items: 0 to {num_rows - 1}; "
+        f"feature '{name}'{readers}: id {ids[index]} in row {row} has no features (known items: 0 to {num_rows - 1}; "
         f"{int(bad.sum())} such ids of {len(ids)}); fix the data, or set out_of_range='oov' to use item {oov_id} for "
         "them"
     )

@@ -18,7 +18,7 @@ from torchrec_ext.data.columns import Array, Chunk, Column, Int64
 from torchrec_ext.data.loader.batch_builder import BatchBuilder, known_items
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.epochs import Share
-from torchrec_ext.data.negatives.mixed import MixedCandidates
+from torchrec_ext.data.negatives.mixed import CatalogueCandidates, MixedCandidates
 from torchrec_ext.data.negatives.samplers import Negatives, RejectionNegatives
 from torchrec_ext.schema import BatchSchema, DataError, Jagged
 
@@ -76,7 +76,7 @@ def identified(
         name: rows.chunk[name].values.repeat(width) for name in schema.identities if name in rows.chunk
     }
     if candidates is not None:
-        columns["item_id"] = candidates.reshape(-1)
+        columns[schema.candidate or "item_id"] = candidates.reshape(-1)
     users, items = (
         _padded_ids(schema, name, columns[name], len(batch)) if name in columns else None
         for name in (schema.query, schema.candidate)
@@ -169,7 +169,7 @@ Sections = Sequence[tuple[Column | None, int]]  # columns below one another, eac
 class SharedCandidates:
     """See :class:`Pairing`.
 
-    A rank's batch has ceil(batch_size / R) + ceil(shared_negatives / R) rows::
+    A rank's batch has ceil(batch_size / R) + ceil(shared_negatives / R) rows, or as many as all items need::
 
         positives, padding up to ceil(batch_size / R) | extra candidates, padding
 
@@ -181,15 +181,19 @@ class SharedCandidates:
         schema: the columns of the batch.
         config: see :class:`LoaderConfig`.
         items: row i holds the features of item i.
-        candidates: sampler of the extra candidates.
+        candidates: sampler of the extra candidates, or all items.
         share: this rank's share of each global batch.
     """
 
-    ids = ("item_id",)
-
     def __init__(
-        self, schema: BatchSchema, config: LoaderConfig, items: Chunk, candidates: MixedCandidates, share: Share
+        self,
+        schema: BatchSchema,
+        config: LoaderConfig,
+        items: Chunk,
+        candidates: MixedCandidates | CatalogueCandidates,
+        share: Share,
     ) -> None:
+        self.ids = (schema.candidate or "item_id",)
         self._schema, self._config, self._items = schema, config, items
         self._candidates, self._share = candidates, share
         self._alone = any(name in schema.shared for name in items)  # then each row needs a shared row of its own
@@ -202,7 +206,8 @@ class SharedCandidates:
     def batch(self, rows: StepRows, epoch: int, step: int) -> TowerBatch:
         """See :meth:`Pairing.batch`."""
         chunk, queries = rows.chunk, self._share.rows(self._config.batch_size)
-        positives = known_items(self._schema, self._items.num_rows, chunk["item_id"].values, rows.numbers)
+        (key,) = self.ids
+        positives = known_items(self._schema, self._items.num_rows, chunk[key].values, rows.numbers, key)
         drawn = self._candidates.draw(epoch, step, rank=self._share.rank, world_size=self._share.world_size)
         size, extra = queries + len(drawn), drawn[drawn > 0]
         columns: dict[str, Sections] = {}

@@ -241,7 +241,7 @@ class StreamedRows:
         pairing: Pairing | None,
         share: Share,
     ) -> None:
-        without = [name for name in items or () if name != "item_id"]
+        without = [name for name in items or () if name not in (pairing.ids if pairing else ("item_id",))]
         layout = BlockLayout.of(schema, pairing.ids if pairing else (), (config.label, config.weight), without)
         plan = StreamPlan(
             group_rows=tuple(group.rows for group in source.groups),

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 
 from torchrec_ext.batch import DrawnStep, TowerBatch
@@ -26,12 +27,12 @@ from torchrec_ext.data.loader.from_files import StreamedRows
 from torchrec_ext.data.loader.in_memory import MemoryRows
 from torchrec_ext.data.loader.on_device import DeviceCandidates, ResidentRows, read_all
 from torchrec_ext.data.negatives.hard import Index
-from torchrec_ext.data.negatives.mixed import MixedCandidates
+from torchrec_ext.data.negatives.mixed import CatalogueCandidates, MixedCandidates
 from torchrec_ext.data.negatives.registry import NEGATIVES
 from torchrec_ext.data.negatives.samplers import Negatives, SampledData, TrainingSampler
 from torchrec_ext.schema import BatchSchema
 
-Sampler = Negatives | MixedCandidates
+Sampler = Negatives | MixedCandidates | CatalogueCandidates
 
 
 @runtime_checkable
@@ -79,6 +80,9 @@ def check_sampler(config: LoaderConfig, sampler: Sampler | None, *, has_items: b
     Raises:
         ValueError: a sampler is missing, or is of another kind or has other settings than ``config`` says.
     """
+    if isinstance(sampler, CatalogueCandidates):
+        _check_catalogue(config, has_items=has_items)
+        return
     shared = NEGATIVES[config.sampling].shared
     asked = f"loader.shared_negatives={config.shared_negatives}" if shared else f"loader.negatives={config.negatives}"
     if sampler is None and (shared or config.negatives):
@@ -101,6 +105,24 @@ def check_sampler(config: LoaderConfig, sampler: Sampler | None, *, has_items: b
                 f"loader.shared_negatives={config.shared_negatives} and loader.batch_size={config.batch_size}: log_q "
                 "would be that of other batches; give both the same"
             )
+
+
+def _check_catalogue(config: LoaderConfig, *, has_items: bool) -> None:
+    for name in ("negatives", "shared_negatives"):
+        if getattr(config, name):
+            raise ValueError(
+                f"loader.{name}={getattr(config, name)} with loader.sampling={config.sampling!r} and a loss over the "
+                "catalogue: all items are candidates already; leave both out, with loader.negatives=0"
+            )
+    if config.device:
+        raise ValueError(
+            f"loader.device={config.device!r} with a loss over the catalogue: its batches are made on the host; leave "
+            "loader.device out"
+        )
+    if not has_items:
+        raise ValueError(
+            "CatalogueCandidates without items: the features of all items are looked up there; pass items="
+        )
 
 
 class Batches(Protocol):
@@ -133,9 +155,10 @@ def on_host(
         ValueError: a frequency estimate with a source.
     """
     pairing: OwnCandidates | SharedCandidates
-    if isinstance(sampler, MixedCandidates) and items is not None:
+    if isinstance(sampler, MixedCandidates | CatalogueCandidates):
+        assert items is not None, "checked by check_sampler"
         pairing = SharedCandidates(schema, config, items, sampler, share)
-    elif not isinstance(sampler, MixedCandidates):
+    else:
         pairing = OwnCandidates(schema, config, items, sampler, share)
     estimator = sampler if isinstance(sampler, MixedCandidates) and sampler.estimates else None
     if isinstance(chunk, Chunk):
@@ -164,7 +187,7 @@ def batches_on_device(
         ValueError: the settings ask for what only the host can do.
     """
     where = f"device={device} with loader."
-    if isinstance(sampler, MixedCandidates):
+    if isinstance(sampler, MixedCandidates | CatalogueCandidates):
         raise ValueError(f"{where}sampling={config.sampling!r}: its candidates are drawn on the host; leave device out")
     if config.negatives and items is None:
         raise ValueError(f"{where}negatives={config.negatives} without items: drawn items need features; pass items=")
@@ -334,7 +357,9 @@ def training_loader(
         schema,
         config=config,
         items=data.items,
-        negatives=training_negatives(data, config),
+        negatives=CatalogueCandidates(np.arange(1, data.num_items + 1))
+        if schema.catalogue
+        else training_negatives(data, config),
         refresh=refresh if refreshed else None,
         rank=rank,
         world_size=world_size,

@@ -3,6 +3,8 @@
 StreamingFrequency: an estimate of how often items occur, made while they go by (Yi et al. 2019, algorithm 2).
 
 MixedCandidates: a loader's sampler, which draws by MixedNegatives and corrects by counts or by StreamingFrequency.
+
+CatalogueCandidates: all items at every step, for a softmax over the catalogue.
 """
 
 from __future__ import annotations
@@ -252,3 +254,25 @@ class MixedCandidates(TrainingSampler):
         if self._frequency is not None:
             self._frequency.load_state_dict(state["frequency"])
             self._epoch, self._saved, self._after = int(state["epoch"]), self._frequency.state_dict(), None
+
+
+class CatalogueCandidates:
+    """Gives every step all items as the candidates that its queries share, each rank a part of them.
+
+    Args:
+        items: (I,) ids of the items, from 1 on.
+    """
+
+    def __init__(self, items: Int64) -> None:
+        self.items = items
+
+    def draw(self, epoch: int, step: int, *, rank: int = 0, world_size: int = 1) -> Int64:
+        """Returns (ceil(I / R),) items: this rank's part of all, filled up with 0, which is no item."""
+        del epoch, step
+        share = -(-len(self.items) // world_size)
+        items = self.items[rank * share : (rank + 1) * share]
+        return np.concatenate([items, np.zeros(share - len(items), np.int64)])
+
+    def log_q(self, ids: Int64) -> Float32:
+        """Returns (C,) zeros: each item is there with probability 1."""
+        return np.zeros(len(ids), np.float32)

@@ -244,10 +244,11 @@ class PopularityNegatives(RejectionNegatives):
     Args:
         num_items: items have the ids 1 to ``num_items``.
         users: (P,) users of the known pairs.
-        items: (P,) items of the known pairs, whose counts are the popularity.
+        items: (P,) items of the known pairs, whose counts are the popularity where ``counts`` is not given.
         seed: seed of the draws.
         exponent: power of the counts: 1 is popularity itself, 0 uniform, 0.75 word2vec's choice.
         smoothing: added to each count, so that every item can be drawn: one that is never drawn is never pushed down.
+        counts: (num_items + 1,) count of each item where it is not the number of its known pairs.
     """
 
     def __init__(
@@ -259,13 +260,15 @@ class PopularityNegatives(RejectionNegatives):
         *,
         exponent: float = 0.75,
         smoothing: float = 1.0,
+        counts: Int64 | None = None,
     ) -> None:
         if not smoothing > 0:
             raise ValueError(
                 f"smoothing={smoothing}: must be greater than 0, or items without a rating could never be drawn"
             )
         super().__init__(num_items, users, items, seed)
-        weights = np.power(np.bincount(items, minlength=num_items + 1)[1:] + smoothing, exponent, dtype=np.float64)
+        counts = np.bincount(items, minlength=num_items + 1) if counts is None else counts
+        weights = np.power(counts[1:] + smoothing, exponent, dtype=np.float64)
         self.free_mass = FreeMass(self.known, weights)
         p = self.free_mass.share
         self.log_p = np.log(p, where=p > 0, out=np.full(num_items + 1, -np.inf))

@@ -8,6 +8,7 @@ exactly, so that every engine and a request compute the same.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -293,9 +294,61 @@ def _typed(data: Sequence[Any], raw: str) -> pa.Array:
     wanted = arrow_type(raw)
     if array.type == wanted:
         return array
+    if raw in TIMES and (pa.types.is_string(array.type) or pa.types.is_date(array.type)):
+        return as_times(array).cast(wanted, safe=False)
     if not _stands_for(array.type, raw):
         raise TypeError(f"it is {array.type}")
     return array.cast(wanted, safe=element(raw) not in TIMES)
+
+
+_ISO_8601 = r"^\d{4}-\d{2}-\d{2}([T ]\d{2}:\d{2}(:\d{2}(\.\d{1,6})?)?(Z|[+-]\d{2}(:?\d{2})?)?)?$"
+_ISO_RULE = "must be a date in ISO 8601, such as 2024-02-29, 2024-02-29 18:30 or 2024-02-29T18:30:00+01:00"
+
+
+def is_iso(text: str) -> bool:
+    """Says whether a text has the form of a date in ISO 8601, with or without a time and a zone."""
+    return re.match(_ISO_8601, text) is not None
+
+
+def as_times(array: pa.Array) -> pa.Array:
+    """Returns dates, times or texts in ISO 8601 as ``timestamp[us, UTC]``; what names no zone is UTC.
+
+    Raises:
+        ValueError: a text is not such a date; ``row`` of the error is its row.
+
+    Example:
+        >>> as_times(pa.array(["2024-02-29", None, "2024-02-29T18:30:00+01:00"])).cast(pa.string()).to_pylist()
+        ['2024-02-29 00:00:00.000000Z', None, '2024-02-29 17:30:00.000000Z']
+    """
+    wanted = pa.timestamp("us", "UTC")
+    if not pa.types.is_string(array.type):
+        naive = pa.types.is_date(array.type) or array.type.tz is None
+        array = array.cast(pa.timestamp("us"), safe=False) if naive else array
+        return array.cast(wanted, safe=False)
+    wrong = pc.fill_null(pc.invert(pc.match_substring_regex(array, _ISO_8601)), fill_value=False)
+    row = pc.index(wrong, True).as_py()
+    if row < 0:
+        try:
+            return _from_iso(array)
+        except pa.ArrowInvalid:  # there is no such day
+            row = next(row for row in range(len(array)) if not _is_time(array.slice(row, 1)))
+    error = ValueError(_ISO_RULE)
+    error.row = row  # type: ignore[attr-defined]
+    raise error
+
+
+def _from_iso(array: pa.Array) -> pa.Array:
+    zone = pc.if_else(pc.equal(pc.utf8_length(array), len("2024-02-29")), "T00:00Z", "Z")
+    zone = pc.if_else(pc.match_substring_regex(array, r"[T ].*(Z|[+-]\d{2}(:?\d{2})?)$"), "", zone)
+    return pc.binary_join_element_wise(array, zone, "").cast(pa.timestamp("us", "UTC"))
+
+
+def _is_time(array: pa.Array) -> bool:
+    try:
+        _from_iso(array)
+    except pa.ArrowInvalid:
+        return False
+    return True
 
 
 @lru_cache

@@ -1,31 +1,36 @@
-"""History: the items that a user took before a row, never at the row's own time or later."""
+"""History: the items that a user took before a row, never at the row's own time or later; their columns and gaps."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from torchrec_ext.data.preprocess.columns import IDS, NUMBERS, TIMES, Cells, Types
-from torchrec_ext.data.preprocess.engines import exact, number
+from torchrec_ext.data.preprocess.engines import exact, number, step_function
 from torchrec_ext.data.preprocess.lists import list_of
 from torchrec_ext.data.preprocess.step import State, Step, StepContext, Table, positive
+from torchrec_ext.data.preprocess.times import PER_SECOND
 from torchrec_ext.schema import DataError
+
+# Starts of buckets of gaps in seconds, for History.gaps: 1, 2, 4 and so on to two years.
+GAPS = tuple(2**power for power in range(27))
+_FARTHEST = 2**61  # of an integer time from 1970, so that no difference of two is beyond 64 bits
 
 
 @dataclass(frozen=True, kw_only=True)
 class History(Step):
     """Lists the user's most recent ``length`` items with a *strictly* earlier time, oldest first, ties by item.
 
-    Events with a null user, item or time are in no history; a row with a null user or time has an empty one. The step
-    reads columns as the files have them, so put it before steps that replace them, and ``Categorify(column=item,
-    also=(output,))`` after it.
+    Events with a null user, item, time or column of ``also`` are in no history; a row with a null user or time has an
+    empty one. The step reads columns as the files have them, so put it before steps that replace them, and
+    ``Categorify(column=item, also=(output,))`` after it.
 
-    In a request, whoever keeps the user's events sends them: a list of items ``<output>_items`` and one of times
-    ``<output>_times`` per row (only those that ``where`` lets pass), in any order; the row's own ``time`` decides which
-    of them count.
+    In a request, whoever keeps the user's events sends them: a list of items ``<output>_items``, one of times
+    ``<output>_times`` and one ``<output>_<column>`` for each column of ``also`` per row (only those that ``where`` lets
+    pass), in any order; the row's own ``time`` decides which of them count.
 
     Args:
         user: name of the column of user ids.
@@ -35,6 +40,11 @@ class History(Step):
         output: name of the result.
         where: name of a number column; only events in which it is at least ``at_least`` are kept, such as clicks.
         at_least: see ``where``.
+        also: further columns of ids of an event, such as the item's category; each becomes a list
+            ``<output>_<column>`` beside the items.
+        gaps: rising starts of buckets, in seconds or in the unit of a ``time`` of integers, for a list
+            ``<output>_gap`` of 1 + the number of starts at or below the time from each event to the row: the position
+            of BST (Chen et al. 2019). No such list where empty; ``GAPS`` has the powers of two.
     """
 
     user: str
@@ -44,14 +54,40 @@ class History(Step):
     output: str = "history"
     where: str | None = None
     at_least: float = 1.0
+    also: tuple[str, ...] = ()
+    gaps: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         positive(f"History('{self.output}')", "length", self.length)
+        if list(self.gaps) != sorted(set(self.gaps)) or min(self.gaps, default=1) < 1:
+            raise ValueError(f"History('{self.output}'): gaps={self.gaps}: must rise, from 1 on")
+        names = [*self.sent, f"{self.output}_gap"]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice:
+            raise ValueError(
+                f"History('{self.output}'): also={self.also}: two lists would be called '{twice}'; give each column "
+                "once, and rename one that is called items, times or gap"
+            )
+
+    @property
+    def sent(self) -> tuple[str, ...]:
+        """Names of a request's lists of the events' items, times and columns of ``also``."""
+        return tuple(f"{self.output}_{name}" for name in ("items", "times", *self.also))
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of an event's columns in the order of ``sent``."""
+        return (self.item, self.time, *self.also)
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """Names of the results that are lists of an event's own ids: ``output``, and those of ``also``."""
+        return (self.output, *self.sent[2:])
 
     @property
     def reads(self) -> tuple[str, ...]:
         """Names of the columns of an event."""
-        return (self.user, self.item, self.time, *([self.where] if self.where else []))
+        return (self.user, self.item, self.time, *([self.where] if self.where else []), *self.also)
 
     @property
     def event_reads(self) -> tuple[str, ...]:
@@ -60,100 +96,134 @@ class History(Step):
 
     @property
     def writes(self) -> tuple[str, ...]:
-        """``output``."""
-        return (self.output,)
+        """``output``, the lists of ``also``, and the gaps."""
+        return (*self.ids, *([f"{self.output}_gap"] if self.gaps else []))
 
     def types(self, types: Types) -> Mapping[str, str]:
-        """Returns a list of items."""
+        """Returns lists of ids."""
         types.need(self, self.user, IDS, "give the column of user ids")
-        item = types.need(self, self.item, IDS, "give the column of item ids")
+        items = types.need(self, self.item, IDS, "give the column of item ids")
         types.need(self, self.time, TIMES | {"int64"}, "convert it to a timestamp, or to seconds since 1970")
         if self.where:
             types.need(self, self.where, NUMBERS, "give a column of numbers")
-        return {self.output: list_of(item)}
+        kinds = [items, *(types.need(self, name, IDS, "give a column of ids") for name in self.also)]
+        made = {name: list_of(kind) for name, kind in zip(self.ids, kinds, strict=True)}
+        return made | ({f"{self.output}_gap": "list<int64>"} if self.gaps else {})
+
+    def vocab(self, state: State) -> Mapping[str, int]:
+        """Returns the number of buckets of the gaps + 1, row 0 included."""
+        return {f"{self.output}_gap": len(self.gaps) + 2} if self.gaps else {}
 
     def transform(self, table: Table, types: Types, state: State, run: StepContext) -> Table:
         """Numbers each user's events, counts for each (user, time) how many came before, and joins the two."""
         import ibis
 
-        events = self._events(run, types)
+        events, given = self._events(run, types), table.columns
         moments = table.select(user=table[self.user], time=table[self.time]).distinct()
         moments = moments.filter(moments.user.notnull() & moments.time.notnull())
-        histories = _histories(moments, events, self.length)
+        tails = [name for name in events.columns if name not in ("user", "time")]
+        histories = _histories(moments, events, self.length, tails)
         joined = table.left_join(
             histories, [table[self.user] == histories["__user__"], table[self.time] == histories["__time__"]]
         )
-        empty = ibis.literal([], type=f"array<{types[self.item]}>")
-        filled = joined.mutate({self.output: ibis.coalesce(joined["__tail__"], empty)})
-        return filled.drop("__user__", "__time__", "__tail__")
+        lists = {name: joined[f"__{tail}__"] for name, tail in zip(self.writes, tails, strict=True)}
+        if self.gaps:
+            now, values = _seconds(joined[self.time], types[self.time]), range(1, len(self.gaps) + 2)
+            lists[self.writes[-1]] = lists[self.writes[-1]].map(
+                lambda second: step_function(now - second, self.gaps, values)
+            )
+        kinds = {name: kind.replace("list", "array") for name, kind in self.types(types).items()}
+        filled = {name: ibis.coalesce(tail, ibis.literal([], type=kinds[name])) for name, tail in lists.items()}
+        return joined.mutate(filled).select(*dict.fromkeys([*given, *self.writes]))
 
     def _events(self, run: StepContext, types: Types) -> Table:
         rows = run.events
         if self.where:
             rows = rows.filter(number(rows[self.where], types[self.where], run.engine) >= exact(self.at_least))
-        events = rows.select(user=rows[self.user], time=rows[self.time], item=rows[self.item])
-        return events.filter(events.user.notnull() & events.time.notnull() & events.item.notnull())
+        columns = {"user": rows[self.user], "time": rows[self.time], "item": rows[self.item]}
+        columns |= {f"also_{index}": rows[name] for index, name in enumerate(self.also)}
+        if self.gaps:
+            columns["second"] = _seconds(rows[self.time], types[self.time])
+        events = rows.select(**columns)
+        known = [events[name].notnull() for name in events.columns]
+        return events.filter(*known)
 
     def request_types(self, raw: Mapping[str, str]) -> Mapping[str, str]:
         """Returns the types of the row's time and of the user's events."""
-        return {
-            self.time: raw[self.time],
-            f"{self.output}_items": f"list<{raw[self.item]}>",
-            f"{self.output}_times": f"list<{raw[self.time]}>",
-        }
+        lists = {name: f"list<{raw[column]}>" for name, column in zip(self.sent, self.columns, strict=True)}
+        return {self.time: raw[self.time], **lists}
 
     def online(self, cells: Mapping[str, Cells], types: Types, state: State) -> Mapping[str, Cells]:
         """Computes the same from the events in the request."""
-        now, items, times = (cells[name] for name in (self.time, f"{self.output}_items", f"{self.output}_times"))
-        _check_pairs(self.output, items, times)
-        rows = zip(
-            now.values.tolist(), now.valid.tolist(), items.rows(), times.rows(), _known(items, times), strict=True
-        )
+        now, lists = cells[self.time], [cells[name] for name in self.sent]
+        _check_lengths(self.sent, lists)
+        known = lists[0].with_values(np.logical_and.reduce([each.valid for each in lists])).rows()
+        rows = zip(now.values.tolist(), now.valid.tolist(), known, *(each.rows() for each in lists), strict=True)
         tails = [self._tail(*fields) for fields in rows]
-        values = [value for tail in tails for value in tail]
-        return {
-            self.output: Cells(
-                values=np.array(values, dtype=items.values.dtype),
-                valid=np.ones(len(values), dtype=bool),
-                lengths=np.array([len(tail) for tail in tails], dtype=np.int64),
-            )
-        }
+        lengths = np.array([len(tail) for tail in tails], dtype=np.int64)
+        columns = list(zip(*(event for tail in tails for event in tail), strict=True)) or [()] * len(lists)
+        times, items, *also = columns  # the order in which a tail is sorted
 
-    def _tail(self, now: int, valid: bool, items: Any, times: Any, known: Any) -> list[Any]:
+        def listed(values: Any, dtype: Any) -> Cells:
+            return Cells(values=np.array(values, dtype=dtype), valid=np.ones(len(values), dtype=bool), lengths=lengths)
+
+        kinds = [lists[0], *lists[2:]]
+        made = {
+            name: listed(values, each.values.dtype)
+            for name, values, each in zip(self.ids, [items, *also], kinds, strict=True)
+        }
+        if self.gaps:
+            per_second = _per_second(types[self.time])
+            row, event = (
+                np.clip(moments // per_second, -_FARTHEST, _FARTHEST)
+                for moments in (now.values.repeat(lengths), np.array(times, dtype=np.int64))
+            )
+            gaps = row - event
+            made[self.writes[-1]] = listed(np.searchsorted(np.array(self.gaps), gaps, side="right") + 1, np.int64)
+        return made
+
+    def _tail(self, now: int, valid: bool, known: Any, items: Any, times: Any, *also: Any) -> list[Any]:
+        """Returns the latest events of a row, oldest first, each as (time, item, columns of ``also``)."""
         if not valid:
             return []
         before = known & (times < now)
-        pairs = sorted(zip(times[before].tolist(), items[before].tolist(), strict=True))
-        return [item for _, item in pairs[-self.length :]]
+        events = zip(*(values[before].tolist() for values in (times, items, *also)), strict=True)
+        return sorted(events)[-self.length :]
 
 
-def _known(items: Cells, times: Cells) -> list[Any]:
-    return items.with_values(items.valid & times.valid).rows()
+def _per_second(kind: str) -> int:
+    """Returns the units in a second of a type of times; 1 for integers, whose gaps are in their own unit."""
+    return PER_SECOND[kind[10:-1]] if kind in TIMES else 1
 
 
-def _check_pairs(output: str, items: Cells, times: Cells) -> None:
-    assert items.lengths is not None
-    assert times.lengths is not None
-    if np.array_equal(items.lengths, times.lengths):
-        return
-    row = int((items.lengths != times.lengths).argmax())
-    raise DataError(
-        f"column '{output}_items', row {row}: {items.lengths[row]} items, but '{output}_times' has "
-        f"{times.lengths[row]}; send one time for each item"
-    )
+def _seconds(column: Any, kind: str) -> Any:
+    """Returns times in whole seconds, integers in their own unit."""
+    return column.truncate("s").epoch_seconds().cast("int64") if kind in TIMES else column.clip(-_FARTHEST, _FARTHEST)
 
 
-def _histories(moments: Table, events: Table, length: int) -> Table:
-    """Returns (__user__, __time__, __tail__) of each moment that has events before it."""
+def _check_lengths(names: Sequence[str], lists: Sequence[Cells]) -> None:
+    """Refuses lists that do not have a value for each item."""
+    lengths: list[Any] = [cells.lengths for cells in lists]
+    for name, other in zip(names[1:], lengths[1:], strict=True):
+        if not np.array_equal(lengths[0], other):
+            row = int((lengths[0] != other).argmax())
+            what = "time" if name == names[1] else "value"
+            raise DataError(
+                f"column '{names[0]}', row {row}: {lengths[0][row]} items, but '{name}' has {other[row]}; send one "
+                f"{what} for each item"
+            )
+
+
+def _histories(moments: Table, events: Table, length: int, columns: Sequence[str]) -> Table:
+    """Returns (__user__, __time__, __COLUMN__ ...) of each moment that has events before it, a list for each column."""
     import ibis
 
-    ordered = ibis.window(group_by=events.user, order_by=[events.time, events.item])
+    order = [events[name] for name in events.columns if name not in ("user", "second")]
+    latest = ibis.window(group_by=events.user, order_by=order, preceding=length - 1, following=0)
     tails = events.select(
         "user",
-        number=ibis.row_number().over(ordered) + 1,
-        tail=events.item.collect().over(
-            ibis.window(group_by=events.user, order_by=[events.time, events.item], preceding=length - 1, following=0)
-        ),
+        number=ibis.row_number().over(ibis.window(group_by=events.user, order_by=order)) + 1,
+        **{f"__{name}__": events[name].collect().over(latest) for name in columns},
     )
     # A moment stands before the events of its own time (0 before 1), so that these are not counted.
     both = ibis.union(
@@ -164,4 +234,5 @@ def _histories(moments: Table, events: Table, length: int) -> Table:
     counted = both.mutate(before=both.event.sum().over(upto))
     counted = counted.filter((counted.event == 0) & (counted.before > 0))
     joined = counted.inner_join(tails, [counted.user == tails.user, counted.before == tails.number])
-    return joined.select(__user__=counted.user, __time__=counted.time, __tail__=tails.tail)
+    lists = {f"__{name}__": tails[f"__{name}__"] for name in columns}
+    return joined.select(__user__=counted.user, __time__=counted.time, **lists)

@@ -42,7 +42,7 @@ from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.plan.tower_plan import TowerPlan
 from torchrec_ext.distributed.plan.towers import draft_towers, find_towers
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.distributed.sharders import sharders
+from torchrec_ext.distributed.sharders import codecs_of, sharders
 from torchrec_ext.distributed.tables import collections, initialise_tables, table_configs
 from torchrec_ext.distributed.tower_parallel.lookups import sharing_groups
 from torchrec_ext.distributed.tower_parallel.sharder import shard_tower, tower_sharders
@@ -226,7 +226,7 @@ def _looked_up(
     model = copy.deepcopy(sample.model)
     plan = plan_sharding(model, runtime, config, optimizer=optimizer, batch_size=len(sample.batch))
     declare_table_optimizer(model, optimizer)
-    by_type = {sharder.module_type: sharder for sharder in sharders()}
+    by_type = {sharder.module_type: sharder for sharder in sharders(codecs_of(config))}
     env = ShardingEnv.from_process_group(dist.group.WORLD)
     calls = []
     for path, collection in list(collections(model)):

@@ -22,6 +22,7 @@ from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.measurements import Measurements
 from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.sharders import codecs_of
 
 _WARM_UP = 2  # steps that fill the pipeline
 
@@ -75,7 +76,9 @@ class Trials:
         plan = plan_sharding(
             model, self._runtime, config, optimizer=self._optimizer, batch_size=len(sample.batch), measured=measured
         )
-        sharded, optimizer = hybrid_parallel(model, self._runtime, plan=plan, optimizer=self._optimizer)
+        sharded, optimizer = hybrid_parallel(
+            model, self._runtime, plan=plan, optimizer=self._optimizer, codecs=codecs_of(config)
+        )
         pipeline = self._make(sharded, optimizer, self._runtime)
         endless = itertools.cycle(sample.batches)
         sharded.train()

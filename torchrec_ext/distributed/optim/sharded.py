@@ -20,7 +20,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_ext.distributed.optim.config import Choice
 from torchrec_ext.distributed.optim.kinds import adam_denominator, move_rows, rows_with_gradient
-from torchrec_ext.distributed.tables import collections
+from torchrec_ext.distributed.tables import collections, kernels_by_table
 
 
 def decay_sharded_rows(model: nn.Module, choices: Mapping[str, Choice]) -> None:
@@ -41,6 +41,23 @@ def decay_sharded_rows(model: nn.Module, choices: Mapping[str, Choice]) -> None:
             ]
             if any(decays):
                 module.emb_module.register_forward_hook(_Decay(decays), with_kwargs=True)
+
+
+def read_past_caches(model: nn.Module) -> None:
+    """Makes whatever asks a sharded collection for its tables see, and be able to write, the rows that training has.
+
+    FBGEMM keeps newer rows of a fused_uvm_caching table in a cache on the GPU. TorchRec writes them back before a
+    ``state_dict``; here the cache is emptied then too, so that rows written into the tables are what training reads.
+    """
+    for _, collection in collections(model):
+        if "fused_uvm_caching" in kernels_by_table(collection).values():
+            # Hooks run in order: TorchRec's own, which writes the rows back, is there already.
+            collection.register_state_dict_pre_hook(_empty_caches)  # type: ignore[no-untyped-call]
+
+
+def _empty_caches(collection: nn.Module, *_: Any) -> None:
+    for module in kernels_of(collection):
+        module.emb_module.reset_cache_states()
 
 
 def kernels_of(collection: nn.Module) -> Iterator[BatchedFusedEmbedding | BatchedFusedEmbeddingBag]:

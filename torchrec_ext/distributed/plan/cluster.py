@@ -8,23 +8,25 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import get_args
 
 from tabulate import tabulate
 from torch import nn
-from torchrec.distributed.planner.types import (
-    ShardingOption,
-)
+from torchrec.distributed.planner.constants import UVM_CACHING_RATIO
+from torchrec.distributed.planner.types import ShardingOption, Storage
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from torchrec_ext.distributed.optim.config import Choice, OptimizerConfig
-from torchrec_ext.distributed.plan.config import Sharding
+from torchrec_ext.distributed.plan.config import CACHING, Kernel, Sharding
 from torchrec_ext.distributed.plan.devices import Cluster as Cluster
 from torchrec_ext.distributed.plan.draft import Draft, PlanError
 from torchrec_ext.distributed.plan.explain import bytes_per_weight, ranges, size_text
+from torchrec_ext.distributed.sharders import OFF_THE_GPU
 from torchrec_ext.distributed.tables import collections, table_configs
 
+_MOST_TRIED = 128  # devices on which a kernel is tried
 _DENSE_STATE = {"adam": 2, "adagrad": 1, "sgd": 0}  # numbers for each weight
 
 
@@ -39,6 +41,7 @@ class RankForecast:
         buffers: bytes of ids and embeddings that pass through the rank in a step, and of rows cached from the host.
         dense: bytes of the dense layers with their gradients and optimizer state.
         host: bytes, of all of the above, that lie in the host's memory.
+        ssd: bytes, of all of the above, that lie on the host's SSD.
         lookup_ms: ms of looking up the rank's rows for the global batch, forward and backward.
         exchange_ms: ms of exchanging ids, embeddings and gradients with other ranks.
     """
@@ -49,6 +52,7 @@ class RankForecast:
     buffers: int = 0
     dense: int = 0
     host: int = 0
+    ssd: int = 0
     lookup_ms: float = 0.0
     exchange_ms: float = 0.0
 
@@ -56,6 +60,11 @@ class RankForecast:
     def total(self) -> int:
         """Bytes of all kinds."""
         return self.weights + self.state + self.buffers + self.dense
+
+    @property
+    def device(self) -> int:
+        """Bytes on the rank's GPU."""
+        return self.total - self.host - self.ssd
 
     @property
     def ms(self) -> float:
@@ -101,8 +110,9 @@ def _shards(
             {
                 "weights": weights,
                 "state": state,
-                "buffers": max(storage.hbm + storage.ddr - weights - state, 0),
+                "buffers": max(storage.hbm + storage.ddr + storage.ssd - weights - state, 0),
                 "host": storage.ddr,
+                "ssd": storage.ssd,
                 "lookup_ms": perf.fwd_compute + perf.bwd_compute + perf.prefetch_compute,
                 "exchange_ms": perf.fwd_comms + perf.bwd_comms + perf.input_dist_comms,
             },
@@ -122,27 +132,101 @@ def forecast_text(ranks: list[RankForecast], cluster: Cluster) -> str:
     groups: dict[tuple[object, ...], list[RankForecast]] = {}
     for rank in ranks:
         groups.setdefault(tuple(dataclasses.astuple(dataclasses.replace(rank, rank=0))), []).append(rank)
+    on_ssd = any(rank.ssd for rank in ranks)
     rows = []
     for same in groups.values():
         first = same[0]
         sizes = [first.weights, first.state, first.buffers, first.dense]
-        sizes += [first.total - first.host] if cluster.device == "cuda" else []
+        sizes += [first.device] if cluster.device == "cuda" else []
+        sizes += [first.host] + ([first.ssd] if on_ssd else [])
         times = [f"{first.lookup_ms:.3f}", f"{first.exchange_ms:.3f}"]
-        rows.append([ranges([rank.rank for rank in same]), *map(size_text, [*sizes, first.host]), *times])
+        rows.append([ranges([rank.rank for rank in same]), *map(size_text, sizes), *times])
     gpu = ["on the GPU"] if cluster.device == "cuda" else []
     headers = ["rank", "tables", "state", "buffers", "dense layers", *gpu]
-    headers += ["in host memory", "look-up ms", "exchange ms"]
+    headers += ["in host memory", *(["on the SSD"] if on_ssd else []), "look-up ms", "exchange ms"]
     text = str(tabulate(rows, headers=headers, disable_numparse=True))
     slowest = max(ranks, key=lambda rank: rank.ms)
     has = f"{size_text(cluster.host_bytes)} of host memory"
     if cluster.device == "cuda":
         has = f"{size_text(cluster.device_bytes)} of GPU memory and {has}"
+    if on_ssd:
+        has += f" and {size_text(cluster.ssd_bytes)} of SSD"
     return (
         f"{text}\neach rank has {has} for these, {cluster.reserve:.0%} being kept back\n"
         f"tables of rank {slowest.rank}, the slowest, take {slowest.ms:.3f} ms a step by TorchRec's cost model, dense "
         "layers and "
         "overlap not counted"
     )
+
+
+def memory_by_table(draft: Draft) -> dict[str, Storage]:
+    """Returns what TorchRec counts for each table on all ranks together, in bytes: GPU, host memory and SSD."""
+    nothing = Storage(hbm=0, ddr=0, ssd=0)
+    return {
+        option.name: sum((shard.storage for shard in option.shards if shard.storage), nothing)
+        for option in draft.options
+    }
+
+
+def memory_text(draft: Draft) -> str:
+    """Formats each table's kernel, and its memory over all ranks, as a table."""
+    memory = memory_by_table(draft)
+    rows = []
+    for option in sorted(draft.options, key=lambda option: option.name):
+        stored = memory[option.name]
+        cached = f"{option.cache_load_factor or UVM_CACHING_RATIO:.0%}" if option.compute_kernel in CACHING else ""
+        rows.append([option.name, option.compute_kernel, cached, *map(size_text, (stored.hbm, stored.ddr, stored.ssd))])
+    headers = ["table", "kernel", "cached", "on all GPUs", "in host memory", "on SSDs"]
+    return str(tabulate(rows, headers=headers, disable_numparse=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelFit:
+    """Whether a plan fits with one compute kernel for every table.
+
+    Args:
+        kernel: compute kernel.
+        largest: the rank that needs most, None where there is no plan.
+        devices: least number of devices tried that have a plan; 0 for none.
+    """
+
+    kernel: Kernel
+    largest: RankForecast | None = None
+    devices: int = 0
+
+
+def kernel_fits(plan: Callable[[Kernel, int], Sequence[RankForecast]], cluster: Cluster) -> list[KernelFit]:
+    """Tries the kernels of a GPU on the cluster's devices, and on twice as many until they fit.
+
+    Args:
+        plan: function that forecasts a kernel on a number of devices, or raises PlanError.
+        cluster: the devices.
+    """
+    fits = []
+    for kernel in ("fused", *OFF_THE_GPU):
+        fit = KernelFit(kernel=kernel)  # type: ignore[arg-type]
+        devices = cluster.world_size
+        while not fit.devices and devices <= max(_MOST_TRIED, cluster.world_size):
+            with suppress(PlanError):
+                largest = max(plan(fit.kernel, devices), key=lambda rank: rank.total)
+                fit = dataclasses.replace(fit, largest=largest, devices=devices)
+            devices *= 2
+        fits.append(fit)
+    return fits
+
+
+def kernel_fits_text(fits: Sequence[KernelFit], cluster: Cluster) -> str:
+    """Formats the kernels as a table: devices that are enough, and the memory of the rank that needs most."""
+    rows = []
+    for fit in fits:
+        if fit.largest is None:
+            why = "needs --ssd" if fit.kernel == "key_value" and not cluster.ssd_gb else f"more than {_MOST_TRIED}"
+            rows.append([fit.kernel, why, "", "", ""])
+        else:
+            sizes = map(size_text, (fit.largest.device, fit.largest.host, fit.largest.ssd))
+            rows.append([fit.kernel, f"{fit.devices:,}", *sizes])
+    headers = ["kernel for every table", "devices that fit", "GPU of the largest rank", "host memory", "SSD"]
+    return str(tabulate(rows, headers=headers, disable_numparse=True))
 
 
 @dataclass(frozen=True, kw_only=True)

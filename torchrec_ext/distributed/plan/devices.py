@@ -25,6 +25,7 @@ class Cluster:
         hbm_gb: memory of a GPU, GiB; not read for ``cpu``.
         ddr_gb: memory of a host, GiB, shared by its processes; holds the tables on ``cpu``, and may hold tables that
             are too large for the GPUs. 0 beside GPUs: no table may leave them.
+        ssd_gb: SSD of a host, GiB, shared by its processes; holds tables of the kernel ``key_value``. 0: there is none.
         intra_gb_s: GiB/s that a device sends to devices of its own host.
         inter_gb_s: GiB/s that a device sends to devices of other hosts.
         memory_gb_s: GiB/s at which a device reads the memory where tables live; 0 for what TorchRec assumes.
@@ -39,6 +40,7 @@ class Cluster:
     device: DeviceType = "cuda"
     hbm_gb: float = 80.0
     ddr_gb: float = 1024.0
+    ssd_gb: float = 0.0
     intra_gb_s: float = 600.0
     inter_gb_s: float = 12.5
     memory_gb_s: float = 0.0
@@ -61,7 +63,7 @@ class Cluster:
                 "devices, so the one must be a multiple of the other"
             )
         home = "hbm_gb" if self.device == "cuda" else "ddr_gb"
-        for name in ("hbm_gb", "ddr_gb", "intra_gb_s", "inter_gb_s", "memory_gb_s"):
+        for name in ("hbm_gb", "ddr_gb", "ssd_gb", "intra_gb_s", "inter_gb_s", "memory_gb_s"):
             value = getattr(self, name)
             least = "greater than" if name in (home, "intra_gb_s", "inter_gb_s") else "at least"
             if not math.isfinite(value) or value < 0 or (value == 0 and least == "greater than"):
@@ -79,6 +81,11 @@ class Cluster:
         """Bytes of a host's memory for the tables of each of its processes, their state and what they exchange."""
         return int(self.ddr_gb * GB * (1 - self.reserve) / self.local_world_size)
 
+    @property
+    def ssd_bytes(self) -> int:
+        """Bytes of a host's SSD for the tables of each of its processes and their state."""
+        return int(self.ssd_gb * GB * (1 - self.reserve) / self.local_world_size)
+
     def topology(self) -> Topology:
         """Builds the topology for TorchRec's planner, without the reserve."""
         from torchrec.distributed.planner.types import HardwareConfig, KernelConfig, TopologyFactory, TrainerConfig
@@ -90,6 +97,7 @@ class Cluster:
             HardwareConfig(
                 hbm_cap_bytes=self.device_bytes if gpu else None,
                 ddr_cap_bytes=self.host_bytes,
+                ssd_cap_bytes=self.ssd_bytes,
                 intra_host_bw=self.intra_gb_s * GB / 1000,
                 inter_host_bw=self.inter_gb_s * GB / 1000,
                 hbm_mem_bw=rate if gpu else None,

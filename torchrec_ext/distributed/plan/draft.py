@@ -6,6 +6,7 @@ refusal(): explains why there is no plan, and what would make one, in numbers.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
@@ -14,18 +15,30 @@ import torch
 from tabulate import tabulate
 from torch import nn
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner.constants import KV_CACHING_RATIO
 from torchrec.distributed.planner.stats import NoopEmbeddingStats
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
-from torchrec.distributed.planner.types import PlannerError, ShardingOption
-from torchrec.distributed.types import ShardingPlan
+from torchrec.distributed.planner.types import PlannerError, ShardingOption, Storage
+from torchrec.distributed.types import CacheParams, KeyValueParams, ShardingPlan
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
 from torchrec_ext.distributed.optim.config import Choice, OptimizerConfig
-from torchrec_ext.distributed.optim.declared import declare_table_optimizer, shardings
-from torchrec_ext.distributed.plan.config import PlanConfig
-from torchrec_ext.distributed.plan.explain import size_text, table_bytes
+from torchrec_ext.distributed.optim.declared import declare_table_optimizer, has_kernel, shardings
+from torchrec_ext.distributed.plan.config import CACHING, PlanConfig, TableChoice
+from torchrec_ext.distributed.plan.explain import MB, size_text, table_bytes
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.distributed.sharders import possible, refused_because, sharders
+from torchrec_ext.distributed.sharders import (
+    BY_HOST,
+    OFF_THE_GPU,
+    Codecs,
+    codecs_of,
+    free_to_shard,
+    kernel_refused_because,
+    possible,
+    precision_refused_because,
+    refused_because,
+    sharders,
+)
 from torchrec_ext.distributed.tables import collections, table_configs
 
 
@@ -36,6 +49,8 @@ def refusal(
     world_size: int,
     usable: int,
     choices: Mapping[str, Choice],
+    kernels: Mapping[str, TableChoice] | None = None,
+    others: Storage | None = None,
 ) -> str:
     """Explains why no plan fits and what would make it fit.
 
@@ -46,6 +61,8 @@ def refusal(
         world_size: R, the number of ranks.
         usable: bytes per rank that tables and their state may take.
         choices: optimizer of each table, whose state takes memory too.
+        kernels: what is asked by table, where a kernel may have rows off the GPU.
+        others: bytes per rank of GPU, host memory and SSD.
     """
     need = _need(tables, sharding, choices)
     sizes = {table.name: table_bytes(table) + choices[table.name].state_bytes(table) for table in tables}
@@ -60,10 +77,46 @@ def refusal(
             f"{size_text(world_size * usable)} together; the largest table, '{largest}', needs "
             f"{size_text(sizes[largest])}",
             tabulate(rows, headers=["table", "rows", "dim", "sharding asked for", "with state"], disable_numparse=True),
-            f"what would make it fit: {_remedy(need, world_size, usable)}",
-            _changes(tables, sharding, choices, usable),
+            *(
+                [_by_memory(tables, kernels, choices, world_size, others)]
+                if kernels and others and any(choice.kernel in OFF_THE_GPU for choice in kernels.values())
+                else [
+                    f"what would make it fit: {_remedy(need, world_size, usable)}",
+                    _changes(tables, sharding, choices, usable),
+                ]
+            ),
             f"TorchRec's planner said: {reason.splitlines()[0]}",
         ]
+    )
+
+
+def _by_memory(
+    tables: Sequence[BaseEmbeddingConfig],
+    asked: Mapping[str, TableChoice],
+    choices: Mapping[str, Choice],
+    world_size: int,
+    has: Storage,
+) -> str:
+    """Returns a table of what the kernels asked for need of GPU, host memory and SSD, and a remedy in ranks."""
+    needs = {"GPU": 0.0, "host memory": 0.0, "SSD": 0.0}
+    for table in tables:
+        size = table_bytes(table) + choices[table.name].state_bytes(table)
+        kernel = asked[table.name].kernel
+        home = {"key_value": "SSD", "fused_uvm": "host memory", "fused_uvm_caching": "host memory"}.get(kernel, "GPU")
+        needs[home] += size
+        if kernel in CACHING:
+            needs["GPU"] += size * (asked[table.name].cache_load_factor or KV_CACHING_RATIO)
+    rows, least = [], 1
+    for (name, need), usable in zip(needs.items(), (has.hbm, has.ddr, has.ssd), strict=True):
+        ranks = math.ceil(need / usable) if usable else 0
+        least = max(least, ranks)
+        enough = "never" if need and not usable else f"{max(ranks, 1):,}"
+        rows.append([name, size_text(int(need)), size_text(usable), size_text(world_size * usable), enough])
+    headers = ["memory", "needed over all ranks", "each rank has", "together", "ranks of this size"]
+    table_text = tabulate(rows, headers=headers, disable_numparse=True)
+    return (
+        f"what would make it fit: at least {least:,} ranks of this size, row_wise or column_wise for a table larger "
+        f"than one; more memory where it lacks; or another kernel\n{table_text}"
     )
 
 
@@ -157,16 +210,51 @@ def draft_plan(
     device = torch.device(topology.compute_device)
     runtime = Runtime(world_size=topology.world_size, local_world_size=topology.local_world_size, device=device)
     request = Request.of(model, runtime, config, optimizer, constraints or {})
-    return draft(model, request.with_bags(bag_lengths or {}), topology, batch_size)
+    stored = [name for name, choice in request.asked.items() if choice.kernel == "key_value"]
+    if stored and not topology.devices[0].storage.ssd:
+        raise PlanError(f"table '{stored[0]}': kernel=key_value, but the hosts have no SSD; give --ssd GIB to rec.plan")
+    drafted = draft(model, request.with_bags(bag_lengths or {}), topology, batch_size)
+    refuse_exchange(drafted, request.tables, config, topology.world_size)
+    return drafted
+
+
+def refuse_exchange(draft: Draft, tables: Sequence[BaseEmbeddingConfig], config: PlanConfig, world_size: int) -> None:
+    """Refuses quantised communication where nothing is exchanged, and int8 where TorchRec cannot.
+
+    Raises:
+        PlanError: every table is data_parallel, or one is sharded so that int8 cannot carry its embeddings.
+    """
+    if not config.quantised or world_size == 1 or not draft.options:
+        return
+    asked = f"plan.forward_precision={config.forward_precision}, plan.backward_precision={config.backward_precision}"
+    if all(option.sharding_type == "data_parallel" for option in draft.options):
+        raise PlanError(
+            f"{asked}: every table is data_parallel, so ranks exchange no embeddings; shard one, as with "
+            f"plan.tables={draft.options[0].name}=table_wise, or leave the precisions at fp32"
+        )
+    if "int8" not in (config.forward_precision, config.backward_precision):
+        return
+    configs = {table.name: table for table in tables}
+    for option in draft.options:
+        table = configs[option.name]
+        reason = precision_refused_because(table, option.sharding_type, min(shard.size[1] for shard in option.shards))
+        if reason:
+            raise PlanError(f"{asked}: table '{option.name}': {reason}")
 
 
 class Request(NamedTuple):
-    """A request to the planner: the ``sharding`` type by table, ``auto`` included, and TorchRec's ``constraints``."""
+    """A request to the planner: what is ``asked`` by table, ``auto`` included, and TorchRec's ``constraints``."""
 
     tables: list[BaseEmbeddingConfig]
-    sharding: dict[str, str]
+    asked: dict[str, TableChoice]
     choices: dict[str, Choice]
     constraints: dict[str, ParameterConstraints]
+    codecs: Codecs | None = None
+
+    @property
+    def sharding(self) -> dict[str, str]:
+        """Sharding type of each table, ``auto`` included."""
+        return {name: choice.sharding for name, choice in self.asked.items()}
 
     @classmethod
     def of(
@@ -192,10 +280,28 @@ class Request(NamedTuple):
         tables = [table for _, collection in collections(model) for table in table_configs(collection)]
         # TorchRec's planner counts the state of the optimizer that a table names, and none where it names none.
         choices = declare_table_optimizer(model, optimizer)
-        chosen = shardings(tables, choices, config.by_table([table.name for table in tables]), runtime.device.type)
-        wanted = {table.name: _constraint(table, chosen[table.name], runtime) for table in tables}
-        derived = {name: constraint for name, constraint in wanted.items() if constraint is not None}
-        return cls(tables, chosen, choices, {**derived, **constraints})
+        asked = config.choices([table.name for table in tables])
+        whole = {name for name, choice in asked.items() if (choice.sharding, choice.kernel) == ("auto", "dense")}
+        kinds = {name: "data_parallel" if name in whole else choice.sharding for name, choice in asked.items()}
+        chosen = shardings(tables, choices, kinds, runtime.device.type)
+        asked = {name: choice._replace(sharding=chosen[name]) for name, choice in asked.items()}
+        request = cls(tables, asked, choices, {}, codecs_of(config))
+        return request._replace(constraints=_winning(request.derived(runtime), constraints))
+
+    def derived(self, runtime: Runtime) -> dict[str, ParameterConstraints]:
+        """Returns the planner's constraints for what is asked, by table.
+
+        Raises:
+            PlanError: a table cannot be sharded as asked on these ranks.
+        """
+        by_host = any(choice.sharding in BY_HOST for choice in self.asked.values())
+        wanted = {}
+        for table in self.tables:
+            choice = self.choices[table.name]
+            by_row = not has_kernel(choice.kind, runtime.device.type) or choice.weight_decay > 0
+            asked = self.asked[table.name]
+            wanted[table.name] = _constraint(table, asked, runtime, by_host=by_host, cached=not by_row)
+        return {name: constraint for name, constraint in wanted.items() if constraint is not None}
 
     def on(self, names: Collection[str], runtime: Runtime, constraints: Mapping[str, ParameterConstraints]) -> Request:
         """Returns the request for the tables ``names`` alone, on other ranks.
@@ -209,11 +315,9 @@ class Request(NamedTuple):
             PlanError: a table cannot be sharded as asked on these ranks.
         """
         tables = [table for table in self.tables if table.name in names]
-        wanted = {table.name: _constraint(table, self.sharding[table.name], runtime) for table in tables}
-        derived = {name: constraint for name, constraint in wanted.items() if constraint is not None}
-        winning = {name: constraint for name, constraint in constraints.items() if name in wanted}
-        sharding = {name: self.sharding[name] for name in wanted}
-        return self._replace(tables=tables, sharding=sharding, constraints={**derived, **winning})
+        request = self._replace(tables=tables, asked={table.name: self.asked[table.name] for table in tables})
+        winning = {name: constraint for name, constraint in constraints.items() if name in request.asked}
+        return request._replace(constraints=_winning(request.derived(runtime), winning))
 
     def with_bags(self, lengths: Mapping[str, float]) -> Request:
         """Returns the request with the mean number of ids per row of each feature; 1 where not given."""
@@ -261,39 +365,102 @@ def draft(model: nn.Module, request: Request, topology: Topology, batch_size: in
         debug=False,
     )
     try:
-        plan = planner.plan(model, sharders())
+        by_host = any(set(BY_HOST) & set(each.sharding_types or ()) for each in request.constraints.values())
+        plan = planner.plan(model, sharders(request.codecs, by_host=by_host))
     except PlannerError as error:
         storage = topology.devices[0].storage
         reason = str(error).strip() or type(error).__name__
         usable = storage.hbm or storage.ddr
         raise PlanError(
-            refusal(reason, request.tables, request.sharding, topology.world_size, usable, request.choices)
+            refusal(
+                reason,
+                request.tables,
+                request.sharding,
+                topology.world_size,
+                usable,
+                request.choices,
+                request.asked,
+                storage,
+            )
         ) from None
     return Draft(plan, stats.options)
 
 
-def _constraint(table: BaseEmbeddingConfig, sharding: str, runtime: Runtime) -> ParameterConstraints | None:
-    """Returns the planner's constraints for a sharding type; for ``auto`` none, or the types that are possible at all.
+def _winning(
+    derived: Mapping[str, ParameterConstraints], given: Mapping[str, ParameterConstraints]
+) -> dict[str, ParameterConstraints]:
+    """Returns the constraints ``given``, with the ``derived`` kernel where they leave it open, and the others."""
+    winning = dict(given)
+    for name, ours in derived.items():
+        theirs = winning.setdefault(name, ours)
+        if theirs.compute_kernels is None:
+            winning[name] = dataclasses.replace(
+                theirs,
+                compute_kernels=ours.compute_kernels,
+                cache_params=theirs.cache_params or ours.cache_params,
+                key_value_params=theirs.key_value_params or ours.key_value_params,
+            )
+    return winning
+
+
+def _constraint(
+    table: BaseEmbeddingConfig, asked: TableChoice, runtime: Runtime, *, by_host: bool, cached: bool
+) -> ParameterConstraints | None:
+    """Returns the planner's constraints for a table; None where nothing is asked and every type is possible.
 
     A column-wise type sets a minimal width too: else TorchRec leaves a table of up to 128 columns whole.
+
+    Args:
+        table: configuration of the table.
+        asked: sharding type and kernel, ``auto`` included.
+        runtime: description of the ranks.
+        by_host: whether some table is sharded by host, so that the sharder offers these types on a CPU.
+        cached: whether its optimizer may find the table's rows in a cache.
     """
-    world_size, device = runtime.world_size, runtime.device.type
-    reason = refused_because(table, sharding, device)
+    sharding, device = asked.sharding, runtime.device.type
+    reason = refused_because(table, sharding, device) or kernel_refused_because(asked, device)
+    if reason is None and not cached and asked.kernel in CACHING:
+        reason = (
+            f"kernel={asked.kernel}: its optimizer, or its weight decay, reads and writes rows where they lie, of "
+            "which the cache may hold newer ones; choose kernel=fused_uvm, or row_wise_adagrad without weight decay"
+        )
     if reason:
         raise PlanError(f"table '{table.name}': {reason}")
+    kernel = _kernel(table, asked, runtime, cached=cached)
     if sharding == "auto":
         types = possible(table, device)
-        return None if types is None else ParameterConstraints(sharding_types=types)
-    if "column" not in sharding or world_size == 1:
-        return ParameterConstraints(sharding_types=[sharding])
+        if asked.kernel not in ("auto", "dense"):
+            types = [kind for kind in free_to_shard(device) if kind != "grid_shard"]
+        elif types is None and by_host and device == "cpu":
+            types = [*free_to_shard(device), "data_parallel"]
+        return ParameterConstraints(sharding_types=types, **kernel) if types is not None or kernel else None
+    if sharding == "grid_shard":
+        pieces, over = runtime.world_size // runtime.local_world_size, "hosts"
+    else:
+        pieces, over = (runtime.world_size if "column" in sharding else 1), "ranks"
+    if pieces == 1:
+        return ParameterConstraints(sharding_types=[sharding], **kernel)
     widths = range(4, table.embedding_dim, 4)
-    fitting = [
-        width for width in widths if table.embedding_dim % width == 0 and width * world_size >= table.embedding_dim
-    ]
+    fitting = [width for width in widths if table.embedding_dim % width == 0 and width * pieces >= table.embedding_dim]
     if not fitting:
         raise PlanError(
-            f"table '{table.name}': {table.embedding_dim} columns cannot be split over {world_size} ranks into equal "
+            f"table '{table.name}': {table.embedding_dim} columns cannot be split over {pieces} {over} into equal "
             f"parts of a multiple of 4; choose another sharding type, as in plan.tables={table.name}=row_wise, or "
             "another embedding_dim"
         )
-    return ParameterConstraints(sharding_types=[sharding], min_partition=fitting[0])
+    return ParameterConstraints(sharding_types=[sharding], min_partition=fitting[0], **kernel)
+
+
+def _kernel(table: BaseEmbeddingConfig, asked: TableChoice, runtime: Runtime, *, cached: bool) -> dict[str, Any]:
+    """Returns the fields of the planner's constraints that choose a kernel; none where the planner is free."""
+    fields: dict[str, Any] = {}
+    if asked.kernel != "auto":
+        fields["compute_kernels"] = [asked.kernel]
+    elif runtime.device.type == "cuda" and not cached:
+        fields["compute_kernels"] = ["dense", "fused", "fused_uvm"]
+    if asked.cache_load_factor:
+        fields["cache_params"] = CacheParams(load_factor=asked.cache_load_factor)
+    if asked.kernel == "key_value":  # TorchRec counts no cache at all where its size is not given
+        cache = table_bytes(table) * (asked.cache_load_factor or KV_CACHING_RATIO) / runtime.world_size
+        fields["key_value_params"] = KeyValueParams(max_l1_cache_size=math.ceil(cache / MB))
+    return fields

@@ -14,10 +14,13 @@ from torchrec_ext.distributed.plan.tower_plan import TowerPlan
 from torchrec_ext.distributed.tables import ROWS_PER_LOOKUP, collections, row_by_row, table_configs
 
 MB = 1024**2
+_HOMES = {"fused_uvm": "in host memory", "fused_uvm_caching": "in host memory", "key_value": "on the SSD"}
 
 
 def explain(plan: ShardingPlan, model: nn.Module, world_size: int, *, captured_rows: int = 0) -> str:
     """Shows a plan as a table: each table's size, its sharding type, which rank holds which shard, and sums per rank.
+
+    Where a table has its rows off the GPU, the compute kernels are shown too, and the sums of such rows.
 
     Args:
         plan: sharding plan of :func:`plan_sharding` or TorchRec's planner.
@@ -26,15 +29,21 @@ def explain(plan: ShardingPlan, model: nn.Module, world_size: int, *, captured_r
         captured_rows: rows of a step that may be captured, to say which tables it updates as a whole; 0 for none.
     """
     rows, per_rank = [], [0.0] * world_size
+    kernels = {sharding.compute_kernel for _, sharding in _planned(plan, model)}
+    off: dict[str, list[float]] = {home: [0.0] * world_size for kernel, home in _HOMES.items() if kernel in kernels}
     for table, sharding in _planned(plan, model):
+        home = off.get(_HOMES.get(sharding.compute_kernel, ""))
         for rank, elements in _elements_per_rank(table, sharding, world_size).items():
             per_rank[rank] += elements * bytes_per_weight(table) / MB
+            if home is not None:
+                home[rank] += elements * bytes_per_weight(table) / MB
         rows.append(
             [
                 table.name,
                 f"{table.num_embeddings:,} x {table.embedding_dim}",
                 f"{table_bytes(table) / MB:.2f}",
                 sharding.sharding_type,
+                *([sharding.compute_kernel] if off else []),
                 _where(table, sharding, world_size),
             ]
         )
@@ -43,9 +52,31 @@ def explain(plan: ShardingPlan, model: nn.Module, world_size: int, *, captured_r
     if not rows:
         return f"no table to shard: each rank holds all layers{towers and ' of its towers'}{towers}"
     totals = ", ".join(_by_rank(per_rank))
-    readable = tabulate(rows, headers=["table", "rows x dim", "MiB", "sharding", "where"], disable_numparse=True)
+    totals += "".join(f"\nof these {home} on {', '.join(_by_rank(sizes))}" for home, sizes in off.items())
+    headers = ["table", "rows x dim", "MiB", "sharding", *(["kernel"] if off else []), "where"]
+    readable = tabulate(rows, headers=headers, disable_numparse=True)
     sweeps = _sweeps(plan, model, captured_rows) if captured_rows else ""
     return f"{readable}\nweights on {totals}{towers}{sweeps}"
+
+
+def placed_bytes(plan: ShardingPlan, model: nn.Module, world_size: int) -> list[tuple[str, dict[int, float]]]:
+    """Returns each table's name with the bytes of its weights that each rank holds, by rank.
+
+    Args:
+        plan: sharding plan, as of :func:`explain`.
+        model: module that was planned, sharded since or not.
+        world_size: R, the number of ranks.
+    """
+    return [
+        (
+            table.name,
+            {
+                rank: elements * bytes_per_weight(table)
+                for rank, elements in _elements_per_rank(table, sharding, world_size).items()
+            },
+        )
+        for table, sharding in _planned(plan, model)
+    ]
 
 
 def _sweeps(plan: ShardingPlan, model: nn.Module, rows: int) -> str:

@@ -28,14 +28,15 @@ from torchrec.distributed.types import (
 
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.optim.declared import chosen_optimizer
-from torchrec_ext.distributed.plan.config import PlanConfig
+from torchrec_ext.distributed.placement import TowerPlacement
+from torchrec_ext.distributed.plan.config import PlanConfig, TableChoice
 from torchrec_ext.distributed.plan.devices import GB
-from torchrec_ext.distributed.plan.draft import PlanError, Request, draft
+from torchrec_ext.distributed.plan.draft import PlanError, Request, draft, refuse_exchange
 from torchrec_ext.distributed.plan.measurements import Measurements
 from torchrec_ext.distributed.plan.tower_plan import TowerPlan
 from torchrec_ext.distributed.plan.towers import draft_towers, tower_placement
 from torchrec_ext.distributed.runtime import Runtime, available_memory
-from torchrec_ext.distributed.sharders import SHARDED, refused_because
+from torchrec_ext.distributed.sharders import BY_HOST, OFF_THE_GPU, free_to_shard, refused_because
 from torchrec_ext.distributed.sync import SyncConfig
 from torchrec_ext.distributed.tables import collections, table_configs
 
@@ -81,15 +82,19 @@ def plan_sharding(
     on_copy = dataclasses.replace(runtime, world_size=ranks, local_world_size=min(ranks, runtime.local_world_size))
     # With placed towers, how columns may be split is checked later, on the ranks of each tower.
     checked_on = on_copy if placement is None else dataclasses.replace(runtime, world_size=1, local_world_size=1)
+    refuse_unplaced(model, config, placement, table_copies)
     request = Request.of(model, checked_on, config, optimizer, constraints or {})
     outcome: list[ShardingPlan | Exception] = [RuntimeError("no plan came from rank 0")]
     # The planner runs on rank 0 alone. TorchRec's collective_plan would leave the other ranks waiting where it fails.
     if runtime.rank == 0:
         try:
             usable = int(_capacity(config, runtime) * (1 - config.reserve))
-            topology = functools.partial(_topology, measured=measured)
+            host = int(available_memory() / runtime.local_world_size * (1 - config.reserve))
+            topology = functools.partial(_topology, host=host, measured=measured)
             if placement is None:
-                outcome = [draft(model, request, topology(on_copy, usable), batch_size).plan]
+                drafted = draft(model, request, topology(on_copy, usable), batch_size)
+                refuse_exchange(drafted, request.tables, config, on_copy.world_size)
+                outcome = [drafted.plan]
             else:
                 won = constraints or {}
                 outcome = [draft_towers(model, placement, request, runtime, usable, topology, batch_size, won)]
@@ -103,6 +108,40 @@ def plan_sharding(
     if isinstance(outcome[0], Exception):
         raise outcome[0]
     return outcome[0]
+
+
+def refuse_unplaced(model: nn.Module, config: PlanConfig, placement: TowerPlacement | None, table_copies: int) -> None:
+    """Refuses what TorchRec does for tables on all ranks alone, and what can be planned but not trained.
+
+    Raises:
+        PlanError: a sharding type by host, a kernel off the GPU or quantised communication, with towers on ranks of
+            their own or several copies of the tables; or the kernel key_value.
+    """
+    tables = [table.name for _, collection in collections(model) for table in table_configs(collection)]
+    for name, choice in config.choices(tables).items():
+        if choice.kernel == "key_value":
+            raise PlanError(
+                f"table '{name}': kernel=key_value is planned only, by rec.plan: checkpoints and exports do not read "
+                "tables on an SSD; choose kernel=fused_uvm_caching or fused_uvm"
+            )
+        if why_on_all_ranks(choice) and (placement is not None or table_copies > 1):
+            where = f"plan.towers={config.towers}" if placement is not None else f"sync.table_copies={table_copies}"
+            raise PlanError(f"table '{name}': {why_on_all_ranks(choice)}, not with {where}; leave that alone")
+    if config.quantised and placement is not None:
+        raise PlanError(
+            f"plan.forward_precision={config.forward_precision}, plan.backward_precision={config.backward_precision} "
+            f"with plan.towers={config.towers}: placed towers exchange rows and outputs, not embeddings; leave the "
+            "precisions at fp32, or plan.towers alone; model.compress makes outputs narrower"
+        )
+
+
+def why_on_all_ranks(choice: TableChoice) -> str:
+    """Says why a table must be sharded over all ranks of the job; empty where it need not be."""
+    if choice.sharding in BY_HOST:
+        return f"TorchRec makes the process groups of {choice.sharding} by host, over all ranks"
+    if choice.kernel in OFF_THE_GPU:
+        return f"kernel={choice.kernel} has its rows off the GPU, for tables over all ranks"
+    return ""
 
 
 SMALL_WEIGHTS = 2**18  # of all tables together
@@ -130,13 +169,14 @@ def small_tables_whole(
     if runtime.world_size == 1 or runtime.device.type != "cpu" or config.towers != "data_parallel":
         return {}
     tables = [table for _, collection in collections(model) for table in table_configs(collection)]
-    asked = config.by_table([table.name for table in tables])
+    asked = config.choices([table.name for table in tables]).values()
     weights = sum(table.num_embeddings * table.embedding_dim for table in tables)
     whole = ShardingType.DATA_PARALLEL.value
     impossible = any(refused_because(table, whole, "cpu") for table in tables)
-    if weights > SMALL_WEIGHTS or impossible or set(asked.values()) != {"auto"} or optimizer.clip_norm:
+    free = all((choice.sharding, choice.kernel) == ("auto", "auto") for choice in asked)
+    if weights > SMALL_WEIGHTS or impossible or not free or optimizer.clip_norm:
         return {}
-    return {name: ParameterConstraints(sharding_types=[whole]) for name in asked}
+    return {table.name: ParameterConstraints(sharding_types=[whole]) for table in tables}
 
 
 def free_tables(
@@ -161,8 +201,8 @@ def free_tables(
     Returns:
         The planner's constraints by table, and a line for the user where they put all tables on every rank, else "".
     """
-    if sync.looks_ahead:
-        return _sharded(model, config), ""
+    if sync.looks_ahead or (config.quantised and runtime.world_size > 1):
+        return _sharded(model, config, runtime.device.type), ""
     whole = small_tables_whole(model, runtime, config, optimizer) if sync == SyncConfig() and not measured else {}
     line = (
         f"plan.sharding=auto: all tables together have {SMALL_WEIGHTS:,} weights or fewer, so each rank has them "
@@ -171,14 +211,16 @@ def free_tables(
     return whole, line if whole else ""
 
 
-def _sharded(model: nn.Module, config: PlanConfig) -> dict[str, ParameterConstraints]:
+def _sharded(model: nn.Module, config: PlanConfig, device: str) -> dict[str, ParameterConstraints]:
     """Returns constraints by which a table whose sharding ``config`` leaves open is not data_parallel.
 
-    A table that ``config`` names data_parallel stays so; semi_sync refuses it by name later.
+    A table that ``config`` names data_parallel stays so; semi_sync refuses it by name later, and so does quantised
+    communication where all tables are.
     """
     tables = [table.name for _, collection in collections(model) for table in table_configs(collection)]
-    free = [name for name, sharding in config.by_table(tables).items() if sharding == "auto"]
-    return {name: ParameterConstraints(sharding_types=list(SHARDED)) for name in free}
+    asked = config.choices(tables).items()
+    free = [name for name, choice in asked if choice.sharding == "auto" and choice.kernel != "dense"]
+    return {name: ParameterConstraints(sharding_types=free_to_shard(device)) for name in free}
 
 
 def on_own_device(plan: ShardingPlan, runtime: Runtime) -> ShardingPlan:
@@ -215,14 +257,15 @@ def _on_own_device(plan: ModuleShardingPlan, runtime: Runtime) -> ModuleSharding
     return EmbeddingModuleShardingPlan(shardings)
 
 
-def _topology(runtime: Runtime, capacity: int, measured: Measurements | None) -> Topology:
+def _topology(runtime: Runtime, capacity: int, host: int, measured: Measurements | None) -> Topology:
+    """Returns the topology of ranks with ``capacity`` bytes for tables each; GPUs with ``host`` bytes beside them."""
     on_gpu = runtime.device.type == "cuda"
     rate = None if measured is None else measured.memory_rate or None
     return TopologyFactory.create_topology(
         TrainerConfig(world_size=runtime.world_size, local_world_size=runtime.local_world_size),
         HardwareConfig(
             hbm_cap_bytes=capacity if on_gpu else None,
-            ddr_cap_bytes=None if on_gpu else capacity,
+            ddr_cap_bytes=host if on_gpu else capacity,
             hbm_mem_bw=rate if on_gpu else None,
             ddr_mem_bw=None if on_gpu else rate,
         ),

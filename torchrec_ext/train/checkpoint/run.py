@@ -64,7 +64,7 @@ class Sums(Protocol):
 
     @property
     def sums(self) -> Tensor:
-        """This rank's sums since the last record."""
+        """This rank's sums since the last record: of its losses, of their number and of its rows, (3,) float64."""
 
 
 class CheckpointedRun(Protocol):
@@ -97,10 +97,11 @@ class RunCheckpoints:
     A resumed run equals the uninterrupted one sample for sample, and on the same plan and ranks bit for bit. A
     checkpoint holds weights, optimizer rows and counts, the loader's position, the random states of each rank
     (dropout), records and early stopping; schedules follow from the step. On another number of ranks each rank draws
-    new dropout. Three things are not equal bit for bit: captured and compiled steps (``train.compile``) equal eager
-    ones to rounding, and a resumed run makes its first ones eager; under local SGD and DiLoCo the first step after a
-    resume is taken together, with rank 0's optimizer state on every rank and no outer momentum; and on three ranks or
-    more with over 1 MiB of dense gradients that step is rounded otherwise, see :func:`settle_buckets`.
+    new dropout, and the record that was begun is completed. Three things are not equal bit for bit: captured and
+    compiled steps (``train.compile``) equal eager ones to rounding, and a resumed run makes its first ones eager; under
+    local SGD and DiLoCo the first step after a resume is taken together, with rank 0's optimizer state on every rank
+    and no outer momentum; and on three ranks or more with over 1 MiB of dense gradients that step is rounded otherwise,
+    see :func:`settle_buckets`.
 
     Args:
         checkpointer: writes and reads the checkpoints.
@@ -140,10 +141,13 @@ class RunCheckpoints:
             )
         if self._resume is None:
             return Position()
+        index = read_index(self._resume).state_dict_metadata
+        sums = [name for name in index if name.startswith("rank.") and name.endswith(".sums")]
+        wanted = ("loader.", f"rank.{run.runtime.rank}.", *(sums if len(sums) != run.runtime.world_size else ()))
         extra: State = {
             name: torch.empty(held.size, dtype=held.properties.dtype)
-            for name, held in read_index(self._resume).state_dict_metadata.items()
-            if name.startswith(("loader.", f"rank.{run.runtime.rank}.")) and isinstance(held, TensorStorageMetadata)
+            for name, held in index.items()
+            if name.startswith(wanted) and isinstance(held, TensorStorageMetadata)
         }
         saved = self._checkpointer.load(self._resume, model_state(run.model, run.optimizer), extra)
         content = self._evaluated(counted_from_one(saved["content"]))
@@ -151,6 +155,8 @@ class RunCheckpoints:
         run.watch.load_state_dict(content["watch"])
         if saved["world_size"] == run.runtime.world_size:
             _restore_rank(extra, run)
+        elif sums:
+            _share_sums({name: extra[name] for name in sums}, run)
         try:
             run.loader.load_state_dict(_with_tensors(content["loader"], extra))
         except ValueError as error:
@@ -302,6 +308,13 @@ def _restore_rank(states: State, run: CheckpointedRun) -> None:
     run.window.sums.copy_(states_of_rank["sums"])  # type: ignore[arg-type]
     if "cuda" in states_of_rank and run.runtime.device.type == "cuda":
         torch.cuda.set_rng_state(states_of_rank["cuda"], run.runtime.device)  # type: ignore[arg-type]
+
+
+def _share_sums(by_rank: State, run: CheckpointedRun) -> None:
+    """Continues the next record with what another number of ranks had added up for it, so that no row is left out."""
+    saved = torch.stack([sums.cpu() for sums in by_rank.values()])  # type: ignore[union-attr]
+    rows = float(saved[:, 2].sum()) if run.runtime.rank == 0 else 0.0
+    run.window.sums.copy_(torch.tensor([*saved[:, :2].mean(0).tolist(), rows], dtype=torch.float64))
 
 
 def _without_tensors(tree: Any, path: str, tensors: State) -> Any:

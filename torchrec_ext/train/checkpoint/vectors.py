@@ -5,7 +5,7 @@ publish_weights(): the weights of a checkpoint as one file, written block by blo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,16 +46,19 @@ def read_vectors(path: Path) -> Iterator[tuple[Tensor, Tensor]]:
         raise CheckpointError(f"'{path}' holds no vectors: {error}".splitlines()[0]) from None
 
 
-def load_vectors(model: nn.Module, table: str, path: Path) -> int:
+def load_vectors(
+    model: nn.Module, table: str, path: Path, blocks: Iterable[tuple[Tensor, Tensor]] | None = None
+) -> int:
     """Writes the vectors of a file into a table; rows that it does not name stay as they are.
 
     Args:
         model: model from :func:`hybrid_parallel`, or unsharded; each rank reads the file and writes its own shards.
         table: name of the table.
-        path: file of vectors, see :func:`read_vectors`.
+        path: file of vectors, see :func:`read_vectors`; with ``blocks``, a name for them.
+        blocks: ids (n,) and vectors (n, D), block by block, in the place of a file.
 
     Returns:
-        The number of vectors in the file.
+        The number of vectors.
 
     Raises:
         CheckpointError: an id is not a row of the table, or a vector has another width or is not finite; blocks before
@@ -64,7 +67,7 @@ def load_vectors(model: nn.Module, table: str, path: Path) -> int:
     shards = [shard for shard in local_shards(model) if shard.config.name == table]
     count = 0
     with torch.no_grad():
-        for ids, vectors in read_vectors(path):
+        for ids, vectors in read_vectors(path) if blocks is None else blocks:
             _check(path, table, shards[0].config if shards else None, ids, vectors, count)
             count += len(ids)
             for shard in shards:

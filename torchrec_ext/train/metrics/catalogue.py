@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from torchrec_ext.distributed.runtime import Runtime
@@ -131,8 +134,15 @@ class Question:
         return rows, self.seen_items[order]
 
 
-def ranks_of(scores: Tensor, question: Question, start: int = 0) -> TargetRanks:
+def ranks_of(scores: Tensor, question: Question, start: int = 0, *, depth: int | None = None) -> TargetRanks:
     """Ranks the targets of queries ``start`` to ``start + B`` by ``scores`` (B, I), which is changed.
+
+    Args:
+        scores: score of each item for each query.
+        question: targets, and items to leave out.
+        start: number of the first query.
+        depth: greatest k of the figures to be computed, where queries have several targets: a target that is not among
+            the first ``depth`` gets that rank, which costs less than its own. Ranks are exact where it is not given.
 
     Raises:
         ValueError: a score is NaN, a target's score is infinite, or a target is not an item.
@@ -148,8 +158,14 @@ def ranks_of(scores: Tensor, question: Question, start: int = 0) -> TargetRanks:
     scores[tuple(tensor.to(scores.device) for tensor in question.seen_by(start, stop))] = -torch.inf
     scores[:, list(question.not_items)] = -torch.inf
     scores[rows, items] = wanted
-    better, ties = _compare(scores, rows, wanted, alone=question.target_rows is None)
-    return TargetRanks(better, ties, None if question.target_rows is None else rows + start)
+    if question.target_rows is None:
+        return TargetRanks(*_compare(scores, rows, wanted, alone=True), None)
+    if depth is None or depth >= scores.shape[1]:
+        return TargetRanks(*_compare(scores, rows, wanted, alone=False), rows + start)
+    near = (wanted >= scores.topk(depth, sorted=False).values.amin(1)[rows]).nonzero()[:, 0]
+    better, ties = torch.full_like(rows, depth), torch.zeros_like(rows)
+    better[near], ties[near] = _compare(scores, rows[near], wanted[near], alone=False)
+    return TargetRanks(better, ties, rows + start)
 
 
 def _compare(scores: Tensor, rows: Tensor, wanted: Tensor, *, alone: bool) -> tuple[Tensor, Tensor]:
@@ -220,14 +236,47 @@ def catalogue_ranks(
 
 
 def popularity_ranks(popularity: Tensor, question: Question) -> TargetRanks:
-    """Ranks the targets by ``popularity`` (I,) for every query, on the same candidates: the baseline of a model."""
-    parts, block = [], max(1, PAIRS_PER_BLOCK // len(popularity))
-    for start in range(0, question.queries, block):
-        scores = popularity.float().repeat(min(block, question.queries - start), 1)
-        ranks = ranks_of(scores, question, start)
-        parts.append(torch.stack([ranks.better, ranks.ties], dim=1))
-    better, ties = torch.cat(parts).unbind(1)
-    return TargetRanks(better, ties, question.target_rows)
+    """Ranks the targets by ``popularity`` (I,) for every query, on the same candidates: the baseline of a model.
+
+    An item's rank is the same for all queries but for the items that each leaves out, of which only these are counted.
+    """
+    count = len(popularity)
+    if len(question.targets) and int(question.targets.max()) >= count:
+        raise ValueError(
+            f"targets: item {int(question.targets.max())}, but the catalogue has {count} items, from 0; give its row"
+        )
+    levels, level = (values.cpu().numpy() for values in torch.unique(popularity, return_inverse=True))
+    rows = np.arange(question.queries) if question.target_rows is None else question.target_rows.cpu().numpy()
+    targets, candidate = question.targets.cpu().numpy(), np.ones(count, bool)
+    candidate[list(question.not_items)] = False
+    equal = np.bincount(level[candidate], minlength=len(levels))
+    greater = equal[::-1].cumsum()[::-1] - equal
+
+    def of_query(pairs: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Returns for each target how many of the pairs, row * I + item, of its query are more, and as, popular."""
+        keys = _sorted(pairs // count * len(levels) + level[pairs % count])
+        key = rows * len(levels) + level[targets]
+        first, last = keys.searchsorted(key), keys.searchsorted(key, side="right")
+        return keys.searchsorted((rows + 1) * len(levels)) - last, last - first
+
+    asked = _sorted(rows * count + targets)
+    left_out = _sorted(question.seen_rows.cpu().numpy() * count + question.seen_items.cpu().numpy())
+    left_out = left_out[(np.diff(left_out, prepend=-1) > 0) & candidate[left_out % count]]
+    index = left_out.searchsorted(asked)
+    both = np.append(left_out, -1)[index] == asked
+    left_out = np.delete(left_out, index[both])  # a query's targets are ranked nevertheless
+    fewer, fewer_equal = of_query(left_out)
+    more, more_equal = of_query(asked[~candidate[asked % count]])
+    better = greater[level[targets]] + more - fewer
+    ties = equal[level[targets]] + more_equal - 1 - fewer_equal
+    return TargetRanks(torch.from_numpy(better), torch.from_numpy(ties), question.target_rows)
+
+
+def _sorted(keys: NDArray[np.int64]) -> NDArray[Any]:
+    """Returns keys of 0 or more in order: as they are where they are in order, and in half the time where they fit."""
+    if not len(keys) or bool((keys[1:] >= keys[:-1]).all()):
+        return keys
+    return np.sort(keys.astype(np.int32) if keys.max() < 2**31 else keys)
 
 
 def _check_scores(scores: Tensor, wanted: Tensor, start: int) -> None:
@@ -255,6 +304,7 @@ def _check_targets(rows: Tensor, items: Tensor) -> None:
             f"target_rows: {int(rows[index])} after {before}; must ascend from 0 without a gap, since every query "
             "needs a target: sort the targets by query, and number the queries that have one"
         )
-    pairs = torch.unique(torch.stack([rows, items], dim=1), dim=0)
-    if len(pairs) < len(rows):
-        raise ValueError(f"targets: {len(rows) - len(pairs)} of {len(rows)} pairs (query, item) repeat; give each once")
+    pairs = (rows.long() * (1 + int(items.max()) if len(items) else 1) + items).sort().values
+    repeated = int((pairs[1:] == pairs[:-1]).sum())
+    if repeated:
+        raise ValueError(f"targets: {repeated} of {len(rows)} pairs (query, item) repeat; give each once")

@@ -9,17 +9,17 @@ candidate_ranks(): ranks among given candidates, such as the target and 99 negat
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple, cast, get_args
+from typing import NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.train.config import Figure
 from torchrec_ext.train.metrics.evaluation_watch import watched
 from torchrec_ext.train.metrics.shares import Kept, Recommender, embed_all, embed_own, gather_uneven_rows, own_start
 
-Figure = Literal["hr", "recall", "precision", "ndcg", "mrr", "map"]
 _DEFAULT: tuple[Figure, ...] = ("hr", "ndcg")
 
 
@@ -35,6 +35,13 @@ class TargetRanks(NamedTuple):
     queries: Tensor | None = None
 
 
+def joined_ranks(blocks: Sequence[TargetRanks]) -> TargetRanks:
+    """Returns the ranks of all blocks of queries, of which there is one or more, in their order."""
+    better, ties, queries = zip(*blocks, strict=True)
+    numbers = [each for each in queries if each is not None]
+    return TargetRanks(torch.cat(better), torch.cat(ties), torch.cat(numbers) if numbers else None)
+
+
 def ranking_metrics(
     ranks: TargetRanks, k: int | Sequence[int] = 10, names: Sequence[Figure] = _DEFAULT
 ) -> dict[str, float]:
@@ -45,6 +52,17 @@ def ranking_metrics(
         0.5
     """
     return {name: float(values.mean()) for name, values in query_figures(ranks, k, names).items()}
+
+
+def named_figures(ranks: TargetRanks, figures: Sequence[tuple[Figure, int]]) -> dict[str, float]:
+    """Returns the mean over the queries of each figure at its own k.
+
+    Example:
+        >>> named_figures(TargetRanks(torch.tensor([0, 9]), torch.tensor([0, 0])), [("hr", 5), ("mrr", 10)])
+        {'hr@5': 0.5, 'mrr@10': 0.55}
+    """
+    values = ranking_metrics(ranks, sorted({k for _, k in figures}), sorted({name for name, _ in figures}))
+    return {f"{name}@{k}": values[f"{name}@{k}"] for name, k in figures}
 
 
 class RankingMetrics:
@@ -147,9 +165,10 @@ class _Places:
         the group (McSherry and Najork 2008, "Computing information retrieval performance measures efficiently in the
         presence of tied scores").
         """
-        pairs = torch.stack([self._queries, self._better], dim=1)
+        near = self._better < k
+        pairs = torch.stack([self._queries[near], self._better[near]], dim=1)
         cells, cell, relevant = torch.unique(pairs, dim=0, return_inverse=True, return_counts=True)
-        size = torch.zeros_like(relevant).index_copy_(0, cell, self._ties + 1).double()
+        size = torch.zeros_like(relevant).index_copy_(0, cell, self._ties[near] + 1).double()
         before = relevant.cumsum(0) - relevant  # cells ascend by query, and in it by the candidates that are better
         first = torch.ones_like(relevant, dtype=torch.bool)
         first[1:] = cells[1:, 0] != cells[:-1, 0]
@@ -186,28 +205,6 @@ def _discounts(k: int, device: torch.device) -> Tensor:
     """Returns the sums of 1 / log2(1 + place) over the first 0, 1, ... k places, (k + 1,)."""
     each = 1 / torch.log2(torch.arange(k, dtype=torch.float64, device=device) + 2)
     return torch.cat([each.new_zeros(1), each.cumsum(0)])
-
-
-def figures_of(text: str) -> list[tuple[Figure, int]]:
-    """Parses names of figures with their k, such as ``recall@20,ndcg@20``.
-
-    Raises:
-        ValueError: a name is unknown, or k is not a number of 1 or more.
-
-    Example:
-        >>> figures_of("recall@20,ndcg@10")
-        [('recall', 20), ('ndcg', 10)]
-    """
-    figures: list[tuple[Figure, int]] = []
-    for item in text.split(","):
-        name, _, k = item.strip().partition("@")
-        if name not in get_args(Figure) or not k.isdecimal() or int(k) < 1:
-            raise ValueError(
-                f"'{item}': must be a figure and a number of first places, such as recall@20; figures are "
-                f"{', '.join(get_args(Figure))}"
-            )
-        figures.append((cast(Figure, name), int(k)))
-    return figures
 
 
 def _check(ks: Sequence[int], names: Sequence[str]) -> None:

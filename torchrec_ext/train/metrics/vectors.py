@@ -12,21 +12,24 @@ from torchrec_ext.train.metrics.catalogue import Question, ranks_of
 from torchrec_ext.train.metrics.ranking import TargetRanks
 
 Similarity = Literal["dot", "cosine"]
-SCORES = 2**23  # scores of 32 MiB: a product of fewer queries with a million items would read the items once for each
+SCORES = 2**18  # scores of 1 MiB stay in the cache between the passes over them
+QUERIES = 8  # fewer would read a large catalogue once for each
 
 
 def vector_ranks(
-    queries: Tensor, items: Tensor, question: Question, *, similarity: Similarity = "dot"
+    queries: Tensor, items: Tensor, question: Question, *, similarity: Similarity = "dot", depth: int | None = None
 ) -> Iterator[tuple[int, TargetRanks]]:
     """Ranks each query's targets among all items by the product of their vectors, a block of queries at a time.
 
-    Beside the vectors it holds 2**23 scores, three times while it compares them.
+    Beside the vectors it holds 2**18 scores, or those of 8 queries where that is more, three times while it compares
+    them.
 
     Args:
         queries: vectors, (U, D) float32, one for each query of the question.
         items: vectors, (I, D) float32; row i is item i.
         question: targets, and items to leave out.
         similarity: ``dot`` or ``cosine``.
+        depth: see :func:`ranks_of`.
 
     Yields:
         The number of queries ranked so far, and the ranks of a block's targets.
@@ -40,7 +43,7 @@ def vector_ranks(
         raise ValueError(f"{len(queries)} vectors for {question.queries} queries; give one for each, in their order")
     if similarity == "cosine":
         queries, items = (torch.nn.functional.normalize(vectors, dim=1) for vectors in (queries, items))
-    rows = max(1, SCORES // max(1, len(items)))
+    rows = max(QUERIES, SCORES // max(1, len(items)))
     for start in range(0, len(queries), rows):
         block = queries[start : start + rows]
-        yield start + len(block), ranks_of(block @ items.T, question, start)
+        yield start + len(block), ranks_of(block @ items.T, question, start, depth=depth)

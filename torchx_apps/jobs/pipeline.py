@@ -1,0 +1,262 @@
+"""The stages of torchx_apps.pipeline: what each makes, of which settings, and as which process."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torchx_apps import export, preprocess, train
+from torchx_apps.cli.command_line import apply_overrides, describe_keys, load_recipe, setting_keys
+
+_OWN_KEYS = {"data.name": "it is the folder data of --out", "export": "the last stage exports"}
+# Settings that change how fast a stage is, or what it prints, and not what it makes.
+_FREE = {"out", "overwrite", "threads", "memory", "pictures", "train.hang_s", "train.log_every"}
+_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # variables that make a process one of several
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A stage, as the app that it is.
+
+    Args:
+        app: name of the app's module in ``torchx_apps``.
+        flags: the app's flags.
+        folder: folder of the result.
+        mark: file in it that is written last.
+        settings: the settings that decide the result, by name.
+        keys: text that describes every key of the stage.
+        source: file of the stage before, of which the result is made; None for the first stage.
+        checkpoints: path or address of the checkpoints from which the stage resumes; empty where it begins anew.
+    """
+
+    app: str
+    flags: Sequence[str]
+    folder: Path
+    mark: str
+    settings: Mapping[str, str]
+    keys: str
+    source: Path | None = None
+    checkpoints: str = ""
+
+    @property
+    def whole(self) -> bool:
+        """Whether the result is complete."""
+        return (self.folder / self.mark).is_file()
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is a result, or a part of one that the stage would go on with."""
+        if self.whole or not (self.checkpoints and self.folder.exists()):
+            return self.whole
+        from torchrec_ext.train.checkpoint.folder import CheckpointFolder
+
+        return bool(CheckpointFolder(self.checkpoints).steps())
+
+    def wait(self) -> None:
+        """Waits until the result is complete; where the first rank fails to make it torchrun ends this rank."""
+        while not self.whole:
+            time.sleep(1)
+
+    def record(self) -> dict[str, str]:
+        """Returns the settings with the SHA-256 of the file that the result is made of, where it exists."""
+        if self.source is None or not self.source.is_file():
+            return dict(self.settings)
+        return {**self.settings, f"SHA-256 of {self.source}": _digest(self.source)}
+
+
+def stages_of(options: argparse.Namespace) -> dict[str, Stage]:
+    """Returns the three stages by app, after checking all that can be known before the first one runs.
+
+    Raises:
+        ValueError: a flag or setting of some stage is wrong; the message names it.
+    """
+    for flag, default in (("run_dir", None), ("resume", "never")):
+        if getattr(options, flag) != default:
+            raise ValueError(
+                f"--{flag.replace('_', '-')} {getattr(options, flag)}: the pipeline's folders are those of --out, and "
+                "it always goes on; leave it out"
+            )
+    out: Path = options.out
+    data = _data_stage(options, out / "data")
+    run = _run_stage(options, out / "run", data)
+    flags = _bundle_flags(options)
+    bundle = Stage(
+        app="export",
+        flags=[str(run.folder), f"--out={out / 'bundle'}", f"--recipe={options.recipe}", *flags],
+        folder=out / "bundle",
+        mark="manifest.json",
+        settings={"flags": " ".join(flags)},
+        keys=" ".join(["flags", *flags]),
+        source=run.folder / run.mark,
+    )
+    if not bundle.whole:
+        export.check_export(export.build_export_parser().parse_args(bundle.flags), bundle.folder)
+    return {stage.app: stage for stage in (data, run, bundle)}
+
+
+def _data_stage(options: argparse.Namespace, folder: Path) -> Stage:
+    prefix = "preprocess."
+    given = [item.removeprefix(prefix) for item in options.set if item.startswith(prefix)]
+    flags = ["--recipe", options.preprocess, *(f"--set={item}" for item in given), f"--out={folder}"]
+    if options.engine:
+        flags.append(f"--engine={options.engine}")
+    try:
+        job = apply_overrides(preprocess.load_job(options.preprocess), given)
+    except ValueError as error:
+        message = str(error).replace("--set ", f"--set {prefix}").replace("--recipe ", "--preprocess ")
+        raise ValueError(message) from None
+    if job.out:
+        raise ValueError(f"--set preprocess.out={job.out}: it is the folder data of --out; leave it out")
+    job = dataclasses.replace(job, engine=options.engine or job.engine)
+    return Stage(
+        app="preprocess",
+        flags=flags,
+        folder=folder,
+        mark="summary.json",
+        settings=_settings(job, options.preprocess),
+        keys=describe_keys(job),
+    )
+
+
+def _run_stage(options: argparse.Namespace, folder: Path, data: Stage) -> Stage:
+    given = [item for item in options.set if not item.startswith("preprocess.")]
+    for item in given:
+        key = item.partition("=")[0]
+        if key in _OWN_KEYS:
+            raise ValueError(f"--set {item}: {_OWN_KEYS[key]}; leave it out")
+    given += [f"data.name={data.folder}", "export=never"]
+    job = apply_overrides(load_recipe(options.recipe), given)
+    _check_training(job, options.recipe)
+    flags = ["--recipe", options.recipe, *(f"--set={item}" for item in given)]
+    return Stage(
+        app="train",
+        flags=[*flags, f"--run-dir={folder}", "--resume=auto"],
+        folder=folder,
+        mark="summary.json",
+        settings=_settings(job, options.recipe),
+        keys=describe_keys(job),
+        source=data.folder / data.mark,
+        checkpoints=job.checkpoint.folder or str(folder / "checkpoints"),
+    )
+
+
+def _check_training(job: Any, recipe: str) -> None:
+    """Refuses what the ranks would refuse after the preprocessing, as far as it can be known without rows."""
+    from torchrec_ext.data.datasets.config import SequenceConfig
+
+    if isinstance(job.data, SequenceConfig):
+        raise ValueError(
+            f"--recipe {recipe}: it reads the log itself, and no preprocessed rows; take bst, or rec.train.hybrid"
+        )
+    train.check_elastic(job)
+    if not job.checkpoint.saves:
+        raise ValueError(
+            "checkpoint.epochs=0 with checkpoint.steps=0: the bundle is made of a checkpoint; leave one of them"
+        )
+    if "RANK" in os.environ:  # on the machines that train
+        import torch
+
+        from torchrec_ext.distributed.runtime import GPUS, choose_device
+
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        local = (int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+        choose_device(job.device, *local, gpus, os.environ.get(GPUS, ""))
+        job.sync.table_ranks(int(os.environ["WORLD_SIZE"]))
+
+
+def _bundle_flags(options: argparse.Namespace) -> list[str]:
+    """Returns the flags of the export that were given, as one argument each."""
+    parser = argparse.ArgumentParser(add_help=False)
+    export.add_bundle_flags(parser)
+    given = []
+    for name, default in vars(parser.parse_args([])).items():
+        value = getattr(options, name)
+        if value != default:
+            values = value if isinstance(value, list) else [value]
+            given += [f"--{name.replace('_', '-')}={each}" for each in values]
+    return given
+
+
+def _settings(job: Any, recipe: str) -> dict[str, str]:
+    """Returns the keys of a job and the recipe, and where that is a user's own the SHA-256 of its file."""
+    settings = {key.path: key.value for key in setting_keys(job) if key.path not in _FREE}
+    module, colon, _ = recipe.rpartition(":")
+    if colon:
+        spec = None if module.endswith(".py") else importlib.util.find_spec(module)
+        file = Path(module if spec is None else str(spec.origin))
+        settings[f"SHA-256 of {module}"] = _digest(file)
+    return {"recipe": recipe, **settings}
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+
+
+def check_record(record: Path, stages: Mapping[str, Stage]) -> None:
+    """Refuses a result that was made with other settings than those given now, or of another result.
+
+    Raises:
+        ValueError: naming the setting and both values.
+    """
+    made = json.loads(record.read_text()) if record.is_file() else {}
+    for index, stage in enumerate(stages.values()):
+        if not stage.begun:
+            continue
+        if stage.app not in made:
+            raise ValueError(
+                f"{stage.folder}: there is something that no pipeline has recorded in {record}; give another --out"
+            )
+        given, before = stage.record(), made[stage.app]
+        # Rows that were removed are made again, and compared then.
+        later_known = f"SHA-256 of {stage.source}" if stage.app == "train" and len(given) < len(before) else ""
+        for key in dict.fromkeys([*given, *before]):
+            if given.get(key) == before.get(key) or key == later_known:
+                continue
+            later = ", ".join(str(each.folder) for each in list(stages.values())[index:])
+            raise ValueError(
+                f"{key}={given.get(key, 'none')}: {stage.folder} was made with {before.get(key, 'none')}; go on with "
+                f"that, give another --out, or remove {later}"
+            )
+
+
+def begin(stage: Stage, record: Path) -> None:
+    """Records a stage's settings before its first file is written."""
+    made = json.loads(record.read_text()) if record.is_file() else {}
+    made[stage.app] = stage.record()
+    record.parent.mkdir(parents=True, exist_ok=True)
+    written = record.with_suffix(".part")
+    written.write_text(json.dumps(made, indent=2) + "\n")
+    written.replace(record)
+    print(f"{stage.app}: to {stage.folder}", flush=True)
+
+
+def _command(stage: Stage) -> tuple[list[str], dict[str, str]]:
+    """Returns the command of a stage that is one process, and its environment, in which it is no rank of several."""
+    environment = {name: value for name, value in os.environ.items() if name not in _RANK}
+    return [sys.executable, "-m", f"torchx_apps.{stage.app}", *stage.flags], environment
+
+
+def run_alone(stage: Stage, record: Path) -> int:
+    """Runs a stage as a process of its own, whose memory is free again when the training begins."""
+    begin(stage, record)
+    command, environment = _command(stage)
+    return subprocess.run(command, env=environment, check=False).returncode
+
+
+def become(stage: Stage, record: Path) -> NoReturn:
+    """Turns this process into a stage, whose exit code and error are then this rank's."""
+    begin(stage, record)
+    sys.stdout.flush()
+    command, environment = _command(stage)
+    os.execve(command[0], command, environment)

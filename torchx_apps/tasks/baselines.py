@@ -1,0 +1,207 @@
+"""ClosedForms: EASE and ALS of a run's training rows, as baselines beside a model, or as tables to begin with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchrec_ext.data.columns import Column, Int64
+from torchrec_ext.distributed.runtime import available_memory
+from torchrec_ext.models import closed_form
+from torchrec_ext.train import metrics
+from torchrec_ext.train.config import ClosedFormConfig, Figure, Record
+
+FORMS = ("ease", "als")
+SECONDS = 10.0  # that a baseline may take where none is named
+_RATE = 2e10  # multiplications with an addition per second of one core
+_SCORES = 2**21  # of a block of queries in memory: 8 MiB
+
+Role = Literal["user", "item", "history"]
+
+
+class Beside(NamedTuple):
+    """Figures of each baseline by its name, and why others were left out, by theirs."""
+
+    figures: Mapping[str, Record]
+    left_out: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClosedForms:
+    """EASE and ALS of the pairs of one set, each fitted when it is first asked for.
+
+    Args:
+        pairs: function that reads the users (P,) and the items (P,) of the training rows, a pair perhaps several times.
+        num_pairs: number of pairs, P, or more.
+        num_users: rows of the users' table, U.
+        num_items: rows of the items' table, I.
+        roles: role of each feature's ids: a ``user``, an ``item``, or the items of a user's ``history``.
+        names: baselines to rank; where empty, those that take less than ``SECONDS``.
+        config: penalties and sizes.
+
+    Raises:
+        ValueError: EASE is named, and its matrices are more than this host can give.
+    """
+
+    pairs: Callable[[], tuple[Int64, Int64]]
+    num_pairs: int
+    num_users: int
+    num_items: int
+    roles: Mapping[str, Role]
+    names: Sequence[str] = ()
+    config: ClosedFormConfig = field(default_factory=ClosedFormConfig)
+    _fitted: dict[str, Tensor] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if "ease" in self.names:
+            self._check_memory("evaluation.baselines=ease: leave it out")
+
+    def _check_memory(self, what: str) -> None:
+        needed, free = 4 * 3 * self.num_items**2, available_memory()
+        if needed > free:
+            raise ValueError(
+                f"{what}: EASE of {self.num_items:,} items takes {needed / 2**30:,.1f} GiB, and {free / 2**30:,.1f} "
+                "are free"
+            )
+
+    def seconds(self, name: str) -> float:
+        """Returns about how long a baseline takes on one core: its fit, and its scores for all users."""
+        if name == "ease":
+            work = self.num_items**3 + self.num_users * self.num_items**2 + self.num_pairs * self.num_items
+        else:
+            dim, rows = self.config.als_dim, self.num_users + self.num_items
+            work = 2 * self.config.als_epochs * (2 * self.num_pairs * dim**2 + rows * dim**3)
+            work += self.num_users * self.num_items * dim
+        return work / _RATE
+
+    def left_out(self) -> dict[str, str]:
+        """Returns why a baseline is not ranked, by its name; those that are not asked for are not among them."""
+        if self.names:
+            return {}
+        seconds = {name: self.seconds(name) for name in FORMS}
+        return {
+            name: f"about {took:,.0f} s for {self.num_users:,} users and {self.num_items:,} items; "
+            f"evaluation.baselines=popularity,{name} ranks it"
+            for name, took in seconds.items()
+            if took > SECONDS
+        }
+
+    def beside(
+        self,
+        known: Column,
+        rank: Callable[[Tensor, int], metrics.TargetRanks],
+        figures: Sequence[tuple[Figure, int]],
+        finish: Callable[[metrics.TargetRanks], metrics.TargetRanks] = lambda ranks: ranks,
+    ) -> Beside:
+        """Returns the figures of each baseline.
+
+        Args:
+            known: Q rows of the items that each query's user has taken, by which EASE and ALS know a user.
+            rank: returns the ranks of the targets of B queries, from that of its second argument on, by their scores
+                (B, I), which it may change.
+            figures: names of the figures with their numbers of items shown.
+            finish: changes the ranks of all queries.
+        """
+        left_out = self.left_out()
+        by_name = {}
+        for name in FORMS:
+            if name in left_out or (self.names and name not in self.names):
+                continue
+            blocks, rows = [], max(1, _SCORES // self.num_items)
+            for start in range(0, len(known), rows):
+                blocks.append(rank(self.scores(name, known.slice(start, min(start + rows, len(known)))), start))
+            by_name[name] = metrics.named_figures(finish(metrics.joined_ranks(blocks)), figures)
+        return Beside(by_name, left_out)
+
+    def scores(self, name: str, known: Column) -> Tensor:
+        """Returns the scores (Q, I) of all items for users with these items, by ``ease`` or ``als``."""
+        rows, items = _unique(np.arange(len(known)).repeat(known.lengths), known.values)
+        if name == "ease":
+            weights = self._fit(
+                "ease", lambda: closed_form.ease(*self._taken(), self.num_items, l2=self.config.ease_l2)
+            )
+            scores = torch.zeros(len(known), self.num_items)
+            return scores.index_add_(0, rows, weights[items])
+        vectors = self._fit("als", lambda: self._als(self.config.als_dim, seed=0).items)
+        options = {"l2": self.config.als_l2, "unobserved": self.config.als_unobserved}
+        return closed_form.als_half_step(rows, items, len(known), vectors, **options) @ vectors.T
+
+    def feature(self, name: str, table: str, features: Sequence[str]) -> str:
+        """Returns the feature, of those that a table is read for, whose vectors the table begins with.
+
+        Raises:
+            ValueError: the table is read for no users, items or history; or ``als`` is asked for a history; or EASE
+                needs more memory than this host can give.
+        """
+        has = [feature for feature, role in self.roles.items() if name == "ease" or role != "history"]
+        wanted = [feature for feature in has if feature in features]
+        if not wanted:
+            raise ValueError(
+                f"pretrained: {table}={name}: the table is read for {', '.join(features)}, and {name} has vectors for "
+                f"{', '.join(has)}"
+            )
+        if name == "ease":
+            self._check_memory(f"pretrained: {table}=ease: give als or a file")
+        return wanted[0]
+
+    def rows(self, feature: str) -> int:
+        """Returns the number of vectors of a feature."""
+        return self.num_users if self.roles[feature] == "user" else self.num_items
+
+    def vectors(self, name: str, feature: str, dim: int, *, seed: int = 0) -> Tensor:
+        """Returns the vectors that a feature's table begins with, a row for each id, (rows, dim).
+
+        ``als`` has vectors for users and items. ``ease`` has those of the items of a ``history``, of a user, which is
+        the sum of these, and of items.
+
+        Args:
+            name: ``ease`` or ``als``.
+            feature: what :meth:`feature` returned.
+            dim: columns of the table.
+            seed: seed of the vectors that ALS begins with.
+        """
+        role = self.roles[feature]
+        if name == "als":
+            made = {"user": f"als {dim} {seed} user", "item": f"als {dim} {seed} item"}
+            if made["user"] not in self._fitted:
+                self._fitted[made["user"]], self._fitted[made["item"]] = self._als(dim, seed)
+            return self._fitted[made[role]]
+        users, items = self._taken()
+        history, candidates = closed_form.ease_vectors(users, items, self.num_items, dim=dim, l2=self.config.ease_l2)
+        if role == "user":
+            return torch.zeros(self.num_users, dim).index_add_(0, users, history[items])
+        return candidates if role == "item" else history
+
+    def _fit(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+        if name not in self._fitted:
+            self._fitted[name] = make()
+        return self._fitted[name]
+
+    def _als(self, dim: int, seed: int) -> closed_form.Factors:
+        config = self.config
+        return closed_form.als(
+            *self._taken(),
+            self.num_users,
+            self.num_items,
+            dim=dim,
+            l2=config.als_l2,
+            unobserved=config.als_unobserved,
+            epochs=config.als_epochs,
+            seed=seed,
+        )
+
+    def _taken(self) -> tuple[Tensor, Tensor]:
+        return _unique(*self.pairs())
+
+
+def _unique(users: Int64, items: Int64) -> tuple[Tensor, Tensor]:
+    """Returns each pair once, by user; without the unknown item, 0."""
+    kept, count = items > 0, int(items.max(initial=0)) + 1
+    # One number for a pair sorts in a fraction of the time of two.
+    rows, columns = np.divmod(np.unique(users[kept] * count + items[kept]), count)
+    return torch.from_numpy(rows), torch.from_numpy(columns)
