@@ -42,6 +42,9 @@ SCRIPTS = (
     "evaluation",
     "session",
     "first_use",
+    "chain",
+    "mixed_precision",
+    "adopt",
 )
 
 

@@ -28,26 +28,22 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from harness import LIMIT_S, Options, Repeated, Row, Trainings, row
 from hybrid_training import Side, Stop
 from torchrec import EmbeddingBagConfig
-from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs
-from torchrec.distributed.types import CommOp
 from traffic import HostLayout, Traffic, flat_traffic, tower_traffic
 
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.distributed import parallel
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import dense_layers, hybrid_parallel
 from torchrec_ext.distributed.placement import TowerPlacement
 from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.distributed.sharders import BagSharder
+from torchrec_ext.distributed.sharders import codecs_of
 from torchrec_ext.distributed.tables import collections
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.compression import Compression
@@ -56,6 +52,8 @@ from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import Jagged
 from torchrec_ext.train.loop import TrainConfig, train
 
+# TorchRec's own compression: pooled vectors and their gradients travel as float16.
+_IN_16_BITS = PlanConfig(sharding="table_wise", forward_precision="fp16", backward_precision="fp16")
 FEATURES, WIDTH, TOP = 13, 128, (128, 64)
 COMPRESS = Compression(dim=16, per_feature=1, flat=2)
 GBIT, LINK = 1, "host_link"
@@ -192,23 +190,21 @@ def _rank(runtime: Runtime, sizes: dict[str, int]) -> dict[str, Any]:
     first: dict[str, torch.Tensor] = {}
     everything = [*NAMES["left"], *NAMES["right"]]
     kinds = {
-        "flat": (_towers(sizes["table_rows"]), "data_parallel", []),
-        "fp16": (_towers(sizes["table_rows"]), "data_parallel", _sharders_in_16_bits()),
-        "plain": ({"all": _tower(everything, sizes["table_rows"], None)}, "data_parallel", []),
-        "towers": (_towers(sizes["table_rows"]), PLACEMENT, []),
+        "flat": (_towers(sizes["table_rows"]), PlanConfig(sharding="table_wise")),
+        "fp16": (_towers(sizes["table_rows"]), _IN_16_BITS),
+        "plain": ({"all": _tower(everything, sizes["table_rows"], None)}, PlanConfig(sharding="table_wise")),
+        "towers": (_towers(sizes["table_rows"]), PlanConfig(sharding="table_wise", towers=PLACEMENT)),
     }
     optimizer = OptimizerConfig(tables="row_wise_adagrad", dense="adam")
-    for side, (towers, placement, codecs) in kinds.items():
+    for side, (towers, config) in kinds.items():
         model = _model(towers)
         if side in ("flat", "fp16"):
             model.merge_lookups()
-        config = PlanConfig(sharding="table_wise", towers=placement)
         plan = plan_sharding(model, runtime, config, optimizer=optimizer, batch_size=sizes["batch"])
         if side != "fp16":
-            formula[side] = _formula(model, towers, plan, placement, sizes["batch"])
+            formula[side] = _formula(model, towers, plan, config.towers, sizes["batch"])
         batches = _batches(model, sizes, runtime.rank)
-        with patch.object(parallel, "sharders", lambda: codecs) if codecs else contextlib.nullcontext():  # noqa: B023
-            sharded, own = hybrid_parallel(model, runtime, plan=plan, optimizer=optimizer)
+        sharded, own = hybrid_parallel(model, runtime, plan=plan, optimizer=optimizer, codecs=codecs_of(config))
         with torch.no_grad():
             first[side] = sharded(batches[0])[1].logits
         sent[side] = []
@@ -226,12 +222,6 @@ def _rank(runtime: Runtime, sizes: dict[str, int]) -> dict[str, Any]:
         "gbit": gbit,
         "differences": {side: float((first[side] - first["towers"]).abs().max()) for side in ("flat", "fp16")},
     }
-
-
-def _sharders_in_16_bits() -> list[Any]:
-    """TorchRec's own compression: pooled vectors and their gradients travel as float16."""
-    codecs = get_qcomm_codecs(QCommsConfig(forward_precision=CommType.FP16, backward_precision=CommType.FP16))
-    return [BagSharder(qcomm_codecs_registry={CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL.name: codecs})]
 
 
 def _training(model: Any, optimizer: Any, batches: list[TowerBatch], runtime: Runtime) -> Side:

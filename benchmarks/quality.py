@@ -6,9 +6,11 @@ Each training is the command that a user types: `python -m torchx_apps.train --r
 for more than one rank. What is trained, how often and what is required stands in quality.json. A finished run is kept
 in the results file with its command, figures, seconds and commit, so that a killed benchmark continues. The commit is
 the last one that touched the package's code: with other code the run is trained again, and with uncommitted changes of
-it every run is. Figures are those after the last epoch, the mean over the seeds. All rows take 90 minutes. Needs
-TORCHREC_EXT_DATA. Last lines: one JSON object for each id, `ratio` being the lowest of reached / required over its
-figures (of required / reached where less is better).
+it every run is. Figures are those after the last epoch, the mean over the seeds; `beside` has those of popularity, EASE
+and ALS as the runs print them, and `minutes` what the row took. A run with `networks` trains members in one job and has
+their mean. All rows take three hours. Needs TORCHREC_EXT_DATA. Last lines: one JSON
+object for each id, `ratio` being the lowest of reached / required over its figures (of required / reached where less is
+better).
 
 --quick trains on generated data for about a minute, against figures known there.
 """
@@ -32,6 +34,7 @@ SPEC = Path(__file__).with_suffix(".json")
 RESULTS = ROOT / "benchmarks" / "results" / "quality.json"
 FOLDERS = ROOT / "runs" / "quality"
 BIN = Path(sys.executable).parent
+BASELINES = ("popularity", "ease", "als")  # that a run prints beside its ranking figures
 LESS_IS_BETTER = ("log_loss", "difference")
 COMMAND = ("id", "run", "recipe", "set", "ranks")  # what a run is told, and all that its figures depend on but the code
 
@@ -78,8 +81,8 @@ class Results:
 
     def add(self, run: Row) -> None:
         """Keeps a run in the place of one of the same command, and beside those that another process has added."""
-        command = {name: run[name] for name in COMMAND}
-        runs = [kept for kept in self.runs() if any(kept[name] != value for name, value in command.items())] + [run]
+        command = {name: run.get(name) for name in (*COMMAND, "networks")}
+        runs = [kept for kept in self.runs() if any(kept.get(name) != value for name, value in command.items())] + [run]
         self._path.parent.mkdir(parents=True, exist_ok=True)
         part = self._path.with_suffix(".part")
         part.write_text("[\n" + ",\n".join(json.dumps(run) for run in runs) + "\n]\n")
@@ -102,7 +105,9 @@ def measure(name: str, row: Row, seeds: int | None, results: Results) -> Row:
         "reached": {figure: round(value, 4) for figure, value in reached.items()},
         "required": row["required"],
         "reach_for": row.get("reach_for"),
+        "beside": beside_of(made, row["required"]),
         "seeds": seeds,
+        "minutes": round(seconds / 60, 1),
         "seconds": round(seconds),
         "ratio": round(ratio, 4),
         "ok": ratio >= 1,
@@ -130,6 +135,19 @@ def figures(row: Row, runs: Mapping[str, Sequence[Row]]) -> dict[str, float]:
     return found
 
 
+def beside_of(runs: Mapping[str, Sequence[Row]], names: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """The means over the seeds of each baseline that the run ``model`` printed beside the figures that are required."""
+    by_name = {}
+    for name in BASELINES:
+        some = [one["beside"][name] for one in runs.get("model", ()) if name in one.get("beside", {})]
+        if some:
+            shown = [figure for figure in names if figure in some[0]]
+            by_name[name] = {
+                figure: round(statistics.fmean(figures[figure] for figures in some), 4) for figure in shown
+            }
+    return by_name
+
+
 def _ratio(figure: str, reached: float, required: float, tolerance: float | None) -> float:
     if tolerance is not None:
         return 1.0 if abs(reached - required) <= tolerance else min(reached / required, required / reached)
@@ -138,23 +156,34 @@ def _ratio(figure: str, reached: float, required: float, tolerance: float | None
 
 def trained(name: str, run: str, how: Row, seed: int, results: Results) -> Row:
     """The figures of one training, or of the popularity ranking, from the results file or made now."""
-    overrides = [*how["set"], f"train.seed={seed}"] if how["recipe"] else how["set"]
+    overrides = [*how["set"], f"train.seed={seed}"] if how["recipe"] and "networks" not in how else how["set"]
     key = {"id": name, "run": run, "recipe": how["recipe"], "set": overrides, "ranks": how.get("ranks", 1)}
+    if "networks" in how:
+        key["networks"] = [flag.format(seed=2 * seed, next=2 * seed + 1) for flag in how["networks"]]
     key["commit"] = code_commit()
     kept = results.find(key)
     if kept is not None and not key["commit"].endswith("+"):
         return kept
-    start = time.perf_counter()
+    start, beside = time.perf_counter(), {}
     if how["recipe"]:
         folder = FOLDERS / f"{name}-{run}-{seed}"
         shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
         _follow(command(key, folder), f"{name} {run}, seed {seed}", folder.with_suffix(".log"))
-        reached = json.loads((folder / "summary.json").read_text())["test"]
+        reached, beside = results_of(folder)
     else:
         reached = popularity(how["set"][0])
-    done = {**key, "figures": reached, "seconds": round(time.perf_counter() - start, 1)}
+    done = {**key, "figures": reached, "beside": beside, "seconds": round(time.perf_counter() - start, 1)}
     results.add(done)
     return done
+
+
+def results_of(folder: Path) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """The test figures of a run, the mean over its members where it has several, and those of the baselines beside."""
+    if (folder / "results.json").exists():
+        members = [member["test"] for member in json.loads((folder / "results.json").read_text())["members"]]
+        return {name: statistics.fmean(member[name] for member in members) for name in members[0]}, {}
+    summary = json.loads((folder / "summary.json").read_text())
+    return summary["test"], {name: summary[name] for name in BASELINES if name in summary}
 
 
 def code_commit() -> str:
@@ -169,6 +198,9 @@ def code_commit() -> str:
 def command(key: Row, folder: Path) -> list[str]:
     """What a user would type."""
     flags = [flag for override in key["set"] for flag in ("--set", override)]
+    if key.get("networks"):
+        program = [sys.executable, "-m", "torchx_apps.train_networks", "--recipe", key["recipe"]]
+        return [*program, "--run-dir", str(folder), *flags, *key["networks"]]
     if key["ranks"] == 1:
         return [sys.executable, "-m", "torchx_apps.train", "--recipe", key["recipe"], "--run-dir", str(folder), *flags]
     job = ["rec.train.hybrid", "--recipe", key["recipe"], "-j", f"1x{key['ranks']}", "--run_dir", str(folder)]

@@ -1,0 +1,91 @@
+"""What the asynchronous loader and 16 bits gain, alone and together, for each recipe; and what they cost in quality.
+
+    python benchmarks/mixed_precision.py (--studies | --only RECIPE ...) [--turns 1] [--quick]
+
+Each run is the command of a user, `python -m torchx_apps.train --recipe ...`, on one rank of one thread. The
+baseline builds its batches in the training thread (loader.prefetch=0, loader.read_ahead=0) and computes in float32.
+Three rows a recipe: `loader` has the recipe's own loader, `bf16` the baseline's with train.amp=bf16, `both` both.
+Rows are samples a second of the steps; `quality` has the named figure of the test rows for the baseline and for
+ours, after fewer epochs than the recipe's own, with one seed. `device` says where they ran: with CUDA the rows are
+made there, and again with fp16.
+Needs TORCHREC_EXT_DATA. Last line: one JSON object.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import ROOT, Options, Row, command_line, row
+
+# Epochs that are enough to compare, and the figure that is compared.
+RECIPES = {
+    "two_tower": (4, "hr@10"),
+    "retrieval": (2, "hr@10"),
+    "ncf": (1, "hr@10"),
+    "contextual_ncf": (3, "auc"),
+    "n_tower": (2, "auc"),
+    "session": (4, "ndcg@10"),
+    "stream": (2, "auc"),
+    "bst": (2, "auc"),
+    "multi_task": (2, "conversion_auc"),
+}
+PLAIN = ("loader.prefetch=0", "loader.read_ahead=0")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def trained(recipe: str, epochs: int, settings: tuple[str, ...]) -> dict[str, Any]:
+    """The summary of one run."""
+    with tempfile.TemporaryDirectory() as name:
+        words = [f"train.epochs={epochs}", f"device={DEVICE}", "export=never", "train.early_stop.metric=", *settings]
+        flags = [word for setting in words for word in ("--set", setting)]
+        command = [sys.executable, "-m", "torchx_apps.train", "--recipe", recipe, "--run-dir", f"{name}/run", *flags]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # as `torchx run` starts a rank
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+        if done.returncode:
+            raise RuntimeError(
+                f"{command} ended with exit code {done.returncode}:\n{(done.stdout + done.stderr)[-2000:]}"
+            )
+        summary: dict[str, Any] = json.loads((Path(name) / "run" / "summary.json").read_text())
+        return summary
+
+
+def compared(recipe: str, options: Options) -> Iterator[Row]:
+    epochs, figure = RECIPES[recipe]
+    kinds = ("bf16", "fp16") if DEVICE == "cuda" else ("bf16",)
+    variants = {"plain": PLAIN, "loader": ()}
+    for kind in kinds:
+        variants |= {kind: (*PLAIN, f"train.amp={kind}"), f"{kind} and loader": (f"train.amp={kind}",)}
+    made: dict[str, list[dict[str, Any]]] = {name: [] for name in variants}
+    for _ in range(1 if options.quick else options.turns):
+        for name, settings in variants.items():
+            made[name].append(trained(recipe, 1 if options.quick else epochs, settings))
+    baseline = made.pop("plain")
+    for name, runs in made.items():
+        yield row(
+            f"{recipe}, {name}",
+            [run["samples_per_s"] for run in runs],
+            "samples/s",
+            baseline=[run["samples_per_s"] for run in baseline],
+            better="more",
+            device=DEVICE,
+            quality={figure: [round(baseline[0]["test"][figure], 4), round(runs[0]["test"][figure], 4)]},
+            waiting=[round(baseline[0]["data_wait"], 3), round(runs[0]["data_wait"], 3)],
+        )
+
+
+def main() -> None:
+    rows = {recipe: functools.partial(compared, recipe) for recipe in RECIPES}
+    command_line(__doc__, rows, turns=1, studies=list(RECIPES))
+
+
+if __name__ == "__main__":
+    main()
