@@ -1,5 +1,6 @@
 """Laws over real processes: run_ranks() starts R gloo ranks and returns their results, or raises what one raised."""
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -82,15 +83,21 @@ def _rank(
             dist.destroy_process_group()
 
 
-def leave_group(runtime: Runtime) -> None:
-    """Ends the ranks' group and describes another in the environment, for a function that runs a whole app on them."""
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        ports: list[Any] = [chosen.getsockname()[1]]
+def leave_group(runtime: Runtime, *, groups: int = 1) -> list[int]:
+    """Ends the ranks' group and describes another in the environment, for a function that runs a whole app on them.
+
+    Returns a port for each of ``groups`` that may follow one another; the environment has the first.
+    """
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(groups)]
+        for chosen in sockets:
+            chosen.bind(("127.0.0.1", 0))
+        ports: list[Any] = [chosen.getsockname()[1] for chosen in sockets]
     dist.broadcast_object_list(ports, src=0)
     dist.barrier()
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(ports[0]), OMP_NUM_THREADS="1")
+    return ports
 
 
 def gather_state(model: nn.Module) -> dict[str, Tensor] | None:

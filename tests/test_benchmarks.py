@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -15,6 +16,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+from torchrec_ext.stack import gpu_nodes
 
 ROOT = Path(__file__).parents[1]
 
@@ -57,6 +60,7 @@ def test_rounds_are_merged_by_medians_and_the_whole_range(harness: ModuleType, m
     assert (merged["ratio"], merged["low"], merged["high"], merged["held"]) == (2.5, 1, 8, False)
 
 
+@pytest.mark.slow
 def test_what_is_kept_in_every_epoch_counts_as_growth(monkeypatch: pytest.MonkeyPatch) -> None:
     growth, kept = benchmark("loader", monkeypatch).growth, []
     batch = 2**20
@@ -79,7 +83,10 @@ def silent(_: object) -> None:
 
 @pytest.mark.parametrize(
     ("function", "message"),
-    [(killed, "killed: rank 1 ended with exit code 7"), (silent, "silent: no result of rank 0, 1 within the limit")],
+    [
+        pytest.param(killed, "killed: rank 1 ended with exit code 7", marks=pytest.mark.slow),
+        pytest.param(silent, "silent: no result of rank 0, 1 within the limit", marks=pytest.mark.slow),
+    ],
 )
 def test_a_dead_rank_is_named_and_a_silent_one_is_not_waited_for(
     harness: ModuleType, function: Callable[..., None], message: str
@@ -137,6 +144,30 @@ def test_where_stop_is_asked_more_often_the_loader_counts_the_steps(harness: Mod
     (seconds,) = harness.Trainings({"a": train}, loaders={"a": loader}).seconds_per_step(20, 1, warm_up=2)["a"]
     assert loader.count <= 12, "20 calls of stop are 10 steps"
     assert seconds >= 0.01
+
+
+@pytest.mark.launch
+def test_make_gpu_without_a_gpu_says_so_in_one_line_and_installs_nothing(tmp_path: Path) -> None:
+    if gpu_nodes():
+        pytest.skip("this machine has a GPU")
+    for name in ("Makefile", "pyproject.toml", "torchrec_ext/__init__.py", "torchrec_ext/stack.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "torchrec_ext" / "__init__.py").write_text("")
+    done = subprocess.run(["make", "gpu"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, "make's own, of a recipe that ended with 1"
+    assert done.stdout == "make gpu: this machine has no NVIDIA GPU (no /dev/nvidia0): run it on one that has\n"
+    assert not (tmp_path / ".venv").exists()
+
+
+@pytest.mark.slow
+def test_the_rows_of_a_gpu_run_without_one_at_small_sizes(tmp_path: Path) -> None:
+    command = [sys.executable, "benchmarks/gpu.py", "--quick", "--results", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads((tmp_path / "gpu.json").read_text())
+    assert len(result["rows"]) + len(result["left_out"]) == 5
+    assert not result["failed"]
 
 
 @pytest.mark.slow

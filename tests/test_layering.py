@@ -37,7 +37,10 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     # `distributed.tables` says which rows of a sharded model a rank holds, for the export alone; `distributed.runtime`
     # how much memory the host or the container has left, for a store that is read into it.
     "retrieval": BASE | {"modules", "models", "data.preprocess", "distributed.tables", "distributed.runtime"},
-    "torchx_apps": BASE | {"data", "modules", "models", "distributed", "train", "networks", "retrieval", "stack"},
+    "adopt": {"batch", "data.negatives", "distributed", "train"},
+    "diagnose": {"adopt", "batch", "distributed", "train"},
+    "torchx_apps": BASE
+    | {"data", "modules", "models", "distributed", "train", "networks", "retrieval", "adopt", "diagnose", "stack"},
     "components": set(),
 }
 
@@ -82,7 +85,8 @@ def complaint(module: str, name: str) -> str | None:
         alone = top in ("torchrec_ext", *sys.stdlib_module_names) or module != "torchrec_ext"
         return None if alone else "torchrec_ext must work where nothing is installed: standard library only"
     if unit == "components":
-        return None if top in ("torchx", "typing") else "a component imports torchx and typing only"
+        alone = top in ("torchx", "typing") or name.startswith("torchrec_ext.components.")
+        return None if alone else "a component imports torchx and typing only"
     if unit in SET_UP - {"probe"} and top not in ("torchrec_ext", *sys.stdlib_module_names):
         return f"{unit} must work where nothing is installed: standard library only"
     if top not in OURS:
@@ -277,7 +281,7 @@ def test_what_a_command_line_needs_imports_no_torch() -> None:
     ("words", "status", "answer"),
     [
         *(([app, "--help"], 0, "usage: ") for app in ("train", "train_networks", "plan", "export", "embed", "serve")),
-        *(([app, "--help"], 0, "usage: ") for app in ("preprocess", "publish", "evaluate")),
+        *(([app, "--help"], 0, "usage: ") for app in ("preprocess", "publish", "evaluate", "diagnose")),
         *(([app, "--no-such-flag"], 1, "--no-such-flag") for app in ("train", "train_networks", "plan", "preprocess")),
         *(([app, "x", "--no-such-flag"], 2, "--no-such-flag") for app in ("export", "embed", "serve", "publish")),
         *(([app, "--list-recipes"], 0, "  ") for app in ("train", "train_networks", "plan", "preprocess")),
@@ -296,6 +300,8 @@ def test_what_a_command_line_needs_imports_no_torch() -> None:
         (["preprocess", "--dry-run"], 0, "config.history_length"),
         (["preprocess", "--set", "config.test_share=2"], 1, "config.test_share=2"),
         (["evaluate", "--users=no", "--items=no", "--truth=no"], 1, "--users no: there is no such file"),
+        (["diagnose", "--recipe", "ncf", "--dry-run"], 0, "most used"),
+        (["diagnose", "--budget", "-1"], 1, "--budget -1: must be a number of seconds above 0"),
         (["export", "no/such/run"], 1, "cannot be read"),
         (["serve", "no/such/bundle", "--max-k", "0"], 1, "limit k=0"),
         (["train", "--recipe", "two_towr"], 1, "did you mean 'two_tower'"),

@@ -1,6 +1,7 @@
 """What pip builds from this tree holds all of it: the library, its components and its apps."""
 
 import configparser
+import json
 import shutil
 import subprocess
 import sys
@@ -85,3 +86,73 @@ def test_the_source_distribution_holds_what_the_wheel_is_built_from(tree: Path, 
         "pyproject.toml",
         "LICENSE",
     } <= names
+
+
+# What TorchX makes of each component: by the file in the clone, by the module elsewhere.
+APPDEFS = """
+import dataclasses, importlib, json, sys
+from torchx.specs.builders import materialize_appdef
+from torchx.specs.finder import get_component
+flags, by_file, folder = json.loads(sys.argv[1]), sys.argv[2] == "file", sys.argv[3]
+if not by_file:
+    sys.path.insert(0, folder)
+apps = {}
+for name, words in flags.items():
+    module, function = name.rsplit(".", 1)
+    if by_file:
+        component = get_component(f"{module.replace('.', '/')}.py:{function}").fn
+    else:
+        imported = importlib.import_module("torchrec_ext." + module)
+        assert imported.__file__.startswith(folder), imported.__file__
+        component = getattr(imported, function)
+    apps[name] = dataclasses.asdict(materialize_appdef(component, words))
+print(json.dumps(apps, default=str))
+"""
+FLAGS = {
+    "components.train.hybrid": ["-j", "2x4", "--gpu", "4", "--", "--set=train.seed=1"],
+    "components.train.networks": ["--vary", "train.seed=0,1", "--max_retries", "2"],
+    "components.data.preprocess": ["--recipe", "clicks", "--out", "o"],
+    "components.serve.export": ["--run", "r"],
+    "components.serve.http": ["--bundle", "b", "--workers", "2"],
+    "components.diagnose.why_slow": ["--recipe", "ncf"],
+    "components.pipeline.all": ["--out", "o"],
+    "components.__init__.plan": ["--tables", "ad=300Mx64"],
+    "components.__init__.embed": ["--bundle", "b", "--out", "o", "--procs", "2"],
+    "components.__init__.evaluate": ["--users", "u", "--items", "i", "--truth", "t"],
+}
+
+
+def appdefs(how: str, folder: Path) -> str:
+    # -I: nothing of the current folder, which is the clone.
+    words = [sys.executable, *(["-I"] if how == "module" else []), "-c", APPDEFS, json.dumps(FLAGS), how, str(folder)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.launch
+def test_clone_editable_install_wheel_and_source_distribution_give_the_same_apps(
+    wheel: zipfile.ZipFile, tree: Path, tmp_path: Path
+) -> None:
+    wheel.extractall(tmp_path / "wheel")
+    run("-c", f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})", cwd=tree)
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (source,) = (path for path in tmp_path.iterdir() if path.is_dir() and path.name != "wheel")
+    command = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    run(*command, "--wheel-dir", str(tmp_path / "built"), ".", cwd=source)
+    with zipfile.ZipFile(next((tmp_path / "built").glob("*.whl"))) as built:
+        built.extractall(tmp_path / "sdist")
+    clone = appdefs("file", ROOT)
+    assert set(json.loads(clone)) == set(FLAGS)
+    assert appdefs("module", ROOT) == clone, "the editable install, whose modules are the clone's files"
+    assert appdefs("module", tmp_path / "wheel") == clone
+    assert appdefs("module", tmp_path / "sdist") == clone
+
+
+@pytest.mark.unit
+def test_every_component_is_compared() -> None:
+    from torchx.specs.finder import get_components
+
+    listed = {name.removeprefix("rec.") for name in get_components() if name.startswith("rec.")}
+    assert {name.removeprefix("components.").removeprefix("__init__.") for name in FLAGS} == listed

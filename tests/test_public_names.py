@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-SUBPACKAGES = ("data", "modules", "models", "distributed", "train", "networks", "retrieval")
+SUBPACKAGES = ("data", "modules", "models", "distributed", "train", "networks", "retrieval", "adopt", "diagnose")
 PACKAGES = ["torchrec_ext", *(f"torchrec_ext.{name}" for name in SUBPACKAGES)]
 
 

@@ -123,5 +123,23 @@ def test_another_commit_of_the_code_is_trained_again(
 
 def test_kept_runs_are_of_committed_code(quality: ModuleType) -> None:
     for run in quality.Results(quality.RESULTS).runs():
-        assert set(run) == {*quality.COMMAND, "commit", "figures", "seconds"}
+        assert set(run) - {"beside", "networks"} == {*quality.COMMAND, "commit", "figures", "seconds"}
         assert not run["commit"].endswith("+"), "figures of code that no commit holds"
+
+
+def test_members_of_one_job_have_their_mean_and_a_run_what_it_printed_beside(
+    quality: ModuleType, tmp_path: Path
+) -> None:
+    key = {"set": ["train.epochs=1"], "recipe": "ncf", "ranks": 1, "networks": ["--vary", "train.seed=2,3"]}
+    line = quality.command(key, tmp_path)
+    assert line[1:5] == ["-m", "torchx_apps.train_networks", "--recipe", "ncf"]
+    assert line[-4:] == ["--set", "train.epochs=1", "--vary", "train.seed=2,3"]
+    (tmp_path / "results.json").write_text(json.dumps({"members": [{"test": {"auc": 0.5}}, {"test": {"auc": 0.75}}]}))
+    assert quality.results_of(tmp_path) == ({"auc": 0.625}, {})
+    (tmp_path / "results.json").unlink()
+    beside = {"popularity": {"hr@10": 0.25}, "als": {"hr@10": 0.5}}
+    (tmp_path / "summary.json").write_text(json.dumps({"test": {"hr@10": 0.75}, "seconds": 1.0, **beside}))
+    assert quality.results_of(tmp_path) == ({"hr@10": 0.75}, beside)
+    two = {"model": [{"beside": beside}, {"beside": {"als": {"hr@10": 0.75}, "popularity": {"hr@10": 0.25}}}]}
+    assert quality.beside_of(two, {"hr@10": 0.5}) == {"popularity": {"hr@10": 0.25}, "als": {"hr@10": 0.625}}
+    assert quality.beside_of({"model": [{"figures": {}}]}, {"hr@10": 0.5}) == {}, "a run of an earlier release"

@@ -3,13 +3,16 @@
 from importlib.metadata import entry_points
 
 import pytest
-from torchrec_ext.components import train  # type: ignore[import-not-found]
+import torchrec_ext.components as components  # type: ignore[import-not-found]
+from torchrec_ext.components import serve, train
 from torchx.components.component_test_base import ComponentTestCase
 from torchx.specs import AppDef
 from torchx.specs.builders import materialize_appdef
 from torchx.specs.finder import get_components
 
+from torchx_apps import train as app
 from torchx_apps.torchx_run import gather_overrides
+from torchx_apps.train import ELASTIC
 
 pytestmark = pytest.mark.unit
 
@@ -99,10 +102,96 @@ def test_resources_nodes_and_mounts() -> None:
     assert role.port_map == {"c10d": 29500}
 
 
+@pytest.mark.parametrize(
+    ("flags", "asked"),
+    [
+        ("", (2, 4096)),
+        ("-j 1x1", (2, 4096)),
+        ("-j 2x8", (8, 16_384)),
+        ("-j 1x4 --threads 2", (8, 8192)),
+        ("-j 1x4 --gpu 4", (16, 32_768)),
+        ("-j 1x4 --gpu 4 --threads 8", (32, 32_768)),
+        ("-j 1x4 --gpu 4 --cpu 3 --memMB 5", (3, 5)),
+    ],
+)
+def test_cores_and_memory_follow_the_ranks_of_a_node_where_not_given(flags: str, asked: tuple[int, int]) -> None:
+    (role,) = launch(*flags.split()).roles
+    assert (role.resource.cpu, role.resource.memMB) == asked
+
+
+def test_cores_and_memory_of_other_components_follow_their_processes() -> None:
+    made = [
+        components.embed(bundle="b", out="v", catalogue="c", id="i", procs=5),
+        serve.http(bundle="b", workers=5),
+        serve.http(bundle="b"),
+    ]
+    resources = [app.roles[0].resource for app in made]
+    assert [(each.cpu, each.memMB) for each in resources] == [(5, 10_240), (5, 10_240), (2, 4096)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("-j 2x4 --gpu 8", "-j 2x4 with --gpu 8: each of a node's 4 ranks needs a GPU of its own, and each GPU a rank; "
+         "write -j 2x8 or --gpu 4"),
+        ("-j 1:2x16 --gpu 8", "-j 1:2x16 with --gpu 8: each of a node's 16 ranks .* write -j 1:2x8 or --gpu 16"),
+        ("-j 1x16 -h aws_p4d.24xlarge", "-j 1x16 with -h aws_p4d.24xlarge, which has 8: .* write -j 1x8$"),
+    ],
+)  # fmt: skip
+def test_gpus_without_ranks_and_ranks_without_gpus_are_refused(flags: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        launch(*flags.split())
+
+
+@pytest.mark.parametrize("port", [-1, 65_536, 129_500])
+def test_a_port_that_no_machine_has_is_refused(port: int) -> None:
+    with pytest.raises(ValueError, match=f"^--rdzv_port {port}: must be 1 to 65535"):
+        train.hybrid(rdzv_port=port)
+    with pytest.raises(ValueError, match=f"^--port {port}: must be 1 to 65535"):
+        serve.http(bundle="b", port=port)
+
+
+def test_every_component_writes_its_output_at_once() -> None:
+    required = {
+        "rec.embed": "--bundle b --out o",
+        "rec.evaluate": "--users u --items i --truth t",
+        "rec.serve.http": "--bundle b",
+        "rec.serve.export": "--run r",
+        "rec.pipeline.all": "--out o",
+    }
+    listed = {name: each for name, each in get_components().items() if name.startswith("rec.")}
+    assert len(listed) == 10
+    for name, component in listed.items():
+        (role,) = materialize_appdef(component.fn, required.get(name, "").split()).roles
+        assert role.env["PYTHONUNBUFFERED"] == "1", name
+
+
 @pytest.mark.parametrize("j", ["", "2", "1y2", "0x2", "1x0", "1x-2", "x2", "1x2x3", "1:2:3x4", "ax2"])
 def test_a_bad_j_is_told_with_its_value(j: str) -> None:
     with pytest.raises(ValueError, match=f"^-j {j}: write NODESxPROCS"):
         train.hybrid(j=j)
+
+
+def test_what_needs_one_number_of_ranks_is_refused_where_nodes_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launch("-j", "1:2x1").roles[0].env[ELASTIC] == "1:2x1"
+    assert ELASTIC not in launch("-j", "2x1").roles[0].env
+    with pytest.raises(ValueError, match=r"^--groups a:0 with -j 1:2x1: it names ranks, .* or write -j 2x1$"):
+        train.networks(groups="a:0", j="1:2x1")
+    monkeypatch.setenv(ELASTIC, "1:2x1")
+    for setting, message in (
+        (
+            "plan.towers=user:0,item:1",
+            "plan.towers=user:0,item:1 with -j 1:2x1: it gives towers ranks of their own, .*",
+        ),
+        ("plan.towers=tower_parallel", "plan.towers=tower_parallel with -j 1:2x1: .* or write -j 2x1$"),
+        (
+            "sync.table_copies=2",
+            "sync.table_copies=2 with -j 1:2x1: it must divide the number of ranks, which may be 1;",
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            app._train(["--set", setting, "--dry-run"])
+    assert app._train(["--set", "plan.towers=auto", "--dry-run"]) == 0
 
 
 def test_min_nodes_above_max_nodes() -> None:

@@ -117,6 +117,7 @@ def test_values_that_training_never_saw_are_counted_over_all_ranks(ranks: int, f
     assert run_ranks(values_never_seen, ranks, folder) == [({"item_id": 10}, 59)] * ranks
 
 
+@pytest.mark.slow
 @pytest.mark.launch
 def test_two_ranks_of_torchrun_write_users_vectors(folder: Path, tmp_path: Path) -> None:
     pq.write_table(contents()["users"].features, tmp_path / "users.parquet")

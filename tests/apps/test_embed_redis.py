@@ -138,7 +138,8 @@ def test_a_redis_that_goes_away_or_is_full_midway_is_told_and_the_same_command_m
         return vectors(rows, block)
 
     monkeypatch.setattr(TowerGroup, "vectors", troubled)
-    url = redis.url.replace("//", "//default:secret@")  # a Redis without a password lets its default user in with any
+    monkeypatch.setenv("REDIS_PASSWORD", "secret")
+    url = redis.url.replace("//", "//default@")  # a Redis without a password lets its default user in with any
     assert main(folder, url) == 1
     output = capsys.readouterr().err
     assert f"{redis.url} {message}" in output
@@ -158,7 +159,8 @@ def test_a_redis_that_is_not_there_is_told_before_the_tower_runs(
 ) -> None:
     monkeypatch.setattr(TowerGroup, "vectors", lambda *_: pytest.fail("the tower ran"))
     absent = RedisServer(tmp_path).url
-    assert main(folder, absent.replace("//", "//:secret@")) == 1
+    monkeypatch.setenv("REDIS_PASSWORD", "secret")
+    assert main(folder, absent) == 1
     output = capsys.readouterr().err
     assert f"{absent} does not answer" in output
     assert "is redis-server running there? (no row is known to be written: run the same command again" in output
@@ -186,6 +188,36 @@ def test_mistakes_are_told_and_nothing_is_written(
     client = client_of(redis)
     assert client.dbsize() == 0
     client.close()
+
+
+def test_the_password_comes_from_a_file_or_the_environment_and_is_shown_nowhere(
+    folder: Path,
+    redis: RedisServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    client = client_of(redis)
+    client.config_set("requirepass", "hunter/2")
+    try:
+        assert main(folder, redis.url) == 1
+        (tmp_path / "password").write_text("hunter/2\n")
+        assert main(folder, redis.url, "--redis-password-file", tmp_path / "password") == 0
+        client.flushall()
+        monkeypatch.setenv("REDIS_PASSWORD", "hunter/2")
+        assert main(folder, redis.url) == 0
+        assert client.dbsize() > 0
+        monkeypatch.setenv("REDIS_PASSWORD", "hunter/3")
+        assert main(folder, redis.url) == 1
+        assert main(folder, redis.url.replace("://", "://:hunter/2@".replace("/2", "2"))) == 1
+        (tmp_path / "empty").touch()
+        assert main(folder, redis.url, "--redis-password-file", tmp_path / "empty") == 1
+    finally:
+        client.config_set("requirepass", "")
+    printed = "".join(capfd.readouterr())
+    assert "hunter" not in printed
+    for message in (f"{redis.url} refuses: ", "--redis: the address holds a password", "empty: it is empty; write"):
+        assert message in printed
 
 
 def test_a_user_twice_is_refused(

@@ -185,7 +185,7 @@ def test_it_leaves_a_table_and_a_picture(files: Files, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("metric", r"'recal@20': must be a figure and a number of first places, such as recall@20"),
+        ("metric", r"metrics: 'recal@20' must be a figure and a number of items shown, such as recall@20"),
         ("missing", r"--users .*nowhere\.parquet: there is no such file"),
         ("width", r"vectors are 8 wide, and those of .*items\.parquet 3; give vectors of one model"),
         ("nan", r"items\.parquet, row \d+: the vector of id 7 is not finite"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import importlib.util
 import json
 import subprocess
@@ -22,12 +23,13 @@ from torchx.components.component_test_base import ComponentTestCase
 from tests.contracts import run_ranks
 from tests.small_sets import write_ml_100k
 from torchrec_ext.data.datasets.labelled import LabelledConfig, load_labelled
+from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.retrieval.bundle.bundle import Bundle
-from torchrec_ext.retrieval.scorer.requests import RecommendRequest
+from torchrec_ext.retrieval.scorer.requests import RecommendRequest, ScoreRequest
 from torchrec_ext.retrieval.scorer.scorer import Scorer
 from torchrec_ext.retrieval.store.store import EmbeddingStore
 from torchrec_ext.train.config import EarlyStop
@@ -45,12 +47,18 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "contextual_ncf": ("data.name=planted",),
     "n_tower": ("data.name=planted",),
     "stream": ("data.name=planted",),
+    "bst": ("data.name=planted",),
+    "multi_task": ("data.name=planted",),
     "session": ("data.name=planted", "data.users=60", "data.items=60"),
     "films": ("data.name=ml-100k",),
     "folder": ("data.name=mine",),
     "hours": ("data.name=mine", "data.context=hour,price"),
     "described": ("data.name=described",),
     "labelled": ("data.name=labelled",),
+    "shown": ("data.name=shown", "data.item_features=discount"),
+    "shown_ncf": ("data.name=shown", "data.item_features=discount"),
+    "shown_raw": ("data.name=shown_raw",),
+    "shown_raw_ncf": ("data.name=shown_raw",),
 }
 OWN = {
     "films": "two_tower",
@@ -58,6 +66,10 @@ OWN = {
     "described": "two_tower",
     "hours": "ncf",
     "labelled": "contextual_ncf",
+    "shown": "n_tower",
+    "shown_ncf": "contextual_ncf",
+    "shown_raw": "n_tower",
+    "shown_raw_ncf": "contextual_ncf",
 }
 
 
@@ -73,6 +85,8 @@ def write_folder(root: Path) -> None:
     pq.write_table(table, folder / "inter.parquet")
     write_described(root, table)
     write_labelled(root)
+    write_shown(root)
+    write_shown_raw(root)
 
 
 def write_described(root: Path, pairs: pa.Table) -> None:
@@ -102,6 +116,50 @@ def write_labelled(root: Path) -> None:
         )
 
 
+def write_shown(root: Path) -> None:
+    """Clicks in whose rows the shown item's price and the user's age stand, with items.parquet beside them."""
+    folder = root / "shown"
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    for part, rows in (("train", 400), ("validation", 40), ("test", 40)):
+        ids = {name: rng.integers(size, size=rows) for name, size in (("user", 20), ("item", 30), ("hour", 24))}
+        label = (rng.random(rows) < 0.5).astype(np.float32)
+        about = {"item.price": 3.5 + ids["item"] ** 1.5, "discount": ids["item"] % 3, "user_age": 20.5 + ids["user"]}
+        pq.write_table(pa.table({**ids, **about, "label": label}), folder / f"{part}.parquet")
+    items = np.arange(50)
+    tags = ["red|blue" if item % 2 else "blue" for item in items]
+    pq.write_table(pa.table({"item": items, "tags": tags, "weight": np.sqrt(items)}), folder / "items.parquet")
+
+
+def write_shown_raw(root: Path) -> None:
+    """Clicks with users of 64 bits and items of text; columns of both, dates among them, have missing values."""
+    folder = root / "shown_raw"
+    folder.mkdir()
+    rng = np.random.default_rng(1)
+    names = [f"{item}"[::-1] + "x" for item in range(40)]
+    users = rng.integers(-(2**63), 2**63 - 1, 20).tolist()
+    days = [datetime.date(2024, 1, 1) + datetime.timedelta(days=37 * number) for number in range(40)]
+    devices = ["tv", "pc", "phone", None]
+    for part, rows in (("train", 600), ("validation", 40), ("test", 40)):
+        user, item, hour = (rng.integers(size, size=rows).tolist() for size in (20, 30, 24))
+        columns = {
+            "user": [users[number] if number % 9 else None for number in user],
+            "item": [names[number] for number in item],
+            "device": rng.choice([*devices, "watch"] if part == "test" else devices, rows).tolist(),
+            "at": [datetime.datetime(2024, 1, 1 + number % 7, number) if number % 8 else None for number in hour],
+            "item.listed": [days[number] if number % 4 else None for number in item],
+            "user_age": [20.5 + number if number % 5 else None for number in user],
+            "label": (rng.random(rows) < 0.5).astype(np.float32),
+        }
+        pq.write_table(pa.table(columns), folder / f"{part}.parquet")
+    kinds = [["book", "film", None][number % 3] for number in range(3, 40)]
+    released = [days[number] if number % 5 else None for number in range(3, 40)]
+    weight = [number**0.5 if number % 7 else None for number in range(3, 40)]
+    table = {"item": names[3:], "kind": kinds, "released": released, "weight": weight}
+    pq.write_table(pa.table(table), folder / "items.parquet")
+    pq.write_table(pa.table({"user": users[2:], "joined": days[:18]}), folder / "users.parquet")
+
+
 def job_of(name: str, root: Path) -> Any:
     folder = [f"data.folder={root}"] if name in OWN else []
     return apply_overrides(load_recipe(OWN.get(name, name)), [*RECIPES[name], *folder])
@@ -123,6 +181,14 @@ def exported(runtime: Runtime, root: Path) -> dict[str, Any]:
         train(sharded, optimizer, loader, runtime, dataclasses.replace(job.train, epochs=1, early_stop=EarlyStop()))
         export_task(sharded, task, schema, runtime, root / f"bundle-{name}", details={})
         evaluator = task.evaluator(schema, sharded, runtime)
+        if name.startswith("shown"):
+            config = LoaderConfig(batch_size=80, negatives=0, label="label", shuffle=False)
+            loader = ChunkLoader(task.data.test, schema, config=config, rank=runtime.rank, world_size=2)
+            with torch.no_grad():
+                logits = sharded.eval().module(next(iter(loader)))[1].logits
+            both = [torch.zeros_like(logits) for _ in range(2)]
+            torch.distributed.all_gather(both, logits)
+            recommended[name] = torch.cat(both).tolist()
         if hasattr(evaluator, "recommend"):
             sharded.eval()
             answer = evaluator.recommend()
@@ -160,9 +226,10 @@ def test_every_recipe_is_trained_exported_and_asked(name: str, recommended: dict
     assert name in RECIPES, "a new recipe needs small data of a line above"
     bundle = Bundle.load(root / f"bundle-{name}")
     request = {column: 1 for column in bundle.request_columns if column in ("hour", "weekday")}
-    if name == "stream":
+    if name in ("stream", "bst", "multi_task"):
         assert bundle.users is None, "a request brings the whole row"
-        request["user_id"] = 3
+        rest = {column: kind for column, kind in bundle.request_columns.items() if column not in request}
+        request |= {column: [] if kind.startswith("list") else 3 for column, kind in rest.items()}
     else:
         assert bundle.users is not None
         (request[bundle.users.key],) = bundle.users.ids.ids(range(1)).tolist()
@@ -251,6 +318,43 @@ def test_fractions_of_labelled_rows_are_said_as_the_file_says_them(recommended: 
     np.testing.assert_allclose(data.test["price"].values, (price - mean) / deviation, atol=1e-5)
     vectors = bundle.embed_query({"user_id": [1, 1], "hour": [3, 3], "price": [price[0], price[0] + 1e-3]})
     assert float((vectors[0] - vectors[1]).abs().max()) < 1e-3
+
+
+@pytest.mark.parametrize("name", ["shown", "shown_ncf"])
+def test_what_describes_the_shown_item_is_in_the_catalogue_and_not_in_requests(
+    name: str, recommended: dict[str, Any], root: Path
+) -> None:
+    bundle = Bundle.load(root / f"bundle-{name}")
+    assert set(bundle.request_columns) == {"user_id", "user_age", "hour"}
+    assert set(bundle.candidate_columns) == {"item_id", "item_price", "discount", "tags", "weight"}
+    assert bundle.users is not None
+    assert bundle.users.rows([3])["user_age"] == pytest.approx([23.5])
+    scorer, served = Scorer(bundle), []
+    for row in pq.read_table(root / "shown" / "test.parquet").to_pylist():
+        user = {"user_id": row["user"], "hour": row["hour"]}  # the age of a user who is known is known, too
+        (score,) = scorer.score(ScoreRequest(user=user, items=[row["item"]])).scores
+        served.append(score)
+    assert served == pytest.approx(recommended[name], abs=1e-5), "served equals trained"
+
+
+@pytest.mark.parametrize("name", ["shown_raw", "shown_raw_ncf"])
+def test_text_dates_and_missing_values_of_the_shown_item_are_served_as_they_were_trained(
+    name: str, recommended: dict[str, Any], root: Path
+) -> None:
+    bundle = Bundle.load(root / f"bundle-{name}")
+    assert set(bundle.request_columns) == {"user_id", "user_age", "joined", "device", "at"}
+    assert set(bundle.candidate_columns) == {"item_id", "item_listed", "kind", "released", "weight"}
+    scorer, served = Scorer(bundle), []
+    rows = pq.read_table(root / "shown_raw" / "test.parquet").to_pylist()
+    assert {None, "watch"} <= {row["device"] for row in rows}
+    for row in rows:
+        # A request names somebody: nobody's id is the unknown user, as a missing one is in a file.
+        user = {"user_id": row["user"] or 0, "device": row["device"], "at": row["at"]}
+        if row["user"] is None:
+            user |= {"user_age": row["user_age"], "joined": None}
+        (score,) = scorer.score(ScoreRequest(user=user, items=[row["item"]])).scores
+        served.append(score)
+    assert served == pytest.approx(recommended[name], abs=1e-5), "served equals trained"
 
 
 def test_a_session_may_be_longer_than_the_model_reads(recommended: dict[str, Any], root: Path) -> None:
@@ -419,6 +523,7 @@ def test_a_bundle_is_not_replaced_unasked(tmp_path: Path, capsys: pytest.Capture
         (("--onnx-skip=user",), "--onnx-skip user: there is nothing to leave it out of; give --onnx FOLDER too"),
         (("--onnx={run}/bundle/onnx",), "in it, or around it; give one beside it"),
         (("--onnx={run}",), "in it, or around it; give one beside it"),
+        (("--onnx={run}/full", "--tables=int8"), "with --tables int8: ONNX files have their tables in fp32"),
         (("--onnx={run}/full",), "there is something already; give another folder, or --overwrite"),
     ],
 )

@@ -4,6 +4,7 @@ A cell is a choice for every option: a recipe with one or two short epochs on pl
 a command calls. A cell that runs gives finite figures above chance, equal on all ranks, and a bundle that answers where
 one was asked for. REFUSED holds the combinations that are refused, with the words that say so; a refusal that is not
 there is a failure, and so is a combination there that runs. A new option enters OPTIONS with the commit that adds it.
+The default run tries each choice and each refusal; the slow tests try all pairs.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import io
 import itertools
 import json
 import math
+import os
 import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -74,6 +76,23 @@ RECIPES = {
         figure="auc",
         above=0.55,
     ),
+    "bst": Planted(
+        (
+            *("data.name=planted", "data.ranked=40", "loader.batch_size=256", "train.epochs=3", "model.top_widths=64"),
+            # At higher rates than the recipe's own the transformer, normalised last, does not begin to learn.
+            *("model.embedding_dim=16", "model.heads=2", "model.dropout=0", "train.early_stop.metric="),
+        ),
+        figure="auc",
+        above=0.55,
+    ),
+    "multi_task": Planted(
+        (
+            *("data.name=planted", "data.ranked=200", "loader.batch_size=256", "train.epochs=3"),
+            *("model.embedding_std=0.1", "optimizer.tables_lr=0.1", "optimizer.dense_lr=0.01"),
+        ),
+        figure="conversion_auc",
+        above=0.55,
+    ),
     "session": Planted(
         (
             *("data.name=planted", "data.users=600", "data.items=100", "model.embedding_dim=16", "model.hidden=32"),
@@ -83,9 +102,16 @@ RECIPES = {
     ),
 }
 _ON_LABELLED = ("contextual_ncf", "n_tower")
+# What makes an interaction a product, and rows of it positives alone, for a softmax over shared candidates.
+_PRODUCTS = {
+    "session": "loader.negatives=0",
+    "two_tower": "model.interaction=dot loader.negatives=0",
+    "n_tower": "model.interaction=dot model.tower_widths=32",
+    "stream": "model.interaction=dot train.epochs=6",
+}
 # By option its choices, and the overrides that each stands for.
 OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
-    "amp": {"off": (), "bf16": ("train.amp=bf16",)},
+    "amp": {"off": (), "bf16": ("train.amp=bf16",), "fp16": ("train.amp=fp16",)},
     "id_dropout": {"off": (), "on": ("id_dropout={item}=0.1",)},
     "sampling": {
         "recipe's": (),
@@ -98,6 +124,8 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "bpr": ("model.loss=bpr",),
         "hinge": ("model.loss=hinge",),
         "sampled_softmax": ("model.loss=sampled_softmax",),
+        "in_batch": ("model.loss=in_batch", "{product}"),
+        "catalogue": ("model.loss=catalogue", "{product}"),
     },
     "reject_known": {"off": (), "on": ("model.reject_known=true",)},
     "compile": {"off": ("train.compile=off",), "auto": ("train.compile=auto",), "require": ("train.compile=require",)},
@@ -108,11 +136,22 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "on": ("train.early_stop.metric={figure}", "train.early_stop.patience=1", "train.eval_every=1"),
         "last": ("train.early_stop.metric={figure}", "train.eval_every=1", "train.early_stop.restore=false"),
     },
+    "metrics": {"recipe's": (), "named": ("evaluation.metrics=hr@10,recall@20,map@5",)},
+    "tables": {"drawn": (), "als": ("pretrained={table}=als",)},
+    "baselines": {"quick": (), "named": ("evaluation.baselines=popularity,als",)},
+    "test_items": {"1": (), "3": ("data.test_items=3",)},
     "sharding": {
         "auto": (),
         "table_wise": ("plan.sharding=table_wise",),
         "row_wise": ("plan.sharding=row_wise",),
+        "table_row_wise": ("plan.sharding=table_row_wise",),
+        "grid_shard": ("plan.sharding=grid_shard",),
         "data_parallel": ("plan.sharding=data_parallel",),
+    },
+    "kernel": {"auto": (), "fused": ("plan.kernel=fused",), "fused_uvm": ("plan.kernel=fused_uvm",)},
+    "exchange": {
+        "fp32": (),
+        "fp16": ("plan.forward_precision=fp16", "plan.backward_precision=bf16"),
     },
     "sync": {
         "every_step": (),
@@ -138,16 +177,31 @@ class Refused(NamedTuple):
 
 _WAITING = r"train\.compile=require: the training step cannot be captured: 2 ranks wait for each other in every step"
 _MEETING = r"train\.compile=require: the training step cannot be captured: ranks meet in every step"
+_SCALED = r"train\.amp=fp16: table '\w+' is sharded, and moved inside the backward"
 _APART = {"ranks": ("2",), "sync": ("local_sgd", "diloco")}
+_STREAMED = ("stream", "bst", "multi_task")
+_OTHER_LOSSES = ("bpr", "hinge", "sampled_softmax", "in_batch", "catalogue")
 _ADAGRAD = (
     "two_tower",
     "retrieval",
     "session",
-    "stream",
+    *_STREAMED,
 )  # their tables are sharded; no kernel moves Adam's on a CPU, so these are replicated
+_REPLICATED = ("ncf", *_ON_LABELLED)
+_BY_HOST = ("table_row_wise", "grid_shard")
 REFUSED = [
     Refused(
-        {"recipe": ("retrieval", *_ON_LABELLED, "stream"), "sampling": ("popularity", "hard")},
+        {"amp": ("fp16",), "sync": ("local_sgd", "diloco", "semi_sync")},
+        r"train\.amp=fp16 with sync\.mode=(local_sgd|diloco|semi_sync)",
+    ),
+    # A table that is sharded is moved inside the backward, where its gradient is still scaled.
+    Refused({"amp": ("fp16",), "sharding": ("table_wise", "row_wise", "table_row_wise", "grid_shard")}, _SCALED),
+    Refused({"amp": ("fp16",), "kernel": ("fused",)}, _SCALED),
+    Refused({"amp": ("fp16",), "exchange": ("fp16",), "ranks": ("2",)}, _SCALED),
+    Refused({"amp": ("fp16",), "recipe": ("session", "bst")}, _SCALED),
+    Refused({"amp": ("fp16",), "recipe": _ADAGRAD, "sharding": ("auto",), "ranks": ("1",)}, _SCALED),
+    Refused(
+        {"recipe": ("retrieval", *_ON_LABELLED, *_STREAMED), "sampling": ("popularity", "hard")},
         r"loader\.sampling='(popularity|hard)' with loader\.negatives=0: no negatives are drawn",
     ),
     Refused(
@@ -155,12 +209,20 @@ REFUSED = [
         r"loader\.sampling='(popularity|hard|mixed)': candidates that all targets share are drawn uniformly",
     ),
     Refused(
-        {"recipe": ("two_tower", "ncf"), "sampling": ("mixed",)},
+        {"recipe": ("two_tower",), "sampling": ("mixed",), "loss": ("recipe's",)},
         r"loader\.negatives=0 without loader\.label: every row would have label 1",
     ),
     Refused(
-        {"recipe": (*_ON_LABELLED, "stream"), "sampling": ("mixed",)},
-        r"loader\.label='label' with loader\.shared_negatives=64: drawn negatives have label 0",
+        {"recipe": ("two_tower",), "sampling": ("mixed",), "loss": ("bpr", "hinge", "sampled_softmax")},
+        r"model\.loss=(bpr|hinge|sampled_softmax) with loader\.negatives=0: ",
+    ),
+    Refused(
+        {"recipe": ("ncf",), "sampling": ("mixed",)},
+        r"loader\.negatives=0 without loader\.label: every row would have label 1",
+    ),
+    Refused(
+        {"recipe": (*_ON_LABELLED, *_STREAMED), "sampling": ("mixed",)},
+        r"loader\.label='(label|click)' with loader\.shared_negatives=64: drawn negatives have label 0",
     ),
     Refused(
         {"recipe": ("retrieval",), "loss": ("bpr", "hinge", "sampled_softmax")},
@@ -171,13 +233,65 @@ REFUSED = [
         r"model\.loss=(bpr|hinge|sampled_softmax) with loader\.label='label': .*; take model\.loss=bce",
     ),
     Refused(
-        {"recipe": ("n_tower", "session", "stream"), "loss": ("bpr", "hinge", "sampled_softmax")},
-        r"there is no key 'loss'",
+        {"recipe": ("n_tower", "stream"), "loss": ("bpr", "hinge", "sampled_softmax")},
+        r"model\.loss=(bpr|hinge|sampled_softmax) with loader\.label='label': .*; take model\.loss=bce",
     ),
-    Refused({"recipe": ("two_tower",), "reject_known": ("on",)}, r"model\.reject_known=true with model\.loss=bce: "),
     Refused(
-        {"recipe": ("ncf", *_ON_LABELLED, "session", "stream"), "reject_known": ("on",)},
+        {"recipe": ("ncf", "contextual_ncf"), "loss": ("in_batch", "catalogue")},
+        r"model\.loss=(in_batch|catalogue): each query meets candidates that all queries share, and NeuMF runs",
+    ),
+    Refused(
+        {"recipe": ("n_tower",), "loss": ("catalogue",)}, r"model\.loss=catalogue: the rows of 'planted' are held in"
+    ),
+    Refused({"recipe": ("session",), "loss": ("bpr", "hinge", "in_batch")}, r"model\.loss=(bpr|hinge|in_batch): "),
+    Refused(
+        {"recipe": ("two_tower",), "reject_known": ("on",), "loss": ("recipe's", "bpr", "hinge", "sampled_softmax")},
+        r"model\.reject_known=true with model\.loss=(bce|bpr|hinge|sampled_softmax): drawn negatives are never known",
+    ),
+    Refused(  # whichever loss would take the one refuses the other
+        {"recipe": ("two_tower",), "reject_known": ("on",), "sampling": ("popularity", "hard")},
+        r"model\.reject_known=true with model\.loss=bce: drawn negatives are never known",
+    ),
+    Refused(
+        {"recipe": ("two_tower", "retrieval"), "reject_known": ("on",), "loss": ("catalogue",)},
+        r"model\.reject_known=true with model\.loss=catalogue: the softmax is over all items",
+    ),
+    Refused(
+        {"recipe": ("two_tower",), "sampling": ("popularity", "hard"), "loss": ("in_batch", "catalogue")},
+        r"loader\.sampling='(popularity|hard)' with loader\.negatives=0: no negatives are drawn",
+    ),
+    Refused(
+        {"recipe": ("two_tower", "retrieval"), "sampling": ("mixed",), "loss": ("catalogue",)},
+        r"loader\.shared_negatives=64 with loader\.sampling='mixed' and a loss over the catalogue",
+    ),
+    Refused(
+        {"recipe": ("two_tower", "retrieval", "stream"), "rows_on": ("cpu",), "loss": ("catalogue",)},
+        r"loader\.device='cpu' with a loss over the catalogue",
+    ),
+    Refused({"recipe": ("bst",), "loss": _OTHER_LOSSES}, r"there is no key 'loss'"),
+    Refused(
+        {"recipe": ("multi_task",), "loss": _OTHER_LOSSES},
+        r"model\.loss=(bpr|hinge|sampled_softmax|in_batch|catalogue)",
+    ),
+    Refused(
+        {"recipe": ("ncf", *_ON_LABELLED, "session", *_STREAMED), "reject_known": ("on",)},
         r"--set model\.reject_known=true: there is no key 'reject_known'",
+    ),
+    Refused(
+        {"recipe": _ON_LABELLED, "metrics": ("named",)},
+        r"evaluation\.metrics=hr@10,recall@20,map@5: the rows of 'planted' have labels, which are predicted",
+    ),
+    Refused(
+        {"recipe": _ON_LABELLED, "baselines": ("named",)},
+        r"evaluation\.baselines=popularity,als: the rows of 'planted' have labels, which are predicted",
+    ),
+    Refused(
+        {"recipe": _ON_LABELLED, "tables": ("als",)},
+        r"pretrained: item_id(_gmf)?=als: the rows of 'planted' are not pairs of a user and an item; give a file",
+    ),
+    Refused(
+        {"recipe": ("two_tower", "retrieval", "ncf", *_ON_LABELLED, *_STREAMED), "test_items": ("3",)},
+        r"--set data\.test_items=3: there is no key 'test_items'",
     ),
     Refused({"recipe": ("session",), "id_dropout": ("on",)}, r"id_dropout=session=0\.1 with a SessionLoader: "),
     Refused(
@@ -192,20 +306,53 @@ REFUSED = [
         r"train\.compile=require with sync\.mode=semi_sync: look-ups a step ahead",
     ),
     Refused({"compile": ("require",), "ranks": ("2",), "sync": ("every_step",)}, _WAITING),
-    Refused({"compile": ("require",), "ranks": ("2",), "sharding": ("table_wise", "row_wise")}, _WAITING),
+    # An exchange that is quantised is one that there is: tables that are free are sharded.
+    Refused({"compile": ("require",), "ranks": ("2",), "exchange": ("fp16",)}, _WAITING),
+    Refused({"compile": ("require",), "ranks": ("2",), "sharding": ("table_wise", "row_wise", *_BY_HOST)}, _WAITING),
     Refused({"compile": ("require",), "ranks": ("2",), "sharding": ("auto",), "recipe": _ADAGRAD}, _WAITING),
     Refused(
-        {"compile": ("require",), **_APART, "recipe": ("retrieval", "stream"), "sharding": ("data_parallel",)}, _MEETING
+        {
+            "compile": ("require",),
+            **_APART,
+            "recipe": ("retrieval",),
+            "sharding": ("data_parallel",),
+        },
+        _MEETING,
     ),
     Refused(
-        {"compile": ("require",), **_APART, "recipe": ("n_tower",), "sharding": ("auto", "data_parallel")}, _MEETING
+        {"recipe": ("two_tower", "retrieval", "stream"), "loss": ("catalogue",), **_APART},
+        r"sync\.mode=(local_sgd|diloco) with model\.loss=catalogue: each rank runs the item tower for its part",
     ),
-    Refused({"compile": ("require",), "recipe": ("session",)}, r"'embeddings' returns a row for each id, so its"),
+    # The rows with a click, and the columns of the catalogue that are a row's own item, are counted in each step.
+    Refused(
+        {"compile": ("require",), "recipe": ("n_tower", "stream"), "loss": ("in_batch",)},
+        r"train\.compile=require: the training step cannot be captured: ",
+    ),
+    Refused(
+        {"compile": ("require",), "recipe": ("two_tower", "retrieval", "stream"), "loss": ("catalogue",)},
+        r"train\.compile=require: the training step cannot be captured: ",
+    ),
+    Refused({"compile": ("require",), "recipe": ("session", "bst")}, r"embeddings' returns a row for each id, so its"),
     Refused(
         {"sharding": ("data_parallel",), "sync": ("semi_sync",)},
         r"sync\.mode=semi_sync: table\(s\) .* are data_parallel",
     ),
-    Refused({"sharding": ("data_parallel",), "recipe": ("session",)}, r"data_parallel on a cpu: it is read id by id"),
+    Refused(
+        {"sharding": ("data_parallel",), "recipe": ("session", "bst")}, r"data_parallel on a cpu: it is read id by id"
+    ),
+    Refused(
+        {"sharding": ("table_row_wise", "grid_shard"), "recipe": ("session", "bst")},
+        r"(table_row_wise|grid_shard): it is read id by id, which TorchRec shards table_wise, row_wise or column_wise",
+    ),
+    Refused({"kernel": ("fused_uvm",)}, r"kernel=fused_uvm on a cpu: its rows would lie beside a GPU's memory"),
+    Refused({"kernel": ("fused",), "sharding": ("data_parallel",)}, r"kernel=fused with data_parallel: each rank has"),
+    Refused(
+        {"kernel": ("fused",), "sharding": ("auto",), "recipe": _REPLICATED}, r"kernel=fused with data_parallel: each"
+    ),
+    Refused(
+        {"exchange": ("fp16",), "ranks": ("2",), "sharding": ("data_parallel",)},
+        r"plan\.forward_precision=fp16, plan\.backward_precision=bf16: every table is data_parallel, so ranks exchange",
+    ),
 ]
 
 
@@ -239,8 +386,11 @@ def name_of(cell: Cell) -> str:
 def overrides_of(cell: Cell) -> list[str]:
     recipe = RECIPES[cell["recipe"]]
     item = "session" if cell["recipe"] == "session" else "item_id"
+    table = "item_id_gmf" if cell["recipe"] in ("ncf", "contextual_ncf") else "item_id"
+    product = _PRODUCTS.get(cell["recipe"], "threads=1")
     chosen = [override for name, choices in OPTIONS.items() for override in choices[cell[name]]]
-    return [*recipe.overrides, *(override.format(figure=recipe.figure, item=item) for override in chosen)]
+    names = {"figure": recipe.figure, "item": item, "table": table, "product": product}
+    return [*recipe.overrides, *(override for group in chosen for override in group.format(**names).split())]
 
 
 class Outcome(NamedTuple):
@@ -253,8 +403,17 @@ class Outcome(NamedTuple):
     output: str
 
 
-def trained(runtime: Runtime, cell: Cell, folder: Path) -> Outcome:
-    leave_group(runtime)
+def trained(runtime: Runtime, cells: Sequence[Cell], folder: Path) -> list[Outcome]:
+    """The outcomes of several cells, one after another: most of the time of a refused one is what a process imports."""
+    ports = leave_group(runtime, groups=len(cells))
+    outcomes = []
+    for number, (cell, port) in enumerate(zip(cells, ports, strict=True)):
+        os.environ["MASTER_PORT"] = str(port)
+        outcomes.append(outcome_of(runtime, cell, folder / str(number)))
+    return outcomes
+
+
+def outcome_of(runtime: Runtime, cell: Cell, folder: Path) -> Outcome:
     output, refusal = io.StringIO(), None
     with contextlib.redirect_stdout(output):
         try:
@@ -281,15 +440,18 @@ def answered(folder: Path) -> list[float]:
     return Scorer(bundle).recommend(RecommendRequest(user={**context, bundle.users.key: known}, k=5)).scores
 
 
-def outcomes_of(cell: Cell) -> list[Outcome]:
+def outcomes_of(cells: Sequence[Cell], *, timeout_s: float = 300) -> list[list[Outcome]]:
+    """By cell the outcome of each rank; the cells have one number of ranks."""
     with tempfile.TemporaryDirectory() as folder:
-        outcomes: list[Outcome] = run_ranks(trained, int(cell["ranks"]), cell, Path(folder) / "run", timeout_s=300)
-    return outcomes
+        by_rank: list[list[Outcome]] = run_ranks(
+            trained, int(cells[0]["ranks"]), cells, Path(folder), timeout_s=timeout_s
+        )
+    return [list(outcomes) for outcomes in zip(*by_rank, strict=True)]
 
 
 def check_runs(cell: Cell) -> None:
     """One cell of the matrix that must run."""
-    outcomes = outcomes_of(cell)
+    (outcomes,) = outcomes_of([cell])
     assert [outcome.refusal for outcome in outcomes] == [None] * len(outcomes)
     first, recipe = outcomes[0], RECIPES[cell["recipe"]]
     assert all(math.isfinite(value) for value in first.figures.values()), first.figures
@@ -301,18 +463,17 @@ def check_runs(cell: Cell) -> None:
         assert first.scores == sorted(first.scores, reverse=True)
 
 
-# All pairs but those with train.compile=require, each of which compiles for ten seconds and more; the slow test has
-# them.
-@pytest.mark.parametrize("cell", cells(2, compile=("off", "auto")), ids=name_of)
-def test_options_work_together(cell: Cell) -> None:
+# Each choice once, but train.compile=require, which compiles for ten seconds and more.
+@pytest.mark.parametrize("cell", cells(1, compile=("off", "auto")), ids=name_of)
+def test_every_choice_works(cell: Cell) -> None:
     check_runs(cell)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_any_three_options_work_together(recipe: str) -> None:
+def test_any_two_options_work_together(recipe: str) -> None:
     failed = {}
-    for cell in cells(3):
+    for cell in cells(2):
         if cell["recipe"] == recipe:
             try:
                 check_runs(cell)
@@ -332,9 +493,22 @@ def refused_cells() -> Iterator[Any]:
             yield pytest.param(cell, refused.words, id=name_of(cell), marks=() if values in once else pytest.mark.slow)
 
 
+@pytest.fixture(scope="module")
+def refusals(request: pytest.FixtureRequest) -> dict[str, list[Outcome]]:
+    """The outcomes of all cells that this run expects to be refused, by their names."""
+    items: list[Any] = [item for item in request.session.items if "refusals" in getattr(item, "fixturenames", ())]
+    made = {}
+    for ranks in sorted({item.callspec.params["cell"]["ranks"] for item in items}):
+        chosen = [item.callspec.params["cell"] for item in items if item.callspec.params["cell"]["ranks"] == ranks]
+        made |= dict(zip(map(name_of, chosen), outcomes_of(chosen, timeout_s=60 + 30 * len(chosen)), strict=True))
+    return made
+
+
 @pytest.mark.parametrize(("cell", "words"), list(refused_cells()))
-def test_what_excludes_each_other_is_refused_by_name_before_the_first_step(cell: Cell, words: str) -> None:
-    for outcome in outcomes_of(cell):
+def test_what_excludes_each_other_is_refused_by_name_before_the_first_step(
+    cell: Cell, words: str, refusals: dict[str, list[Outcome]]
+) -> None:
+    for outcome in refusals[name_of(cell)]:
         assert outcome.refusal is not None
         assert re.search(words, outcome.refusal), outcome.refusal
         assert outcome.steps == 0
@@ -346,7 +520,7 @@ def test_no_recipe_is_left_out() -> None:
     assert RECIPES.keys() == built_in_recipes().keys()
 
 
-@pytest.mark.unit
+@pytest.mark.slow  # the pairs are found in 20 s
 def test_every_pair_of_choices_is_tried_or_refused() -> None:
     choices = {"recipe": tuple(RECIPES)} | {name: tuple(of) for name, of in OPTIONS.items()}
     tried = cells(2)

@@ -19,7 +19,7 @@ from tests.contracts import run_ranks
 from torchrec_ext.distributed.runtime import Runtime
 from torchx_apps.cli.command_line import apply_overrides, load_recipe
 from torchx_apps.jobs.placing import merge_lookups
-from torchx_apps.jobs.training import _plan, build_model, load_task
+from torchx_apps.jobs.training import build_model, load_task, plan_job
 from torchx_apps.plan import main
 
 BIG = "ad=300Mx64,item=12Mx64"
@@ -88,6 +88,37 @@ def test_a_table_too_large_for_the_gpus_goes_to_the_hosts_where_they_may(capsys:
     assert main([*flags[:2], "--world-size", "16", "--hbm", "8", "--ddr", "0", "--sharding", "row_wise"]) == 0
 
 
+def test_300_million_rows_beside_the_gpus_with_a_cache_on_them(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--tables", "ad=300Mx64", "--world-size", "8", "--sharding", "row_wise", "--kernel", "fused_uvm_caching")
+    report = planned(capsys, *flags, "--cache-load-factor", "0.1")
+    (ad,) = report["tables"]
+    assert (ad["sharding"], ad["kernel"]) == ("row_wise", "fused_uvm_caching")
+    weights_and_state = 300_000_000 * (64 * 4 + 4)  # row_wise_adagrad: one number for a row
+    assert ad["ddr"] == sum(rank["host"] for rank in report["ranks"]) == weights_and_state
+    cache = weights_and_state // 10 + 300_000_000 * (4 + 0.1 * 16)  # and TorchRec's 4 bytes a row and 16 a cached one
+    assert cache < ad["hbm"] < cache + 2**25  # ids and embeddings on their way
+    assert main([*flags, "--cache-load-factor", "0.1"]) == 0
+    shown = capsys.readouterr().out
+    assert "of these in host memory on rank 0: 9155.27 MiB" in shown
+    assert "ad       fused_uvm_caching  10%" in shown
+
+
+def test_a_table_that_fits_nowhere_is_refused_with_the_kernels_and_devices_that_fit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = ("--tables", "ad=300Mx64", "--hbm", "8", "--ddr", "64", "--world-size", "8")
+    assert main([*flags, "--kernel", "fused_uvm_caching"]) == 1
+    err = capsys.readouterr().err
+    assert "at least 11 ranks of this size" in err  # 72.64 GiB of host memory at 6.80 each
+    rows = {line.split()[0]: line.split()[1:] for line in err.splitlines() if line.startswith(("fused", "key_value"))}
+    assert rows["fused"][0] == rows["fused_uvm"][0] == rows["fused_uvm_caching"][0] == "16"
+    assert rows["key_value"] == ["needs", "--ssd"]
+    assert "Traceback" not in err
+    for kernel in ("fused", "fused_uvm", "fused_uvm_caching"):
+        assert main([*flags[:-1], "16", "--kernel", kernel]) == 0
+    assert main([*flags, "--kernel", "key_value", "--ssd", "1024"]) == 0
+
+
 def test_a_refusal_names_the_sharding_types_that_would_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--tables", "ad=300Mx64", "--sharding", "data_parallel", "--ddr", "0"]) == 1
     err = capsys.readouterr().err
@@ -121,7 +152,7 @@ def taken(runtime: Runtime, overrides: Sequence[str]) -> dict[str, str]:
     job = apply_overrides(load_recipe("two_tower"), list(overrides))
     model = build_model(job, load_task(job, runtime))
     merge_lookups(job, model, runtime.world_size)
-    plan, _ = _plan(job, model, None, runtime)
+    plan, _ = plan_job(job, model, None, runtime)
     tables = [pair for module in plan.plan.values() for pair in module.items()]  # type: ignore[attr-defined]
     return {name: sharding.sharding_type for name, sharding in tables}
 
@@ -207,6 +238,14 @@ def test_as_a_user_runs_it(tmp_path: Path) -> None:
         (["--tables", "a=9x4", "--reserve", "1"], "reserve=1.0: must be at least 0 and below 1"),
         (["--tables", "a=9x4", "--batch-size", "-3"], "--batch-size -3: a device needs at least one row in a step"),
         (["--tables", "a=9x4", "--sharding", "rowwise"], "--sharding rowwise: must be one of auto, data_parallel"),
+        (["--tables", "a=9x4", "--kernel", "uvm"], "--kernel uvm: must be one of auto, dense, fused, fused_uvm"),
+        (["--tables", "a=9x4", "--kernel", "key_value"], "kernel=key_value, but the hosts have no SSD; give --ssd GIB"),
+        (["--tables", "a=9x4", "--cache-load-factor", "2"], "cache_load_factor=2.0: must be a share of the rows"),
+        (
+            ["--tables", "a=9x4", "--kernel", "fused_uvm", "--device", "cpu"],
+            "table 'a': kernel=fused_uvm on a cpu: its rows would lie beside a GPU's memory",
+        ),
+        (["--tables", "a=9x4", "--ssd", "-1"], "ssd_gb=-1.0: must be a number at least 0"),
         (["--tables", "a=9x4", "--optimizer", "adagard"], "tables='adagard': must be one of adagrad"),
         (["--tables", "a=9x4", "--set", "x=1"], "--set x=1: it changes a recipe; give one with --recipe"),
         (["--tables", "a=9x4", "--run-dir", "x"], "--run-dir x: plans are written to --out; give that"),

@@ -29,8 +29,11 @@ from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, Preprocessor
 from torchrec_ext.models.tower_model import two_tower
+from torchrec_ext.schema import DataError
+from torchx_apps.jobs import preprocessing
+from torchx_apps.jobs.preprocessing import unknown_shares
 from torchx_apps.preprocess import main
-from torchx_apps.recipes.preprocess import Prepared
+from torchx_apps.recipes.preprocess import Prepared, PreprocessJob
 
 quiet = pytest.mark.filterwarnings("ignore::DeprecationWarning:ibis")
 SMALL = ["--recipe", "clicks", "--set", "config.categorical=2", "--set", "config.dense=1"]
@@ -291,6 +294,33 @@ def test_a_failed_run_leaves_no_folder(log: Path, tmp_path: Path, capsys: pytest
 
 
 @quiet
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("part-0.parquet", r"part-0\.parquet: the file changed while it was in use, \d+ bytes became \d+; start anew"),
+        ("part-2.parquet", r"part-0\.parquet: other files came into the log, or left it, while it was read"),
+    ],
+)
+def test_a_log_that_grows_while_it_is_read_is_named(
+    name: str, message: str, log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need_duckdb()
+
+    def grown(folder: Path, *rest: Any) -> dict[str, float]:
+        table = pq.read_table(log / "part-0.parquet")
+        pq.write_table(pa.concat_tables([table, table]), log / name)
+        return unknown_shares(folder, *rest)
+
+    def build(config: Any, engine: Any) -> Prepared:
+        return Prepared(preprocessor=Preprocessor([Categorify(column="c0")]), splits={"train": str(log)})
+
+    monkeypatch.setattr(preprocessing, "unknown_shares", grown)
+    with pytest.raises(DataError, match=message):
+        preprocessing.run_preprocess(PreprocessJob(name="mine", build=build, out=str(tmp_path / "ready")))
+    assert [path.name for path in tmp_path.iterdir()] == ["log"]
+
+
+@quiet
 def test_movielens(ml_100k_files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     need_duckdb()
     flags = [
@@ -343,6 +373,7 @@ def ml_100k_files() -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.launch
 def test_torchx_run_tells_an_error_once(tmp_path: Path) -> None:
     need_duckdb()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import subprocess
 import sys
@@ -20,12 +21,14 @@ from tests.apps.test_matrix import RECIPES
 from tests.contracts import run_ranks
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.schema import DataError
 from torchrec_ext.train.config import Record
 from torchrec_ext.train.loop import train
 from torchrec_ext.train.metrics import EvaluationStoppedError, EvaluationWatch, evaluation_watch, watching
 from torchx_apps.cli.command_line import apply_overrides, load_recipe
 from torchx_apps.jobs.training import build_model, load_task
 from torchx_apps.recipes import Job
+from torchx_apps.tasks.ranking import RankingEvaluator
 
 
 def job_of(recipe: str, *overrides: str) -> Job:
@@ -93,7 +96,9 @@ IN_BATCH = (
     [
         ("ncf", ("loader.batch_size=512", "train.epochs=6", "optimizer.tables_lr=0.01", "optimizer.dense_lr=0.01")),
         ("two_tower", IN_BATCH),
-        ("two_tower", (*IN_BATCH, "loader.sampling=mixed", "loader.shared_negatives=256")),
+        pytest.param(
+            "two_tower", (*IN_BATCH, "loader.sampling=mixed", "loader.shared_negatives=256"), marks=pytest.mark.slow
+        ),
         pytest.param(
             "two_tower", (*IN_BATCH, "model.interaction=cosine", "model.temperature=0.2"), marks=pytest.mark.slow
         ),
@@ -145,7 +150,7 @@ def test_negatives_have_the_context_of_their_positive(tmp_path: Path) -> None:
     assert blind["test"]["hr@10"] < 0.25
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_among_given_candidates_the_only_one_of_the_right_colour_is_found(colours: str, world_size: int) -> None:
     overrides = (
         "data.name=colours",
@@ -272,3 +277,48 @@ def test_an_evaluation_says_what_makes_it_cheaper_and_ends_when_asked_to(
     assert len(lines) == len(expected), lines
     for line, pattern in zip(lines, expected, strict=True):
         assert re.fullmatch(pattern.format(queries=60, items=51), line), line
+
+
+TRAIN_LINES = ("0 1 2 3", "1 1 2 4", "2 1 3 5", "3 1 2", "4 1 2 3 4", "7 1 3")  # 1: 6 rows, 2: 4, 3: 4, 4: 2, 5: 1
+TEST_LINES = ("0 5 4", "1 3 5", "3 3", "4", "7 2 4 5")
+
+
+def test_the_text_files_of_lightgcn_give_its_recall(tmp_path: Path) -> None:
+    """All items but the user's training items are ranked; recall and NDCG are means over the users with test items."""
+    folder = tmp_path / "gowalla"
+    folder.mkdir()
+    (folder / "train.txt").write_text("\n".join(TRAIN_LINES) + "\n")
+    (folder / "test.txt").write_text("\n".join(TEST_LINES) + "\n")
+    sets = ("data.name=gowalla", f"data.folder={tmp_path}", "evaluation.metrics=recall@2,ndcg@2,recall@20")
+    job = job_of("two_tower", *sets, "data.validation=false")
+    task = job.task(job.data)
+    assert (task.data.train.num_rows, task.data.test.num_rows, task.data.validation.num_rows) == (17, 8, 0)
+    baseline = RankingEvaluator.baseline(_Asked(task.data, job.evaluation.figures), "test")  # type: ignore[arg-type]
+    # By popularity among what each has not taken: user 0: 4, 5; user 1: 3, 5; user 3: 3, 4, 5; user 7: 2, 4, 5.
+    first, second = 1.0, 1 / math.log2(3)
+    assert baseline["recall@2"] == pytest.approx((2 / 2 + 2 / 2 + 1 / 1 + 2 / 3) / 4)
+    assert baseline["ndcg@2"] == pytest.approx((1 + 1 + 1 + (first + second) / (first + second)) / 4)
+    assert baseline["recall@20"] == 1
+
+
+class _Asked:
+    """What the popularity ranking reads of an evaluator."""
+
+    def __init__(self, data: Any, figures: Any) -> None:
+        self._data, self._asked = data, figures
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (("0 1 2 x",), r"train\.txt: line 1 has 'x', must have a user and items, ids of 0 or more"),
+        (("0", "1"), r"train\.txt: no line has an item after its user"),
+        ((), r"train\.txt: no lines; copy it again"),
+    ],
+)
+def test_damaged_text_files_are_named(tmp_path: Path, lines: tuple[str, ...], message: str) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "train.txt").write_text("\n".join(lines))
+    (tmp_path / "mine" / "test.txt").write_text("0 5\n")
+    with pytest.raises(DataError, match=message):
+        load_task(job_of("two_tower", "data.name=mine", f"data.folder={tmp_path}"), Runtime())

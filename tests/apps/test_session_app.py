@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 from tests.contracts import run_ranks
 from torchrec_ext.data.columns import Column
 from torchrec_ext.data.datasets.sequences import SequenceData
+from torchrec_ext.data.loader.sessions import SessionBatches
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.loop import train
 from torchx_apps.cli.command_line import apply_overrides
+from torchx_apps.jobs.training import load_task
 from torchx_apps.recipes.session import session
 from torchx_apps.tasks.job import Job
 from torchx_apps.tasks.sessions import SessionTask
@@ -114,3 +120,70 @@ def test_every_key_of_the_recipe_can_be_set() -> None:
         0,
     )
     assert dataclasses.replace(changed, name="mine").name == "mine"
+
+
+def write_sequences(root: Path, *, users: int = 40, items: int = 50, negatives: int = 9) -> Path:
+    """Sequences of files' ids of their own, and the candidates of each user's test item beside them."""
+    rng, folder = np.random.default_rng(0), root / "mine"
+    folder.mkdir()
+    taken = np.stack([rng.permutation(items)[:12] for _ in range(users)])
+    owners = 100 + np.arange(users)
+    pq.write_table(
+        pa.table({"user": owners.repeat(12), "item": 7 * taken.reshape(-1), "position": np.tile(np.arange(12), users)}),
+        folder / "inter.parquet",
+    )
+    free = np.stack([rng.permutation(np.setdiff1d(np.arange(items), row))[:negatives] for row in taken])
+    shuffled = rng.permutation(users * negatives)
+    columns = {"user": owners.repeat(negatives)[shuffled], "negative": 7 * free.reshape(-1)[shuffled]}
+    pq.write_table(pa.table(columns), folder / "test_negatives.parquet")
+    return folder
+
+
+def counted_by_hand(runtime: Runtime, root: Path, *overrides: str) -> dict[str, Any]:
+    """The evaluator's figures, and the ranks of each test item, counted from the vectors of the same model."""
+    sets = ["data.name=mine", f"data.folder={root}", "model.embedding_dim=16", "evaluation.metrics=recall@5,ndcg@5"]
+    job = apply_overrides(session(), [*sets, "train.early_stop.metric=", *overrides])
+    task = load_task(job, runtime)
+    model = job.build(job.model, task.data)
+    schema = model.schema()
+    parallel, _ = hybrid_parallel(model, runtime, optimizer=job.optimizer, seed=3)
+    evaluator = task.evaluator(schema, parallel, runtime)
+    figures, batches = evaluator.test(), SessionBatches(schema)
+    data, held_out = task.data, task.data.held_out("test")
+    with torch.no_grad():
+        sessions = parallel.module.embed("session", batches.sessions(held_out.before)).double()
+        items = parallel.module.embed("item", batches.items(np.arange(data.num_items + 1))).double()
+    places: list[list[int]] = [[] for _ in held_out.users]
+    rows = np.arange(len(held_out.users)) if held_out.target_rows is None else held_out.target_rows
+    for row, target in zip(rows, held_out.targets, strict=True):
+        user = held_out.users[row]
+        if "test" in data.candidates:
+            file = pq.read_table(root / "mine" / "test_negatives.parquet").to_pandas()
+            named = file.negative[file.user == data.user_ids[user]]
+            rivals = [int((data.item_ids[1:] == name).argmax()) + 1 for name in named]
+        else:
+            rivals = sorted(set(range(1, data.num_items + 1)) - set(held_out.before.row(row).tolist()) - {int(target)})
+        scores = items @ sessions[row]
+        places[row].append(int((scores[rivals] > scores[target]).sum()))
+    hits = [[place for place in some if place < 5] for some in places]
+    ideal = [sum(1 / math.log2(2 + place) for place in range(min(5, len(some)))) for some in places]
+    gains = [sum(1 / math.log2(2 + place) for place in some) for some in hits]
+    recall = float(np.mean([len(some) / len(every) for some, every in zip(hits, places, strict=True)]))
+    by_hand = {"recall@5": recall, "ndcg@5": float(np.mean([gain / best for gain, best in zip(gains, ideal)]))}  # noqa: B905
+    return {"figures": figures, "by hand": by_hand, "asked": task.asked, "popularity": evaluator.baseline("test")}
+
+
+@pytest.mark.parametrize("given", ["candidates", "3 test items"])
+def test_figures_are_those_of_a_count_by_hand_on_any_number_of_ranks(given: str, tmp_path: Path) -> None:
+    folder = write_sequences(tmp_path)
+    overrides: tuple[str, ...] = ()
+    if given != "candidates":
+        (folder / "test_negatives.parquet").unlink()
+        overrides = ("data.test_items=3",)
+    (single,), two = (run_ranks(counted_by_hand, ranks, tmp_path, *overrides) for ranks in (1, 2))
+    assert single["asked"] == ("test items, among 9 others" if given == "candidates" else "test items, whole catalogue")
+    assert single["figures"] == pytest.approx(single["by hand"], abs=1e-9)
+    assert two[0]["figures"] == two[1]["figures"] == pytest.approx(single["figures"], abs=1e-9)
+    assert set(single["popularity"]) == {"recall@5", "ndcg@5"}
+    if given == "candidates":
+        assert abs(single["popularity"]["recall@5"] - 0.5) < 0.25, "5 of 10 places, and popularity knows nothing"

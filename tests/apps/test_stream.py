@@ -153,7 +153,7 @@ def trained(folder: Path) -> Path:
 
 def test_the_score_of_a_raw_row_is_the_models_on_the_preprocessed_row(trained: Path, folder: Path, log: Path) -> None:
     """Rows of the test split, which training did not see, as they stand in the log."""
-    scores = run_ranks(model_scores, 1, trained, folder)[0]
+    scores = run_ranks(model_scores, 1, job_of(folder), trained)[0]
     raw = pq.read_table(log / "test.parquet")
     events = [pq.read_table(log / f"{split}.parquet") for split in ("train", "validation", "test")]
     past: dict[str, list[tuple[Any, str]]] = {}
@@ -169,14 +169,13 @@ def test_the_score_of_a_raw_row_is_the_models_on_the_preprocessed_row(trained: P
         assert score == pytest.approx(scores[number], abs=1e-5)
 
 
-def model_scores(runtime: Runtime, run: Path, folder: Path) -> list[float]:
+def model_scores(runtime: Runtime, job: Job, run: Path) -> list[float]:
     """Returns the logits of the run's last checkpoint for the test split's first 60 rows, as the loader reads them."""
     from torchrec_ext.train.checkpoint.folder import CheckpointRanks
     from torchrec_ext.train.checkpoint.load import load_checkpoint
     from torchrec_ext.train.checkpoint.state import model_state
     from torchx_apps.jobs.resuming import checkpoint_to_export
 
-    job = job_of(folder)
     task = load_task(job, runtime)
     model = build_model(job, task)
     schema = schema_of(job, task, model)
@@ -184,10 +183,10 @@ def model_scores(runtime: Runtime, run: Path, folder: Path) -> list[float]:
     path, _ = checkpoint_to_export(str(run), "last", CheckpointRanks(runtime), restores=False)
     load_checkpoint(path, model_state(parallel, optimizer), CheckpointRanks(runtime))
     parallel.eval()
-    config = LoaderConfig(batch_size=60, negatives=0, label="clicked", shuffle=False)
+    config = LoaderConfig(batch_size=60, negatives=0, label=task.data.roles.label, shuffle=False)
     batch = next(iter(ChunkLoader(task.data.splits["test"], schema, config=config)))
     with torch.no_grad():
-        return parallel.module(batch)[1].logits.tolist()  # type: ignore[no-any-return]
+        return parallel.module.logits(batch).tolist()  # type: ignore[no-any-return]
 
 
 class InMemory(StreamedTask):
@@ -301,6 +300,17 @@ def test_the_ranking_is_what_a_count_by_hand_gives(folder: Path) -> None:
 
 
 @pytest.mark.unit
+def test_figures_of_a_ranking_are_refused_where_nothing_is_ranked(folder: Path) -> None:
+    job = job_of(folder, "evaluation.metrics=recall@20,map@5", "data.ranked=0")
+    runtime = Runtime()
+    task = StreamedTask(load_streamed(job.data), figures=job.evaluation.figures)
+    model: Any = build_model(job, task)
+    wrapped: Any = type("Wrapped", (), {"module": model})()
+    with pytest.raises(ValueError, match=r"evaluation\.metrics=recall@20,map@5: the catalogue of '.*' is not ranked"):
+        task.evaluator(schema_of(job, task, model), wrapped, runtime)
+
+
+@pytest.mark.unit
 def test_rows_of_another_vocabulary_and_rows_without_weight_are_named(folder: Path, tmp_path: Path) -> None:
     part = next((broken(folder, tmp_path / "other") / "train").glob("*.parquet"))
     table = pq.read_table(part)
@@ -340,6 +350,10 @@ def test_what_is_not_a_preprocessed_folder_is_refused_by_name(folder: Path, tmp_
     part = next((broken(folder, tmp_path / "changed") / "test").glob("*.parquet"))
     pq.write_table(pq.read_table(part).drop(["item_tags"]), part)
     assert "column 'item_tags' is missing" in refusal(tmp_path / "changed")
+    for name in ("clicked", "importance"):
+        part = next((broken(folder, tmp_path / f"without-{name}") / "test").glob("*.parquet"))
+        pq.write_table(pq.read_table(part).drop([name]), part)
+        assert f"column '{name}' is missing" in refusal(tmp_path / f"without-{name}")
     part = next((broken(folder, tmp_path / "typed") / "train").glob("*.parquet"))
     table = pq.read_table(part)
     pq.write_table(table.set_column(0, table.column_names[0], [[0.5] * len(table)]), part)

@@ -23,7 +23,7 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.config import Record
 from torchrec_ext.train.loop import train
 from torchx_apps.cli.command_line import apply_overrides, load_recipe
-from torchx_apps.jobs.training import _plan, build_model, load_task, loader_of
+from torchx_apps.jobs.training import _evaluated, build_model, load_task, loader_of, plan_job
 from torchx_apps.networks import stacks as stackable
 from torchx_apps.networks.members import MemberJob
 from torchx_apps.recipes import Job, two_tower_job
@@ -270,7 +270,7 @@ def planned(runtime: Runtime) -> list[str]:
     for overrides in ([], ["sync.mode=local_sgd"], ["sync.mode=semi_sync"], ["plan.sharding=table_wise"]):
         job = two_tower_with("data.name=planted", "data.users=60", "data.items=50", *overrides)
         task = load_task(job, runtime)
-        texts.append(_plan(job, build_model(job, task), None, runtime)[1])
+        texts.append(plan_job(job, build_model(job, task), None, runtime)[1])
     return texts
 
 
@@ -289,6 +289,30 @@ def test_small_tables_are_on_every_rank_by_default_and_the_plan_says_why() -> No
 
 
 @pytest.mark.unit
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("evaluation.metrics=recal@5", r"metrics: 'recal@5' must be a figure and a number of items shown"),
+        ("evaluation.metrics=recall@0", r"metrics: 'recall@0' must be a figure and a number of items shown"),
+        (
+            "evaluation.metrics=recall@5",
+            r"train\.early_stop\.metric=hr@10 with evaluation\.metrics=recall@5: the evaluation has no such figure",
+        ),
+    ],
+)
+def test_wrong_figures_are_refused_before_anything_is_read(override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        two_tower_with("train.early_stop.metric=hr@10", override)
+
+
+def test_the_figures_that_are_named_are_those_of_the_evaluation_and_of_its_baseline() -> None:
+    job = two_tower_with("data.name=planted", "data.users=60", "data.items=50", "evaluation.metrics=recall@20,map@5")
+    task: Any = _evaluated(job.task(job.data, progress=False), job)
+    model: Any = build_model(job, task)
+    evaluator = task.evaluator(model.schema(), type("Wrapped", (), {"module": model})(), Runtime())
+    assert list(evaluator.baseline("test")) == ["recall@20", "map@5"]
+
+
 def test_a_softmax_over_a_batch_that_no_memory_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     planted_set, runtime = ("data.name=planted", "data.users=60", "data.items=50", "loader.batch_size=512"), Runtime()
     job: Job = apply_overrides(load_recipe("retrieval"), list(planted_set))

@@ -26,6 +26,7 @@ from torchrec_ext.data.preprocess import (
     Preprocessor,
     TimeFeatures,
 )
+from torchrec_ext.data.preprocess.history import GAPS
 
 TYPES: Mapping[str, pa.DataType] = {
     "user": pa.int64(),
@@ -46,9 +47,12 @@ ALL_TIMES = ("hour", "weekday", "hour_of_week", "day", "month")
 
 EVERY_STEP = Preprocessor(
     [
-        History(user="user", item="item", time="ts", length=3, where="label"),
+        History(user="user", item="item", time="ts", length=3, where="label", gaps=GAPS),
+        History(user="user", item="item", time="when", length=2, output="past", also=("city", "age"), gaps=(3600,)),
         Cross(columns=("user", "city"), buckets=97, salt="a'b\\"),
-        Categorify(column="item", also=("history",), max_size=5),
+        Categorify(column="item", also=("history", "past"), max_size=5),
+        HashBucket(column="past_city", buckets=9),
+        HashBucket(column="past_age", buckets=7),
         HashBucket(column="user", buckets=1000, output="user_hash"),
         Categorify(column="user", min_count=2),
         FillMissing(column="city", value="it's \\ \u00fc", output="city_filled"),
@@ -153,15 +157,21 @@ def random_rows(size: int, seed: int) -> dict[str, list[Any]]:
 
 def with_events(rows: Rows, events: Rows) -> dict[str, Sequence[Any]]:
     """The rows as a request, with what the keeper of the users' events would send: all of them, the future too."""
-    kept: dict[Any, list[tuple[Any, Any]]] = {}
-    for user, item, time, label in zip(*(events[name] for name in ("user", "item", "ts", "label")), strict=True):
-        if label >= 1:
-            kept.setdefault(user, []).append((item, time))
+    kept: dict[Any, list[int]] = {}
+    for index, user in enumerate(events["user"]):
+        kept.setdefault(user, []).append(index)
     lists = [kept.get(user, []) if user is not None else [] for user in rows["user"]]
+    liked = [[index for index in past if events["label"][index] >= 1] for past in lists]
+    sent = {"history": (liked, {"items": "item", "times": "ts"})}
+    sent["past"] = (lists, {"items": "item", "times": "when", "city": "city", "age": "age"})
     return {
         **rows,
-        "history_items": [[item for item, _ in pairs] for pairs in lists],
-        "history_times": [[time for _, time in pairs] for pairs in lists],
+        **{
+            f"{output}_{name}": [[events[column][index] for index in past] for past in those]
+            for output, (those, columns) in sent.items()
+            for name, column in columns.items()
+            if column in events
+        },
     }
 
 

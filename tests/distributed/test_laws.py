@@ -1,30 +1,36 @@
 """Sharded equals unsharded, for every sharding type and number of ranks, over real gloo processes."""
 
-from collections.abc import Callable, Sequence
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import permutations
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 
-from tests.contracts import gather_state, run_ranks
-from tests.examples import META, batches, small_model
+from tests.contracts import RankFailedError, gather_state, run_ranks
+from tests.examples import META, batches, redrawn, small_model
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.distributed.tables import fill_tables, initialise_tables
+from torchrec_ext.distributed.sharders import codecs_of
+from torchrec_ext.distributed.tables import fill_tables, initialise_tables, local_shards
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.interaction import TopMLP
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import Jagged
 from torchrec_ext.train.step.pipeline import make_pipeline, unpipelined
 
-SHARDINGS = ("table_wise", "row_wise", "column_wise", "table_column_wise", "data_parallel")
+BY_HOST = ("table_row_wise", "grid_shard")
+SHARDINGS = ("table_wise", "row_wise", "column_wise", "table_column_wise", "data_parallel", *BY_HOST)
 STEPS = 20
 
 
@@ -72,6 +78,16 @@ def sharded(runtime: Runtime, sharding: str, optimizer: OptimizerConfig) -> dict
     }
 
 
+def on_hosts(runtime: Runtime, local: int) -> Runtime:
+    """This rank as one of a job on hosts of ``local`` ranks each, which TorchRec reads from the environment."""
+    os.environ.update(LOCAL_WORLD_SIZE=str(local), LOCAL_RANK=str(runtime.rank % local))
+    return dataclasses.replace(runtime, local_world_size=local, local_rank=runtime.rank % local)
+
+
+def sharded_on_hosts(runtime: Runtime, local: int, sharding: str, optimizer: OptimizerConfig) -> dict[str, Any]:
+    return sharded(on_hosts(runtime, local), sharding, optimizer)
+
+
 def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
@@ -99,6 +115,18 @@ def test_sharded_equals_unsharded(sharding: str, world_size: int, kind: str) -> 
     assert_equal(ranks[0]["state"], expected["state"], 1e-4)
     mean = [sum(losses) / world_size for losses in zip(*(rank["losses"] for rank in ranks), strict=True)]
     torch.testing.assert_close(torch.tensor(mean), torch.tensor(expected["losses"]), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("sharding", BY_HOST)
+@pytest.mark.parametrize(("world_size", "local"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
+def test_sharded_by_host_equals_unsharded(sharding: str, world_size: int, local: int) -> None:
+    optimizer = OptimizerConfig(tables="sgd", tables_lr=5.0, dense="sgd", dense_lr=0.5)
+    expected = unsharded(optimizer)
+    ranks = run_ranks(sharded_on_hosts, world_size, local, sharding, optimizer)
+    assert ranks[0]["kinds"] == {sharding}
+    first = torch.cat([rank["logits"][0] for rank in ranks])
+    torch.testing.assert_close(first, expected["logits"][0], rtol=0, atol=1e-5)
+    assert_equal(ranks[0]["state"], expected["state"], 1e-4)
 
 
 @pytest.mark.parametrize("sharding", ["table_wise", "row_wise", "data_parallel"])
@@ -147,6 +175,105 @@ def test_filling_shards_writes_each_row_where_it_belongs(sharding: str) -> None:
     for name, value in state.items():
         if "embedding_bags" in name:
             torch.testing.assert_close(value, _numbered(0, *value.shape), rtol=0, atol=0)
+
+
+@contextmanager
+def counting(sent: list[int]) -> Iterator[None]:
+    """Adds to ``sent`` the bytes of embeddings and gradients that the collectives of TorchRec are given."""
+    names = ("all_to_all_single", "reduce_scatter", "reduce_scatter_tensor", "all_gather", "all_gather_into_tensor")
+    originals = {name: getattr(dist, name) for name in (*names, "_reduce_scatter_base", "_all_gather_base")}
+
+    def counted(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = kwargs.get("input", kwargs.get("input_list", args[1] if len(args) > 1 else []))
+            for tensor in [given] if isinstance(given, Tensor) else given:
+                if tensor.dtype.is_floating_point or tensor.dtype == torch.uint8:
+                    sent.append(tensor.numel() * tensor.element_size())
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    for name in originals:
+        setattr(dist, name, counted(name))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def wide_model(device: torch.device | None = None) -> TowerModel:
+    tables = [
+        EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=40, embedding_dim=32) for name in ("a", "b")
+    ]
+    return redrawn(TowerModel({"user": Tower(tables, (), device=device)}, TopMLP([64])))
+
+
+def exchanged(runtime: Runtime, config: PlanConfig) -> dict[str, Any]:
+    """Outputs, tables and bytes of three steps of which every rank takes 16 rows, and the greatest numbers that met."""
+    model = wide_model(META)
+    plan = plan_sharding(model, runtime, config)
+    optimizer = OptimizerConfig(tables="sgd", tables_lr=0.1, dense="sgd", dense_lr=0.1)
+    parallel, keyed = hybrid_parallel(model, runtime, plan=plan, optimizer=optimizer, seed=3, codecs=codecs_of(config))
+    generator = torch.Generator().manual_seed(runtime.rank)
+    sent: list[int] = []
+    logits = []
+    for _ in range(3):
+        ids = {name: Jagged(torch.randint(40, (16,), generator=generator), None) for name in ("a", "b")}
+        labels = torch.randint(2, (16,), generator=generator).float()
+        keyed.zero_grad()
+        with counting(sent):
+            loss, output = parallel(model.schema().assemble(ids, {}, labels=labels))
+            loss.backward()
+        keyed.step()
+        logits.append(output.logits.detach())
+    return {"logits": logits, "state": gather_state(parallel), "sent": sum(sent)}
+
+
+@pytest.mark.parametrize(
+    ("precision", "share", "tolerance"), [("fp16", 1 / 2, 2e-4), ("bf16", 1 / 2, 2e-3), ("int8", 10 / 32, 2e-3)]
+)
+@pytest.mark.parametrize("sharding", ["table_wise", "row_wise", "table_row_wise"])
+def test_a_quantised_exchange_sends_fewer_bytes_and_rounds_no_more_than_its_numbers(
+    precision: str, share: float, tolerance: float, sharding: str
+) -> None:
+    config = PlanConfig(sharding=sharding)  # type: ignore[arg-type]
+    quantised = dataclasses.replace(config, forward_precision=precision, backward_precision=precision)  # type: ignore[arg-type]
+    if precision == "int8" and sharding != "table_wise":
+        with pytest.raises(RankFailedError, match=f"{sharding} adds up what ranks send, which int8 .* cannot"):
+            run_ranks(exchanged, 2, quantised)
+        return
+    exact, rounded = run_ranks(exchanged, 2, config), run_ranks(exchanged, 2, quantised)
+    assert rounded[0]["sent"] == share * exact[0]["sent"] > 0
+    for rank in range(2):
+        for actual, expected in zip(rounded[rank]["logits"], exact[rank]["logits"], strict=True):
+            torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
+    assert_equal(rounded[0]["state"], exact[0]["state"], tolerance)
+    assert any(not torch.equal(rounded[0]["state"][name], value) for name, value in exact[0]["state"].items()), (
+        "nothing was rounded"
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["fused_uvm", "fused_uvm_caching"])
+def test_rows_off_the_gpu_train_as_those_on_it(kernel: str) -> None:
+    states = []
+    for chosen in ("fused", kernel):
+        with Runtime.start("cuda") as runtime:
+            model = small_model(META)
+            factor = 0.1 if chosen == "fused_uvm_caching" else 0.0
+            config = PlanConfig(sharding="table_wise", kernel=chosen, cache_load_factor=factor)  # type: ignore[arg-type]
+            plan = plan_sharding(model, runtime, config)
+            parallel, keyed = hybrid_parallel(model, runtime, plan=plan, seed=7)
+            for step, batch in enumerate(batches(6)):
+                keyed.zero_grad()
+                parallel(batch.to(runtime.device))[0].backward()
+                keyed.step()
+                if step == 2:  # what is written into the tables is what the next step reads
+                    for shard in local_shards(parallel):
+                        shard.tensor.mul_(0.5)
+            states.append(gather_state(parallel))
+    assert_equal(states[1], states[0], 1e-5)
 
 
 POOLINGS = {"a": PoolingType.MEAN, "b": PoolingType.MEAN, "c": PoolingType.SUM}

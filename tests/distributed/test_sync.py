@@ -20,6 +20,8 @@ from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import MODES, WHOLE_WEIGHTS, Averager, SyncConfig, synchronised
+from torchrec_ext.modules.layers import BatchNorm
+from torchrec_ext.modules.tower import Tower
 from torchrec_ext.train.loop import TrainConfig, piped, train
 from torchrec_ext.train.step.pipeline import make_pipeline
 
@@ -125,6 +127,7 @@ def weights_by_mode(runtime: Runtime) -> dict[str, Any]:
         "exchanged": exchanged(runtime),
         "state": states(runtime),
         "rows": rows_sent(runtime),
+        "normalised": normalised(runtime),
         "trained": {mode: trained(runtime, mode) for mode in MODES},
     }
 
@@ -242,6 +245,56 @@ def states(runtime: Runtime) -> dict[str, Any]:
             ranks.settle()
             results[treatment] = (before, moments(keyed))
     return results
+
+
+def normalised(runtime: Runtime) -> dict[str, Any]:
+    """Statistics of a model with batch normalisation around two local steps, and the collectives of those."""
+    model = small_model(META)
+    model.towers["user"] = Tower(model.towers["user"].tables, (16, 8), dense=["age"], normalization="batch")
+    plan = plan_sharding(model, runtime, PlanConfig(sharding="data_parallel"), optimizer=ADAM)
+    parallel, keyed = hybrid_parallel(model, runtime, plan=plan, optimizer=ADAM, seed=7)
+    (layer,) = (module for module in parallel.modules() if isinstance(module, BatchNorm))
+    with synchronised(parallel, keyed, SyncConfig(mode="local_sgd", every=STEPS, warmup=3)) as ranks:
+        step = steps(runtime, parallel, keyed, SyncConfig(mode="local_sgd"))
+        for _ in range(3):
+            step()
+        together, seen = statistics_of(layer), []
+        layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach()))
+        sent = [collectives(step) for _ in range(2)]
+        before = statistics_of(layer)
+        ranks.settle()
+        after = statistics_of(layer)
+    alone = nn.BatchNorm1d(layer.num_features)
+    alone.load_state_dict(layer.state_dict() | together)
+    for rows in seen:
+        alone(rows)
+    return {
+        "sent": sent,
+        "together": together,
+        "before": before,
+        "alone": statistics_of(alone),
+        "after": after,
+        "group": layer.process_group,
+    }
+
+
+def statistics_of(layer: nn.BatchNorm1d) -> dict[str, Tensor]:
+    return {name: getattr(layer, name).clone() for name in ("running_mean", "running_var")}
+
+
+def test_ranks_that_are_apart_normalise_over_their_own_rows_and_average_the_statistics(
+    two_ranks: list[dict[str, Any]],
+) -> None:
+    first, second = (rank["normalised"] for rank in two_ranks)
+    assert first["sent"] == [0, 0], "with batch normalisation too"
+    assert (first["group"], second["group"]) == (None, None), "after the context they are one batch again"
+    for name in ("running_mean", "running_var"):
+        assert torch.equal(first["together"][name], second["together"][name])
+        assert not torch.equal(first["before"][name], second["before"][name])
+        for rank in (first, second):
+            torch.testing.assert_close(rank["before"][name], rank["alone"][name])
+            torch.testing.assert_close(rank["after"][name], (first["before"][name] + second["before"][name]) / 2)
+        assert torch.equal(first["after"][name], second["after"][name])
 
 
 def moments(optimizer: HybridOptimizer) -> list[Tensor]:

@@ -11,6 +11,7 @@ import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 
 from tests.contracts import gather_state, run_ranks
+from tests.modules.test_session_encoder import same_weights
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.datasets.synthetic import planted
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig, labelled_rows, training_loader
@@ -23,6 +24,8 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import initialise_tables
 from torchrec_ext.models.session import bst
 from torchrec_ext.models.tower_model import TowerModel
+from torchrec_ext.modules.session_tower import SessionTower
+from torchrec_ext.modules.shared_tables import values_by_table
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import Jagged
 from torchrec_ext.train.loop import TrainConfig, train
@@ -47,7 +50,7 @@ def small(device: torch.device | None = None, **options: Any) -> TowerModel:
     settings = {"max_length": S, "heads": 2, "mlp_widths": (24, 8), "dense": ["hour"]} | options
     model = bst(
         tables,
-        session=["history", "gap"],
+        session=settings.pop("session_order", ["history", "gap"]),  # type: ignore[arg-type]
         target=["item_id"],
         others={"user": Tower([user], [8], device=device)},
         device=device,
@@ -140,7 +143,9 @@ def test_sharded_equals_unsharded(sharding: str, world_size: int) -> None:
     assert any(
         float((value - first[name]).abs().max()) > 1e-2 for name, value in expected["state"].items() if "embed" in name
     )
-    assert all((rank["pipelined"], rank["unpipelined"]) == (2, []) for rank in ranks)
+    assert all((rank["pipelined"], rank["unpipelined"]) == (3, []) for rank in ranks), (
+        "the items', the gaps' and the user's"
+    )
 
 
 @pytest.mark.unit
@@ -222,3 +227,101 @@ def test_a_second_tower_of_the_name_is_refused() -> None:
     )
     with pytest.raises(ValueError, match="others names a tower 'session'"):
         bst([items], session=["history"], target=["item_id"], others={"session": user})
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("combine", ["sum", "concat"])
+@pytest.mark.parametrize("pooling", ["flatten", "last", "mean"])
+def test_the_model_cut_in_two_is_the_session_tower_with_the_target_among_its_steps(pooling: str, combine: str) -> None:
+    """The same weights give the same logits, though no tower of bst() sees both session and target."""
+    model = small(pooling=pooling, combine=combine, top_widths=(12,)).eval()
+    initialise_tables(model, seed=7)
+    tables = [
+        EmbeddingConfig(name=name, num_embeddings=rows, embedding_dim=WIDTH, feature_names=features)
+        for name, rows, features in (("item_id", ITEMS, ["history", "item_id"]), ("gap", GAPS, ["gap"]))
+    ]
+    whole = SessionTower(
+        tables,
+        session=["history", "gap"],
+        target=["item_id"],
+        max_length=S,
+        heads=2,
+        mlp_widths=(24, 8),
+        dense=["hour"],
+        pooling=pooling,  # type: ignore[arg-type]
+        combine=combine,  # type: ignore[arg-type]
+    ).eval()
+    top: Any = model.interaction
+    whole.network.load_state_dict(top.network.state_dict())
+    whole.mlp.load_state_dict(top.session_mlp.state_dict())
+    held = {name: weight for name, _, weight in values_by_table(model)}
+    for name, holder, _ in values_by_table(whole):
+        holder.weight = held[name]
+    batch = next(batches(1))
+    with torch.no_grad():
+        user = model.embed("user", batch)
+        session = whole(batch.sparse, batch.dense)
+        expected = top.mlp(top.activation(torch.cat([session, user], dim=1))).squeeze(1)
+        torch.testing.assert_close(model.logits(batch), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.unit
+def test_with_concat_the_target_stands_in_the_slot_of_its_table() -> None:
+    """The logits are those of torch's transformer over steps that are concatenated by hand, the target's gap zeros."""
+    model = small(combine="concat", session_order=("gap", "history"), position="none", mlp_widths=()).eval()
+    initialise_tables(model, seed=7)
+    held = {name: weight.detach() for name, _, weight in values_by_table(model)}
+    top: Any = model.interaction
+    batch = next(batches(1))
+    layer = torch.nn.TransformerEncoderLayer(2 * WIDTH, 2, 8 * WIDTH, dropout=0.0, batch_first=True).eval()
+    same_weights(top.network.encoder.layers[0], layer)
+    history, gaps, items = (batch.bags(name).to_dense() for name in ("history", "gap", "item_id"))
+    expected = []
+    for row in range(24):
+        steps = [
+            torch.cat([held["gap"][gap], held["item_id"][item]])
+            for gap, item in zip(gaps[row], history[row], strict=True)
+        ]
+        steps.append(torch.cat([torch.zeros(WIDTH), held["item_id"][items[row][0]]]) + top.target)
+        made = layer(torch.stack(steps)[None])[0].flip(0)
+        flat = torch.nn.functional.pad(made, (0, 0, 0, S + 1 - len(made))).flatten()
+        rest = torch.cat([batch.dense[row], model.embed("user", batch)[row]])
+        expected.append(top.mlp(torch.cat([flat, rest])))
+    with torch.no_grad():
+        torch.testing.assert_close(model.logits(batch), torch.cat(expected), rtol=0, atol=1e-5)
+
+
+@pytest.mark.unit
+def test_with_concat_a_target_that_no_step_has_is_refused() -> None:
+    items, gaps = (
+        EmbeddingConfig(name=name, embedding_dim=16, num_embeddings=9, feature_names=[name]) for name in ("item", "gap")
+    )
+    with pytest.raises(ValueError, match="combine=concat: target feature 'item' is read from table 'item', and no "):
+        bst([items, gaps], session=["gap"], target=["item"], combine="concat")
+    with pytest.raises(ValueError, match="combine='add': must be one of sum, concat"):
+        bst([items, gaps], session=["gap"], target=["item"], combine="add")  # type: ignore[arg-type]
+
+
+@pytest.mark.unit
+def test_of_a_longer_session_the_most_recent_steps_are_read() -> None:
+    model = small().eval()
+    initialise_tables(model, seed=7)
+    schema, ids = model.schema(), torch.tensor([9, 1, 2, 3, 4, 5])
+
+    def logits(session: torch.Tensor) -> torch.Tensor:
+        lengths = torch.tensor([len(session)])
+        sparse = {name: Jagged(session % size, lengths) for name, size in (("history", ITEMS), ("gap", GAPS))}
+        sparse |= {"item_id": Jagged(torch.tensor([3])), "user_id": Jagged(torch.tensor([7]))}
+        return model.logits(schema.assemble(sparse, {"hour": torch.zeros(1)}, labels=torch.zeros(1)))
+
+    assert torch.equal(logits(ids), logits(ids[-S:]))
+    assert not torch.equal(logits(ids[1:]), logits(ids[-S + 1 :]))
+
+
+@pytest.mark.unit
+def test_without_positions_the_target_has_a_vector_of_its_own() -> None:
+    """A time gap of 0 would have one; without it an item of the session and the target would be alike."""
+    model = small(position="none")
+    loss, _ = model(next(batches(1)))
+    loss.backward()
+    assert bool(model.interaction.target.grad.any())  # type: ignore[union-attr]

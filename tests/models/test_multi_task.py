@@ -26,7 +26,7 @@ from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.multi_task import MultiTaskModel
-from torchrec_ext.modules.interaction import MultiTaskTop, TopMLP
+from torchrec_ext.modules.interaction import MultiTaskTop, TopMLP, logit_of_product
 from torchrec_ext.modules.losses import bce
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import BatchSchema, DataError, Jagged
@@ -91,6 +91,45 @@ def test_the_first_task_is_what_a_top_nn_of_one_task_would_be() -> None:
     torch.testing.assert_close(top.of_tasks(outputs)[:, 0], one(outputs))
     torch.testing.assert_close(top(outputs), one(outputs))
     torch.testing.assert_close(top.score_all(*outputs), one.score_all(*outputs))
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("rows", ["positive", "product"])
+def test_further_tasks_are_learned_by_the_rows_that_were_asked_for(rows: str) -> None:
+    made, batch = model(rows=rows), next(labelled(1))
+    _, output = made(batch)
+    logits = made.interaction.of_tasks(made.outputs(batch))  # type: ignore[operator]
+    weights, total = batch.weights, batch.weights.sum()
+    torch.testing.assert_close(output.tasks["click"].logits, logits[:, 0])
+    for task, name in ((1, "buy"), (2, "like")):
+        labels, result = batch.targets[:, task - 1], output.tasks[name]  # type: ignore[index]
+        if rows == "product":
+            chance = logits[:, 0].sigmoid() * logits[:, task].sigmoid()
+            losses = -torch.where(labels > 0, chance.log(), (1 - chance).log())
+            torch.testing.assert_close(result.logits.sigmoid(), chance, rtol=1e-4, atol=1e-6)
+        else:
+            losses = binary_cross_entropy_with_logits(logits[:, task], labels, reduction="none") * batch.labels
+            torch.testing.assert_close(result.weights, weights * batch.labels)
+        torch.testing.assert_close(result.loss, (weights * losses).sum() / total, rtol=1e-4, atol=1e-6)
+    begun = made.begin_at([0.5, 0.1, 0.25])
+    assert begun == pytest.approx([0.0, math.log(0.2 / 0.8), 0.0]), "among the positives"
+
+
+@pytest.mark.unit
+def test_tasks_that_are_served_together_rank_by_the_product_of_their_probabilities() -> None:
+    top = MultiTaskTop([8, 4], tasks=3, hidden=[6], serve=[0, 2])
+    query, items = torch.randn(5, 8), torch.randn(7, 4)
+    scores = top.score_all(query, items)
+    for row in range(5):
+        pairs = [query[row].expand(7, -1), items]
+        chances = top.of_tasks(pairs).sigmoid()
+        torch.testing.assert_close(scores[row].sigmoid(), chances[:, 0] * chances[:, 2])
+        torch.testing.assert_close(top(pairs), scores[row])
+    for serve in ([], [3], [1, 1]):
+        with pytest.raises(ValueError, match=r"must be numbers of tasks, 0 to 2, each once"):
+            MultiTaskTop([8, 4], tasks=3, serve=serve)
+    certain = logit_of_product(torch.tensor([[60.0, 60.0], [-200.0, 3.0]], requires_grad=True))
+    assert bool(torch.isfinite(certain).all())
 
 
 @pytest.mark.unit

@@ -71,10 +71,14 @@ def test_an_interaction_says_truly_what_it_can(name: str) -> None:
 ROWS = {"pairwise": ("loader.negatives=4",), "in_batch": ("loader.negatives=0", "loader.batch_size=512")}
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    "name",
+    # The default run trains a loss of labels, one of the batch and one of pairs.
+    [pytest.param(name, marks=() if name in ("bce", "in_batch", "bpr") else pytest.mark.slow) for name in LOSSES],
+)
 def test_every_loss_learns_planted_tastes(name: str) -> None:
     kind = LOSSES[name]
-    rows = ROWS["in_batch"] if kind.in_batch else ROWS["pairwise"]
+    rows = ROWS["in_batch"] if kind.shared else ROWS["pairwise"]
     job = job_of(
         "two_tower",
         *SMALL,
@@ -94,7 +98,7 @@ def test_a_refused_loss_is_named_with_those_that_fit(
     rows = {"negatives": negatives, "label": label, "metric": metric}
     # Rows of label 1 alone are refused by their task, an interaction without a metric by its model.
     kind = LOSSES[name]
-    if kind.fits(**rows) or not (kind.pairwise or kind.in_batch) or (kind.in_batch and not negatives):
+    if kind.fits(**rows) or not (kind.pairwise or kind.shared) or (kind.shared and not negatives):
         check_fed(name, **rows)
         return
     fitting = [other for other, each in LOSSES.items() if each.fits(**rows)]

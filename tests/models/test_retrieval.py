@@ -7,14 +7,17 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from tests.contracts import gather_state, run_ranks
 from tests.examples import ITEMS, META, USERS, redrawn, table
 from torchrec_ext.batch import TowerBatch
+from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.datasets.synthetic import planted
 from torchrec_ext.data.loader.id_dropout import IdDropout
-from torchrec_ext.data.loader.loader import LoaderConfig, training_loader
+from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig, training_loader
 from torchrec_ext.data.negatives.known_pairs import KnownPairs
+from torchrec_ext.data.negatives.mixed import CatalogueCandidates
 from torchrec_ext.data.negatives.on_device import KnownItems
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
@@ -197,6 +200,115 @@ def test_in_evaluation_rows_are_not_compared() -> None:
     model = retrieval().eval()
     _, together = model(batch())
     torch.testing.assert_close(together.logits, model.logits(batch()))
+
+
+LABELS, WEIGHTS = np.array([1.0, 0.0, 0.5, 1.0, 0.0]), np.array([1.0, 2.0, 0.5])
+CLICKS = planted(users=60, items=50, clusters=4, history_length=1)
+
+
+def clicks() -> Chunk:
+    """The rows of CLICKS with a label and a weight each."""
+    count = CLICKS.train.num_rows
+    columns = {"label": np.resize(LABELS, count), "weight": np.resize(WEIGHTS, count)}
+    return CLICKS.train.with_columns({name: Column(values.astype(np.float32)) for name, values in columns.items()})
+
+
+def of_clicks(loss: str, device: torch.device | None = None, **options: Any) -> RetrievalModel:
+    towers = {
+        "user": Tower([table("occupation", 22)], (8,), device=device),
+        "item": Tower([table("item_id", 51)], (8,), device=device),
+    }
+    counts = torch.from_numpy(CLICKS.popularity()) if loss == "in_batch" else None
+    return RetrievalModel(towers, DotProduct([8, 8]), counts=counts, loss=loss, **options)
+
+
+def loader_of_clicks(model: RetrievalModel, runtime: Runtime, label: str | None) -> ChunkLoader:
+    model.expect_rows(negatives=0, label=label)
+    schema = model.schema()
+    config = LoaderConfig(batch_size=101, negatives=0, label=label, weight="weight" if label else None, prefetch=0)
+    everything = CatalogueCandidates(np.arange(1, CLICKS.num_items + 1)) if schema.catalogue else None
+    items = CLICKS.items if schema.catalogue else None
+    return ChunkLoader(
+        clicks(),
+        schema,
+        config=config,
+        items=items,
+        negatives=everything,
+        rank=runtime.rank,
+        world_size=runtime.world_size,
+    )
+
+
+@pytest.mark.parametrize(("loss", "label"), [("in_batch", "label"), ("catalogue", None), ("catalogue", "label")])
+def test_the_loss_of_clicks_is_that_of_a_by_hand_count(loss: str, label: str | None) -> None:
+    torch.manual_seed(0)
+    model = of_clicks(loss, temperature=0.5).train()
+    batch = next(iter(loader_of_clicks(model, Runtime(), label)))
+    assert batch.items is not None
+    count = 101
+    assert len(batch) == (count if loss == "in_batch" else count + CLICKS.num_items)
+    users, items = model.outputs(batch)
+    ids, weights = batch.items[:count], (batch.weights * batch.labels)[:count] if label else batch.weights[:count]
+    if loss == "catalogue":
+        assert sorted(batch.items[count:].tolist()) == list(range(1, CLICKS.num_items + 1))
+        losses = cross_entropy(users[:count] @ items[count:].T / 0.5, ids - 1, reduction="none")
+    else:
+        clicked = weights > 0
+        users, items, ids, weights = users[clicked], items[clicked], ids[clicked], weights[clicked]
+        log_q = (torch.from_numpy(CLICKS.popularity()) / len(CLICKS.known.items)).log().float()[ids]
+        again = (ids[:, None] == ids) & ~torch.eye(len(ids), dtype=torch.bool)
+        corrected = (users @ items.T / 0.5 - log_q).masked_fill(again, -torch.inf)
+        losses = cross_entropy(corrected, torch.arange(len(ids)), reduction="none")
+    torch.testing.assert_close(model(batch)[0], (losses * weights).sum() / weights.sum())
+
+
+def learned(runtime: Runtime, loss: str, label: str | None) -> tuple[Any, list[float]]:
+    parallel, optimizer = hybrid_parallel(
+        of_clicks(loss, META), runtime, optimizer=OptimizerConfig(tables="sgd", dense="sgd", dense_lr=0.05), seed=4
+    )
+    batches = iter(loader_of_clicks(of_clicks(loss, META), runtime, label))
+    parallel.module.expect_rows(negatives=0, label=label)
+    pipeline = make_pipeline(parallel, optimizer, runtime.device)
+    losses = [float(pipeline.progress(batches).loss) for _ in range(4)]
+    return gather_state(parallel), losses
+
+
+@pytest.mark.parametrize(("loss", "label"), [("in_batch", "label"), ("catalogue", None), ("catalogue", "label")])
+def test_clicks_on_two_ranks_are_one_batch(loss: str, label: str | None) -> None:
+    (single,), two = run_ranks(learned, 1, loss, label), run_ranks(learned, 2, loss, label)
+    assert [sum(pair) / 2 for pair in zip(two[0][1], two[1][1], strict=True)] == pytest.approx(single[1], abs=1e-5)
+    for name, value in single[0].items():
+        torch.testing.assert_close(two[0][0][name], value, atol=1e-5, rtol=1e-4, msg=name)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("loss", ["in_batch", "catalogue"])
+def test_a_batch_without_a_click_has_the_loss_0(loss: str) -> None:
+    model = of_clicks(loss).train()
+    batch = next(iter(loader_of_clicks(model, Runtime(), "label")))
+    value, _ = model(dataclasses.replace(batch, labels=torch.zeros_like(batch.labels)))
+    value.backward()
+    assert float(value.detach()) == 0
+    assert all(float(parameter.grad.abs().sum()) == 0 for parameter in model.parameters() if parameter.grad is not None)
+
+
+@pytest.mark.unit
+def test_a_loss_over_the_catalogue_needs_the_catalogue() -> None:
+    model = of_clicks("catalogue").train()
+    batch = next(iter(loader_of_clicks(of_clicks("in_batch"), Runtime(), None)))
+    with pytest.raises(ValueError, match=r"loss 'catalogue': the batch does not end with all items; make its loader"):
+        model(batch)
+    for changed, message in (
+        ({"negatives": 4}, r"loader\.negatives=4 .* and a loss over the catalogue: all items are candidates already"),
+        (
+            {"sampling": "mixed", "shared_negatives": 8},
+            r"loader\.shared_negatives=8 with loader\.sampling='mixed' and a loss over the catalogue",
+        ),
+        ({"device": "cpu"}, r"loader\.device='cpu' with a loss over the catalogue: its batches are made on the host"),
+    ):
+        config = LoaderConfig(**{"negatives": 0, **changed})  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=message):
+            training_loader(CLICKS, model.schema(), config)
 
 
 def trained(runtime: Runtime) -> tuple[Any, list[float], list[str]]:

@@ -290,7 +290,10 @@ def trained(
     }
     history = train_stack(members, stop=stop)
     records = {
-        name: [{key: value for key, value in record.items() if key != "rows_per_s"} for record in of_member]
+        name: [
+            {key: value for key, value in record.items() if key not in ("rows_per_s", "data_wait")}
+            for record in of_member
+        ]
         for name, of_member in history.items()
     }
     weights = {f"{name}.{key}": v for name in "ab" for key, v in members[name].network.state_dict().items()}

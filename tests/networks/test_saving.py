@@ -89,7 +89,7 @@ def after(step: int) -> Callable[[], bool]:
 
 def without_speed(history: dict[str, list[Record]]) -> dict[str, list[Record]]:
     return {
-        name: [{k: v for k, v in record.items() if k != "rows_per_s"} for record in own]
+        name: [{k: v for k, v in record.items() if k not in ("rows_per_s", "data_wait")} for record in own]
         for name, own in history.items()
     }
 

@@ -2,8 +2,10 @@
 
 import contextlib
 import io
+import time
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.tower_model import Prediction
 from torchrec_ext.train.loop import TrainConfig, TrainingDivergedError, train
+from torchrec_ext.train.report.progress import _Sleep, time_shares
 from torchx_apps.recipes import TwoTowerConfig, build_two_tower
 from torchx_apps.tasks.ranking import RankingEvaluator
 
@@ -91,10 +94,76 @@ def test_every_row_is_recorded_once_per_epoch_and_every_epoch_ends_with_a_record
 
 def test_every_rank_returns_the_same_history_and_rank_0_alone_logs_it() -> None:
     ranks = run_ranks(recorded, 2)
-    without_time = [[{**record, "rows_per_s": 0} for record in rank["history"]] for rank in ranks]
+    times = {"rows_per_s": 0, "data_wait": 0, "ranks_wait": 0, "waits": 0}
+    without_time = [[{**record, **times} for record in rank["history"]] for rank in ranks]
     assert without_time[0] == without_time[1]
     assert [record for record in ranks[0]["logged"] if record["kind"] != "steps"] == ranks[0]["history"]
     assert ranks[1]["logged"] == []
+
+
+def waited(runtime: Runtime) -> list[float]:
+    """Two epochs by a clock that a batch takes forward by 1, on rank 1 by 2, and a forward pass by 4."""
+    clock = [0.0]
+
+    class Slow(Batches):
+        def __iter__(self) -> Iterator[TowerBatch]:
+            for batch in super().__iter__():
+                clock[0] += 1 + runtime.rank
+                yield batch
+
+    def forward(*_: object) -> None:
+        clock[0] += 4
+
+    parallel, optimizer = hybrid_parallel(small_model(), runtime)
+    parallel.register_forward_pre_hook(forward)
+    with mock.patch.object(time, "perf_counter", side_effect=lambda: clock[0]):
+        history = train(
+            parallel, optimizer, Slow(runtime, 6), runtime, TrainConfig(epochs=2, log_every=6, compile="off")
+        )
+    return [record["data_wait"] for record in history if record["kind"] == "train"]
+
+
+def test_the_share_of_time_in_which_a_rank_waited_for_its_batches_is_recorded() -> None:
+    (alone,) = run_ranks(waited, 1)
+    assert alone == [pytest.approx(1 / 5)] * 2
+    first, second = run_ranks(waited, 2)
+    # Each rank divides the longest wait of all, rank 1's, by its time.
+    assert (first, second) == ([pytest.approx(2 / 5)] * 2, [pytest.approx(2 / 6)] * 2)
+
+
+def slept(runtime: Runtime) -> list[dict[str, Any]]:
+    """Two epochs by a clock: a batch takes 1, asleep, a forward 3, of which rank 1 sleeps 2."""
+    clock, asleep = [0.0], [0.0]
+
+    class Slow(Batches):
+        def __iter__(self) -> Iterator[TowerBatch]:
+            for batch in super().__iter__():
+                clock[0], asleep[0] = clock[0] + 1, asleep[0] + 1
+                yield batch
+
+    def forward(*_: object) -> None:
+        clock[0], asleep[0] = clock[0] + 3, asleep[0] + 2 * runtime.rank
+
+    parallel, optimizer = hybrid_parallel(small_model(), runtime)
+    parallel.register_forward_pre_hook(forward)
+    with (
+        mock.patch.object(time, "perf_counter", side_effect=lambda: clock[0]),
+        mock.patch.object(_Sleep, "__call__", side_effect=lambda: asleep[0]),
+    ):
+        history = train(
+            parallel, optimizer, Slow(runtime, 6), runtime, TrainConfig(epochs=2, log_every=6, compile="off")
+        )
+    return [record for record in history if record["kind"] == "train"]
+
+
+def test_sleep_that_is_no_wait_for_a_batch_is_a_ranks_share_in_collectives() -> None:
+    first, second = run_ranks(slept, 2)
+    for records in (first, second):
+        assert [record["waits"] for record in records] == [[[0.25, 0.0], [0.25, 0.5]]] * 2
+        assert [record["ranks_wait"] for record in records] == [pytest.approx(0.25)] * 2
+        assert time_shares(records) == {"data": 0.25, "ranks": 0.25, "compute": pytest.approx(0.5)}
+    (alone,) = run_ranks(slept, 1)
+    assert not any("waits" in record or "ranks_wait" in record for record in alone)
 
 
 def test_every_sharded_module_of_the_recipe_is_pipelined() -> None:

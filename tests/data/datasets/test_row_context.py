@@ -86,7 +86,23 @@ def test_one_value_only_is_no_division_by_zero() -> None:
         (["item_id"], {}, r"data\.context names \['item_id'\]: .* have a meaning of their own"),
         (["price"], {"price": [1.0, float("nan")] + [0.0] * 6}, r"column 'price', row 1: nan; must be a finite number"),
         (["hour"], {"hour": [[1]] * 8}, r"column 'hour' holds lists; context is one value per row"),
-        (["hour"], {"hour": [1, None] + [0] * 6}, r"inter\.parquet: .*hour.*null"),
+        (["hour"], {"hour": [None] * 8}, r"column 'hour': all 4 values are missing; leave the column out"),
+        (
+            ["day"],
+            {"day": ["2024-02-29", "03/01/2024"] + ["2024-01-01"] * 6},
+            r"inter\.parquet: column 'day', row 1: '03/01/2024' must be a date in ISO 8601, such as 2024-02-29, .*; wr",
+        ),
+        (
+            ["day"],
+            {"day": ["29.02.2024"] * 8},
+            r"inter\.parquet: column 'day', row 0: '29\.02\.2024' must be a date in ISO 8601",
+        ),
+        (["day"], {"day": ["2024-02-30"] * 8}, r"inter\.parquet: column 'day', row 0: '2024-02-30' must be a date"),
+        (
+            ["hour", "hour_weekday"],
+            {"hour": ["2024-02-29"] * 8, "hour_weekday": [1] * 8},
+            r"column 'hour_weekday' is there, and is made of the dates in 'hour' too",
+        ),
     ],
 )
 def test_what_is_wrong_is_told_with_file_and_column(
@@ -100,7 +116,7 @@ def test_another_type_in_another_file_is_told(tmp_path: Path) -> None:
     for part, hours in (("train", [9, 7, 9]), ("test", ["7", "1", "9"])):
         pq.write_table(pa.table({"user": [0, 1, 2], "item": [0, 1, 2], "hour": hours}), tmp_path / f"{part}.parquet")
     with pytest.raises(
-        DataError, match=r"test\.parquet: column 'hour' is object, in train\.parquet int64; write one type"
+        DataError, match=r"test\.parquet: column 'hour' is string, in train\.parquet int64; write one type"
     ):
         from_folder(tmp_path, name="mine", history_length=0, context=("hour",))
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrec_ext.data.columns import Column
 from torchrec_ext.data.datasets.sequences import (
+    SequenceConfig,
     SequenceData,
     from_rows,
+    load_sequences,
     most_recent,
     training_windows,
 )
@@ -119,3 +125,91 @@ def test_what_cannot_be_is_named(options: dict[str, Any], text: str) -> None:
 
 def test_times_may_fall_from_one_user_to_the_next() -> None:
     data_of(sequences=ragged([1, 2], [3, 4]), times=ragged([8, 9], [1, 1]))
+
+
+def test_several_test_items_are_found_after_all_items_before_them() -> None:
+    data = data_of([1, 2, 3, 4, 5], [6, 7, 8, 9], [1, 2, 3, 6, 5, 5], test_items=2)
+    assert rows_of(data.training()) == [[1], [6, 7, 8, 9], [1, 2]]
+    validation, test = data.held_out("validation"), data.held_out("test")
+    assert validation.users.tolist() == test.users.tolist() == [0, 2]
+    assert rows_of(validation.before) == [[1], [1, 2]]
+    assert test.target_rows is not None
+    assert (test.target_rows.tolist(), test.targets.tolist()) == ([0, 0, 1], [4, 5, 5]), (
+        "an item taken twice counts once"
+    )
+    assert rows_of(test.before) == [[1, 2, 3], [1, 2, 3, 6]]
+
+
+def folder_of(root: Path, negatives: dict[str, Any], name: str = "test_negatives") -> SequenceConfig:
+    (root / "mine").mkdir(exist_ok=True)
+    rows = {"user": list("aaabbbb"), "item": [10, 20, 30, 20, 30, 40, 50], "position": [0, 1, 2, 0, 1, 2, 3]}
+    pq.write_table(pa.table(rows), root / "mine" / "inter.parquet")
+    pq.write_table(pa.table(negatives), root / "mine" / f"{name}.parquet")
+    return SequenceConfig(name="mine", folder=str(root))
+
+
+GIVEN = {"user": ["b", "a", "a", "nobody"], "negative": [10, 40, 50, 10]}
+
+
+def test_candidates_are_those_of_the_file_and_validation_items_get_as_many(tmp_path: Path) -> None:
+    data = load_sequences(folder_of(tmp_path, GIVEN))
+    assert data.candidates["test"].tolist() == [[4, 5], [1, -1]], "rows of a and b"
+    drawn = data.candidates["validation"]
+    assert drawn.shape == (2, 2)
+    assert set(drawn[0]) <= {4, 5}
+    assert set(drawn[1]) == {1}
+    config = folder_of(tmp_path, {"user": ["a", "b"], "item_id": [50, 10]}, "validation_negatives")
+    assert load_sequences(config).candidates["validation"].tolist() == [[5], [1]]
+
+
+def test_candidates_of_text_ids_are_named_as_in_the_sequences(tmp_path: Path) -> None:
+    config = folder_of(tmp_path, {**GIVEN, "negative": ["i10", "i40", "i50", "i10"]})
+    rows = pq.read_table(tmp_path / "mine" / "inter.parquet").to_pydict()
+    pq.write_table(pa.table({**rows, "item": [f"i{item}" for item in rows["item"]]}), tmp_path / "mine/inter.parquet")
+    assert load_sequences(config).candidates["test"].tolist() == [[4, 5], [1, -1]], "rows of a and b"
+
+
+@pytest.mark.parametrize(
+    ("negatives", "options", "message"),
+    [
+        (
+            {**GIVEN, "negative": [10, 40, 60, 10]},
+            {},
+            r"row 2: negative 60 is in no sequence of 'mine' \(1 such rows\)",
+        ),
+        ({"user": ["a"], "negative": [40]}, {}, r"user b, who has a test item, has no row; write the candidates"),
+        (
+            {"user": ["a"], "rival": [40]},
+            {},
+            r"no column negative or item_id or item with one id per row; the file has",
+        ),
+        (
+            {**GIVEN, "user": [1, 2, 2, 3]},
+            {},
+            r"test_negatives\.parquet: the ids in 'user' are numbers, and those in the sequences of 'mine' text; write",
+        ),
+        (
+            {**GIVEN, "negative": [10, None, 50, None]},
+            {},
+            r"column 'negative', row 1: value is null \(2 such rows\), and a candidate has a user and an item; leave",
+        ),
+        ({**GIVEN, "negative": [1.0, 4.5, 5.0, 1.0]}, {}, r"column 'negative' is double; ids must be whole numbers or"),
+        (
+            GIVEN,
+            {"test_items": 2},
+            r"data\.test_items=2 with .*test_negatives\.parquet: its candidates are those of one",
+        ),
+    ],
+)
+def test_candidates_that_cannot_be_are_named(
+    tmp_path: Path, negatives: dict[str, Any], options: dict[str, int], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        load_sequences(dataclasses.replace(folder_of(tmp_path, negatives), **options))
+
+
+def test_candidates_of_validation_items_alone_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"validation_negatives\.parquet: there is no test_negatives\.parquet beside it"
+    ):
+        load_sequences(folder_of(tmp_path, GIVEN, "validation_negatives"))

@@ -171,8 +171,16 @@ def test_a_folder_of_a_users_own_is_a_set_by_its_name(tmp_path: Path, monkeypatc
     [
         ({"test_negatives": {"user": [0, 1], "negative": [2, 2]}}, "user 2, who has a test item, has no row"),
         (
-            {"train": {"user": [0, -1], "item": [0, 1]}},
-            r"train\.parquet: column 'user', row 1: id -1; must be 0 or more",
+            {"train": {"user": ["u0", "u1"], "item": [0, 1]}},
+            r"the ids in 'user_id' are string in train\.parquet, int64 in test\.parquet.*; write one type to all files",
+        ),
+        (
+            {"train": {"user": [0, None, None], "item": [0, 1, 2]}},
+            r"train\.parquet: column 'user', row 1: value is null \(2 such rows\), and a row needs user, item; leave",
+        ),
+        (
+            {"train": {"user": [0.0, 1.5], "item": [0, 1]}},
+            r"train\.parquet: column 'user' is double; ids must be whole numbers or text",
         ),
         (
             {"train": {"user": [0], "item": [1], "label": [0]}},
@@ -197,11 +205,27 @@ def test_a_folder_of_a_users_own_is_a_set_by_its_name(tmp_path: Path, monkeypatc
             {"users": {"user": [7, 0, 7], "sex": ["m", "f", "f"]}},
             r"users\.parquet: column 'user', rows 0 and 2: both describe id 7",
         ),
+        (
+            {
+                **{part: {"user": list("abc"), "item": [0, 1, 2]} for part in ("train", "test", "test_negatives")},
+                "users": {"user": ["b", "a", "b"], "sex": ["m", "f", "f"]},
+            },
+            r"users\.parquet: column 'user', rows 0 and 2: both describe id b",
+        ),
     ],
 )
 def test_what_is_wrong_in_a_folder_is_told(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         from_folder(ncf_folder(tmp_path, **changed), name="mine", history_length=5)
+
+
+@pytest.mark.unit
+def test_ids_of_text_beside_text_files_of_whole_numbers_are_refused(tmp_path: Path) -> None:
+    for part in ("train", "test"):
+        (tmp_path / f"{part}.txt").write_text("0 1 2\n1 0 2\n")
+    pq.write_table(pa.table({"item": ["a", "b", "c"], "kind": ["x", "x", "y"]}), tmp_path / "items.parquet")
+    with pytest.raises(DataError, match=r"'item_id' are string in items\.parquet, int64 in train\.txt, int64 in test"):
+        from_folder(tmp_path, name="mine", history_length=5)
 
 
 @pytest.mark.unit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, get_args
 
 import numpy as np
@@ -20,6 +21,7 @@ from torchrec_ext.data.negatives.registry import NEGATIVES
 from torchrec_ext.models.retrieval import RetrievalModel
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.interaction import DotProduct
+from torchrec_ext.modules.losses import softmax_losses
 from torchrec_ext.modules.tower import Tower
 
 pytestmark = pytest.mark.unit
@@ -76,6 +78,59 @@ def test_a_refreshed_sampler_asks_the_model_from_the_second_epoch_on(name: str) 
     if NEGATIVES[name].refreshed:
         with pytest.raises(ValueError, match=f"loader.sampling='{name}' without refresh"):
             training_loader(DATA, model_of(name).schema(), config_of(name))
+
+
+DRAWS, USER = 20_000, 7
+
+
+def drawn(name: str, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Logits (DRAWS, C), log q likewise, and the sum that they estimate, for queries whose positive is in column 0."""
+    sampler: Any = training_negatives(DATA, config_of(name, popularity_exponent=3.0))
+    if NEGATIVES[name].shared:
+        counts = DATA.popularity()
+        in_batch = np.random.default_rng(0).choice(len(counts), size=(DRAWS, 32), p=counts / counts.sum())
+        ids = np.stack([np.append(some, sampler.draw(0, step)) for step, some in enumerate(in_batch)])
+        log_q = sampler.log_q(ids.reshape(-1)).reshape(ids.shape)
+        return scores[ids], torch.from_numpy(log_q), float(scores[1:].exp().sum())
+    taken = DATA.known.items[DATA.known.users == USER]
+    if NEGATIVES[name].refreshed:
+        sampler.refresh(lambda users: np.tile(np.setdiff1d(np.arange(1, 30), taken)[:10], (len(users), 1)))
+    ids, log_q = sampler.draw(np.full(DRAWS, USER), np.arange(DRAWS), 1, EACH)
+    log_q_of_positive = sampler.log_q(np.array([USER]), taken[:1])
+    ids = np.concatenate([np.full((DRAWS, 1), taken[0]), ids], axis=1)
+    log_q = np.concatenate([np.full((DRAWS, 1), log_q_of_positive), log_q], axis=1)
+    free = np.setdiff1d(np.arange(1, DATA.num_items + 1), taken)
+    return scores[ids], torch.from_numpy(log_q), float(scores[free].exp().sum())
+
+
+@pytest.mark.parametrize("name", NEGATIVES)
+def test_the_corrected_softmax_estimates_that_over_the_whole_catalogue(name: str) -> None:
+    """exp(loss) is a sum of exp(score) / q over the candidates, whose mean is the sum over all that can be drawn.
+
+    A positive with negatives of its own adds its own term, 1; the candidates of a batch have it among them.
+    """
+    torch.manual_seed(0)
+    counts = torch.from_numpy(DATA.popularity())
+    often = (torch.arange(len(counts)) < 30) if name == "hard" else counts / 10
+    scores = torch.randn(len(counts), dtype=torch.float64) + often
+    logits, log_q, whole = drawn(name, scores)
+    its_own = 0 if NEGATIVES[name].shared else 1
+
+    def estimates(correction: torch.Tensor) -> torch.Tensor:
+        losses = softmax_losses(logits, torch.zeros(DRAWS, dtype=torch.int64), log_q=correction)
+        sums = (losses.exp() - its_own) * (logits - correction)[:, 0].exp()
+        return sums / (logits.shape[1] - its_own)
+
+    sums = estimates(log_q.double())
+    error = float(sums.std()) / math.sqrt(DRAWS)
+    assert abs(float(sums.mean()) - whole) < 5 * error
+    score = float(logits[0, 0])
+    assert math.log1p(float(sums.mean()) * math.exp(-score)) == pytest.approx(
+        math.log1p(whole * math.exp(-score)), abs=0.02
+    )
+    if name != "uniform":
+        level = torch.full_like(logits, float(log_q.double().exp().mean().log()))
+        assert abs(float(estimates(level).mean()) - whole) > 10 * error, "without the sampler's own q it is another sum"
 
 
 @pytest.mark.parametrize("name", NEGATIVES)

@@ -109,7 +109,17 @@ def test_requests_that_are_refused(rows: dict[str, Any], message: str) -> None:
         ("list<int64>", 7, r"value 7 is not list<int64> \(it is int64\)"),
         ("list<int64>", [7, 0.5], r"value \[7, 0.5\] is not list<int64>"),
         ("list<string>", [7], r"value \[7\] is not list<string> \(it is list<item: int64>\)"),
-        ("timestamp[us]", "2024-01-01", r"value '2024-01-01' is not timestamp\[us\] \(it is string\)"),
+        (
+            "timestamp[us]",
+            "01/02/2024",
+            r"value '01/02/2024' is not timestamp\[us\] \(must be a date in ISO 8601, such",
+        ),
+        (
+            "timestamp[us]",
+            "2024-02-30",
+            r"value '2024-02-30' is not timestamp\[us\] \(must be a date in ISO 8601, such",
+        ),
+        ("timestamp[us]", 1.5, r"value 1\.5 is not timestamp\[us\] \(it is double\)"),
     ],
 )
 def test_a_value_of_another_type(kind: str, value: Any, message: str) -> None:

@@ -58,7 +58,10 @@ STEPS: dict[str, list[Step]] = {
     "TimeFeatures": [TimeFeatures(column="when", features=ALL_TIMES), TimeFeatures(column="ts", zone="Asia/Kolkata")],
     "History": [
         History(user="user", item="item", time="ts", length=2, where="label"),
-        Categorify(column="item", also=("history",)),
+        History(user="user", item="item", time="when", length=2, output="past", also=("city", "age"), gaps=(3600,)),
+        Categorify(column="item", also=("history", "past")),
+        HashBucket(column="past_city", buckets=9),
+        HashBucket(column="past_age", buckets=7),
     ],
 }
 KNOWN = {"age": 30, "price": 1.5}  # fitting needs one number at least

@@ -305,6 +305,7 @@ def tried_as_trained(runtime: Runtime) -> tuple[list[float | None], list[int]]:
     return [candidate.trial_ms for candidate in decision.candidates if not candidate.refused], kinds
 
 
+@pytest.mark.slow
 def test_trials_make_the_steps_of_train_on_several_batches_and_leave_out_a_bad_one() -> None:
     for ms, kinds in run_ranks(tried_as_trained, 2, timeout_s=300):
         assert ms[0] is not None

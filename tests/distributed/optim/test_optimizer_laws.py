@@ -45,7 +45,7 @@ MIXED = OptimizerConfig(
 
 def cases(world_size: int) -> Iterator[tuple[str, PlanConfig, OptimizerConfig]]:
     """(name, plan, optimizer); of the sharding types one rank tries one, since it shards nothing."""
-    shardings = ("row_wise",) if world_size == 1 else ("table_wise", "row_wise", "column_wise")
+    shardings = ("row_wise",) if world_size == 1 else ("table_wise", "row_wise", "column_wise", "grid_shard")
     for kind in ("adam", "lazy_adam", "partial_row_wise_adam", "lamb"):
         yield kind, PlanConfig(), OptimizerConfig(tables=kind, tables_lr=0.02)  # type: ignore[arg-type]
     for sharding in (*shardings, "data_parallel"):

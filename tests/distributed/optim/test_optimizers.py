@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import unittest.mock
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from torchrec.optim.fused import EmptyFusedOptimizer
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from tests.contracts import run_ranks
 from tests.examples import ITEMS, META, USERS, small_model
+from torchrec_ext.distributed.optim import sharded
 from torchrec_ext.distributed.optim.config import Choice, OptimizerConfig
 from torchrec_ext.distributed.optim.declared import (
     apply_optimizer_in_backward,
@@ -24,6 +27,13 @@ from torchrec_ext.distributed.optim.declared import (
 )
 from torchrec_ext.distributed.optim.hybrid import GradientNotFiniteError, HybridOptimizer
 from torchrec_ext.distributed.optim.kinds import RowAdam
+from torchrec_ext.distributed.parallel import hybrid_parallel
+from torchrec_ext.distributed.plan.config import PlanConfig
+from torchrec_ext.distributed.plan.planner import plan_sharding
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.tables import collections
+from torchrec_ext.train.step import memory
+from torchrec_ext.train.step.lowering import CannotCaptureError
 from torchx_apps.cli.overrides import apply_overrides
 
 pytestmark = pytest.mark.unit
@@ -316,3 +326,32 @@ def test_a_gradient_that_changes_after_it_was_looked_at_is_looked_at_again() -> 
     assert optimizer.bad_gradients() == ["layer"]
     with pytest.raises(GradientNotFiniteError, match="layer"):
         optimizer.step()
+
+
+def cached(runtime: Runtime) -> tuple[list[str], str]:
+    """The order in which a state dict calls the kernels of cached tables, and why their step is not captured."""
+    model = small_model(META)
+    kernels = dict.fromkeys(("user_id", "history", "item_id"), "fused_uvm_caching")
+    with (
+        unittest.mock.patch.object(sharded, "kernels_by_table", return_value=kernels),
+        unittest.mock.patch.object(memory, "kernels_by_table", return_value=kernels),
+    ):
+        plan = plan_sharding(model, runtime, PlanConfig(sharding="table_wise"))
+        parallel, optimizer = hybrid_parallel(model, runtime, plan=plan)
+        calls: list[str] = []
+        _, collection = next(collections(parallel))
+        for kernel in sharded.kernels_of(collection):
+            kernel.emb_module.flush = lambda: calls.append("written back")
+            kernel.emb_module.reset_cache_states = lambda: calls.append("emptied")
+        collection.state_dict()
+        with pytest.raises(CannotCaptureError) as error:
+            memory.moved_parameters(parallel, optimizer)
+    return calls, str(error.value)
+
+
+def test_what_asks_for_cached_tables_finds_them_written_back_and_the_caches_empty() -> None:
+    ((calls, refusal),) = run_ranks(cached, 1)
+    kernels = len(calls) // 2
+    assert calls == ["written back"] * kernels + ["emptied"] * kernels
+    assert kernels > 0
+    assert "has kernel=fused_uvm_caching, whose rows a captured step does not reach" in refusal

@@ -1,19 +1,26 @@
 """Plans that are made, shown, refused in numbers, and the same refusal on every rank."""
 
+import math
+import re
 import time
 import unittest.mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torchrec import EmbeddingBagConfig
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.types import CacheParams, KeyValueParams
 
 from tests.contracts import run_ranks
 from tests.examples import META, small_model, table
 from torchrec_ext.distributed.optim.config import OptimizerConfig
+from torchrec_ext.distributed.plan.cluster import forecast, memory_by_table
 from torchrec_ext.distributed.plan.config import PlanConfig
-from torchrec_ext.distributed.plan.draft import PlanError
+from torchrec_ext.distributed.plan.devices import Cluster
+from torchrec_ext.distributed.plan.draft import PlanError, draft_plan
 from torchrec_ext.distributed.plan.explain import explain
 from torchrec_ext.distributed.plan.planner import SMALL_WEIGHTS, plan_sharding, small_tables_whole
 from torchrec_ext.distributed.runtime import Runtime
@@ -35,6 +42,15 @@ def test_a_sharding_type_per_table() -> None:
     [
         ({"sharding": "rowwise"}, "sharding: sharding 'rowwise' must be one of auto, data_parallel"),
         ({"tables": ("a=rows",)}, "tables: 'a=rows': sharding 'rows' must be one of"),
+        ({"tables": ("a=row_wise:fast",)}, "tables: 'a=row_wise:fast': sharding 'fast' must be one of"),
+        ({"tables": ("a=fused_uvm:cache_load_factor=.1",)}, "cache_load_factor=0.1: only for kernel=fused_uvm_caching"),
+        ({"tables": ("a=fused_uvm_caching:cache_load_factor=x",)}, "cache_load_factor=x: must be a number"),
+        ({"kernel": "uvm"}, "kernel: 'uvm' must be one of auto, dense, fused, fused_uvm, fused_uvm_caching, key_value"),
+        ({"cache_load_factor": 1.5}, "cache_load_factor=1.5: must be a share of the rows, 0 to 1"),
+        ({"kernel": "fused", "cache_load_factor": 0.5}, "cache_load_factor=0.5: only for kernel=fused_uvm_caching or"),
+        ({"forward_precision": "fp8"}, "forward_precision='fp8': must be one of fp32, fp16, bf16, int8"),
+        ({"backward_loss_scale": 8.0}, "backward_loss_scale=8.0: only for backward_precision=fp16 or bf16"),
+        ({"backward_precision": "fp16", "backward_loss_scale": 0.0}, "backward_loss_scale=0.0: must be a positive"),
         ({"memory_gb": -1.0}, "memory_gb=-1.0: must be positive"),
         ({"reserve": 1.0}, "reserve=1.0: must be at least 0 and below 1"),
     ],
@@ -52,6 +68,126 @@ def test_an_exception_for_a_table_that_is_not_there() -> None:
         match=r"tables: 'genre=row_wise' names no table of the model; its tables are user_id, history, item_id",
     ):
         plan_sharding(small_model(META), CPU, PlanConfig(tables=("genre=row_wise",)))
+
+
+@pytest.mark.unit
+def test_what_a_table_leaves_out_is_that_of_every_table() -> None:
+    config = PlanConfig(
+        kernel="fused_uvm_caching",
+        cache_load_factor=0.3,
+        tables=("a=row_wise", "b=table_wise fused", "c=cache_load_factor=0.1", "d=grid_shard:fused_uvm"),
+    )
+    assert config.choices(list("abcde")) == {
+        "a": ("row_wise", "fused_uvm_caching", 0.3),
+        "b": ("table_wise", "fused", 0.0),
+        "c": ("auto", "fused_uvm_caching", 0.1),
+        "d": ("grid_shard", "fused_uvm", 0.0),
+        "e": ("auto", "fused_uvm_caching", 0.3),
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"kernel": "fused_uvm"}, "table 'user_id': kernel=fused_uvm on a cpu: its rows would lie beside a GPU's"),
+        ({"tables": ("item_id=key_value",)}, "table 'item_id': kernel=key_value is planned only, by rec.plan"),
+        ({"kernel": "dense", "sharding": "row_wise"}, "table 'user_id': kernel=dense with row_wise: TorchRec runs it"),
+        (
+            {"kernel": "fused", "sharding": "data_parallel"},
+            "table 'user_id': kernel=fused with data_parallel: each",
+        ),
+        (
+            {"sharding": "table_row_wise", "towers": "user:0,item:1"},
+            "table 'user_id': TorchRec makes the process groups of table_row_wise by host, over all ranks, not with "
+            "plan.towers=user:0,item:1",
+        ),
+        (
+            {"forward_precision": "fp16", "towers": "user:0,item:1"},
+            "plan.forward_precision=fp16, plan.backward_precision=fp32 with plan.towers=user:0,item:1: placed towers",
+        ),
+        (
+            {"forward_precision": "fp16", "sharding": "data_parallel"},
+            "plan.forward_precision=fp16, plan.backward_precision=fp32: every table is data_parallel, so ranks",
+        ),
+        (
+            {"forward_precision": "int8", "sharding": "table_wise"},
+            "its shards have 16 columns, and int8 has a scale for each 32 numbers of a row",
+        ),
+    ],
+)
+def test_what_torchrec_cannot_do_is_refused_by_table(config: dict[str, object], text: str) -> None:
+    with unittest.mock.patch("torch.distributed.broadcast_object_list"), pytest.raises(ValueError) as error:
+        plan_sharding(small_model(META), TWO_RANKS, PlanConfig(**config))  # type: ignore[arg-type]
+    assert text in str(error.value)
+
+
+def test_several_copies_of_tables_are_not_sharded_by_host() -> None:
+    with pytest.raises(PlanError, match=r"process groups of grid_shard by host, .*, not with sync\.table_copies=2"):
+        plan_sharding(small_model(META), TWO_RANKS, PlanConfig(sharding="grid_shard"), table_copies=2)
+
+
+def test_a_table_read_id_by_id_is_not_sharded_by_host() -> None:
+    tables = [EmbeddingConfig(name="item", feature_names=["item"], num_embeddings=50, embedding_dim=16)]
+    model = torch.nn.ModuleDict({"item": EmbeddingCollection(tables=tables, device=META)})
+    for sharding in ("table_row_wise", "grid_shard", "table_column_wise"):
+        with pytest.raises(PlanError, match=f"table 'item': {sharding}: it is read id by id"):
+            plan_sharding(model, CPU, PlanConfig(sharding=sharding))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("optimizer", [OptimizerConfig(tables="adam"), OptimizerConfig(tables_weight_decay=0.1)])
+def test_rows_that_an_optimizer_reads_where_they_lie_are_not_cached(optimizer: OptimizerConfig) -> None:
+    gpu = Cluster(world_size=2, local_world_size=2, hbm_gb=0.01).topology()
+    config = PlanConfig(sharding="row_wise", kernel="fused_uvm_caching")
+    with pytest.raises(PlanError, match="kernel=fused_uvm_caching: its optimizer, or its weight decay"):
+        draft_plan(small_model(META), gpu, config, optimizer=optimizer, batch_size=8)
+    free = draft_plan(small_model(META), gpu, PlanConfig(sharding="row_wise"), optimizer=optimizer, batch_size=8)
+    assert {option.compute_kernel for option in free.options} <= {"fused", "fused_uvm"}
+
+
+def test_memory_is_that_of_torchrecs_own_estimator_to_the_byte() -> None:
+    cluster = Cluster(world_size=16, local_world_size=8, ssd_gb=4096)
+    tables = [
+        EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=rows, embedding_dim=64)
+        for name, rows in (("ad", 300_000_000), ("item", 12_000_000), ("place", 90_000), ("word", 5_000_000))
+    ]
+    model = torch.nn.ModuleDict({"tables": EmbeddingBagCollection(tables=tables, device=META)})
+    config = PlanConfig(
+        kernel="fused_uvm_caching",
+        cache_load_factor=0.1,
+        tables=("ad=row_wise", "item=column_wise:fused_uvm", "place=data_parallel:dense", "word=grid_shard:key_value"),
+    )
+    optimizer = OptimizerConfig(tables="row_wise_adagrad")
+    drafted = draft_plan(model, cluster.topology(), config, optimizer=optimizer, batch_size=1024)
+    kernels = {option.name: option.compute_kernel for option in drafted.options}
+    assert kernels == {"ad": "fused_uvm_caching", "item": "fused_uvm", "place": "dense", "word": "key_value"}
+    constraints = {
+        option.name: ParameterConstraints(
+            sharding_types=[option.sharding_type],
+            compute_kernels=[option.compute_kernel],
+            min_partition=option.shards[0].size[1],
+            cache_params=CacheParams(load_factor=0.1) if option.name in ("ad", "word") else None,
+            key_value_params=KeyValueParams(max_l1_cache_size=math.ceil(5_000_000 * 64 * 4 * 0.1 / 16 / 2**20)),
+        )
+        for option in drafted.options
+    }
+    counted = EmbeddingEnumerator(cluster.topology(), 1024, constraints).enumerate(
+        model, [EmbeddingBagCollectionSharder()]
+    )
+    theirs = {option.name: [shard.storage for shard in option.shards] for option in counted}
+    assert {option.name: [shard.storage for shard in option.shards] for option in drafted.options} == theirs
+    ranks = forecast(drafted, model, cluster, optimizer)
+    for rank in ranks:
+        stored = [shard.storage for option in drafted.options for shard in option.shards if shard.rank == rank.rank]
+        assert rank.device == sum(each.hbm for each in stored)
+        assert rank.host == sum(each.ddr for each in stored)
+        assert rank.ssd == sum(each.ssd for each in stored)
+    by_table = memory_by_table(drafted)
+    assert by_table == {name: sum(storages[1:], storages[0]) for name, storages in theirs.items()}
+    assert sum(rank.host for rank in ranks) >= 312_000_000 * 64 * 4 + 300_000_000 * 4
+    text = explain(drafted.plan, model, 16)
+    assert re.search(r"row_wise +fused_uvm_caching +rank 0 rows 0-", text)
+    assert "of these in host memory on ranks" in text
+    assert "of these on the SSD on ranks" in text
 
 
 def test_constraints_of_torchrec_win() -> None:

@@ -29,6 +29,7 @@ from torchrec_ext.train.metrics import watched
 from torchrec_ext.train.step import choose as steps
 from torchrec_ext.train.step.captured import as_it_is
 
+TIMES = ("rows_per_s", "data_wait", "ranks_wait", "waits")
 FIGURES = [0.5, 0.9, 0.3, 0.2, 0.1]  # of each epoch
 WATCH = EarlyStop(metric="auc", patience=2)
 
@@ -105,7 +106,7 @@ def run(
         except RunStoppedError as error:
             message = str(error)
     return {
-        "history": [{name: value for name, value in record.items() if name != "rows_per_s"} for record in history],
+        "history": [{name: value for name, value in record.items() if name not in TIMES} for record in history],
         "logged": [record["kind"] for record in logged],
         "states": states,
         "end": gather_state(parallel),

@@ -23,10 +23,11 @@ from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train import metrics
+from torchrec_ext.train.config import Figure
 from torchrec_ext.train.metrics import (
     Coverage,
     Question,
-    catalogue,
+    TargetRanks,
     own_share,
     popularity_ranks,
     ranking_metrics,
@@ -102,6 +103,33 @@ def test_any_targets_and_any_block_like_a_plain_loop(data: st.DataObject) -> Non
             others = [int(scores[row, item] - scores[row, target]) for item in left if item != target]
             expected.append((sum(gap > 0 for gap in others), others.count(0)))
     assert found == expected
+    # To a depth, all figures up to it are those of the exact ranks.
+    depth = data.draw(st.integers(1, items))
+    exact = TargetRanks(*(torch.tensor(values) for values in zip(*expected, strict=True)), question.target_rows)
+    names: list[Figure] = ["hr", "recall", "precision", "ndcg", "mrr", "map"]
+    near = ranks_of(scores.float(), question, depth=depth)
+    assert ranking_metrics(near, depth, names) == pytest.approx(ranking_metrics(exact, depth, names))
+
+
+@pytest.mark.unit
+@given(data=st.data())
+def test_the_popularity_ranking_is_that_of_the_same_scores_for_all_queries(data: st.DataObject) -> None:
+    rows, items = data.draw(st.integers(1, 5)), data.draw(st.integers(2, 7))
+    popularity = torch.tensor(data.draw(st.lists(st.integers(0, 3), min_size=items, max_size=items)))
+    several_each = data.draw(st.booleans())
+    own = [data.draw(st.sets(st.integers(0, items - 1), min_size=1)) for _ in range(rows)]
+    own = own if several_each else [{min(targets)} for targets in own]
+    seen = data.draw(st.lists(st.tuples(st.integers(0, rows - 1), st.integers(0, items - 1)), max_size=12))
+    question = Question(
+        targets=torch.tensor([item for targets in own for item in sorted(targets)]),
+        target_rows=torch.tensor([row for row, targets in enumerate(own) for _ in targets]) if several_each else None,
+        seen_rows=torch.tensor([row for row, _ in seen], dtype=torch.int64),
+        seen_items=torch.tensor([item for _, item in seen], dtype=torch.int64),
+        not_items=tuple(data.draw(st.sets(st.integers(0, items - 1)))),
+    )
+    ranks, expected = popularity_ranks(popularity, question), ranks_of(popularity.float().repeat(rows, 1), question)
+    assert (ranks.better.tolist(), ranks.ties.tolist()) == (expected.better.tolist(), expected.ties.tolist())
+    assert ranks.queries is question.target_rows
 
 
 @pytest.mark.unit
@@ -149,9 +177,7 @@ def test_a_score_that_is_no_number_is_not_counted_as_worse() -> None:
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("block", [1, 2, 1024])
-def test_the_popularity_ranking_by_hand(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalogue, "PAIRS_PER_BLOCK", 5 * block)
+def test_the_popularity_ranking_by_hand() -> None:
     popularity = torch.tensor([0, 5, 3, 3, 1])
     # The most popular item first; then second and third in a tie once item 1 has been seen; then the last of all.
     question = Question(targets=torch.tensor([1, 2, 4]), seen_rows=torch.tensor([1]), seen_items=torch.tensor([1]))

@@ -1,0 +1,378 @@
+"""Files as they stand: ids of any kind, dates and missing values train and serve, and so does what is preprocessed."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.small_sets import write_ml_100k
+from torchrec_ext.data.datasets.catalog import DataConfig, load_config
+from torchrec_ext.data.datasets.labelled import LabelledConfig, load_labelled
+from torchrec_ext.data.datasets.sequences import SequenceConfig, load_sequences
+from torchrec_ext.retrieval.bundle.bundle import Bundle
+from torchrec_ext.retrieval.scorer.requests import RecommendRequest, ScoreRequest
+from torchrec_ext.retrieval.scorer.scorer import Scorer
+from torchrec_ext.schema import DataError
+from torchx_apps import preprocess
+from torchx_apps.cli.command_line import apply_overrides, load_recipe
+from torchx_apps.jobs.training import run_training
+
+Ids = Callable[[Any], Any]
+USERS, ITEMS = 40, 30
+DAYS = [datetime.date(2024, 1, 1 + day) for day in range(28)]
+
+
+def in_order(values: Any) -> Any:
+    return [f"id-{value:06}" for value in values]
+
+
+def in_other_order(values: Any) -> Any:
+    return [f"{value}"[::-1] + "x" for value in values]
+
+
+def hashed(values: Any) -> list[int]:
+    """Ids of 64 bits, half of them below 0, in no order."""
+    numbers = np.random.default_rng(7).integers(-(2**63), 2**63 - 1, 1_000)
+    return numbers[np.asarray(values)].tolist()
+
+
+def of_pairs(folder: Path, ids: Ids = list, *, missing: bool = True) -> Path:
+    """A log with features of both, dates and missing values; ``ids`` says how the ids are written."""
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    users = np.repeat(np.arange(USERS), 8) * 3 + 5
+    items = np.concatenate([rng.permutation(ITEMS)[:8] for _ in range(USERS)]) * 7
+    rows = len(users)
+    price: list[float | None] = rng.random(rows).tolist()
+    device: list[str | None] = rng.choice(["tv", "pc", "phone"], rows).tolist()
+    if missing:
+        price[::5], device[::4] = [None] * len(price[::5]), [None] * len(device[::4])
+    when = [datetime.datetime(2024, 1, 1 + day, day % 24) for day in range(8)] * USERS
+    log = {
+        "user_id": ids(users),
+        "item_id": ids(items),
+        "timestamp": when,
+        "day": [moment.date() for moment in when],
+        "seen": [f"{moment:%Y-%m-%dT%H:%M}" for moment in when],
+        "device": device,
+        "price": price,
+    }
+    pq.write_table(pa.table(log), folder / "inter.parquet")
+    known = np.unique(users)
+    born = [DAYS[user % 28] if user % 3 or not missing else None for user in known]
+    sex = [["m", "f", None][user % 3] for user in known] if missing else ["m", "f"] * (len(known) // 2)
+    pq.write_table(pa.table({"user_id": ids(known), "sex": sex, "born": born}), folder / "users.parquet")
+    described = np.unique(items)
+    genres = [["a|b", "a", None][item % 3] for item in described] if missing else ["a|b"] * len(described)
+    table = {"item_id": ids(described), "genres": genres, "title": [f"film {item}" for item in described]}
+    pq.write_table(pa.table(table), folder / "items.parquet")
+    return folder
+
+
+CONTEXT = "data.context=day,seen,device,price"
+
+
+def run(recipe: str, folder: Path, out: Path, *overrides: str) -> dict[str, float]:
+    sets = [f"data.name={folder.name}", f"data.folder={folder.parent}", "train.epochs=1", "device=cpu", *overrides]
+    run_training(apply_overrides(load_recipe(recipe), sets), out)
+    figures: dict[str, float] = json.loads((out / "summary.json").read_text())["test"]
+    return figures
+
+
+@pytest.mark.parametrize("ids", [in_order, pytest.param(in_other_order, marks=pytest.mark.slow)])
+def test_ids_that_are_text_in_the_same_order_train_the_same_model(ids: Ids, tmp_path: Path) -> None:
+    whole, text = of_pairs(tmp_path / "a" / "log"), of_pairs(tmp_path / "b" / "log", ids)
+    sets = (CONTEXT, "export=require")
+    figures = [run("two_tower", folder, folder.parent / "run", *sets) for folder in (whole, text)]
+    tables = [sorted((folder.parent / "run/bundle/tables").glob("*")) for folder in (whole, text)]
+    if ids is in_order:
+        assert figures[0] == figures[1]
+        assert [file.read_bytes() for file in tables[0]] == [file.read_bytes() for file in tables[1]]
+    bundle = Bundle.load(text.parent / "run/bundle")
+    assert set(bundle.store.ids.ids().tolist()) == set(pq.read_table(text / "items.parquet")["item_id"].to_pylist())
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("ids", [in_order, in_other_order, hashed])
+def test_rows_are_in_the_order_of_the_ids_and_name_the_same_users_and_items(ids: Ids, tmp_path: Path) -> None:
+    first, second = (
+        load_config(DataConfig(name="log", folder=str(of_pairs(tmp_path / name / "log", how).parent)))
+        for name, how in (("a", list), ("b", ids))
+    )
+    numbers = sorted(second.users_by_row[1:].tolist())
+    assert second.users_by_row[1:].tolist() == numbers, "rows are in the order of the ids"
+    assert second.num_items == first.num_items
+    for split in ("train", "validation", "test"):
+        pairs = []
+        for data, how in ((first, ids), (second, list)):
+            rows = getattr(data, split)
+            users, items = data.users_by_row[rows["user_id"].values], data.items_by_row[rows["item_id"].values]
+            pairs.append(sorted(zip(list(how(users)), list(how(items)), strict=True)))
+        assert pairs[0] == pairs[1]
+
+
+@pytest.mark.parametrize("ids", [in_other_order, pytest.param(hashed, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recipe", ["two_tower", pytest.param("ncf", marks=pytest.mark.slow)])
+def test_a_raw_row_is_served_as_it_was_trained(recipe: str, ids: Ids, tmp_path: Path) -> None:
+    folder = of_pairs(tmp_path / "sets" / "log", ids)
+    run(recipe, folder, tmp_path / "run", CONTEXT, "export=require")  # the export compares logits with the model's
+    parity = json.loads((tmp_path / "run/bundle/manifest.json").read_text())["certificate"]["parity"]
+    assert parity["greatest_difference"] < 1e-5
+    bundle = Bundle.load(tmp_path / "run/bundle")
+    scorer = Scorer(bundle)
+    (user,), (item,) = list(ids([5])), list(ids([7]))
+    asked = {"user_id": user, "day": "2024-01-03", "seen": "2024-01-03T02:00", "device": None, "price": None}
+    answer = scorer.recommend(RecommendRequest(user=asked, k=5))
+    assert not answer.cold.unknown_user
+    assert set(answer.items) <= set(bundle.store.ids.ids().tolist())
+    score = scorer.score(ScoreRequest(user=asked, items=[item])).scores
+    same = {**asked, "day": datetime.date(2024, 1, 3), "seen": "2024-01-03 02:59:59+00:00", "device": "no such"}
+    assert scorer.score(ScoreRequest(user=same, items=[item])).scores == score, "of a time its hour and weekday count"
+    mean = {**asked, "price": np.mean([*_prices(folder)])}
+    assert scorer.score(ScoreRequest(user=mean, items=[item])).scores == pytest.approx(score, abs=0.02)
+    other = {**asked, "device": "tv", "day": "2024-01-04"}
+    assert scorer.score(ScoreRequest(user=other, items=[item])).scores != score
+    with pytest.raises(ValueError, match=r"user\.day: it is missing; the model reads "):
+        scorer.score(ScoreRequest(user={name: value for name, value in asked.items() if name != "day"}, items=[item]))
+    with pytest.raises(ValueError, match=r"day.*'03/01/2024' is not timestamp\[us\] \(must be a date in ISO 8601"):
+        scorer.score(ScoreRequest(user={**asked, "day": "03/01/2024"}, items=[item]))
+
+
+def _prices(folder: Path) -> list[float]:
+    return [price for price in pq.read_table(folder / "inter.parquet")["price"].to_pylist() if price is not None]
+
+
+def of_clicks(folder: Path, ids: Ids | None = list, *, missing: bool = True) -> Path:
+    """Labelled rows; without ``ids`` they have context alone."""
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    for split, rows in (("train", 800), ("validation", 100), ("test", 100)):
+        user, item = (rng.integers(0, size, rows) * 3 + 5 for size in (USERS, ITEMS))
+        columns: dict[str, Any] = {} if ids is None else {"user": list(ids(user)), "item": list(ids(item))}
+        if missing and ids is not None:
+            columns["user"][::6] = [None] * len(columns["user"][::6])
+        columns["city"] = rng.choice(["Oslo", "Rome", "Bonn"], rows).tolist()
+        columns["hour"] = rng.integers(0, 24, rows).tolist()
+        columns["price"] = rng.random(rows).tolist()
+        columns["at"] = [datetime.datetime(2024, 1, 1 + int(hour), int(hour)) for hour in columns["hour"]]
+        if missing:
+            for name in ("city", "hour", "price", "at"):
+                columns[name][1::7] = [None] * len(columns[name][1::7])
+        columns["label"] = (rng.random(rows) < 0.4).astype(np.float32)
+        types = {"city": pa.string(), "hour": pa.int64(), "at": pa.timestamp("us")}
+        table = {name: pa.array(values, types.get(name)) for name, values in columns.items()}
+        pq.write_table(pa.table(table), folder / f"{split}.parquet")
+    return folder
+
+
+@pytest.mark.unit
+def test_labelled_rows_take_text_dates_and_missing_values_as_they_stand(tmp_path: Path) -> None:
+    of_clicks(tmp_path / "clicks", in_other_order)
+    data = load_labelled(LabelledConfig(name="clicks", folder=str(tmp_path)))
+    raw = pq.read_table(tmp_path / "clicks" / "test.parquet").to_pydict()
+    for name, column in (("user", "user_id"), ("item", "item_id"), ("city", "city")):
+        rows = data.test[column].values
+        words = [None if row == 0 else data.ids(column, np.array([row]))[0] for row in rows]
+        assert words == raw[name]
+    assert data.context == ("city", "hour", "at_hour", "at_weekday")
+    oov = data.oov_ids["hour"]
+    assert data.test["hour"].values.tolist() == [oov if hour is None else hour for hour in raw["hour"]]
+    assert data.test["at_hour"].values.tolist() == [0 if at is None else at.hour + 1 for at in raw["at"]]
+    missing = [price is None for price in raw["price"]]
+    assert not data.test["price"].values[missing].any(), "the mean of the training rows"
+    prices = [price for price in pq.read_table(tmp_path / "clicks/train.parquet")["price"].to_pylist() if price]
+    scaled = (np.array([price or 0 for price in raw["price"]]) - np.mean(prices)) / np.std(prices)
+    assert data.test["price"].values[~np.array(missing)] == pytest.approx(scaled[~np.array(missing)], abs=1e-5)
+
+
+@pytest.mark.parametrize("recipe", ["contextual_ncf", pytest.param("n_tower", marks=pytest.mark.slow)])
+def test_labelled_rows_with_text_ids_are_the_same_rows_and_are_served(recipe: str, tmp_path: Path) -> None:
+    figures = []
+    for name, ids in (("whole", list), ("text", in_order)):
+        folder = of_clicks(tmp_path / name / "clicks", ids)
+        figures.append(run(recipe, folder, tmp_path / name / "run", "export=require"))
+    assert figures[0] == figures[1]
+    scorer = Scorer(Bundle.load(tmp_path / "text/run/bundle"))
+    asked = {"user_id": "id-000008", "city": None, "hour": 3, "price": None, "at": "2024-01-04T03:00:00Z"}
+    answer = scorer.score(ScoreRequest(user=asked, items=["id-000005", "id-000007"]))
+    assert answer.unknown_items == ["id-000007"]
+    nobody = scorer.score(ScoreRequest(user={**asked, "user_id": "who"}, items=["id-000005"]))
+    assert nobody.cold.unknown_user
+
+
+def test_rows_of_context_alone_train_and_say_why_they_are_not_served(tmp_path: Path) -> None:
+    folder = of_clicks(tmp_path / "clicks", None)
+    assert 0 < run("n_tower", folder, tmp_path / "run")["auc"] < 1
+    with pytest.raises(ValueError, match=r"export=require: the rows of 'clicks' name no item, and a bundle ranks or"):
+        run("n_tower", folder, tmp_path / "other", "export=require")
+    with pytest.raises(ValueError, match=r"contextual_ncf: the rows of 'clicks' have no column 'user'.*n_tower"):
+        run("contextual_ncf", folder, tmp_path / "third")
+
+
+@pytest.mark.unit
+def test_a_column_that_another_file_lacks_is_told(tmp_path: Path) -> None:
+    folder = of_clicks(tmp_path / "clicks")
+    pq.write_table(pq.read_table(folder / "test.parquet").drop_columns(["city"]), folder / "test.parquet")
+    with pytest.raises(DataError, match=r"test\.parquet: column 'city' is missing, train\.parquet has it"):
+        load_labelled(LabelledConfig(name="clicks", folder=str(tmp_path)))
+
+
+@pytest.mark.unit
+def test_sessions_are_in_the_order_of_their_dates(tmp_path: Path) -> None:
+    rows = {"user": ["b", "a", "b", "a", "b"], "item": ["x", "y", "z", "x", "y"]}
+    days = ["2024-02-03", "2024-01-09", "2024-02-01", "2024-01-10", "2024-02-02"]
+    for name, order in (("text", pa.array(days)), ("dates", pa.array(days).cast(pa.date32()))):
+        folder = tmp_path / name
+        folder.mkdir()
+        pq.write_table(pa.table({**rows, "time": order}), folder / "inter.parquet")
+        data = load_sequences(SequenceConfig(name=name, folder=str(tmp_path)))
+        assert data.item_ids is not None
+        assert [data.item_ids[data.sequences.row(user)].tolist() for user in (0, 1)] == [["y", "x"], ["z", "y", "x"]]
+    for wrong, message in (
+        ({"time": ["03.02.2024"] * 5}, r"column 'time', row 0: '03\.02\.2024' must be a date in ISO 8601"),
+        ({"time": [None, *days[1:]]}, r"column 'time', row 0: value is null \(1 such rows\), and an event has"),
+        ({"time": days, "item": ["x", None, None, "y", "z"]}, r"column 'item', row 1: value is null \(2 such rows\)"),
+        ({"time": days, "user": np.arange(5, dtype=np.uint64) + 2**63}, r"column 'user', row 0: .* is beyond int64"),
+    ):
+        pq.write_table(pa.table({**rows, **wrong}), tmp_path / "text" / "inter.parquet")
+        with pytest.raises(DataError, match=message):
+            load_sequences(SequenceConfig(name="text", folder=str(tmp_path)))
+
+
+@pytest.fixture(scope="module")
+def ready(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What rec.data.preprocess makes of ratings; rare items are unknown."""
+    pytest.importorskip("ibis", reason="needs the extra `data`")
+    root = tmp_path_factory.mktemp("prepared")
+    write_ml_100k(root / "raw")
+    sets = [f"--set=config.folder={root / 'raw' / 'ml-100k'}", "--set=pictures=false", "--set=config.min_count=12"]
+    assert preprocess.main(["--recipe=ml_100k", *sets, f"--out={root / 'ready'}"]) == 0
+    return root / "ready"
+
+
+@pytest.mark.parametrize(
+    "recipe", ["two_tower", "contextual_ncf", *(pytest.param(r, marks=pytest.mark.slow) for r in ("ncf", "n_tower"))]
+)
+@pytest.mark.filterwarnings("ignore:.*have an unknown user or item")
+def test_what_the_preprocessing_writes_is_read_and_served_by_raw_rows(recipe: str, ready: Path, tmp_path: Path) -> None:
+    run(recipe, ready, tmp_path / "run", "export=require", "train.early_stop.metric=")
+    bundle = Bundle.load(tmp_path / "run/bundle")
+    items = pq.read_table(ready / "raw/items.parquet")["item_id"].to_pylist()
+    served = bundle.store.ids.ids().tolist()
+    assert set(served) < set(items), "the log's ids, without the rare ones"
+    (row,) = pq.read_table(ready / "raw/requests.parquet").slice(0, 1).to_pylist()
+    asked = {name: value for name, value in row.items() if name in bundle.request_columns}
+    answer = Scorer(bundle).recommend(RecommendRequest(user=asked, k=5))
+    assert len(answer.items) == 5
+    assert all(np.isfinite(answer.scores))
+
+
+RECIPE = """
+from torchrec_ext.data.preprocess import Categorify, FillMissing, Normalize, Preprocessor, TimeFeatures
+from torchx_apps.recipes.preprocess import Prepared, PreprocessJob
+
+def build(config, engine):
+    steps = [
+        Categorify(column="user", output="{user}"),
+        Categorify(column="item", output="item_id"),
+        Categorify(column="city"),
+        TimeFeatures(column="at"),
+        FillMissing(column="price", statistic="mean"),
+        Normalize(column="price"),
+    ]
+    splits = {{name: "{folder}/" + name + ".parquet" for name in ("train", "validation", "test")}}
+    preprocessor = Preprocessor(steps, keep=("label",))
+    return Prepared(preprocessor=preprocessor, splits=splits, label="label", user="{user}", item="item_id")
+
+def job():
+    return PreprocessJob(name="mine", build=build, pictures=False)
+"""
+
+
+def preprocessed(tmp_path: Path, user: str) -> Path:
+    """What rec.data.preprocess makes of labelled rows with ids of text, dates and missing values."""
+    pytest.importorskip("ibis", reason="needs the extra `data`")
+    folder = of_clicks(tmp_path / "clicks", in_other_order)
+    (tmp_path / "recipe.py").write_text(RECIPE.format(user=user, folder=folder))
+    assert preprocess.main([f"--recipe={tmp_path / 'recipe.py'}:job", f"--out={tmp_path / 'ready'}"]) == 0
+    return tmp_path / "ready"
+
+
+@pytest.mark.parametrize("recipe", ["retrieval", pytest.param("n_tower", marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore:.*have an unknown user or item")
+def test_text_dates_and_missing_values_are_preprocessed_trained_and_served(recipe: str, tmp_path: Path) -> None:
+    run(recipe, preprocessed(tmp_path, "user_id"), tmp_path / "run", "export=require")
+    parity = json.loads((tmp_path / "run/bundle/manifest.json").read_text())["certificate"]["parity"]
+    assert parity["greatest_difference"] < 1e-5
+    bundle = Bundle.load(tmp_path / "run/bundle")
+    assert set(bundle.store.ids.ids().tolist()) == set(in_other_order(np.arange(ITEMS) * 3 + 5))
+    asked = {"user": in_other_order([8])[0], "city": None, "price": None, "at": "2024-01-04T03:00:00Z"}
+    asked = {name: value for name, value in asked.items() if name in bundle.request_columns}
+    assert {"city", "price", "at"} <= asked.keys()
+    items = in_other_order([5, 8])
+    scorer = Scorer(bundle)
+    scores = scorer.score(ScoreRequest(user=asked, items=items)).scores
+    nowhere = scorer.score(ScoreRequest(user={**asked, "city": "Lima"}, items=items)).scores
+    assert scores == nowhere, "a missing city is the unknown one"
+    assert scores != scorer.score(ScoreRequest(user={**asked, "city": "Oslo"}, items=items)).scores
+
+
+def test_a_user_of_another_name_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    folder = preprocessed(tmp_path, "who")
+    with pytest.raises(
+        DataError, match=r"the user's column is 'who', and this recipe reads 'user_id'; write output='u"
+    ):
+        run("two_tower", folder, tmp_path / "run")
+
+
+@pytest.mark.unit
+@pytest.mark.filterwarnings("ignore:.*have an unknown user or item")
+def test_the_label_decides_what_is_a_positive(ready: Path) -> None:
+    from torchx_apps.tasks.loading import ranking_task
+
+    data = ranking_task(DataConfig(name=ready.name, folder=str(ready.parent))).data
+    rows = pq.read_table(sorted((ready / "train").glob("*.parquet"))).to_pydict()
+    pairs = zip(rows["user_id"], rows["item_id"], rows["label"], strict=True)
+    wanted = [(user, item) for user, item, label in pairs if label and user and item]
+    assert list(zip(data.train["user_id"].values, data.train["item_id"].values, strict=True)) == wanted
+    test = pq.read_table(sorted((ready / "test").glob("*.parquet"))).to_pydict()
+    held_out = [item for item, label in zip(test["item_id"], test["label"], strict=True) if label]
+    assert data.test["item_id"].values.tolist() == [item or data.num_items + 1 for item in held_out], "missed"
+    raw = pq.read_table(ready / "raw/items.parquet")["item_id"].to_pylist()
+    assert set(data.items_by_row[1 : data.num_items + 1].tolist()) <= set(raw)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("recipe", "broken", "message"),
+    [
+        ("session", "", r"was written by rec\.data\.preprocess: its rows have histories.*--recipe stream"),
+        ("two_tower", "roles", r"names no user or no item.*preprocess the log again; or take --recipe stream"),
+        ("two_tower", "preprocessor", r"has no preprocessor/, so rec\.data\.preprocess did not write it"),
+        ("n_tower", "summary", r"has no summary\.json, so rec\.data\.preprocess did not write it"),
+    ],
+)
+def test_a_folder_that_a_recipe_cannot_use_is_refused(
+    recipe: str, broken: str, message: str, ready: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(ready, tmp_path / "copy")
+    summary = json.loads((folder / "summary.json").read_text())
+    if broken == "roles":
+        summary.pop("roles")
+        (folder / "summary.json").write_text(json.dumps(summary))
+    elif broken == "summary":
+        (folder / "summary.json").unlink()
+    elif broken:
+        shutil.rmtree(folder / broken)
+    job = apply_overrides(load_recipe(recipe), [f"data.name={folder}"])
+    with pytest.raises(ValueError, match=message):
+        job.task(job.data)
