@@ -22,7 +22,7 @@ unexport PYTHONPATH PYTHONHOME PIP_USER
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-slow lint bench clean
+.PHONY: help demo test test-slow test-slurm lint bench gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -36,6 +36,9 @@ test: $(STAMP) ## all tests but the slow ones; TORCHREC_EXT_DATA=DIR adds those 
 test-slow: $(STAMP) ## the slow ones alone, one after the other: long matrices, killed jobs, every recipe
 	@$(WITH_VENV) $(BIN)/python -m pytest -m slow $(PYTEST_ARGS) || test $$? -eq 5
 
+test-slurm: $(STAMP) ## those of the slow ones that run on a real Slurm of two nodes; needs root and Debian's packages, which it fetches
+	@$(WITH_VENV) $(BIN)/python -m pytest -m slow -rs tests/launch/test_slurm.py $(PYTEST_ARGS) || test $$? -eq 5
+
 lint: $(STAMP) ## ruff check, ruff format --check, mypy --strict
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -45,6 +48,12 @@ bench: $(STAMP) ## every benchmark in three rounds, 45 minutes or so, on a machi
 	@$(BIN)/python -c 'import duckdb, faiss, onnxruntime' 2>/dev/null || \
 		$(BIN)/python -m torchrec_ext.doctor --install --editable '.[$(EXTRAS),retrieval,onnx]'
 	@$(WITH_VENV) $(BIN)/python benchmarks/all.py $(BENCH_ARGS)
+
+gpu: ## every GPU test and GPU benchmark, on a machine with one; writes benchmarks/results/gpu
+	@$(PYTHON) -c 'import sys; from torchrec_ext.stack import gpu_nodes; sys.exit(not gpu_nodes())' || { \
+		echo "make gpu: this machine has no NVIDIA GPU (no /dev/nvidia0): run it on one that has"; exit 1; }
+	@$(MAKE) --no-print-directory $(STAMP)
+	@$(WITH_VENV) $(BIN)/python benchmarks/gpu.py $(BENCH_ARGS)
 
 clean: ## remove the environment, builds and caches; runs/ and data/ stay
 	@rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

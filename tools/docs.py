@@ -30,6 +30,12 @@ MEASURED = (
         "full",
         "Contextual NCF, 12.45 M parameters: a user's script, against captured steps on one thread",
     ),
+    (
+        "adopt",
+        "ncf-full",
+        "the same model and Dataset as the user wrote them: their script, against `adopt` and `Rows.of`",
+    ),
+    ("adopt", "two-towers, batch 256", "a user's own two networks: one process, against `adopt_towers` on two"),
     ("negatives", "exact, full", "batches with 4 exact negatives each: drawn row by row, against whole batches"),
     ("loader", "row-wise", "rows of a click log, shuffled: torch's DataLoader over a Dataset, against `ChunkLoader`"),
     ("hybrid", "two-hosts", "two hosts, 1 Gbit/s: tables and layers over both, against a compressing tower on each"),
@@ -74,14 +80,15 @@ def benchmarks_page() -> str:
 
 
 def _benchmark(name: str, result: Mapping[str, Any]) -> list[str]:
-    script = ROOT / "benchmarks" / f"{name}.py"
+    stem = name.removesuffix("-studies")
+    script = ROOT / "benchmarks" / f"{stem}.py"
     summary = (ast.get_docstring(ast.parse(script.read_text())) or "").split("\n\n")[0].replace("\n", " ")
     versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
     yardsticks = ", ".join(f"{middle:g} {unit}" for unit, (_, middle, _) in result["machine"].items())
     return [
         f"## {name}",
         "",
-        f"{summary} `.venv/bin/python benchmarks/{name}.py`",
+        f"{summary} `.venv/bin/python benchmarks/{stem}.py{' --studies' * (stem != name)}`",
         "",
         f"Commit {result['commit']}, {result['date']}, {result['rounds']} rounds; {versions}.",
         f"The machine: {result['cpu']}; {yardsticks}.",
@@ -160,8 +167,8 @@ def quality_table() -> Iterator[str]:
     import quality
 
     runs = quality.Results(RESULTS / "quality.json").runs()
-    yield "| recipe | measured | required | best published | reached | seeds, commit |"
-    yield "|---|---|---|---|---|---|"
+    yield "| recipe | measured | required | best published | reached | beside it | seeds, minutes, commit |"
+    yield "|---|---|---|---|---|---|---|"
     for name, row in json.loads(quality.SPEC.read_text()).items():
         kept = [run for run in runs if run["id"] == name]
         if not kept:
@@ -170,7 +177,11 @@ def quality_table() -> Iterator[str]:
         recipes = " and ".join(f"`{recipe}`" for recipe in {one["recipe"]: None for one in kept} if recipe)
         commits = " ".join({one["commit"]: None for one in kept})
         cells = [recipes, row["what"], _quality(row["required"]), _quality(row.get("reach_for", {}))]
-        cells += [_quality(quality.figures(row, by_run)), f"{len(kept) // len(by_run)}, {commits}"]
+        beside = quality.beside_of(by_run, row["required"])
+        minutes = sum(one["seconds"] for one in kept) / 60
+        cells += [_quality(quality.figures(row, by_run))]
+        cells += ["; ".join(f"{baseline}: {_quality(figures)}" for baseline, figures in beside.items())]
+        cells += [f"{len(kept) // len(by_run)}, {minutes:.0f}, {commits}"]
         yield "| " + " | ".join(cells) + " |"
 
 
