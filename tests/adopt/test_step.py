@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import functools
 import io
 import itertools
 import random
@@ -148,14 +149,21 @@ class Bags(nn.Module):
         super().__init__()
         self.bag, self.top, self.weighted = nn.EmbeddingBag(FEW, D, **bag), nn.Linear(D, 1), weighted
 
-    def forward(self, items: Tensor) -> Tensor:
+    def forward(self, items: Tensor, starts: Tensor | None = None) -> Tensor:
         weights = (items + 1.0) / FEW if self.weighted else None
-        return self.top(self.bag(items, per_sample_weights=weights)).squeeze(1)  # type: ignore[no-any-return]
+        return self.top(self.bag(items, starts, weights)).squeeze(1)  # type: ignore[no-any-return]
 
 
-def bags(**made: Any) -> Case:
+def bags(batch: Callable[[torch.Generator], Batch] = lists, **made: Any) -> Case:
     model = Bags(**made)
-    return case(model, logistic(model), batch=lists)
+    return case(model, logistic(model), batch=batch)
+
+
+def ragged(generator: torch.Generator, ends: bool = False) -> Batch:
+    """B lists of other lengths in each batch, some of them empty, one after the other: ids, and where lists begin."""
+    items, label = lists(generator)
+    starts = torch.cat([torch.zeros(1), torch.randint(B * L, (B - 1,), generator=generator).sort().values]).long()
+    return items.view(-1), torch.cat([starts, torch.tensor([B * L])]) if ends else starts, label
 
 
 class Plus(nn.Embedding):
@@ -431,6 +439,11 @@ CASES: dict[str, Callable[[], Case]] = {
     "bags, mean, padding": lambda: bags(mode="mean", padding_idx=0),
     "bags, sum, padding": lambda: bags(mode="sum", padding_idx=0),
     "bags, weighted": lambda: bags(mode="sum", weighted=True),
+    "ragged, mean": lambda: bags(ragged, mode="mean"),
+    "ragged, mean, padding": lambda: bags(ragged, mode="mean", padding_idx=0),
+    "ragged, sum, padding": lambda: bags(ragged, mode="sum", padding_idx=0),
+    "ragged, weighted": lambda: bags(ragged, mode="sum", weighted=True, padding_idx=0),
+    "ragged, ends": lambda: bags(functools.partial(ragged, ends=True), mode="sum", include_last_offset=True),
     "tied tables": tied,
     "tied to the output": tied_to_output,
     "frozen table": lambda: frozen("user"),
@@ -544,6 +557,7 @@ SELDOM = {  # variants of others, left to the slow run
     ),
     *("in-batch softmax", "tied to the output", "loss module", "dict"),
     *("Adam with l2", "Adagrad with l2", "Adagrad, sparse", "padding", "bags, weighted", "frozen table"),
+    *("ragged, mean", "ragged, sum, padding", "ragged, ends"),
     *("raw parameters", "subclass", "weight norm", "penalty on all", "int32 ids"),
 }
 
@@ -638,23 +652,9 @@ class Rewriting(Pairs):
         return super().forward(user, item)
 
 
-class Offsets(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bag, self.top = nn.EmbeddingBag(FEW, D), nn.Linear(D, 1)
-
-    def forward(self, items: Tensor) -> Tensor:
-        offsets = torch.arange(0, items.numel(), L)
-        return self.top(self.bag(items.view(-1), offsets)).squeeze(1)  # type: ignore[no-any-return]
-
-
 def of(kind: type[Pairs], **made: Any) -> Case:
     model = kind(**made)
     return case(model, logistic(model))
-
-
-def of_lists(model: nn.Module) -> Case:
-    return case(model, logistic(model), batch=lists)
 
 
 def changed(change: Callable[[Any, list[torch.optim.Optimizer]], Any]) -> Case:
@@ -709,10 +709,6 @@ REFUSED: dict[str, tuple[Callable[[], Case], str]] = {
         r"'item' \(.*\) has scale_grad_by_freq=True.*leave it out",
     ),
     "max bags": (lambda: bags(mode="max"), r"'bag' \(.*\) has mode='max'; take 'sum' or 'mean'"),
-    "offsets": (
-        lambda: of_lists(Offsets()),
-        r"test_step.py:\d+ \(.*self.bag.*\) calls the EmbeddingBag.*pad the lists",
-    ),
     "amsgrad": (lambda: by(lambda p: torch.optim.Adam(p, amsgrad=True)), "Adam with amsgrad=True .*set amsgrad=False"),
     "momentum": (lambda: by(lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)), "SGD with momentum=0.9 .*momentum=0"),
     "lr_decay": (lambda: by(lambda p: torch.optim.Adagrad(p, lr_decay=0.1)), "Adagrad with lr_decay=0.1 .*LambdaLR"),
@@ -791,7 +787,7 @@ def test_what_has_no_captured_form_is_refused_by_name_with_line_and_remedy(name:
         with_adopt(make, 4)
 
 
-@pytest.mark.parametrize("name", ["max_norm", "momentum", "counter", "item", "offsets", "an object in the batch"])
+@pytest.mark.parametrize("name", ["max_norm", "momentum", "counter", "item", "an object in the batch"])
 def test_it_stays_eager_unless_required_equal_to_the_bit_and_says_so(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""Models of other packages, unchanged, learn under adopt() what their own loop learns, or are refused by name.
+"""Models of other packages, unchanged, learn under adopt() what their own loop learns.
 
 `pip install --no-deps --target FOLDER torch-rechub recbole` (both import scikit-learn, scipy, colorlog, colorama,
 texttable, thop and tabulate) brings two of them, with FOLDER on PYTHONPATH; DLRM_SOURCE names a checkout of
@@ -7,6 +7,7 @@ https://github.com/facebookresearch/dlrm. Nothing of them is in this repository.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
@@ -38,7 +39,8 @@ def a_batch(number: int, rows: int = B) -> Batch:
     draw = torch.Generator().manual_seed(number)
     ids = {name: torch.randint(1, size, (rows,), generator=draw) for name, size in (("user_id", USERS), ("age", 9))}
     ids |= {name: torch.randint(1, ITEMS, (rows,), generator=draw) for name in ("item_id", "neg_item_id")}
-    return {**ids, "label": torch.randint(2, (rows,), generator=draw).float()}
+    label = torch.randint(2, (rows,), generator=draw).float()
+    return {**ids, "label": label, "dense": torch.rand(rows, 4, generator=draw)}
 
 
 def rechub_features() -> tuple[list[Any], list[Any]]:
@@ -90,11 +92,45 @@ def recbole_bpr() -> Made:
     return recbole("BPR", embedding_size=D)
 
 
+def facebooks_dlrm() -> Made:
+    if not (DLRM_SOURCE / "dlrm_s_pytorch.py").exists():
+        pytest.skip("needs a checkout of facebookresearch/dlrm in the folder $DLRM_SOURCE")
+    sys.path.append(str(DLRM_SOURCE))
+    net = pytest.importorskip("dlrm_s_pytorch", reason="DLRM's own imports are not all installed").DLRM_Net
+    np.random.seed(0)
+    sizes = {"ln_bot": np.array([4, 8, D]), "ln_top": np.array([D + 3, 8, 1])}
+    model = net(D, np.array([USERS, ITEMS]), **sizes, arch_interaction_op="dot", sigmoid_top=1, ndevices=-1)
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        starts = [torch.arange(B)] * 2
+        scores = model(batch["dense"], starts, [batch["user_id"], batch["item_id"]])
+        return model.loss_fn(scores, batch["label"][:, None])  # type: ignore[operator,no-any-return]
+
+    return model, loss
+
+
+def torchrecs_dlrm(length_per_key: list[int] | None) -> Made:
+    tables = [
+        EmbeddingBagConfig(name=name, embedding_dim=D, num_embeddings=size, feature_names=[name])
+        for name, size in (("user_id", USERS), ("item_id", ITEMS))
+    ]
+    model = DLRM(EmbeddingBagCollection(tables=tables), 4, [8, D], [8, 1])
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        ids, ones = torch.cat([batch["user_id"], batch["item_id"]]), torch.ones(2 * B, dtype=torch.int32)
+        lists = KeyedJaggedTensor(["user_id", "item_id"], ids, lengths=ones, length_per_key=length_per_key)
+        return F.binary_cross_entropy_with_logits(model(batch["dense"], lists).squeeze(1), batch["label"])
+
+    return model, loss
+
+
 MODELS: dict[str, Callable[[], Made]] = {
     "torch-rechub DeepFM": rechub_deepfm,
     "torch-rechub DSSM": rechub_dssm,
     "RecBole NeuMF": recbole_neumf,
     "RecBole BPR": recbole_bpr,
+    "Facebook's DLRM": facebooks_dlrm,
+    "TorchRec's DLRM": functools.partial(torchrecs_dlrm, [B, B]),
 }
 
 
@@ -107,8 +143,9 @@ def made(name: str, kind: Any = torch.optim.Adam) -> tuple[nn.Module, torch.opti
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_of_another_package_learns_what_its_own_loop_learns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adopted, "compile_graph", lambda graph, examples: graph)
-    # Adam makes full steps by a gradient that is rounding alone, as that of a bias before DSSM's batch normalisation.
-    kind = torch.optim.SGD if "DSSM" in name else torch.optim.Adam
+    # Adam makes full steps by a gradient that is rounding alone, as that of a bias before DSSM's batch normalisation,
+    # and refuses DLRM's sparse gradients.
+    kind = torch.optim.SGD if "DSSM" in name or "DLRM" in name else torch.optim.Adam
     model, optimizer, loss = made(name, kind)
     own = []
     for number in range(STEPS):
@@ -127,47 +164,18 @@ def test_a_model_of_another_package_learns_what_its_own_loop_learns(name: str, m
     assert max(float((weights[key].double() - others[key]).abs().max()) for key in weights) < 3e-3
 
 
-def test_facebooks_dlrm_keeps_its_own_steps_and_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not (DLRM_SOURCE / "dlrm_s_pytorch.py").exists():
-        pytest.skip("needs a checkout of facebookresearch/dlrm in the folder $DLRM_SOURCE")
-    monkeypatch.syspath_prepend(str(DLRM_SOURCE))
-    net = pytest.importorskip("dlrm_s_pytorch", reason="DLRM's own imports are not all installed").DLRM_Net
-    np.random.seed(0)
-    sizes = {"ln_bot": np.array([4, 8, D]), "ln_top": np.array([D + 3, 8, 1])}
-    model = net(D, np.array([USERS, ITEMS]), **sizes, arch_interaction_op="dot", sigmoid_top=1, ndevices=-1)
-    offsets = [torch.arange(B)] * 2
-
-    def loss(dense: Tensor, user: Tensor, item: Tensor, label: Tensor) -> Tensor:
-        return model.loss_fn(model(dense, offsets, [user, item]), label[:, None])  # type: ignore[no-any-return]
-
-    batch = a_batch(0)
-    given = torch.rand(B, 4), batch["user_id"], batch["item_id"], batch["label"]
-    step = adopt(model, torch.optim.SGD(model.parameters(), 0.1), loss, compile="require")
-    with pytest.raises(CannotAdopt, match=r"dlrm_s_pytorch.py:\d+ .*'emb_l.0.weight' with offsets, .*; pad the"):
-        list(map(step, *zip(*[given] * 4, strict=True)))
-    step = adopt(model, torch.optim.SGD(model.parameters(), 0.1), loss)
-    losses = [float(step(*given)[0]) for _ in range(20)]
-    assert losses[-1] < losses[0]
-
-
-def test_torchrecs_dlrm_is_refused_by_its_table() -> None:
-    table = EmbeddingBagConfig(name="user", embedding_dim=D, num_embeddings=USERS, feature_names=["user_id"])
-    model = DLRM(EmbeddingBagCollection(tables=[table]), 4, [8, D], [8, 1])
-    batch = a_batch(0)
-    ids = KeyedJaggedTensor.from_lengths_sync(["user_id"], batch["user_id"], torch.ones(B, dtype=torch.int32))
-
-    def loss(dense: Tensor, label: Tensor) -> Tensor:
-        return F.binary_cross_entropy_with_logits(model(dense, ids).squeeze(1), label)
-
-    step = adopt(model, torch.optim.SGD(model.parameters(), 0.1), loss, compile="require")
-    with pytest.raises(CannotAdopt, match=r"'sparse_arch\.embedding_bag_collection\.embedding_bags\.user.* offsets"):
-        list(map(step, *zip(*[(torch.rand(B, 4), batch["label"])] * 4, strict=True)))
+def test_a_jagged_tensor_that_must_ask_for_its_numbers_of_ids_is_refused_with_the_remedy() -> None:
+    model, loss = torchrecs_dlrm(None)
+    step = adopt(model, torch.optim.SGD(model.parameters(), 0.1), functools.partial(loss, model), compile="require")
+    with pytest.raises(CannotAdopt, match=r"jagged_tensor\.py:\d+ .*length_per_key=\[\.\.\.\], the numbers of ids"):
+        list(map(step, [a_batch(0)] * 4))
 
 
 def measured(name: str, seconds: float = 4.0) -> dict[str, float]:
     """Milliseconds of a step by the package's own loop and adopted, interleaved; for a person: see main()."""
-    _, optimizer, loss = made(name)
-    other, others, loss_of_other = made(name)
+    kind = torch.optim.SGD if name == "Facebook's DLRM" else torch.optim.Adam  # its gradients are sparse
+    _, optimizer, loss = made(name, kind)
+    other, others, loss_of_other = made(name, kind)
     step = adopt(other, others, loss_of_other, compile="require")
     batches = [a_batch(number) for number in range(64)]
 

@@ -77,18 +77,11 @@ def _forwards(
             vars(module).pop("forward", None)
 
 
-def watched_look_ups(
-    tables: Mapping[str, Sequence[Table]], observer: ForwardObserver, problems: list[str]
-) -> AbstractContextManager[None]:
-    """Has table objects tell the observer when they read, and note calls that have no captured form."""
+def watched_look_ups(tables: Mapping[str, Sequence[Table]], observer: ForwardObserver) -> AbstractContextManager[None]:
+    """Has table objects tell the observer when they read."""
 
     def make(name: str, module: Table) -> Callable[..., Tensor]:
         def forward(*args: Any, **kwargs: Any) -> Tensor:
-            if isinstance(module, nn.EmbeddingBag) and (args[0] if args else kwargs["input"]).dim() != 2:
-                problems.append(
-                    f"{user_line()} calls the EmbeddingBag of '{name}' with offsets, so that shapes depend on the "
-                    "batch; pad the lists to (B, L), with padding_idx"
-                )
             observer.inside = True
             try:
                 return type(module).forward(module, *args, **kwargs)  # type: ignore[arg-type]
@@ -156,7 +149,7 @@ class ForwardWatch(AbstractContextManager[None]):
         self._python, self._drawn = self.state.snapshot(), random_state(self._device)
         self._versions = [tensor._version for tensor in self._written]
         self._inside.enter_context(self.observer)
-        self._inside.enter_context(watched_look_ups(self.tables, self.observer, self.problems))
+        self._inside.enter_context(watched_look_ups(self.tables, self.observer))
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         self._inside.close()
@@ -409,10 +402,13 @@ class AdoptedSource(StepSource):
             )
 
     def _reader(self, name: str, module: Table) -> Callable[..., Tensor]:
-        def forward(input: Tensor, offsets: None = None, per_sample_weights: Tensor | None = None) -> Tensor:  # noqa: A002
-            if isinstance(module, nn.EmbeddingBag) and (offsets is not None or input.dim() != 2):
-                raise CannotAdopt(f"{user_line()}: an EmbeddingBag with offsets; pad the lists to (B, L)")
-            repeats = 1 if per_sample_weights is not None else self._repeats.get(id(input), 1)
+        def forward(
+            input: Tensor,  # noqa: A002
+            offsets: Tensor | None = None,
+            per_sample_weights: Tensor | None = None,
+        ) -> Tensor:
+            alone = per_sample_weights is None and offsets is None
+            repeats = self._repeats.get(id(input), 1) if alone else 1
             given = input if repeats == 1 else input.view(-1, repeats, *input.shape[1:])[:, 0]
             # A negative id would be read from the end; this one is out of range.
             ids = torch.where(given < 0, module.num_embeddings, given).reshape(-1).long()
@@ -421,7 +417,10 @@ class AdoptedSource(StepSource):
                 vectors = torch.where((ids == module.padding_idx)[:, None], vectors.detach(), vectors)
             vectors = vectors.reshape([*given.shape, module.embedding_dim])
             if isinstance(module, nn.EmbeddingBag):
-                vectors = _pooled(module, vectors, given, per_sample_weights)
+                if offsets is None:
+                    vectors = _pooled(module, vectors, given, per_sample_weights)
+                else:
+                    vectors = _pooled_lists(module, vectors, given, offsets, per_sample_weights)
             return vectors if repeats == 1 else self._repeated.repeat(vectors, repeats)
 
         return forward
@@ -525,6 +524,25 @@ def _pooled(module: nn.EmbeddingBag, vectors: Tensor, ids: Tensor, weights: Tens
     return pooled / counts.sum(1).clamp(min=1)[:, None] if module.mode == "mean" else pooled
 
 
+def _pooled_lists(
+    module: nn.EmbeddingBag, vectors: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None
+) -> Tensor:
+    """Returns the bags (B, D) of the vectors (N, D) of the ids (N,), where each bag begins at one of the offsets."""
+
+    def bags(rows: Tensor, mode: str, of_each: Tensor | None = None) -> Tensor:
+        places = torch.arange(len(rows), device=rows.device)
+        starts, last = offsets.long(), module.include_last_offset
+        return nn.functional.embedding_bag(
+            places, rows, starts, mode=mode, per_sample_weights=of_each, include_last_offset=last
+        )
+
+    if module.padding_idx is None:
+        return bags(vectors, module.mode, weights)
+    counts = (ids != module.padding_idx).to(vectors.dtype)[:, None]
+    pooled = bags(vectors * counts, "sum", weights)
+    return pooled / bags(counts, "sum").clamp(min=1) if module.mode == "mean" else pooled
+
+
 class _Called(nn.Module):
     """A module around the user's, so that its parameters are replaced while the user's function runs."""
 
@@ -537,10 +555,12 @@ class _Called(nn.Module):
         return self._loss(*batch)
 
 
-_DEPENDS = (
-    "depends on values that a step computes; in place of .item(), if and boolean masks take torch.where, or a sum with "
-    "weights of 0 and 1"
-)
+def _depends_on_values() -> CannotAdopt:
+    line = user_line()
+    remedy = "in place of .item(), if and boolean masks take torch.where, or a sum with weights of 0 and 1"
+    if "torchrec/sparse/jagged_tensor.py" in line:  # which reads how many ids each feature has
+        remedy = "make the KeyedJaggedTensor with length_per_key=[...], the numbers of ids of its features"
+    return CannotAdopt(f"{line} depends on values that a step computes; {remedy}")
 
 
 class _StandIns(TorchFunctionMode):
@@ -562,9 +582,9 @@ class _StandIns(TorchFunctionMode):
         try:
             result = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode):
-            raise CannotAdopt(f"{user_line()} {_DEPENDS}") from None
+            raise _depends_on_values() from None
         if depends_on_values(result):
-            raise CannotAdopt(f"{user_line()} {_DEPENDS}")
+            raise _depends_on_values()
         return result
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
