@@ -809,6 +809,10 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"loss": 3}, "loss is a int; give a function"),
     ({"clip_norm": -1.0}, "clip_norm=-1.0: must be a number of 0 or more"),
     ({"clip_norm": float("nan")}, "clip_norm=nan: must be a number"),
+    (
+        {"model": (sparse := nn.Embedding(FEW, 1, sparse=True)), "optimizer": sgd(sparse), "clip_norm": 1.0},
+        r"clip_norm=1: the gradient of 'weight'.* is sparse, and .*; make the table with sparse=False",
+    ),
     ({"compile": "yes"}, "compile='yes': must be 'auto', 'off' or 'require'"),
     ({"verify": -1}, "verify=-1: must be a number of steps"),
     ({"patience": 1.5}, "patience=1.5: must be a number of steps"),

@@ -140,6 +140,13 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 CLIPPED = 0.05
 
 
+def limit_norm(grads: list[Tensor], limit: float) -> None:
+    """torch.nn.utils.clip_grad_norm_, which does not take sparse gradients."""
+    squares = [(grad.coalesce().values() if grad.is_sparse else grad).square().sum() for grad in grads]
+    for grad in grads:
+        grad.mul_((limit / (torch.stack(squares).sum().sqrt() + 1e-6)).clamp(max=1.0))
+
+
 def plain(name: str, kind: str, rows: int, clip_norm: float = 0.0) -> dict[str, Any]:
     make, loss_fn, _ = MODELS[name]
     model = seeded(make)
@@ -151,7 +158,7 @@ def plain(name: str, kind: str, rows: int, clip_norm: float = 0.0) -> dict[str, 
         value = result[0] if isinstance(result, tuple) else result
         value.backward()
         if clip_norm:
-            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+            limit_norm([p.grad for p in model.parameters() if p.grad is not None], clip_norm)
         optimizer.step()
         losses.append(float(value.detach()))
     return {"losses": losses, **saved(model, optimizer, loss_fn)}

@@ -31,6 +31,7 @@ from torchrec_ext.adopt.checks import (
     check_model,
     contents,
     fixed_settings,
+    module_line,
     step_difference,
     tensor_leaves,
     update_rules,
@@ -48,6 +49,7 @@ from torchrec_ext.adopt.source import (
     Loss,
     RowsOnDevice,
     Table,
+    looked_up_tables,
     loss_and_output,
     random_state,
     set_random_state,
@@ -132,6 +134,12 @@ def adopt(
     for name, count in (("verify", verify), ("patience", patience)):
         if not isinstance(count, int) or count < 0:
             raise CannotAdopt(f"{name}={count!r}: must be a number of steps, 0 or more")
+    for name, of_one in looked_up_tables(model).items() if clip_norm else ():
+        if any(table.sparse for table in of_one):
+            raise CannotAdopt(
+                f"clip_norm={clip_norm:g}: the gradient of {module_line(model, name)} is sparse, and "
+                "torch.nn.utils.clip_grad_norm_ limits dense ones alone; make the table with sparse=False"
+            )
     return AdoptedStep(
         model,
         optimizers,
