@@ -47,6 +47,9 @@ class LiveModel:
         candidate: name of the candidate tower; the last one where not given.
         also: further classes among its towers, or of its interaction.
 
+    Attributes:
+        rounding: share of the greatest logit by which its own may differ from those of its weights on one rank.
+
     Raises:
         BundleError: the model is of another class, has no tower of candidates alone, or a class that has no name here.
     """
@@ -67,6 +70,7 @@ class LiveModel:
         if self.candidate not in made:
             raise BundleError(f"candidate={self.candidate!r}: is not a tower of the model; they are {', '.join(made)}")
         self.names = [*(name for name in made if name != self.candidate), self.candidate]
+        self.rounding = max([TOLERANCE, *map(_rounding, model.modules())])
         self.towers = {name: describe_module(made[name], also=also) for name in self.names}
         self._order = [self.names.index(name) for name in self._names]
         inner = unwrapped.interaction
@@ -113,6 +117,14 @@ class LiveModel:
         prefix = "interaction."
         inner = "interaction." if self.reordered else ""
         return {inner + key.removeprefix(prefix): value for key, value in dense.items() if key.startswith(prefix)}
+
+
+def _rounding(module: nn.Module) -> float:
+    """Returns what a sharded collection that sends embeddings in fewer bits may change of a logit."""
+    registry: Mapping[str, Any] = getattr(module, "qcomm_codecs_registry", None) or {}
+    kinds = {codecs.forward.quantized_dtype for codecs in registry.values()} - {torch.float32}
+    # Four times the rounding of one number; integers have a scale for each few numbers.
+    return max((4 * torch.finfo(kind).eps if kind.is_floating_point else 0.05 for kind in kinds), default=0.0)
 
 
 def _check_towers(made: Mapping[str, Made]) -> None:
@@ -214,13 +226,13 @@ def tolerance(expected: Tensor, share: float = TOLERANCE) -> float:
     return share * max(1.0, float(expected.abs().max()))
 
 
-def check_logits(where: str, values: Tensor, expected: Tensor, remedy: str) -> float:
+def check_logits(where: str, values: Tensor, expected: Tensor, remedy: str, share: float = TOLERANCE) -> float:
     """Returns the greatest difference of logits from those that are expected.
 
     Raises:
-        BundleError: the difference is beyond the tolerance.
+        BundleError: the difference is beyond the tolerance, ``share`` of the greatest.
     """
-    apart, allowed = largest_difference(values, expected), tolerance(expected)
+    apart, allowed = largest_difference(values, expected), tolerance(expected, share)
     if not apart <= allowed:
         raise BundleError(
             f"{where}: {len(expected)} logits differ by up to {apart:.3g}, at most {allowed:.3g} is rounding; {remedy}"

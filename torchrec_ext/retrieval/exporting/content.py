@@ -242,7 +242,7 @@ class BundleContent:
         logits, vectors = self.audit.of_towers(query, candidate, interaction)
         remedy = "the bundle would rank otherwise than the model; report it, with the architecture"
         what = "the towers of the bundle and the model that was trained"
-        apart = audits.check_logits(what, logits, expected, remedy)
+        apart = audits.check_logits(what, logits, expected, remedy, self.live.rounding)
         rounded: dict[str, Any] = {}
         if self.settings.tables == "int8":
             best = self._best(query, candidate, interaction)
@@ -259,7 +259,8 @@ class BundleContent:
         rows = np.linspace(0, len(self.queries) - 1, INDEX_QUERIES).round().astype(np.int64)
         asked = query.embed(self.queries.take(pa.array(rows)).to_pydict())
         index = build_index(folder, self.settings.index, self.settings.recall, self.live.metric, store, asked)
-        parity = {"pairs": len(expected), "greatest_difference": apart, "allowed": audits.tolerance(expected)}
+        allowed = audits.tolerance(expected, self.live.rounding)
+        parity = {"pairs": len(expected), "greatest_difference": apart, "allowed": allowed}
         certificate = {
             "parity": parity,
             "versions": {name: version(name) for name in ("torch", "torchrec", "torchrec-ext")},
