@@ -1,14 +1,15 @@
 """Laws over real processes: run_ranks() starts R gloo ranks and returns their results, or raises what one raised."""
 
-import contextlib
 import multiprocessing
 import os
 import pickle
 import queue
+import random
 import socket
 import tempfile
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -83,16 +84,32 @@ def _rank(
             dist.destroy_process_group()
 
 
+def free_ports(count: int) -> list[int]:
+    """Returns ports on which nothing listens, for programs that take them later.
+
+    They are below those that the kernel gives away by itself: of those a connection of a test beside this one, as each
+    pair of gloo ranks has, may take one in between.
+    """
+    given_away = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    end = int(given_away.read_text().split()[0]) if given_away.exists() else 32_768
+    found: set[int] = set()
+    while len(found) < count:
+        port = random.SystemRandom().randrange(10_000, max(end, 20_000))
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+        found.add(port)
+    return list(found)
+
+
 def leave_group(runtime: Runtime, *, groups: int = 1) -> list[int]:
     """Ends the ranks' group and describes another in the environment, for a function that runs a whole app on them.
 
     Returns a port for each of ``groups`` that may follow one another; the environment has the first.
     """
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(groups)]
-        for chosen in sockets:
-            chosen.bind(("127.0.0.1", 0))
-        ports: list[Any] = [chosen.getsockname()[1] for chosen in sockets]
+    ports: list[Any] = free_ports(groups)
     dist.broadcast_object_list(ports, src=0)
     dist.barrier()
     dist.destroy_process_group()

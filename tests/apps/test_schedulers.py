@@ -13,6 +13,7 @@ from torchx.schedulers.api import Stream
 from torchx.specs import AppDef, AppState
 from torchx.specs.builders import materialize_appdef
 
+from tests.contracts import free_ports
 from torchx_apps.agent import MISTAKE, MISTAKE_FILE
 from torchx_apps.launch.slurm import SlurmScheduler
 
@@ -198,7 +199,7 @@ def test_a_service_on_kubernetes_opens_its_port() -> None:
 @pytest.mark.launch
 @pytest.mark.slow
 def test_the_commands_of_kubernetes_train_on_two_nodes(tmp_path: Path) -> None:
-    job = kubernetes_job(tiny(tmp_path / "run", port=29731))
+    job = kubernetes_job(tiny(tmp_path / "run"))
     nodes = [container.command for container in containers(job)]
     variables = {entry.name: entry.value for container in containers(job) for entry in container.env}
     output = all_run(nodes, {**variables, "VC_TRAIN_0_HOSTS": "localhost"}, tmp_path)
@@ -223,7 +224,7 @@ def test_slurms_script_trains_on_two_nodes(tmp_path: Path) -> None:
     srun = tmp_path / "bin" / "srun"
     srun.write_text(f"#!{sys.executable}\n" + SRUN)
     srun.chmod(0o755)
-    (tmp_path / "job.sh").write_text(slurm_script(tiny(tmp_path / "run", port=29732)))
+    (tmp_path / "job.sh").write_text(slurm_script(tiny(tmp_path / "run")))
     slurm = {
         "SLURM_JOB_ID": "77",
         "SLURM_JOB_NODELIST_HET_GROUP_0": "localhost",
@@ -236,10 +237,11 @@ def test_slurms_script_trains_on_two_nodes(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "summary.json").exists()
 
 
-def tiny(run: Path, *, port: int) -> AppDef:
+def tiny(run: Path) -> AppDef:
     """Two nodes of one rank, on generated data."""
     settings = {"data.name": "planted", "data.users": 60, "data.items": 50, "data.history_length": 5, "train.epochs": 1}
     flags = [f"--set={key}={value}" for key, value in settings.items()]
+    (port,) = free_ports(1)
     return app_of(train.hybrid, "-j", "2x1", "--rdzv_port", str(port), "--run_dir", str(run), "--", *flags)
 
 

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -20,6 +19,7 @@ from torchrec_ext.components import data, serve, train  # type: ignore[import-no
 from torchx.specs import AppDef
 from torchx.specs.finder import get_components
 
+from tests.contracts import free_ports
 from tests.small_sets import write_ml_100k
 
 _NEEDS = "this TorchX's wheel has no integration test of components"
@@ -99,8 +99,7 @@ def test_every_component_runs_to_its_end(folder: Path) -> None:
     pq.write_table(pa.table(items), folder / "items.parquet")
     np.save(folder / "vectors.npy", np.eye(3, dtype=np.float32))
     pq.write_table(pa.table({"user": [0, 1], "item": [0, 2]}), folder / "truth.parquet")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     ending = threading.Thread(target=end_when_ready, args=(port,), daemon=True)
     ending.start()
     all_succeed(

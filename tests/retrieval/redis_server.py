@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.contracts import free_ports
+
 
 class RedisServer:
     """Started, stopped and started again on one port, without a disk."""
@@ -17,9 +19,7 @@ class RedisServer:
         if shutil.which("redis-server") is None:
             pytest.skip("redis-server is not installed")
         self.folder = folder
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        (self.port,) = free_ports(1)
         self.process: subprocess.Popen[bytes] | None = None
 
     @property

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -220,11 +219,13 @@ def test_a_state_is_the_same_wherever_the_prefetch_thread_is(stop: int) -> None:
     options = SAMPLINGS["mixed, estimated"]
     expected = list(epochs(loader_of(options), 0, 3))
     first = loader_of(options | {"prefetch": 20})
+    others = threading.enumerate()
     batches = iter(first)
     for _ in range(stop):
         next(batches)
-    while any(thread.name == "torchrec_ext-prefetch" for thread in threading.enumerate()):
-        time.sleep(0.01)
+    for thread in threading.enumerate():
+        if thread not in others:
+            thread.join()
     second = loader_of(options)
     second.load_state_dict(first.state_dict(step=stop))
     if stop < 7:

@@ -293,7 +293,11 @@ def test_stored_vectors_are_taken_where_no_feature_is_given_and_only_of_the_same
     assert other.recommend(request).cold.vector == "live"
 
 
-def test_a_store_that_goes_away_is_passed_over_for_a_while_and_taken_again(made: SmallBundle, tmp_path: Path) -> None:
+def test_a_store_that_goes_away_is_passed_over_for_a_while_and_taken_again(
+    made: SmallBundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("torchrec_ext.retrieval.scorer.user_vectors.time.monotonic", lambda: now[0])
     bundle, request = made.bundle, RecommendRequest(user={"user_id": USER}, k=3)
     remote = Fickle(stored(tmp_path, bundle, "a tower"), "a tower")
     vectors = RemoteVectors(lambda tower, width: remote, (ConnectionError,), retry_s=0.5)
@@ -306,7 +310,7 @@ def test_a_store_that_goes_away_is_passed_over_for_a_while_and_taken_again(made:
     with pytest.raises(UnavailableError, match="the redis of users' vectors is out of reach"):
         ours.recommend(RecommendRequest(user={"user_id": 9_999}))
     remote.there = True
-    threading.Event().wait(0.6)
+    now[0] += 0.6
     assert ours.recommend(request).cold.vector == "redis"
     assert vectors.available
 

@@ -47,12 +47,15 @@ def test_towers_do_not_mix(server: RedisServer) -> None:
 
 
 def test_a_vector_expires(server: RedisServer) -> None:
-    brief = store(server, "brief", expiry_s=0.2)
+    brief = store(server, "brief", expiry_s=600)
     brief.put([1], torch.ones(1, 2))
     assert brief.find([1])[1].all()
+    key = f"{brief._prefix}1"
+    assert 0 < brief._redis.pttl(key) <= 600_000
+    brief._redis.pexpire(key, 1)
     end = time.monotonic() + 20
     while brief.find([1])[1].any() and time.monotonic() < end:
-        time.sleep(0.05)
+        time.sleep(0.01)
     assert not brief.find([1])[1].any()
     lasting = store(server, "lasting", expiry_s=None)
     lasting.put([1], torch.ones(1, 2))
