@@ -1,10 +1,14 @@
 """Small sets in the form of the real ones."""
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from torchrec_ext.data.datasets import labelled, streamed
 
 USERS, ITEMS, RATINGS_EACH = 60, 40, 12
 
@@ -40,3 +44,18 @@ def write_ml_100k(root: Path) -> Path:
     for name, columns in tables.items():
         pq.write_table(pa.table(columns), folder / f"{name}.parquet")
     return root
+
+
+def generate_less() -> None:
+    """Makes the generated sets of this process, which is a rank, ten times as small, but those of users and items.
+
+    For laws that hold whatever a model has learned.
+    """
+    log = streamed.planted_log
+
+    def fewer_users(**options: Any) -> Any:
+        return log(**{**options, "users": options["users"] // 10})
+
+    labelled.planted_context = partial(labelled.planted_context, rows=6_000)
+    streamed.planted_folder = partial(streamed.planted_folder, rows=6_000)
+    streamed.planted_log = fewer_users

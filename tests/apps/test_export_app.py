@@ -21,7 +21,7 @@ from torchrec_ext.components import serve  # type: ignore[import-not-found]
 from torchx.components.component_test_base import ComponentTestCase
 
 from tests.contracts import run_ranks
-from tests.small_sets import write_ml_100k
+from tests.small_sets import generate_less, write_ml_100k
 from torchrec_ext.data.datasets.labelled import LabelledConfig, load_labelled
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
@@ -167,6 +167,7 @@ def job_of(name: str, root: Path) -> Any:
 
 def exported(runtime: Runtime, root: Path) -> dict[str, Any]:
     """Exports a bundle of each recipe after one epoch; returns what evaluators recommend to the user of a test row."""
+    generate_less()
     recommended = {}
     for name in RECIPES:
         job = job_of(name, root)
@@ -494,17 +495,14 @@ def app(name: str, *flags: str, ranks: int = 0) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.launch
-def test_a_run_without_a_checkpoint_is_told(tmp_path: Path) -> None:
+def test_a_run_without_a_checkpoint_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = load_recipe("two_tower")
     config = dataclasses.asdict(dataclasses.replace(job, build=None, task=None))
     (tmp_path / "config.json").write_text(json.dumps(config, default=str))
-    done = subprocess.run(
-        [sys.executable, "-m", "torchx_apps.export", str(tmp_path)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 1
-    assert "give a run folder, or a checkpoint in one" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert export.main([str(tmp_path)]) == 1
+    stderr = capsys.readouterr().err
+    assert "give a run folder, or a checkpoint in one" in stderr
+    assert "Traceback" not in stderr
 
 
 def test_a_bundle_is_not_replaced_unasked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

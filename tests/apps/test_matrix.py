@@ -16,8 +16,9 @@ import json
 import math
 import os
 import re
+import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ import pytest
 from covertable import make
 
 from tests.contracts import leave_group, run_ranks
+from torchrec_ext.data.datasets import streamed
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.retrieval.bundle.audit import Audit
 from torchrec_ext.retrieval.bundle.bundle import Bundle
@@ -407,11 +409,30 @@ class Outcome(NamedTuple):
 def trained(runtime: Runtime, cells: Sequence[Cell], folder: Path) -> list[Outcome]:
     """The outcomes of several cells, one after another: most of the time of a refused one is what a process imports."""
     ports = leave_group(runtime, groups=len(cells))
+    streamed.planted_log_folder = written_once(streamed.planted_log_folder, folder / f"logs{runtime.rank}")
     outcomes = []
     for number, (cell, port) in enumerate(zip(cells, ports, strict=True)):
         os.environ["MASTER_PORT"] = str(port)
-        outcomes.append(outcome_of(runtime, cell, folder / str(number)))
+        try:
+            outcomes.append(outcome_of(runtime, cell, folder / str(number)))
+        except Exception as error:
+            raise AssertionError(name_of(cell)) from error
     return outcomes
+
+
+def written_once(write: Callable[..., dict[str, float]], kept: Path) -> Callable[..., dict[str, float]]:
+    """``write``, which takes two seconds, for each of its arguments once; from then on the folder is copied."""
+    made: dict[str, tuple[Path, dict[str, float]]] = {}
+
+    def copied(folder: Path, **options: Any) -> dict[str, float]:
+        name = "-".join(f"{key}={value}" for key, value in sorted(options.items()))
+        if name not in made:
+            (kept / name).mkdir(parents=True)
+            made[name] = kept / name, write(kept / name, **options)
+        shutil.copytree(made[name][0], folder, dirs_exist_ok=True)
+        return made[name][1]
+
+    return copied
 
 
 def outcome_of(runtime: Runtime, cell: Cell, folder: Path) -> Outcome:
@@ -450,9 +471,8 @@ def outcomes_of(cells: Sequence[Cell], *, timeout_s: float = 300) -> list[list[O
     return [list(outcomes) for outcomes in zip(*by_rank, strict=True)]
 
 
-def check_runs(cell: Cell) -> None:
+def check_runs(cell: Cell, outcomes: Sequence[Outcome]) -> None:
     """One cell of the matrix that must run."""
-    (outcomes,) = outcomes_of([cell])
     assert [outcome.refusal for outcome in outcomes] == [None] * len(outcomes)
     first, recipe = outcomes[0], RECIPES[cell["recipe"]]
     assert all(math.isfinite(value) for value in first.figures.values()), first.figures
@@ -464,10 +484,23 @@ def check_runs(cell: Cell) -> None:
         assert first.scores == sorted(first.scores, reverse=True)
 
 
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest) -> dict[str, list[Outcome]]:
+    """The outcomes of all cells that this run tries, by their names; ranks are started once for each number of them."""
+    items: list[Any] = [item for item in request.session.items if "outcomes" in getattr(item, "fixturenames", ())]
+    tried = {name_of(cell): cell for cell in (item.callspec.params["cell"] for item in items)}
+    made = {}
+    for ranks in sorted({cell["ranks"] for cell in tried.values()}):
+        names = [name for name, cell in tried.items() if cell["ranks"] == ranks]
+        chosen = [tried[name] for name in names]
+        made |= dict(zip(names, outcomes_of(chosen, timeout_s=60 + 30 * len(chosen)), strict=True))
+    return made
+
+
 # Each choice once, but train.compile=require, which compiles for ten seconds and more.
 @pytest.mark.parametrize("cell", cells(1, compile=("off", "auto")), ids=name_of)
-def test_every_choice_works(cell: Cell) -> None:
-    check_runs(cell)
+def test_every_choice_works(cell: Cell, outcomes: dict[str, list[Outcome]]) -> None:
+    check_runs(cell, outcomes[name_of(cell)])
 
 
 @pytest.mark.slow
@@ -477,7 +510,7 @@ def test_any_two_options_work_together(recipe: str) -> None:
     for cell in cells(2):
         if cell["recipe"] == recipe:
             try:
-                check_runs(cell)
+                check_runs(cell, *outcomes_of([cell]))
             except AssertionError as error:
                 failed[name_of(cell)] = str(error)
     assert not failed
@@ -494,22 +527,11 @@ def refused_cells() -> Iterator[Any]:
             yield pytest.param(cell, refused.words, id=name_of(cell), marks=() if values in once else pytest.mark.slow)
 
 
-@pytest.fixture(scope="module")
-def refusals(request: pytest.FixtureRequest) -> dict[str, list[Outcome]]:
-    """The outcomes of all cells that this run expects to be refused, by their names."""
-    items: list[Any] = [item for item in request.session.items if "refusals" in getattr(item, "fixturenames", ())]
-    made = {}
-    for ranks in sorted({item.callspec.params["cell"]["ranks"] for item in items}):
-        chosen = [item.callspec.params["cell"] for item in items if item.callspec.params["cell"]["ranks"] == ranks]
-        made |= dict(zip(map(name_of, chosen), outcomes_of(chosen, timeout_s=60 + 30 * len(chosen)), strict=True))
-    return made
-
-
 @pytest.mark.parametrize(("cell", "words"), list(refused_cells()))
 def test_what_excludes_each_other_is_refused_by_name_before_the_first_step(
-    cell: Cell, words: str, refusals: dict[str, list[Outcome]]
+    cell: Cell, words: str, outcomes: dict[str, list[Outcome]]
 ) -> None:
-    for outcome in refusals[name_of(cell)]:
+    for outcome in outcomes[name_of(cell)]:
         assert outcome.refusal is not None
         assert re.search(words, outcome.refusal), outcome.refusal
         assert outcome.steps == 0

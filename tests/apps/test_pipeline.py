@@ -31,9 +31,9 @@ from torchx_apps.jobs import pipeline as stages
 from torchx_apps.torchx_run import gather_overrides
 
 KEYS = (
-    *("preprocess.pictures=false", "preprocess.config.test_share=0.2", "train.epochs=30", "train.compile=off"),
+    *("preprocess.pictures=false", "preprocess.config.test_share=0.2", "train.epochs=8", "train.compile=off"),
     *("loader.batch_size=64", "model.embedding_dim=4", "model.tower_widths=8", "model.top_widths=8"),
-    *("checkpoint.steps=1", "checkpoint.epochs=0"),
+    *("checkpoint.steps=4", "checkpoint.epochs=0"),
 )
 
 
@@ -154,7 +154,7 @@ def test_a_stopped_pipeline_goes_on_where_it_was_and_its_bundle_is_that_of_three
     assert third.output.count("it is not made again") == 3
     for changed, stage, key in (
         ("preprocess.config.min_count=2", "data", r"config.min_count=2: \S+/data was made with 1"),
-        ("train.epochs=31", "run", r"train.epochs=31: \S+/run was made with 30"),
+        ("train.epochs=9", "run", r"train.epochs=9: \S+/run was made with 8"),
     ):
         with pytest.raises(ValueError, match=f"^{key}; go on with that, give another --out, or remove .*bundle$"):
             checked(out, *setting(*keys, changed))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,14 @@ import pytest
 import torch
 
 from tests.apps.test_matrix import RECIPES
-from tests.contracts import run_ranks
+from tests.contracts import leave_group, run_ranks
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.schema import DataError
 from torchrec_ext.train.config import Record
 from torchrec_ext.train.loop import train
 from torchrec_ext.train.metrics import EvaluationStoppedError, EvaluationWatch, evaluation_watch, watching
+from torchx_apps import train as train_app
 from torchx_apps.cli.command_line import apply_overrides, load_recipe
 from torchx_apps.jobs.training import build_model, load_task
 from torchx_apps.recipes import Job
@@ -165,7 +165,14 @@ def test_among_given_candidates_the_only_one_of_the_right_colour_is_found(colour
     assert outcomes[0]["baseline"]["ndcg@10"] < 0.8
 
 
-@pytest.mark.launch
+def commanded(runtime: Runtime, flags: list[str]) -> tuple[int, str]:
+    """Runs the app's command in this process; its exit code, and what it says."""
+    leave_group(runtime)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        code = train_app.main(flags)
+    return code, said.getvalue()
+
+
 @pytest.mark.parametrize(
     ("recipe", "overrides"),
     [
@@ -178,14 +185,11 @@ def test_a_recipe_is_one_command(recipe: str, overrides: list[str], tmp_path: Pa
     planted = RECIPES[recipe]
     changed = [flag for text in (*planted.overrides, *overrides) for flag in ("--set", text)]
     flags = ["--recipe", recipe, "--run-dir", str(tmp_path / "run"), *changed]
-    done = subprocess.run(
-        [sys.executable, "-m", "torchx_apps.train", *flags], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+    ((code, said),) = run_ranks(commanded, 1, flags)
+    assert code == 0
     summary: dict[str, Any] = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert planted.above < summary["test"][planted.figure] < 1
-    assert "this model" in done.stdout
-    assert (tmp_path / "run" / "training.png").exists()
+    assert "this model" in said
 
 
 @pytest.mark.unit

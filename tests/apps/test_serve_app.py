@@ -336,15 +336,16 @@ def test_a_rolling_update_loses_no_request(bundles: list[SmallBundle], tmp_path:
         assert set(clients.statuses) == {(old.port, 200), (new.port, 200)}
 
 
-@pytest.mark.launch
-def test_what_keeps_it_from_beginning_is_told_in_a_line(bundles: list[SmallBundle], tmp_path: Path) -> None:
+def test_a_port_that_is_taken_is_told(bundles: list[SmallBundle], capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        done = run(str(bundles[0].folder), f"--port={port}")
-    assert (done.returncode, done.stderr.strip()) == (
-        1,
-        f"--host 127.0.0.1 --port {port}: it is in use; give another, or --port 0 for any that is free",
-    )
+        assert serve.main([str(bundles[0].folder), f"--port={port}"]) == 1
+    told = f"--host 127.0.0.1 --port {port}: it is in use; give another, or --port 0 for any that is free"
+    assert capsys.readouterr().err.strip() == told
+
+
+@pytest.mark.launch
+def test_a_bundle_that_is_broken_keeps_it_from_beginning(bundles: list[SmallBundle], tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(bundles[0].folder, broken)
     (broken / "interaction.safetensors").unlink()
