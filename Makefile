@@ -31,7 +31,7 @@ demo: $(STAMP) ## set up, train the recipe two_tower on two ranks (`torchx run`)
 	@$(WITH_VENV) $(BIN)/torchx run --set fallback=planted --set export=auto $(DEMO_ARGS)
 
 test: $(STAMP) ## all tests but the slow ones; TORCHREC_EXT_DATA=DIR adds those on real data
-	@$(WITH_VENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS) || test $$? -eq 5
+	@$(WITH_VENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS) || test $$? -eq 5
 
 test-slow: $(STAMP) ## the slow ones alone, one after the other: long matrices, killed jobs, every recipe
 	@$(WITH_VENV) $(BIN)/python -m pytest -m slow $(PYTEST_ARGS) || test $$? -eq 5

@@ -1,5 +1,6 @@
 """Fixtures, and what every test may assume."""
 
+import collections
 import os
 import warnings
 
@@ -32,11 +33,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
         dropped = set(map(id, left_out))
         items[:] = [item for item in items if id(item) not in dropped]
-    if torch.cuda.is_available():
-        return
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        # In this order workers take files: with those of short tests last, they end together.
+        long = collections.Counter(item.path for item in items if not _is_short(item))
+        items.sort(key=lambda item: -long[item.path])
+
+
+def _is_short(item: pytest.Item) -> bool:
+    return isinstance(item, pytest.DoctestItem) or any(map(item.get_closest_marker, ("unit", "slow")))
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

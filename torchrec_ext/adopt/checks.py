@@ -92,57 +92,60 @@ def check_model(model: nn.Module) -> None:
     Raises:
         CannotAdopt: a module or parameter does what a captured step would not; the message names it.
     """
+    # A line is looked for where there is something to say: Python parses the file of the class for it.
     for path, module in model.named_modules():
-        kind, name = type(module).__name__, module_line(model, path)
-        if kind in _WRAPPERS:
-            raise CannotAdopt(f"{name} is a {kind}: {_WRAPPERS[kind]}")
-        for attribute, hook in _HOOKS.items():
-            if any(not getattr(each, "of_adopt", False) for each in getattr(module, attribute).values()):
-                raise CannotAdopt(
-                    f"{name} has a {hook}, whose Python a captured step would not run; remove it, or write what it "
-                    "computes into forward (weight_norm and spectral_norm: take those of "
-                    "torch.nn.utils.parametrizations)"
-                )
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            _check_table(name, module)
+        if fault := _fault_of_module(module):
+            raise CannotAdopt(f"{module_line(model, path)} {fault}")
     if any(vars(torch.nn.modules.module)[f"_global{attribute}"] for attribute in _HOOKS):
         raise CannotAdopt("torch has a hook on all modules, whose Python a captured step would not run; remove it")
     for path, parameter in model.named_parameters():
-        _check_parameter(module_line(model, path), parameter)
+        if fault := _fault_of_parameter(parameter):
+            raise CannotAdopt(f"{module_line(model, path)} {fault}")
     devices = {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())}
     if len(devices) > 1:
         raise CannotAdopt(f"the model is on {' and '.join(sorted(devices))}; put it on one device")
 
 
-def _check_table(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
+def _fault_of_module(module: nn.Module) -> str:
+    kind = type(module).__name__
+    if kind in _WRAPPERS:
+        return f"is a {kind}: {_WRAPPERS[kind]}"
+    for attribute, hook in _HOOKS.items():
+        if any(not getattr(each, "of_adopt", False) for each in getattr(module, attribute).values()):
+            return (
+                f"has a {hook}, whose Python a captured step would not run; remove it, or write what it computes into "
+                "forward (weight_norm and spectral_norm: take those of torch.nn.utils.parametrizations)"
+            )
+    return _fault_of_table(module) if isinstance(module, nn.Embedding | nn.EmbeddingBag) else ""
+
+
+def _fault_of_table(module: nn.Embedding | nn.EmbeddingBag) -> str:
     if module.max_norm is not None:
-        raise CannotAdopt(
-            f"{name} has max_norm={module.max_norm:g}, so that forward rewrites rows; leave it out and limit the norm "
-            "of the vectors that are read, F.normalize(rows) for one"
+        return (
+            f"has max_norm={module.max_norm:g}, so that forward rewrites rows; leave it out and limit the norm of the "
+            "vectors that are read, F.normalize(rows) for one"
         )
     if module.scale_grad_by_freq:
-        raise CannotAdopt(
-            f"{name} has scale_grad_by_freq=True, which divides a row's gradient by its look-ups; leave it out"
-        )
+        return "has scale_grad_by_freq=True, which divides a row's gradient by its look-ups; leave it out"
     if isinstance(module, nn.EmbeddingBag) and module.mode == "max":
-        raise CannotAdopt(f"{name} has mode='max'; take 'sum' or 'mean', or nn.Embedding and .amax(1)")
+        return "has mode='max'; take 'sum' or 'mean', or nn.Embedding and .amax(1)"
+    return ""
 
 
-def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+def _fault_of_parameter(parameter: nn.Parameter) -> str:
     if type(parameter) not in (nn.Parameter, Tensor):
-        raise CannotAdopt(
-            f"{name} is a {type(parameter).__name__}, not a plain parameter; run one forward first if it is lazy"
-        )
+        return f"is a {type(parameter).__name__}, not a plain parameter; run one forward first if it is lazy"
     if parameter.dtype != torch.float32:
-        raise CannotAdopt(
-            f"{name} is {parameter.dtype}; weights are trained in torch.float32: call model.float(), and give "
+        return (
+            f"is {parameter.dtype}; weights are trained in torch.float32: call model.float(), and give "
             "autocast=lambda: torch.autocast('cpu', torch.bfloat16) to compute in 16 bits"
         )
     if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-        raise CannotAdopt(
-            f"{name} has a hook on its gradient, whose Python a captured step would not run; remove it, and write what "
-            "it does into the loss, or limit the norm by clip_norm="
+        return (
+            "has a hook on its gradient, whose Python a captured step would not run; remove it, and write what it does "
+            "into the loss, or limit the norm by clip_norm="
         )
+    return ""
 
 
 _KINDS: dict[type[torch.optim.Optimizer], str] = {
