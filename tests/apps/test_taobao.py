@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -71,15 +72,19 @@ def prepared(path: Path, out: Path, *overrides: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def log(tmp_path_factory: pytest.TempPathFactory) -> pa.Table:
-    return write_log(tmp_path_factory.mktemp("taobao") / "UserBehavior.csv")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("taobao") / "UserBehavior.csv"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("ready")
-    write_log(path / "UserBehavior.csv")
-    return prepared(path / "UserBehavior.csv", path / "ready")
+def log(file: Path) -> pa.Table:
+    return write_log(file)
+
+
+@pytest.fixture(scope="module")
+def folder(file: Path, log: pa.Table) -> Path:
+    del log
+    return prepared(file, file.with_name("ready"))
 
 
 def job_of(recipe: str, folder: Path | str, *overrides: str) -> Job:
@@ -365,8 +370,10 @@ def test_a_task_without_column_is_refused(overrides: Sequence[str], words: str, 
 
 
 @pytest.mark.unit
-def test_a_task_of_the_summary_without_column_and_ids_beyond_the_table_are_named(tmp_path: Path) -> None:
-    planted_log_folder(tmp_path)
+def test_a_task_of_the_summary_without_column_and_ids_beyond_the_table_are_named(
+    planted: StreamedData, tmp_path: Path
+) -> None:
+    shutil.copytree(planted.folder, tmp_path, dirs_exist_ok=True)
     summary = json.loads((tmp_path / "summary.json").read_text())
     summary["roles"]["tasks"] = ["purchase"]
     (tmp_path / "summary.json").write_text(json.dumps(summary))
