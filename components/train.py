@@ -278,7 +278,16 @@ def _environment(env: Optional[Dict[str, str]], threads: int, max_retries: int, 
 def _under_our_agent(command: str, max_restarts: int) -> str:
     """Puts torchx_apps.agent, which is torchrun with one clear last word, where TorchX wrote torchrun.
 
-    `exec`, so that the signals the scheduler sends reach the agent and not a shell.
+    `exec`, so that the signals the scheduler sends reach the agent and not a shell. A node whose python3 lacks the
+    package ends with the exit code of a mistake, which is not tried again, and leaves the file that says so for Slurm.
     """
     rest = command[len("torchrun") :]
-    return f"exec python3 -m torchx_apps.agent --max_restarts {max_restarts}{rest}"
+    lacking = (
+        "$HOSTNAME: this node, or its image, has no python3 with the package torchrec_ext; install it there, or submit "
+        "from a folder and an environment that every node sees"
+    )
+    return (
+        'python3 -c "import torchx_apps" 2> /dev/null || '
+        f'{{ echo "{lacking}" >&2; : > "${{TORCHREC_EXT_MISTAKE_FILE:-/dev/null}}"; exit 200; }}; '
+        f"exec python3 -m torchx_apps.agent --max_restarts {max_restarts}{rest}"
+    )

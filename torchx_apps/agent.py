@@ -18,6 +18,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from torchx_apps.cli.sigterm import end_where_no_child_runs, ending_the_block, once
@@ -74,6 +75,7 @@ def _run(argv: Sequence[str]) -> int:
         return 1
     _end_when_lost(options)
     _restart_no_mistake()
+    _judge_by_own_clock()
 
     def stop() -> None:
         raise SignalException("the job was stopped by SIGTERM", signal.SIGTERM)
@@ -293,6 +295,53 @@ def _restart_no_mistake() -> None:
             return result
 
     api.LocalElasticAgent = MistakeEnds  # type: ignore[misc]
+
+
+def _judge_by_own_clock() -> None:
+    """Makes torchrun count the age of what other nodes write from when it came here, by this node's clock alone.
+
+    torchrun compares a node's heartbeat, in that node's wall clock, with its own wall clock: of two nodes whose clocks
+    are 15 s apart one takes the other for dead, and they never meet.
+    """
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous as rendezvous
+
+    class OwnClock(rendezvous._BackendRendezvousStateHolder):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self._came: dict[Any, tuple[datetime, float]] = {}  # a node's heartbeat, and when it came here
+            self._deadline: tuple[datetime, datetime] | None = None  # of the last call, as written, and by this clock
+
+        def sync(self) -> bool | None:
+            if self._deadline is not None and self._state.deadline == self._deadline[1]:
+                self._state.deadline = self._deadline[0]  # the others read it too
+            written = super().sync()
+            deadline = self._state.deadline
+            if deadline is None:
+                self._deadline = None
+            elif self._deadline is None or self._deadline[0] != deadline:
+                end = rendezvous.datetime.now(timezone.utc) + self._settings.timeout.last_call
+                self._deadline = (deadline, end)
+            if self._deadline is not None:
+                self._state.deadline = self._deadline[1]
+            return written
+
+        def _sanitize(self) -> None:
+            """Removes dead nodes as torchrun does, whose comparison sees heartbeats of either of two ages."""
+            now, beats = time.monotonic(), self._state.last_heartbeats
+            silent_s = (self._settings.keep_alive_interval * self._settings.keep_alive_max_attempt).total_seconds()
+            known = self._came
+            self._came = {
+                node: known[node] if node in known and known[node][0] == beat else (beat, now)
+                for node, beat in beats.items()
+            }
+            ages = {False: datetime.max, True: datetime.min}
+            self._state.last_heartbeats = {
+                node: ages[now - came > silent_s].replace(tzinfo=timezone.utc) for node, (_, came) in self._came.items()
+            }
+            super()._sanitize()
+            self._state.last_heartbeats = {node: beats[node] for node in self._state.last_heartbeats}
+
+    rendezvous._BackendRendezvousStateHolder = OwnClock  # type: ignore[misc]
 
 
 def _end_when_lost(options: argparse.Namespace) -> None:

@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -126,10 +127,11 @@ def export_run(
     from torchrec_ext.train.checkpoint.folder import CheckpointRanks
     from torchrec_ext.train.checkpoint.load import load_checkpoint
     from torchrec_ext.train.checkpoint.state import model_state
-    from torchx_apps.jobs.exporting import check_exportable_to_onnx, describe_bundle, export_task
+    from torchx_apps.jobs.exporting import bundle_figures, check_exportable_to_onnx, describe_bundle, export_task
     from torchx_apps.jobs.placing import merge_lookups
     from torchx_apps.jobs.report import read_warning
     from torchx_apps.jobs.resuming import checkpoint_to_export
+    from torchx_apps.jobs.tracking import tracked
     from torchx_apps.jobs.training import load_task, quieten_libraries
     from torchx_apps.tasks.job import schema_of
 
@@ -149,7 +151,10 @@ def export_run(
         sharded, optimizer = hybrid_parallel(model, runtime, optimizer=job.optimizer)
         saved, _ = load_checkpoint(path, model_state(sharded, optimizer), together)
         details = {"recipe": job.name, "run": str(run), "checkpoint": path, "steps": saved["step"], **read_warning(run)}
-        manifest = export_task(sharded, task, schema, runtime, out, details=details, **settings)
+        given = {**details, "out": str(out), **settings}
+        with tracked(out, given, folder="bundle") if runtime.is_main else nullcontext({}) as figures:
+            manifest = export_task(sharded, task, schema, runtime, out, details=details, **settings)
+            figures["bundle"] = bundle_figures(manifest)
         if runtime.is_main:
             print(f"checkpoint: {which}, after {saved['step']:,} steps ({path})")
             print(describe_bundle(manifest, out), flush=True)

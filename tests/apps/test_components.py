@@ -1,6 +1,10 @@
 """The components as TorchX sees them: listed, valid, and AppDefs that say what was asked for."""
 
+import shutil
+import subprocess
+import sys
 from importlib.metadata import entry_points
+from pathlib import Path
 
 import pytest
 import torchrec_ext.components as components  # type: ignore[import-not-found]
@@ -11,6 +15,7 @@ from torchx.specs.builders import materialize_appdef
 from torchx.specs.finder import get_components
 
 from torchx_apps import train as app
+from torchx_apps.agent import MISTAKE, MISTAKE_FILE
 from torchx_apps.torchx_run import gather_overrides
 from torchx_apps.train import ELASTIC
 
@@ -61,7 +66,7 @@ def test_by_default_two_ranks_train_two_tower_on_one_thread_each() -> None:
 
 def test_the_agent_takes_the_place_of_torchrun() -> None:
     # TorchX writes `torchrun --flags`; were that to change, the agent's command would be wrong from its first word.
-    assert command().startswith("exec python3 -m torchx_apps.agent --max_restarts 0 --rdzv_backend c10d ")
+    assert "; exec python3 -m torchx_apps.agent --max_restarts 0 --rdzv_backend c10d " in command()
     assert "torchrun" not in command()
 
 
@@ -164,6 +169,26 @@ def test_every_component_writes_its_output_at_once() -> None:
     for name, component in listed.items():
         (role,) = materialize_appdef(component.fn, required.get(name, "").split()).roles
         assert role.env["PYTHONUNBUFFERED"] == "1", name
+
+
+@pytest.mark.parametrize("lacking", ["python3", "the package"])
+def test_a_node_or_an_image_without_the_package_says_so_in_one_line(lacking: str, tmp_path: Path) -> None:
+    if lacking == "the package":
+        (tmp_path / "python3").write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+        (tmp_path / "python3").chmod(0o755)
+    mistake = tmp_path / "mistake"
+    done = subprocess.run(
+        [str(shutil.which("bash")), *launch("-j", "2x1").roles[0].args],
+        env={"PATH": str(tmp_path), MISTAKE_FILE: str(mistake), "HOSTNAME": "host2"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (MISTAKE, "")
+    (line,) = done.stderr.splitlines()
+    assert "this node, or its image, has no python3 with the package torchrec_ext; install it there, or submit" in line
+    assert mistake.exists(), "for Slurm, whose srun returns another node's exit code"
 
 
 @pytest.mark.parametrize("j", ["", "2", "1y2", "0x2", "1x0", "1x-2", "x2", "1x2x3", "1:2:3x4", "ax2"])

@@ -53,6 +53,16 @@ def test_port_0_and_an_address_that_nobody_reaches_are_refused_on_kubernetes_alo
     assert check_app(serve.http(host="0.0.0.0", **made), "kubernetes") == []
 
 
+def test_nodes_that_come_and_go_are_refused_on_slurm_alone() -> None:
+    for component in (train.hybrid, train.networks):
+        app = materialize_appdef(component, ["-j", "1:2x4", "--image", IMAGE])
+        line = refused(app, "slurm")
+        assert line.startswith("-j 1:2x...: Slurm gives a job all of its nodes or none, and ends them all with the one")
+        assert line.endswith("; write -j 2x... --max_retries 3, which goes on from the last checkpoint")
+        assert check_app(app, "kubernetes") == check_app(app, "local_cwd") == []
+    assert check_app(hybrid("-j", "2:2x4"), "slurm") == check_app(hybrid("-j", "2x4"), "slurm") == []
+
+
 def test_torchxs_own_image_is_refused_unless_a_dockerfile_builds_on_it(tmp_path: Path) -> None:
     app = train.hybrid()
     assert "does not have this package; build one that has it and name it: --image my_image:1" in refused(app)

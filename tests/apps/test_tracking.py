@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torchrec_ext.components as components  # type: ignore[import-not-found]
 
-from torchx_apps.jobs.tracking import Tracking
+from tests.small_sets import write_ml_100k
+from torchx_apps.jobs.tracking import Tracking, tracked
 from torchx_apps.launch.commands import TrackerCommand, schedulers
 from torchx_apps.torchx_run import JobRunner
 
@@ -103,19 +104,18 @@ def wandb_records(content: bytes) -> Iterator[bytes]:
             collected = b""
 
 
-def tracked(folder: Path, config: Mapping[str, Any] = CONFIG) -> Tracking:
+def track(folder: Path, config: Mapping[str, Any] = CONFIG) -> None:
     tracking = Tracking.start(folder, config)
     for record in EVAL:
         tracking.log(record)
     tracking.end()
-    return tracking
 
 
 def test_torchx_tracker_lists_runs_settings_figures_and_artifacts(
     folder: Path, fsspec_config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     configure(monkeypatch, {"fsspec": fsspec_config}, TORCHX_PARENT_RUN_ID=PARENT)
-    tracked(folder)
+    track(folder)
 
     def shown(*words: str) -> dict[str, str]:
         torchx_tracker("list", *words)
@@ -142,9 +142,9 @@ def test_mlflow_has_parameters_curves_and_artifacts(
     store = f"file://{tmp_path / 'mlruns'}"
     variables = {"MLFLOW_ALLOW_FILE_STORE": "true", "TORCHX_PARENT_RUN_ID": PARENT}
     configure(monkeypatch, {f"{TRACKERS}:MLflowTracker": store}, **variables)
-    tracked(folder)
+    track(folder)
     # A second attempt of the job writes on; a setting that was changed is a tag beside the parameter.
-    tracked(folder, {**CONFIG, "name": "other"})
+    track(folder, {**CONFIG, "name": "other"})
     tracker = MLflowTracker(store)
     assert list(tracker.run_ids()) == list(tracker.run_ids(parent_run_id=PARENT)) == [RUN]
     assert list(tracker.run_ids(parent_run_id="other")) == []
@@ -169,7 +169,7 @@ def test_weights_and_biases_has_config_history_and_summary_without_a_network(
 
     variables = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "TORCHX_PARENT_RUN_ID": PARENT}
     configure(monkeypatch, {f"{TRACKERS}:WandbTracker": "team/project"}, **variables)
-    tracked(folder)
+    track(folder)
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     config: dict[str, Any] = {}
     history: list[dict[str, Any]] = []
@@ -203,7 +203,7 @@ def test_a_tracker_that_fails_later_is_one_warning(
     configure(monkeypatch, {f"{__name__}:Failing": tmp_path / "calls", "fsspec": fsspec_config})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        tracked(folder)
+        track(folder)
     (line,) = [str(warning.message) for warning in caught]
     assert line == (
         f"tracker {__name__}:Failing: the server is gone; the run goes on, and this tracker hears no more of it"
@@ -247,7 +247,7 @@ def test_a_tracker_that_cannot_be_reached_at_the_start_is_one_line(
 def test_a_run_that_nobody_tracks_writes_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHX_TRACKERS", raising=False)
     (folder / "summary.json").unlink()  # as of a run that diverged
-    tracked(folder)
+    track(folder)
 
 
 def test_torchx_tracker_without_a_tracker_is_one_line(
@@ -303,6 +303,49 @@ def test_every_member_of_a_job_is_a_run(tmp_path: Path, fsspec_config: Path) -> 
         assert known["train.seed"] == seed
         assert known["test.hr@10"] == summary["test"]["hr@10"]
         assert tracker.artifacts(run)["run_folder"].path == str(tmp_path / "out" / f"seed={seed}")
+
+
+@pytest.mark.launch
+def test_preprocessing_training_and_export_of_a_pipeline_are_runs(
+    tmp_path: Path, fsspec_config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchx.tracker.backend.fsspec import create
+
+    write_ml_100k(tmp_path)
+    configure(monkeypatch, {"fsspec": fsspec_config}, OMP_NUM_THREADS="1")
+    out = tmp_path / "out"
+    settings = [f"preprocess.config.folder={tmp_path / 'ml-100k'}", "train.epochs=1", "train.compile=off"]
+    words = [sys.executable, "-m", "torchx_apps.pipeline", f"--out={out}", *(f"--set={item}" for item in settings)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    tracker = create(str(fsspec_config))
+    assert set(tracker.run_ids()) == {RUN, f"{RUN}/preprocess", f"{RUN}/export"}
+    summary = json.loads((out / "data" / "summary.json").read_text())
+    known, paths = tracker.metadata(f"{RUN}/preprocess"), tracker.artifacts(f"{RUN}/preprocess")
+    assert known["config.folder"] == str(tmp_path / "ml-100k")
+    for name in ("rows", "vocab", "missing"):
+        assert summary[name]
+        assert {key: known[f"{name}.{key}"] for key in summary[name]} == summary[name]
+    assert paths["data"].path == str(out / "data")
+    assert {"preprocessor", "preprocess.png", "summary.json"} <= set(paths)
+    manifest = json.loads((out / "bundle" / "manifest.json").read_text())
+    known, paths = tracker.metadata(f"{RUN}/export"), tracker.artifacts(f"{RUN}/export")
+    assert (known["run"], known["store"]) == (str(out / "run"), "fp32")
+    assert known["bundle.items"] == manifest["content"]["coverage"]["items"]
+    assert known["bundle.greatest_difference"] == manifest["parity"]["greatest_difference"]
+    assert paths["bundle"].path == str(out / "bundle")
+    assert tracker.metadata(RUN)["test.auc"] == json.loads((out / "run" / "summary.json").read_text())["test"]["auc"]
+
+
+def test_a_job_that_fails_is_a_run_with_its_error(
+    tmp_path: Path, fsspec_config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchx.tracker.backend.fsspec import create
+
+    configure(monkeypatch, {"fsspec": fsspec_config})
+    with pytest.raises(ValueError, match="no such column"), tracked(tmp_path / "out", {"a": {"b": 1}}, folder="data"):
+        raise ValueError("no such column: user")
+    assert create(str(fsspec_config)).metadata(RUN) == {"a.b": 1, "error": "no such column: user"}
 
 
 @pytest.mark.launch

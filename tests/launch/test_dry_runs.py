@@ -65,7 +65,10 @@ def dry_runs(scheduler: str) -> str:
             name, *flags = gather_overrides([*shlex.split(line)])
             behind = flags.index("--") if "--" in flags else len(flags)
             words = [*flags[:behind], *SHARED.split(), *flags[behind:]]
-            info = runner.dryrun_component(name, words, scheduler, cfg=dict(CFG[scheduler]))
+            try:
+                info: object = runner.dryrun_component(name, words, scheduler, cfg=dict(CFG[scheduler]))
+            except ValueError as error:
+                info = f"refused: {error}"
             pages.append(f"=== {line}\n{str(info).replace(os.getcwd(), 'FOLDER').strip()}\n")
     return "\n".join(pages)
 

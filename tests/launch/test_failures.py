@@ -1,14 +1,20 @@
 """Which failure is the cause, and in which words it is told."""
 
+import contextlib
 import json
+import pickle
 import socket
+import sys
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous as rendezvous
 from torchx.specs import AppState, AppStatus
 
+from tests.launch.jobs import Launched
 from torchx_apps import agent, export, plan, serve
 from torchx_apps.agent import describe_failure, first_failure, hand_over
 from torchx_apps.cli.errors import describe_error, is_users_mistake
@@ -133,6 +139,101 @@ def test_a_port_is_taken_where_a_program_of_this_node_listens_on_it() -> None:
         assert agent.port_is_taken(f"127.0.0.2:{port}")
         assert not agent.port_is_taken(f"192.0.2.1:{port}"), "another node's"
     assert not agent.port_is_taken(f"127.0.0.2:{port}")
+
+
+class Shelf:
+    """Keeps the state of a rendezvous in memory, where every node finds it."""
+
+    name = "shelf"
+
+    def __init__(self) -> None:
+        self.bits: bytes | None = None
+        self.writes = 0
+
+    def get_state(self) -> tuple[bytes, int] | None:
+        return None if self.bits is None else (self.bits, self.writes)
+
+    def set_state(self, state: bytes, token: int | None = None) -> tuple[bytes, int, bool]:
+        self.bits, self.writes = state, self.writes + 1
+        return state, self.writes, True
+
+
+def test_a_node_is_dead_when_it_is_silent_and_not_when_its_clock_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = rendezvous._BackendRendezvousStateHolder
+    monkeypatch.setattr(rendezvous, "_BackendRendezvousStateHolder", stock)  # to be undone
+    agent._judge_by_own_clock()
+    now_s = [0.0]
+    monkeypatch.setattr(agent, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    settings = rendezvous.RendezvousSettings(
+        "7", 1, 3, rendezvous.RendezvousTimeout(), timedelta(seconds=5), keep_alive_max_attempt=3
+    )
+    shelf, other = Shelf(), rendezvous._NodeDesc("host1", 1, 0)
+    ours, torchruns, theirs = (
+        made(shelf, settings, 0) for made in (rendezvous._BackendRendezvousStateHolder, stock, stock)
+    )
+
+    def beat(hours: int) -> None:
+        """The other node writes that it is alive and when the last call ends, by its clock."""
+        clock = datetime.now(timezone.utc) + timedelta(hours=hours)
+        theirs._state.last_heartbeats[other], theirs._state.participants[other] = clock, 0
+        theirs._state.deadline = clock + settings.timeout.last_call
+        shelf.set_state(pickle.dumps(theirs._state))
+
+    for hours in (-1, 1, 0):
+        beat(hours)
+        ours.sync()
+        assert other in ours.state.participants, hours
+        now_s[0] += 14
+    written = theirs._state.deadline
+    assert ours.state.deadline - datetime.now(timezone.utc) <= settings.timeout.last_call
+    ours.mark_dirty()
+    ours.sync()
+    assert pickle.loads(shelf.bits or b"").deadline == written, "each node reads what the first one wrote"
+    now_s[0] += 2
+    ours.sync()
+    assert not ours.state.participants, "16 s without a heartbeat"
+    beat(-1)
+    torchruns.sync()
+    assert not torchruns.state.participants, "torchrun compares the two clocks"
+
+
+@pytest.mark.launch
+def test_nodes_whose_clocks_are_an_hour_apart_meet(tmp_path: Path) -> None:
+    script = tmp_path / "app.py"
+    script.write_text(
+        "import os, time, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "for _ in range(10):\n"
+        "    time.sleep(0.5)\n"
+        "    dist.barrier()\n"
+        "print('a world of', dist.get_world_size())\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    where = ["--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{port}", f"--rdzv_id={port}", "--local_addr=localhost"]
+    # Heartbeats come every second, and three that are missing make a node a dead one.
+    conf = "--rdzv_conf=timeout=120,keep_alive_interval=1"
+    with contextlib.ExitStack() as stack:
+        nodes = [
+            stack.enter_context(
+                Launched(
+                    [
+                        sys.executable,
+                        "-m",
+                        "tests.launch.shifted_clock",
+                        shift,
+                        *where,
+                        conf,
+                        "--nnodes=2",
+                        str(script),
+                    ],
+                    {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+                )
+            )
+            for shift in ("0", "-3600")
+        ]
+        assert [node.end(120) for node in nodes] == [0, 0], [node.output for node in nodes]
+        assert ["a world of 2" in node.output for node in nodes] == [True, True]
 
 
 class CheckpointError(ValueError):

@@ -100,6 +100,18 @@ def write_onnx_files(bundle: Path, out: Path, skip: Sequence[str] = (), *, overw
     )
 
 
+def bundle_figures(manifest: Manifest) -> dict[str, Any]:
+    """Returns what trackers are told of a bundle: its digest, its size and how near it is to the trained model."""
+    users, rounded = manifest.content["users"], manifest.content.get("tables")
+    figures = {
+        "digest": manifest.digest,
+        "items": manifest.content["coverage"]["items"],
+        "users": users["count"] if users else 0,
+        "greatest_difference": float(manifest.parity["greatest_difference"]),
+    }
+    return figures | ({"overlap": float(rounded["overlap"])} if rounded else {})
+
+
 def describe_bundle(manifest: Manifest, out: Path) -> str:
     """Describes a bundle in a line, with its warning before it and the command that serves it after it."""
     items, users = manifest.content["coverage"]["items"], manifest.content["users"]

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from torchx_apps import export, preprocess, train
 from torchx_apps.cli.command_line import apply_overrides, describe_keys, load_recipe, setting_keys
+from torchx_apps.jobs.tracking import JOB
 
 _OWN_KEYS = {"data.name": "it is the folder data of --out", "export": "the last stage exports"}
 # Settings that change how fast a stage is, or what it prints, and not what it makes.
@@ -244,6 +245,8 @@ def begin(stage: Stage, record: Path) -> None:
 def _command(stage: Stage) -> tuple[list[str], dict[str, str]]:
     """Returns the command of a stage that is one process, and its environment, in which it is no rank of several."""
     environment = {name: value for name, value in os.environ.items() if name not in _RANK}
+    if JOB in environment:  # a run of its own for trackers; the training has the job's name
+        environment[JOB] += f"/{stage.app}"
     return [sys.executable, "-m", f"torchx_apps.{stage.app}", *stage.flags], environment
 
 

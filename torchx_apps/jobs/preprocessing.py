@@ -29,6 +29,8 @@ from torchrec_ext.data.preprocess.times import second_of
 from torchrec_ext.retrieval.bundle.request_columns import steps_for_columns
 from torchrec_ext.schema import DataError
 from torchrec_ext.train.report.figures import BLUE, figure_with_panels, require_matplotlib, save_figure
+from torchx_apps.cli.command_line import setting_keys
+from torchx_apps.jobs.tracking import tracked
 from torchx_apps.recipes.preprocess import Prepared, PreprocessJob
 from torchx_apps.tasks.export_data import AUDITED
 
@@ -209,7 +211,9 @@ def run_preprocess(job: PreprocessJob) -> Path:
     begun = time.monotonic()
     if job.pictures:
         require_matplotlib("--set pictures=false")
+    settings = {key.path: key.value for key in setting_keys(job)}
     with (
+        tracked(out, {"recipe": job.name, **settings}, folder="data") as figures,
         whole_folder(out, overwrite=job.overwrite, mark=SUMMARY) as staging,
         connected(job.engine, threads=job.threads, memory=job.memory) as engine,
     ):
@@ -233,6 +237,8 @@ def run_preprocess(job: PreprocessJob) -> Path:
         _summarise(job, staging / SUMMARY, fitted, rows, missing, unknown, engine, _roles(prepared))
         if job.pictures:
             draw_statistics(staging / "preprocess.png", fitted, missing, rates)
+        figures |= {"rows": rows, "vocab": fitted.vocab, "missing": missing, "unknown": unknown}
+        figures["seconds"] = time.monotonic() - begun
     seconds = time.monotonic() - begun
     print(f"\n{table_text(fitted, missing, unknown)}\n")
     print(f"{sum(rows.values()):,} rows in {seconds:.1f} s with {engine.name}; written to {out}", flush=True)

@@ -6,14 +6,20 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torchrec_ext.train.config import Record
 
-_ARTIFACTS = ("checkpoints", "bundle", "plan.txt", "summary.json", "training.png")  # of a run folder, where it has them
+# Of a folder, where it has them.
+_ARTIFACTS = (
+    "checkpoints", "bundle", "plan.txt", "summary.json", "training.png", "preprocessor", "preprocess.png",
+    "manifest.json",
+)  # fmt: skip
 _KNOWN = {"mlflow": "mlflow", "wandb": "wandb"}  # extras by the tracker that needs them
-_TRACKERS, _JOB, _PARENT = "TORCHX_TRACKERS", "TORCHX_JOB_ID", "TORCHX_PARENT_RUN_ID"
+JOB = "TORCHX_JOB_ID"  # variable with the handle of the TorchX job
+_TRACKERS, _PARENT = "TORCHX_TRACKERS", "TORCHX_PARENT_RUN_ID"
 
 
 class Tracking:
@@ -31,25 +37,26 @@ class Tracking:
         self.run, self._path, self._trackers = run, path, dict(trackers)
 
     @classmethod
-    def start(cls, path: Path, config: Mapping[str, Any], *, member: str = "") -> Tracking:
+    def start(cls, path: Path, config: Mapping[str, Any], *, member: str = "", folder: str = "run_folder") -> Tracking:
         """Begins a run in every tracker that the variable TORCHX_TRACKERS names; no other process may do so too.
 
         Args:
             path: the run folder.
             config: settings, nested.
             member: name of this network, where a job trains several.
+            folder: name of the folder among the artifacts.
 
         Raises:
             ValueError: there is no such tracker, or it cannot be reached.
         """
         names = list(filter(None, os.environ.get(_TRACKERS, "").split(",")))
-        run = os.environ.get(_JOB) or str(path.absolute())
+        run = os.environ.get(JOB) or str(path.absolute())
         made = cls(f"{run}/{member}" if member else run, path, {name: _tracker(name) for name in names})
         settings = {key: _plain(value) for key, value in _flat(config)}
         for name, tracker in made._trackers.items():
             try:
                 tracker.add_metadata(made.run, **settings)
-                tracker.add_artifact(made.run, "run_folder", str(path.absolute()))
+                tracker.add_artifact(made.run, folder, str(path.absolute()))
                 if os.environ.get(_PARENT):
                     tracker.add_source(made.run, os.environ[_PARENT])
             except Exception as error:
@@ -65,13 +72,13 @@ class Tracking:
         elif record["kind"] == "error":
             self._metadata({"error": str(record.get("message", "the loss is not finite"))})
 
-    def end(self) -> None:
-        """Writes what the run folder's ``summary.json`` says, and the paths of what the run has left."""
+    def end(self, figures: Mapping[str, Any] | None = None) -> None:
+        """Writes figures (those of ``summary.json`` where None) and the paths of what the run has left."""
         if not self._trackers:
             return
-        self._metadata(
-            {key: _plain(value) for key, value in _flat(json.loads((self._path / "summary.json").read_text()))}
-        )
+        if figures is None:
+            figures = json.loads((self._path / "summary.json").read_text())
+        self._metadata({key: _plain(value) for key, value in _flat(figures)})
         for name in _ARTIFACTS:
             if (self._path / name).exists():
                 self._each(
@@ -92,6 +99,31 @@ class Tracking:
                     f"tracker {name}: {_reason(error)}; the run goes on, and this tracker hears no more of it",
                     stacklevel=3,
                 )
+
+
+@contextmanager
+def tracked(path: Path, config: Mapping[str, Any], *, folder: str) -> Iterator[dict[str, Any]]:
+    """Tracks a job that trains nothing.
+
+    Args:
+        path: the folder that the job makes.
+        config: settings, nested.
+        folder: name of the folder among the artifacts.
+
+    Yields:
+        A dictionary for the job's figures, which are written at its end; where it fails the error is, in one line.
+
+    Raises:
+        ValueError: there is no such tracker, or it cannot be reached.
+    """
+    tracking = Tracking.start(path, config, folder=folder)
+    figures: dict[str, Any] = {}
+    try:
+        yield figures
+    except Exception as error:
+        tracking.log({"kind": "error", "message": _reason(error)})
+        raise
+    tracking.end(figures)
 
 
 def _tracker(name: str) -> Any:

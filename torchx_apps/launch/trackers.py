@@ -16,6 +16,7 @@ from torchx.tracker.api import Lineage, TrackerArtifact, TrackerBase, TrackerSou
 
 PROJECT = "torchrec_ext"
 _LAST = ("seconds", "samples_per_s", "data_wait", "peak_memory_mib")  # figures of a whole run, beside those of the test
+_FIGURES = ("test.", "missing.", "unknown.", "bundle.")  # of a training, a preprocessing and an export
 _AT_STEP = re.compile(r"(.+) at step (\d+)")
 
 
@@ -32,7 +33,7 @@ def split_figures(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple
         match = _AT_STEP.fullmatch(key)
         if match:
             figures.append((match[1], float(value), int(match[2])))
-        elif isinstance(value, float) and (key.startswith("test.") or key in _LAST):
+        elif isinstance(value, float) and (key.startswith(_FIGURES) or key in _LAST):
             figures.append((key, value, None))
         else:
             settings[key] = value
