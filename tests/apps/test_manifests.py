@@ -362,7 +362,7 @@ def answers() -> Iterator[tuple[str, dict[str, tuple[int, str]]]]:
             self.end_headers()
             self.wfile.write(body.encode())
 
-        do_POST = do_GET  # noqa: N815
+        do_POST = do_DELETE = do_GET  # noqa: N815
 
         def log_message(self, *_: object) -> None:
             pass
@@ -373,13 +373,19 @@ def answers() -> Iterator[tuple[str, dict[str, tuple[int, str]]]]:
         server.shutdown()
 
 
-def submit(host: str, app: AppDef) -> str:
+def scheduler_at(host: str) -> Any:
     from torchx_apps.launch.kubernetes import KubernetesScheduler
 
     configuration = kubernetes.client.Configuration(host=host)
     configuration.retries = False
-    scheduler = KubernetesScheduler("test", client=kubernetes.client.ApiClient(configuration))
-    return scheduler.schedule(scheduler.submit_dryrun(app, {"queue": "default", "namespace": "ml"}))
+    made = KubernetesScheduler("test", client=kubernetes.client.ApiClient(configuration))
+    made._get_active_context = lambda: {"context": {"cluster": "lab"}}  # which names no namespace
+    return made
+
+
+def submit(host: str, app: AppDef) -> str:
+    scheduler = scheduler_at(host)
+    return str(scheduler.schedule(scheduler.submit_dryrun(app, {"queue": "default", "namespace": "ml"})))
 
 
 def test_what_a_cluster_lacks_or_refuses_is_one_line(answers: tuple[str, dict[str, tuple[int, str]]]) -> None:
@@ -399,6 +405,26 @@ def test_what_a_cluster_lacks_or_refuses_is_one_line(answers: tuple[str, dict[st
     assert submit(host, app) == "ml:train-1"
     with pytest.raises(ValueError, match=r"^-s kubernetes: no API server answers at http://127.0.0.1:9 \(.*$"):
         submit("http://127.0.0.1:9", app)
+
+
+def test_what_status_log_list_and_cancel_cannot_do_is_one_line(answers: tuple[str, dict[str, tuple[int, str]]]) -> None:
+    host, known = answers
+    scheduler = scheduler_at(host)
+    assert scheduler.describe("ml:train-1") is None
+    known["/log"] = (400, json.dumps({"message": 'container "train-0" is waiting to start: ContainerCreating'}))
+    with pytest.raises(ValueError, match=r"^-s kubernetes: the cluster refuses the log of ml:train-1: container .*$"):
+        scheduler.log_iter("ml:train-1", "train", 0)
+    with pytest.raises(ValueError, match=r"^-s kubernetes: the cluster refuses to cancel ml:train-1: not found$"):
+        scheduler._cancel_existing("ml:train-1")
+    jobs = [{"metadata": {"name": "a"}}, {"metadata": {"name": "b"}, "status": {"state": {"phase": "Running"}}}]
+    known["/namespaces/default/jobs"] = (200, json.dumps({"items": jobs}))
+    assert [(job.app_id, job.state.name) for job in scheduler.list()] == [
+        ("default:a", "PENDING"),
+        ("default:b", "RUNNING"),
+    ]
+    for ask in (lambda: scheduler_at("http://127.0.0.1:9").describe("a:b"), scheduler_at("http://127.0.0.1:9").list):
+        with pytest.raises(ValueError, match=r"^-s kubernetes: no API server answers at http://127.0.0.1:9 \(.*$"):
+            ask()
 
 
 def test_the_log_of_a_pod_is_text(answers: tuple[str, dict[str, tuple[int, str]]]) -> None:

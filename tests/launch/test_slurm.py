@@ -3,11 +3,12 @@
 import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
+from tests.apps.test_pipeline import digest_of
 from tests.launch.jobs import SETTINGS, Job, RunFiles
 from tests.launch.slurm_cluster import NODES, NoPackagesError, SlurmCluster
 from tests.launch.two_hosts import Network, missing
@@ -155,11 +156,59 @@ def test_the_other_components_run_too_and_the_service_names_its_node(
     assert cluster.end(service) == "CANCELLED"
 
 
-def test_the_commands_of_the_page_work_as_they_stand(cluster: SlurmCluster) -> None:
+def commands_of_the_page() -> list[str]:
+    """The lines of docs/launch.md, under Slurm, that ask Slurm."""
     page = (Path(__file__).parents[2] / "docs" / "launch.md").read_text()
-    commands = re.findall(
-        r"^\.venv/bin/(torchx .*slurm.*)$", page.partition("## Slurm\n")[2].partition("\n## ")[0], re.M
+    return re.findall(r"^\.venv/bin/(torchx .*slurm.*)$", page.partition("## Slurm\n")[2].partition("\n## ")[0], re.M)
+
+
+def submit_chain(cluster: SlurmCluster, folder: Path, stages: Mapping[str, Sequence[str]]) -> list[str]:
+    """Submits the page's chain, in a folder, with settings for each component; returns the numbers of the jobs."""
+    jobs: list[str] = []
+    for line in commands_of_the_page()[5:]:
+        line = re.sub(r"--(out|run|run_dir) (\S+)", rf"--\1 {folder}/\2", line).replace("=gpu", "=main")
+        line = re.sub(r"afterok:\d+", lambda _: f"afterok:{jobs[-1]}", line).replace("-j 2x8 --gpu 8", "-j 2x1")
+        words = line.replace("data.name=films", f"data.name={folder}/films").split()
+        (name,) = set(words) & set(stages)
+        done = cluster.run(*words, *(f"--set={key}" for key in stages[name]))
+        assert done.returncode == 0, done.stderr
+        jobs.append(done.stdout.strip().rpartition("/")[2])
+    return jobs
+
+
+def test_a_chain_of_three_jobs_makes_the_bundle_of_one_job(cluster: SlurmCluster, tmp_path: Path) -> None:
+    write_ml_100k(tmp_path)
+    data = [f"config.folder={tmp_path / 'ml-100k'}", "pictures=false"]
+    training = ["train.epochs=2", "train.compile=off", "plan.sharding=row_wise", "loader.batch_size=64"]
+    stages = {"rec.data.preprocess": data, "rec.train.hybrid": training, "rec.serve.export": []}
+    jobs = submit_chain(cluster, tmp_path, stages)
+    assert cluster.state(jobs[1]) == "PENDING"
+    assert "(Dependency)" in cluster.torchx("status", f"slurm://torchx/{jobs[2]}").stdout
+    whole = cluster.submit(
+        "rec.pipeline.all", "-j", "2x1", "--out", str(tmp_path / "whole"),
+        *(f"--set=preprocess.{key}" for key in data), *(f"--set={key}" for key in training),
+    )  # fmt: skip
+    for job in (*jobs, whole):
+        assert cluster.end(job) == "SUCCEEDED", cluster.files(job)
+    assert digest_of(tmp_path / "bundle") == digest_of(tmp_path / "whole" / "bundle")
+
+
+def test_a_chain_ends_with_the_job_that_fails(cluster: SlurmCluster, tmp_path: Path) -> None:
+    data = [f"config.folder={tmp_path / 'nowhere'}"]
+    jobs = submit_chain(
+        cluster, tmp_path, {"rec.data.preprocess": data, "rec.train.hybrid": [], "rec.serve.export": []}
     )
+    assert [cluster.end(job) for job in jobs] == ["FAILED", "CANCELLED", "CANCELLED"], cluster.files(jobs[0])
+
+
+def test_nodes_that_come_and_go_are_refused(cluster: SlurmCluster) -> None:
+    done = cluster.torchx("run", "-s", "slurm", "rec.train.hybrid", "-j", "1:2x1")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("torchx run: error: -j 1:2x...: Slurm gives a job all of its nodes")
+
+
+def test_the_commands_of_the_page_work_as_they_stand(cluster: SlurmCluster) -> None:
+    commands = commands_of_the_page()[:5]
     assert [command.split()[1] for command in commands] == ["run", "status", "log", "list", "cancel"]
     submitted = cluster.run(*commands[0].split())
     assert submitted.returncode == 0, submitted.stderr

@@ -46,6 +46,10 @@ class Network:
     ) -> None:
         self._remove()
 
+    def name(self, host: int) -> str:
+        """Returns the name of a host's network."""
+        return self._names[host]
+
     def on(self, host: int) -> list[str]:
         """Returns the words before a command that make it run on a host."""
         return ["ip", "netns", "exec", self._names[host], "unshare", "--uts", "sh", "-c", _AS_HOST, f"host{host}"]

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from torchx.schedulers import kubernetes_scheduler as upstream
-from torchx.schedulers.api import AppDryRunInfo
+from torchx.schedulers.api import AppDryRunInfo, DescribeAppResponse, ListAppResponse
 from torchx.specs import AppDef, Role, VolumeMount, runopts
 from torchx.util.strings import normalize_str
 
@@ -56,20 +57,74 @@ class KubernetesScheduler(upstream.KubernetesScheduler):  # type: ignore[misc]
         Raises:
             ValueError: the cluster does not answer or refuses the job, or a volume's claim does not exist.
         """
-        from kubernetes.client.rest import ApiException
-        from urllib3.exceptions import HTTPError
-
-        cfg = dryrun_info._cfg or {}
-        namespace = cfg.get("namespace") or "default"
-        try:
+        namespace = (dryrun_info._cfg or {}).get("namespace") or "default"
+        with self._readable("the job"):
             for role in dryrun_info._app.roles:
                 for mount in role.mounts:
                     if isinstance(mount, VolumeMount):
                         self._check_claim(namespace, mount.src)
             return str(super().schedule(dryrun_info))
+
+    def describe(self, app_id: str) -> DescribeAppResponse | None:
+        """Returns the job's state; None where the cluster has no such job.
+
+        Raises:
+            ValueError: the cluster does not answer, or does not tell it.
+        """
+        from kubernetes.client.rest import ApiException
+
+        with self._readable(f"to tell the state of {app_id}"):
+            try:
+                return super().describe(app_id)
+            except ApiException as error:
+                if error.status != 404:
+                    raise
+                return None
+
+    def log_iter(self, app_id: str, *args: Any, **options: Any) -> Iterable[str]:
+        """Returns the lines of a pod.
+
+        Raises:
+            ValueError: there is no such pod, or it has not started.
+        """
+        with self._readable(f"the log of {app_id}"):
+            return super().log_iter(app_id, *args, **options)
+
+    def list(self) -> list[ListAppResponse]:
+        """Returns the jobs of the namespace of the kubeconfig's context, of ``default`` where it names none.
+
+        Raises:
+            ValueError: the cluster does not answer, or does not list them.
+        """
+        namespace = self._get_active_context()["context"].get("namespace", "default")
+        with self._readable("to list jobs"):
+            jobs = self._custom_objects_api().list_namespaced_custom_object(
+                group="batch.volcano.sh", version="v1alpha1", namespace=namespace, plural="jobs", timeout_seconds=30
+            )
+        states = {
+            job["metadata"]["name"]: job.get("status", {}).get("state", {}).get("phase", "Pending")
+            for job in jobs["items"]  # one that Volcano has not seen yet has no status
+        }
+        return [
+            ListAppResponse(app_id=f"{namespace}:{name}", state=upstream.JOB_STATE[state])
+            for name, state in states.items()
+        ]
+
+    def _cancel_existing(self, app_id: str) -> None:
+        with self._readable(f"to cancel {app_id}"):
+            super()._cancel_existing(app_id)
+
+    @contextmanager
+    def _readable(self, what: str) -> Iterator[None]:
+        """Makes one line of what the cluster refuses, and of a cluster that does not answer."""
+        from kubernetes.client.rest import ApiException
+        from urllib3.exceptions import HTTPError
+
+        try:
+            yield
         except ApiException as error:
             raise ValueError(
-                f"-s kubernetes: the cluster refuses the job: {_message(error.body) or error.reason}"
+                f"-s kubernetes: the cluster refuses {what}: {_message(error.body) or error.reason}"
             ) from None
         except HTTPError as error:
             host = self._api_client().configuration.host

@@ -1,0 +1,114 @@
+"""Jobs on a real Kubernetes API server: `torchx run`, status, log, list and cancel; a killed pod, a late node."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launch.jobs import SETTINGS, Job, RunFiles
+from tests.launch.kubernetes_cluster import KubernetesCluster, missing_programs
+from tests.launch.two_hosts import Network, missing
+
+pytestmark = [pytest.mark.launch, pytest.mark.slow]
+# `auto` plans by hosts, so that one host and two would place the tables in two ways.
+FIXED = (*SETTINGS, "plan.sharding=row_wise")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KubernetesCluster]:
+    pytest.importorskip("kubernetes", reason="needs the extra kubernetes")
+    reason = missing_programs() or missing()
+    if reason:
+        pytest.skip(reason)
+    with Network(3) as network, KubernetesCluster(network, tmp_path_factory.mktemp("kubernetes")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """A run on this machine, under the agent alone, that nothing disturbed."""
+    with Job(tmp_path_factory.mktemp("whole") / "run", settings=FIXED) as job:
+        assert job.end() == 0, job.output
+    return job
+
+
+def submit(cluster: KubernetesCluster, run: str, *flags: str, retries: int = 0, cfg: str = "") -> tuple[str, RunFiles]:
+    settings = [f"--set={item}" for item in FIXED]
+    words = ["rec.train.hybrid", "-j", "2x1", "--run_dir", f"/mnt/{run}", "--max_retries", str(retries)]
+    return cluster.submit(*words, *settings, *flags, cfg=cfg), RunFiles(cluster.claim / run)
+
+
+def weights(run: Path) -> dict[str, bytes]:
+    last = max((run / "checkpoints").glob("step-*"))
+    return {file.name: file.read_bytes() for file in last.glob("*.distcp")}
+
+
+def ended_alike(run: RunFiles, whole: Job) -> bool:
+    return run.records() == whole.records() and run.figures() == whole.figures()
+
+
+def test_two_pods_train_what_one_machine_trains_byte_for_byte(cluster: KubernetesCluster, whole: Job) -> None:
+    cluster.late({"train-1": 20})  # the first node waits for it
+    job, run = submit(cluster, "whole")
+    cluster.late({})
+    assert f"{job} " in cluster.torchx("list", "-s", "kubernetes").stdout
+    assert cluster.end(job) == "SUCCEEDED", cluster.files(job)
+    assert weights(run.run_dir) == weights(whole.run_dir)
+    assert ended_alike(run, whole)
+    log = cluster.torchx("log", f"{job}/train/0").stdout
+    assert "ranks: 2 on cpu over gloo" in log
+    assert "b'" not in log
+
+
+def test_a_killed_pod_ends_as_if_it_never_was(cluster: KubernetesCluster, whole: Job) -> None:
+    job, run = submit(cluster, "killed", retries=1)
+    cluster.until(job, run.steps)
+    cluster.kill(job, 1)
+    assert cluster.end(job) == "SUCCEEDED", cluster.files(job)
+    assert "resuming from" in cluster.files(job)
+    assert ended_alike(run, whole)
+
+
+def test_a_cancelled_job_saves_and_another_one_goes_on(cluster: KubernetesCluster, whole: Job) -> None:
+    job, run = submit(cluster, "cancelled")
+    cluster.until(job, run.steps)
+    assert (cluster.torchx("cancel", job).returncode, cluster.torchx("status", job).stderr) == (
+        0,
+        "the scheduler knows no such job, or no longer\n",
+    )
+    again, _ = submit(cluster, "cancelled", "--resume", "auto")
+    assert cluster.end(again) == "SUCCEEDED", cluster.files(again)
+    assert "resuming from" in cluster.files(again)
+    assert ended_alike(run, whole)
+
+
+def test_a_mistake_that_only_the_job_meets_is_not_tried_again(cluster: KubernetesCluster) -> None:
+    job, _ = submit(cluster, "mistake", "--set=plan.memory_gb=0.0001", retries=2)
+    assert cluster.end(job) == "FAILED"
+    log = cluster.torchx("log", f"{job}/train/0").stdout
+    assert log.count("no sharding plan fits: tables with optimizer state need ") == 1
+    assert "Traceback" not in log
+
+
+def test_what_the_cluster_lacks_or_refuses_is_one_line(cluster: KubernetesCluster) -> None:
+    for flags, user, line in (
+        (["--mounts", "type=volume,src=none,dst=/mnt"], "admin", "--mounts src=none: namespace ml has no Persistent"),
+        ([], "guest", "-s kubernetes: the cluster refuses the job: jobs.batch.volcano.sh is forbidden: User"),
+    ):
+        done = cluster.run("rec.plan", "--tables", "a=10x8", *flags, user=user)
+        assert done.returncode == 2
+        assert done.stderr.splitlines()[-1].startswith(f"torchx run: error: {line}"), done.stderr
+    for words in (["list", "-s", "kubernetes"], ["cancel", "kubernetes://torchx/ml:none"]):
+        done = cluster.torchx(*words, user="guest")
+        assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+        assert "is forbidden: User" in done.stderr
+
+
+def test_a_user_who_is_not_root_runs_on_a_root_folder_that_is_read_only(cluster: KubernetesCluster) -> None:
+    tables = ["rec.plan", "--tables", "ad=3Mx64", "--world_size", "2", "--out", "/mnt/plan"]
+    job = cluster.submit(*tables, cfg="run_as=10001")
+    assert cluster.end(job) == "SUCCEEDED", cluster.files(job)
+    made = cluster.claim / "plan" / "plan.json"
+    assert json.loads(made.read_text())
+    assert made.stat().st_uid == 10001
