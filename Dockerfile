@@ -13,10 +13,12 @@ ARG PIP_FIND_LINKS
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 TORCHREC_EXT_VARIANT=${VARIANT}
 WORKDIR /src
 RUN python3 -m venv /opt/venv
-# The pinned triple first: this layer stays as it is until a pin changes.
+# The pinned triple first: this layer stays as it is until a pin changes. The CUDA build of fbgemm is linked with
+# libnvidia-ml.so.1 of NVIDIA's driver, which a container has when it is run on a GPU and not when it is built.
 COPY torchrec_ext/__init__.py torchrec_ext/__init__.pyi torchrec_ext/exports.py torchrec_ext/
 COPY torchrec_ext/doctor.py torchrec_ext/probe.py torchrec_ext/stack.py torchrec_ext/
-RUN /opt/venv/bin/python -m torchrec_ext.doctor --install
+RUN if [ "${VARIANT}" = cuda ]; then check=--no-import; else check=--import; fi \
+    && /opt/venv/bin/python -m torchrec_ext.doctor --install "${check}"
 COPY pyproject.toml README.md LICENSE ./
 COPY components components
 COPY torchx_apps torchx_apps

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -72,19 +72,13 @@ class Cluster:
 
     def prepare(self, crd: Path) -> None:
         """Waits for the API server and gives it Volcano's Job, a namespace, a claim and the nodes."""
-        end = time.monotonic() + 120
-        while True:
-            try:
-                self._core.list_namespace()
-                break
-            except (ApiException, HTTPError):
-                assert time.monotonic() < end
-                time.sleep(0.2)
+        self._until(self._core.list_namespace)
         definition = yaml.safe_load(crd.read_text())
         for version in definition["spec"]["versions"]:
             simplify(version["schema"])
         client.ApiextensionsV1Api().create_custom_resource_definition(definition)
         self._core.create_namespace({"metadata": {"name": NAMESPACE}})
+        self._until(self._listed)  # the server takes a while to know the resource
         spec = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}
         self._core.create_namespaced_persistent_volume_claim(NAMESPACE, {"metadata": {"name": CLAIM}, "spec": spec})
         address = {"type": "InternalIP", "address": "10.214.0.1"}  # where this process answers for all kubelets
@@ -93,10 +87,22 @@ class Cluster:
             self._core.create_node({"metadata": {"name": node["name"]}})
             self._core.patch_node_status(node["name"], {"status": status})
 
+    def _until(self, answered: Callable[[], object]) -> None:
+        end = time.monotonic() + 120
+        while True:
+            try:
+                answered()
+                return
+            except (ApiException, HTTPError):
+                assert time.monotonic() < end
+                time.sleep(0.2)
+
+    def _listed(self) -> list[Any]:
+        return list(self._jobs.list_namespaced_custom_object(**VOLCANO, namespace=NAMESPACE)["items"])
+
     def step(self) -> None:
         """Brings every job one step further."""
-        listed = self._jobs.list_namespaced_custom_object(**VOLCANO, namespace=NAMESPACE)["items"]
-        jobs = {job["metadata"]["name"]: job for job in listed}
+        jobs = {job["metadata"]["name"]: job for job in self._listed()}
         for name in [name for name in self._pods if name not in jobs]:
             self.kill(name)
         for job in jobs.values():
@@ -154,14 +160,16 @@ class Cluster:
         ]
         (box / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
         late = json.loads((self._folder / "late.json").read_text())
+        user = as_user(spec)
         script = [
-            "set -e", f"hostname {name}", f"mount --bind {box / 'hosts'} /etc/hosts", *self._mounts(spec, container),
-            f"sleep {late.get(task['name'], 0)}", f"cd {box / 'work'}", 'exec "$@"',
+            "set -e", f"hostname {name}", f"mount --bind {box / 'hosts'} /etc/hosts",
+            *(python_for_others(box) if user else []), f"cd {box / 'work'}", *self._mounts(spec, container),
+            f"sleep {late.get(task['name'], 0)}", *(["cd /tmp"] if user else []), 'exec "$@"',
         ]  # fmt: skip
         words = [
             "nsenter", f"--net=/run/netns/{node['network']}",
             "unshare", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc",
-            "sh", "-c", "\n".join(script), "pod", *as_user(spec), *container["command"], *container.get("args", []),
+            "sh", "-c", "\n".join(script), "pod", *user, *container["command"], *container.get("args", []),
         ]  # fmt: skip
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         environment = {"PATH": path, "HOSTNAME": name, **{each["name"]: each["value"] for each in container["env"]}}
@@ -237,6 +245,18 @@ def as_user(spec: Mapping[str, Any]) -> list[str]:
     if user is None:
         return []
     return ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "--inh-caps=-all", "--no-new-privs"]
+
+
+def python_for_others(box: Path) -> Iterator[str]:
+    """Yields what makes this Python one that users who are not root can run, where it lies in a folder of root's."""
+    python = Path(sys.base_prefix)
+    closed = next((path for path in reversed(python.parents) if not path.stat().st_mode & 0o001), None)
+    if closed is not None:
+        yield f"mkdir -p {box / 'python'}"
+        yield f"mount --bind {python} {box / 'python'}"
+        yield f"mount -t tmpfs -o mode=755 none {closed}"
+        yield f"mkdir -p {python}"
+        yield f"mount --bind {box / 'python'} {python}"
 
 
 def simplify(schema: Any) -> None:

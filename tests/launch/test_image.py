@@ -91,6 +91,16 @@ def test_what_is_copied_is_no_part_of_what_docker_leaves_out() -> None:
     assert packages <= set(copied(build)), "what pip builds the package from"
 
 
+@pytest.mark.unit
+@pytest.mark.parametrize(("variant", "check"), [("cpu", "--import"), ("cuda", "--no-import")])
+def test_the_triple_is_imported_where_that_needs_no_driver(variant: str, check: str) -> None:
+    _, (build, _) = stages((CLONE / "Dockerfile").read_text())
+    (step,) = [text for word, text in build.steps if word == "RUN" and "doctor" in text]
+    command = step.replace("/opt/venv/bin/python", "echo")
+    done = subprocess.run(["sh", "-c", command], env={"VARIANT": variant}, capture_output=True, text=True, check=True)
+    assert done.stdout == f"-m torchrec_ext.doctor --install {check}\n"
+
+
 class Root:
     """A root folder of its own for commands: an overlay over this machine's, some of whose folders are hidden."""
 

@@ -29,7 +29,6 @@ from torchrec_ext.data.preprocess.times import second_of
 from torchrec_ext.retrieval.bundle.request_columns import steps_for_columns
 from torchrec_ext.schema import DataError
 from torchrec_ext.train.report.figures import BLUE, figure_with_panels, require_matplotlib, save_figure
-from torchx_apps.cli.command_line import setting_keys
 from torchx_apps.jobs.tracking import tracked
 from torchx_apps.recipes.preprocess import Prepared, PreprocessJob
 from torchx_apps.tasks.export_data import AUDITED
@@ -211,7 +210,7 @@ def run_preprocess(job: PreprocessJob) -> Path:
     begun = time.monotonic()
     if job.pictures:
         require_matplotlib("--set pictures=false")
-    settings = {key.path: key.value for key in setting_keys(job)}
+    settings = {"engine": job.engine, "threads": job.threads, "memory": job.memory, "config": _config_of(job) or {}}
     with (
         tracked(out, {"recipe": job.name, **settings}, folder="data") as figures,
         whole_folder(out, overwrite=job.overwrite, mark=SUMMARY) as staging,
@@ -353,6 +352,10 @@ def _roles(prepared: Prepared) -> dict[str, Any]:
     return roles | {"label": prepared.label if prepared.label in prepared.preprocessor.keep else None}
 
 
+def _config_of(job: PreprocessJob) -> dict[str, Any] | None:
+    return dataclasses.asdict(job.config) if dataclasses.is_dataclass(job.config) else None  # type: ignore[arg-type]
+
+
 def _summarise(
     job: PreprocessJob,
     path: Path,
@@ -365,7 +368,7 @@ def _summarise(
 ) -> None:
     summary = {
         "recipe": job.name,
-        "config": dataclasses.asdict(job.config) if dataclasses.is_dataclass(job.config) else None,  # type: ignore[arg-type]
+        "config": _config_of(job),
         "engine": engine.name,
         "rows": rows,
         "roles": roles,
