@@ -37,7 +37,7 @@ from torchx.specs import NONE, AppDef, AppDryRunInfo, AppStatus, CfgVal, Role
 
 from torchx_apps.agent import too_many
 from torchx_apps.launch.checks import WITHOUT_IMAGE, check_app, check_trackers, check_words
-from torchx_apps.launch.commands import schedulers
+from torchx_apps.launch.commands import missing_package, schedulers
 
 LOGS = Path("runs") / "logs"
 _LOCAL = "local_cwd"
@@ -392,20 +392,6 @@ def _copy(lines: Iterable[str], prefix: str, file: TextIO) -> None:
             at_line_start = text.endswith("\n")
     except BrokenPipeError:  # as `| head` causes; the job continues, and its logs are kept
         os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
-
-
-def missing_package(scheduler: str, error: ModuleNotFoundError) -> str:
-    """Returns a message that names the package that a scheduler needs, and how to install it.
-
-    Example:
-        >>> missing_package("kubernetes", ModuleNotFoundError("", name="kubernetes.client"))[:81]
-        "-s kubernetes needs the extra kubernetes: pip install 'torchrec-ext[kubernetes]',"
-    """
-    package = (error.name or str(error)).partition(".")[0]
-    if package != "kubernetes":
-        return f"-s {scheduler} needs the package {package}: pip install it, or TorchX's extra for this scheduler"
-    install = "pip install 'torchrec-ext[kubernetes]', or in the clone -e '.[kubernetes]'"
-    return f"-s {scheduler} needs the extra kubernetes: {install}"
 
 
 def last_words(status: AppStatus | None) -> str:

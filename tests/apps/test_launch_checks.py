@@ -3,14 +3,17 @@
 import argparse
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from torchrec_ext.components import embed, serve, train  # type: ignore[import-not-found]
+from torchx.cli.cmd_base import SubCommand
 from torchx.specs import AppDef
 from torchx.specs.builders import materialize_appdef
 
 from torchx_apps.launch.checks import check_app, check_words
+from torchx_apps.launch.commands import CancelCommand, ListCommand, LogCommand, StatusCommand
 from torchx_apps.torchx_run import Run
 
 pytestmark = pytest.mark.unit
@@ -184,3 +187,62 @@ def test_torchx_run_answers_a_mistake_with_usage_and_one_line(
     printed = capsys.readouterr()
     assert printed.err.splitlines()[-1].startswith(f"torchx run: error: {message}")
     assert "hunter2" not in printed.out + printed.err
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "message"),
+    [
+        (StatusCommand, "pbs://torchx/7", "Undefined scheduler backend: pbs. Use one of: "),
+        (StatusCommand, "job-7", "job-7: a job's address is the line that torchx run has printed, such as slurm://"),
+        (
+            LogCommand,
+            "slurm://torchx/7/train/0",
+            "slurm: there is no squeue on this machine; go to a login node of the",
+        ),
+        (CancelCommand, "slurm://torchx/7", "slurm: there is no squeue on this machine; "),
+        (
+            ListCommand,
+            "-s slurm",
+            "slurm: there is no sacct on this machine; go to a login node of the cluster, or ins",
+        ),
+        (
+            ListCommand,
+            "-s kubernetes",
+            "-s kubernetes: Invalid kube-config file. No configuration found. Name a cluster",
+        ),
+        (CancelCommand, "kubernetes://torchx/ml:a", "-s kubernetes: no API server answers at http://localhost (MaxRet"),
+    ],
+)
+def test_a_scheduler_that_is_not_there_is_one_line(
+    command: Callable[[], SubCommand],
+    words: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if "kubernetes" in words:
+        pytest.importorskip("kubernetes", reason="needs the extra kubernetes")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "none"))
+    made, parser = command(), argparse.ArgumentParser(prog="torchx")
+    made.add_arguments(parser)
+    with pytest.raises(SystemExit, match="1"):
+        made.run(parser.parse_args(words.split()))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(message)
+
+
+def test_a_job_for_a_slurm_that_is_not_there_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    command, parser = Run(), argparse.ArgumentParser(prog="torchx run")
+    command.add_arguments(parser)
+    words = parser.parse_args(["-s", "slurm", "rec.plan", "--tables", "a=10x8"], argparse.Namespace(log_level="INFO"))
+    with pytest.raises(SystemExit, match="2"):
+        command.run(words)
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("torchx run: error: slurm: there is no sinfo on this machine; ")
+    assert line.endswith("or install Slurm's commands (Debian's package slurm-client)")

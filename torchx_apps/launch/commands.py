@@ -20,7 +20,7 @@ from torchx.cli.cmd_status import CmdStatus
 from torchx.cli.cmd_tracker import CmdTracker
 from torchx.runner import Runner
 from torchx.schedulers import get_scheduler_factories
-from torchx.specs.api import UnknownAppException
+from torchx.specs.api import MalformedAppHandleException, UnknownAppException
 from torchx.util.entrypoints import load_group
 
 _SESSION = "torchx"
@@ -42,16 +42,41 @@ def _deferred(name: str) -> Callable[..., Any]:
     return create
 
 
+def missing_package(scheduler: str, error: ModuleNotFoundError) -> str:
+    """Returns a message that names the package that a scheduler needs, and how to install it.
+
+    Example:
+        >>> missing_package("kubernetes", ModuleNotFoundError("", name="kubernetes.client"))[:81]
+        "-s kubernetes needs the extra kubernetes: pip install 'torchrec-ext[kubernetes]',"
+    """
+    package = (error.name or str(error)).partition(".")[0]
+    if package != "kubernetes":
+        return f"-s {scheduler} needs the package {package}: pip install it, or TorchX's extra for this scheduler"
+    install = "pip install 'torchrec-ext[kubernetes]', or in the clone -e '.[kubernetes]'"
+    return f"-s {scheduler} needs the extra kubernetes: {install}"
+
+
 @contextlib.contextmanager
-def _runner() -> Iterator[Runner]:
-    """A runner, whose errors of a user end the command in one line."""
+def _runner(address: str) -> Iterator[Runner]:
+    """A runner, whose errors of a user end the command in one line.
+
+    Args:
+        address: the job's address, or the scheduler's name.
+    """
     try:
         with Runner(_SESSION, schedulers()) as runner:
             yield runner
-    except (ValueError, UnknownAppException) as error:
-        unknown = isinstance(error, UnknownAppException)
-        print("the scheduler knows no such job, or no longer" if unknown else error, file=sys.stderr)
-        sys.exit(1)
+        return
+    except UnknownAppException:
+        message = "the scheduler knows no such job, or no longer"
+    except MalformedAppHandleException:
+        message = f"{address}: a job's address is the line that torchx run has printed, such as slurm://torchx/7"
+    except ModuleNotFoundError as error:
+        message = missing_package(address.partition(":")[0], error)
+    except (ValueError, KeyError) as error:  # KeyError is TorchX's, of an unknown scheduler
+        message = str(error.args[0])
+    print(message, file=sys.stderr)
+    sys.exit(1)
 
 
 class StatusCommand(CmdStatus):  # type: ignore[misc]
@@ -59,7 +84,7 @@ class StatusCommand(CmdStatus):  # type: ignore[misc]
 
     def run(self, args: argparse.Namespace) -> None:
         """Prints a job's state, and why it waits."""
-        with _runner() as runner:
+        with _runner(args.app_handle) as runner:
             status = runner.status(args.app_handle)
             if status is None:
                 raise UnknownAppException(args.app_handle)
@@ -72,7 +97,7 @@ class LogCommand(CmdLog):  # type: ignore[misc]
     def run(self, args: argparse.Namespace) -> None:
         """Prints a job's log."""
         threading.excepthook = lambda _: None  # TorchX raises a thread's error here again
-        with _runner() as runner, contextlib.suppress(BrokenPipeError):  # as `| head` causes
+        with _runner(args.identifier) as runner, contextlib.suppress(BrokenPipeError):  # as `| head` causes
             get_logs(sys.stdout, args.identifier, args.regex, args.tail, runner=runner, streams=args.streams)
 
 
@@ -81,7 +106,7 @@ class CancelCommand(CmdCancel):  # type: ignore[misc]
 
     def run(self, args: argparse.Namespace) -> None:
         """Stops a job."""
-        with _runner() as runner:
+        with _runner(args.app_handle) as runner:
             runner.cancel(args.app_handle)
 
 
@@ -92,7 +117,7 @@ class ListCommand(CmdList):  # type: ignore[misc]
         """Prints the scheduler's jobs and their states."""
         from tabulate import tabulate
 
-        with _runner() as runner:
+        with _runner(args.scheduler) as runner:
             jobs = [[job.app_handle, str(job.state)] for job in runner.list(args.scheduler)]
         print(tabulate(jobs, headers=[HANDLE_HEADER, STATUS_HEADER]))
 

@@ -7,6 +7,7 @@ service is no job: :func:`service_files` makes of TorchX's pod what kubectl appl
 from __future__ import annotations
 
 import json
+import logging
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -50,6 +51,12 @@ class KubernetesScheduler(upstream.KubernetesScheduler):  # type: ignore[misc]
             made = super()._submit_dryrun(app, cfg)
         complete(made.request.resource, app, secret=cfg.get("secret"), run_as=cfg.get("run_as"))
         return made
+
+    def _api_client(self) -> Any:
+        with warnings.catch_warnings():
+            # That there is no kubeconfig, which the error after it says too.
+            warnings.filterwarnings("ignore", "failed to load kube config")
+            return super()._api_client()
 
     def schedule(self, dryrun_info: AppDryRunInfo[Any]) -> str:
         """Submits the job; returns its namespace and name.
@@ -96,8 +103,8 @@ class KubernetesScheduler(upstream.KubernetesScheduler):  # type: ignore[misc]
         Raises:
             ValueError: the cluster does not answer, or does not list them.
         """
-        namespace = self._get_active_context()["context"].get("namespace", "default")
         with self._readable("to list jobs"):
+            namespace = self._get_active_context()["context"].get("namespace", "default")
             jobs = self._custom_objects_api().list_namespaced_custom_object(
                 group="batch.volcano.sh", version="v1alpha1", namespace=namespace, plural="jobs", timeout_seconds=30
             )
@@ -118,10 +125,16 @@ class KubernetesScheduler(upstream.KubernetesScheduler):  # type: ignore[misc]
     def _readable(self, what: str) -> Iterator[None]:
         """Makes one line of what the cluster refuses, and of a cluster that does not answer."""
         from kubernetes.client.rest import ApiException
+        from kubernetes.config import ConfigException
         from urllib3.exceptions import HTTPError
 
+        logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # it tells of each attempt
         try:
             yield
+        except ConfigException as error:
+            raise ValueError(
+                f"-s kubernetes: {error} Name a cluster in ~/.kube/config, or the file of another one in KUBECONFIG"
+            ) from None
         except ApiException as error:
             raise ValueError(
                 f"-s kubernetes: the cluster refuses {what}: {_message(error.body) or error.reason}"
