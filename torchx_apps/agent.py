@@ -301,7 +301,7 @@ def _judge_by_own_clock() -> None:
     """Makes torchrun count the age of what other nodes write from when it came here, by this node's clock alone.
 
     torchrun compares a node's heartbeat, in that node's wall clock, with its own wall clock: of two nodes whose clocks
-    are 15 s apart one takes the other for dead, and they never meet.
+    are 15 s apart one takes the other for dead, and trains without it.
     """
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous as rendezvous
 

@@ -192,7 +192,7 @@ def test_torchx_run_answers_a_mistake_with_usage_and_one_line(
 @pytest.mark.parametrize(
     ("command", "words", "message"),
     [
-        (StatusCommand, "pbs://torchx/7", "Undefined scheduler backend: pbs. Use one of: "),
+        (StatusCommand, "pbs://torchx/7", "pbs://torchx/7: there is no scheduler pbs; known are "),
         (StatusCommand, "job-7", "job-7: a job's address is the line that torchx run has printed, such as slurm://"),
         (
             LogCommand,

@@ -104,13 +104,13 @@ def check_app(app: AppDef, scheduler: str, *, workspace: str | None = None) -> l
         _check_secrets(role, scheduler)
     if scheduler == "kubernetes":
         _check_for_kubernetes(app, workspace or "")
-    elastic = [role for role in app.roles if role.min_replicas not in (None, role.num_replicas)]
-    if scheduler == "slurm" and elastic:
-        (nodes,) = {f"{role.min_replicas}:{role.num_replicas}" for role in elastic}
-        raise ValueError(
-            f"-j {nodes}x...: Slurm gives a job all of its nodes or none, and ends them all with the one that fails; "
-            f"write -j {elastic[0].num_replicas}x... --max_retries 3, which goes on from the last checkpoint"
-        )
+    for role in app.roles:
+        if scheduler == "slurm" and role.min_replicas not in (None, role.num_replicas):
+            nodes = f"{role.min_replicas}:{role.num_replicas}"
+            raise ValueError(
+                f"-j {nodes}x...: Slurm gives a job all of its nodes or none, and ends them all with the one that "
+                f"fails; write -j {role.num_replicas}x... --max_retries 3, which goes on from the last checkpoint"
+            )
     if scheduler in WITHOUT_IMAGE and any(role.mounts for role in app.roles):
         return [f"note: --mounts: {scheduler} runs in this machine's own folders and mounts nothing"]
     return []

@@ -63,8 +63,11 @@ def _runner(address: str) -> Iterator[Runner]:
     Args:
         address: the job's address, or the scheduler's name.
     """
+    known, (scheduler, mark, _) = schedulers(), address.partition("://")
     try:
-        with Runner(_SESSION, schedulers()) as runner:
+        if mark and scheduler not in known:
+            raise ValueError(f"{address}: there is no scheduler {scheduler}; known are {', '.join(known)}")
+        with Runner(_SESSION, known) as runner:
             yield runner
         return
     except UnknownAppException:
@@ -72,9 +75,9 @@ def _runner(address: str) -> Iterator[Runner]:
     except MalformedAppHandleException:
         message = f"{address}: a job's address is the line that torchx run has printed, such as slurm://torchx/7"
     except ModuleNotFoundError as error:
-        message = missing_package(address.partition(":")[0], error)
-    except (ValueError, KeyError) as error:  # KeyError is TorchX's, of an unknown scheduler
-        message = str(error.args[0])
+        message = missing_package(scheduler, error)
+    except ValueError as error:
+        message = str(error)
     print(message, file=sys.stderr)
     sys.exit(1)
 
