@@ -332,7 +332,7 @@ def test_preprocessing_training_and_export_of_a_pipeline_are_runs(
     known, paths = tracker.metadata(f"{RUN}/export"), tracker.artifacts(f"{RUN}/export")
     assert (known["run"], known["store"]) == (str(out / "run"), "fp32")
     assert known["bundle.items"] == manifest["content"]["coverage"]["items"]
-    assert known["bundle.greatest_difference"] == manifest["parity"]["greatest_difference"]
+    assert known["bundle.greatest_difference"] == manifest["certificate"]["parity"]["greatest_difference"]
     assert paths["bundle"].path == str(out / "bundle")
     assert tracker.metadata(RUN)["test.auc"] == json.loads((out / "run" / "summary.json").read_text())["test"]["auc"]
 
