@@ -331,7 +331,7 @@ def test_restarts_are_counted_as_volcano_does_and_a_mistake_ends_the_job() -> No
     spec = manifest(train.hybrid(j="2x1", image=IMAGE))["spec"]
     assert (spec["maxRetry"], spec["policies"]) == (0, [{"event": "PodFailed", "action": "TerminateJob"}])
     spec = manifest(train.hybrid(j="1:2x1", image=IMAGE))["spec"]
-    assert (spec["minAvailable"], spec["policies"]) == (1, []), "the node that is left goes on"
+    assert (spec["minAvailable"], spec["policies"]) == (1, []), "it begins with one node"
 
 
 def test_a_user_who_is_not_root_on_a_root_folder_that_is_read_only() -> None:

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -140,9 +140,15 @@ class KubernetesCluster:
         for pid in Path(f"/proc/{pod.read_text()}/task/{pod.read_text()}/children").read_text().split():
             os.kill(int(pid), signal.SIGKILL)
 
-    def late(self, seconds: Mapping[str, float]) -> None:
-        """Says how long the images of tasks take to come to their nodes, from the next job on."""
-        (self._folder / "late.json").write_text(json.dumps(seconds))
+    @contextlib.contextmanager
+    def held(self, task: str) -> Iterator[None]:
+        """Keeps the pods of a task, such as ``train-1``, from beginning, as if their image had not come yet."""
+        file = self._folder / f"held-{task}"
+        file.touch()
+        try:
+            yield
+        finally:
+            file.unlink()
 
     def _environment(self) -> dict[str, str]:
         return {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
@@ -167,7 +173,6 @@ class KubernetesCluster:
             for node in _NODES
         ]
         (folder / "nodes.json").write_text(json.dumps(nodes))
-        self.late({})
         shutil.copy(self._programs / _FILES[2], folder / "crd.yaml")
         for words in (
             "genrsa -out account.key 2048",

@@ -2,8 +2,8 @@
 
 DIR/nodes.json names the nodes' networks. A pod is a process in the network of its node and in mount, process and host
 name spaces of its own, with the variables, volumes and user of its manifest; a claim is a folder of DIR/claims. There
-are no limits of memory, no queues and no network policies. DIR/late.json says how many seconds a task's image takes to
-come to its node. States are those of Volcano's pkg/controllers/job/state.
+are no limits of memory, no queues and no network policies. A pod does not begin as long as there is a file
+DIR/held-TASK, as if its image had not come to the node yet. States are those of Volcano's pkg/controllers/job/state.
 """
 
 import contextlib
@@ -159,12 +159,12 @@ class Cluster:
             for index, each in enumerate(tasks)
         ]
         (box / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
-        late = json.loads((self._folder / "late.json").read_text())
+        held = self._folder / f"held-{task['name']}"
         user = as_user(spec)
         script = [
             "set -e", f"hostname {name}", f"mount --bind {box / 'hosts'} /etc/hosts",
             *(python_for_others(box) if user else []), f"cd {box / 'work'}", *self._mounts(spec, container),
-            f"sleep {late.get(task['name'], 0)}", *(["cd /tmp"] if user else []), 'exec "$@"',
+            f"while [ -e {held} ]; do sleep 0.2; done", *(["cd /tmp"] if user else []), 'exec "$@"',
         ]  # fmt: skip
         words = [
             "nsenter", f"--net=/run/netns/{node['network']}",

@@ -1,6 +1,7 @@
 """Jobs on a real Kubernetes API server: `torchx run`, status, log, list and cancel; a killed pod, a late node."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,10 +34,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Job:
     return job
 
 
-def submit(cluster: KubernetesCluster, run: str, *flags: str, retries: int = 0, cfg: str = "") -> tuple[str, RunFiles]:
+def submit(cluster: KubernetesCluster, run: str, *flags: str, j: str = "2x1", retries: int = 0) -> tuple[str, RunFiles]:
     settings = [f"--set={item}" for item in FIXED]
-    words = ["rec.train.hybrid", "-j", "2x1", "--run_dir", f"/mnt/{run}", "--max_retries", str(retries)]
-    return cluster.submit(*words, *settings, *flags, cfg=cfg), RunFiles(cluster.claim / run)
+    words = ["rec.train.hybrid", "-j", j, "--run_dir", f"/mnt/{run}", "--max_retries", str(retries)]
+    return cluster.submit(*words, *settings, *flags), RunFiles(cluster.claim / run)
 
 
 def weights(run: Path) -> dict[str, bytes]:
@@ -49,10 +50,10 @@ def ended_alike(run: RunFiles, whole: Job) -> bool:
 
 
 def test_two_pods_train_what_one_machine_trains_byte_for_byte(cluster: KubernetesCluster, whole: Job) -> None:
-    cluster.late({"train-1": 20})  # the first node waits for it
-    job, run = submit(cluster, "whole")
-    cluster.late({})
-    assert f"{job} " in cluster.torchx("list", "-s", "kubernetes").stdout
+    with cluster.held("train-1"):  # the first node waits for it
+        job, run = submit(cluster, "whole")
+        cluster.until(job, lambda: cluster.state(job) == "RUNNING")
+        assert f"{job} " in cluster.torchx("list", "-s", "kubernetes").stdout
     assert cluster.end(job) == "SUCCEEDED", cluster.files(job)
     assert weights(run.run_dir) == weights(whole.run_dir)
     assert ended_alike(run, whole)
@@ -81,6 +82,17 @@ def test_a_cancelled_job_saves_and_another_one_goes_on(cluster: KubernetesCluste
     assert cluster.end(again) == "SUCCEEDED", cluster.files(again)
     assert "resuming from" in cluster.files(again)
     assert ended_alike(run, whole)
+
+
+def test_an_elastic_job_begins_with_one_node_and_goes_on_with_two(cluster: KubernetesCluster) -> None:
+    flags = ["--set=train.epochs=100000", "--env", "PET_RDZV_CONF=last_call_timeout=5"]
+    with cluster.held("train-1"):
+        job, run = submit(cluster, "elastic", *flags, j="1:2x1")
+        cluster.until(job, run.steps)
+    cluster.until(job, lambda: "resuming from" in cluster.files(job))
+    ranks = re.findall(r"^ranks: (\d)", cluster.files(job), re.MULTILINE)
+    cluster.torchx("cancel", job)
+    assert ranks == ["1", "2"]
 
 
 def test_a_mistake_that_only_the_job_meets_is_not_tried_again(cluster: KubernetesCluster) -> None:
