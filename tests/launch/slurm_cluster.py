@@ -176,6 +176,15 @@ class SlurmCluster:
             self.run("scontrol", "update", "NodeName=host1", "Comment=changed")
             time.sleep(0.3)
 
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Lets no job begin meanwhile."""
+        assert self.run("scontrol", "update", "PartitionName=main", "State=DOWN").returncode == 0
+        try:
+            yield
+        finally:
+            self.run("scontrol", "update", "PartitionName=main", "State=UP")
+
     def restarts(self, job: str) -> int:
         """Returns how often Slurm has started the job again."""
         return int(re.findall(r"Restarts=(\d+)", self.run("scontrol", "show", "job", job).stdout)[0])

@@ -181,9 +181,12 @@ def test_a_chain_of_three_jobs_makes_the_bundle_of_one_job(cluster: SlurmCluster
     data = [f"config.folder={tmp_path / 'ml-100k'}", "pictures=false"]
     training = ["train.epochs=2", "train.compile=off", "plan.sharding=row_wise", "loader.batch_size=64"]
     stages = {"rec.data.preprocess": data, "rec.train.hybrid": training, "rec.serve.export": []}
-    jobs = submit_chain(cluster, tmp_path, stages)
-    assert cluster.state(jobs[1]) == "PENDING"
-    assert "(Dependency)" in cluster.torchx("status", f"slurm://torchx/{jobs[2]}").stdout
+    with cluster.held():
+        jobs = submit_chain(cluster, tmp_path, stages)
+        for job in jobs[1:]:
+            status = cluster.torchx("status", f"slurm://torchx/{job}").stdout
+            assert "State: PENDING" in status
+            assert "PENDING (Dependency)" in status
     whole = cluster.submit(
         "rec.pipeline.all", "-j", "2x1", "--out", str(tmp_path / "whole"),
         *(f"--set=preprocess.{key}" for key in data), *(f"--set={key}" for key in training),
@@ -195,9 +198,10 @@ def test_a_chain_of_three_jobs_makes_the_bundle_of_one_job(cluster: SlurmCluster
 
 def test_a_chain_ends_with_the_job_that_fails(cluster: SlurmCluster, tmp_path: Path) -> None:
     data = [f"config.folder={tmp_path / 'nowhere'}"]
-    jobs = submit_chain(
-        cluster, tmp_path, {"rec.data.preprocess": data, "rec.train.hybrid": [], "rec.serve.export": []}
-    )
+    with cluster.held():
+        jobs = submit_chain(
+            cluster, tmp_path, {"rec.data.preprocess": data, "rec.train.hybrid": [], "rec.serve.export": []}
+        )
     assert [cluster.end(job) for job in jobs] == ["FAILED", "CANCELLED", "CANCELLED"], cluster.files(jobs[0])
 
 
