@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -168,7 +169,7 @@ def submit_chain(cluster: SlurmCluster, folder: Path, stages: Mapping[str, Seque
     for line in commands_of_the_page()[5:]:
         line = re.sub(r"--(out|run|run_dir) (\S+)", rf"--\1 {folder}/\2", line).replace("=gpu", "=main")
         line = re.sub(r"afterok:\d+", lambda _: f"afterok:{jobs[-1]}", line).replace("-j 2x8 --gpu 8", "-j 2x1")
-        words = line.replace("data.name=films", f"data.name={folder}/films").split()
+        words = shlex.split(line.replace("data.name=films", f"data.name={folder}/films"), comments=True)
         (name,) = set(words) & set(stages)
         done = cluster.run(*words, *(f"--set={key}" for key in stages[name]))
         assert done.returncode == 0, done.stderr
@@ -203,6 +204,7 @@ def test_a_chain_ends_with_the_job_that_fails(cluster: SlurmCluster, tmp_path: P
             cluster, tmp_path, {"rec.data.preprocess": data, "rec.train.hybrid": [], "rec.serve.export": []}
         )
     assert [cluster.end(job) for job in jobs] == ["FAILED", "CANCELLED", "CANCELLED"], cluster.files(jobs[0])
+    assert str(tmp_path / "nowhere") in cluster.torchx("log", f"slurm://torchx/{jobs[0]}/preprocess/0").stdout
 
 
 def test_nodes_that_come_and_go_are_refused(cluster: SlurmCluster) -> None:
@@ -245,11 +247,12 @@ def test_a_port_that_another_program_has_is_named(cluster: SlurmCluster, tmp_pat
 def test_a_job_that_no_node_can_run_is_refused_and_not_left_pending(
     flags: list[str], message: str, cluster: SlurmCluster
 ) -> None:
-    before = cluster.run("squeue", "-h", "-t", "all").stdout
+    jobs = ("squeue", "-h", "-t", "all", "-o", "%i")
+    before = cluster.run(*jobs).stdout
     done = cluster.torchx("run", "-s", "slurm", "rec.train.hybrid", *flags)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith(f"torchx run: error: {message}")
-    assert cluster.run("squeue", "-h", "-t", "all").stdout == before
+    assert cluster.run(*jobs).stdout == before
 
 
 def test_what_slurm_refuses_ends_with_slurms_words(cluster: SlurmCluster) -> None:
