@@ -156,6 +156,19 @@ def straggling_backward(rank: int) -> Parts:
     return copies(rank, 256, 512, 1, more=lambda model, x: SlowBackward.apply(model(x), seconds))  # type: ignore[no-untyped-call]
 
 
+def on_a_slow_host(rank: int) -> Parts:
+    """Rank 1 takes longer for its forward, its backward and its optimizer alike."""
+    seconds = SLEEP_S / 3 if rank == SLOW else 0.0
+
+    def longer(model: nn.Module, x: Tensor) -> Tensor:
+        time.sleep(seconds)
+        return SlowBackward.apply(model(x), seconds)  # type: ignore[no-untyped-call, no-any-return]
+
+    parts = copies(rank, 256, 512, 1, more=longer)
+    parts.optimizer.register_step_pre_hook(lambda *_: time.sleep(seconds))
+    return parts
+
+
 def rotating(rank: int) -> Parts:
     """In each step another rank sleeps: which one, the batch's number says."""
     parts = copies(rank, 256, 512, 1)
@@ -237,6 +250,30 @@ def imbalanced(rank: int) -> Parts:
     return Parts(step, batches, model, dense)
 
 
+class Bags(nn.Module):
+    """A table that is read by lists, which every rank holds whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.top = nn.EmbeddingBag(5_000, 64, mode="sum"), mlp(64, 64, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Returns (B, 1) logits of (B, L) ids."""
+        return self.top(self.table(ids))
+
+
+def uneven(rank: int) -> Parts:
+    """A row of rank 1 has lists of 200 ids, that of the others of 10."""
+    model, loss_fn = DistributedDataParallel(Bags()), nn.BCEWithLogitsLoss()
+    generator = torch.Generator().manual_seed(rank)
+    ids, rows = 200 if rank == SLOW else 10, 1_024
+    batches = [
+        (torch.randint(5_000, (rows, ids), generator=generator), torch.rand(rows, 1, generator=generator).round())
+        for _ in range(8)
+    ]
+    return usual(model, lambda x, y: loss_fn(model(x), y), batches)
+
+
 def on_one_core(rank: int) -> Parts:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     return copies(rank, 256, 512, 512, 1)
@@ -278,6 +315,7 @@ def healthy_towers(rank: int) -> Parts:
 
 
 LONG_WAY = {"LAG_RANKS": "0,1", "LAG_US": "6000", "LAG_US_PER_BYTE": "0"}
+NARROW_WAY = {"LAG_RANKS": "0,1", "LAG_US": "0", "LAG_US_PER_BYTE": "0.05"}  # 20 MB/s from each rank
 SLOW_LINK = {"LAG_RANKS": "1", "LAG_US": "0", "LAG_US_PER_BYTE": "0.05"}  # 20 MB/s
 
 PLANTED: dict[str, Case] = {
@@ -287,6 +325,9 @@ PLANTED: dict[str, Case] = {
     "an imbalanced table": Case(imbalanced, "imbalanced_table", SLOW),
     "a straggler in input": Case(straggling_input, "straggler_input", SLOW),
     "a straggler in backward only": Case(straggling_backward, "straggler_backward", SLOW),
+    "a slow host": Case(on_a_slow_host, "slow_rank", SLOW),
+    "lists of uneven length": Case(uneven, "uneven_lists", SLOW),
+    "many bytes on narrow links": Case(lambda rank: copies(rank, 256, 512, 512, 1), "bandwidth", lag=NARROW_WAY),
     "a rotating straggler": Case(rotating, "rotating_straggler"),
     "processes that share a core": Case(on_one_core, "oversubscribed"),
 }

@@ -45,7 +45,7 @@ def why_slow(
         out: folder for diagnosis.txt, diagnosis.json and diagnosis.html
         html: file for the page with pictures
         trace: file for a Chrome trace of the measured steps
-        apply: whether to apply the remedies that keep the mathematics, on one rank, and to measure what each gains
+        apply: whether to apply the remedies that keep the mathematics, and to measure what each gains
         j: NODESxPROCS; several ranks are diagnosed together, and rank 0 prints the page
         threads: OpenMP threads per rank; one is fastest on small models
         name: name of the job

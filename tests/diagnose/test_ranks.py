@@ -1,8 +1,9 @@
 """Diagnoses on two real ranks, whose clocks the programs move; and what ranks measured, as pure functions."""
 
-import re
+import contextlib
 import types
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,12 +16,16 @@ from tests.diagnose.programs import Clock, on_ranks
 from tests.examples import META, small_model
 from torchrec_ext.diagnose import batches, experiments, ranks, why, why_slow
 from torchrec_ext.diagnose.collectives import Call, Collectives, Failures
+from torchrec_ext.diagnose.facts import Facts
 from torchrec_ext.diagnose.ranks import Moment, Span, Traced, collectives_of, common_rounds, parted
 from torchrec_ext.distributed.optim.config import OptimizerConfig
+from torchrec_ext.distributed.optim.sharded import kernels_of
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.tables import collections
+from torchrec_ext.schema import Jagged
 
 # -------------------------------------------------------------------------------------------------- on two real ranks
 
@@ -156,6 +161,8 @@ def test_two_ranks_diagnose_together_put_everything_back_and_none_hangs() -> Non
         ("input", "straggler_input", (1,)),
         ("forward", "straggler_forward", (1,)),
         ("rotating", "rotating_straggler", (0, 1)),
+        ("everywhere", "slow_rank", (1,)),
+        ("lists", "uneven_lists", (1,)),
     ],
 )
 def test_the_planted_cause_of_two_ranks_is_the_verdict(cause: str, verdict: str, named: tuple[int, ...]) -> None:
@@ -163,56 +170,177 @@ def test_the_planted_cause_of_two_ranks_is_the_verdict(cause: str, verdict: str,
     assert made[:2] == (verdict, named)
 
 
-def _hybrid(runtime: Runtime, sharding: str) -> tuple[Any, list[str], list[str], dict[str, str]]:
-    """States of a hybrid-parallel training, diagnosed after two steps and not; collectives, tables, what is missing."""
+class Hybrid(NamedTuple):
+    """A hybrid-parallel training of one rank."""
+
+    model: Any
+    optimizer: Any
+    step: Callable[[Any], None]
+    batches: list[Any]
+
+
+def _hybrid(runtime: Runtime, sharding: Any, tables: Any = "adam") -> Hybrid:
     experiments.MOST_ROUNDS = ranks.MOST_ROUNDS = experiments.FEWEST_ROUNDS
     experiments.roofline = lambda: (5e10, 1e10)
-    states = []
+    model = small_model(META)
+    plan = plan_sharding(model, runtime, PlanConfig(sharding=sharding))
+    parallel, optimizer = hybrid_parallel(model, runtime, plan=plan, optimizer=OptimizerConfig(tables=tables), seed=7)
+
+    def step(batch: Any) -> None:
+        optimizer.zero_grad()
+        loss, _ = parallel(batch)
+        loss.backward()
+        optimizer.step()
+
+    local = list(examples.batches(6, rank=runtime.rank, world_size=runtime.world_size))
+    return Hybrid(parallel, optimizer, step, local)
+
+
+def _held(made: Hybrid) -> dict[str, Tensor]:
+    """Copies of all that this rank holds: parameters, its kernels' weights and states, optimizers' states, rates."""
+    held: dict[str, Any] = dict(made.model.named_parameters())
+    held |= {f"buffer {name}": value for name, value in made.model.named_buffers()}
+    for number, (_, collection) in enumerate(collections(made.model)):
+        for kernel in kernels_of(collection):
+            held |= {f"kernel {number} {name}": value for name, value in kernel.emb_module.state_dict().items()}
+            held |= {f"kernel {number} {name}": value for name, value in kernel.emb_module.named_buffers()}
+            held[f"rate {number}"] = torch.tensor(kernel.emb_module.get_learning_rate())
+    for number, state in enumerate(made.optimizer.state.values()):
+        for name, value in state.items():
+            shards = value.local_shards() if hasattr(value, "local_shards") else []
+            held |= {f"state {number} {name} {at}": shard.tensor for at, shard in enumerate(shards)}
+            if isinstance(value, Tensor) and not shards:
+                held[f"state {number} {name}"] = value
+    return {name: value.detach().clone() for name, value in held.items() if type(value) in (Tensor, nn.Parameter)}
+
+
+def _diagnosed(runtime: Runtime, sharding: str, tables: str, when: int) -> tuple[Any, Any, Facts]:
+    """States of a hybrid-parallel training with and without a diagnosis, around it and at the end; its facts."""
+    states, around = [], []
     for diagnosed in (False, True):
-        model = small_model(META)
-        plan = plan_sharding(model, runtime, PlanConfig(sharding=sharding))  # type: ignore[arg-type]
-        parallel, optimizer = hybrid_parallel(
-            model, runtime, plan=plan, optimizer=OptimizerConfig(tables="adam"), seed=7
-        )
-        local = list(examples.batches(6, rank=runtime.rank, world_size=runtime.world_size))
+        made = _hybrid(runtime, sharding, tables)
+        for number, batch in enumerate(made.batches):
+            if number == when and diagnosed:
+                around.append(_held(made))
+                diagnosis = why_slow.step(
+                    made.step, made.batches, model=made.model, optimizer=made.optimizer, budget_s=30
+                )
+                around.append(_held(made))
+            made.step(batch)
+        states.append((gather_state(made.model), _held(made)))
+    return states, around, diagnosis.facts
 
-        def step(batch: Any, parallel: Any = parallel, optimizer: Any = optimizer) -> None:
-            optimizer.zero_grad()
-            loss, _ = parallel(batch)
-            loss.backward()
-            optimizer.step()
 
-        for number, batch in enumerate(local):
-            if number == 2 and diagnosed:
-                facts = why_slow.step(step, local, model=parallel, optimizer=optimizer, budget_s=3).facts
-            step(batch)
-        states.append(gather_state(parallel))
-    names = [each.name for each in facts.collectives]
-    tables = [table.name for each in facts.ranks for table in each.tables]
-    return states, names, tables, dict(facts.not_measured)
+def _held_still(runtime: Runtime, sharding: str) -> tuple[list[bool], list[bool]]:
+    """Whether sharded tables are the same after each stretch of steps without exchange; and without their rate of 0."""
+    stretch, seen = ranks.RankExperiments._without_exchange, {True: list[bool](), False: list[bool]()}
+    for held in seen:
+        made = _hybrid(runtime, sharding, "sgd")
+        tables = [weight for _, each in collections(made.model) for kernel in kernels_of(each)
+                  for weight in kernel.emb_module.split_embedding_weights()]  # fmt: skip
+
+        @contextlib.contextmanager
+        def watched(self: Any, tables: Any = tables, held: bool = held) -> Iterator[None]:
+            before = [table.clone() for table in tables]
+            self._fused = self._fused if held else []
+            with stretch(self):
+                yield
+            seen[held].append(_same(before, tables))
+
+        ranks.RankExperiments._without_exchange = watched  # type: ignore[method-assign]
+        why_slow.step(made.step, made.batches, model=made.model, optimizer=made.optimizer, budget_s=30)
+    return seen[True], seen[False]
 
 
 @pytest.mark.slow
 @pytest.mark.launch
-def test_a_hybrid_parallel_training_goes_on_as_if_it_had_not_been_diagnosed() -> None:
-    for (undiagnosed, diagnosed), names, tables, missing in run_ranks(_hybrid, 2, "data_parallel"):
-        assert "step" not in missing
-        assert "all_reduce" in names
-        assert tables
-        assert undiagnosed.keys() == diagnosed.keys()
-        assert all(undiagnosed[name].equal(diagnosed[name]) for name in diagnosed)
+def test_steps_without_exchange_leave_the_rows_of_sharded_tables_where_they_are() -> None:
+    for held, moved in run_ranks(_held_still, 2, "table_wise"):
+        assert all(held)
+        assert not all(moved)
 
 
-def _refused(runtime: Runtime, sharding: str) -> str:
-    with pytest.raises(ValueError, match="sharded over the ranks") as caught:
-        _hybrid(runtime, sharding)
-    return str(caught.value)
+def _equal(some: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
+    return some.keys() == others.keys() and all(some[name].equal(others[name]) for name in some)
 
 
+@pytest.mark.slow
 @pytest.mark.launch
-def test_tables_of_which_a_rank_holds_a_share_are_refused_by_name_on_all_ranks() -> None:
-    for text in run_ranks(_refused, 2, "row_wise"):
-        assert re.match(r"table '\w+' is sharded over the ranks \(row_wise\): .*-j 1x1.*data_parallel", text)
+@pytest.mark.parametrize(
+    ("sharding", "tables", "when"),
+    [
+        ("data_parallel", "adam", 2),
+        ("table_wise", "row_wise_adagrad", 2),
+        ("row_wise", "adagrad", 2),
+        ("row_wise", "sgd", 0),
+        ("column_wise", "adam", 2),
+        ("table_wise", "lazy_adam", 0),
+    ],
+)
+def test_a_hybrid_parallel_training_goes_on_as_if_it_had_not_been_diagnosed(
+    sharding: str, tables: str, when: int
+) -> None:
+    """Rows of kernels whose optimizers run inside the backward, their moments and their counters among it."""
+    by_rank = run_ranks(_diagnosed, 2, sharding, tables, when)
+    for (undiagnosed, diagnosed), (before, after), facts in by_rank:
+        assert "step" not in facts.not_measured, facts.not_measured
+        assert _equal(before, after)
+        assert _equal(undiagnosed[1], diagnosed[1])
+        assert any(name.startswith(("kernel", "state")) for name in before)
+        assert facts.has("data", "step", "ready")
+        names = {each.name for each in facts.collectives}
+        assert ("all_to_all" in names) == (sharding != "data_parallel")
+    (undiagnosed, _), (diagnosed, _) = by_rank[0][0]
+    assert _equal(undiagnosed, diagnosed)
+    held: dict[str, int] = {}
+    for each in by_rank[0][2].ranks:
+        for table in each.tables:
+            held[table.name] = held.get(table.name, 0) + table.rows * table.dim
+    cells = {"user_id": examples.USERS, "history": examples.ITEMS, "item_id": examples.ITEMS}
+    copies = 2 if sharding == "data_parallel" else 1
+    assert held == {name: rows * examples.DIM * copies for name, rows in cells.items()}, "from the plan"
+    rows = sum(table.read for each in by_rank[0][2].ranks for table in each.tables if table.name == "item_id")
+    assert rows == 24 * (2 if sharding == "column_wise" else 1), "every row's item, once in each of the columns' shards"
+
+
+def _imbalanced(runtime: Runtime) -> tuple[int, str, tuple[int, ...], str]:
+    """The rank that holds the table of long lists, the verdict, its ranks, and the page: time goes by the rows read."""
+    clock = _moved()
+    made = _hybrid(runtime, "table_wise")
+    schema, generator = small_model(META).schema(), torch.Generator().manual_seed(runtime.rank)
+    rows = 12
+    batches = [
+        schema.assemble(
+            {
+                "user_id": Jagged(torch.randint(examples.USERS, (rows,), generator=generator)),
+                "history": Jagged(torch.randint(examples.ITEMS, (40 * rows,)), torch.full((rows,), 40)),
+                "item_id": Jagged(torch.randint(examples.ITEMS, (rows,), generator=generator)),
+            },
+            {"age": torch.rand(rows, generator=generator), "price": torch.rand(rows, generator=generator)},
+            labels=torch.ones(rows),
+        )
+        for _ in range(6)
+    ]
+    holder = -1
+    for _, collection in collections(made.model):
+        plan: Any = collection.module_sharding_plan
+        holder = plan["history"].ranks[0] if "history" in plan else holder
+        for kernel in kernels_of(collection):
+            kernel.register_forward_pre_hook(lambda _, args: clock.compute(1 + 0.05 * args[0].values().numel()))
+    diagnosis = why_slow.step(made.step, batches, model=made.model, optimizer=made.optimizer)
+    finding = diagnosis.findings[0]
+    return holder, diagnosis.verdict, finding.ranks, " ".join((finding.title, *finding.evidence, str(diagnosis)))
+
+
+@pytest.mark.slow
+@pytest.mark.launch
+def test_a_table_that_is_read_most_is_named_with_its_rank() -> None:
+    by_rank = run_ranks(_imbalanced, 2)
+    for holder, verdict, named, page in by_rank:
+        assert (verdict, named) == ("imbalanced_table", (holder,))
+        assert f"rank {holder} holds the tables that are read most" in page
+        assert "of history, 50 x 16 (table_wise) alone 960 rows a step" in page
+    assert "history, 50 x 16 (table_wise)\n" in by_rank[0][3], "the table of what each rank holds and reads"
 
 
 # ------------------------------------------------------------------------------------------- collectives of one process
@@ -246,7 +374,7 @@ def _watched(runtime: Runtime) -> list[Any]:
         results.append(_same(replayed[:3], expected[:3]))
         results.append(replayed[3].equal(torch.arange(6.0) + 10 * runtime.rank))
         collectives.rewind(recorded)
-        for call in (lambda: exchange(4), lambda: dist.barrier()):
+        for call in (lambda: exchange(4), lambda: dist.all_gather_into_tensor(torch.empty(4), torch.empty(2))):
             try:
                 call()
             except RuntimeError as error:
@@ -264,7 +392,7 @@ def test_collectives_give_what_they_give_whether_watched_traced_or_replayed() ->
         assert results[3] == [*((name, size, (0, 1)) for name, size in calls), ("barrier", 0, (0, 1))]
         assert results[4:6] == [True, True]
         assert results[6] == "what all_to_all exchanges has other sizes than it had, so it cannot be left out"
-        assert results[7] == "the step calls barrier where it called all_gather"
+        assert results[7] == "the step calls all_gather where it called all_to_all"
         assert results[8] is True
 
 

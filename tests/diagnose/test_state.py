@@ -185,3 +185,34 @@ def test_a_step_that_was_adopted_for_a_proof_leaves_model_optimizer_and_hooks_as
     assert not optimizer.state
     assert not optimizer._optimizer_state_dict_pre_hooks
     assert not optimizer._optimizer_load_state_dict_post_hooks
+
+
+def test_tables_that_no_tensor_holds_are_named() -> None:
+    class SSDTableBatchedEmbeddingBags(nn.Module):
+        """As FBGEMM's class is called, whose rows lie in RocksDB."""
+
+    assert StateCopy(SSDTableBatchedEmbeddingBags()).notes == [
+        "rows of tables on an SSD (key_value) are not put back: no tensor holds them"
+    ]
+
+
+def test_modules_in_plain_lists_are_put_back_and_views_of_what_is_copied_are_copied_once() -> None:
+    """As TorchRec's sharded collections keep their kernels, and show shards of them as parameters."""
+    collection, kernel = nn.Module(), nn.BatchNorm1d(4)
+    collection._lookups = [kernel]
+    collection.table = nn.Parameter(kernel.weight.detach()[1:])
+    state = StateCopy(collection)
+    kernel(torch.randn(8, 4))
+    with torch.no_grad():
+        collection.table.add_(1)
+    collection._lookups.append(kernel)
+    before = collection.table
+    assert state.bytes == sum(each.numel() * each.element_size() for each in (*kernel.parameters(), *kernel.buffers()))
+    state.restore()
+    assert collection.table is before
+    assert collection.table.equal(torch.ones(3))
+    assert kernel.weight.equal(torch.ones(4))
+    assert kernel.running_mean is not None
+    assert kernel.running_mean.equal(torch.zeros(4))
+    assert int(kernel.num_batches_tracked or 0) == 0
+    assert collection._lookups == [kernel]

@@ -203,9 +203,8 @@ class Collectives:
                 ranks = tuple(dist.get_process_group_ranks(ProcessGroup.unbox(_group(args))))
                 count = 0 if name == "barrier" else sum(each.numel() * each.element_size() for each in sent)
                 self.calls.append(Call(_NAMES[name], users_line(), ranks, count, begin, self._moment()))
-            elif self._mode == "record":
-                kept = [each.clone() for each in outputs] if name in _OTHER else []
-                self._recorded.append((name, kept))
+            elif self._mode == "record" and name in _OTHER:
+                self._recorded.append((name, [each.clone() for each in outputs]))
             return (result[0], work.boxed()) if returns_tensors else work.boxed()
 
         return kernel
@@ -265,14 +264,15 @@ class Collectives:
                 future.set_result(value)
 
     def _hand_back(self, name: str, outputs: Sequence[Tensor]) -> None:
+        """Writes what was received; what keeps its place, as an all_reduce, stays this rank's own."""
+        if name not in _OTHER:
+            return
         if self._next >= len(self._recorded):
             raise RuntimeError(f"the step calls more collectives than it did: {_NAMES[name]}")
         before, kept = self._recorded[self._next]
         self._next += 1
         if before != name:
             raise RuntimeError(f"the step calls {_NAMES[name]} where it called {_NAMES[before]}")
-        if name not in _OTHER:
-            return
         if [(each.shape, each.dtype) for each in outputs] != [(each.shape, each.dtype) for each in kept]:
             raise RuntimeError(f"what {_NAMES[name]} exchanges has other sizes than it had, so it cannot be left out")
         with torch.no_grad():

@@ -62,19 +62,21 @@ def paired_gain(low: Sequence[float], high: Sequence[float] | None = None) -> Ga
 
 @dataclass(frozen=True, kw_only=True)
 class TableFacts:
-    """A table of embeddings.
+    """A table of embeddings, or the shard of it that a rank holds.
 
     Args:
-        name: path of its module.
+        name: path of its module; the table's own name where it is sharded.
         rows: number of rows.
         dim: width of a row.
         read: ids that a step looks up, repeats counted.
+        sharding: sharding type by the plan, such as ``row_wise``; empty where there is no plan.
     """
 
     name: str
     rows: int
     dim: int
     read: int
+    sharding: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from torchrec_ext.diagnose.facts import CollectiveFacts, Facts, Gain, RankFacts, Round, paired_gain
+from torchrec_ext.diagnose.facts import CollectiveFacts, Facts, Gain, RankFacts, Round, TableFacts, paired_gain
 from torchrec_ext.diagnose.findings import MATH, MEDIUM, Finding, Remedy, expected, in_ms, share_of, size_of
 
 MANY = 8  # collectives of one kind in a step that are merged
@@ -251,8 +251,7 @@ def imbalanced_table(facts: Facts) -> Finding | None:
     share = values[rank] / sum(values)
     most = max(facts.ranks[rank].tables, key=lambda table: table.read * table.dim)
     evidence = (
-        f"{_called(facts, rank)} looks up {share:.0%} of all values: {most.name} ({most.rows:,} x {most.dim}) alone "
-        f"{most.read:,} rows a step",
+        f"{_called(facts, rank)} looks up {share:.0%} of all values: of {_shard(most)} alone {most.read:,} rows a step",
         f"its step computes {in_ms(_step_of(facts.ranks[rank]))}, a typical one "
         f"{in_ms(_low([_step_of(each) for each in facts.ranks]))}; {_waits(facts, rank)}",
     )
@@ -564,6 +563,7 @@ def table_of(facts: Facts) -> list[str]:
     lines = ["rank" + "".join(f"{name:>11}" for name in names) + "   ms a step, by the median"]
     for each in facts.ranks:
         lines.append(f"{each.rank:>4}" + "".join(f"{each.median(name) * 1e3:>11.3g}" for name in names))
+    lines += _held_by_rank(facts)
     for name, calls in _kinds(facts).items():
         kib = sum(max(each.bytes) for each in calls) / 1024
         waits = max(sum(each.waits_s) / len(each.waits_s) for each in calls)
@@ -572,6 +572,27 @@ def table_of(facts: Facts) -> list[str]:
             f"themselves; ranks wait up to {in_ms(waits)} for the last one"
         )
     return lines
+
+
+def _held_by_rank(facts: Facts) -> list[str]:
+    """Returns what each rank holds of the tables, and reads of them in a step, as lines; none without tables."""
+    if not any(each.tables for each in facts.ranks):
+        return []
+    lines = [
+        "rank" + "".join(f"{name:>12}" for name in ("MiB held", "rows read", "KiB read", "ids given")) + "   most of"
+    ]
+    for each in facts.ranks:
+        held = sum(table.rows * table.dim for table in each.tables) * 4 / 2**20
+        read = sum(table.read for table in each.tables)
+        values = sum(table.read * table.dim for table in each.tables)
+        most = max(each.tables, key=lambda table: table.read * table.dim, default=None)
+        text = f"{held:>12,.1f}{read:>12,}{values * 4 / 1024:>12,.1f}{each.ids:>12,.0f}"
+        lines.append(f"{each.rank:>4}{text}   {_shard(most) if most else '-'}")
+    return lines
+
+
+def _shard(table: TableFacts) -> str:
+    return f"{table.name}, {table.rows:,} x {table.dim}" + (f" ({table.sharding})" if table.sharding else "")
 
 
 RULES: dict[str, Callable[[Facts], Finding | None]] = {

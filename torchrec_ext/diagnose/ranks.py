@@ -3,7 +3,9 @@
 A round begins with the user's own loop, with its exchange, and with some steps of it that are traced: each collective
 is completed where it is called, so that what a rank waits for others is told from what the exchange takes. Whatever
 changes the step runs without exchange, on what the collectives returned before: no rank waits for another one there, so
-none hangs where a change fails on one of them. DDP sums no gradients meanwhile, as under its ``no_sync``.
+none hangs where a change fails on one of them. DDP sums no gradients meanwhile, as under its ``no_sync``. A rank that
+holds a share of the tables looks up the same ids there, and moves its rows at a learning rate of 0, since the gradients
+that were kept would drive them astray.
 
 All ranks gather what each measured, and make the same facts of it.
 """
@@ -31,6 +33,7 @@ from torchrec_ext.diagnose.collectives import Call, Collectives, Ranks, RanksFai
 from torchrec_ext.diagnose.counting import Counted, described
 from torchrec_ext.diagnose.experiments import FEWEST_ROUNDS, MOST_ROUNDS, Experiments, Variant
 from torchrec_ext.diagnose.facts import Between, CollectiveFacts, Facts, RankFacts, Round, TableFacts
+from torchrec_ext.diagnose.state import every_module
 
 LINK_BYTES = 2**18  # that a rank sends to each other one
 _LINK_S = 2.0  # at most, for all of these
@@ -38,19 +41,6 @@ _LEAST_ALONE_S = 0.2
 _TRACED = 4  # steps of a round at least: a rank that is slow in every second step is not always, or never, seen to be
 _KEPT = 2  # batches on which steps run without exchange
 _PARTS = ("forward", "backward", "optimizer")
-
-
-def _check_tables(modules: Sequence[nn.Module]) -> None:
-    """Refuses tables of which a rank holds a share: without exchange their optimizer would go astray."""
-    for root in modules:
-        for module in root.modules():
-            for name, each in (getattr(module, "module_sharding_plan", None) or {}).items():
-                if each.sharding_type != "data_parallel":
-                    raise ValueError(
-                        f"table '{name}' is sharded over the ranks ({each.sharding_type}): why_slow diagnoses several "
-                        "ranks where each holds its tables whole; diagnose one rank (-j 1x1), or, where they fit, with "
-                        "plan.sharding=data_parallel"
-                    )
 
 
 class Moment(NamedTuple):
@@ -114,7 +104,6 @@ class RankExperiments(Experiments):
         super().__init__(*args, **more)
         self._ranks = ranks
         self._modules = [*self.state.modules, *modules]
-        _check_tables(self._modules)
         self._thread = threading.get_ident()
         self._collectives = Collectives(ranks.failures, self._begin)
         self._marks: list[Span] = []
@@ -124,8 +113,10 @@ class RankExperiments(Experiments):
         self._kept: list[Any] = []
         self._lookups: Sequence[TableFacts] = ()
         self._inner_call, self._call = self._call, self._called
-        self._copies = [
-            each for root in self._modules for each in root.modules() if isinstance(each, DistributedDataParallel)
+        every = [each for root in self._modules for each in every_module(root)]
+        self._copies = [each for each in every if isinstance(each, DistributedDataParallel)]
+        self._fused: list[Any] = [
+            each.fused_optimizer for each in every if hasattr(each, "emb_module") and hasattr(each, "fused_optimizer")
         ]
 
     # ------------------------------------------------------------------------------------------------ how the step runs
@@ -170,10 +161,20 @@ class RankExperiments(Experiments):
             for each in self._copies:
                 stack.callback(setattr, each, "require_backward_grad_sync", each.require_backward_grad_sync)
                 each.require_backward_grad_sync = False
+            self._hold_tables(stack)
             stack.callback(setattr, self, "_replaying", False)
             self._replaying = True
             stack.enter_context(self._collectives.watching("replay"))
             yield
+
+    def _hold_tables(self, stack: ExitStack) -> None:
+        """Has the kernels of sharded tables update rows at a learning rate of 0, which takes them as long."""
+        for fused in self._fused:
+            stack.callback(fused.zero_grad)  # hands the rate to the kernel
+            for group in fused.param_groups:
+                stack.callback(group.__setitem__, "lr", group["lr"])
+                group["lr"] = 0.0
+            fused.zero_grad()
 
     def _attempt(self, variant: Variant) -> Round:
         self._ranks.meet()
@@ -482,27 +483,37 @@ def _id_count(batch: Any) -> int:
 def _look_ups(modules: Sequence[nn.Module]) -> Iterator[dict[Any, TableFacts]]:
     """Counts meanwhile the ids that each table of this rank is read by: torch's tables, and TorchRec's sharded ones."""
     tables: dict[Any, TableFacts] = {}
+    every = [module for root in modules for module in every_module(root)]
+    plans = [getattr(module, "module_sharding_plan", None) or {} for module in every]
+    shardings = {name: each.sharding_type for plan in plans for name, each in plan.items()}
 
     def add(key: Any, name: str, rows: int, dim: int, read: int) -> None:
         before = tables.get(key)
-        tables[key] = TableFacts(name=name, rows=rows, dim=dim, read=read + (before.read if before else 0))
+        tables[key] = TableFacts(
+            name=name,
+            rows=rows,
+            dim=dim,
+            read=read + (before.read if before else 0),
+            sharding=shardings.get(name, "") if isinstance(key, tuple) else "",
+        )
 
     def plain(path: str) -> Callable[[Any, Any], None]:
         return lambda module, args: add(id(module), path, len(module.weight), module.weight.shape[1], args[0].numel())
 
     def sharded(module: Any, args: Any) -> None:
         counts = iter(args[0].length_per_key())
-        for table in module.config.embedding_tables:
+        for index, table in enumerate(module.config.embedding_tables):
             read = sum(next(counts, 0) for _ in table.feature_names)
-            add((id(module), table.name), table.name, table.local_rows, table.local_cols, read)
+            add((id(module), index), table.name, table.local_rows, table.local_cols, read)
 
     with ExitStack() as stack:
-        for root in modules:
-            for path, module in root.named_modules():
-                if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-                    stack.callback(module.register_forward_pre_hook(plain(path)).remove)
-                elif hasattr(getattr(module, "config", None), "embedding_tables"):
-                    stack.callback(module.register_forward_pre_hook(sharded).remove)
+        paths = {id(module): path for root in modules for path, module in root.named_modules()}
+        for module in every:
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                path = paths.get(id(module), type(module).__name__)
+                stack.callback(module.register_forward_pre_hook(plain(path)).remove)
+            elif hasattr(getattr(module, "config", None), "embedding_tables"):
+                stack.callback(module.register_forward_pre_hook(sharded).remove)
         yield tables
 
 

@@ -6,7 +6,8 @@ What is reached from a step function, its model, optimizer and loader, through c
 attributes and containers:
 
 * modules: parameters and buffers, which objects they are and what they hold; ``.grad``, the same object or none;
-  ``requires_grad``; ``training``; plain attributes such as counters, lists of numbers and tensors;
+  ``requires_grad``; ``training``; plain attributes such as counters, lists of numbers and tensors; modules in plain
+  lists too, where TorchRec keeps the kernels of sharded tables, whose optimizers run inside the backward;
 * optimizers: ``state`` with the identity of its tensors, and its absence; ``param_groups``; plain attributes;
 * other objects of the user, schedulers, gradient scalers, datasets, samplers, loaders: plain attributes, small tensors;
 * generators of torch, numpy and ``random``, the global ones and those that hang on any of these objects;
@@ -32,6 +33,7 @@ import torchrec_ext.needs_torch  # noqa: F401
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -57,6 +59,7 @@ class StateCopy:
         modules: modules that are not inside another one, in the order in which they were reached.
         optimizers: optimizers.
         notes: what cannot be put back, one sentence each.
+        bytes: bytes that the copies of tensors take.
 
     Raises:
         ValueError: there is no memory for the copies.
@@ -64,34 +67,31 @@ class StateCopy:
 
     def __init__(self, *roots: Any) -> None:
         self.notes: list[str] = []
+        self.bytes = 0
         self._restores: list[_Restore] = []
         self._copied: set[int] = set()
+        self._whole: set[int] = set()  # addresses of storages that are copied from end to end
         self._keep: list[Any] = []  # so that no id is used twice
         reached = list(_reach(roots))
         modules = [each for each in reached if isinstance(each, nn.Module)]
-        inner = {id(child) for module in modules for child in module.modules() if child is not module}
+        inner = {id(child) for module in modules for child in every_module(module) if child is not module}
         self.modules = [module for module in modules if id(module) not in inner]
         self.optimizers = [each for each in reached if isinstance(each, Optimizer)]
         self._check_memory()
-        for each in reached:
+        for each in sorted(reached, key=lambda each: not isinstance(each, nn.Module)):  # storages before views of them
             self._copy(each)
         self._random()
         threads = torch.get_num_threads()
         self._restores.append(lambda: torch.set_num_threads(threads))
 
-    @property
-    def bytes(self) -> int:
-        """Bytes that the copies of tensors take."""
-        return sum(each.numel() * each.element_size() for each in self._keep if isinstance(each, Tensor))
-
     def _check_memory(self) -> None:
-        tensors = [tensor for module in self.modules for tensor in (*module.parameters(), *module.buffers())]
+        tensors = [tensor for root in self.modules for module in every_module(root) for tensor in _held(module)]
         tensors += [
             value for optimizer in self.optimizers for held in optimizer.state.values() for value in held.values()
         ]
         local = [shard for each in tensors if isinstance(each, Tensor) for shard in _shards(each)]
-        host = {id(each): each for each in local if each.device.type == "cpu"}
-        needed, free = sum(each.numel() * each.element_size() for each in host.values()), available_memory()
+        host = {_address(each): each for each in local if each.device.type == "cpu" and each.layout == torch.strided}
+        needed, free = sum(each.untyped_storage().nbytes() for each in host.values()), available_memory()
         if needed > 0.8 * free:
             raise ValueError(
                 f"why_slow: a copy of weights and optimizer state, which are put back afterwards, takes "
@@ -106,7 +106,8 @@ class StateCopy:
 
     def _copy(self, each: Any) -> None:
         if isinstance(each, nn.Module):
-            for module in each.modules():
+            modules = list(every_module(each))
+            for module in reversed(modules):  # TorchRec's kernels first: the tables that it shows are views of theirs
                 self._module(module)
         elif isinstance(each, Optimizer):
             self._optimizer(each)
@@ -132,10 +133,14 @@ class StateCopy:
         def copy() -> None:
             for held in (module._parameters, module._buffers, module._modules):
                 self._mapping(held)
-            for tensor in (*module._parameters.values(), *module._buffers.values()):
-                if tensor is not None:
-                    self._tensor(tensor)
-            self._attributes(vars(module), leave=("_parameters", "_buffers", "_modules"))
+            for tensor in _held(module):
+                self._tensor(tensor)
+            if type(module).__name__.startswith("SSDTableBatchedEmbedding"):
+                self.notes.append("rows of tables on an SSD (key_value) are not put back: no tensor holds them")
+            if isinstance(module, DistributedDataParallel):  # what it notes is about its reducer in C++, which stays
+                self._restores.append(functools.partial(setattr, module, "training", module.training))
+            else:
+                self._attributes(vars(module), leave=("_parameters", "_buffers", "_modules"))
 
         self._once(module, copy)
 
@@ -159,11 +164,16 @@ class StateCopy:
     def _tensor(self, tensor: Tensor) -> None:
         def copy() -> None:
             grad, needs = tensor.grad if tensor.is_leaf else None, tensor.requires_grad
-            kept = tensor.detach().clone()
-            self._keep.append(kept)
+            kept = None if _address(tensor) in self._whole else tensor.detach().clone()
+            if kept is not None:
+                size = tensor.numel() * tensor.element_size()
+                self.bytes += size
+                if tensor.is_contiguous() and size == tensor.untyped_storage().nbytes():
+                    self._whole.add(_address(tensor))
 
             def put_back() -> None:
-                tensor.detach().copy_(kept)
+                if kept is not None:
+                    tensor.detach().copy_(kept)
                 if tensor.is_leaf:
                     tensor.requires_grad_(needs)
                     tensor.grad = grad
@@ -272,6 +282,29 @@ class StateCopy:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             devices = torch.cuda.get_rng_state_all()
             self._restores.append(lambda: torch.cuda.set_rng_state_all(devices))
+
+
+def every_module(root: nn.Module) -> Iterator[nn.Module]:
+    """Yields a module, those inside of it, and those in plain lists of theirs, which modules() does not visit."""
+    seen: set[int] = set()
+    waiting = [root]
+    while waiting:
+        for module in waiting.pop().modules():
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            yield module
+            lists = [each for each in vars(module).values() if isinstance(each, list) and len(each) <= _MANY]
+            waiting += [child for each in lists for child in each if isinstance(child, nn.Module)]
+
+
+def _held(module: nn.Module) -> list[Tensor]:
+    return [each for each in (*module._parameters.values(), *module._buffers.values()) if each is not None]
+
+
+def _address(tensor: Tensor) -> int:
+    """Returns the address of a tensor's storage; that of an empty one is its own."""
+    return tensor.untyped_storage().data_ptr() or id(tensor)
 
 
 def _shards(tensor: Any) -> list[Tensor]:

@@ -19,7 +19,7 @@ from torch import nn
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.diagnose import Diagnosis, StateCopy, ThreadClock
-from torchrec_ext.diagnose.collectives import Ranks
+from torchrec_ext.diagnose.collectives import Collectives, Ranks, RanksFailedError
 from torchrec_ext.diagnose.experiments import Experiments
 from torchrec_ext.diagnose.facts import LoaderFacts
 from torchrec_ext.diagnose.ranks import RankExperiments
@@ -78,15 +78,10 @@ def run_diagnosis(
         0.
 
     Raises:
-        ValueError: remedies are to be applied on several ranks, or a file cannot be written.
+        ValueError: a file cannot be written.
     """
     quieten_libraries()
     with Runtime.start(job.device, threads=job.threads) as runtime:
-        if apply and runtime.world_size > 1:
-            raise ValueError(
-                f"--apply on {runtime.world_size} ranks: remedies are applied on one rank, since ranks that wait for "
-                "each other would take unequal numbers of steps; leave it out, or launch one rank (-j 1x1)"
-            )
         diagnosis = diagnose_job(job, runtime, budget_s)
         if apply:
             apply_remedies(job, diagnosis, runtime, budget_s)
@@ -144,19 +139,29 @@ def diagnose_job(job: Job, runtime: Runtime, budget_s: float) -> Diagnosis:
             )
             facts = experiments.facts(between)
             experiments.source.close()
-    finally:
-        if ranks is not None:
-            ranks.close()
-    return Diagnosis(
-        dataclasses.replace(
+        facts = dataclasses.replace(
             facts,
             rows=job.loader.batch_size * (1 + job.loader.negatives),
             parameters=sum(parameter.numel() for parameter in parallel.parameters()),
             optimizers=(f"{job.optimizer.tables} of the tables", f"{job.optimizer.dense} of the layers"),
             loader=LoaderFacts(kind="loader", dataset=type(loader).__name__),
-        ),
-        rank=runtime.rank,
-    )
+            notes=[*facts.notes, *_unlike_training(job, runtime)],
+        )
+        if ranks is not None:
+            facts = ranks.gather(facts)[0]  # so that all ranks draw the same conclusions
+    finally:
+        if ranks is not None:
+            ranks.close()
+    return Diagnosis(facts, rank=runtime.rank)
+
+
+def _unlike_training(job: Job, runtime: Runtime) -> Generator[str, None, None]:
+    """Yields what the diagnosed steps do otherwise than the job's training."""
+    if runtime.world_size > 1 and job.sync.mode != "every_step":
+        yield (
+            f"the steps exchange as under sync.mode=every_step; with this job's sync.mode={job.sync.mode} the exchange "
+            "takes less of a training"
+        )
 
 
 def eager_step(
@@ -193,6 +198,7 @@ def apply_remedies(job: Job, diagnosis: Diagnosis, runtime: Runtime, budget_s: f
         runtime: this process's rank.
         budget_s: seconds that the rounds of each further diagnosis may take.
     """
+    ranks = Ranks() if runtime.world_size > 1 else None
 
     def change(given: Job, remedy: Remedy) -> tuple[Job, str] | None:
         settings = job_settings(remedy)
@@ -201,13 +207,22 @@ def apply_remedies(job: Job, diagnosis: Diagnosis, runtime: Runtime, budget_s: f
         return apply_overrides(given, settings), " ".join(f"--set {setting}" for setting in settings)
 
     between = diagnosis.facts.mean_between()  # a part of the iterations that gains are predicted of
-    apply_in_turn(
-        diagnosis,
-        job,
-        change,
-        lambda before, after: [(old + between, new + between) for old, new in _turns(before, after, runtime)],
-        lambda changed: diagnose_job(changed, runtime, budget_s),
-    )
+    try:
+        apply_in_turn(
+            diagnosis,
+            job,
+            change,
+            lambda before, after: [
+                (old + between, new + between) for old, new in _turns(before, after, runtime, ranks)
+            ],
+            lambda changed: diagnose_job(changed, runtime, budget_s),
+        )
+    except RanksFailedError as error:
+        notes = [*diagnosis.facts.notes, f"no further remedy was applied: {error}"]
+        diagnosis.facts = dataclasses.replace(diagnosis.facts, notes=notes)
+    finally:
+        if ranks is not None:
+            ranks.close()
 
 
 def job_settings(remedy: Remedy) -> list[str]:
@@ -224,30 +239,43 @@ def job_settings(remedy: Remedy) -> list[str]:
     return [] if any(setting.endswith("...") for setting in settings) else settings
 
 
-def _turns(before: Job, after: Job, runtime: Runtime) -> list[tuple[float, float]]:
-    """Returns seconds of an iteration of two jobs by turns; what they print goes to stderr.
+def _turns(before: Job, after: Job, runtime: Runtime, ranks: Ranks | None) -> list[tuple[float, float]]:
+    """Returns seconds of an iteration of two jobs by turns, the same on all ranks; what they print goes to stderr.
+
+    All ranks make as many iterations. An iteration takes what it takes on the rank that counts least: one that stood in
+    the run queue does not see that itself, and the others waited for it.
 
     Raises:
         ValueError: a job has no captured step, and must have one.
+        RanksFailedError: a job failed on a rank for which others waited.
     """
     with ExitStack() as stack, ThreadClock() as clock, redirect_stdout(sys.stderr):
         stack.callback(torch.set_num_threads, torch.get_num_threads())
-        pair = [_Iterated(job, runtime, stack) for job in (before, after)]
+        pair = [_Iterated(job, runtime, stack, ranks) for job in (before, after)]
         for each in pair:
-            each.run(clock, _WARM_STEPS)
+            each.warm_up(clock)
         turns: list[tuple[float, float]] = []
         end = time.perf_counter() + _PROOF_S
-        while len(turns) < _TURNS[0] or (time.perf_counter() < end and len(turns) < _TURNS[1]):
+        while len(turns) < _TURNS[0] or (len(turns) < _TURNS[1] and _first(ranks, time.perf_counter() < end)):
             order = pair if len(turns) % 2 == 0 else pair[::-1]
             seconds = {id(each): each.turn(clock) for each in order}
             turns.append((seconds[id(pair[0])], seconds[id(pair[1])]))
-        return turns
+        if ranks is None:
+            return turns
+        by_rank = ranks.gather(turns)
+        return [(min(old for old, _ in each), min(new for _, new in each)) for each in zip(*by_rank, strict=True)]
+
+
+def _first(ranks: Ranks | None, value: Any) -> Any:
+    """Returns the value of rank 0."""
+    return value if ranks is None else ranks.gather(value)[0]
 
 
 class _Iterated:
     """Iterations of a job's training, epoch after epoch, as its training loop makes them."""
 
-    def __init__(self, job: Job, runtime: Runtime, stack: ExitStack) -> None:
+    def __init__(self, job: Job, runtime: Runtime, stack: ExitStack, ranks: Ranks | None) -> None:
+        self._ranks = ranks
         self._threads = job.threads or runtime.threads
         self._ahead = job.loader.prefetch + 2  # batches that were made while others had their turn
         self._iterations = self._endless(job, runtime, stack)
@@ -278,9 +306,20 @@ class _Iterated:
             next(self._iterations)
         return (clock() - start) / count
 
+    def warm_up(self, clock: Callable[[], float]) -> None:
+        """Makes the first iterations, in which a step is captured; where a rank fails, no other one waits for it."""
+        if self._ranks is None:
+            self.run(clock, _WARM_STEPS)
+            return
+        collectives = Collectives(self._ranks.failures)
+        with collectives.watching("watch"):
+            _, error = self._ranks.together(collectives, lambda: self.run(clock, _WARM_STEPS))
+        if error:
+            raise ValueError(error)
+
     def turn(self, clock: Callable[[], float]) -> float:
-        """Returns the mean seconds of as many iterations as a turn holds."""
-        first = self.run(clock, self._ahead)
+        """Returns the mean seconds of as many iterations as a turn holds, the same number on all ranks."""
+        first = _first(self._ranks, self.run(clock, self._ahead))
         return self.run(clock, max(_LEAST_STEPS, int(_TURN_S / max(first, 1e-6))))
 
 
