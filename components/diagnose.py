@@ -72,7 +72,7 @@ def why_slow(
     memMB = memMB or max(4096, int(procs) * 2048)  # noqa: N806
     env = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", **(env or {})}
     if j != "1x1":
-        return getattr(dist, "torchrun", dist.ddp)(
+        app = getattr(dist, "torchrun", dist.ddp)(
             *flags[2:],
             *args,
             m="torchx_apps.diagnose",
@@ -87,6 +87,9 @@ def why_slow(
             env=env,
             mounts=mounts,
         )
+        for role in app.roles:  # torchrun with one clear last word, in place of a traceback
+            role.args[-1] = "exec python3 -m torchx_apps.agent --max_restarts 0" + role.args[-1][len("torchrun") :]
+        return app
     role = specs.Role(
         name="diagnose",
         image=image,

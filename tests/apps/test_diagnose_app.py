@@ -13,7 +13,9 @@ from torchx.components.component_test_base import ComponentTestCase
 from torchx.specs.builders import materialize_appdef
 from torchx.specs.finder import get_components
 
+from tests.contracts import run_ranks
 from torchrec_ext.diagnose import Diagnosis, Facts, Finding, Remedy, experiments
+from torchrec_ext.diagnose.facts import Gain
 from torchrec_ext.distributed.runtime import Runtime
 from torchx_apps.cli.command_line import apply_overrides, load_recipe
 from torchx_apps.diagnose import main
@@ -61,6 +63,7 @@ def test_wrong_flags_are_refused(flags: list[str], message: str, capfd: pytest.C
 def test_several_ranks_are_launched_by_torchrun() -> None:
     (role,) = materialize_appdef(diagnose.why_slow, ["--recipe", "ncf", "-j", "1x2", "--budget", "5"]).roles
     assert "--nproc_per_node 2" in role.args[-1]
+    assert role.args[-1].startswith("exec python3 -m torchx_apps.agent --max_restarts 0 ")
     assert role.args[-1].endswith("-m torchx_apps.diagnose --recipe ncf --budget=5.0")
     assert role.resource.cpu == 2
     with pytest.raises(ValueError, match="-j two: write NODESxPROCS in whole numbers from 1"):
@@ -162,3 +165,63 @@ def test_a_captured_step_is_applied_and_its_gain_is_printed(
     page = " ".join(capsys.readouterr().out.split())
     assert "what was applied, and what it gained the step captured: predicted " in page
     assert "--set train.compile=require" in page.split("together")[1]
+
+
+FAILED = {
+    "everywhere": "ahead could not be applied: ValueError: no loader",
+    "rank 1": "no further remedy was applied: rank 1: OSError: no such shard",
+}
+
+
+def _applied(runtime: Runtime, cause: str) -> tuple[list[tuple[str, float]], list[str], list[str]]:
+    """What two ranks applied of two remedies, what they kept, and their notes; ``cause``: where the second fails."""
+    lines = {"whole": "--set plan.sharding=data_parallel", "ahead": "--set loader.prefetch=7"}
+    gain = Gain(1.2, 1.5)
+    remedies = [
+        Remedy(name=name, lines=(line,), gain=gain, changes="bit-equal", basis="made up")
+        for name, line in lines.items()
+    ]
+    finding = Finding(cause="x", title="x", evidence=(), remedies=tuple(remedies), cost=0.9, size="large")
+    diagnosis, loader_of = Diagnosis(Facts(rounds=[]), rank=runtime.rank), diagnosing.loader_of
+    diagnosis.findings = (finding,)
+    diagnosing._PROOF_S = 0.0
+    diagnosing.diagnose_job = lambda *_: diagnosis  # type: ignore[assignment]
+
+    def loader(job: Job, *rest: Any) -> Any:
+        if job.loader.prefetch == 7 and cause == "everywhere":
+            raise ValueError("no loader")
+        made = loader_of(job, *rest)
+        return Broken(made, 3) if cause == "rank 1" and job.loader.prefetch == 7 and runtime.rank == 1 else made
+
+    diagnosing.loader_of = loader
+    diagnosing.apply_remedies(small_job("plan.sharding=row_wise"), diagnosis, runtime, 1.0)
+    proof = [(each.remedy, each.ratio) for each in diagnosis.proof]
+    return proof, [text for text, _ in diagnosis.kept], list(diagnosis.facts.notes)
+
+
+class Broken(Waiting):
+    """A loader that raises after so many batches."""
+
+    def __init__(self, loader: Any, count: int) -> None:
+        super().__init__(loader, [0.0], 0.0)
+        self.count = count
+
+    def __iter__(self) -> Any:
+        for number, batch in enumerate(super().__iter__()):
+            if number == self.count:
+                raise OSError("no such shard")
+            yield batch
+
+
+@pytest.mark.slow
+@pytest.mark.launch
+@pytest.mark.parametrize("cause", ["", "everywhere", "rank 1"])
+def test_ranks_apply_the_same_remedies_and_none_hangs_where_one_fails(cause: str) -> None:
+    """They agree on every ratio and on what is kept; a remedy that fails on one rank ends the measuring on all."""
+    by_rank = run_ranks(_applied, 2, cause)
+    assert by_rank[0] == by_rank[1]
+    proof, kept, notes = by_rank[0]
+    assert [name for name, _ in proof] == (["whole"] if cause else ["whole", "ahead"])
+    if cause:
+        assert all("loader.prefetch" not in text for text in kept)
+        assert notes[-1].startswith(FAILED[cause])

@@ -7,7 +7,7 @@ import pytest
 
 from tests.diagnose.recorded import HEALTHY, HEALTHY_RANKS, ON_RANKS, RECORDED, ranks
 from torchrec_ext.diagnose import Diagnosis, rank_rules, rules
-from torchrec_ext.diagnose.facts import Facts
+from torchrec_ext.diagnose.facts import Facts, TableFacts
 
 pytestmark = pytest.mark.unit
 
@@ -103,3 +103,30 @@ def test_the_page_has_a_line_for_each_rank_and_each_kind_of_collective() -> None
     assert "48 all_reduce in a step: 66.0 KiB" in page
     assert sum(line.split()[:1] in (["0"], ["1"]) for line in page.splitlines()) == 2
     assert not str(Diagnosis(HEALTHY_RANKS, rank=1))
+
+
+def lines_of(recorded: Facts, cause: str) -> str:
+    finding = rank_rules.RULES[cause](recorded)
+    assert finding is not None
+    return " ".join(line for remedy in finding.remedies for line in remedy.lines)
+
+
+@pytest.mark.parametrize("cause", ["latency", "bandwidth"])
+def test_what_is_proposed_for_an_exchange_is_about_what_is_exchanged(cause: str) -> None:
+    """Gradients, which no precision of a plan is about; rows of sharded tables, which local steps exchange as ever."""
+    recorded = dataclasses.replace(ON_RANKS[cause][0], recipe=True)
+    sums = lines_of(recorded, cause)
+    assert "sync.mode=local_sgd" in sums
+    assert "plan." not in sums
+    tables = [TableFacts(name="item", rows=1_000, dim=8, read=64, sharding="row_wise")]
+    sharded = dataclasses.replace(
+        recorded,
+        collectives=[dataclasses.replace(each, name="all_to_all") for each in recorded.collectives],
+        ranks=[dataclasses.replace(each, tables=tables) for each in recorded.ranks],
+    )
+    rows = lines_of(sharded, cause)
+    assert "sync.mode" not in rows
+    assert "--set plan.sharding=data_parallel" in rows
+    assert ("plan.forward_precision=bf16" in rows) == (cause == "bandwidth")
+    tables[0] = dataclasses.replace(tables[0], rows=10_000_000)
+    assert "plan.sharding" not in lines_of(sharded, cause), "320 MB on every rank"

@@ -15,7 +15,7 @@ from tests.contracts import gather_state, run_ranks
 from tests.diagnose.programs import Clock, on_ranks
 from tests.examples import META, small_model
 from torchrec_ext.diagnose import batches, experiments, ranks, why, why_slow
-from torchrec_ext.diagnose.collectives import Call, Collectives, Failures
+from torchrec_ext.diagnose.collectives import Call, Collectives, Failures, Ranks, RanksFailedError
 from torchrec_ext.diagnose.facts import Facts
 from torchrec_ext.diagnose.ranks import Moment, Span, Traced, collectives_of, common_rounds, parted
 from torchrec_ext.distributed.optim.config import OptimizerConfig
@@ -374,13 +374,35 @@ def _watched(runtime: Runtime) -> list[Any]:
         results.append(_same(replayed[:3], expected[:3]))
         results.append(replayed[3].equal(torch.arange(6.0) + 10 * runtime.rank))
         collectives.rewind(recorded)
-        for call in (lambda: exchange(4), lambda: dist.all_gather_into_tensor(torch.empty(4), torch.empty(2))):
+        for call in (lambda: exchange(4), lambda: dist.reduce_scatter_tensor(torch.empty(2), torch.empty(4))):
             try:
                 call()
             except RuntimeError as error:
                 results.append(str(error))
     results.append(_same(exchange(), expected))
     return results
+
+
+def _left_alone(runtime: Runtime) -> str:
+    """What a rank hears that waits in a reduce_scatter, of which gloo has no future, for one that has raised."""
+    together = Ranks()
+    collectives = Collectives(together.failures)
+
+    def exchange() -> None:
+        with collectives.watching("watch"):
+            if runtime.rank == 1:
+                raise OSError("gone")
+            dist.reduce_scatter_tensor(torch.empty(2), torch.ones(4), async_op=True).wait()  # type: ignore[union-attr]
+
+    with pytest.raises(RanksFailedError) as caught:
+        together.together(collectives, exchange)
+    return str(caught.value)
+
+
+@pytest.mark.launch
+def test_no_rank_waits_in_a_collective_without_a_future() -> None:
+    for text in run_ranks(_left_alone, 2):
+        assert text.startswith("rank 1: OSError: gone")
 
 
 @pytest.mark.slow
@@ -392,7 +414,7 @@ def test_collectives_give_what_they_give_whether_watched_traced_or_replayed() ->
         assert results[3] == [*((name, size, (0, 1)) for name, size in calls), ("barrier", 0, (0, 1))]
         assert results[4:6] == [True, True]
         assert results[6] == "what all_to_all exchanges has other sizes than it had, so it cannot be left out"
-        assert results[7] == "the step calls all_gather where it called all_to_all"
+        assert results[7] == "the step calls reduce_scatter where it called all_gather"
         assert results[8] is True
 
 

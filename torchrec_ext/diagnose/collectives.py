@@ -14,8 +14,10 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torchrec_ext.needs_torch  # noqa: F401
@@ -118,6 +120,7 @@ class Collectives:
         self._next = 0
         self._open: set[torch.futures.Future[Any]] = set()
         self._lock, self._settling = threading.Lock(), threading.Lock()
+        self._waiter = ThreadPoolExecutor(1)
         self.stopped = ""
 
     @contextmanager
@@ -230,10 +233,6 @@ class Collectives:
 
     def _guarded(self, work: Work, outputs: Sequence[Tensor]) -> Work:
         """Returns a work that ends with this one, or with what another rank has raised."""
-        try:
-            completed = work.get_future()
-        except RuntimeError:  # gloo has none for some, such as reduce_scatter
-            return work
         first: torch.futures.Future[Any] = torch.futures.Future()
         # What Future.set_exception sets is raised by Python alone; C++, as DDP's reducer, sees what a callback raises.
         future = first.then(_value)
@@ -242,19 +241,22 @@ class Collectives:
             stopped = self.stopped
         kept = [each.detach() for each in outputs]
 
-        def done(inner: torch.futures.Future[Any]) -> None:
+        def finish(outcome: Callable[[], object]) -> None:
+            value: Any = kept
+            try:
+                outcome()
+            except Exception as error:
+                value = error
             with self._lock:
                 self._open.discard(first)
-            try:
-                inner.value()
-            except Exception as error:
-                self._settle(first, error)
-            else:
-                self._settle(first, kept)
+            self._settle(first, value)
 
         if stopped:
             self._settle(first, OtherRankError(stopped))
-        completed.add_done_callback(done)
+        try:
+            work.get_future().add_done_callback(lambda completed: finish(completed.value))
+        except RuntimeError:  # gloo has none for some, such as reduce_scatter
+            self._waiter.submit(finish, partial(self._complete, work))
         return _work_of(future)
 
     def _settle(self, future: torch.futures.Future[Any], value: Any) -> None:

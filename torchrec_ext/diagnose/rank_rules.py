@@ -19,6 +19,8 @@ _UNEVEN = 1.3  # times the mean of all ranks
 _ONE_SPAN = 0.7  # share of a rank's excess that lies in one span of its step where that one is named
 _CONSTANT = 0.75  # share of steps in which one rank is the slowest where it is always the same
 _SPANS = {"data": "input", "forward": "forward", "backward": "backward", "optimizer": "optimizer"}
+_FEW = 0.05  # share of the exchange below which a remedy for it is left out
+_SMALL_MIB = 64.0  # of tables that are as well whole on every rank
 _EXCHANGE = "the same sums in another schedule: quality must be measured"
 
 
@@ -387,24 +389,49 @@ def _alone_remedy(facts: Facts) -> Iterator[Remedy]:
         )
 
 
+def _share_of_sums(facts: Facts) -> float:
+    """Returns the share of the exchange that sums gradients, and not rows of tables that ranks share."""
+    seconds = [(each.name == "all_reduce", each.exchange_s) for each in facts.collectives]
+    return sum(each for sums, each in seconds if sums) / max(sum(each for _, each in seconds), 1e-12)
+
+
 def _less_often(facts: Facts) -> list[Remedy]:
-    """Returns ways to exchange less often."""
-    less = [
-        Remedy(
-            name="one exchange for four batches",
-            lines=(
-                ("--set sync.mode=local_sgd --set sync.every=4",)
-                if facts.recipe
-                else (
-                    "with model.no_sync(): ...  # DDP: backward of three batches of four; then one with the exchange",
-                )
-            ),
-            gain=expected(facts, lambda each: each["data"] + each["step"] - 0.75 * each["exchange"]),
-            changes=_EXCHANGE if facts.recipe else MATH["batch"],
-            basis="predicted from the exchange's share",
+    """Returns ways to exchange less: sums of gradients seldomer, no rows of tables, or nothing at all."""
+    sums, made = _share_of_sums(facts), list[Remedy]()
+    sharded = [table for each in facts.ranks for table in each.tables if table.sharding not in ("", "data_parallel")]
+    held = sum(table.rows * table.dim for table in sharded) * 4 / 2**20
+    if facts.recipe and sharded and held < _SMALL_MIB:
+        made.append(
+            Remedy(
+                name="tables whole on every rank",
+                lines=("--set plan.sharding=data_parallel",),
+                gain=expected(
+                    facts,
+                    lambda each: each["data"] + each["step"] + each["exchange"] * 0.1,
+                    lambda each: each["data"] + each["step"] - (1 - sums) * each["exchange"],
+                ),
+                changes=MATH["rounding"],
+                basis=f"predicted: the tables take {held:.3g} MiB, and their gradients are summed in place of rows",
+            )
         )
-    ]
-    return [*less, *_alone_remedy(facts)]
+    if sums > _FEW:
+        made.append(
+            Remedy(
+                name="one exchange for four batches",
+                lines=(
+                    ("--set sync.mode=local_sgd --set sync.every=4",)
+                    if facts.recipe
+                    else (
+                        "with model.no_sync(): ...  # DDP: backward of three batches of four; then one with the "
+                        "exchange",
+                    )
+                ),
+                gain=expected(facts, lambda each: each["data"] + each["step"] - 0.75 * sums * each["exchange"]),
+                changes=_EXCHANGE if facts.recipe else MATH["batch"],
+                basis="predicted from the share of the exchange that sums gradients",
+            )
+        )
+    return [*made, *_alone_remedy(facts)]
 
 
 def unmerged_exchange(facts: Facts) -> Finding | None:
@@ -469,6 +496,7 @@ def bandwidth(facts: Facts) -> Finding | None:
         return None
     cost = share_of(facts, lambda each: each["exchange"])
     evidence = (_exchange_text(facts), f"their bytes need {_by_bytes(facts):.0%} of that at the links' rate")
+    rows = 1 - _share_of_sums(facts) if facts.recipe else 1.0  # of a recipe those of sharded tables alone
     half = Remedy(
         name="half the bytes: 16 bits on the way",
         lines=(
@@ -481,15 +509,15 @@ def bandwidth(facts: Facts) -> Finding | None:
         ),
         gain=expected(
             facts,
-            lambda each: each["data"] + each["step"] - 0.25 * each["exchange"],
-            lambda each: each["data"] + each["step"] - 0.5 * each["exchange"],
+            lambda each: each["data"] + each["step"] - 0.25 * rows * each["exchange"],
+            lambda each: each["data"] + each["step"] - 0.5 * rows * each["exchange"],
         ),
         changes="sums rounded to 8 bits: quality must be measured",
         basis="predicted from the bytes",
     )
     return Finding(
         cause="bandwidth", title="the exchange is bound by bandwidth", evidence=evidence,
-        remedies=(half, *_less_often(facts)), cost=cost, size=size_of(cost),
+        remedies=(*((half,) if rows > _FEW else ()), *_less_often(facts)), cost=cost, size=size_of(cost),
     )  # fmt: skip
 
 

@@ -312,8 +312,12 @@ class _Iterated:
             self.run(clock, _WARM_STEPS)
             return
         collectives = Collectives(self._ranks.failures)
-        with collectives.watching("watch"):
-            _, error = self._ranks.together(collectives, lambda: self.run(clock, _WARM_STEPS))
+
+        def watched() -> None:
+            with collectives.watching("watch"):
+                self.run(clock, _WARM_STEPS)
+
+        _, error = self._ranks.together(collectives, watched)
         if error:
             raise ValueError(error)
 
