@@ -45,6 +45,7 @@ SCRIPTS = (
     "chain",
     "mixed_precision",
     "adopt",
+    "diagnose",
 )
 
 

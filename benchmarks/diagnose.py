@@ -2,6 +2,8 @@
 
     python benchmarks/diagnose.py [--only ROW ...] [--turns 5] [--quick]
 
+A program is diagnosed once in each turn, in a process of its own, and all rows read what came of it.
+
 `planted`: plain PyTorch programs, each with one cause of lost time, each diagnosed in a process of its own `--turns`
 times, those of `rank_programs.py` on two gloo ranks; ours is the number whose first verdict is that cause, and names
 the rank that is slow where one is. `healthy`: programs without a fault; ours is the number with a finding above
@@ -11,6 +13,9 @@ gain lies in the interval that was predicted before.
 `no-help`: what the diagnosis says gains under 5 %, tried: another batch size, precision or a worker, by turns beside
 the step as it was; ours is the share that gained under 5 %, or no more than the turns are spread.
 `overhead`: what every run measures of its own time, and its page, as a share of the seconds of its steps.
+`foreign`: programs that nobody here wrote, see `diagnose_foreign.py`: a verdict each, and what `apply=True` gained.
+`end-to-end`: the small Contextual NCF from its user's script to ours, remedy after remedy, and their product.
+`--quick` diagnoses a few of the programs, once.
 Last line: one JSON object.
 """
 
@@ -24,11 +29,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import diagnose_foreign
 import numpy as np
 import rank_programs
 import torch
@@ -243,25 +249,6 @@ HEALTHY: dict[str, Callable[[], Program]] = {
 }
 
 
-def diagnosed(name: str, seed: int) -> tuple[Diagnosis, float]:
-    torch.set_num_threads(1)
-    torch.manual_seed(seed)
-    np.random.seed(seed)
-    program = PLANTED[name][0]() if name in PLANTED else HEALTHY[name]()
-    start = time.perf_counter()
-    diagnosis = why_slow(program.model, program.optimizer, program.loss, program.batches, **program.more)
-    return diagnosis, time.perf_counter() - start
-
-
-def case(name: str, seed: int, shown: bool) -> None:
-    """Diagnoses a program in this process; its verdict is the last line."""
-    diagnosis, seconds = diagnosed(name, seed)
-    if shown:
-        print(diagnosis)
-    above = [finding.cause for finding in diagnosis.findings if finding.size in ("large", "medium")]
-    print(json.dumps({"verdict": diagnosis.verdict, "above": above, "seconds": seconds, "noisy": diagnosis.noisy}))
-
-
 def usual(program: Program, loss: Callable[..., Any] | None = None) -> Callable[..., None]:
     """The step of a program, with another loss where one is given."""
     optimizers = program.optimizer if isinstance(program.optimizer, list) else [program.optimizer]
@@ -324,32 +311,19 @@ REMEDIES: dict[str, tuple[str, str, Callable[[Program], Any], Callable[[Program]
 }
 
 
-def realised(name: str, seed: int) -> None:
-    """Diagnoses a program, applies a remedy, and measures it; the last line says how it came out."""
-    about, prefix, step, batches = REMEDIES[name]
-    torch.set_num_threads(1)
-    torch.manual_seed(seed)
-    np.random.seed(seed)
-    program = PLANTED[about][0]()
-    diagnosis = why_slow(program.model, program.optimizer, program.loss, program.batches, **program.more)
-    remedies = [each for finding in diagnosis.findings for each in finding.remedies if each.name.startswith(prefix)]
-    if not remedies:
-        print(json.dumps({"held": None, "text": f"no remedy {prefix}: {diagnosis.verdict}"}))
-        return
-    result = diagnosis.realised(step(program), batches(program), remedy=remedies[0])
-    print(json.dumps({"held": result.held, "text": str(result)}))
-
-
-def gain(options: Options) -> Iterator[Row]:
-    made = []
-    for turn in range(min(options.turns, 3)):
-        for name in REMEDIES:
-            made.append(last_json([sys.executable, __file__, "--realised", name, str(turn)], limit_s=LIMIT_S))
-            print(f"{name}: {made[-1]['text']}", file=sys.stderr, flush=True)
-    held = [each for each in made if each["held"]]
-    missed = [each["text"] for each in made if not each["held"]]
-    share = len(held) / len(made)
-    yield row("gain", share, "in the interval", better="more", required=13 / 15, of=len(made), missed=missed)
+def realised(name: str, program: Program, diagnosis: Diagnosis) -> list[dict[str, Any]]:
+    """Returns how the remedies of a program that are made here came out."""
+    made: list[dict[str, Any]] = []
+    for about, prefix, step, batches in REMEDIES.values():
+        if about != name:
+            continue
+        remedies = [each for finding in diagnosis.findings for each in finding.remedies if each.name.startswith(prefix)]
+        if not remedies:
+            made.append({"held": None, "text": f"{name}: no remedy {prefix}: {diagnosis.verdict}"})
+            continue
+        result = diagnosis.realised(step(program), batches(program), remedy=remedies[0])
+        made.append({"held": result.held, "text": f"{name}: {result}"})
+    return made
 
 
 def tries(program: Program) -> dict[str, tuple[Callable[..., None], Any]]:
@@ -363,36 +337,80 @@ def tries(program: Program) -> dict[str, tuple[Callable[..., None], Any]]:
     return made
 
 
-def tried(name: str, seed: int) -> None:
-    """Diagnoses a program, and tries what it says gains under 5 %; the last line says what each gained."""
-    torch.set_num_threads(1)
-    torch.manual_seed(seed)
-    np.random.seed(seed)
-    program = PLANTED[name][0]() if name in PLANTED else HEALTHY[name]()
-    diagnosis = why_slow(program.model, program.optimizer, program.loss, program.batches, **program.more)
+def tried(program: Program, diagnosis: Diagnosis) -> dict[str, dict[str, float]]:
+    """Returns what came of trying what the diagnosis says gains under 5 %."""
     useless = {answer.name for answer in diagnosis.answers if answer.helps == "no"}
     made = {}
     for answer, (step, batches) in tries(program).items():
         if answer in useless:
             result = diagnosis.realised(step, batches, seconds=5)
             made[answer] = {"ratio": result.ratio, "low": result.gain.low}
-    print(json.dumps({"made": made}))
+    return made
+
+
+def case(name: str, seed: int, budget_s: float, rows: Collection[str]) -> None:
+    """Diagnoses a program in this process; its verdict, and what else the rows ask for, is the last line."""
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    program = PLANTED[name][0]() if name in PLANTED else HEALTHY[name]()
+    start = time.perf_counter()
+    diagnosis = why_slow(
+        program.model, program.optimizer, program.loss, program.batches, budget_s=budget_s, **program.more
+    )
+    seconds = time.perf_counter() - start
+    print(diagnosis)
+    above = [finding.cause for finding in diagnosis.findings if finding.size in ("large", "medium")]
+    made = {"verdict": diagnosis.verdict, "above": above, "seconds": seconds, "noisy": diagnosis.noisy}
+    made["gain"] = realised(name, program, diagnosis) if "gain" in rows else []
+    made["no-help"] = tried(program, diagnosis) if "no-help" in rows else {}
+    print(json.dumps(made))
+
+
+@functools.cache
+def result_of(name: str, turn: int, rows: tuple[str, ...], quick: bool) -> dict[str, Any]:
+    """Returns what a process of its own measured of a program, which all rows read."""
+    budget_s = 5.0 if quick else 25.0
+    if name in rank_programs.CASES:
+        made = rank_programs.launched(name, turn, functools.partial(last_json, limit_s=LIMIT_S), budget_s)
+    else:
+        made = last_json([sys.executable, __file__, "--case", name, turn, budget_s, *rows], limit_s=LIMIT_S)
+    print(f"{name}: {made['verdict']}, {made['seconds']:.0f} s {made['noisy']}", file=sys.stderr, flush=True)
+    return dict(made)
+
+
+def results(names: Sequence[str], options: Options) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields what was measured of each of the programs, turn by turn."""
+    rows = tuple(each for each in ("gain", "no-help") if each in ASKED)
+    for turn in range(1 if options.quick else options.turns):
+        for name in names:
+            if not options.quick or name in QUICK:
+                yield name, result_of(name, turn, rows, options.quick)
+
+
+def gain(options: Options) -> Iterator[Row]:
+    """Yields the share of remedies whose gain lay in the interval that was predicted."""
+    about = list(dict.fromkeys(name for name, *_ in REMEDIES.values()))
+    made = [each for _, result in results(about, options) for each in result["gain"]]
+    missed = [each["text"] for each in made if not each["held"]]
+    share = (len(made) - len(missed)) / len(made)
+    yield row("gain", share, "in the interval", better="more", required=13 / 15, of=len(made), missed=missed)
 
 
 def no_help(options: Options) -> Iterator[Row]:
+    """Yields the share of what was said to gain under 5 % that did."""
     right, wrong = 0, []
-    for turn in range(min(options.turns, 2)):
-        for name in (*PLANTED, *HEALTHY):
-            made = last_json([sys.executable, __file__, "--tried", name, str(turn)], limit_s=LIMIT_S)["made"]
-            for answer, gained in made.items():
-                print(f"{name}, {answer}: {gained['ratio']:.3g}x", file=sys.stderr, flush=True)
-                if gained["ratio"] < UNDER or gained["low"] < 1:
-                    right += 1
-                else:
-                    wrong.append(f"{name}, {answer}: {gained['ratio']:.3g}x")
+    for name, result in results([*PLANTED, *HEALTHY], options):
+        for answer, gained in result["no-help"].items():
+            if gained["ratio"] < UNDER or gained["low"] < 1:
+                right += 1
+            else:
+                wrong.append(f"{name}, {answer}: {gained['ratio']:.3g}x")
     count = right + len(wrong)
-    share = right / count if count else 0.0
-    yield row("no-help", share, "gained under 5 %", better="more", required=0.95, of=count, wrong=wrong)
+    if not count:
+        print("no-help: left out: nothing was said to gain under 5 %", file=sys.stderr, flush=True)
+        return
+    yield row("no-help", right / count, "gained under 5 %", better="more", required=0.95, of=count, wrong=wrong)
 
 
 def overhead(options: Options) -> Iterator[Row]:
@@ -426,17 +444,6 @@ def overhead(options: Options) -> Iterator[Row]:
     yield row("overhead", shares, "of the steps' seconds", required=0.01, fetch_us=fetch_s * 1e6, page_ms=page_s * 1e3)
 
 
-def _cases(names: Iterable[str], options: Options) -> Iterator[tuple[str, dict[str, Any]]]:
-    for turn in range(options.turns):
-        for name in names:
-            if name in rank_programs.CASES:
-                made = rank_programs.launched(name, turn, functools.partial(last_json, limit_s=LIMIT_S))
-            else:
-                made = last_json([sys.executable, __file__, "--case", name, str(turn)], limit_s=LIMIT_S)
-            print(f"{name}: {made['verdict']}, {made['seconds']:.0f} s {made['noisy']}", file=sys.stderr, flush=True)
-            yield name, made
-
-
 def _wrong(name: str, made: dict[str, Any]) -> str:
     """Returns what is wrong with a verdict; empty where it is right, and names the rank that is slow."""
     if name in PLANTED:
@@ -449,7 +456,7 @@ def _wrong(name: str, made: dict[str, Any]) -> str:
 def planted(options: Options) -> Iterator[Row]:
     wrong: list[str] = []
     count, seconds = 0, []
-    for name, made in _cases([*PLANTED, *rank_programs.PLANTED], options):
+    for name, made in results([*PLANTED, *rank_programs.PLANTED], options):
         count += 1
         seconds.append(made["seconds"])
         if text := _wrong(name, made):
@@ -462,19 +469,28 @@ def planted(options: Options) -> Iterator[Row]:
 def healthy(options: Options) -> Iterator[Row]:
     above: list[str] = []
     count = 0
-    for name, made in _cases([*HEALTHY, *rank_programs.HEALTHY], options):
+    for name, made in results([*HEALTHY, *rank_programs.HEALTHY], options):
         count += 1
         above += [f"{name}: {', '.join(made['above'])}"] if made["above"] or made["noisy"] else []
     yield row("healthy", len(above), "of the runs with a finding above small", required=0, of=count, wrong=above)
 
 
+ROWS = {
+    "planted": planted,
+    "healthy": healthy,
+    "gain": gain,
+    "no-help": no_help,
+    "overhead": overhead,
+    "foreign": diagnose_foreign.foreign,
+    "end-to-end": diagnose_foreign.end_to_end,
+}
+QUICK = ("400 tiny ops", "an imbalanced table", "an MLP", "2 ranks: two towers")
+# Rows that are asked for: a program is diagnosed once, and measured for those alone.
+ASKED = set(sys.argv[sys.argv.index("--only") + 1 :] if "--only" in sys.argv else ROWS)
+
+
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--case"]:
-        case(sys.argv[2], int(sys.argv[3]), shown=len(sys.argv) > 4)
-    elif sys.argv[1:2] == ["--realised"]:
-        realised(sys.argv[2], int(sys.argv[3]))
-    elif sys.argv[1:2] == ["--tried"]:
-        tried(sys.argv[2], int(sys.argv[3]))
+        case(sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), sys.argv[5:])
     else:
-        rows = {"planted": planted, "healthy": healthy, "gain": gain, "no-help": no_help, "overhead": overhead}
-        command_line(__doc__, rows, turns=5)
+        command_line(__doc__, ROWS, turns=5)

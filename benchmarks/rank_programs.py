@@ -314,6 +314,58 @@ def healthy_towers(rank: int) -> Parts:
     return Parts(step, batches, scores, optimizer)
 
 
+def dlrm(rank: int, rows: int = 10_000, dim: int = 64, batch: int = 512) -> tuple[nn.Module, Any]:
+    """TorchRec's examples/golden_training: DLRM, and its random rows of Criteo's columns; with smaller tables."""
+    from torchrec.datasets.criteo import DEFAULT_CAT_NAMES, DEFAULT_INT_NAMES
+    from torchrec.datasets.random import RandomRecDataset
+    from torchrec.models.dlrm import DLRM, DLRMTrain
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig
+    from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+    tables = [
+        EmbeddingBagConfig(name=f"t_{name}", embedding_dim=dim, num_embeddings=rows, feature_names=[name])
+        for name in DEFAULT_CAT_NAMES
+    ]
+    model = DLRM(
+        embedding_bag_collection=EmbeddingBagCollection(tables=tables),
+        dense_in_features=len(DEFAULT_INT_NAMES),
+        dense_arch_layer_sizes=[64, dim],
+        over_arch_layer_sizes=[64, 1],
+    )
+    data = RandomRecDataset(
+        DEFAULT_CAT_NAMES, batch, hash_size=rows, ids_per_feature=1, num_dense=len(DEFAULT_INT_NAMES),
+        manual_seed=rank, num_generated_batches=10, num_batches=10,
+    )  # fmt: skip
+    return DLRMTrain(model), data
+
+
+def golden(rank: int) -> Parts:
+    """The golden training's step under DistributedModelParallel, its tables moved inside the backward."""
+    from torchrec.distributed.model_parallel import DistributedModelParallel
+    from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+    from torchrec.optim.optimizers import in_backward_optimizer_filter
+    from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+    from torchrec_ext.distributed.optim.declared import apply_optimizer_in_backward
+
+    torch.manual_seed(0)
+    model, data = dlrm(rank)
+    apply_optimizer_in_backward(RowWiseAdagrad, model.model.sparse_arch.parameters(), {"lr": 0.1})  # type: ignore[union-attr]
+    parallel = DistributedModelParallel(model, device=torch.device("cpu"))
+    dense = KeyedOptimizerWrapper(
+        dict(in_backward_optimizer_filter(parallel.named_parameters())),
+        lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
+    )
+    optimizer = CombinedOptimizer([parallel.fused_optimizer, dense])
+
+    def step(batch: Any) -> None:
+        optimizer.zero_grad()
+        parallel(batch)[0].backward()
+        optimizer.step()
+
+    return Parts(step, list(data), parallel, optimizer)
+
+
 LONG_WAY = {"LAG_RANKS": "0,1", "LAG_US": "6000", "LAG_US_PER_BYTE": "0"}
 NARROW_WAY = {"LAG_RANKS": "0,1", "LAG_US": "0", "LAG_US_PER_BYTE": "0.05"}  # 20 MB/s from each rank
 SLOW_LINK = {"LAG_RANKS": "1", "LAG_US": "0", "LAG_US_PER_BYTE": "0.05"}  # 20 MB/s
@@ -337,7 +389,8 @@ HEALTHY: dict[str, Case] = {
 }
 
 
-CASES = {**PLANTED, **HEALTHY}
+FOREIGN: dict[str, Case] = {"TorchRec's golden DLRM on 2 ranks": Case(golden)}
+CASES = {**PLANTED, **HEALTHY, **FOREIGN}
 
 
 def lagging(case: Case, folder: str) -> dict[str, str]:
