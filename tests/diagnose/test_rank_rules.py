@@ -130,3 +130,10 @@ def test_what_is_proposed_for_an_exchange_is_about_what_is_exchanged(cause: str)
     assert ("plan.forward_precision=bf16" in rows) == (cause == "bandwidth")
     tables[0] = dataclasses.replace(tables[0], rows=10_000_000)
     assert "plan.sharding" not in lines_of(sharded, cause), "320 MB on every rank"
+
+
+@pytest.mark.parametrize("cause", ["latency", "unmerged_exchange"])
+def test_towers_on_ranks_of_their_own_are_not_told_to_step_alone(cause: str) -> None:
+    """sync.mode=local_sgd is refused for them, and they are apart already."""
+    recorded = dataclasses.replace(ON_RANKS[cause][0], recipe=True, towers_apart=True)
+    assert not {"sync.mode=local_sgd", "plan.towers=tower_parallel"} & set(lines_of(recorded, cause).split())

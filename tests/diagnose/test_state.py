@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.diagnose.programs import Training, mlp, trained, training
 from torchrec_ext.diagnose import StateCopy, why_slow
@@ -216,3 +217,15 @@ def test_modules_in_plain_lists_are_put_back_and_views_of_what_is_copied_are_cop
     assert kernel.running_mean.equal(torch.zeros(4))
     assert int(kernel.num_batches_tracked or 0) == 0
     assert collection._lookups == [kernel]
+
+
+def test_tensors_without_bytes_as_a_captured_graph_has_them_do_no_harm() -> None:
+    module = nn.Linear(2, 1)
+    with FakeTensorMode():
+        module.example = torch.ones(3)
+    module.shape_only = torch.ones(3, device="meta")
+    state, weight = StateCopy(module), module.weight.detach().clone()
+    with torch.no_grad():
+        module.weight.add_(1)
+    state.restore()
+    assert module.weight.equal(weight)

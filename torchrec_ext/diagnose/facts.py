@@ -219,6 +219,7 @@ class Facts:
         latency_s: seconds of a collective of a few bytes that all ranks enter at once.
         link_bytes: bytes that a rank sent to the others for ``RankFacts.send_s``.
         recipe: whether the step is a recipe's of this package, so that remedies are its flags.
+        towers_apart: whether towers have ranks of their own, which are exchanged in every step.
         seconds: seconds of the wall clock that the experiments took.
         not_measured: reasons by experiment that is missing.
         notes: what else a reader must know, one sentence each.
@@ -251,6 +252,7 @@ class Facts:
     latency_s: float = 0.0
     link_bytes: int = 0
     recipe: bool = False
+    towers_apart: bool = False
     seconds: float = 0.0
     not_measured: Mapping[str, str] = dataclasses.field(default_factory=dict)
     notes: Sequence[str] = ()

@@ -395,10 +395,15 @@ def _share_of_sums(facts: Facts) -> float:
     return sum(each for sums, each in seconds if sums) / max(sum(each for _, each in seconds), 1e-12)
 
 
+def _shards(facts: Facts) -> list[TableFacts]:
+    """Returns the shards of tables that ranks share."""
+    return [table for each in facts.ranks for table in each.tables if table.sharding not in ("", "data_parallel")]
+
+
 def _less_often(facts: Facts) -> list[Remedy]:
     """Returns ways to exchange less: sums of gradients seldomer, no rows of tables, or nothing at all."""
     sums, made = _share_of_sums(facts), list[Remedy]()
-    sharded = [table for each in facts.ranks for table in each.tables if table.sharding not in ("", "data_parallel")]
+    sharded = _shards(facts)
     held = sum(table.rows * table.dim for table in sharded) * 4 / 2**20
     if facts.recipe and sharded and held < _SMALL_MIB:
         made.append(
@@ -414,7 +419,7 @@ def _less_often(facts: Facts) -> list[Remedy]:
                 basis=f"predicted: the tables take {held:.3g} MiB, and their gradients are summed in place of rows",
             )
         )
-    if sums > _FEW:
+    if sums > _FEW and not facts.towers_apart:
         made.append(
             Remedy(
                 name="one exchange for four batches",
@@ -450,6 +455,7 @@ def unmerged_exchange(facts: Facts) -> Finding | None:
         f"{_exchange_text(facts)}; a collective of a few bytes takes {in_ms(facts.latency_s)}",
     )
     count = len(calls)
+    merges = not facts.recipe or (bool(_shards(facts)) and not facts.towers_apart)  # what tower_parallel can merge
     remedy = Remedy(
         name=f"one {name} of all {count}",
         lines=(
@@ -470,7 +476,8 @@ def unmerged_exchange(facts: Facts) -> Finding | None:
     )
     return Finding(
         cause="unmerged_exchange", title="many small exchanges take the time of their number, not of their bytes",
-        evidence=evidence, remedies=(remedy, *_less_often(facts)), cost=cost, size=size_of(cost),
+        evidence=evidence, remedies=(*((remedy,) if merges else ()), *_less_often(facts)), cost=cost,
+        size=size_of(cost),
     )  # fmt: skip
 
 

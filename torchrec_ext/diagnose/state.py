@@ -303,8 +303,11 @@ def _held(module: nn.Module) -> list[Tensor]:
 
 
 def _address(tensor: Tensor) -> int:
-    """Returns the address of a tensor's storage; that of an empty one is its own."""
-    return tensor.untyped_storage().data_ptr() or id(tensor)
+    """Returns the address of a tensor's storage; that of the tensor itself where it has none, or one of no bytes."""
+    try:
+        return tensor.untyped_storage().data_ptr() or id(tensor)
+    except RuntimeError:  # a FakeTensor, as those in the graph of a captured step
+        return id(tensor)
 
 
 def _shards(tensor: Any) -> list[Tensor]:

@@ -145,6 +145,7 @@ def diagnose_job(job: Job, runtime: Runtime, budget_s: float) -> Diagnosis:
             parameters=sum(parameter.numel() for parameter in parallel.parameters()),
             optimizers=(f"{job.optimizer.tables} of the tables", f"{job.optimizer.dense} of the layers"),
             loader=LoaderFacts(kind="loader", dataset=type(loader).__name__),
+            towers_apart=job.plan.towers != "data_parallel",
             notes=[*facts.notes, *_unlike_training(job, runtime)],
         )
         if ranks is not None:
