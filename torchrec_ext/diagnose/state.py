@@ -46,6 +46,7 @@ _MANY = 1_000  # entries above which a container is data, and is neither followe
 _SMALL = 100_000  # elements of a tensor that is neither a parameter nor an optimizer's, which are copied at any size
 _TRAINING = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler, Dataset, DataLoader, Sampler)
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_OF_DDP = ("training", "require_forward_param_sync", "require_backward_grad_sync")
 _Restore = Callable[[], None]
 
 
@@ -137,8 +138,9 @@ class StateCopy:
                 self._tensor(tensor)
             if type(module).__name__.startswith("SSDTableBatchedEmbedding"):
                 self.notes.append("rows of tables on an SSD (key_value) are not put back: no tensor holds them")
-            if isinstance(module, DistributedDataParallel):  # what it notes is about its reducer in C++, which stays
-                self._restores.append(functools.partial(setattr, module, "training", module.training))
+            if isinstance(module, DistributedDataParallel):  # all else that it notes is about its reducer, which stays
+                kept = {name: getattr(module, name) for name in _OF_DDP}
+                self._restores.append(lambda: vars(module).update(kept))
             else:
                 self._attributes(vars(module), leave=("_parameters", "_buffers", "_modules"))
 
