@@ -407,10 +407,8 @@ def no_help(options: Options) -> Iterator[Row]:
             else:
                 wrong.append(f"{name}, {answer}: {gained['ratio']:.3g}x")
     count = right + len(wrong)
-    if not count:
-        print("no-help: left out: nothing was said to gain under 5 %", file=sys.stderr, flush=True)
-        return
-    yield row("no-help", right / count, "gained under 5 %", better="more", required=0.95, of=count, wrong=wrong)
+    share = right / count if count else 1.0  # of nothing, as `of` says
+    yield row("no-help", share, "gained under 5 %", better="more", required=0.95, of=count, wrong=wrong)
 
 
 def overhead(options: Options) -> Iterator[Row]:
