@@ -27,7 +27,7 @@ from torchrec_ext.data.datasets import catalog as datasets
 from torchrec_ext.data.files.parquet import read_parquet
 from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
-from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, Preprocessor
+from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, History, Preprocessor
 from torchrec_ext.models.tower_model import two_tower
 from torchrec_ext.schema import DataError
 from torchx_apps.jobs import preprocessing
@@ -318,6 +318,33 @@ def test_a_log_that_grows_while_it_is_read_is_named(
     with pytest.raises(DataError, match=message):
         preprocessing.run_preprocess(PreprocessJob(name="mine", build=build, out=str(tmp_path / "ready")))
     assert [path.name for path in tmp_path.iterdir()] == ["log"]
+
+
+@quiet
+def test_a_request_and_a_user_have_the_events_that_a_history_counts(tmp_path: Path) -> None:
+    need_duckdb()
+    columns = {"user": [1, 1, 1, 1, 2, None], "item": [7, 8, 9, 5, 9, 9], "at": [10, 20, 30, 40, 15, 16]}
+    pq.write_table(pa.table(columns | {"liked": [1.0, 0.0, 1.0, 1.0, 0.0, 1.0]}), tmp_path / "log.parquet")
+    steps = [
+        History(user="user", item="item", time="at", length=2, where="liked"),
+        Categorify(column="item", also=("history",)),
+        Categorify(column="user"),
+    ]
+
+    def build(config: Any, engine: Any) -> Prepared:
+        named = {"user": "user", "item": "item", "user_features": ("history",)}
+        splits = {"train": str(tmp_path / "log.parquet")}
+        return Prepared(preprocessor=Preprocessor(steps, keep=("liked",)), splits=splits, label="liked", **named)
+
+    job = PreprocessJob(name="mine", build=build, out=str(tmp_path / "ready"), pictures=False)
+    raw = preprocessing.run_preprocess(job) / "raw"
+    users = {
+        row["user"]: (row["history_items"], row["history_times"])
+        for row in pq.read_table(raw / "users.parquet").to_pylist()
+    }
+    assert users == {1: ([9, 5], [30, 40]), 2: ([], [])}
+    requests = pq.read_table(raw / "requests.parquet").to_pylist()
+    assert [row["history_items"] for row in requests] == [[], [7], [7], [7, 9], [], []]
 
 
 @quiet

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import io
 import json
 import shutil
@@ -26,7 +27,7 @@ from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.retrieval.bundle.bundle import Bundle
-from torchrec_ext.retrieval.scorer.requests import ScoreRequest
+from torchrec_ext.retrieval.scorer.requests import RecommendRequest, RequestError, ScoreRequest
 from torchrec_ext.retrieval.scorer.scorer import Scorer
 from torchrec_ext.schema import DataError
 from torchrec_ext.train import metrics
@@ -189,6 +190,41 @@ def model_scores(runtime: Runtime, job: Job, run: Path) -> list[float]:
         return parallel.module.logits(batch).tolist()  # type: ignore[no-any-return]
 
 
+def history_before(log: Path, moment: Any) -> dict[str, list[tuple[Any, str]]]:
+    """Every user's events (time, item) before a moment, in order."""
+    past: dict[str, list[tuple[Any, str]]] = {}
+    for split in ("train", "validation", "test"):
+        for row in pq.read_table(log / f"{split}.parquet", columns=["who", "seen_at", "what"]).to_pylist():
+            if row["who"] is not None and row["seen_at"] < moment:
+                past.setdefault(row["who"], []).append((row["seen_at"], row["what"]))
+    return past
+
+
+def test_a_user_who_is_named_by_id_is_the_whole_raw_row_without_what_was_taken(trained: Path, log: Path) -> None:
+    """At a moment after the log, by which all that the log says of a user is in the past."""
+    train = pq.read_table(log / "train.parquet").to_pylist()
+    now = pq.read_table(log / "test.parquet")["seen_at"][-1].as_py() + datetime.timedelta(hours=1)
+    ages = {row["who"]: row["age"] for row in train}
+    clicked = {(row["who"], row["what"]) for row in train if row["clicked"]}
+    bundle = Bundle.load(trained / "bundle")
+    assert bundle.users is not None
+    assert sorted(bundle.users.ids.ids().tolist()) == sorted(set(ages) - {None})
+    scorer, items = Scorer(bundle), [f"film-{item}" for item in range(ITEMS)]
+    for who, events in list(history_before(log, now).items())[:20]:
+        named = {"who": who, "seen_at": now}
+        whole = named | {"age": ages[who]}
+        whole |= {"history_times": [at for at, _ in events], "history_items": [what for _, what in events]}
+        by_id, by_row = (scorer.score(ScoreRequest(user=user, items=items)) for user in (named, whole))
+        assert by_id.scores == pytest.approx(by_row.scores, abs=1e-6)
+        assert not by_id.cold.unknown_user
+        answer = scorer.recommend(RecommendRequest(user=named, k=ITEMS)).items
+        assert set(answer) == {item for item in items if (who, item) not in clicked}
+    with pytest.raises(RequestError, match=r"user\.seen_at: it is missing; the model reads"):
+        scorer.score(ScoreRequest(user={"who": "u1"}, items=items))
+    with pytest.raises(RequestError, match=r"of which missing: history_items, history_times, age"):
+        scorer.score(ScoreRequest(user={"who": "stranger", "seen_at": now}, items=items))
+
+
 class InMemory(StreamedTask):
     """The same rows, held in memory."""
 
@@ -250,6 +286,12 @@ def test_columns_become_towers_by_their_owners(folder: Path) -> None:
         "item": (["item_id", "item_tags"], ["item_price"]),
     }
     assert data.vocab == data.preprocessor.vocab
+    model: Any = build_model(job_of(folder), StreamedTask(data))
+    assert {name: [table.name for table in tower.tables] for name, tower in model.towers.items()} == {
+        "user": ["item_id", "user_id"],
+        "context": ["seen_at_hour", "seen_at_weekday"],
+        "item": ["item_id", "item_tags"],
+    }, "items and the history of items have one vocabulary, and one table"
     named = "model.towers=who:user_*,history,age when:seen_* what:item_*"
     towers: Any = build_model(job_of(folder, named), StreamedTask(data))
     assert {name: list(tower.dense) for name, tower in towers.towers.items()} == {

@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,10 +26,12 @@ from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchrec_ext.retrieval.scorer.requests import ScoreRequest
 from torchrec_ext.retrieval.scorer.scorer import Scorer
 from torchrec_ext.schema import DataError
+from torchrec_ext.schema.features import merged
 from torchx_apps.cli.command_line import apply_overrides, load_recipe
 from torchx_apps.jobs.preprocessing import run_preprocess
 from torchx_apps.jobs.training import build_model
 from torchx_apps.recipes.preprocess import PreprocessJob, taobao
+from torchx_apps.recipes.session import BstConfig, build_bst
 from torchx_apps.tasks.job import Job, schema_of
 from torchx_apps.tasks.streamed import StreamedTask
 
@@ -281,6 +284,49 @@ def test_the_score_of_a_raw_row_is_the_models_on_the_preprocessed_row(
         (score,) = scorer.score(ScoreRequest(user=user, items=[row["item_id"]])).scores
         assert score == pytest.approx(expected[number], abs=1e-5)
     assert longest > S
+
+
+@pytest.mark.parametrize("recipe", list(SMALL))
+def test_a_user_who_is_named_by_id_has_the_session_of_the_log(
+    recipe: str, trained: dict[str, tuple[Path, Run]], log: pa.Table
+) -> None:
+    bundle, past = Bundle.load(trained[recipe][0] / "bundle"), clicks_of(log)
+    assert bundle.users is not None
+    scorer, items = Scorer(bundle), bundle.store.ids.ids().tolist()
+    now = 60 + max(clicks[-1][0] for clicks in past.values())
+    for user in bundle.users.ids.ids().tolist()[:20]:
+        named = {"user_id": user, "timestamp": now}
+        whole = named | {
+            f"history_{name}": [click[i] for click in past[user]] for i, name in enumerate(("times", "items"))
+        }
+        whole["history_category_id"] = [click[2] for click in past[user]]
+        scores = [scorer.score(ScoreRequest(user=asked, items=items)).scores for asked in (named, whole)]
+        assert scores[0] == pytest.approx(scores[1], abs=1e-6)
+
+
+@pytest.mark.unit
+def test_any_column_of_the_items_vocabulary_reads_their_table(planted: StreamedData) -> None:
+    features = (*planted.features, "user_favourite", "item_bundle")
+    tables = {**planted.tables, "user_favourite": "item_id", "item_bundle": "item_id"}
+    towers = {**planted.towers, "item": (["item_id", "category_id", "item_bundle"], [])}
+    towers["user"] = ([*planted.towers["user"][0], "user_favourite"], [])
+    vocab = {**planted.vocab, "user_favourite": planted.vocab["item_id"], "item_bundle": planted.vocab["item_id"]}
+    more: Any = SimpleNamespace(
+        **{name: getattr(planted, name) for name in ("name", "preprocessor", "roles")},
+        features=features,
+        tables=tables,
+        towers=towers,
+        vocab=vocab,
+    )
+    model = build_bst(BstConfig(embedding_dim=8), more)
+    read = {table.name: table.feature_names for table in merged_tables(model)}
+    assert read["item_id"] == ["history", "user_favourite", "item_id"]
+    assert read["category_id"] == ["history_category_id", "category_id"]
+    assert read["item_id_item_bundle"] == ["item_bundle"], "the target's step has the item alone"
+
+
+def merged_tables(model: Any) -> list[Any]:
+    return merged(table for tower in model.towers.values() for table in tower.tables)
 
 
 @pytest.mark.parametrize("recipe", [pytest.param("bst", marks=pytest.mark.slow), "multi_task"])

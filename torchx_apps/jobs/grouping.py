@@ -28,6 +28,7 @@ def features_by_tower(
     rows: Chunk,
     sizes: Mapping[str, float],
     *,
+    tables: Mapping[str, str] | None = None,
     trained: str = "",
     bound: float = 0.0,
 ) -> dict[str, list[str]]:
@@ -39,8 +40,9 @@ def features_by_tower(
         features: names of all features.
         rows: training rows from which affinities are computed, such as :data:`ROWS`.
         sizes: bytes of each feature's table.
-        trained: safetensors file of a model whose tables have the features' names: affinities are then computed from
-            its vectors, instead of from the ids that occur together.
+        tables: name of each feature's table, by feature; the feature's own where not given.
+        trained: safetensors file of a model of these tables: affinities are then computed from its vectors, instead of
+            from the ids that occur together.
         bound: greatest number of bytes of a tower; 1.1 times an even share where 0.
 
     Raises:
@@ -54,7 +56,7 @@ def features_by_tower(
             "the columns of each tower, such as 'user:user_id,city item:item_id'"
         )
     ids = {name: torch.from_numpy(rows[name].values.astype(np.int64)) for name in features}
-    vectors = _learned(Path(trained), ids) if trained else id_vectors(_batch(ids), features)
+    vectors = _learned(Path(trained), ids, tables or {}) if trained else id_vectors(_batch(ids), features)
     result = partition(affinity(vectors, "cka"), towers=int(towers), load=sizes, bound=bound or None)
     if os.environ.get("RANK", "0") == "0":
         print(f"features by affinity:\n{result}\n", flush=True)
@@ -121,7 +123,7 @@ def _listed(towers: str, features: Sequence[str]) -> dict[str, list[str]]:
     return {f"tower_{number}": group for number, group in enumerate(groups)}
 
 
-def _learned(trained: Path, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _learned(trained: Path, ids: Mapping[str, Tensor], tables: Mapping[str, str]) -> dict[str, Tensor]:
     from safetensors import safe_open
 
     if not trained.is_file():
@@ -132,14 +134,16 @@ def _learned(trained: Path, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
     with safe_open(trained, framework="pt") as file:
         paths = {path.split(".")[-2]: path for path in file.keys() if "embedding" in path}  # noqa: SIM118
         for name, rows in ids.items():
-            if name not in paths:
+            table_name = tables.get(name, name)
+            if table_name not in paths:
                 raise ValueError(
-                    f"model.towers_from={trained}: it has no table '{name}'; its tables are {', '.join(sorted(paths))}"
+                    f"model.towers_from={trained}: it has no table '{table_name}'; its tables are "
+                    f"{', '.join(sorted(paths))}"
                 )
-            table = file.get_tensor(paths[name])
+            table = file.get_tensor(paths[table_name])
             if len(table) <= int(rows.max()):
                 raise ValueError(
-                    f"model.towers_from={trained}: table '{name}' has {len(table):,} rows, the data ids up to "
+                    f"model.towers_from={trained}: table '{table_name}' has {len(table):,} rows, the data ids up to "
                     f"{rows.max():,}"
                 )
             vectors[name] = table[rows]

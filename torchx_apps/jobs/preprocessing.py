@@ -17,11 +17,11 @@ import pyarrow.parquet as pq
 from tabulate import tabulate
 from tqdm import tqdm
 
-from torchrec_ext.data.datasets.streamed import RAW_ITEMS, RAW_REQUESTS, SUMMARY, Roles
+from torchrec_ext.data.datasets.streamed import RAW_ITEMS, RAW_REQUESTS, RAW_USERS, SUMMARY, Roles
 from torchrec_ext.data.files.find import DataFile, find_files
 from torchrec_ext.data.preprocess import FittedPreprocessor, History, Vocabulary
 from torchrec_ext.data.preprocess.columns import NUMBERS, TIMES, Types, is_list_column, working_type
-from torchrec_ext.data.preprocess.engines import ROW, Engine, connected, floor_div, number
+from torchrec_ext.data.preprocess.engines import ROW, Engine, connected, exact, floor_div, number
 from torchrec_ext.data.preprocess.files import Source, scan
 from torchrec_ext.data.preprocess.folders import keep_sources, whole_folder
 from torchrec_ext.data.preprocess.tables import open_source
@@ -33,6 +33,7 @@ from torchx_apps.jobs.tracking import tracked
 from torchx_apps.recipes.preprocess import Prepared, PreprocessJob
 from torchx_apps.tasks.export_data import AUDITED
 
+NAMED = 2_000_000  # users with their latest events are held in memory, some 500 bytes each
 Shares = dict[str, float]
 
 
@@ -285,7 +286,7 @@ def _transform(prepared: Prepared, fitted: FittedPreprocessor, split: str, folde
 
 
 def write_raw_rows(prepared: Prepared, fitted: FittedPreprocessor, folder: Path, engine: Engine) -> None:
-    """Writes rows as they stand in the log, for the bundle of the recipe ``stream``: some requests, and the items.
+    """Writes rows as they stand in the log, for the bundle of the recipe ``stream``: some requests, items and users.
 
     A request has the columns of a training row, and the user's latest events where the result has histories. The rows
     are spread evenly over the training rows, whose first ones in a log have hardly any event before them; they are any
@@ -303,16 +304,86 @@ def write_raw_rows(prepared: Prepared, fitted: FittedPreprocessor, folder: Path,
     for step in histories:
         columns |= _latest_events(step, rows, source if prepared.events is None else prepared.events, engine)
     pq.write_table(pa.table(columns), folder / RAW_REQUESTS)
+    if prepared.user is not None:
+        _write_users(prepared, prepared.user, fitted, folder / RAW_USERS, engine)
     if prepared.item is None:
         return
     (key,) = steps_for_columns(fitted, [prepared.item]).request_columns
     wanted = [name for name in fitted.outputs if name in prepared.item_features or name.startswith("item_")]
     raw = [name for name in steps_for_columns(fitted, wanted).request_columns if name != key]
-    opened = open_source(source, [key, *raw], engine)
-    table = opened.table.filter(opened.table[key].notnull())
-    last = {name: table[name].argmax(table[ROW]) if ROW in table.columns else table[name].arbitrary() for name in raw}
-    items = table.group_by(key).aggregate(**last) if last else table.select(key).distinct()
+    items = _last_of_each(source, key, raw, engine)
     pq.write_table(engine.collect(items.order_by(key)), folder / RAW_ITEMS)
+
+
+def _last_of_each(source: Source, key: str, columns: Sequence[str], engine: Engine) -> Any:
+    """Returns a table with a row for each value of ``key``, with its last values of ``columns``."""
+    opened = open_source(source, [key, *columns], engine)
+    table = opened.table.filter(opened.table[key].notnull())
+    last = {
+        name: table[name].argmax(table[ROW]) if ROW in table.columns else table[name].arbitrary() for name in columns
+    }
+    return table.group_by(key).aggregate(**last) if last else table.select(key).distinct()
+
+
+def _write_users(prepared: Prepared, user: str, fitted: FittedPreprocessor, path: Path, engine: Engine) -> None:
+    """Writes the users of the training rows with what a request says of them; nothing where they are hashed."""
+    steps = zip(fitted.steps, fitted.states, strict=True)
+    if not isinstance(next(state for step, state in reversed(list(steps)) if user in step.writes), Vocabulary):
+        return
+    (key,) = steps_for_columns(fitted, [user]).request_columns
+    source = next(iter(prepared.splits.values()))
+    wanted = [name for name in fitted.outputs if name in prepared.user_features or name.startswith("user_")]
+    needed = steps_for_columns(fitted, wanted)
+    histories = [step for step in needed.steps if isinstance(step, History)]
+    not_last = {key, *(name for step in histories for name in (step.time, *step.sent))}
+    users = _last_of_each(source, key, [name for name in needed.request_columns if name not in not_last], engine)
+    (count,) = engine.collect(users.aggregate(n=users.count()))["n"].to_pylist()
+    if count > NAMED:
+        print(
+            f"{count:,} users are more than the {NAMED:,} that a bundle knows by id: its requests are whole rows",
+            flush=True,
+        )
+        return
+    for step in histories:
+        if step.user == key:  # another's events are not the user's
+            events = source if prepared.events is None else prepared.events
+            users = _with_latest_events(users, key, step, events, engine)
+    pq.write_table(engine.collect(users.order_by(key)), path)
+
+
+def _with_latest_events(users: Any, key: str, step: History, source: Source, engine: Engine) -> Any:
+    """Adds to a table of users the latest events of each, oldest first, as a request sends them."""
+    import ibis
+
+    names = (step.time, step.item, *step.also)  # in the order in which a history is sorted
+    events = _events(step, source, engine)
+    latest_first = ibis.window(group_by=events[step.user], order_by=[events[name].desc() for name in names])
+    events = events.mutate(__number__=ibis.row_number().over(latest_first))
+    events = events.filter(events["__number__"] < step.length)
+    each = ibis.struct({f"_{index}": events[name] for index, name in enumerate(names)})
+    # Sorting structs, since Spark cannot collect in an order.
+    lists = events.group_by(__user__=events[step.user]).aggregate(__events__=each.collect())
+    lists = lists.select("__user__", __events__=lists["__events__"].sort())
+
+    def listed(name: str) -> Any:
+        field = f"_{names.index(name)}"
+        return lists["__events__"].map(lambda event: event[field])
+
+    sent = {sent: listed(name) for sent, name in zip(step.sent, step.columns, strict=True)}
+    lists = lists.select("__user__", **sent)
+    joined = users.left_join(lists, users[key] == lists["__user__"]).drop("__user__")
+    none = {name: ibis.literal([], type=joined[name].type()) for name in sent}
+    return joined.mutate({name: ibis.coalesce(joined[name], none[name]) for name in sent})
+
+
+def _events(step: History, source: Source, engine: Engine) -> Any:
+    """Returns the events of which a history is made: those without nulls that ``where`` lets pass."""
+    opened = open_source(source, list(dict.fromkeys(step.event_reads)), engine)
+    table = opened.table
+    if step.where:
+        kind = working_type(opened.raw[step.where])
+        table = table.filter(number(table[step.where], str(kind), engine) >= exact(step.at_least))
+    return table.filter(*(table[name].notnull() for name in (step.user, *step.columns)))
 
 
 def _spread(table: Any, engine: Engine) -> Any:
@@ -326,13 +397,12 @@ def _spread(table: Any, engine: Engine) -> Any:
 def _latest_events(step: History, rows: pa.Table, events: Source, engine: Engine) -> dict[str, pa.Array]:
     """Returns the events of each row's user by the request's column, those that the history would be made of."""
     columns = (step.time, step.item, *step.also)  # in the order in which a history is sorted
-    table = open_source(events, [step.user, *columns], engine).table
+    table = _events(step, events, engine)
     users = [user for user in pc.unique(rows[step.user]).to_pylist() if user is not None]
     events_of: dict[Any, list[tuple[Any, ...]]] = {user: [] for user in users}
     chosen = engine.collect(table.filter(table[step.user].isin(users)))
     for user, *event in zip(*(chosen[name].to_pylist() for name in (step.user, *columns)), strict=True):
-        if all(value is not None for value in event):
-            events_of[user].append(tuple(event))
+        events_of[user].append(tuple(event))
     lists = []
     for user, moment in zip(rows[step.user].to_pylist(), rows[step.time].to_pylist(), strict=True):
         earlier = [event for event in events_of.get(user, ()) if moment is not None and event[0] < moment]

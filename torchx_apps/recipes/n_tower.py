@@ -7,6 +7,7 @@ Keys of the recipes say which columns are in which tower, and how a tower's outp
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -239,7 +240,7 @@ def _towers(config: NTowerConfig, data: LabelledData | StreamedData) -> dict[str
 
     return {
         name: Tower(
-            [_table(feature, data.vocab[feature], config) for feature in features],
+            _tables(config, data, features),
             config.tower_widths,
             dense=dense,
             activation=config.activation,
@@ -365,12 +366,14 @@ def _columns_by_tower(
 
     if ":" in config.towers:
         return columns_by_name(named_towers(config.towers), data.features, data.dense)
-    sizes = {name: 4.0 * data.vocab[name] * config.embedding_dim for name in data.features}
+    readers = Counter(data.tables[name] for name in data.features)  # a table of several counts once
+    sizes = {name: 4.0 * data.vocab[name] * config.embedding_dim / readers[data.tables[name]] for name in data.features}
     groups = features_by_tower(
         config.towers,
         data.features,
         data.sample(ROWS),
         sizes,
+        tables=data.tables,
         trained=config.towers_from,
         bound=config.towers_bound * 2**20,
     )
@@ -379,15 +382,24 @@ def _columns_by_tower(
     return {tower: (names, data.dense if tower == smallest else ()) for tower, names in groups.items()}
 
 
-def _table(feature: str, rows: int, config: NTowerConfig) -> EmbeddingBagConfig:
+def _tables(
+    config: NTowerConfig, data: LabelledData | StreamedData, features: Sequence[str]
+) -> list[EmbeddingBagConfig]:
+    """Declares the tables of a tower's features; tables of one name in several towers are one table."""
     import torch
     from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 
-    return EmbeddingBagConfig(
-        name=feature,
-        feature_names=[feature],
-        num_embeddings=rows,
-        embedding_dim=config.embedding_dim,
-        pooling=PoolingType.MEAN,
-        init_fn=partial(torch.nn.init.normal_, std=config.embedding_std),
-    )
+    readers: dict[str, list[str]] = {}
+    for feature in features:
+        readers.setdefault(data.tables[feature], []).append(feature)
+    return [
+        EmbeddingBagConfig(
+            name=name,
+            feature_names=names,
+            num_embeddings=data.vocab[names[0]],
+            embedding_dim=config.embedding_dim,
+            pooling=PoolingType.MEAN,
+            init_fn=partial(torch.nn.init.normal_, std=config.embedding_std),
+        )
+        for name, names in readers.items()
+    ]

@@ -6,7 +6,7 @@ it trains.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -177,12 +177,12 @@ class _Sessions(NamedTuple):
 
     Attributes:
         features: columns of ids of the steps.
-        targets: the target's column of ids that is read from the same table, by column of the steps.
+        targets: the shown item's columns that have the vocabulary of a column of the steps, one for each such table.
         window: the most steps of a row.
     """
 
     features: Sequence[str]
-    targets: dict[str, str]
+    targets: Sequence[str]
     window: int
 
 
@@ -192,7 +192,7 @@ def _sessions(config: BstConfig, data: StreamedData) -> _Sessions:
     Raises:
         DataError: it makes none, or no vocabulary is shared with the item.
     """
-    from torchrec_ext.data.preprocess import Categorify, History
+    from torchrec_ext.data.preprocess import History
     from torchrec_ext.schema import DataError
 
     where = f"data.name={data.name}"
@@ -203,9 +203,8 @@ def _sessions(config: BstConfig, data: StreamedData) -> _Sessions:
             f"{where}: its preprocessing has no History, so its rows have no session; preprocess the log by "
             "`--recipe taobao`, or put History(user=, item=, time=, length=, gaps=GAPS) into your preprocessing recipe"
         )
-    shared = {name: step.writes[0] for step in steps if isinstance(step, Categorify) for name in step.also if step.also}
-    item = data.roles.item
-    if item is None or shared.get(history.output) != item:
+    item, tables = data.roles.item, data.tables
+    if item is None or tables.get(history.output) != tables[item]:
         raise DataError(
             f"{where}: the session '{history.output}' has not the vocabulary of the shown item ({item}); give "
             f"both one: Categorify(column=ITEM, also=('{history.output}',)), and Prepared(item=)"
@@ -216,7 +215,8 @@ def _sessions(config: BstConfig, data: StreamedData) -> _Sessions:
             f"{where} with model.position=none: the sessions have no time gaps, so the order of their steps would be "
             "lost; preprocess with History(gaps=GAPS), or set model.position=end"
         )
-    targets = {name: shared[name] for name in features if shared.get(name) in data.towers["item"][0]}
+    shown = {tables[name]: name for name in (*reversed(data.towers["item"][0]), item)}
+    targets = [shown[table] for table in dict.fromkeys(tables[name] for name in features) if table in shown]
     return _Sessions(features, targets, config.window or history.length)
 
 
@@ -230,32 +230,42 @@ def build_bst(config: BstConfig, data: StreamedData) -> TowerModel:
 
     sessions, meta = _sessions(config, data), torch.device("meta")
 
-    def table(name: str, features: Sequence[str], *, bag: bool) -> Any:
+    def tables(features: Sequence[str], *, bag: bool, apart: Collection[str] = ()) -> list[Any]:
         kind: Any = partial(EmbeddingBagConfig, pooling=PoolingType.MEAN) if bag else EmbeddingConfig
-        return kind(
-            name=name,
-            feature_names=list(features),
-            num_embeddings=data.vocab[name],
-            embedding_dim=config.embedding_dim,
-            init_fn=partial(torch.nn.init.normal_, std=config.embedding_std),
-        )
+        readers: dict[str, list[str]] = {}
+        for feature in features:
+            table = data.tables[feature]
+            readers.setdefault(f"{table}_{feature}" if table in apart else table, []).append(feature)
+        return [
+            kind(
+                name=name,
+                feature_names=names,
+                num_embeddings=data.vocab[names[0]],
+                embedding_dim=config.embedding_dim,
+                init_fn=partial(torch.nn.init.normal_, std=config.embedding_std),
+            )
+            for name, names in readers.items()
+        ]
 
-    steps = [
-        table(sessions.targets.get(name, name), [name, *_target(sessions, name)], bag=False)
-        for name in sessions.features
-    ]
+    steps = tables([*sessions.features, *sessions.targets], bag=False)
+    in_steps = {*sessions.features, *sessions.targets}
     others = {}
     for tower, (features, dense) in data.towers.items():
-        rest = [name for name in features if name not in sessions.features and name not in sessions.targets.values()]
+        rest = [name for name in features if name not in in_steps]
         if tower != "item" and (rest or dense):
-            others[tower] = Tower([table(name, [name], bag=True) for name in rest], [], dense=dense, device=meta)
+            others[tower] = Tower(tables(rest, bag=True), [], dense=dense, device=meta)
     features, dense = data.towers["item"]
     return bst(
         steps,
         session=sessions.features,
-        target=list(sessions.targets.values()),
+        target=sessions.targets,
         others=others,
-        target_tables=[table(name, [name], bag=True) for name in features if name not in sessions.targets.values()],
+        # A tower has a table once, and the target's own columns come first in it.
+        target_tables=tables(
+            [name for name in features if name not in in_steps],
+            bag=True,
+            apart={data.tables[name] for name in sessions.targets},
+        ),
         target_dense=dense,
         max_length=sessions.window,
         combine=config.combine,
@@ -270,7 +280,3 @@ def build_bst(config: BstConfig, data: StreamedData) -> TowerModel:
         position=config.position,
         attention=config.attention,
     )
-
-
-def _target(sessions: _Sessions, name: str) -> list[str]:
-    return [sessions.targets[name]] if name in sessions.targets else []

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
@@ -16,12 +17,12 @@ from torchrec_ext.data.datasets.features import RowContext
 from torchrec_ext.data.datasets.interactions import InteractionData
 from torchrec_ext.data.datasets.labelled import LabelledData
 from torchrec_ext.data.datasets.sequences import SequenceData, most_recent
-from torchrec_ext.data.datasets.streamed import RAW_ITEMS, RAW_REQUESTS, StreamedData
+from torchrec_ext.data.datasets.streamed import RAW_ITEMS, RAW_REQUESTS, RAW_USERS, StreamedData
 from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, Lists, Step, Vocabulary
 from torchrec_ext.retrieval.bundle.manifest import BundleError
 from torchrec_ext.retrieval.bundle.request_columns import steps_for_columns
 from torchrec_ext.retrieval.exporting.content import Catalogue, NamedUsers
-from torchrec_ext.schema import BatchSchema
+from torchrec_ext.schema import BatchSchema, DataError
 
 SPLITS = ("test", "validation", "train")  # a user's features are those of the first split that has a row of the user
 AUDITED = 1000  # number of rows that the export asks the bundle for, to compare with the live model
@@ -202,7 +203,10 @@ def of_sequences(data: SequenceData) -> ExportData:
 
 
 def of_streamed(data: StreamedData, schema: BatchSchema) -> ExportData:
-    """Returns the items of the training rows as they stand in the log; a request is a raw row without the item.
+    """Returns the items and users of the training rows as they stand in the log; a request is a row without the item.
+
+    A request may name a user of the vocabulary by id, and gives the context beside it, such as the time, by which the
+    user's latest events become a history.
 
     Raises:
         BundleError: the preprocessing names no item, or its folder has no raw rows.
@@ -225,14 +229,92 @@ def of_streamed(data: StreamedData, schema: BatchSchema) -> ExportData:
     of_items = steps_for_columns(data.preprocessor, dict.fromkeys([item, *columns]))
     rows = of_items.online(tables[RAW_ITEMS].to_pydict())
     (key,) = steps_for_columns(data.preprocessor, [item]).request_columns
-    items = tables[RAW_ITEMS].filter(pa.array(np.isin(rows[item].values, data.items[0])))
+    served = np.isin(rows[item].values, data.items[0])
+    items = tables[RAW_ITEMS].filter(pa.array(served))
     ids = items[key].to_numpy(zero_copy_only=False)
     asked = steps_for_columns(data.preprocessor, [name for name in names if name not in columns])
     return ExportData(
         catalogue=Catalogue(ids=ids, features=items.select(list(of_items.request_columns)), trained=ids),
+        users=_users_of_streamed(data, names, rows[item].values[served]),
         queries=tables[RAW_REQUESTS].select(list(asked.request_columns)),
         preprocessor=data.preprocessor,
     )
+
+
+def _users_of_streamed(data: StreamedData, names: Sequence[str], items: Int64) -> NamedUsers | None:
+    """Returns the users of the vocabulary, with the items that they took in training.
+
+    Args:
+        data: preprocessed rows.
+        names: columns that the model reads.
+        items: row of the items' table of each position of the catalogue, (I,).
+
+    Returns:
+        The users; None where the preprocessing names no user or has no vocabulary of them, or an older version did it.
+    """
+    user, path = data.roles.user, data.folder / RAW_USERS
+    if user is None or not path.exists():
+        return None
+    table = pq.read_table(path)
+    of_id = steps_for_columns(data.preprocessor, [user])
+    (key,) = of_id.request_columns
+    rows = of_id.online({key: table[key].combine_chunks()})[user].values
+    table, rows = table.filter(pa.array(rows > 0)), rows[rows > 0]
+    features, dense = data.towers["user"]
+    read = steps_for_columns(data.preprocessor, [name for name in (*features, *dense) if name in names])
+    # The id too where no tower reads it: a table without a column has no rows.
+    described = table.select([name for name in table.column_names if name == key or name in read.request_columns])
+    owner, position = np.full(data.vocab[user], -1), np.full(data.vocab[str(data.roles.item)], -1)
+    owner[rows], position[items] = np.arange(len(rows)), np.arange(len(items))
+    taken = _lists(_taken(data, owner, position, len(rows), len(items)))
+    return NamedUsers(
+        key=key,
+        ids=table[key].to_numpy(zero_copy_only=False),
+        features=described,
+        unknown=_nobody(described, read, dense),
+        seen=taken,
+        liked=taken,
+    )
+
+
+def _taken(data: StreamedData, owner: Int64, position: Int64, users: int, items: int) -> Column:
+    """Returns the positions of the items that each user took, from first to last, of training rows with label 1.
+
+    Args:
+        data: preprocessed rows.
+        owner: number of the user of each row of the users' table, -1 for none.
+        position: position in the catalogue of each row of the items' table, -1 for none.
+        users: number of users.
+        items: number of items of the catalogue.
+    """
+    user, item, label = str(data.roles.user), str(data.roles.item), data.roles.label
+    pairs = [np.zeros(0, np.int64)]
+    for chunk in data.chunks("train", [user, item, *([label] if label else [])]):
+        owners, taken = owner[chunk[user].values], position[chunk[item].values]
+        kept = (owners >= 0) & (taken >= 0)
+        if label:
+            kept &= chunk[label].values > 0
+        pairs.append(owners[kept] * items + taken[kept])
+    values, first = np.unique(np.concatenate(pairs), return_index=True)
+    owners, taken = np.divmod(values, items)
+    order = np.lexsort((first, owners))
+    return Column.from_lengths(taken[order], np.bincount(owners, minlength=users))
+
+
+def _nobody(described: pa.Table, steps: FittedPreprocessor, dense: Sequence[str]) -> dict[str, Any]:
+    """Returns the raw columns of a user of whom nothing is known: no value, or the mean where one is needed."""
+    nobody: dict[str, Any] = {field.name: [] if pa.types.is_list(field.type) else None for field in described.schema}
+    numbers = [name for name in dense if name in steps.outputs]
+    for number in numbers:
+        needed = steps_for_columns(steps, [number])
+        try:
+            needed.online({name: [nobody.get(name)] for name in needed.request_columns})
+        except DataError:
+            for name in needed.request_columns:
+                if name in nobody and _raw(described.schema.field(name)) in ("int64", "float32"):
+                    mean = pc.mean(described[name]).as_py() or 0.0
+                    nobody[name] = mean if pa.types.is_floating(described.schema.field(name).type) else round(mean)
+    return nobody
 
 
 def _rows_of(data: InteractionData) -> Chunk:

@@ -58,6 +58,21 @@ def test_known_unknown_and_null_ids() -> None:
     assert (CITY.vocab, CITY.dense, CITY.request_columns) == ({"city": 3}, (), {"city": "string"})
 
 
+def test_columns_of_one_vocabulary_are_told_from_one_that_a_later_step_replaced() -> None:
+    raw = {"home": "string", "work": "string", "shop": "string", "at": "timestamp[s]"}
+    home = (Categorify(column="home", output="home_id", also=("work", "shop")), CITIES)
+    made = fitted(raw, home, (HashBucket(column="shop", buckets=9), {}), (TimeFeatures(column="at"), {}))
+    assert made.vocabularies == {
+        "home_id": "home_id",
+        "work": "home_id",
+        "shop": "shop",
+        "at_hour": "at_hour",
+        "at_weekday": "at_weekday",
+    }
+    other = fitted(raw, home, (HashBucket(column="home", output="home_id", buckets=9), {}))
+    assert other.vocabularies == {"work": "work", "shop": "work", "home_id": "home_id"}, "the first that is left"
+
+
 def test_no_rows_give_no_rows() -> None:
     assert CITY.online({"city": []}).num_rows == 0
 

@@ -101,6 +101,11 @@ class LabelledData:
         return np.bincount(clicked, minlength=self.vocab["item_id"]).astype(np.int64)
 
     @property
+    def tables(self) -> Mapping[str, str]:
+        """The table of each sparse column, by column: preprocessed columns of one vocabulary share one."""
+        return dict(zip(self.features, self.features, strict=True)) if self.prepared is None else self.prepared.tables
+
+    @property
     def features(self) -> tuple[str, ...]:
         """Names of the sparse columns."""
         if self.prepared is not None:

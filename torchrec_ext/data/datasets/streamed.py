@@ -37,6 +37,7 @@ from torchrec_ext.schema import DataError
 SUMMARY = "summary.json"
 RAW_REQUESTS = "raw/requests.parquet"  # some training rows as a request has them
 RAW_ITEMS = "raw/items.parquet"  # a row for each item, its columns as in the log
+RAW_USERS = "raw/users.parquet"  # a row for each user, his or her columns and latest events as a request has them
 _SPLITS = ("train", "validation", "test")
 _KINDS: dict[str, tuple[Kind, ...]] = {"int64": ("int",), "list<int64>": ("ints",), "float32": ("float",)}
 _NUMBERS: tuple[Kind, ...] = ("int", "float", "bool")  # of labels and weights
@@ -103,6 +104,11 @@ class StreamedData:
     def vocab(self) -> dict[str, int]:
         """Number of rows of each feature's table, whose row 0 is the unknown value."""
         return self.preprocessor.vocab
+
+    @property
+    def tables(self) -> Mapping[str, str]:
+        """The table of each feature, by feature: columns of one vocabulary, such as item and history, share one."""
+        return self.preprocessor.vocabularies
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -553,7 +559,8 @@ def planted_folder(folder: Path, *, seed: int = 0, rows: int = 60_000) -> dict[s
     requests = data.train.slice(0, 1_000)
     asked = pa.table({name: requests[name].values for name in names})
     roles = {"label": "label", "weight": None, "user": "user_id", "item": "item_id"}
-    _write_planted(folder, fitted, rows_of, asked, pa.table({"item_id": data.trained("item_id")}), roles)
+    items, users = (pa.table({name: data.trained(name)}) for name in ("item_id", "user_id"))
+    _write_planted(folder, fitted, rows_of, asked, items, users, roles)
     return dict(data.best)
 
 
@@ -563,6 +570,7 @@ def _write_planted(
     splits: Mapping[str, Mapping[str, Sequence[Any]]],
     requests: pa.Table,
     items: pa.Table,
+    users: pa.Table,
     roles: Mapping[str, Any],
 ) -> None:
     """Writes rows as rec.data.preprocess would, made of requests' rows by split."""
@@ -578,6 +586,7 @@ def _write_planted(
     (folder / "raw").mkdir()
     pq.write_table(requests, folder / RAW_REQUESTS)
     pq.write_table(items, folder / RAW_ITEMS)
+    pq.write_table(users, folder / RAW_USERS)
     (folder / SUMMARY).write_text(json.dumps({"recipe": PLANTED, "rows": counts, "roles": roles}) + "\n")
 
 
@@ -653,7 +662,11 @@ def planted_log_folder(folder: Path, *, seed: int = 0, sessions: bool = True) ->
         "user_features": ["history", "history_category_id", "history_gap"],
         "item_features": ["category_id"],
     }
-    _write_planted(folder, fitted, splits, requests, items, roles)
+    users, last = np.unique(columns["user_id"][::-1], return_index=True)
+    latest = _past(columns, size - 1 - last, length, own=1)
+    known = np.isin(users, np.unique(np.array(splits["train"]["user_id"])))
+    named = pa.table({"user_id": users, **latest}).filter(pa.array(known))
+    _write_planted(folder, fitted, splits, requests, items, named, roles)
     test = slice(cuts[2], cuts[3])
     odds = log.odds(clicks[test], shown[test])
     chances = {"click": odds / (1 + odds), "conversion": odds / (1 + odds) * log.buys(shown[test])}
@@ -665,12 +678,15 @@ def planted_log_folder(folder: Path, *, seed: int = 0, sessions: bool = True) ->
     return {name: best[f"click_{name}"] for name in ("auc", "log_loss")} | best
 
 
-def _past(columns: Mapping[str, Int64], clicks: Int64, length: int) -> dict[str, list[Any]]:
-    """Returns the lists that a request has of each row's latest clicks before it, a few more than are read."""
+def _past(columns: Mapping[str, Int64], clicks: Int64, length: int, own: int = 0) -> dict[str, list[Any]]:
+    """Returns the lists that a request has of each row's latest clicks before it, a few more than are read.
+
+    With ``own=1`` the row's own click is the last of them.
+    """
     past: dict[int, list[int]] = {}
     before = []
     for row, user in enumerate(columns["user_id"].tolist()):
-        before.append(past.setdefault(user, [])[-length - 2 :])
+        before.append([*past.setdefault(user, [])[-length - 2 :], *[row] * own])
         past[user].append(row)
     lists = [before[click] for click in clicks.tolist()]
     sent = {"items": "item_id", "times": "timestamp", "category_id": "category_id"}

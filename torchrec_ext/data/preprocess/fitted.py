@@ -80,6 +80,20 @@ class FittedPreprocessor:
             sizes.update(step.vocab(state))
         return sizes
 
+    @cached_property
+    def vocabularies(self) -> dict[str, str]:
+        """The name of each id column's vocabulary: that of the first column that has it, by column.
+
+        Columns of one vocabulary have the same ids for the same values, so that one embedding table does for all.
+        """
+        made: dict[str, int | str] = {}
+        for number, (step, state) in enumerate(zip(self.steps, self.states, strict=True)):
+            for name in step.writes:
+                made.pop(name, None)
+            made |= {name: number if isinstance(state, Vocabulary) else name for name in step.vocab(state)}
+        first: dict[int | str, str] = {}
+        return {name: first.setdefault(which, name) for name, which in made.items()}
+
     @property
     def dense(self) -> tuple[str, ...]:
         """Names of the number columns of the result, without those that are kept."""

@@ -93,6 +93,8 @@ class UserLookup:
         if users is None or users.key not in user:
             return -1
         given = user[users.key]
+        if given is None:  # a row of nobody that is known, as logs have them
+            return -1
         if type(given) not in (int, str):
             raise RequestError(
                 f"{where}.{users.key}", f"{type(given).__name__} is not an id; ids are whole numbers or strings"
