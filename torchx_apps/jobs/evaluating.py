@@ -141,12 +141,13 @@ def _popularity(asked: Asked, count: int, ks: list[int], names: list[Figure], be
 
 
 def _figures(asked: Asked, ranked: Ranked, ks: list[int], names: list[Figure], behind: int) -> dict[str, float]:
-    figures, start, blocks = metrics.RankingMetrics(ks, names), 0, []
+    figures, start, blocks, held = metrics.RankingMetrics(ks, names), 0, [], 0
     for stop, ranks in ranked:
         blocks.append(ranks)
-        if stop == len(asked.users) or sum(len(block.better) for block in blocks) > _TOGETHER:
+        held += len(ranks.better)
+        if stop == len(asked.users) or held > _TOGETHER:
             figures.update(asked.with_missed(metrics.joined_ranks(blocks), start, stop, behind))
-            start, blocks = stop, []
+            start, blocks, held = stop, [], 0
     lost = asked.lost(behind)
     if lost is not None:
         figures.update(lost)
@@ -300,8 +301,10 @@ def _asked(options: argparse.Namespace, users: Vectors, items: Vectors) -> Asked
     if not len(rows):
         raise DataError(f"{options.truth}: has no pairs")
     known = targets >= 0
-    pairs = np.stack(np.divmod(np.unique(rows[known] * len(items.ids) + targets[known]), len(items.ids)))
-    asked, queries = np.unique(pairs[0], return_inverse=True)
+    pairs = np.sort(rows[known] * len(items.ids) + targets[known])
+    owners, targets = np.divmod(pairs[_first_of_each(pairs)], len(items.ids))
+    first = _first_of_each(owners)
+    asked, queries = owners[first], first.cumsum() - 1
     if not len(asked):
         raise DataError(f"{options.truth}: none of its items has a vector in {options.items}; give files of one model")
     seen = np.zeros((2, 0), np.int64)
@@ -312,10 +315,17 @@ def _asked(options: argparse.Namespace, users: Vectors, items: Vectors) -> Asked
         kept = (query[owners] >= 0) & (taken >= 0)
         seen = np.stack([query[owners[kept]], taken[kept]])
     question = metrics.Question(
-        targets=torch.from_numpy(pairs[1]),
+        targets=torch.from_numpy(targets),
         target_rows=torch.from_numpy(queries),
         seen_rows=torch.from_numpy(seen[0]),
         seen_items=torch.from_numpy(seen[1]),
         not_items=(),
     )
     return Asked(asked, question, np.sort(rows[~known]))
+
+
+def _first_of_each(values: Ids) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Returns whether each of ascending values is the first of its kind; in a tenth of the time of np.unique."""
+    first = np.ones(len(values), np.bool_)
+    np.not_equal(values[1:], values[:-1], out=first[1:])
+    return first

@@ -112,6 +112,27 @@ def test_any_targets_and_any_block_like_a_plain_loop(data: st.DataObject) -> Non
 
 
 @pytest.mark.unit
+@pytest.mark.parametrize("depth", [1, 3, 10])
+@pytest.mark.parametrize("digits", [0, 6], ids=["many ties", "hardly any"])
+def test_to_a_depth_a_large_catalogue_has_the_exact_ranks_and_beyond_it_none(depth: int, digits: int) -> None:
+    torch.manual_seed(depth)
+    rows, items, each = 40, 503, 20
+    scores = torch.randn(rows, items).round(decimals=digits)
+    targets = torch.stack([torch.randperm(items)[:each].sort().values for _ in range(rows)])
+    question = Question(
+        targets=targets.flatten(),
+        target_rows=torch.arange(rows).repeat_interleave(each),
+        seen_rows=torch.arange(rows).repeat_interleave(items // 2),
+        seen_items=torch.rand(rows, items).argsort(1)[:, : items // 2].flatten(),
+    )
+    exact, near = (ranks_of(scores.clone(), question, depth=given) for given in (None, depth))
+    among = exact.better < depth
+    assert 0 < among.sum() < len(among)
+    assert torch.equal(near.better, exact.better.clamp(max=depth))
+    assert torch.equal(near.ties[among], exact.ties[among])
+
+
+@pytest.mark.unit
 @given(data=st.data())
 def test_the_popularity_ranking_is_that_of_the_same_scores_for_all_queries(data: st.DataObject) -> None:
     rows, items = data.draw(st.integers(1, 5)), data.draw(st.integers(2, 7))

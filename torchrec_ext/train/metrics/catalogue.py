@@ -162,10 +162,25 @@ def ranks_of(scores: Tensor, question: Question, start: int = 0, *, depth: int |
         return TargetRanks(*_compare(scores, rows, wanted, alone=True), None)
     if depth is None or depth >= scores.shape[1]:
         return TargetRanks(*_compare(scores, rows, wanted, alone=False), rows + start)
-    near = (wanted >= scores.topk(depth, sorted=False).values.amin(1)[rows]).nonzero()[:, 0]
+    near = (wanted >= _bounds(scores, depth)[rows]).nonzero()[:, 0]
     better, ties = torch.full_like(rows, depth), torch.zeros_like(rows)
-    better[near], ties[near] = _compare(scores, rows[near], wanted[near], alone=False)
+    counted, equal = _compare(scores, rows[near], wanted[near], alone=False)
+    better[near], ties[near] = counted.clamp(max=depth), torch.where(counted < depth, equal, 0)
     return TargetRanks(better, ties, rows + start)
+
+
+def _bounds(scores: Tensor, depth: int) -> Tensor:
+    """Returns for each row of ``scores`` (B, I) a number up to its ``depth``-th greatest score, and near it, (B,).
+
+    The greatest scores of parts of a row are scores of the row, so that the ``depth``-th greatest of them is no greater
+    than the row's own; they take a fraction of the time of a selection among all.
+    """
+    parts = 16 * depth
+    folds = scores.shape[1] // parts
+    if folds > 1:
+        folded = scores[:, : folds * parts].reshape(-1, folds, parts).amax(1)
+        scores = torch.cat([folded, scores[:, folds * parts :]], dim=1)
+    return scores.topk(depth, sorted=False).values.amin(1)
 
 
 def _compare(scores: Tensor, rows: Tensor, wanted: Tensor, *, alone: bool) -> tuple[Tensor, Tensor]:
@@ -257,7 +272,8 @@ def popularity_ranks(popularity: Tensor, question: Question) -> TargetRanks:
         keys = _sorted(pairs // count * len(levels) + level[pairs % count])
         key = rows * len(levels) + level[targets]
         first, last = keys.searchsorted(key), keys.searchsorted(key, side="right")
-        return keys.searchsorted((rows + 1) * len(levels)) - last, last - first
+        ends = keys.searchsorted(np.arange(1, question.queries + 1) * len(levels))
+        return ends[rows] - last, last - first
 
     asked = _sorted(rows * count + targets)
     left_out = _sorted(question.seen_rows.cpu().numpy() * count + question.seen_items.cpu().numpy())

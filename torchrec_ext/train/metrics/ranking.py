@@ -166,8 +166,10 @@ class _Places:
         presence of tied scores").
         """
         near = self._better < k
-        pairs = torch.stack([self._queries[near], self._better[near]], dim=1)
-        cells, cell, relevant = torch.unique(pairs, dim=0, return_inverse=True, return_counts=True)
+        # One number for a pair sorts in a fraction of the time of two.
+        keys = self._queries[near] * k + self._better[near]
+        cells, cell, relevant = torch.unique(keys, return_inverse=True, return_counts=True)
+        cells = torch.stack([cells // k, cells % k], dim=1)
         size = torch.zeros_like(relevant).index_copy_(0, cell, self._ties[near] + 1).double()
         before = relevant.cumsum(0) - relevant  # cells ascend by query, and in it by the candidates that are better
         first = torch.ones_like(relevant, dtype=torch.bool)
