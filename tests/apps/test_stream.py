@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from tests.contracts import leave_group, run_ranks
+from tests.contracts import RankFailedError, leave_group, run_ranks
 from torchrec_ext.data.columns import Chunk
 from torchrec_ext.data.datasets.config import StreamConfig
 from torchrec_ext.data.datasets.streamed import StreamedData, load_streamed
@@ -34,7 +34,7 @@ from torchrec_ext.train import metrics
 from torchrec_ext.train.loop import train
 from torchx_apps.cli.command_line import apply_overrides, load_recipe
 from torchx_apps.jobs.preprocessing import run_preprocess
-from torchx_apps.jobs.training import build_model, load_task, run_training
+from torchx_apps.jobs.training import build_model, check_watched, load_task, run_training
 from torchx_apps.recipes.preprocess import Prepared, PreprocessJob
 from torchx_apps.tasks.job import Job, schema_of
 from torchx_apps.tasks.streamed import StreamedTask, held_out_rows, question_of
@@ -350,6 +350,34 @@ def test_figures_of_a_ranking_are_refused_where_nothing_is_ranked(folder: Path) 
     wrapped: Any = type("Wrapped", (), {"module": model})()
     with pytest.raises(ValueError, match=r"evaluation\.metrics=recall@20,map@5: the catalogue of '.*' is not ranked"):
         task.evaluator(schema_of(job, task, model), wrapped, runtime)
+    alone = job_of(folder, "data.ranked=0", "train.early_stop.metric=hr@10")
+    evaluator: Any = StreamedTask(task.data).evaluator(schema_of(job, task, model), wrapped, runtime)
+    with pytest.raises(
+        ValueError, match=r"metric='hr@10': .* watch one of auc, log_loss, ne, calibration, or .*: data\.ranked"
+    ):
+        check_watched(alone, task, evaluator)
+    ranked = StreamedTask(load_streamed(dataclasses.replace(job.data, ranked=9)))
+    check_watched(alone, ranked, ranked.evaluator(schema_of(job, task, model), wrapped, runtime))
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("recipe", ["stream", "multi_task", "n_tower", "two_tower", "session"])
+def test_the_figures_that_may_be_watched_are_those_of_the_validation(recipe: str) -> None:
+    (names,) = run_ranks(figures_of, 1, recipe)
+    assert names[0] == names[1]
+
+
+def figures_of(runtime: Runtime, recipe: str) -> tuple[list[str], list[str]]:
+    """Returns the names that an evaluator promises, and those that it gives."""
+    small = ["data.users=60", "data.items=50"] if recipe in ("two_tower", "session") else []
+    job = apply_overrides(load_recipe(recipe), ["data.name=planted", *small])
+    task = load_task(job, runtime)
+    model = build_model(job, task)
+    schema = schema_of(job, task, model)
+    parallel, _ = hybrid_parallel(model, runtime, optimizer=job.optimizer)
+    parallel.eval()
+    evaluator: Any = task.evaluator(schema, parallel, runtime)
+    return sorted(evaluator.validated), sorted(evaluator.validate())
 
 
 @pytest.mark.unit
@@ -439,6 +467,41 @@ def test_a_run_that_was_stopped_in_mid_epoch_goes_on_as_if_it_had_not(folder: Pa
     run_ranks(resumed_run, 2, job_of(folder, *saving), resumed, str(steps[0]))
     whole, again = (json.loads((path / "summary.json").read_text())["test"] for path in (tmp_path / "whole", resumed))
     assert whole == again
+
+
+def test_a_run_is_not_resumed_or_exported_with_the_ids_of_another_preprocessor(
+    folder: Path, log: Path, tmp_path: Path
+) -> None:
+    """A log that was preprocessed again has a larger vocabulary, or one of the same size in another order."""
+    ready = tmp_path / "ready"
+    shutil.copytree(folder, ready)
+    run_ranks(ran, 1, job_of(ready, "train.epochs=1", "checkpoint.steps=7"), tmp_path / "run")
+    step = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))[0]
+    (tmp_path / "log").mkdir()
+    for split in ("train", "validation", "test"):
+        shutil.copy(log / f"{split}.parquet", tmp_path / "log")
+    for new, changed in (("film-7", "resized"), ("film-99", "grown")):
+        table = pq.read_table(log / "train.parquet")
+        items = [new if index % 10 == 0 else name for index, name in enumerate(table["what"].to_pylist())]
+        named = table.set_column(table.column_names.index("what"), "what", [pa.array(items)])
+        pq.write_table(named, tmp_path / "log" / "train.parquet")
+        run_preprocess(dataclasses.replace(prepare(tmp_path / "log"), out=str(ready), overwrite=True))
+        words = r"run: its tables were trained with the ids of another preprocessor \(\w{12}\) than the one that made"
+        with pytest.raises(RankFailedError, match=words):
+            run_ranks(resumed_run, 1, job_of(ready), tmp_path / changed, str(step))
+        with pytest.raises(RankFailedError, match=words):
+            run_ranks(exported, 1, tmp_path / "run", tmp_path / "bundle")
+    start = ("train.epochs=1", f"start.path={step}")
+    with pytest.raises(RankFailedError, match=r"tables\.item_id\.weight is \(42, 8\) and was saved as \(41, 8\)"):
+        run_ranks(ran, 1, job_of(ready, *start), tmp_path / "begun")
+
+
+def exported(runtime: Runtime, run: Path, out: Path) -> None:
+    from torchx_apps.export import export_run
+    from torchx_apps.jobs.saved_job import saved_job
+
+    leave_group(runtime)
+    export_run(saved_job(run), run, out)
 
 
 def resumed_run(runtime: Runtime, job: Job, out: Path, checkpoint: str) -> None:

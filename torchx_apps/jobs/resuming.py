@@ -18,6 +18,7 @@ from torchx_apps.cli.link_watch import children_of
 from torchx_apps.cli.sigterm import end_now, once
 
 CHECKPOINTS, LAUNCH = "checkpoints", "launch"
+PREPROCESSED = "preprocessor.sha256"  # in the folder of a run on preprocessed rows
 _NO_LAUNCH = ("", "none")  # without torchrun, and where torchrun was given no --rdzv-id, so that launches share it
 
 
@@ -42,6 +43,28 @@ def newest_networks(recipe: str, runs: Path = Path("runs"), *, launch: str | Non
     folders = [path.parent for path in runs.glob(f"networks-{recipe}-*/{LAUNCH}")]
     folders = [folder for folder in folders if launch in (None, _launch_of(folder))]
     return max(folders, key=lambda folder: folder.name, default=None)
+
+
+def preprocessor_of(task: object) -> str:
+    """Returns the digest of the preprocessor that made a task's rows; empty where none did."""
+    data = getattr(task, "data", None)
+    return str(getattr(getattr(data, "prepared", data), "digest", ""))
+
+
+def check_preprocessor(run: Path, task: object) -> None:
+    """Refuses rows whose ids stand for other values than those that the tables of a run were trained with.
+
+    Raises:
+        DataError: the run's rows were those of another preprocessor.
+    """
+    file, now = run / PREPROCESSED, preprocessor_of(task)
+    trained = file.read_text().strip() if file.is_file() else now
+    if now != trained:
+        raise DataError(
+            f"{run}: its tables were trained with the ids of another preprocessor ({trained[:12]}) than the one that "
+            f"made the rows now ({now[:12] or 'none'}), so that an id is another value; give the rows of then, --set "
+            "data.name=FOLDER, or train anew; and preprocess another log into a folder of its own"
+        )
 
 
 def _launch_of(folder: Path) -> str | None:

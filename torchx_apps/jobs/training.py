@@ -51,11 +51,14 @@ from torchx_apps.jobs.placing import merge_lookups, place_towers, report_steps
 from torchx_apps.jobs.resuming import (
     CHECKPOINTS,
     LAUNCH,
+    PREPROCESSED,
     asked_to_stop,
+    check_preprocessor,
     find_checkpoint,
     hinting_at_resume,
     launch_id,
     newest_run,
+    preprocessor_of,
     restarted,
     resume_from,
     where_to_begin,
@@ -129,6 +132,10 @@ def run_training(
         loader = loader_of(job, task, schema, runtime)
         run = _open_run(job, run_dir, resume, runtime, member)
         folder, checkpointer = run.folder, run.checkpointer
+        if run.checkpoint:
+            check_preprocessor(Path(run.checkpoint).parent.parent, task)
+        if folder is not None and preprocessor_of(task):
+            folder.write(PREPROCESSED, f"{preprocessor_of(task)}\n")
         plan, text = plan_job(job, model, decision, runtime)
         if folder is not None:
             print(f"\n{text}\n", flush=True)
@@ -143,6 +150,7 @@ def run_training(
             _begin_with(job, task, parallel, optimizer, schema, runtime)
         torch.manual_seed(job.train.seed + 1 + runtime.rank)  # for dropout, which should differ between ranks
         evaluator = task.evaluator(schema, parallel, runtime)
+        check_watched(job, task, evaluator)
         checkpoints = RunCheckpoints(checkpointer, job.checkpoint, resume=run.checkpoint) if checkpointer else None
         start = time.perf_counter()
         with asked_to_stop() as stop, _watched(job, runtime, run.path) as watchdog, hinting_at_resume(checkpointer):
@@ -178,6 +186,21 @@ def run_training(
             end_with_bundle(job.export, parallel, task, schema, runtime, run.path / BUNDLE, details)
         if run.tracking is not None:
             run.tracking.end()
+
+
+def check_watched(job: Job, task: Task, evaluator: Evaluator) -> None:
+    """Refuses an early stop by a figure that no evaluation will have.
+
+    Raises:
+        ValueError: naming those that there are.
+    """
+    watched, names = job.train.early_stop.metric, getattr(evaluator, "validated", None)
+    if watched and names is not None and task.validates and watched not in names:
+        remedy = ", or have the catalogue ranked: data.ranked" if "@" in watched and hasattr(job.data, "ranked") else ""
+        raise ValueError(
+            f"train.early_stop.metric={watched!r}: an evaluation has no such figure; watch one of {', '.join(names)}"
+            f"{remedy}"
+        )
 
 
 def as_loaded(job: Job, task: Task) -> Job:

@@ -90,6 +90,11 @@ class LabelledEvaluator:
         """Whether the model's logits are odds, and not scores that only rank."""
         return bool(getattr(self._model.module, "calibrated", True))
 
+    @property
+    def validated(self) -> list[str]:
+        """Names of the figures of :meth:`validate`."""
+        return metrics.classification_names(calibrated=self._calibrated)
+
     def validate(self) -> Record:
         """Returns the figures on the validation rows."""
         return self._figures("validation")

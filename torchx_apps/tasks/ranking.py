@@ -156,6 +156,14 @@ class RankingEvaluator:
             if getattr(data, split).num_rows
         }
 
+    @property
+    def validated(self) -> list[str]:
+        """Names of the figures of :meth:`validate`."""
+        return [
+            *([] if "validation" in self._data.evaluation.candidates else ["auc"]),
+            *(f"{name}@{k}" for name, k in self._asked),
+        ]
+
     def validate(self) -> Record:
         """Returns the ranking figures of the validation items, and AUC where the whole catalogue is ranked."""
         return self._figures("validation")

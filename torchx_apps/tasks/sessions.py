@@ -126,6 +126,11 @@ class SessionEvaluator:
         self._batches = SessionBatches(schema)
         self._held_out = {split: data.held_out(split) for split in HELD_OUT}
 
+    @property
+    def validated(self) -> list[str]:
+        """Names of the figures of :meth:`validate`."""
+        return [f"{name}@{k}" for name, k in self._asked]
+
     def validate(self) -> Record:
         """Returns the figures on the validation items."""
         return self._figures("validation")

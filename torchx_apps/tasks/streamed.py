@@ -143,6 +143,14 @@ class StreamedEvaluator:
         """Whether the model's logits are odds, and not scores that only rank."""
         return bool(getattr(self._model.module, "calibrated", True))
 
+    @property
+    def validated(self) -> list[str]:
+        """Names of the figures of :meth:`validate`."""
+        prefixes = [f"{name}_" for name in getattr(self._model.module, "tasks", ())] or [""]
+        names = metrics.classification_names(calibrated=self._calibrated)
+        ranked = [f"{name}@{k}" for name, k in self._named] if ranking_towers(self._model.module, self._data) else []
+        return [*(f"{prefix}{name}" for prefix in prefixes for name in names), *ranked]
+
     def validate(self) -> Record:
         """Returns the figures on the validation rows."""
         return self._figures("validation")

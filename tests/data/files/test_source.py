@@ -203,17 +203,18 @@ def test_a_cut_file_is_named(tmp_path: Path, make: Any) -> None:
 @pytest.mark.parametrize("sizes", [[16] * 12, [192]], ids=["row groups", "parts of one"])
 @pytest.mark.parametrize("ahead", [0, 2])
 @pytest.mark.parametrize("make", MAKERS)
-def test_a_file_that_vanishes_or_is_cut_in_mid_epoch_is_named_at_once(
+def test_a_file_that_vanishes_is_cut_or_grows_in_mid_epoch_is_named_at_once(
     tmp_path: Path, make: Any, ahead: int, sizes: list[int]
 ) -> None:
     for fault, message in (
         (Path.unlink, "vanished while it was in use"),
         (cut, "changed while it was in use, .* bytes became"),
+        (grow, "changed while it was in use, .* bytes became"),
     ):
         shutil.rmtree(tmp_path / "set", ignore_errors=True)
         source = make(tmp_path / "set", sizes)
         if make is arrow:
-            source = ArrowSource(tmp_path / "set", memory_map=fault is not cut)
+            source = ArrowSource(tmp_path / "set", memory_map=fault is Path.unlink)
         iterator = iter(loader_of(source, prefetch=ahead, read_ahead=ahead, lanes=1, buffer_rows=16))
         next(iterator)
         path = Path(source.files[-1].path)
@@ -224,6 +225,10 @@ def test_a_file_that_vanishes_or_is_cut_in_mid_epoch_is_named_at_once(
 
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:100])
+
+
+def grow(path: Path) -> None:
+    path.write_bytes(path.read_bytes() * 2)
 
 
 def test_a_damaged_page_is_found_by_its_checksum(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from torchrec_ext.data.datasets.synthetic import planted_log
 from torchrec_ext.data.files.arrow import Kind
 from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, History, Vocabulary
+from torchrec_ext.data.preprocess.fitted import DIGEST
 from torchrec_ext.data.preprocess.history import GAPS
 from torchrec_ext.schema import DataError
 
@@ -99,6 +100,11 @@ class StreamedData:
         for source in self.splits.values():
             source.require({name: _KINDS[self.preprocessor.outputs[name]] for name in (*self.features, *self.dense)})
             source.require(dict.fromkeys(kept, _NUMBERS))
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the preprocessor: with another one the ids stand for other values."""
+        return (self.folder / PREPROCESSOR / DIGEST).read_text().strip()
 
     @cached_property
     def vocab(self) -> dict[str, int]:

@@ -351,7 +351,7 @@ STEPS: Mapping[str, type[Step]] = {
 _CODECS, _ENCODINGS = ("SNAPPY", "UNCOMPRESSED"), {"PLAIN", "RLE", "PLAIN_DICTIONARY", "RLE_DICTIONARY"}
 _UNPACKED = 64  # bytes in memory for each byte of a vocabulary's file, of which 3 to 5 are usual
 _ALWAYS = 2**24  # bytes in memory beside these
-_MAIN, _SUM = "preprocessor.json", "preprocessor.sha256"
+_MAIN, DIGEST = "preprocessor.json", "preprocessor.sha256"
 
 
 def save(fitted: FittedPreprocessor, folder: Path, *, overwrite: bool) -> None:
@@ -371,16 +371,17 @@ def save(fitted: FittedPreprocessor, folder: Path, *, overwrite: bool) -> None:
         main = {"version": VERSION, "keep": list(fitted.keep), "columns": dict(fitted.raw), "steps": steps}
         text = json.dumps(main, indent=1, ensure_ascii=True, allow_nan=False) + "\n"
         (staging / _MAIN).write_text(text)
-        (staging / _SUM).write_text(hashlib.sha256(text.encode()).hexdigest() + "\n")
+        (staging / DIGEST).write_text(hashlib.sha256(text.encode()).hexdigest() + "\n")
 
 
 def load_preprocessor(folder: Path) -> FittedPreprocessor:
     """Returns the preprocessor in a folder; see :meth:`FittedPreprocessor.load`."""
     folder = existing_folder(folder)
     text = _text(folder / _MAIN)
-    if hashlib.sha256(text.encode()).hexdigest() != _text(folder / _SUM).strip():
+    if hashlib.sha256(text.encode()).hexdigest() != _text(folder / DIGEST).strip():
         raise DataError(
-            f"{folder / _MAIN}: does not fit {_SUM}: it was changed or damaged; save it again, or copy the folder anew"
+            f"{folder / _MAIN}: does not fit {DIGEST}: it was changed or damaged; save it again, or copy the folder "
+            "anew"
         )
     try:
         return _opened(folder, json.loads(text))

@@ -6,6 +6,7 @@ from torchrec_ext.train.metrics.classification import (
     GroupedAuc,
     auc,
     classification_metrics,
+    classification_names,
     grouped_auc,
 )
 from torchrec_ext.train.metrics.evaluation_watch import EvaluationStoppedError, EvaluationWatch, watched, watching
@@ -40,6 +41,7 @@ __all__ = [
     "candidate_ranks",
     "catalogue_ranks",
     "classification_metrics",
+    "classification_names",
     "embed_all",
     "gather_ranks",
     "gather_uneven_rows",

@@ -52,6 +52,11 @@ def classification_metrics(logits: Tensor, labels: Tensor, weights: Tensor, runt
     return {"auc": auc(logits, labels, weights, runtime), **others.sums(runtime)}
 
 
+def classification_names(*, calibrated: bool) -> list[str]:
+    """Returns the names of the figures of rows with labels; scores that only rank have the AUC alone."""
+    return ["auc", "log_loss", "ne", "calibration"] if calibrated else ["auc"]
+
+
 class ClassificationMetrics:
     """Classification figures over any number of updates and all ranks, in 4 MiB; all but the AUC are exact.
 
