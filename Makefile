@@ -33,8 +33,8 @@ demo: $(STAMP) ## set up, train the recipe two_tower on two ranks (`torchx run`)
 test: $(STAMP) ## all tests but the slow ones; TORCHREC_EXT_DATA=DIR adds those on real data
 	@$(WITH_VENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS) || test $$? -eq 5
 
-test-slow: $(STAMP) ## the slow ones alone, one after the other: long matrices, killed jobs, every recipe
-	@$(WITH_VENV) $(BIN)/python -m pytest -m slow $(PYTEST_ARGS) || test $$? -eq 5
+test-slow: $(STAMP) ## the slow ones alone: long matrices, killed jobs, every recipe
+	@$(WITH_VENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m slow $(PYTEST_ARGS) || test $$? -eq 5
 
 test-slurm: $(STAMP) ## those of the slow ones that run on a real Slurm of two nodes; needs root and Debian's packages, which it fetches
 	@$(WITH_VENV) $(BIN)/python -m pytest -m slow -rs tests/launch/test_slurm.py $(PYTEST_ARGS) || test $$? -eq 5
