@@ -199,7 +199,7 @@ REFUSED = [
     # A table that is sharded is moved inside the backward, where its gradient is still scaled.
     Refused({"amp": ("fp16",), "sharding": ("table_wise", "row_wise", "table_row_wise", "grid_shard")}, _SCALED),
     Refused({"amp": ("fp16",), "kernel": ("fused",)}, _SCALED),
-    Refused({"amp": ("fp16",), "compile": ("require",)}, r"train\.compile=require: .*=fp16 leaves out steps"),
+    Refused({"amp": ("fp16",), "compile": ("require",)}, rf"{_SCALED}|train\.compile=require: .*=fp16 leaves out"),
     Refused({"amp": ("fp16",), "exchange": ("fp16",), "ranks": ("2",)}, _SCALED),
     Refused({"amp": ("fp16",), "recipe": ("session", "bst")}, _SCALED),
     Refused({"amp": ("fp16",), "recipe": _ADAGRAD, "sharding": ("auto",), "ranks": ("1",)}, _SCALED),
