@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import local_shards
+from torchrec_ext.train.report import progress
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # The server imports torchrec once, so that each rank starts in a tenth of a second instead of four.
@@ -67,6 +68,8 @@ def _rank(
     function: Callable[..., Any], rank: int, world_size: int, store: str, results: Any, args: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)
+    # A small run takes half a second to draw its picture; tests of pictures draw them in their own process.
+    progress.draw_training = lambda *_: None
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
     )

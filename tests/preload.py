@@ -10,7 +10,6 @@ import tests.contracts
 import tests.examples  # noqa: F401
 import torchx_apps.jobs.exporting
 import torchx_apps.jobs.training  # noqa: F401
-from torchrec_ext.train.report import progress
 
 # What a whole run imports as it goes, three of its five seconds on a small set; pandas by pyarrow's first array.
 with contextlib.suppress(ImportError):
@@ -18,9 +17,6 @@ with contextlib.suppress(ImportError):
     import matplotlib.figure  # noqa: F401
     import pandas  # noqa: F401
     import torch.utils.tensorboard  # noqa: F401
-
-# A small run takes half a second to draw its picture; tests of pictures draw them in their own process.
-progress.draw_training = lambda *_: None
 
 # Else the first collection of every rank writes to, and so copies, each page of what was imported.
 gc.freeze()

@@ -226,17 +226,17 @@ def test_every_recipe_is_trained_exported_and_asked(name: str, recommended: dict
     del recommended
     assert name in RECIPES, "a new recipe needs small data of a line above"
     bundle = Bundle.load(root / f"bundle-{name}")
-    request = {column: 1 for column in bundle.request_columns if column in ("hour", "weekday")}
-    if name in ("stream", "bst", "multi_task"):
-        assert bundle.users is None, "a request brings the whole row"
+    request = {column: 1 for column in bundle.request_columns if column in ("hour", "weekday", "timestamp")}
+    assert bundle.users is not None
+    (user,) = bundle.users.ids.ids(range(1)).tolist()
+    asked = [{**request, bundle.users.key: user}]
+    if name in ("stream", "bst", "multi_task"):  # a row of the log does too
         rest = {column: kind for column, kind in bundle.request_columns.items() if column not in request}
-        request |= {column: [] if kind.startswith("list") else 3 for column, kind in rest.items()}
-    else:
-        assert bundle.users is not None
-        (request[bundle.users.key],) = bundle.users.ids.ids(range(1)).tolist()
-    answer = Scorer(bundle).recommend(RecommendRequest(user=request, k=3))
-    assert len(set(answer.items)) == 3
-    assert answer.scores == sorted(answer.scores, reverse=True)
+        asked += [{**request, **{column: [] if kind.startswith("list") else 3 for column, kind in rest.items()}}]
+    for row in asked:
+        answer = Scorer(bundle).recommend(RecommendRequest(user=row, k=3))
+        assert len(set(answer.items)) == 3
+        assert answer.scores == sorted(answer.scores, reverse=True)
 
 
 @pytest.mark.parametrize("name", ["two_tower", "retrieval", "ncf", "films", "folder", "described"])

@@ -402,11 +402,11 @@ def _shards(facts: Facts) -> list[TableFacts]:
 
 def _less_often(facts: Facts) -> list[Remedy]:
     """Returns ways to exchange less: sums of gradients seldomer, no rows of tables, or nothing at all."""
-    sums, made = _share_of_sums(facts), list[Remedy]()
+    sums, remedies = _share_of_sums(facts), list[Remedy]()
     sharded = _shards(facts)
-    held = sum(table.rows * table.dim for table in sharded) * 4 / 2**20
-    if facts.recipe and sharded and held < _SMALL_MIB:
-        made.append(
+    mib = sum(table.rows * table.dim for table in sharded) * 4 / 2**20
+    if facts.recipe and sharded and mib < _SMALL_MIB:
+        remedies.append(
             Remedy(
                 name="tables whole on every rank",
                 lines=("--set plan.sharding=data_parallel",),
@@ -416,11 +416,11 @@ def _less_often(facts: Facts) -> list[Remedy]:
                     lambda each: each["data"] + each["step"] - (1 - sums) * each["exchange"],
                 ),
                 changes=MATH["rounding"],
-                basis=f"predicted: the tables take {held:.3g} MiB, and their gradients are summed in place of rows",
+                basis=f"predicted: the tables take {mib:.3g} MiB, and their gradients are summed in place of rows",
             )
         )
     if sums > _FEW and not facts.towers_apart:
-        made.append(
+        remedies.append(
             Remedy(
                 name="one exchange for four batches",
                 lines=(
@@ -436,7 +436,7 @@ def _less_often(facts: Facts) -> list[Remedy]:
                 basis="predicted from the share of the exchange that sums gradients",
             )
         )
-    return [*made, *_alone_remedy(facts)]
+    return [*remedies, *_alone_remedy(facts)]
 
 
 def unmerged_exchange(facts: Facts) -> Finding | None:
@@ -617,11 +617,11 @@ def _held_by_rank(facts: Facts) -> list[str]:
         "rank" + "".join(f"{name:>12}" for name in ("MiB held", "rows read", "KiB read", "ids given")) + "   most of"
     ]
     for each in facts.ranks:
-        held = sum(table.rows * table.dim for table in each.tables) * 4 / 2**20
+        mib = sum(table.rows * table.dim for table in each.tables) * 4 / 2**20
         read = sum(table.read for table in each.tables)
         values = sum(table.read * table.dim for table in each.tables)
         most = max(each.tables, key=lambda table: table.read * table.dim, default=None)
-        text = f"{held:>12,.1f}{read:>12,}{values * 4 / 1024:>12,.1f}{each.ids:>12,.0f}"
+        text = f"{mib:>12,.1f}{read:>12,}{values * 4 / 1024:>12,.1f}{each.ids:>12,.0f}"
         lines.append(f"{each.rank:>4}{text}   {_shard(most) if most else '-'}")
     return lines
 

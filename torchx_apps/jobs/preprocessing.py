@@ -294,8 +294,8 @@ def write_raw_rows(prepared: Prepared, fitted: FittedPreprocessor, folder: Path,
     """
     source = next(iter(prepared.splits.values()))
     histories = [step for step in fitted.steps if isinstance(step, History)]
-    made = {name for step in histories for name in step.sent}
-    names = [name for name in fitted.request_columns if name not in made]
+    sent = {name for step in histories for name in step.sent}
+    names = [name for name in fitted.request_columns if name not in sent]
     also = {name for step in histories for name in (step.user, step.time)}
     opened = open_source(source, list(dict.fromkeys([*names, *also])), engine)
     (folder / RAW_REQUESTS).parent.mkdir()

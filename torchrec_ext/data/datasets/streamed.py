@@ -669,7 +669,7 @@ def planted_log_folder(folder: Path, *, seed: int = 0, sessions: bool = True) ->
         "item_features": ["category_id"],
     }
     users, last = np.unique(columns["user_id"][::-1], return_index=True)
-    latest = _past(columns, size - 1 - last, length, own=1)
+    latest = _past(columns, size - 1 - last, length, itself=1)
     known = np.isin(users, np.unique(np.array(splits["train"]["user_id"])))
     named = pa.table({"user_id": users, **latest}).filter(pa.array(known))
     _write_planted(folder, fitted, splits, requests, items, named, roles)
@@ -684,15 +684,15 @@ def planted_log_folder(folder: Path, *, seed: int = 0, sessions: bool = True) ->
     return {name: best[f"click_{name}"] for name in ("auc", "log_loss")} | best
 
 
-def _past(columns: Mapping[str, Int64], clicks: Int64, length: int, own: int = 0) -> dict[str, list[Any]]:
+def _past(columns: Mapping[str, Int64], clicks: Int64, length: int, itself: int = 0) -> dict[str, list[Any]]:
     """Returns the lists that a request has of each row's latest clicks before it, a few more than are read.
 
-    With ``own=1`` the row's own click is the last of them.
+    With ``itself=1`` the row's own click is the last of them.
     """
     past: dict[int, list[int]] = {}
     before = []
     for row, user in enumerate(columns["user_id"].tolist()):
-        before.append([*past.setdefault(user, [])[-length - 2 :], *[row] * own])
+        before.append([*past.setdefault(user, [])[-length - 2 :], *[row] * itself])
         past[user].append(row)
     lists = [before[click] for click in clicks.tolist()]
     sent = {"items": "item_id", "times": "timestamp", "category_id": "category_id"}
