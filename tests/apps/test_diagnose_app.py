@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +164,8 @@ def test_a_captured_step_is_applied_and_its_gain_is_printed(
     monkeypatch.setattr(experiments, "MOST_ROUNDS", experiments.FEWEST_ROUNDS)
     assert run_diagnosis(small_job("loader.batch_size=64"), budget_s=5, apply=True) == 0
     page = " ".join(capsys.readouterr().out.split())
-    assert "what was applied, and what it gained the step captured: predicted " in page
+    (applied,) = re.findall("what was applied, and what it gained (.*) together", page)
+    assert "the step captured: predicted " in applied  # beside fewer threads, where others keep the cores busy
     assert "--set train.compile=require" in page.split("together")[1]
 
 
