@@ -1,15 +1,22 @@
 """Runtime: the device of each process, also of a rank group that has some of a host's GPUs; the threads of gloo."""
 
+import os
+
 import pytest
 import torch
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from tests.contracts import leave_group, run_ranks
 from tests.examples import META, table
-from torchrec_ext.distributed.plan.planner import on_own_device
+from torchrec_ext.distributed.parallel import hybrid_parallel
+from torchrec_ext.distributed.plan.config import PlanConfig
+from torchrec_ext.distributed.plan.planner import on_own_device, plan_sharding
 from torchrec_ext.distributed.runtime import GPUS, Runtime, choose_device
 from torchrec_ext.distributed.sharders import BagSharder
+from torchrec_ext.models import two_tower
+from torchrec_ext.schema import Jagged
 from torchx_apps.networks.members import GPUS as TOLD
 from torchx_apps.networks.members import _of_local_ranks
 
@@ -67,3 +74,24 @@ def test_a_process_starts_on_the_gpu_that_its_group_gives_it(monkeypatch: pytest
     with Runtime.start() as runtime:
         assert runtime.device == torch.device("cuda", last)
         assert torch.empty(1, device="cuda").device == runtime.device
+
+
+def trained_twice(runtime: Runtime) -> list[float]:
+    """The losses of two runs in one process, whose tables are sharded within a host and over hosts."""
+    losses = []
+    for port in leave_group(runtime, groups=2):
+        os.environ["MASTER_PORT"] = str(port)
+        with Runtime.start("cpu") as group:
+            torch.manual_seed(0)
+            model = two_tower([table("user_id", 20)], [table("item_id", 30)], tower_widths=[4], device=META)
+            plan = plan_sharding(model, group, PlanConfig(sharding="table_row_wise"))
+            parallel, _ = hybrid_parallel(model, group, plan=plan, seed=0)
+            ids = {"user_id": Jagged(torch.tensor([1, 2])), "item_id": Jagged(torch.tensor([3, 4]))}
+            loss, _ = parallel(model.schema().assemble(ids, {}, labels=torch.tensor([0.0, 1.0])))
+            losses.append(float(loss.detach()))
+    return losses
+
+
+def test_a_process_may_train_again_when_its_first_group_has_ended() -> None:
+    for first, again in run_ranks(trained_twice, 2):
+        assert first == again

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import resource
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -101,9 +102,18 @@ class Runtime:
         except BaseException:
             # NCCL's teardown waits for peers, which wait for this rank: it would hide the error until the timeout.
             if runtime.backend != "nccl":
-                dist.destroy_process_group()
+                _leave()
             raise
-        dist.destroy_process_group()
+        _leave()
+
+
+def _leave() -> None:
+    """Ends the process group, and what TorchRec keeps of it: its groups by host, which the next one would take."""
+    dist.destroy_process_group()
+    kept = sys.modules.get("torchrec.distributed.comm")
+    for name in ("_INTRA_PG", "_CROSS_PG", "_INTRA_PG_2D", "_CROSS_PG_2D"):
+        if hasattr(kept, name):
+            setattr(kept, name, None)
 
 
 def _describe(device: str | None, threads: int | None) -> Runtime:
