@@ -10,6 +10,7 @@ import pytest
 
 from tests.launch.jobs import Job, gone
 from torchrec_ext.data.datasets.labelled import planted_context
+from torchx_apps.agent import MISTAKE
 
 pytestmark = [pytest.mark.launch, pytest.mark.slow]
 FILES = 8
@@ -35,7 +36,7 @@ def test_a_file_that_vanishes_is_named_and_the_run_goes_on_when_it_is_back(
         job.until(lambda: len(job.steps()) > 1)
         left = job.descendants()
         file.rename(away)
-        assert job.end(120) == 1, job.output
+        assert job.end(120) == MISTAKE, job.output
         last = job.output.splitlines()[-1]
         assert "rows/part-5.parquet: the file vanished while it was in use" in last, job.output
         assert last.endswith("go on with --resume auto"), last
