@@ -159,8 +159,8 @@ def test_a_stopped_pipeline_goes_on_where_it_was_and_its_bundle_is_that_of_three
         with pytest.raises(ValueError, match=f"^{key}; go on with that, give another --out, or remove .*bundle$"):
             checked(out, *setting(*keys, changed))
         assert stage
-    with pytest.raises(ValueError, match=r"^flags=--index=flat: \S+/bundle was made with --store=fp16"):
-        checked(out, *setting(*keys), "--index=flat")
+    with pytest.raises(ValueError, match=r"^flags=--store=int8: \S+/bundle was made with --store=fp16"):
+        checked(out, *setting(*keys), "--store=int8")
     (out / "run" / "summary.json").write_text("{}")
     with pytest.raises(ValueError, match=r"^SHA-256 of \S+/run/summary.json=\w+: \S+/bundle was made with \w+; go on"):
         checked(out, *setting(*keys), "--store=fp16")
@@ -195,7 +195,8 @@ def checked(out: Path, *flags: str) -> None:
         ("--index hnws", "argument --index: invalid choice: 'hnws'"),
         ("--onnx-skip user", "--onnx-skip user: there is nothing to leave it out of; give --onnx FOLDER too"),
         ("--onnx OUT/bundle/onnx", "--onnx .*: is the bundle's folder .*, in it, or around it; give one beside it"),
-        ("--index flat", "a FaissIndex needs the package faiss: pip install"),
+        ("--index flat --set model.interaction=dot", "a FaissIndex needs the package faiss: pip install"),
+        ("--index flat", "index='flat': searches by dot product or cosine, and this model scores by a top NN"),
         ("--run-dir runs/a", "--run-dir runs/a: the pipeline's folders are those of --out, and it always goes on"),
         ("--resume runs/a", "--resume runs/a: the pipeline's folders are those of --out"),
     ],
@@ -250,7 +251,7 @@ def test_killed_on_two_ranks_in_each_stage_it_ends_as_if_it_never_was(small_set:
 
 def launched(out: Path, keys: Sequence[str]) -> Launched:
     """The component's job of two ranks on this machine."""
-    words = ["--out", str(out), "--index=flat", *[word for key in keys for word in ("--set", key)]]
+    words = ["--out", str(out), "--store=fp16", *[word for key in keys for word in ("--set", key)]]
     role = materialize_appdef(component.all, gather_overrides(["rec.pipeline.all", *words])[1:]).roles[0]
     values = macros.Values(img_root="", app_id="films", replica_id="0", rank0_env="TORCHX_RANK0_HOST")
     role = values.apply(role)

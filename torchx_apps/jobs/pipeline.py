@@ -139,6 +139,10 @@ def _run_stage(options: argparse.Namespace, folder: Path, data: Stage) -> Stage:
     given += [f"data.name={data.folder}", "export=never"]
     job = apply_overrides(load_recipe(options.recipe), given)
     _check_training(job, options.recipe)
+    if options.index != "exact" and getattr(job.model, "interaction", "dot") not in ("dot", "cosine"):
+        from torchrec_ext.retrieval.bundle.index_kinds import check_index_metric
+
+        check_index_metric(options.index, "top_nn")
     flags = ["--recipe", options.recipe, *(f"--set={item}" for item in given)]
     return Stage(
         app="train",
