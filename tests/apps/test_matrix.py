@@ -484,17 +484,22 @@ def check_runs(cell: Cell, outcomes: Sequence[Outcome]) -> None:
         assert first.scores == sorted(first.scores, reverse=True)
 
 
+def outcomes_by_name(cells: Sequence[Cell], seconds_each: float) -> dict[str, list[Outcome]]:
+    """The outcomes of cells by their names; ranks are started once for each number of them."""
+    made = {}
+    for ranks in sorted({cell["ranks"] for cell in cells}):
+        chosen = [cell for cell in cells if cell["ranks"] == ranks]
+        outcomes = outcomes_of(chosen, timeout_s=60 + seconds_each * len(chosen))
+        made |= dict(zip(map(name_of, chosen), outcomes, strict=True))
+    return made
+
+
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> dict[str, list[Outcome]]:
-    """The outcomes of all cells that this run tries, by their names; ranks are started once for each number of them."""
+    """The outcomes of all cells that this run tries."""
     items: list[Any] = [item for item in request.session.items if "outcomes" in getattr(item, "fixturenames", ())]
     tried = {name_of(cell): cell for cell in (item.callspec.params["cell"] for item in items)}
-    made = {}
-    for ranks in sorted({cell["ranks"] for cell in tried.values()}):
-        names = [name for name, cell in tried.items() if cell["ranks"] == ranks]
-        chosen = [tried[name] for name in names]
-        made |= dict(zip(names, outcomes_of(chosen, timeout_s=60 + 30 * len(chosen)), strict=True))
-    return made
+    return outcomes_by_name([*tried.values()], 30)
 
 
 # Each choice once, but train.compile=require, which compiles for ten seconds and more.
@@ -507,13 +512,13 @@ def test_every_choice_works(cell: Cell, outcomes: dict[str, list[Outcome]]) -> N
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_any_two_options_work_together(recipe: str) -> None:
     tried, failed = [cell for cell in cells(2) if cell["recipe"] == recipe], {}
-    for ranks in sorted({cell["ranks"] for cell in tried}):
-        chosen = [cell for cell in tried if cell["ranks"] == ranks]
-        for cell, outcomes in zip(chosen, outcomes_of(chosen, timeout_s=300 * len(chosen)), strict=True):
-            try:
-                check_runs(cell, outcomes)
-            except AssertionError as error:
-                failed[name_of(cell)] = (str(error), [outcome.refusal for outcome in outcomes])
+    outcomes = outcomes_by_name(tried, 300)
+    for cell in tried:
+        made = outcomes[name_of(cell)]
+        try:
+            check_runs(cell, made)
+        except AssertionError as error:
+            failed[name_of(cell)] = (str(error), [outcome.refusal for outcome in made])
     assert not failed
 
 

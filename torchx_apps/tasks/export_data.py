@@ -354,7 +354,7 @@ def _as_in_files(rows: Chunk, encoding: RowContext, ids: FileIds) -> pa.Table:
 
 
 def _id_vocabularies(data: InteractionData, ids: FileIds) -> dict[tuple[str, ...], NDArray[Any]]:
-    """For each group of columns with one id space: the file's ids of rows 1..n; omitted where id equals row.
+    """Returns the file's ids of rows 1..n of each group of columns with one id space, where an id is not its row.
 
     A user or an item without a training row is the unknown one, though not in a history, as in the evaluation.
     """

@@ -103,7 +103,7 @@ class LabelledData:
     @property
     def tables(self) -> Mapping[str, str]:
         """The table of each sparse column, by column: preprocessed columns of one vocabulary share one."""
-        return dict(zip(self.features, self.features, strict=True)) if self.prepared is None else self.prepared.tables
+        return {name: name for name in self.features} if self.prepared is None else self.prepared.tables
 
     @property
     def features(self) -> tuple[str, ...]:

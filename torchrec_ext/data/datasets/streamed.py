@@ -179,7 +179,7 @@ class StreamedData:
 
     @cached_property
     def _label_sums(self) -> dict[str, tuple[NDArray[np.float64], NDArray[np.float64], float]]:
-        """By split the weight of the positives of label and tasks (T,), of those with label 1 (T,), and of all rows."""
+        """The weight of positives of label and tasks (T,), of those with label 1 (T,), and of all rows, by split."""
         names, weight = [self.roles.label, *self.roles.tasks], self.roles.weight
         sums = {}
         for split, source in self.splits.items():

@@ -124,7 +124,7 @@ def _rounding(module: nn.Module) -> float:
     registry: Mapping[str, Any] = getattr(module, "qcomm_codecs_registry", None) or {}
     kinds = {codecs.forward.quantized_dtype for codecs in registry.values()} - {torch.float32}
     # Four times the rounding of one number; integers have a scale for each few numbers.
-    return max((4 * torch.finfo(kind).eps if kind.is_floating_point else 0.05 for kind in kinds), default=0.0)
+    return max((4 * torch.finfo(kind).eps if kind.is_floating_point else LOGIT_SHARE for kind in kinds), default=0.0)
 
 
 def _check_towers(made: Mapping[str, Made]) -> None:
@@ -142,6 +142,7 @@ def _check_towers(made: Mapping[str, Made]) -> None:
 
 
 PAIRS = 256
+LOGIT_SHARE = 0.05  # of the greatest logit, by which int8 may change one: in a bundle's tables, or between ranks
 TOLERANCE = 1e-5  # of a logit, relative to the greatest: float32 sums in another order, as another machine adds them
 FOLDER = "audit"
 _QUERIES, _CANDIDATES, _EXPECTED = (f"{FOLDER}/{name}.arrow" for name in ("queries", "candidates", "expected"))

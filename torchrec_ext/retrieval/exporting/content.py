@@ -27,7 +27,7 @@ from torchrec_ext.data.preprocess.columns import raw_type
 from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
 from torchrec_ext.retrieval.bundle import audit as audits
 from torchrec_ext.retrieval.bundle.architecture import read_tensors
-from torchrec_ext.retrieval.bundle.audit import LiveModel
+from torchrec_ext.retrieval.bundle.audit import LOGIT_SHARE, LiveModel
 from torchrec_ext.retrieval.bundle.bundle import ITEMS, PROJECTED, STORE, USERS
 from torchrec_ext.retrieval.bundle.encoder import (
     ARCHITECTURE,
@@ -122,7 +122,6 @@ BLOCK_ROWS = 4096  # rows of the catalogue in a block: one size, so that vectors
 
 
 Tables = Literal["trained", "int8"]
-LOGIT_SHARE = 0.05  # of the greatest logit, by which int8 tables may change one
 OVERLAP_K, OVERLAP_QUERIES, OVERLAP_ITEMS = 10, 64, 4096
 
 
