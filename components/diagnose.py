@@ -1,13 +1,13 @@
 """Say why a training is slow: experiments on a recipe's own step, what will help and what will not.
 
-TorchX executes this file on its own, so it imports nothing but torchx and typing and names its app by string.
+TorchX executes this file on its own, so it imports nothing but torchx, typing and the component that trains.
 """
 
 from typing import Dict, List, Optional
 
 import torchx
+from torchrec_ext.components.train import _app, _environment
 from torchx import specs
-from torchx.components import dist
 
 
 def why_slow(
@@ -63,21 +63,16 @@ def why_slow(
             flags.append(f"{flag}={value}")
     if apply:
         flags.append("--apply")
-    if threads < 1:
-        raise ValueError(f"--threads {threads}: a rank needs at least one thread")
     nodes, x, procs = j.partition("x")
     if not x or not all(count.isdecimal() and int(count) > 0 for count in (nodes, procs)):
         raise ValueError(f"-j {j}: write NODESxPROCS in whole numbers from 1, such as -j 1x2")
-    cpu = cpu or max(2, int(procs) * threads)
-    memMB = memMB or max(4096, int(procs) * 2048)  # noqa: N806
-    env = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", **(env or {})}
     if j != "1x1":
-        app = getattr(dist, "torchrun", dist.ddp)(
-            *flags[2:],
-            *args,
-            m="torchx_apps.diagnose",
-            tee=2,  # prefixes a rank's stderr with its number; its stdout is the page, and stays as it is
+        return _app(
+            "torchx_apps.diagnose",
+            [*flags[2:], *args],
             j=j,
+            threads=threads,
+            max_retries=0,
             name=name,
             image=image,
             h=h,
@@ -86,17 +81,16 @@ def why_slow(
             memMB=memMB,
             env=env,
             mounts=mounts,
+            rdzv_port=0,
+            debug=False,
         )
-        for role in app.roles:  # torchrun with one clear last word, in place of a traceback
-            role.args[-1] = "exec python3 -m torchx_apps.agent --max_restarts 0" + role.args[-1][len("torchrun") :]
-        return app
     role = specs.Role(
         name="diagnose",
         image=image,
         entrypoint="python3",
         args=[*flags, *args],
-        env=env,
-        resource=specs.resource(cpu=cpu, memMB=memMB, gpu=gpu, h=h),
+        env=_environment(env, threads, max_retries=0, elastic=""),
+        resource=specs.resource(cpu=cpu or max(2, threads), memMB=memMB or 4096, gpu=gpu, h=h),
         mounts=specs.parse_mounts(mounts) if mounts else [],
     )
     return specs.AppDef(name=name, roles=[role])

@@ -64,11 +64,17 @@ def test_wrong_flags_are_refused(flags: list[str], message: str, capfd: pytest.C
 def test_several_ranks_are_launched_by_torchrun() -> None:
     (role,) = materialize_appdef(diagnose.why_slow, ["--recipe", "ncf", "-j", "1x2", "--budget", "5"]).roles
     assert "--nproc_per_node 2" in role.args[-1]
-    assert role.args[-1].startswith("exec python3 -m torchx_apps.agent --max_restarts 0 ")
+    check, _, started = role.args[-1].partition("; exec ")
+    assert check.startswith('python3 -c "import torchx_apps" ')
+    assert started.startswith("python3 -m torchx_apps.agent --max_restarts 0 ")
     assert role.args[-1].endswith("-m torchx_apps.diagnose --recipe ncf --budget=5.0")
     assert role.resource.cpu == 2
     with pytest.raises(ValueError, match="-j two: write NODESxPROCS in whole numbers from 1"):
         materialize_appdef(diagnose.why_slow, ["-j", "two"])
+    with pytest.raises(ValueError, match="-j 1:2x1: write NODESxPROCS in whole numbers from 1"):
+        materialize_appdef(diagnose.why_slow, ["-j", "1:2x1"])
+    with pytest.raises(ValueError, match="-j 1x2 with --gpu 4: each of a node's 2 ranks needs a GPU of its own"):
+        materialize_appdef(diagnose.why_slow, ["-j", "1x2", "--gpu", "4"])
 
 
 def small_job(*settings: str) -> Job:
