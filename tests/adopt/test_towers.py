@@ -399,6 +399,10 @@ def summed(model: Any) -> Callable[..., Tensor]:
     return lambda profile, item, label: bce(model)(profile, item, label) * len(label)
 
 
+def in_bfloat16(model: Any) -> Callable[..., Tensor]:
+    return torch.autocast("cpu", torch.bfloat16)(bce(model))  # type: ignore[no-any-return]
+
+
 def by_row(model: Any) -> Callable[..., Tensor]:
     return lambda profile, item, label: model(profile, item) - label
 
@@ -465,6 +469,10 @@ REFUSED: dict[str, tuple[Callable[[Runtime], None], str]] = {
         "tower 'item' returns a float, must be a float tensor",
     ),
     "hooks": (case(hooked), "tower 'item' has hooks, which would run on every rank: put them on a module in it"),
+    "autocast": (
+        case(loss=in_bfloat16),
+        rf"{LINE}: tower 'user' is called under torch.autocast, .*: enter torch.autocast within the tower's",
+    ),
     "in-batch": (case(loss=in_batch), r"the loss is not a mean over rows: .*\(in-batch softmax\)"),
     "weighted": (case(loss=weighted), "the loss is not a mean over rows: .*divides by a sum of weights"),
     "summed": (case(loss=summed), r"the loss is a sum over rows: .*divide it by the rows \(reduction='mean'\)"),
@@ -722,6 +730,47 @@ def test_all_ranks_capture_before_the_same_step_once_one_of_them_finds_it_due() 
     assert first[-1] is True
     for result in ranks:
         assert_close(result["model"], model.state_dict(), 1e-6)
+
+
+class In16Bits(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
+
+
+def top_in_16_bits(model: Any) -> Callable[..., Tensor]:
+    def loss(profile: Tensor, item: Tensor, label: Tensor) -> Tensor:
+        both = model.user(profile) * model.item(profile)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model.top(both)
+        return nn.functional.binary_cross_entropy_with_logits(logits.squeeze(1).float(), label)
+
+    return loss
+
+
+def in_16_bits(runtime: Runtime | None) -> list[float]:
+    model = seeded(lambda: Dense(user=In16Bits(5, 4), item=In16Bits(5, 4)))
+    optimizer, loss = torch.optim.SGD(model.parameters(), 0.5), top_in_16_bits(model)
+    if runtime is not None:
+        step = adopt_towers(model, optimizer, loss, runtime, {"user": 0, "item": 1}, next(batches(1)))
+        return [float(step(*batch)[0]) for batch in [*batches(1)] * STEPS]
+    losses = []
+    for batch in [*batches(1)] * STEPS:
+        optimizer.zero_grad()
+        value = loss(*batch)
+        value.backward()
+        optimizer.step()
+        losses.append(float(value))
+    return losses
+
+
+@pytest.mark.slow
+def test_towers_in_16_bits_apart_learn_what_one_process_learns() -> None:
+    """Outputs travel in 16 bits, and each rank rounds the gradients of its rows alone."""
+    whole = in_16_bits(None)
+    assert whole[-1] < whole[0] - 0.02, "it learns"
+    for losses in run_ranks(in_16_bits, 2):
+        assert losses == pytest.approx(whole, abs=4e-3)
 
 
 def momentum_on_one(runtime: Runtime) -> str:

@@ -56,7 +56,7 @@ class OutputExchange:
     def __init__(
         self, runtime: Runtime, towers: Sequence[Subnetwork], top: Sequence[nn.Parameter], dtype: torch.dtype, rows: int
     ) -> None:
-        self._runtime, self._towers, self._top, self._dtype = runtime, towers, list(top), dtype
+        self._runtime, self._towers, self._top, self.dtype = runtime, towers, list(top), dtype
         self._sum_dtype = torch.float32
         for parameter in self._top:
             self._sum_dtype = torch.promote_types(self._sum_dtype, parameter.dtype)
@@ -102,12 +102,12 @@ class OutputExchange:
 
     def header(self, numbers: Sequence[float]) -> Tensor:
         """Returns the head of an exchange of outputs, in the dtype of the outputs."""
-        return torch.tensor(numbers, dtype=torch.float64).view(self._dtype).to(self._runtime.device)
+        return torch.tensor(numbers, dtype=torch.float64).view(self.dtype).to(self._runtime.device)
 
     @property
     def message_sizes(self) -> list[int]:
         """Numbers of an exchange of outputs that come from each rank."""
-        header = HEADER * torch.float64.itemsize // self._dtype.itemsize
+        header = HEADER * torch.float64.itemsize // self.dtype.itemsize
         return [header + self.capacity * width for width in self._widths]
 
     def blanks(self, rows: int, *, late: bool) -> list[Tensor]:
@@ -267,7 +267,7 @@ class OutputExchange:
 
     def empty(self, size: int) -> Tensor:
         """Returns numbers of the outputs' dtype, not initialised, (size,)."""
-        return torch.empty(size, dtype=self._dtype, device=self._runtime.device)
+        return torch.empty(size, dtype=self.dtype, device=self._runtime.device)
 
     def _exchange(self, pieces: Sequence[Tensor], sizes: list[int], counts: list[int], name: str) -> Tensor:
         if self._record.next is not None:

@@ -277,6 +277,13 @@ class UserLoss:
                     raise _reads_computed(tower)
                 tower.arguments = [_Leaf(numbers[id(a)]) if id(a) in numbers else a for a in arguments]
                 tower.computed = any(isinstance(argument, Tensor) for argument in tower.arguments)
+                device = next((argument.device.type for argument in arguments if isinstance(argument, Tensor)), "cpu")
+                if torch.is_autocast_enabled(device):  # towers run before the loss, and outside of its contexts
+                    raise CannotAdopt(
+                        f"{tower.lines[-1]}: tower '{tower.path}' is called under torch.autocast, which does not reach "
+                        "it on its own rank: enter torch.autocast within the tower's own forward, and around what "
+                        "stands above the towers"
+                    )
                 result = run(*positional, **keywords)
                 outputs[tower.path], tower.outputs = tree_flatten(result)
                 return result

@@ -604,7 +604,9 @@ class TowersApart:
             if id(parameter) not in local:
                 continue
             ours, theirs = _dense(parameter.grad), _dense(plain[name])
-            allowed = torch.finfo(parameter.dtype).eps ** 0.5 * (float(theirs.abs().max()) + greatest / 10)
+            rounding = torch.finfo(self.exchange.dtype).eps  # of outputs, which are in 16 bits under autocast
+            share = max(torch.finfo(parameter.dtype).eps ** 0.5, 8 * rounding)
+            allowed = share * (float(theirs.abs().max()) + greatest / 10)
             alike = (parameter.grad is None) == (plain[name] is None)
             if not alike or bool(((ours - theirs).abs() > allowed).any()):
                 raise CannotAdopt(
