@@ -6,7 +6,9 @@ import datetime
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from torchrec_ext.retrieval.scorer.scorer import Scorer
 from torchrec_ext.schema import DataError
 from torchx_apps import preprocess
 from torchx_apps.cli.command_line import apply_overrides, load_recipe
+from torchx_apps.jobs.resuming import check_ids, ids_of
 from torchx_apps.jobs.training import run_training
 
 Ids = Callable[[Any], Any]
@@ -99,6 +102,30 @@ def test_ids_that_are_text_in_the_same_order_train_the_same_model(ids: Ids, tmp_
         assert [file.read_bytes() for file in tables[0]] == [file.read_bytes() for file in tables[1]]
     bundle = Bundle.load(text.parent / "run/bundle")
     assert set(bundle.store.ids.ids().tolist()) == set(pq.read_table(text / "items.parquet")["item_id"].to_pylist())
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(("new", "kept"), [("zz-new", True), ("aa-new", False)])
+def test_a_run_is_taken_up_only_where_its_ids_stand_for_the_same_values(new: str, kept: bool, tmp_path: Path) -> None:
+    """A new item after the old ones in the order of the ids leaves their rows alone; one before them moves all."""
+    folder = of_pairs(tmp_path / "log", in_order)
+    config = DataConfig(name="log", folder=str(tmp_path), context=("device",))
+    task = SimpleNamespace(data=load_config(config))
+    (tmp_path / "ids.json").write_text(json.dumps(ids_of(task)))
+    check_ids(tmp_path, task)
+    log, items = pq.read_table(folder / "inter.parquet"), pq.read_table(folder / "items.parquet")
+    pq.write_table(
+        pa.concat_tables([items, items.slice(0, 1).set_column(0, "item_id", [[new]])]), folder / "items.parquet"
+    )
+    at = log.column_names.index("item_id")
+    bought = pa.array([new, *log["item_id"].to_pylist()[1:]])
+    pq.write_table(log.set_column(at, "item_id", [bought]), folder / "inter.parquet")
+    grown = SimpleNamespace(data=load_config(config))
+    words = r"column 'item_id' had 31 values when its tables were trained, and their ids stand for other values"
+    with pytest.raises(DataError, match=words):
+        check_ids(tmp_path, grown)
+    with nullcontext() if kept else pytest.raises(DataError, match=words):
+        check_ids(tmp_path, grown, later=True)
 
 
 @pytest.mark.unit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -9,6 +10,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
 
 from torchrec_ext.schema import DataError
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
@@ -17,8 +22,7 @@ from torchrec_ext.train.checkpoint.storage import CheckpointError, is_url
 from torchx_apps.cli.link_watch import children_of
 from torchx_apps.cli.sigterm import end_now, once
 
-CHECKPOINTS, LAUNCH = "checkpoints", "launch"
-PREPROCESSED = "preprocessor.sha256"  # in the folder of a run on preprocessed rows
+CHECKPOINTS, LAUNCH, IDS = "checkpoints", "launch", "ids.json"
 _NO_LAUNCH = ("", "none")  # without torchrun, and where torchrun was given no --rdzv-id, so that launches share it
 
 
@@ -45,26 +49,57 @@ def newest_networks(recipe: str, runs: Path = Path("runs"), *, launch: str | Non
     return max(folders, key=lambda folder: folder.name, default=None)
 
 
-def preprocessor_of(task: object) -> str:
-    """Returns the digest of the preprocessor that made a task's rows; empty where none did."""
+def ids_of(task: object) -> dict[str, Any]:
+    """Returns what the ids of a task's rows stand for: digests of the preprocessor and of each column's values."""
     data = getattr(task, "data", None)
-    return str(getattr(getattr(data, "prepared", data), "digest", ""))
+    values: Mapping[str, Any] = getattr(data, "id_values", {})
+    return {
+        "preprocessor": str(getattr(getattr(data, "prepared", data), "digest", "")),
+        "values": {name: [len(of), _digest_of(of)] for name, of in values.items()},
+    }
 
 
-def check_preprocessor(run: Path, task: object) -> None:
+def check_ids(run: Path, task: object, *, later: bool = False) -> None:
     """Refuses rows whose ids stand for other values than those that the tables of a run were trained with.
 
+    Args:
+        run: the run folder.
+        task: the task that has the rows.
+        later: whether further ids may follow those of the run, as in a new run that begins with its weights.
+
     Raises:
-        DataError: the run's rows were those of another preprocessor.
+        DataError: an id stands for another value than in the run.
     """
-    file, now = run / PREPROCESSED, preprocessor_of(task)
-    trained = file.read_text().strip() if file.is_file() else now
-    if now != trained:
+    if not (run / IDS).is_file():  # a folder of checkpoints elsewhere
+        return
+    then, data = json.loads((run / IDS).read_text()), getattr(task, "data", None)
+    now = ids_of(task)
+    if not later and then["preprocessor"] != now["preprocessor"]:
         raise DataError(
-            f"{run}: its tables were trained with the ids of another preprocessor ({trained[:12]}) than the one that "
-            f"made the rows now ({now[:12] or 'none'}), so that an id is another value; give the rows of then, --set "
-            "data.name=FOLDER, or train anew; and preprocess another log into a folder of its own"
+            f"{run}: its tables were trained with the ids of another preprocessor ({then['preprocessor'][:12]}) than "
+            f"the one that made the rows now ({now['preprocessor'][:12] or 'none'}), so that an id is another value; "
+            "give the rows of then, --set data.name=FOLDER, or train anew; and preprocess another log into a folder of "
+            "its own"
         )
+    for name, (count, digest) in then["values"].items():
+        values = getattr(data, "id_values", {}).get(name)
+        if values is None or (later and len(values) >= count and _digest_of(values[:count]) == digest):
+            continue
+        if later or now["values"][name] != [count, digest]:
+            raise DataError(
+                f"{run}: column '{name}' had {count:,} values when its tables were trained, and their ids stand for "
+                "other values in the rows now, as where new values came between the old ones; give rows in which the "
+                "old values keep their ids (FittedPreprocessor.transform of then makes them; or number the column "
+                "yourself, new values last), or train anew"
+            )
+
+
+def _digest_of(values: Any) -> str:
+    """Returns the SHA-256 of values (N,), whole numbers or text, in their order."""
+    held = values.to_numpy(zero_copy_only=False) if isinstance(values, pa.Array) else np.asarray(values)
+    if held.dtype == object or held.dtype.kind == "U":
+        return hashlib.sha256("\0".join(map(str, held.tolist())).encode()).hexdigest()
+    return hashlib.sha256(np.ascontiguousarray(held)).hexdigest()
 
 
 def _launch_of(folder: Path) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import math
 import os
@@ -50,15 +51,15 @@ from torchx_apps.jobs import report
 from torchx_apps.jobs.placing import merge_lookups, place_towers, report_steps
 from torchx_apps.jobs.resuming import (
     CHECKPOINTS,
+    IDS,
     LAUNCH,
-    PREPROCESSED,
     asked_to_stop,
-    check_preprocessor,
+    check_ids,
     find_checkpoint,
     hinting_at_resume,
+    ids_of,
     launch_id,
     newest_run,
-    preprocessor_of,
     restarted,
     resume_from,
     where_to_begin,
@@ -133,9 +134,9 @@ def run_training(
         run = _open_run(job, run_dir, resume, runtime, member)
         folder, checkpointer = run.folder, run.checkpointer
         if run.checkpoint:
-            check_preprocessor(Path(run.checkpoint).parent.parent, task)
-        if folder is not None and preprocessor_of(task):
-            folder.write(PREPROCESSED, f"{preprocessor_of(task)}\n")
+            check_ids(Path(run.checkpoint).parent.parent, task)
+        if folder is not None:
+            folder.write(IDS, json.dumps(ids_of(task), indent=2))
         plan, text = plan_job(job, model, decision, runtime)
         if folder is not None:
             print(f"\n{text}\n", flush=True)
@@ -528,6 +529,7 @@ def _begin_with(
         return
     together = CheckpointRanks(runtime)
     path = find_checkpoint("start.path=", job.start.path, together)
+    check_ids(Path(path).parent.parent, task, later=True)
     configs = [table for _, collection in collections(model) for table in table_configs(collection)]
     features = {table.name: schema.feature(table.feature_names[0]) for table in configs}
     cold = {name: feature.oov_id for name, feature in features.items() if feature is not None}

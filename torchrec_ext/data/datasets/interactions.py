@@ -224,6 +224,15 @@ class InteractionData:
         return tuple(self.context.vocab), tuple(self.context.scales)
 
     @property
+    def id_values(self) -> dict[str, Any]:
+        """The values that ids stand for, in the order of the ids, by column; none where a value is its id."""
+        if self.prepared is not None:
+            return dict(self.prepared.id_values)
+        named = {"user_id": self.user_ids, "item_id": self.item_ids}
+        described = self.context.steps.id_values | self.sides.steps.id_values
+        return described | {name: ids for name, ids in named.items() if ids is not None}
+
+    @property
     def users_by_row(self) -> Array:
         """The files' id of the user in each row, (users + 1,); [0] is no user's."""
         return np.arange(self.vocab["user_id"]) if self.user_ids is None else self.user_ids

@@ -90,6 +90,11 @@ class LabelledData:
         object.__setattr__(self, "oov_ids", {**rows, **self.oov_ids})
 
     @property
+    def id_values(self) -> dict[str, Any]:
+        """The values that ids stand for, in the order of the ids, by column; none where a value is its id."""
+        return dict(self.words.steps.id_values if self.prepared is None else self.prepared.id_values)
+
+    @property
     def item_key(self) -> str | None:
         """Name of the column of the items, or None."""
         return "item_id" if "item_id" in self.vocab else None

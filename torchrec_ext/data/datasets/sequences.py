@@ -105,6 +105,11 @@ class SequenceData:
         if self.times is not None:
             self._check_times(self.times)
 
+    @property
+    def id_values(self) -> dict[str, Array]:
+        """The value that each item's id stands for, in the order of the ids; none where a value is its id."""
+        return {} if self.item_ids is None else {"item_id": self.item_ids}
+
     def _check_times(self, times: Column) -> None:
         if not times.ragged or not np.array_equal(times.lengths, self.sequences.lengths):
             raise DataError(

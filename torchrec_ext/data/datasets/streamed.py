@@ -106,6 +106,11 @@ class StreamedData:
         """SHA-256 of the preprocessor: with another one the ids stand for other values."""
         return (self.folder / PREPROCESSOR / DIGEST).read_text().strip()
 
+    @property
+    def id_values(self) -> dict[str, pa.Array]:
+        """The values of each vocabulary, in the order of their ids from 1 on, by its first column."""
+        return self.preprocessor.id_values
+
     @cached_property
     def vocab(self) -> dict[str, int]:
         """Number of rows of each feature's table, whose row 0 is the unknown value."""

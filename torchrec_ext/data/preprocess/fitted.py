@@ -95,6 +95,12 @@ class FittedPreprocessor:
         return {name: first.setdefault(which, name) for name, which in made.items()}
 
     @property
+    def id_values(self) -> dict[str, pa.Array]:
+        """The values of each vocabulary, in the order of their ids from 1 on, by its first column."""
+        pairs = zip(self.steps, self.states, strict=True)
+        return {step.writes[0]: state.values for step, state in pairs if isinstance(state, Vocabulary)}
+
+    @property
     def dense(self) -> tuple[str, ...]:
         """Names of the number columns of the result, without those that are kept."""
         return tuple(name for name, kind in self.outputs.items() if kind == "float32" and name not in self.keep)
