@@ -23,6 +23,7 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,6 +57,7 @@ def _embed(argv: Sequence[str] | None) -> int:
     options.redis = with_password(options.redis, options.redis_password_file)
     from torchrec_ext.distributed.runtime import Runtime
     from torchx_apps.jobs.embedding import TowerGroup
+    from torchx_apps.jobs.tracking import tracked
     from torchx_apps.jobs.training import quieten_libraries
 
     quieten_libraries()
@@ -66,8 +68,11 @@ def _embed(argv: Sequence[str] | None) -> int:
             raise ValueError(f"--redis holds users' vectors, and {', '.join(names)} makes others: add --tower {QUERY}")
         without_files = None if options.delete is not None else "known"
         rows = TowerGroup(bundle, names, runtime, options.catalogue or without_files, options.id)
-        result = _write(rows, options)
-        unknown = rows.unknown()
+        folder = (options.out or options.refresh) if runtime.is_main else None
+        with tracked(folder, vars(options), folder="store") if folder else nullcontext({}) as figures:
+            result = _write(rows, options)
+            unknown = rows.unknown()
+            figures.update({"store": result, "unknown": dict(unknown)})
         if runtime.is_main:
             print(result)
             if unknown:

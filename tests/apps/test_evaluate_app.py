@@ -173,12 +173,24 @@ def test_items_without_a_vector_are_not_found_and_popularity_stands_beside(
     assert 0 <= report["popularity"]["recall@20"] < 0.5
 
 
-def test_it_leaves_a_table_and_a_picture(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_leaves_a_table_a_picture_and_a_tracked_run(
+    files: Files, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchx.tracker.backend.fsspec import create
+
+    (files.folder / "tracking").mkdir()
+    (files.folder / "tracking.conf").write_text(f"protocol=file\nroot_path={files.folder}/tracking\n")
+    monkeypatch.setenv("TORCHX_TRACKERS", "fsspec")
+    monkeypatch.setenv("TORCHX_TRACKER_FSSPEC_CONFIG", str(files.folder / "tracking.conf"))
+    monkeypatch.setenv("TORCHX_JOB_ID", "local_cwd://torchx/evaluate-1")
     assert main(files.flags(f"--out={files.folder / 'out'}", "--metrics=recall@20")) == 0
     printed = capsys.readouterr().out
     assert "items to find among 200" in printed
     assert "recall@20" in printed
-    assert json.loads((files.folder / "out/evaluation.json").read_text())["figures"].keys() == {"recall@20"}
+    figures = json.loads((files.folder / "out/evaluation.json").read_text())["figures"]
+    assert figures.keys() == {"recall@20"}
+    known = create(str(files.folder / "tracking.conf")).metadata("local_cwd://torchx/evaluate-1")
+    assert (known["metrics"], known["figures.recall@20"]) == ("recall@20", figures["recall@20"])
     assert (files.folder / "out/evaluation.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -24,6 +24,7 @@ from torchrec_ext.train import metrics
 from torchrec_ext.train.checkpoint.vectors import BLOCK, read_vectors
 from torchrec_ext.train.config import EvaluationConfig, Figure
 from torchrec_ext.train.report.figures import BLUE, RED, figure_with_panels, require_matplotlib, save_figure
+from torchx_apps.jobs.tracking import tracked
 
 _SPELLINGS = {"user": ("user", "user_id"), "item": ("item", "item_id")}
 Ranked = Iterator[tuple[int, metrics.TargetRanks]]  # the number of queries ranked so far, and those of a block
@@ -94,6 +95,19 @@ def run_evaluation(options: argparse.Namespace) -> int:
     asked_figures = EvaluationConfig(metrics=tuple(options.metrics.split(","))).figures
     if options.out:
         require_matplotlib("leave out --out")
+    with tracked(options.out, vars(options), folder="figures") if options.out else contextlib.nullcontext({}) as kept:
+        report, curve = _evaluated(options, asked_figures)
+        print(json.dumps(report) if options.json else _text(report))
+        if options.out:
+            _write(options.out, report, curve)
+        kept.update(report)
+    return 0
+
+
+def _evaluated(
+    options: argparse.Namespace, asked_figures: Sequence[tuple[Figure, int]]
+) -> tuple[dict[str, Any], list[tuple[int, float, float | None]]]:
+    """Returns the report, and recall of the vectors and of the most popular items by K where a picture is asked for."""
     users, items = (_vectors(path) for path in (options.users, options.items))
     if users.vectors.shape[1] != items.vectors.shape[1]:
         raise DataError(
@@ -117,10 +131,7 @@ def run_evaluation(options: argparse.Namespace) -> int:
         "figures": {name: figures[name] for name in shown},
         "popularity": {name: baseline[name] for name in shown if name in baseline},
     }
-    print(json.dumps(report) if options.json else _text(report))
-    if options.out:
-        _write(options.out, report, [(k, figures[f"recall@{k}"], baseline.get(f"recall@{k}")) for k in ks])
-    return 0
+    return report, [(k, figures[f"recall@{k}"], baseline.get(f"recall@{k}")) for k in ks if options.out]
 
 
 def _ranked(asked: Asked, users: Vectors, items: Vectors, similarity: metrics.Similarity, depth: int) -> Ranked:

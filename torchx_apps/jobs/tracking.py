@@ -15,7 +15,7 @@ from torchrec_ext.train.config import Record
 # Of a folder, where it has them.
 _ARTIFACTS = (
     "checkpoints", "bundle", "plan.txt", "summary.json", "training.png", "preprocessor", "preprocess.png",
-    "manifest.json",
+    "manifest.json", "evaluation.json", "evaluation.png",
 )  # fmt: skip
 _KNOWN = {"mlflow": "mlflow", "wandb": "wandb"}  # extras by the tracker that needs them
 JOB = "TORCHX_JOB_ID"  # variable with the handle of the TorchX job
