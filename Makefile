@@ -18,7 +18,8 @@ ifneq ($(shell test -x $(BIN)/python && cat $(STAMP) 2>/dev/null),$(CURDIR))
 $(shell rm -f $(STAMP))
 endif
 
-unexport PYTHONPATH PYTHONHOME PIP_USER
+# Bytecode is kept: without it each of the hundreds of processes that tests start compiles the package anew, for a second.
+unexport PYTHONPATH PYTHONHOME PIP_USER PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:

@@ -131,6 +131,7 @@ def small_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_ml_100k(tmp_path_factory.mktemp("set"))
 
 
+@pytest.mark.slow
 def test_a_stopped_pipeline_goes_on_where_it_was_and_its_bundle_is_that_of_three_commands(
     small_set: Path, tmp_path: Path
 ) -> None:

@@ -155,6 +155,7 @@ def test_both_workers_count_into_one_page_of_metrics(service: Launched) -> None:
     assert service.client().post("/v1/score", {}).status == 401
 
 
+@pytest.mark.slow
 @pytest.mark.launch
 def test_a_worker_that_dies_is_replaced(service: Launched) -> None:
     pid = next(event["pid"] for event in service.events("request"))
@@ -315,6 +316,7 @@ def probes(*flags: str) -> list[tuple[str, str]]:
     return [(probe["path"], probe["httpHeaders"][0]["value"]) for probe in asked]
 
 
+@pytest.mark.slow
 @pytest.mark.launch
 def test_a_rolling_update_loses_no_request(bundles: list[SmallBundle], tmp_path: Path) -> None:
     """By a balancer that hears of the end late, and whose clients keep the connections that they have."""

@@ -240,27 +240,32 @@ def test_the_figures_are_named_by_task_and_the_catalogue_is_ranked_where_it_is_a
 
 
 @pytest.mark.parametrize(
-    ("recipe", "overrides", "sessions"),
+    ("recipe", "overrides", "sessions", "seeds"),
     [
-        pytest.param("bst", ("model.top_widths=256,128", "model.dropout=0"), True, marks=pytest.mark.slow),
-        ("multi_task", (), False),
-        pytest.param("multi_task", ("model.rows=product", "train.epochs=4"), False, marks=pytest.mark.slow),
+        pytest.param("bst", ("model.top_widths=256,128", "model.dropout=0"), True, 1, marks=pytest.mark.slow),
+        ("multi_task", (), False, 1),
+        # Of its few conversions one seed learns .78, another .81.
+        pytest.param("multi_task", ("model.rows=product", "train.epochs=4"), False, 3, marks=pytest.mark.slow),
     ],
     ids=["bst", "multi_task", "multi_task by ESMM's product"],
 )
 def test_the_best_possible_prediction_is_nearly_reached(
-    recipe: str, overrides: Sequence[str], sessions: bool, tmp_path: Path
+    recipe: str, overrides: Sequence[str], sessions: bool, seeds: int, tmp_path: Path
 ) -> None:
-    """With the recipe's own rates, from generated rows whose chances are known."""
+    """With the recipe's own rates, from generated rows whose chances are known, in the mean of the seeds."""
     (tmp_path / "known").mkdir()
     best = planted_log_folder(tmp_path / "known", sessions=sessions)
-    job = apply_overrides(load_recipe(recipe), [*overrides, "data.ranked=0"])
-    (run,) = run_ranks(ran, 1, job, tmp_path / "run")
+    figures = []
+    for seed in range(seeds):
+        job = apply_overrides(load_recipe(recipe), [*overrides, "data.ranked=0", f"train.seed={seed}"])
+        (run,) = run_ranks(ran, 1, job, tmp_path / f"run-{seed}")
+        figures.append(run.figures)
     labels = ("click_", "conversion_") if recipe == "multi_task" else ("",)
     for name in [f"{label}auc" for label in labels]:
-        assert best[name] - 0.03 < run.figures[name] < best[name] + 0.01, (name, best[name], run.figures)
+        found = np.mean([figure[name] for figure in figures])
+        assert best[name] - 0.03 < found < best[name] + 0.01, (name, best[name], figures)
     for name in [f"{label}calibration" for label in labels]:
-        assert 0.85 < run.figures[name] < 1.15, run.figures
+        assert 0.85 < np.mean([figure[name] for figure in figures]) < 1.15, figures
 
 
 @pytest.mark.parametrize("recipe", list(SMALL))

@@ -305,6 +305,7 @@ def test_every_member_of_a_job_is_a_run(tmp_path: Path, fsspec_config: Path) -> 
         assert tracker.artifacts(run)["run_folder"].path == str(tmp_path / "out" / f"seed={seed}")
 
 
+@pytest.mark.slow
 @pytest.mark.launch
 def test_preprocessing_training_and_export_of_a_pipeline_are_runs(
     tmp_path: Path, fsspec_config: Path, monkeypatch: pytest.MonkeyPatch
@@ -354,6 +355,7 @@ def test_a_job_that_fails_is_a_run_with_its_error(
     assert create(str(fsspec_config)).metadata(RUN) == {"a.b": 1, "error": "no such column: user"}
 
 
+@pytest.mark.slow
 @pytest.mark.launch
 def test_a_trained_run_is_in_its_tracker(tmp_path: Path, fsspec_config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torchx.tracker.backend.fsspec import create

@@ -197,6 +197,7 @@ def test_a_node_is_dead_when_it_is_silent_and_not_when_its_clock_is_wrong(monkey
     assert not torchruns.state.participants, "torchrun compares the two clocks"
 
 
+@pytest.mark.slow
 @pytest.mark.launch
 def test_nodes_whose_clocks_are_an_hour_apart_meet(tmp_path: Path) -> None:
     script = tmp_path / "app.py"

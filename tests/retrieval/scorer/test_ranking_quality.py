@@ -33,7 +33,8 @@ def trained(folder: Path, *changes: str) -> dict[str, Any]:
     return json.loads((folder / "summary.json").read_text())  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("interaction", ["top_nn", pytest.param("dot", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("interaction", ["top_nn", "dot"])
 def test_hit_rate_through_the_service_is_the_trained_models_to_the_last_hit(interaction: str, tmp_path: Path) -> None:
     summary = trained(tmp_path / "run", f"model.interaction={interaction}")
     data = load_config(load_recipe("two_tower").data)

@@ -47,10 +47,8 @@ def test_as_the_whole_network(name: str, tmp_path: Path) -> None:
         assert torch.allclose(scorer(query, positions), expected[positions], atol=1e-5)
 
 
-SLOW = [pytest.param(name, dtype, marks=pytest.mark.slow) for name, dtype in (("ncf", "int8"), ("dot", "fp16"))]
-
-
-@pytest.mark.parametrize(("name", "dtype"), [("top", "fp32"), *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "dtype"), [("top", "fp32"), ("ncf", "int8"), ("dot", "fp16")])
 def test_compiled_as_not_compiled(name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For every count; a result is not overwritten by the next; another time it is loaded, not compiled."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))

@@ -123,6 +123,7 @@ def waiting(runtime: Runtime, folder: str) -> Any:
     return said
 
 
+@pytest.mark.slow
 def test_the_rank_that_others_wait_for_is_the_first_to_say_so(tmp_path: Path) -> None:
     (cause,), (other, in_pause) = run_ranks(waiting, 2, str(tmp_path))
     assert "it waits for no other rank" in cause
