@@ -30,6 +30,7 @@ Row = dict[str, object]
 Clock = Callable[[], float]
 LIMIT_S = 600.0  # of any wait for another process or thread
 ROOT = Path(__file__).resolve().parents[1]
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # with it, which users lack, each process compiles the package anew
 
 
 class Options(NamedTuple):
