@@ -336,8 +336,10 @@ def test_preprocessing_training_and_export_of_a_pipeline_are_runs(
     assert known["bundle.greatest_difference"] == manifest["certificate"]["parity"]["greatest_difference"]
     assert paths["bundle"].path == str(out / "bundle")
     assert tracker.metadata(RUN)["test.auc"] == json.loads((out / "run" / "summary.json").read_text())["test"]["auc"]
-    words = [sys.executable, "-m", "torchx_apps.embed", str(out / "bundle"), "--tower=item", f"--out={out / 'vectors'}"]
-    words += [f"--catalogue={out / 'data/raw/items.parquet'}", "--id=item_id"]
+    words = [sys.executable, "-m", "torchx_apps.embed", str(out / "bundle"), f"--out={out / 'vectors'}"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert "the bundle knows its users, and not 'timestamp', which each request gives" in done.stderr
+    words += ["--tower=item", f"--catalogue={out / 'data/raw/items.parquet'}", "--id=item_id"]
     done = subprocess.run(words, env=os.environ | {"TORCHX_JOB_ID": "embed-1"}, capture_output=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert tracker.metadata("embed-1")["store"].startswith(f"store: {out / 'vectors'} (")

@@ -346,10 +346,11 @@ class BagSharder(RowWiseOnCpu, EmbeddingBagCollectionSharder):
     Args:
         by_host: whether a planner may choose the types by host on a CPU, where the tables' constraints name them.
         arguments: arguments of TorchRec's sharder.
+        named: the same by name.
     """
 
-    def __init__(self, *, by_host: bool = False, **arguments: Any) -> None:
-        super().__init__(**arguments)
+    def __init__(self, *arguments: Any, by_host: bool = False, **named: Any) -> None:
+        super().__init__(*arguments, **named)
         if by_host:
             self.adds = SUMMED
 

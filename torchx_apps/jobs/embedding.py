@@ -71,6 +71,13 @@ class TowerGroup:
         rank, world_size = runtime.rank, runtime.world_size
         if catalogue == "known":
             self._users = _known_users(bundle, self.names)
+            known = self._users.block(0, 1).schema.names
+            asked = ", ".join(f"'{name}'" for name in self.encoder.request_columns if name not in known)
+            if asked:
+                raise ValueError(
+                    f"--catalogue: name the parquet files with the rows; the bundle knows its users, and not {asked}, "
+                    "which each request gives"
+                )
             self._files = KnownUsers(self._users, rank=rank, world_size=world_size)
         elif catalogue is not None:
             columns = list(self.encoder.request_columns)
