@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torchrec_ext.components as components  # type: ignore[import-not-found]
-from torchrec_ext.components import data, serve, train  # type: ignore[import-not-found]
+from torchrec_ext.components import data, diagnose, pipeline, serve, train  # type: ignore[import-not-found]
 from torchx.specs import AppDef
 from torchx.specs.finder import get_components
 
@@ -95,6 +95,14 @@ def test_every_component_runs_to_its_end(folder: Path) -> None:
             "--set=pictures=false", set="config.folder=ml-100k", out="ready", image=image
         ),
     )
+    all_succeed(
+        folder,
+        all=lambda image: pipeline.all(
+            "--set=preprocess.config.folder=ml-100k", "--set=train.epochs=1", "--set=train.compile=off",
+            out="chain", image=image,
+        ),
+        why_slow=lambda image: diagnose.why_slow(*TINY, budget=3, out="why", image=image),
+    )  # fmt: skip
     items = {"item_id": np.arange(1, 51), "release_year": np.full(50, 1), "genres": [[1]] * 50}
     pq.write_table(pa.table(items), folder / "items.parquet")
     np.save(folder / "vectors.npy", np.eye(3, dtype=np.float32))
@@ -114,9 +122,8 @@ def test_every_component_runs_to_its_end(folder: Path) -> None:
         http=lambda image: serve.http(bundle="run", port=port, image=image),
     )
     left = {"run/summary.json", "networks/results.json", "plan/plan.json", "ready/summary.json", "bundle/manifest.json"}
-    assert {
-        name for name in (*left, "vectors/CURRENT", "figures/evaluation.json") if not (folder / name).exists()
-    } == set()
+    left |= {"chain/bundle/manifest.json", "why/diagnosis.json", "vectors/CURRENT", "figures/evaluation.json"}
+    assert {name for name in left if not (folder / name).exists()} == set()
     ran = {
         "train.hybrid",
         "train.networks",
@@ -127,4 +134,5 @@ def test_every_component_runs_to_its_end(folder: Path) -> None:
         "evaluate",
         "serve.http",
     }
+    ran |= {"pipeline.all", "diagnose.why_slow"}
     assert {name for name in get_components() if name.startswith("rec.")} == {f"rec.{name}" for name in ran}
