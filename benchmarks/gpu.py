@@ -36,7 +36,8 @@ SCRIPTS = {"negatives": [], "mixed_precision": ["--studies"]}
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 DEVICE = "cuda" if GPUS else "cpu"
 SIZES = ("data.name=planted", "export=never", "train.early_stop.metric=", f"device={DEVICE}")
-SMALL = ("data.users=200", "data.items=100", "train.epochs=1", "loader.batch_size=256")
+SMALL = ("train.epochs=1", "loader.batch_size=256")
+FEW = ("data.users=200", "data.items=100")  # of the recipes that learn pairs; the rows of n_tower are few as they are
 
 
 class Part(NamedTuple):
@@ -131,7 +132,8 @@ def _write(folder: Path, about: Mapping[str, Any], name: str, result: Mapping[st
 
 def compared(name: str, part: Part, options: Options) -> Iterator[Row]:
     """Trains without the part and with it, in turn."""
-    size = SMALL if options.quick else ()
+    few = () if part.recipe == "n_tower" else FEW
+    size = (*SMALL, *few) if options.quick else ()
     before, after = [], []
     for _ in range(1 if options.quick else options.turns):
         before.append(trained(part.recipe, (*SIZES, *part.without, *size), part.ranks[0]))
