@@ -3,6 +3,7 @@
 import collections
 import os
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,12 +40,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     if "PYTEST_XDIST_WORKER" in os.environ:
         # In this order workers take files: with those of short tests last, they end together.
-        long = collections.Counter(item.path for item in items if not _is_short(item))
-        items.sort(key=lambda item: -long[item.path])
+        minutes: collections.Counter[Path] = collections.Counter()
+        for item in items:
+            minutes[item.path] += _minutes(item)
+        items.sort(key=lambda item: -minutes[item.path])
 
 
-def _is_short(item: pytest.Item) -> bool:
-    return isinstance(item, pytest.DoctestItem) or any(map(item.get_closest_marker, ("unit", "slow")))
+def _minutes(item: pytest.Item) -> float:
+    """Returns about how long a test takes, in the order of files."""
+    slow = item.get_closest_marker("slow")
+    if slow is not None:
+        return float(slow.kwargs.get("minutes", 0.1))
+    return 0.0 if isinstance(item, pytest.DoctestItem) or item.get_closest_marker("unit") else 0.05
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -508,7 +508,7 @@ def test_every_choice_works(cell: Cell, outcomes: dict[str, list[Outcome]]) -> N
     check_runs(cell, outcomes[name_of(cell)])
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=1.3)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_any_two_options_work_together(recipe: str) -> None:
     tried, failed = [cell for cell in cells(2) if cell["recipe"] == recipe], {}

@@ -133,7 +133,7 @@ def test_a_program_runs_as_it_stands(page: str, name: str, printed: str, folder:
     assert re.search(printed, run_program(program, folder), re.MULTILINE)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.8)
 @pytest.mark.launch
 @pytest.mark.parametrize("page", [page for page in PAGES if page != README], ids=lambda page: page.stem)
 def test_a_page_runs_from_top_to_bottom(page: Path, folder: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.launch.jobs import AGENT, SETTINGS, TORCHRUN, Job, gone
 
-pytestmark = [pytest.mark.launch, pytest.mark.slow]
+pytestmark = [pytest.mark.launch, pytest.mark.slow(minutes=0.4)]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from tests.launch.jobs import SETTINGS, Job, RunFiles
 from tests.launch.kubernetes_cluster import KubernetesCluster, missing_programs
 from tests.launch.two_hosts import Network, missing
 
-pytestmark = [pytest.mark.launch, pytest.mark.slow]
+pytestmark = [pytest.mark.launch, pytest.mark.slow(minutes=1)]
 # `auto` plans by hosts, so that one host and two would place the tables in two ways.
 FIXED = (*SETTINGS, "plan.sharding=row_wise")
 

@@ -15,7 +15,7 @@ from tests.launch.slurm_cluster import NODES, NoPackagesError, SlurmCluster
 from tests.launch.two_hosts import Network, missing
 from tests.small_sets import write_ml_100k
 
-pytestmark = [pytest.mark.launch, pytest.mark.slow]
+pytestmark = [pytest.mark.launch, pytest.mark.slow(minutes=0.6)]
 AGENT, RANK = "torchx_apps.agent", "torchx_apps.train"
 # `auto` plans by hosts, so that one host and two would place the tables in two ways.
 FIXED = (*SETTINGS, "plan.sharding=row_wise")

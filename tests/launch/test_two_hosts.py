@@ -13,7 +13,7 @@ import pytest
 from tests.launch.jobs import SETTINGS, gone
 from tests.launch.two_hosts import Cluster, Network, missing
 
-pytestmark = [pytest.mark.launch, pytest.mark.slow]
+pytestmark = [pytest.mark.launch, pytest.mark.slow(minutes=0.5)]
 HANG_S = 10
 
 
