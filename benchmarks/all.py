@@ -132,7 +132,9 @@ def merge(rounds: Sequence[Sequence[Row]]) -> list[Row]:
     for rows in zip(*rounds, strict=True):
         one: dict[str, Any] = dict(rows[0])
         for key in ("baseline", "ours", "ratio", "ceiling"):
-            if one[key] is not None:
+            if any(row[key] is None for row in rows):
+                one[key] = None
+            else:
                 one[key] = float(f"{statistics.median(float(str(row[key])) for row in rows):.4g}")
         one["low"], one["high"] = min(row["low"] for row in rows), max(row["high"] for row in rows)  # type: ignore[type-var]
         if one["required"] is not None:

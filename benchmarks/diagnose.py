@@ -8,6 +8,8 @@ A program is diagnosed once in each turn, in a process of its own, and all rows 
 times, those of `rank_programs.py` on two gloo ranks; ours is the number whose first verdict is that cause, and names
 the rank that is slow where one is. `healthy`: programs without a fault; ours is the number with a finding above
 "small". `seconds`: what a diagnosis takes.
+`planted-traceml` (only where named; it installs TraceML): the same programs and turns under TraceML, and how often its
+verdict is that cause, see `diagnose_traceml.py`.
 `gain`: remedies that are made here by hand, each measured by turns beside the step as it was; ours is the share whose
 gain lies in the interval that was predicted before.
 `no-help`: what the diagnosis says gains under 5 %, tried: another batch size, precision or a worker, by turns beside
@@ -35,6 +37,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import diagnose_foreign
+import diagnose_traceml
 import numpy as np
 import rank_programs
 import torch
@@ -379,13 +382,17 @@ def result_of(name: str, turn: int, rows: tuple[str, ...], quick: bool) -> dict[
     return dict(made)
 
 
+def runs(names: Sequence[str], options: Options) -> Iterator[tuple[str, int]]:
+    """Yields each of the programs, turn by turn."""
+    for turn in range(1 if options.quick else options.turns):
+        yield from ((name, turn) for name in names if not options.quick or name in QUICK)
+
+
 def results(names: Sequence[str], options: Options) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields what was measured of each of the programs, turn by turn."""
     rows = tuple(each for each in ("gain", "no-help") if each in ASKED)
-    for turn in range(1 if options.quick else options.turns):
-        for name in names:
-            if not options.quick or name in QUICK:
-                yield name, result_of(name, turn, rows, options.quick)
+    for name, turn in runs(names, options):
+        yield name, result_of(name, turn, rows, options.quick)
 
 
 def gain(options: Options) -> Iterator[Row]:
@@ -442,13 +449,19 @@ def overhead(options: Options) -> Iterator[Row]:
     yield row("overhead", shares, "of the steps' seconds", required=0.01, fetch_us=fetch_s * 1e6, page_ms=page_s * 1e3)
 
 
+def planted_in(name: str) -> tuple[str, int | None]:
+    """Returns the cause that is planted in a program, and the rank that is slow, where one is."""
+    if name in PLANTED:
+        return PLANTED[name][1], None
+    case = rank_programs.PLANTED[name]
+    return case.cause, case.slow
+
+
 def _wrong(name: str, made: dict[str, Any]) -> str:
     """Returns what is wrong with a verdict; empty where it is right, and names the rank that is slow."""
-    if name in PLANTED:
-        return "" if made["verdict"] == PLANTED[name][1] else made["verdict"]
-    case = rank_programs.PLANTED[name]
-    right = made["verdict"] == case.cause and (case.slow is None or made["ranks"] == [case.slow])
-    return "" if right else f"{made['verdict']} of ranks {made['ranks']}"
+    cause, slow = planted_in(name)
+    right = made["verdict"] == cause and (slow is None or made["ranks"] == [slow])
+    return "" if right else made["verdict"] + (f" of ranks {made['ranks']}" if "ranks" in made else "")
 
 
 def planted(options: Options) -> Iterator[Row]:
@@ -464,6 +477,25 @@ def planted(options: Options) -> Iterator[Row]:
     yield row("seconds", seconds, "s", required=60.0)
 
 
+def planted_traceml(options: Options) -> Iterator[Row]:
+    """Yields the share of right verdicts, TraceML's beside ours, and all of its verdicts; nothing without TraceML."""
+    command = diagnose_traceml.installed()
+    if command is None:
+        return
+    names = [*PLANTED, *rank_programs.PLANTED]
+    right, verdicts = 0, dict[str, list[str]]()
+    for name, turn in runs(names, options):
+        verdict, ranks = diagnose_traceml.verdict(command, name, turn, options.quick)
+        cause, slow = planted_in(name)
+        right += diagnose_traceml.names(cause, verdict) and slow in (None, *ranks)
+        verdicts.setdefault(name, []).append(f"{verdict} of ranks {ranks}" if ranks else verdict)
+        print(f"TraceML, {name}: {verdicts[name][-1]}", file=sys.stderr, flush=True)
+    ours = [not _wrong(name, made) for name, made in results(names, options)]
+    shares = sum(ours) / len(ours), right / len(ours)
+    more = {"of": len(ours), "verdicts": verdicts, "version": diagnose_traceml.PACKAGE}
+    yield row("planted-traceml", shares[0], "right first verdicts", baseline=shares[1], better="more", **more)
+
+
 def healthy(options: Options) -> Iterator[Row]:
     above: list[str] = []
     count = 0
@@ -475,6 +507,7 @@ def healthy(options: Options) -> Iterator[Row]:
 
 ROWS = {
     "planted": planted,
+    "planted-traceml": planted_traceml,
     "healthy": healthy,
     "gain": gain,
     "no-help": no_help,
@@ -483,12 +516,15 @@ ROWS = {
     "end-to-end": diagnose_foreign.end_to_end,
 }
 QUICK = ("400 tiny ops", "an imbalanced table", "an MLP", "2 ranks: two towers")
+STUDIES = ("planted-traceml",)
 # Rows that are asked for: a program is diagnosed once, and measured for those alone.
 ASKED = set(sys.argv[sys.argv.index("--only") + 1 :] if "--only" in sys.argv else ROWS)
+if "--studies" in sys.argv:
+    ASKED = set(STUDIES)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--case"]:
         case(sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), sys.argv[5:])
     else:
-        command_line(__doc__, ROWS, turns=5)
+        command_line(__doc__, ROWS, turns=5, studies=STUDIES)

@@ -1,8 +1,9 @@
 """What every benchmark shares: sides timed in turn, trainings in turn, real gloo processes, and rows of one form.
 
 A row compares two sides of one run: `ratio` is always how many times better ours is, whichever way the unit counts.
-`required` is held against the ratio, or against ours where there is no baseline. `low` and `high` are the least and the
-greatest ratio (or figure) of the turns. Every wait has a limit, and a process that died is named.
+`required` is held against the ratio, or against ours where there is none: without a baseline, or to one that is 0 where
+more is better. `low` and `high` are the least and the greatest ratio (or figure) of the turns. Every wait has a limit,
+and a process that died is named.
 """
 
 from __future__ import annotations
@@ -102,18 +103,19 @@ def row(
         unit: unit of both sides.
         baseline: the other side's figure, or one for each turn, in the turns of ``ours``.
         better: whether more of the unit is better, as of rows a second, or less, as of seconds.
-        required: least ratio asked for; without a baseline, the limit of ``ours``.
+        required: least ratio asked for; without a ratio, the limit of ``ours``.
         ceiling: greatest ratio that is possible here, as of two processes that never talk.
         machine: what of the machine the ratio depends on, such as "disk"; None where it holds on any of the kind.
         more: further figures of the row.
     """
     our_turns, turns = _turns(ours), None if baseline is None else _turns(baseline)
     each = our_turns
-    if turns is not None:
+    ratio = None
+    if turns is not None and (all(turns) or better == "less"):
         paired = zip(turns, our_turns, strict=True)
         each = [mine / theirs if better == "more" else theirs / mine for theirs, mine in paired]
+        ratio = statistics.median(each)
     middle = statistics.median(each)
-    ratio = None if turns is None else middle
     held = None
     if required is not None:
         held = middle <= required if ratio is None and better == "less" else middle >= required
@@ -449,6 +451,15 @@ def last_json(command: Sequence[object], *, limit_s: float = LIMIT_S, **environm
     Raises:
         RuntimeError: the command failed, or was not done after ``limit_s``.
     """
+    return json.loads(output(command, limit_s=limit_s, **environment).splitlines()[-1])
+
+
+def output(command: Sequence[object], *, limit_s: float = LIMIT_S, **environment: str) -> str:
+    """Runs a command in a process of its own and returns what it printed.
+
+    Raises:
+        RuntimeError: the command failed, or was not done after ``limit_s``.
+    """
     line = [str(word) for word in command]
     try:
         done = subprocess.run(
@@ -458,4 +469,4 @@ def last_json(command: Sequence[object], *, limit_s: float = LIMIT_S, **environm
         raise RuntimeError(f"{' '.join(line)}: not done after {limit_s:.0f} s") from None
     if done.returncode:
         raise RuntimeError(f"{' '.join(line)} ended with exit code {done.returncode}:\n{done.stderr[-3000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return done.stdout

@@ -43,6 +43,7 @@ def benchmark(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         (3.0, None, "less", 2.0, None, False),
         (3.0, None, "more", 2.0, None, True),
         (3.0, 3.0, "less", None, 1.0, None),
+        (3.0, 0.0, "more", 2.0, None, True),
     ],
 )
 def test_a_ratio_says_how_many_times_better_ours_is(
@@ -58,6 +59,36 @@ def test_rounds_are_merged_by_medians_and_the_whole_range(harness: ModuleType, m
     rounds = [[harness.row("r", ours, "s", baseline=[8.0, 8.0], required=3.0)] for ours in ([1, 2], [4, 4], [2, 8])]
     (merged,) = benchmark("all", monkeypatch).merge(rounds)
     assert (merged["ratio"], merged["low"], merged["high"], merged["held"]) == (2.5, 1, 8, False)
+
+
+@pytest.mark.unit
+def test_a_round_without_a_ratio_leaves_none(harness: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = [[harness.row("r", 3.0, "s", baseline=baseline, better="more")] for baseline in (1.0, 0.0, 2.0)]
+    (merged,) = benchmark("all", monkeypatch).merge(rounds)
+    assert (merged["baseline"], merged["ours"], merged["ratio"]) == (1.0, 3.0, None)
+
+
+@pytest.mark.unit
+def test_each_planted_cause_is_looked_up_among_the_verdicts_of_traceml(monkeypatch: pytest.MonkeyPatch) -> None:
+    diagnose, traceml = (benchmark(name, monkeypatch) for name in ("diagnose", "diagnose_traceml"))
+    planted = [*diagnose.PLANTED, *diagnose.rank_programs.PLANTED]
+    assert {diagnose.planted_in(name)[0] for name in planted} == set(traceml.NAMED)
+    assert traceml.names("products", "COMPUTE_BOUND backward")
+    assert traceml.names("untouched_rows", "COMPUTE_BOUND optimizer")
+    assert not traceml.names("untouched_rows", "COMPUTE_BOUND backward")
+    assert not traceml.names("slow_link", "COMPUTE_STRAGGLER forward")
+    assert not traceml.names("launches", "COMPUTE_BOUND forward")
+
+
+@pytest.mark.slow
+def test_without_traceml_its_row_is_left_out_and_one_line_says_why(tmp_path: Path) -> None:
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull}
+    command = [sys.executable, "benchmarks/diagnose.py", "--only", "planted-traceml", "--quick"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1])["rows"] == []
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("planted-traceml")]
+    assert line.startswith("planted-traceml: left out: ERROR: No matching distribution found for traceml-ai==")
 
 
 @pytest.mark.slow
