@@ -30,6 +30,7 @@ from harness import ROOT, Row, in_turn, last_json, on_ranks
 
 RESULTS = ROOT / "benchmarks" / "results"
 LIMIT_S = 1500  # of one script in one round
+STUDIES_LIMIT_S = 4500  # of the long rows of one script, which run once
 SCRIPTS = (
     "small_model",
     "negatives",
@@ -108,16 +109,17 @@ def _run(name: str, options: argparse.Namespace) -> Any:
     """The JSON of one run of a script; its progress goes to stderr.
 
     Raises:
-        RuntimeError: the script failed, or was not done within LIMIT_S; it and its processes are ended.
+        RuntimeError: the script failed, or was not done within its limit; it and its processes are ended.
     """
     command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--turns", str(options.turns)]
     command += [flag for flag, given in (("--quick", options.quick), ("--studies", options.studies)) if given]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    limit_s = STUDIES_LIMIT_S if options.studies else LIMIT_S
     try:
-        output, _ = process.communicate(timeout=LIMIT_S)
+        output, _ = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, 9)
-        raise RuntimeError(f"not done after {LIMIT_S} s") from None
+        raise RuntimeError(f"not done after {limit_s} s") from None
     except BaseException:
         os.killpg(process.pid, 9)
         raise
