@@ -138,10 +138,8 @@ def train(name: str, seed: int, steps: int) -> None:
     for number, batch in enumerate(itertools.islice(without_end(batches, traceml), steps), 1):
         with traceml.trace_step(model):
             step(*batch)
-        for (
-            call,
-            every,
-        ) in between.values():  # outside, as the quickstart has it; inside, the model's call is "forward"
+        # Outside of the step, as the quickstart has it; inside, the model's call is "forward".
+        for call, every in between.values():
             if number % every == 0:
                 call()
     if case:

@@ -130,7 +130,7 @@ def export_run(
     from torchx_apps.jobs.exporting import bundle_figures, check_exportable_to_onnx, describe_bundle, export_task
     from torchx_apps.jobs.placing import merge_lookups
     from torchx_apps.jobs.report import read_warning
-    from torchx_apps.jobs.resuming import check_ids, checkpoint_to_export
+    from torchx_apps.jobs.resuming import check_ids_stay, checkpoint_to_export
     from torchx_apps.jobs.tracking import tracked
     from torchx_apps.jobs.training import load_task, quieten_libraries
     from torchx_apps.tasks.job import schema_of
@@ -142,7 +142,7 @@ def export_run(
         location, restores = job.checkpoint.folder or str(run), bool(stop.metric and stop.restore)
         path, which = checkpoint_to_export(location, checkpoint, together, restores=restores)
         task = load_task(dataclasses.replace(job, fallback=None), runtime)
-        check_ids(run, task)
+        check_ids_stay(run, task)
         torch.manual_seed(job.train.seed)
         model = job.build(job.model, task.data)
         if onnx_skip is not None:

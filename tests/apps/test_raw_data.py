@@ -26,7 +26,7 @@ from torchrec_ext.retrieval.scorer.scorer import Scorer
 from torchrec_ext.schema import DataError
 from torchx_apps import preprocess
 from torchx_apps.cli.command_line import apply_overrides, load_recipe
-from torchx_apps.jobs.resuming import check_ids, ids_of
+from torchx_apps.jobs.resuming import check_ids_stay, meaning_of_ids
 from torchx_apps.jobs.training import run_training
 
 Ids = Callable[[Any], Any]
@@ -111,8 +111,8 @@ def test_a_run_is_taken_up_only_where_its_ids_stand_for_the_same_values(new: str
     folder = of_pairs(tmp_path / "log", in_order)
     config = DataConfig(name="log", folder=str(tmp_path), context=("device",))
     task = SimpleNamespace(data=load_config(config))
-    (tmp_path / "ids.json").write_text(json.dumps(ids_of(task)))
-    check_ids(tmp_path, task)
+    (tmp_path / "ids.json").write_text(json.dumps(meaning_of_ids(task)))
+    check_ids_stay(tmp_path, task)
     log, items = pq.read_table(folder / "inter.parquet"), pq.read_table(folder / "items.parquet")
     pq.write_table(
         pa.concat_tables([items, items.slice(0, 1).set_column(0, "item_id", [[new]])]), folder / "items.parquet"
@@ -123,9 +123,9 @@ def test_a_run_is_taken_up_only_where_its_ids_stand_for_the_same_values(new: str
     grown = SimpleNamespace(data=load_config(config))
     words = r"column 'item_id' had 31 values when its tables were trained, and their ids stand for other values"
     with pytest.raises(DataError, match=words):
-        check_ids(tmp_path, grown)
+        check_ids_stay(tmp_path, grown)
     with nullcontext() if kept else pytest.raises(DataError, match=words):
-        check_ids(tmp_path, grown, later=True)
+        check_ids_stay(tmp_path, grown, later=True)
 
 
 @pytest.mark.unit

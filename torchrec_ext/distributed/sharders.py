@@ -346,7 +346,7 @@ class BagSharder(RowWiseOnCpu, EmbeddingBagCollectionSharder):
     Args:
         by_host: whether a planner may choose the types by host on a CPU, where the tables' constraints name them.
         arguments: arguments of TorchRec's sharder.
-        named: the same by name.
+        named: further arguments of TorchRec's sharder.
     """
 
     def __init__(self, *arguments: Any, by_host: bool = False, **named: Any) -> None:

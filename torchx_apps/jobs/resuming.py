@@ -49,7 +49,7 @@ def newest_networks(recipe: str, runs: Path = Path("runs"), *, launch: str | Non
     return max(folders, key=lambda folder: folder.name, default=None)
 
 
-def ids_of(task: object) -> dict[str, Any]:
+def meaning_of_ids(task: object) -> dict[str, Any]:
     """Returns what the ids of a task's rows stand for: digests of the preprocessor and of each column's values."""
     data = getattr(task, "data", None)
     values: Mapping[str, Any] = getattr(data, "id_values", {})
@@ -59,7 +59,7 @@ def ids_of(task: object) -> dict[str, Any]:
     }
 
 
-def check_ids(run: Path, task: object, *, later: bool = False) -> None:
+def check_ids_stay(run: Path, task: object, *, later: bool = False) -> None:
     """Refuses rows whose ids stand for other values than those that the tables of a run were trained with.
 
     Args:
@@ -73,7 +73,7 @@ def check_ids(run: Path, task: object, *, later: bool = False) -> None:
     if not (run / IDS).is_file():  # a folder of checkpoints elsewhere
         return
     then, data = json.loads((run / IDS).read_text()), getattr(task, "data", None)
-    now = ids_of(task)
+    now = meaning_of_ids(task)
     if not later and then["preprocessor"] != now["preprocessor"]:
         raise DataError(
             f"{run}: its tables were trained with the ids of another preprocessor ({then['preprocessor'][:12]}) than "

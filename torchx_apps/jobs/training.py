@@ -54,11 +54,11 @@ from torchx_apps.jobs.resuming import (
     IDS,
     LAUNCH,
     asked_to_stop,
-    check_ids,
+    check_ids_stay,
     find_checkpoint,
     hinting_at_resume,
-    ids_of,
     launch_id,
+    meaning_of_ids,
     newest_run,
     restarted,
     resume_from,
@@ -134,9 +134,9 @@ def run_training(
         run = _open_run(job, run_dir, resume, runtime, member)
         folder, checkpointer = run.folder, run.checkpointer
         if run.checkpoint:
-            check_ids(Path(run.checkpoint).parent.parent, task)
+            check_ids_stay(Path(run.checkpoint).parent.parent, task)
         if folder is not None:
-            folder.write(IDS, json.dumps(ids_of(task), indent=2))
+            folder.write(IDS, json.dumps(meaning_of_ids(task), indent=2))
         plan, text = plan_job(job, model, decision, runtime)
         if folder is not None:
             print(f"\n{text}\n", flush=True)
@@ -529,7 +529,7 @@ def _begin_with(
         return
     together = CheckpointRanks(runtime)
     path = find_checkpoint("start.path=", job.start.path, together)
-    check_ids(Path(path).parent.parent, task, later=True)
+    check_ids_stay(Path(path).parent.parent, task, later=True)
     configs = [table for _, collection in collections(model) for table in table_configs(collection)]
     features = {table.name: schema.feature(table.feature_names[0]) for table in configs}
     cold = {name: feature.oov_id for name, feature in features.items() if feature is not None}

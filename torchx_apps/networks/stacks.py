@@ -35,7 +35,14 @@ from torchrec_ext.train.config import Record
 from torchrec_ext.train.loop import Loader
 from torchrec_ext.train.report.progress import RunFolder
 from torchx_apps.jobs import training
-from torchx_apps.jobs.resuming import CHECKPOINTS, IDS, asked_to_stop, check_ids, common_checkpoints, ids_of
+from torchx_apps.jobs.resuming import (
+    CHECKPOINTS,
+    IDS,
+    asked_to_stop,
+    check_ids_stay,
+    common_checkpoints,
+    meaning_of_ids,
+)
 from torchx_apps.jobs.tracking import Tracking
 from torchx_apps.networks import report as report
 from torchx_apps.networks.config import NetworksConfig as NetworksConfig
@@ -217,7 +224,7 @@ class StackedMembers:
         if len(chosen) < len(folders):  # some begin anew, and all of a stack step together
             chosen = {}
         for name in chosen:
-            check_ids(self._root / name, self._built[name].task)
+            check_ids_stay(self._root / name, self._built[name].task)
         print(
             f"resuming from {', '.join(chosen.values())}"
             if chosen
@@ -253,7 +260,7 @@ class StackedMembers:
             )
             self._trackings[name] = Tracking.start(self._root / name, training.settings_of(member.job), member=name)
             self._folders[name].write(STACK_FILE, json.dumps(list(self._built)))
-            self._folders[name].write(IDS, json.dumps(ids_of(member.task), indent=2))
+            self._folders[name].write(IDS, json.dumps(meaning_of_ids(member.task), indent=2))
         self._folders[name].log(record)
         self._trackings[name].log(record)
         self._progress.show(name, record)
