@@ -4,9 +4,10 @@
 
 A start-up row is the seconds of a command in a process of its own, from its start to its end, as its user waits.
 The import of the package stands beside that of torch, in the same turns, both without the start of Python itself.
-The demo job is timed by the clock of whoever types the command, from `torchx run` to the prompt, on MovieLens 100K
-where it is on this machine. The row `cold`, which benchmarks/all.py leaves out, clones this repository and times
-`make demo` from nothing, installation included.
+`torchx run` has the slowest dry run of all components, what a rank imports beside TorchRec, and the seconds until two
+ranks have made their first step. The demo job is timed by the clock of whoever types the command, from `torchx run` to
+the prompt, on MovieLens 100K where it is on this machine. The row `cold`, which benchmarks/all.py leaves out, clones
+this repository and times `make demo` from nothing, installation included.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -35,6 +37,20 @@ COMMANDS: dict[str, tuple[Sequence[str], int, float]] = {
     "doctor": ([*APPS, "torchrec_ext.doctor"], 0, 3.0),
     "builtins": ([str(BIN / "torchx"), "builtins"], 0, 1.0),
 }
+# The components of `torchx run`, with the flags that they need.
+COMPONENTS: dict[str, Sequence[str]] = {
+    "train.hybrid": (),
+    "train.networks": (),
+    "data.preprocess": (),
+    "plan": ("--tables", "ad=3Mx64"),
+    "pipeline.all": ("--out", "chain"),
+    "diagnose.why_slow": (),
+    "embed": ("--bundle", "bundle", "--out", "vectors"),
+    "evaluate": ("--users", "u.npy", "--items", "i.npy", "--truth", "t.parquet"),
+    "serve.export": ("--run", "runs/first"),
+    "serve.http": ("--bundle", "bundle"),
+}
+JOB = "import torchx_apps.jobs.training, torchx_apps.recipes.two_tower"  # what a rank of a job of training imports
 
 
 def run(command: Sequence[str], status: int = 0, cwd: Path = ROOT, limit_s: float = LIMIT_S) -> None:
@@ -72,6 +88,53 @@ def start_up(options: Options) -> Iterator[Row]:
         yield row(name, seconds[name], "s", required=required)
 
 
+def launch(options: Options) -> Iterator[Row]:
+    """What `torchx run` takes before a job does its work: the slowest dry run, and the first step of two ranks."""
+    torchx = str(BIN / "torchx")
+    dry = in_turn(
+        {
+            name: lambda name=name, flags=flags: run([torchx, "run", "--dryrun", f"rec.{name}", *flags])
+            for name, flags in COMPONENTS.items()
+        },
+        1 if options.quick else options.turns,
+    )
+    slowest = max(dry, key=lambda name: statistics.median(dry[name]))
+    yield row("torchx-dry-run", dry[slowest], "s", required=1.5, component=slowest)
+    sides = {
+        name: lambda code=code: run([sys.executable, "-c", code])
+        for name, code in (("torchrec", "import torchrec"), ("job", f"import torchrec; {JOB}"))
+    }
+    seconds = in_turn(sides, options.turns)
+    pairs = zip(seconds["job"], seconds["torchrec"], strict=True)
+    yield row("own-imports", [max(whole - torchrec, 0.001) for whole, torchrec in pairs], "s", required=1.0)
+    yield row("first-step", [_first_step(torchx) for _ in range(options.turns)], "s", required=12.0)
+
+
+def _first_step(torchx: str) -> float:
+    """Returns the seconds from `torchx run` on two ranks to the record of the first step."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [torchx, "run", "rec.train.hybrid", "-j", "1x2", "--run_dir", f"{folder}/run"]
+        for setting in ("data.name=planted", "train.epochs=1", "train.log_every=1"):
+            command += ["--set", setting]
+        start = time.perf_counter()
+        process = subprocess.Popen(
+            command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        records, seconds = Path(folder, "run", "metrics.jsonl"), None
+        assert process.stdout is not None
+        with process.stdout as printed:
+            reader = threading.Thread(target=printed.read)
+            reader.start()
+            while process.poll() is None:
+                if seconds is None and records.exists() and records.stat().st_size:
+                    seconds = time.perf_counter() - start
+                time.sleep(0.01)
+            reader.join()
+        if process.returncode or seconds is None:
+            raise RuntimeError(f"{' '.join(command)} ended with exit code {process.returncode}, and steps: {seconds}")
+        return seconds
+
+
 def demo(options: Options) -> Iterator[Row]:
     """One run, however many turns are asked for: it takes most of a minute."""
     with tempfile.TemporaryDirectory() as folder:
@@ -103,7 +166,7 @@ def cold(options: Options) -> Iterator[Row]:
         yield row("make-demo-from-nothing", time.perf_counter() - start, "s", required=360)
 
 
-ROWS = {"start-up": start_up, "demo": demo, "cold": cold}
+ROWS = {"start-up": start_up, "launch": launch, "demo": demo, "cold": cold}
 
 
 if __name__ == "__main__":
