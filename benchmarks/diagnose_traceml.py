@@ -11,6 +11,7 @@ makes are wrapped as well, without which it names nothing.
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import itertools
 import json
@@ -119,18 +120,29 @@ def without_end(batches: Any, traceml: Any) -> Iterator[Any]:
 
 def train(name: str, seed: int, steps: int) -> None:
     """Trains a program as diagnose.py and rank_programs.py make it; runs in TraceML's environment."""
-    import diagnose
-    import traceml_ai as traceml
-
-    case, between = rank_programs.CASES.get(name), {}
-    if case:
+    on_ranks = name in rank_programs.CASES
+    if on_ranks:
         dist.init_process_group("gloo")
-    traceml.init(mode="auto")
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     np.random.seed(seed)
-    if case:
-        step, batches, model, _ = case.make(dist.get_rank())
+    train_steps(name, steps)
+    if on_ranks:
+        # DDP is gone before the group: where its reducer lets go of it last, it joins gloo's threads while it holds the
+        # GIL that these wait for.
+        gc.collect()
+        dist.destroy_process_group()
+
+
+def train_steps(name: str, steps: int) -> None:
+    """Trains a program for some steps, which TraceML times."""
+    import diagnose
+    import traceml_ai as traceml
+
+    traceml.init(mode="auto")
+    between: dict[str, Any] = {}
+    if name in rank_programs.CASES:
+        step, batches, model, _ = rank_programs.CASES[name].make(dist.get_rank())
     else:
         program = diagnose.PLANTED[name][0]()
         step, batches, model = diagnose.usual(program), program.batches, program.model
@@ -138,12 +150,9 @@ def train(name: str, seed: int, steps: int) -> None:
     for number, batch in enumerate(itertools.islice(without_end(batches, traceml), steps), 1):
         with traceml.trace_step(model):
             step(*batch)
-        # Outside of the step, as the quickstart has it; inside, the model's call is "forward".
-        for call, every in between.values():
+        for call, every in between.values():  # outside, as the quickstart has it; inside, the model's call is "forward"
             if number % every == 0:
                 call()
-    if case:
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
