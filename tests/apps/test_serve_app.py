@@ -158,7 +158,8 @@ def test_both_workers_count_into_one_page_of_metrics(service: Launched) -> None:
 @pytest.mark.slow
 @pytest.mark.launch
 def test_a_worker_that_dies_is_replaced(service: Launched) -> None:
-    pid = next(event["pid"] for event in service.events("request"))
+    assert service.client().get("/readyz").status == 200
+    pid = until(lambda: service.events("request"))[0]["pid"]
     os.kill(pid, signal.SIGKILL)
     ended = until(lambda: service.events("worker_ended"))
     assert (ended[0]["worker"], ended[0]["status"]) == (pid, -signal.SIGKILL)

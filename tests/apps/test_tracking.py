@@ -337,7 +337,7 @@ def test_preprocessing_training_and_export_of_a_pipeline_are_runs(
     assert paths["bundle"].path == str(out / "bundle")
     assert tracker.metadata(RUN)["test.auc"] == json.loads((out / "run" / "summary.json").read_text())["test"]["auc"]
     words = [sys.executable, "-m", "torchx_apps.embed", str(out / "bundle"), f"--out={out / 'vectors'}"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    done = subprocess.run([*words, "--tower=query"], capture_output=True, text=True, check=False)
     assert "the bundle knows its users, and not 'timestamp', which each request gives" in done.stderr
     words += ["--tower=item", f"--catalogue={out / 'data/raw/items.parquet'}", "--id=item_id"]
     done = subprocess.run(words, env=os.environ | {"TORCHX_JOB_ID": "embed-1"}, capture_output=True, check=False)
