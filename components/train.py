@@ -272,7 +272,10 @@ def _environment(env: Optional[Dict[str, str]], threads: int, max_retries: int, 
         ours["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if elastic:
         ours["TORCHREC_EXT_ELASTIC"] = elastic  # settings that need a fixed number of ranks are refused
-    return {**ours, **(env or {})}
+    variables = {**ours, **(env or {})}
+    if "PET_RDZV_CONF" in variables:  # torchrun's, NAME=VALUE by commas; TorchX takes no "=" within a value
+        variables["PET_RDZV_CONF"] = variables["PET_RDZV_CONF"].replace(":", "=")
+    return variables
 
 
 def _under_our_agent(command: str, max_restarts: int) -> str:

@@ -95,6 +95,11 @@ def test_the_users_environment_wins() -> None:
     assert launch("--env", "OMP_NUM_THREADS=4").roles[0].env["OMP_NUM_THREADS"] == "4"
 
 
+def test_what_torchrun_waits_for_goes_through_a_variable() -> None:
+    env = launch("--env", "PET_RDZV_CONF=join_timeout:60,last_call_timeout:5,A=b").roles[0].env
+    assert (env["PET_RDZV_CONF"], env["A"]) == ("join_timeout=60,last_call_timeout=5", "b")
+
+
 def test_resources_nodes_and_mounts() -> None:
     (role,) = launch("-j", "2:4x8", "--gpu", "8", "--memMB", "9000", "--mounts", "type=volume,src=r,dst=/r").roles
     assert role.env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1", "a node that joins later starts all ranks again"

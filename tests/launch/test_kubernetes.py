@@ -85,7 +85,7 @@ def test_a_cancelled_job_saves_and_another_one_goes_on(cluster: KubernetesCluste
 
 
 def test_an_elastic_job_begins_with_one_node_and_goes_on_with_two(cluster: KubernetesCluster) -> None:
-    flags = ["--set=train.epochs=100000", "--env", "PET_RDZV_CONF=last_call_timeout=5"]
+    flags = ["--set=train.epochs=100000", "--env", "PET_RDZV_CONF=last_call_timeout:5"]
     with cluster.held("train-1"):
         job, run = submit(cluster, "elastic", *flags, j="1:2x1")
         cluster.until(job, run.steps)

@@ -37,7 +37,8 @@ def check_words(words: Sequence[str]) -> None:
         words: the component's flags, as typed.
 
     Raises:
-        ValueError: a value has a ``$$``, which TorchX makes a ``$``, or ``--mounts`` has a wrong form.
+        ValueError: a value has a ``$$``, which TorchX makes a ``$``, a variable's value has a ``=``, or ``--mounts``
+            has a wrong form.
 
     Example:
         >>> check_words(["--run_dir", "runs/a$$b"])
@@ -55,6 +56,18 @@ def check_words(words: Sequence[str]) -> None:
     for word, value in zip(words, [*words[1:], ""], strict=True):
         if word == "--mounts" or word.startswith("--mounts="):
             _check_mounts(value if word == "--mounts" else word.partition("=")[2])
+        elif word == "--env" or word.startswith("--env="):
+            _check_variables(value if word == "--env" else word.partition("=")[2])
+
+
+def _check_variables(text: str) -> None:
+    """Refuses a ``=`` within a value: TorchX takes it for the next variable's, and names neither."""
+    for words in text.split("=")[1:-1]:
+        if not re.search(r"[,;]\s*\w+$", words):
+            raise ValueError(
+                f"--env {text}: TorchX takes no '=' within a value; in PET_RDZV_CONF write ':' for it, as in "
+                "PET_RDZV_CONF=join_timeout:60, and give another variable where the job runs"
+            )
 
 
 def _check_mounts(text: str) -> None:
