@@ -129,6 +129,16 @@ def test_a_run_is_taken_up_only_where_its_ids_stand_for_the_same_values(new: str
 
 
 @pytest.mark.unit
+def test_a_column_whose_values_were_their_ids_may_not_be_numbered_later(tmp_path: Path) -> None:
+    whole, numbered = (SimpleNamespace(vocab={"shop": 3}, id_values=values) for values in ({}, {"shop": ["a", "b"]}))
+    for before, after in ((whole, numbered), (numbered, whole)):
+        (tmp_path / "ids.json").write_text(json.dumps(meaning_of_ids(SimpleNamespace(data=before))))
+        check_ids_stay(tmp_path, SimpleNamespace(data=before), later=True)
+        with pytest.raises(DataError, match=r"column 'shop' had (no numbering of its own|2 values) when its tables"):
+            check_ids_stay(tmp_path, SimpleNamespace(data=after), later=True)
+
+
+@pytest.mark.unit
 @pytest.mark.parametrize("ids", [in_order, in_other_order, hashed])
 def test_rows_are_in_the_order_of_the_ids_and_name_the_same_users_and_items(ids: Ids, tmp_path: Path) -> None:
     first, second = (

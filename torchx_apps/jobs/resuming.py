@@ -50,12 +50,16 @@ def newest_networks(recipe: str, runs: Path = Path("runs"), *, launch: str | Non
 
 
 def meaning_of_ids(task: object) -> dict[str, Any]:
-    """Returns what the ids of a task's rows stand for: digests of the preprocessor and of each column's values."""
+    """Returns what a task's ids stand for: the preprocessor's digest, and each column's number of values and digest.
+
+    A column in which a value is its id has None.
+    """
     data = getattr(task, "data", None)
     values: Mapping[str, Any] = getattr(data, "id_values", {})
+    columns: dict[str, Any] = dict.fromkeys(getattr(data, "vocab", ()))
     return {
-        "preprocessor": str(getattr(getattr(data, "prepared", data), "digest", "")),
-        "values": {name: [len(of), _digest_of(of)] for name, of in values.items()},
+        "preprocessor": _preprocessor_of(data),
+        "values": columns | {name: [len(of), _digest_of(of)] for name, of in values.items()},
     }
 
 
@@ -73,25 +77,33 @@ def check_ids_stay(run: Path, task: object, *, later: bool = False) -> None:
     if not (run / IDS).is_file():  # a folder of checkpoints elsewhere
         return
     then, data = json.loads((run / IDS).read_text()), getattr(task, "data", None)
-    now = meaning_of_ids(task)
-    if not later and then["preprocessor"] != now["preprocessor"]:
+    now = _preprocessor_of(data)
+    if not later and then["preprocessor"] != now:
         raise DataError(
             f"{run}: its tables were trained with the ids of another preprocessor ({then['preprocessor'][:12]}) than "
-            f"the one that made the rows now ({now['preprocessor'][:12] or 'none'}), so that an id is another value; "
-            "give the rows of then, --set data.name=FOLDER, or train anew; and preprocess another log into a folder of "
-            "its own"
+            f"the one that made the rows now ({now[:12] or 'none'}), so that an id is another value; give the rows of "
+            "then, --set data.name=FOLDER, or train anew; and preprocess another log into a folder of its own"
         )
-    for name, (count, digest) in then["values"].items():
+    for name, known in then["values"].items():
         values = getattr(data, "id_values", {}).get(name)
-        if values is None or (later and len(values) >= count and _digest_of(values[:count]) == digest):
-            continue
-        if later or now["values"][name] != [count, digest]:
+        if known is None or values is None:
+            stay = values is None and (known is None or name not in getattr(data, "vocab", ()))
+        else:
+            count, digest = known
+            stay = (len(values) == count or (later and len(values) > count)) and _digest_of(values[:count]) == digest
+        if not stay:
+            had = "no numbering of its own" if known is None else f"{known[0]:,} values"
             raise DataError(
-                f"{run}: column '{name}' had {count:,} values when its tables were trained, and their ids stand for "
+                f"{run}: column '{name}' had {had} when its tables were trained, and their ids stand for "
                 "other values in the rows now, as where new values came between the old ones; give rows in which the "
                 "old values keep their ids (FittedPreprocessor.transform of then makes them; or number the column "
                 "yourself, new values last), or train anew"
             )
+
+
+def _preprocessor_of(data: object) -> str:
+    """Returns the digest of the preprocessor that made a task's rows; empty where none did."""
+    return str(getattr(getattr(data, "prepared", data), "digest", ""))
 
 
 def _digest_of(values: Any) -> str:

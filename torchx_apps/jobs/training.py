@@ -134,7 +134,7 @@ def run_training(
         run = _open_run(job, run_dir, resume, runtime, member)
         folder, checkpointer = run.folder, run.checkpointer
         if run.checkpoint:
-            for known in (run.path, Path(run.checkpoint).parent.parent):  # checkpoints may lie elsewhere, as on S3
+            for known in {run.path, Path(run.checkpoint).parent.parent}:  # checkpoints may lie elsewhere, as on S3
                 check_ids_stay(known, task)
         if folder is not None:
             folder.write(IDS, json.dumps(meaning_of_ids(task), indent=2))
