@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from torchrec_ext.batch import TowerBatch
+from torchrec_ext.data.loader.epochs import BuiltAhead
 from torchrec_ext.diagnose import Diagnosis, StateCopy, ThreadClock
 from torchrec_ext.diagnose.collectives import Collectives, Ranks, RanksFailedError
 from torchrec_ext.diagnose.experiments import Experiments
@@ -107,6 +108,7 @@ class _Built(NamedTuple):
 
 
 def _build(job: Job, runtime: Runtime) -> _Built:
+    job = dataclasses.replace(job, loader=dataclasses.replace(job.loader, prefetch=_ahead(job)))
     task = load_task(job, runtime)
     job = as_loaded(job, task)
     torch.manual_seed(job.train.seed)
@@ -117,6 +119,11 @@ def _build(job: Job, runtime: Runtime) -> _Built:
     plan, _ = plan_job(job, model, None, runtime)
     parallel, optimizer = shard_job(job, model, plan, runtime)
     return _Built(task, schema, loader, parallel, optimizer)
+
+
+def _ahead(job: Job) -> int:
+    """Returns how many batches are built ahead: a choice in the middle of the rounds would change what they compare."""
+    return BuiltAhead.DEPTH if job.loader.prefetch is None else job.loader.prefetch
 
 
 def diagnose_job(job: Job, runtime: Runtime, budget_s: float) -> Diagnosis:
@@ -278,7 +285,7 @@ class _Iterated:
     def __init__(self, job: Job, runtime: Runtime, stack: ExitStack, ranks: Ranks | None) -> None:
         self._ranks = ranks
         self._threads = job.threads or runtime.threads
-        self._ahead = job.loader.prefetch + 2  # batches that were made while others had their turn
+        self._ahead = _ahead(job) + 2  # batches that were made while others had their turn
         self._iterations = self._endless(job, runtime, stack)
         stack.callback(self._iterations.close)
 

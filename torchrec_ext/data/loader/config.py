@@ -45,7 +45,8 @@ class LoaderConfig:
             ``estimated`` while they go by (:class:`StreamingFrequency`).
         shuffle: draw a new order each epoch; False keeps the order of the rows.
         drop_last: leave out the last step if it is not full; else rows of weight 0 fill it.
-        prefetch: number of batches built ahead by a thread; 0 builds them in the caller's thread.
+        prefetch: number of batches built ahead by a thread; 0 builds them in the caller's thread. Where not given, 2
+            with a CUDA device, and else what the first steps are faster with, see :class:`BuiltAhead`.
         pin_memory: put batches into page-locked memory; where not given, if there is a CUDA device.
         seed: seed of the order and of the negatives.
         label: the column with the labels, for ``negatives=0``; all labels are 1 where not given.
@@ -73,7 +74,7 @@ class LoaderConfig:
     frequency: Frequency = "counted"
     shuffle: bool = True
     drop_last: bool = False
-    prefetch: int = 2
+    prefetch: int | None = None
     pin_memory: bool | None = None
     seed: int = 0
     label: str | None = None
@@ -85,8 +86,9 @@ class LoaderConfig:
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"loader.{name}={getattr(self, name)}: must be {least} or more")
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"loader.{name}={value}: must be {least} or more")
         for name, choices in (("sampling", get_args(Sampling)), ("frequency", get_args(Frequency))):
             if getattr(self, name) not in choices:
                 raise ValueError(f"loader.{name}={getattr(self, name)!r}: must be one of {', '.join(choices)}")

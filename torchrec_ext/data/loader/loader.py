@@ -22,7 +22,7 @@ from torchrec_ext.data.files.arrow import Source
 from torchrec_ext.data.loader.candidates import OwnCandidates, SharedCandidates
 from torchrec_ext.data.loader.config import LoaderConfig as LoaderConfig
 from torchrec_ext.data.loader.config import Sampling as Sampling
-from torchrec_ext.data.loader.epochs import Epochs, Share
+from torchrec_ext.data.loader.epochs import BuiltAhead, Epochs, Share
 from torchrec_ext.data.loader.from_files import StreamedRows
 from torchrec_ext.data.loader.in_memory import MemoryRows
 from torchrec_ext.data.loader.on_device import DeviceCandidates, ResidentRows, read_all
@@ -290,7 +290,7 @@ class ChunkLoader(Epochs):
             self._rows = batches_on_device(chunk, schema, padded, items, negatives, share, torch.device(device))
         super().__init__(config, self._rows.num_rows, "rows")
         if not self._rows.ahead:
-            self._depth, self._pin = 0, False
+            self.ahead, self._pin = BuiltAhead(0), False
 
     def set_epoch(self, epoch: int) -> None:
         """Starts ``epoch``, counted from 0, at its first step; from the second epoch on refreshes hard negatives."""
