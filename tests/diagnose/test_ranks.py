@@ -267,21 +267,23 @@ def _equal(some: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
 @pytest.mark.slow
 @pytest.mark.launch
 @pytest.mark.parametrize(
-    ("sharding", "tables", "when"),
+    ("world_size", "sharding", "tables", "when"),
     [
-        ("data_parallel", "adam", 2),
-        ("table_wise", "row_wise_adagrad", 2),
-        ("row_wise", "adagrad", 2),
-        ("row_wise", "sgd", 0),
-        ("column_wise", "adam", 2),
-        ("table_wise", "lazy_adam", 0),
+        (2, "data_parallel", "adam", 2),
+        (2, "table_wise", "row_wise_adagrad", 2),
+        (2, "row_wise", "adagrad", 2),
+        (2, "row_wise", "sgd", 0),
+        (2, "column_wise", "adam", 2),
+        (2, "table_wise", "lazy_adam", 0),
+        (3, "table_wise", "row_wise_adagrad", 2),
+        (3, "row_wise", "adagrad", 2),
     ],
 )
 def test_a_hybrid_parallel_training_goes_on_as_if_it_had_not_been_diagnosed(
-    sharding: str, tables: str, when: int
+    world_size: int, sharding: str, tables: str, when: int
 ) -> None:
     """Rows of kernels whose optimizers run inside the backward, their moments and their counters among it."""
-    by_rank = run_ranks(_diagnosed, 2, sharding, tables, when)
+    by_rank = run_ranks(_diagnosed, world_size, sharding, tables, when)
     for (undiagnosed, diagnosed), (before, after), facts in by_rank:
         assert "step" not in facts.not_measured, facts.not_measured
         assert _equal(before, after)
