@@ -71,7 +71,7 @@ def command_line(
     parser.add_argument("--turns", type=int, default=turns, help=f"measured turns of each side, default {turns}")
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
     args = parser.parse_args()
-    options = Options(turns=2 if args.quick else args.turns, quick=args.quick)
+    options = Options(turns=1 if args.quick else args.turns, quick=args.quick)
     made = [row for name in (studies if args.studies else args.only) for row in rows[name](options)]
     versions = {name: importlib.metadata.version(name) for name in ("torch", "torchrec", *packages.split())}
     result = {
