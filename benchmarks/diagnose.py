@@ -271,7 +271,8 @@ def first_batches(program: Program, count: int = 40) -> list[Any]:
 
 
 def four_at_once(program: Program) -> list[Any]:
-    return [tuple(map(torch.cat, zip(*program.batches[start : start + 4], strict=True))) for start in range(0, 16, 4)]
+    starts = range(0, len(program.batches), 4)
+    return [tuple(map(torch.cat, zip(*program.batches[start : start + 4], strict=True))) for start in starts]
 
 
 def in_bf16(program: Program) -> Callable[..., None]:
@@ -353,7 +354,6 @@ def tried(program: Program, diagnosis: Diagnosis) -> dict[str, dict[str, float]]
 
 def case(name: str, seed: int, budget_s: float, rows: Collection[str]) -> None:
     """Diagnoses a program in this process; its verdict, and what else the rows ask for, is the last line."""
-    torch.set_num_threads(1)
     torch.manual_seed(seed)
     np.random.seed(seed)
     program = PLANTED[name][0]() if name in PLANTED else HEALTHY[name]()
