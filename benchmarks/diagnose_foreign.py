@@ -180,17 +180,24 @@ def end_to_end(options: Options) -> Iterator[Row]:
 
         return loop
 
-    plain = diagnose.usual(script)
+    def on_one_thread(loop: Callable[[Callable[[], bool]], None]) -> Callable[[Callable[[], bool]], None]:
+        def run(stop: Callable[[], bool]) -> None:
+            torch.set_num_threads(1)  # of this side's own thread
+            loop(stop)
+
+        return run
+
+    plain, inside = diagnose.usual(script), adopted_ncf.adopted(shape, adopted_ncf.columns_of(shape))
     sides = {
         "small_model_baseline.py": over(plain, script.batches),
-        "rows read together": over(plain, whole_batches),
-        "adopted": over(adopted_ncf.adopted(shape), whole_batches),
-        "batches made inside the step": adopted_ncf.over_rows(
-            adopted_ncf.adopted(shape, adopted_ncf.columns_of(shape))
-        ),
+        "one thread": on_one_thread(over(plain, script.batches)),
+        "rows read together": on_one_thread(over(plain, whole_batches)),
+        "adopted": on_one_thread(over(adopted_ncf.adopted(shape), whole_batches)),
+        "batches made inside the step": on_one_thread(adopted_ncf.over_rows(inside)),
     }
     trainings = Trainings(sides)
-    times = trainings.seconds_per_step(steps, options.turns, warm_up=50)
+    # More than an epoch: the last batch of one has a shape of its own, for which the step is captured once.
+    times = trainings.seconds_per_step(steps, options.turns, warm_up=50 if options.quick else 350)
     trainings.close()
     names = list(sides)
     medians = {name: statistics.median(each) for name, each in times.items()}
