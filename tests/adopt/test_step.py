@@ -866,9 +866,14 @@ def test_a_capture_that_pays_is_made_and_said(
     said = capsys.readouterr().out
     assert "adopt: captured since step 5: 1 ms a step, eager 3 ms (3.0x); capturing took " in said
     assert step.describe() == "captured since step 5; moved whole: user.weight, item.weight"
+    for threads in (1, 2):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        with_adopt(of_pairs, 20, compile="auto")
+        on_fewer = "; 2 threads meet after every kernel, try torch.set_num_threads(1) before the first step\n"
+        assert capsys.readouterr().out.endswith(on_fewer) == (threads == 2)
     monkeypatch.setattr(adopted, "median_step", lambda seconds: 1e-3 if len(seconds) == 4 else 3e-3)
     *_, step = with_adopt(of_pairs, 20, compile="auto")
-    assert step.describe() == "eager: a captured step takes 3 ms, and an eager one 1 ms"
+    assert step.describe() == f"eager: a captured step takes 3 ms, and an eager one 1 ms{on_fewer.rstrip()}"
 
 
 def adopted_case(**options: Any) -> tuple[Case, AdoptedStep, Iterator[Batch]]:

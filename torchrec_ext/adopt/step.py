@@ -77,6 +77,7 @@ from torchrec_ext.train.step.memory import StepMemory, UpdatedParameter
 # Seconds that a capture took here: so much, and so much more for each torch call of the forward.
 CAPTURE_S, CAPTURE_S_PER_CALL = 8.0, 0.4
 RESTARTS = 3  # captures that are given up because the model was changed, before steps stay eager
+SMALL_MS = 5.0  # captured steps up to this may be faster on one thread: .7 ms against 1.7 on two, of 75 k parameters
 STATES_OF_PYTHON = 64  # that may come before steps stay eager
 
 
@@ -656,12 +657,18 @@ class AdoptedStep:
         """Says what the capture gained, and goes back to eager steps where it gained nothing."""
         self._reported = True
         eager, captured = median_step(self._eager_seconds) * 1e3, median_step(self._captured_seconds) * 1e3
+        threads = torch.get_num_threads() if self._device.type == "cpu" else 1
+        fewer = ""
+        if threads > 1 and captured < SMALL_MS:
+            fewer = f"; {threads} threads meet after every kernel, try torch.set_num_threads(1) before the first step"
         if captured >= eager and self._compile == "auto":
-            self._stay_eager(CannotAdopt(f"a captured step takes {captured:.3g} ms, and an eager one {eager:.3g} ms"))
+            took = f"a captured step takes {captured:.3g} ms, and an eager one {eager:.3g} ms"
+            self._stay_eager(CannotAdopt(took + fewer))
             return
         if len(self._eager_seconds) <= 2:  # the first two, which say nothing of later ones
             self._say(
                 f"captured since step {self._since:,}: {captured:.3g} ms a step; capturing took {self._capture_s:.1f} s"
+                f"{fewer}"
             )
             return
         paid = (
@@ -669,7 +676,7 @@ class AdoptedStep:
         )
         self._say(
             f"captured since step {self._since:,}: {captured:.3g} ms a step, eager {eager:.3g} ms "
-            f"({eager / captured:.1f}x); capturing took {self._capture_s:.1f} s{paid}"
+            f"({eager / captured:.1f}x); capturing took {self._capture_s:.1f} s{paid}{fewer}"
         )
 
     def _stay_eager(self, error: CannotCaptureError) -> None:
