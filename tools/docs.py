@@ -194,7 +194,19 @@ def _quality(figures: Mapping[str, float]) -> str:
     return ", ".join(texts)
 
 
-TABLES = {"measured": measured_table, "sync": sync_table, "quality": quality_table}
+def mixed_table() -> Iterator[str]:
+    """What the loader and 16 bits gain for each recipe, alone and together, and the figure in 32 and in 16 bits."""
+    rows = _results("mixed_precision-studies")
+    yield "| recipe | thread | bf16 | both | 32 bits | bf16 |"
+    yield "|---|---|---|---|---|---|"
+    for recipe in dict.fromkeys(name.split(",")[0] for name in rows):
+        alone, bits, both = (rows[f"{recipe}, {what}"] for what in ("loader", "bf16", "bf16 and loader"))
+        ((name, figures),) = bits["quality"].items()
+        gains = " | ".join(f"{row['ratio']:.2f}x" for row in (alone, bits, both))
+        yield f"| `{recipe}` | {gains} | {name} {figures[0]:.4f} | {figures[1]:.4f} |"
+
+
+TABLES = {"measured": measured_table, "sync": sync_table, "quality": quality_table, "mixed": mixed_table}
 
 
 def with_tables(text: str) -> str:
