@@ -11,7 +11,8 @@ the rank that is slow where one is. `healthy`: programs without a fault; ours is
 `planted-traceml` (only where named; it installs TraceML): the same programs and turns under TraceML, and how often its
 verdict is that cause, see `diagnose_traceml.py`.
 `gain`: remedies that are made here by hand, each measured by turns beside the step as it was; ours is the share whose
-gain lies in the interval that was predicted before.
+gain lies in the interval that was predicted before; beside it the median and the widest of the intervals' half widths,
+as a share of their middle.
 `no-help`: what the diagnosis says gains under 5 %, tried: another batch size, precision or a worker, by turns beside
 the step as it was; ours is the share that gained under 5 %, or no more than the turns are spread.
 `overhead`: what every run measures of its own time, and its page, as a share of the seconds of its steps.
@@ -26,7 +27,9 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -326,7 +329,9 @@ def realised(name: str, program: Program, diagnosis: Diagnosis) -> list[dict[str
             made.append({"held": None, "text": f"{name}: no remedy {prefix}: {diagnosis.verdict}"})
             continue
         result = diagnosis.realised(step(program), batches(program), remedy=remedies[0])
-        made.append({"held": result.held, "text": f"{name}: {result}"})
+        low, high = result.predicted or (math.nan, math.nan)
+        width = (high - low) / (high + low)
+        made.append({"held": result.held, "half_width": width, "text": f"{name}: {result}"})
     return made
 
 
@@ -401,7 +406,9 @@ def gain(options: Options) -> Iterator[Row]:
     made = [each for _, result in results(about, options) for each in result["gain"]]
     missed = [each["text"] for each in made if not each["held"]]
     share = (len(made) - len(missed)) / len(made)
-    yield row("gain", share, "in the interval", better="more", required=13 / 15, of=len(made), missed=missed)
+    widths = [each["half_width"] for each in made if "half_width" in each]
+    more = {"of": len(made), "missed": missed, "half_width": statistics.median(widths), "widest": max(widths)}
+    yield row("gain", share, "in the interval", better="more", required=13 / 15, **more)
 
 
 def no_help(options: Options) -> Iterator[Row]:

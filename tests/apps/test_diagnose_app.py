@@ -87,6 +87,7 @@ def test_a_recipe_is_diagnosed_with_its_own_flags_as_remedies(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(experiments, "MOST_ROUNDS", experiments.FEWEST_ROUNDS)
+    monkeypatch.setattr(experiments, "TURN_S", 0.0)
     monkeypatch.setattr(experiments, "roofline", lambda: (5e10, 1e10))
     html, trace = tmp_path / "page.html", tmp_path / "trace.json"
     assert run_diagnosis(small_job(), budget_s=5, out=tmp_path / "page", html=html, trace=trace) == 0
@@ -168,6 +169,7 @@ def test_a_captured_step_is_applied_and_its_gain_is_printed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(experiments, "MOST_ROUNDS", experiments.FEWEST_ROUNDS)
+    monkeypatch.setattr(experiments, "TURN_S", 0.0)
     assert run_diagnosis(small_job("loader.batch_size=64"), budget_s=5, apply=True) == 0
     page = " ".join(capsys.readouterr().out.split())
     (applied,) = re.findall("what was applied, and what it gained (.*) together", page)

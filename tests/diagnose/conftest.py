@@ -1,4 +1,4 @@
-"""Diagnoses in tests are short: four rounds, no yardstick of a second, no worker for three."""
+"""Diagnoses in tests are short: four rounds, four steps a turn, no yardstick of a second, no worker for three."""
 
 import pytest
 
@@ -8,6 +8,7 @@ from torchrec_ext.diagnose import experiments, why
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experiments, "MOST_ROUNDS", experiments.FEWEST_ROUNDS)
+    monkeypatch.setattr(experiments, "TURN_S", 0.0)
     monkeypatch.setattr(experiments, "_WORKER_S", 0.2)
     monkeypatch.setattr(why, "_PROOF_S", 0.1)
     monkeypatch.setattr(experiments, "roofline", lambda: (5e10, 1e10))

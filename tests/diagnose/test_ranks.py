@@ -36,7 +36,7 @@ def _moved() -> Clock:
     why.ThreadClock = lambda: clock  # type: ignore[assignment, misc]
     batches.thread_time = lambda: clock.computed
     ranks.time = types.SimpleNamespace(perf_counter=clock)  # type: ignore[assignment]
-    experiments.MOST_ROUNDS = ranks.MOST_ROUNDS = experiments.FEWEST_ROUNDS
+    experiments.MOST_ROUNDS, experiments.TURN_S = experiments.FEWEST_ROUNDS, 0.0
     experiments.roofline = lambda: (5e10, 1e10)
     return clock
 
@@ -180,7 +180,7 @@ class Hybrid(NamedTuple):
 
 
 def _hybrid(runtime: Runtime, sharding: Any, tables: Any = "adam") -> Hybrid:
-    experiments.MOST_ROUNDS = ranks.MOST_ROUNDS = experiments.FEWEST_ROUNDS
+    experiments.MOST_ROUNDS, experiments.TURN_S = experiments.FEWEST_ROUNDS, 0.0
     experiments.roofline = lambda: (5e10, 1e10)
     model = small_model(META)
     plan = plan_sharding(model, runtime, PlanConfig(sharding=sharding))

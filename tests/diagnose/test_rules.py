@@ -6,6 +6,7 @@ import pytest
 
 from tests.diagnose.recorded import DRIFT, HEALTHY, RECORDED, ROWS, TABLE, facts, steps
 from torchrec_ext.diagnose import Diagnosis, Gain, rules
+from torchrec_ext.diagnose.facts import DRIFT as MOMENTS
 from torchrec_ext.diagnose.facts import Facts, paired_gain
 
 pytestmark = pytest.mark.unit
@@ -172,10 +173,10 @@ def test_threads_that_were_not_tried_are_said_not_to_be() -> None:
 
 def test_drift_of_the_machine_cancels_and_noise_of_a_variant_widens() -> None:
     steady = paired_gain([2.0] * 9)
-    assert steady.low == pytest.approx(2 / 1.06)
-    assert steady.high == pytest.approx(2 * 1.06)
+    assert steady.low == pytest.approx(2 / MOMENTS)
+    assert steady.high == pytest.approx(2 * MOMENTS)
     drifting = facts(steps(10.0, one_thread=5.0)).gain(lambda each: each["data"] + each["one_thread"])
-    assert drifting.high / drifting.low == pytest.approx(1.06**2)
+    assert drifting.high / drifting.low == pytest.approx(MOMENTS**2)
     noisy = paired_gain([2.0 * drift for drift in (1.0, 1.6, 0.6, 1.5, 0.7, 1.0, 1.4, 0.8, 1.2)])
     assert noisy.low < steady.low
     assert noisy.high > steady.high
@@ -190,6 +191,15 @@ def test_rounds_that_are_spread_too_far_carry_no_verdict() -> None:
     assert diagnosis.noisy in " ".join(str(diagnosis).split())
     few = Diagnosis(Facts(rounds=rounds[:3]))
     assert "too few rounds for a verdict: 3 of 4; give more time (budget_s)" in few.noisy
+
+
+def test_seconds_that_go_with_threads_are_no_launches() -> None:
+    """Eight threads on two cores raise the price of an op too: what one thread does not take is theirs."""
+    recorded = facts(steps(20.0, one_thread=10.0, op=0.12), threads=8, ops=100, product_s=4e-3)
+    diagnosis = Diagnosis(recorded)
+    assert diagnosis.verdict == "too_many_threads"
+    costs = {finding.cause: finding.cost for finding in diagnosis.findings}
+    assert costs["launches"] == pytest.approx((20 - 4 - 10) / 20.01, abs=0.03)
 
 
 def test_a_cause_that_every_round_confirms_stands_however_far_rounds_are_spread() -> None:

@@ -178,6 +178,31 @@ def test_variants_run_in_every_round_and_in_reversed_order_every_other(
     assert rounds[1][0] == "loop"
 
 
+def test_short_steps_are_timed_many_at_once(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experiments, "TURN_S", 0.05)
+    assert [experiments.steps_of_turn(seconds) for seconds in (1.0, 0.01, 1e-5)] == [2, 5, 64]
+    timed: list[tuple[int, int]] = []
+    timing = experiments.Experiments._timed
+
+    def noted(self: Any, batches: Any, *more: Any) -> float:
+        timed.append((len(batches[0][0]), len(batches)))
+        return timing(self, batches, *more)
+
+    monkeypatch.setattr(experiments.Experiments, "_timed", noted)
+    diagnosed(Costly(clock, cost=lambda rows: 2))
+    steps = round(50 / 2.052)
+    assert set(timed) >= {(16, steps), (4, steps), (32, steps // 2), (64, steps // 4)}
+
+
+def test_more_rounds_are_made_where_they_are_spread_far() -> None:
+    steady, spread = [{"data": 0.0, "step": 1.0}] * 4, [{"data": 0.0, "step": 1.0 + index} for index in range(4)]
+    enough = experiments.Experiments._enough
+    assert not enough(steady[:3])
+    assert enough(steady)
+    assert not enough(spread)
+    assert enough(spread * 3)
+
+
 @pytest.mark.parametrize(
     ("busy", "why_not"),
     [(1.3, "others keep 1.3 of"), (None, "others keep nobody knows how many of")],
@@ -515,6 +540,17 @@ def test_a_remedy_of_other_batches_is_compared_by_row_and_an_iterator_by_iterati
             yield 0.0
 
     assert diagnosis.realised(epoch(), seconds=0).ratio == pytest.approx(2.052)
+
+
+def test_what_runs_between_steps_is_a_part_of_what_is_compared(clock: Clock) -> None:
+    """By the clock: 10 ms of evaluation every second step of 2.052 ms, which nothing that is done to the step moves."""
+    model = Costly(clock)
+    between = {"evaluation": (lambda: clock.compute(10), 2)}
+    diagnosis = why_slow(model, Sweeping(model), lambda ids, y: (model(ids) - y).square().mean(), LIST, between=between)
+    assert diagnosis.realised(lambda ids, y: clock.compute(1), seconds=0).ratio == pytest.approx(7.052 / 6)
+    doubled = [(torch.arange(32) % 50, torch.ones(32, 1))] * 4
+    by_row = diagnosis.realised(lambda ids, y: clock.compute(2.052), doubled, seconds=0)
+    assert by_row.ratio == pytest.approx(7.052 / (2.052 / 2 + 5))
 
 
 def test_facts_alone_cannot_be_realised() -> None:

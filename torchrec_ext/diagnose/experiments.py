@@ -11,7 +11,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torchrec_ext.needs_torch  # noqa: F401
@@ -31,17 +31,27 @@ from torchrec_ext.diagnose.counting import (
     roofline,
     time_products,
 )
-from torchrec_ext.diagnose.facts import Between, Facts, LoaderFacts, Round
+from torchrec_ext.diagnose.facts import Between, Facts, LoaderFacts, Round, spread
 from torchrec_ext.diagnose.state import SmallTables, StateCopy
 
 MOST_ROUNDS, FEWEST_ROUNDS = 15, 4
-_ITERATIONS = 4  # of the loop in a round, and batches that the variants share
-_POOL = 4
+_LONGER = 3  # times so many rounds where they are spread too far for a verdict, and there is time
+_STEADY = 0.3  # spread of iterations at which no further rounds are made
+_ITERATIONS = 4  # of the loop in a round, at least
+_STEPS = 2, 64  # of a turn, at least and at most
+TURN_S = 0.05  # seconds of a turn of short steps, of which one wait for a core must not be the half
+_POOL = 4  # batches that the variants share
 _SMALL_TABLE = 5  # a table is small with so many rows for each id that a step reads, and is made so for the experiment
 _TRIAL = 10.0  # times the step that a first trial may take, before the variant is given up
 _WORKER_S = 3.0
 _IDLE = 0.3  # cores that others may keep busy where more threads are tried
 Step = Callable[..., object]
+
+
+def steps_of_turn(seconds: float) -> int:
+    """Returns how many steps of so many seconds are timed at once."""
+    least, most = _STEPS
+    return max(least, min(most, round(TURN_S / max(seconds, 1e-6))))
 
 
 class Variant(NamedTuple):
@@ -89,7 +99,7 @@ class Experiments:
         self._thread_clock, self._clock = clock, self._synchronised if self._cuda else clock
         self._call = called_with(fn, self.source.first)
         self._spans: Counter[str] = Counter()
-        self._iterations = _ITERATIONS
+        self._iterations, self._steps_of_turn = _ITERATIONS, _STEPS[0]
         self._small: SmallTables | None = None
         self._graphs = 0
 
@@ -222,7 +232,7 @@ class Experiments:
             if sum(self._tried(variants, start)) == 0:
                 return [first]
             rounds: list[Round] = []
-            while len(rounds) < MOST_ROUNDS:
+            while not self._enough(rounds):
                 if len(rounds) >= FEWEST_ROUNDS and time.perf_counter() - start > self._budget:
                     break
                 if rounds and time.perf_counter() - start > 3 * self._budget:
@@ -235,13 +245,26 @@ class Experiments:
         self._busy = busy() if self._busy is None else self._busy
         return rounds
 
+    @staticmethod
+    def _enough(rounds: Sequence[Round]) -> bool:
+        """Whether these are as many rounds as are made where there is time: more where they are spread far."""
+        if len(rounds) < MOST_ROUNDS:
+            return False
+        return (
+            len(rounds) >= _LONGER * MOST_ROUNDS or spread([each["data"] + each["step"] for each in rounds]) < _STEADY
+        )
+
     def _choose_iterations(self, first: Round, start: float) -> None:
         seconds = first["data"] + first["step"]
         workers = getattr(self.source.given, "num_workers", 0)
+        self._iterations, self._steps_of_turn = max(_ITERATIONS, steps_of_turn(seconds)), steps_of_turn(first["step"])
         if workers:  # what they made ahead must be used up before a wait for them shows
-            self._iterations = max(_ITERATIONS, 3 * workers * (self.source.given.prefetch_factor or 2))  # type: ignore[attr-defined]
+            ahead = 3 * workers * (self.source.given.prefetch_factor or 2)  # type: ignore[attr-defined]
+            self._iterations = max(self._iterations, ahead)
         elif seconds > 0.5 or time.perf_counter() - start > 1.0:  # the latter on a machine that others use
-            self._iterations = 1
+            self._iterations = self._steps_of_turn = 1
+        elif self.source.kind == "iterator":  # all that is taken of it is kept
+            self._iterations = _ITERATIONS
 
     def _tried(self, variants: Sequence[Variant], start: float) -> list[float]:
         """Runs each variant once, and gives up those that a round has no time for."""
@@ -278,8 +301,8 @@ class Experiments:
             yield from self._threads(step)
             return
         if row_count(pool[0]):
-            yield Variant("quadruple", lambda: {"quadruple": self._timed([joined_batches(self._several(4))])})
-            yield Variant("quarter", lambda: {"quarter": self._timed([quarter_of(each) for each in self._several(2)])})
+            yield Variant("quadruple", lambda: {"quadruple": self._timed(self._joined(4))})
+            yield Variant("quarter", lambda: {"quarter": self._timed(list(map(quarter_of, self._steps(least=2))))})
         else:
             for name in ("quadruple", "quarter", "double"):
                 self.not_measured[name] = (
@@ -290,21 +313,32 @@ class Experiments:
         yield from self._threads(step)
         yield Variant("bf16", self._bf16)
         if row_count(pool[0]):
-            yield Variant("double", lambda: {"double": self._timed([joined_batches(self._several(2))])})
+            yield Variant("double", lambda: {"double": self._timed(self._joined(2))})
 
     def _several(self, count: int) -> list[Any]:
         """Returns so many batches of the pool, again from the first where it has fewer."""
         return [self._pool[index % len(self._pool)] for index in range(count)]
 
-    def _timed(self, batches: Sequence[Any]) -> float:
-        """Returns the mean seconds of a step on each of these."""
+    def _joined(self, times: int) -> list[Any]:
+        """Returns the batches of a turn, each of the rows of so many of the loader's."""
+        return [joined_batches(self._several(times))] * max(1, self._steps_of_turn // times)
+
+    def _timed(self, batches: Sequence[Any], inside: Callable[[], Any] = nullcontext) -> float:
+        """Returns the mean seconds of a step on each of these, inside of a context of its own.
+
+        One before them has memory and threads ready.
+        """
+        if self._iterations > 1:
+            with inside():
+                self._call(batches[0])
         start = self._clock()
         for batch in batches:
-            self._call(batch)
+            with inside():
+                self._call(batch)
         return (self._clock() - start) / len(batches)
 
-    def _steps(self) -> list[Any]:
-        return self._several(min(self._iterations, _POOL))
+    def _steps(self, least: int = 1) -> list[Any]:
+        return self._several(max(least, self._steps_of_turn))
 
     def _threads(self, step: float) -> Iterator[Variant]:
         threads, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
@@ -333,8 +367,10 @@ class Experiments:
             torch.set_num_threads(before)
 
     def _bf16(self) -> Round:
-        with torch.autocast("cuda" if self._cuda else "cpu", torch.bfloat16):
-            return {"bf16": self._timed(self._steps())}
+        def inside() -> Any:  # which keeps the weights' casts until it ends
+            return torch.autocast("cuda" if self._cuda else "cpu", torch.bfloat16)
+
+        return {"bf16": self._timed(self._steps(), inside)}
 
     def _with_small_tables(self) -> Round:
         assert self._small is not None

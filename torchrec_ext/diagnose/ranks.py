@@ -31,14 +31,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchrec_ext.diagnose.collectives import Call, Collectives, Ranks, RanksFailedError, calls_by_group
 from torchrec_ext.diagnose.counting import Counted, described
-from torchrec_ext.diagnose.experiments import FEWEST_ROUNDS, MOST_ROUNDS, Experiments, Variant
+from torchrec_ext.diagnose.experiments import FEWEST_ROUNDS, Experiments, Variant
 from torchrec_ext.diagnose.facts import Between, CollectiveFacts, Facts, RankFacts, Round, TableFacts
 from torchrec_ext.diagnose.state import every_module
 
 LINK_BYTES = 2**18  # that a rank sends to each other one
 _LINK_S = 2.0  # at most, for all of these
 _LEAST_ALONE_S = 0.2
-_TRACED = 4  # steps of a round at least: a rank that is slow in every second step is not always, or never, seen to be
+# Steps of a round, at least and at most: a rank that is slow in every second step is not always, or never, seen to be.
+_TRACED = 4, 16
 _KEPT = 2  # batches on which steps run without exchange
 _PARTS = ("forward", "backward", "optimizer")
 
@@ -265,7 +266,7 @@ class RankExperiments(Experiments):
         with self._spanning():
             first = self._real("watch", self._loop)
             self._choose_iterations(first, start)
-            self._iterations = self._ranks.gather(self._iterations)[0]
+            self._iterations, self._steps_of_turn = self._ranks.gather((self._iterations, self._steps_of_turn))[0]
             rate = (_process_seconds() - before) / max(time.perf_counter() - start, 1e-9)
             others = sum(self._ranks.gather(rate)) - rate
             seen = busy()
@@ -277,9 +278,10 @@ class RankExperiments(Experiments):
                     f"a round takes longer than budget_s={self._budget:g} holds {FEWEST_ROUNDS} times; give more"
                 )
             rounds: list[Round] = []
-            while len(rounds) < MOST_ROUNDS:
-                spent = self._ranks.gather(time.perf_counter() - start)[0]
-                if spent > (self._budget if len(rounds) >= FEWEST_ROUNDS else 3 * self._budget) and rounds:
+            while True:
+                enough, spent = self._ranks.gather((self._enough(rounds), time.perf_counter() - start))[0]
+                too_long = spent > (self._budget if len(rounds) >= FEWEST_ROUNDS else 3 * self._budget)
+                if enough or (too_long and rounds):
                     break
                 made = dict(self._real("watch", self._loop))
                 made |= self._trace()
@@ -297,7 +299,7 @@ class RankExperiments(Experiments):
         def traced() -> None:
             self._tracing = True
             try:
-                for _ in range(max(self._iterations, _TRACED)):
+                for _ in range(max(_TRACED[0], min(_TRACED[1], self._iterations))):
                     self._iterate()
             finally:
                 self._tracing = False

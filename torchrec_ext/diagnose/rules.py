@@ -30,7 +30,8 @@ IDLE = 0.3  # cores that others may keep busy where the wall clock says what a s
 NOISY = 0.6  # spread of iterations above which there is no verdict
 _LAZY = 1.10  # rows caught up when they are next read, over the step with small tables
 _FIXED_S = 0.06e-3, 0.25e-3  # seconds of a captured step that does nothing, at least and at most
-_READY = 0.05  # of the loader's time stays where batches are made from columns
+# Of the loader's time this stays, at least and at most: where batches are ready, and where they are made from columns.
+_READY, _FROM_COLUMNS = (0.0, 0.02), (0.01, 0.05)
 
 
 def findings(facts: Facts) -> tuple[Finding, ...]:
@@ -102,8 +103,13 @@ def _products(facts: Facts, each: Round) -> float:
 
 def _launches(facts: Facts, each: Round) -> float:
     """Returns the seconds of a round's step that are the price of its ops, not their work."""
-    rest = each["step"] - _swept(facts, each) - _products(facts, each) - _syncing(facts, each)
+    rest = each["step"] - _swept(facts, each) - _products(facts, each) - _syncing(facts, each) - _threading(each)
     return max(0.0, min(rest, (facts.ops - facts.sync_ops) * each.get("op", 0.0)))
+
+
+def _threading(each: Round) -> float:
+    """Returns the seconds of a round's step that its threads cost, which raise the price of an op too."""
+    return max(0.0, each["step"] - _changed(each, "one_thread")) if "one_thread" in each else 0.0
 
 
 def _syncing(facts: Facts, each: Round) -> float:
@@ -133,8 +139,12 @@ def capture_seconds(facts: Facts) -> tuple[float, float]:
     return 3 + 0.015 * facts.ops, 8 + 0.06 * facts.ops
 
 
-def _ready(each: Round) -> float:
-    return _READY * each["data"]
+def _with_ready(facts: Facts, shares: tuple[float, float]) -> Gain | None:
+    """Returns the speed-up of a loader of whose time such shares stay, at least and at most."""
+    least, most = shares
+    return expected(
+        facts, lambda each: _alone(each) + most * each["data"], lambda each: _alone(each) + least * each["data"]
+    )
 
 
 ADOPT = (
@@ -186,7 +196,7 @@ def _rows_and_adopt(facts: Facts) -> Remedy:
         lines=tuple(line.format(batch=facts.loader.row_calls or "...") for line in ROWS),
         gain=expected(
             facts,
-            lambda each: _ready(each) + _warm(each) * _captured(facts, each, fast=False),
+            lambda each: _FROM_COLUMNS[1] * each["data"] + _warm(each) * _captured(facts, each, fast=False),
             lambda each: _warm(each) * _captured(facts, each, fast=True),
         ),
         changes=f"{MATH['rounding']}, and {MATH['draws']}",
@@ -215,7 +225,7 @@ def loader_sleeps(facts: Facts) -> Finding | None:
         Remedy(
             name="batches ready in time",
             lines=("read the source once, before the first step, or a block ahead of the steps",),
-            gain=expected(facts, lambda each: _alone(each) + _ready(each), _alone),
+            gain=_with_ready(facts, _READY),
             changes=MATH["exact"],
             basis="measured: the step without its loader",
         )
@@ -256,7 +266,7 @@ def row_python(facts: Facts) -> Finding | None:
     ready = Remedy(
         name="__getitems__: all rows of a batch in one call, with whole-array indexing",
         lines=("def __getitems__(self, rows): ...  # in the Dataset; torch calls it with the batch's row numbers",),
-        gain=expected(facts, lambda each: _alone(each) + 4 * _ready(each), lambda each: _alone(each) + _ready(each)),
+        gain=_with_ready(facts, _FROM_COLUMNS),
         changes=MATH["draws"],
         basis="predicted from the step without its loader",
     )
@@ -278,7 +288,7 @@ def loader_computes(facts: Facts) -> Finding | None:
     ready = Remedy(
         name="batches ready in time",
         lines=("make the epoch's batches ahead of the steps, by whole-array operations",),
-        gain=expected(facts, lambda each: _alone(each) + _ready(each), _alone),
+        gain=_with_ready(facts, _READY),
         changes=MATH["exact"],
         basis="measured: the step without its loader",
     )

@@ -20,13 +20,12 @@ from torchrec_ext.adopt import AdoptedStep, adopt
 from torchrec_ext.diagnose.batches import BatchSource, called_with, loader_with, row_count
 from torchrec_ext.diagnose.clock import ThreadClock
 from torchrec_ext.diagnose.collectives import Ranks, agreed
-from torchrec_ext.diagnose.experiments import Experiments
+from torchrec_ext.diagnose.experiments import Experiments, steps_of_turn
 from torchrec_ext.diagnose.ranks import RankExperiments
 from torchrec_ext.diagnose.report import Diagnosis, apply_in_turn
 from torchrec_ext.diagnose.rules import Remedy
 from torchrec_ext.diagnose.state import StateCopy
 
-_TOGETHER = 4  # iterations of a turn
 _PROOF_S = 10.0  # seconds of the wall clock in which a remedy is measured
 Step = Callable[..., object]
 Loss = Callable[..., Any]
@@ -203,7 +202,7 @@ class _WhySlow:
                 facts = experiments.facts(between)
         finally:
             state.restore()
-        compare = partial(_compare, fn, experiments.source.again(), roots)
+        compare = partial(_compare, fn, experiments.source.again(), roots, between_s=facts.mean_between())
         diagnosis = Diagnosis(facts, compare) if ranks is None else Diagnosis(facts, _not_on_ranks, ranks.rank)
         diagnosis.batches = experiments.source.handed_back()
         experiments.source.close()
@@ -276,30 +275,41 @@ def _compare(
     step: Step | Iterator[Any],
     with_batches: Any,
     seconds: float,
+    between_s: float = 0.0,
 ) -> list[tuple[float, float]]:
     """Returns seconds of a row, or of an iteration where rows are not known, as it was and with the remedy, by turn.
 
     What is as it was is put back after each turn; the remedy's steps are real ones. Worker processes are seen by the
-    wall clock alone, so where there are some it times both.
+    wall clock alone, so where there are some it times both. ``between_s`` is what runs between steps, seconds of one:
+    both have it for as many rows.
     """
     processes = any(getattr(each, "num_workers", 0) for each in (batches, with_batches))
     turns: list[tuple[float, float]] = []
     with ThreadClock() as clock:
         timer = time.perf_counter if processes else clock
         iterations = _Iterations(step, batches if with_batches is None else with_batches)
-        iterations.run(3, timer)
-        end = time.perf_counter() + seconds
-        while len(turns) < 5 or (time.perf_counter() < end and len(turns) < 15):
-            iterations.settle()
+
+        def as_it_was(count: int) -> tuple[float, float]:
             state = StateCopy(*roots)
             try:
                 before = _Iterations(fn, batches)
-                before.run(1, timer)
-                old, old_rows = before.run(_TOGETHER, timer)
+                before.warm_up(timer)
+                return before.run(count, timer)
             finally:
                 state.restore()
-            new, new_rows = iterations.run(_TOGETHER, timer)
-            turns.append((old / old_rows, new / new_rows) if old_rows and new_rows else (old, new))
+
+        iterations.run(3, timer)  # in which a step may be captured
+        new_count, old_count = (steps_of_turn(run(3)[0]) for run in (partial(iterations.run, timer=timer), as_it_was))
+        end = time.perf_counter() + seconds
+        while len(turns) < 5 or (time.perf_counter() < end and len(turns) < 15):
+            iterations.settle()
+            old, old_rows = as_it_was(old_count)
+            iterations.warm_up(timer)
+            new, new_rows = iterations.run(new_count, timer)
+            if old_rows and new_rows:
+                turns.append(((old + between_s) / old_rows, new / new_rows + between_s / old_rows))
+            else:
+                turns.append((old + between_s, new + between_s))
         iterations.settle()
     return turns
 
@@ -315,6 +325,7 @@ class _Iterations:
     def __init__(self, step: Step | Iterator[Any], batches: Iterable[Any]) -> None:
         self._iterator = step if isinstance(step, Iterator) else None
         self._settle = getattr(step, "settle", lambda: None)
+        self._ahead = (getattr(batches, "num_workers", 0) or 0) * (getattr(batches, "prefetch_factor", 0) or 0)
         if not isinstance(step, Iterator):
             self._source = BatchSource(batches)
             self._call = called_with(step, self._source.first)
@@ -323,8 +334,12 @@ class _Iterations:
         """Completes updates that an adopted step has put off."""
         self._settle()
 
-    def run(self, count: int, timer: Callable[[], float]) -> tuple[float, int]:
-        """Returns the mean seconds of so many iterations, and their rows; 0 where these are not known."""
+    def warm_up(self, timer: Callable[[], float]) -> None:
+        """Makes an iteration that has memory and threads ready, and uses up what workers made ahead meanwhile."""
+        self.run(1 + self._ahead, timer)
+
+    def run(self, count: int, timer: Callable[[], float]) -> tuple[float, float]:
+        """Returns the mean seconds of so many iterations, and the mean of their rows; 0 where these are not known."""
         if self._iterator is not None:
             start = timer()
             for _ in range(count):
@@ -337,7 +352,7 @@ class _Iterations:
             self._call(batch)
             spent += seconds + timer() - start
             rows += row_count(batch)
-        return spent / count, rows
+        return spent / count, rows / count
 
 
 why_slow = _WhySlow()
