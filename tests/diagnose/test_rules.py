@@ -1,5 +1,6 @@
 """Rules on recorded facts: each cause is the first finding of its own facts, and no fault of the others'."""
 
+import dataclasses
 import json
 
 import pytest
@@ -191,6 +192,22 @@ def test_rounds_that_are_spread_too_far_carry_no_verdict() -> None:
     assert diagnosis.noisy in " ".join(str(diagnosis).split())
     few = Diagnosis(Facts(rounds=rounds[:3]))
     assert "too few rounds for a verdict: 3 of 4; give more time (budget_s)" in few.noisy
+
+
+def test_lines_that_sync_are_timed_where_nothing_else_traces_them() -> None:
+    """1,400 ops of 5 us are 6.2 ms by their price, of a step of 3.1 ms; the lines take 2 ms of it."""
+    priced = RECORDED["host_syncs"]
+    timed = dataclasses.replace(
+        priced, rounds=[{**each, "sync_lines": each["step"] * 2 / 3.1} for each in priced.rounds]
+    )
+    finding = Diagnosis(timed).findings[0]
+    gain = finding.remedies[0].gain
+    assert (finding.cause, finding.remedies[0].basis) == ("host_syncs", "predicted from the seconds at these lines")
+    assert finding.cost == pytest.approx(2 / 3.11, abs=0.01)
+    assert gain is not None
+    assert gain.low == pytest.approx(3.11 / (1.24 + 0.01) / MOMENTS, rel=0.02)
+    assert gain.high == pytest.approx(3.11 / (1.1 + 0.01) * MOMENTS, rel=0.02)
+    assert finding.evidence[-1].startswith("these lines take 2 ms of 3.1 ms")
 
 
 def test_seconds_that_go_with_threads_are_no_launches() -> None:

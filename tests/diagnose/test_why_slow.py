@@ -1,6 +1,7 @@
 """Diagnoses of small programs: with a clock that the program moves, so that the verdict is known; and of bad input."""
 
 import re
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from tests.diagnose.programs import Clock, mlp, training
 from torchrec_ext.diagnose import Diagnosis, ThreadClock, batches, experiments, why, why_slow
 from torchrec_ext.diagnose.clock import busy_elsewhere
+from torchrec_ext.diagnose.counting import seconds_at
 
 pytestmark = pytest.mark.unit
 
@@ -261,6 +263,40 @@ def test_ops_syncs_and_products_are_counted_by_the_users_lines() -> None:
     forward = 2 * 32 * (8 * 16 + 16)
     assert facts.product_flops == 2 * forward + 2 * 32 * 16
     assert dict(facts.layers) == pytest.approx({"0": 8 / 9, "2": 1 / 9})
+
+
+def test_seconds_are_those_of_the_lines_that_sync() -> None:
+    clock = Clock()
+
+    def values(count: int) -> float:
+        clock.compute(100)
+        for _ in range(count):
+            clock.compute(3)  # this line
+        return clock.now
+
+    line = values.__code__.co_firstlineno + 3
+    with seconds_at([f"test_why_slow.py:{line} in values", "backward"], clock) as spent:
+        values(2)
+        clock.compute(50)
+        values(3)
+    assert spent == [pytest.approx(5 * 0.003)]
+    assert sys.gettrace() is None
+
+
+def test_a_step_under_a_debugger_is_diagnosed_by_the_price_of_its_syncs() -> None:
+    _, _, loss, given = mlp()
+
+    def step(x: Tensor, y: Tensor) -> None:
+        loss(x, y).item()
+
+    sys.settrace(lambda *_: None)
+    try:
+        facts = why_slow.step(step, given).facts
+    finally:
+        sys.settrace(None)
+    assert facts.syncs == 1
+    assert facts.not_measured["sync_lines"].startswith("RuntimeError: a debugger or a coverage tool traces the lines")
+    assert why_slow.step(step, given).facts.median("sync_lines") > 0
 
 
 def test_an_op_in_a_large_batch_is_the_same_op() -> None:

@@ -11,8 +11,9 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torchrec_ext.needs_torch  # noqa: F401
@@ -169,6 +170,52 @@ def users_line() -> str:
             return f"{os.path.basename(file)}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]
     return "step"
+
+
+@contextmanager
+def seconds_at(lines: Collection[str], clock: Callable[[], float] = time.perf_counter) -> Iterator[list[float]]:
+    """Adds up the seconds that this thread spends at lines, as :func:`users_line` names them.
+
+    Yields:
+        A list, whose one entry is these seconds.
+
+    Raises:
+        RuntimeError: a debugger traces this thread already.
+    """
+    if sys.gettrace() is not None:
+        raise RuntimeError("a debugger or a coverage tool traces the lines of this thread; run without it")
+    numbers: dict[tuple[str, str], set[int]] = {}
+    for line in lines:
+        file_line, _, function = line.partition(" in ")
+        file, _, number = file_line.rpartition(":")
+        numbers.setdefault((file, function), set()).add(int(number) if number.isdigit() else 0)
+    spent = [0.0]
+    by_code: dict[Any, set[int]] = {}
+
+    def entered(frame: FrameType, event: str, argument: Any) -> Any:
+        code = frame.f_code
+        if code not in by_code:
+            by_code[code] = numbers.get((os.path.basename(code.co_filename), code.co_name), set())
+        return _at_lines(by_code[code], spent, clock) if by_code[code] else None
+
+    sys.settrace(entered)
+    try:
+        yield spent
+    finally:
+        sys.settrace(None)
+
+
+def _at_lines(numbers: Collection[int], spent: list[float], clock: Callable[[], float]) -> Callable[..., Any]:
+    began: float | None = None
+
+    def moved(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal began
+        if began is not None:
+            spent[0] += clock() - began
+        began = clock() if event == "line" and frame.f_lineno in numbers else None
+        return moved
+
+    return moved
 
 
 def count_ops(call: Callable[[], object], modules: Sequence[nn.Module]) -> Counted:

@@ -10,7 +10,7 @@ import shutil
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from torchrec_ext.diagnose.counting import (
     count_ops,
     described,
     roofline,
+    seconds_at,
     time_products,
 )
 from torchrec_ext.diagnose.facts import Between, Facts, LoaderFacts, Round, spread
@@ -36,7 +37,7 @@ from torchrec_ext.diagnose.state import SmallTables, StateCopy
 
 MOST_ROUNDS, FEWEST_ROUNDS = 15, 4
 _LONGER = 3  # times so many rounds where they are spread too far for a verdict, and there is time
-_STEADY = 0.3  # spread of iterations at which no further rounds are made
+_STEADY = 0.25  # spread of iterations at which no further rounds are made
 _ITERATIONS = 4  # of the loop in a round, at least
 _STEPS = 2, 64  # of a turn, at least and at most
 TURN_S = 0.05  # seconds of a turn of short steps, of which one wait for a core must not be the half
@@ -101,6 +102,7 @@ class Experiments:
         self._spans: Counter[str] = Counter()
         self._iterations, self._steps_of_turn = _ITERATIONS, _STEPS[0]
         self._small: SmallTables | None = None
+        self._sync_lines: Collection[str] = ()
         self._graphs = 0
 
     def _synchronised(self) -> float:
@@ -294,6 +296,8 @@ class Experiments:
         if self._small is not None and not self._compiled:  # first, since it decides most
             yield Variant("small_tables", self._with_small_tables)
         yield Variant("op", self._yardsticks)
+        if self._sync_lines:
+            yield Variant("sync_lines", self._at_sync_lines)
         yield Variant("ready", lambda: {"ready": self._timed(self._steps())})
         if self._compiled:
             for name in ("quadruple", "quarter", "double", "bf16", "small_tables"):
@@ -377,6 +381,13 @@ class Experiments:
         with self._small:
             return {"small_tables": self._timed(self._steps())}
 
+    def _at_sync_lines(self) -> Round:
+        batches = self._steps()
+        with seconds_at(self._sync_lines) as spent:
+            for batch in batches:
+                self._call(batch)
+        return {"sync_lines": spent[0] / len(batches)}
+
     def _yardsticks(self) -> Round:
         value = torch.zeros(())
         start = self._thread_clock()
@@ -452,6 +463,7 @@ class Experiments:
             if facts.rows > _SMALL_TABLE * facts.read and id(module.weight) in trained and not module.sparse
         }
         counted.tables = large
+        self._sync_lines = tuple(counted.syncs)
         if large:
             reads = [(module, facts.read) for facts, module in large.values()]
             self._small = SmallTables(self.state, reads, _SMALL_TABLE)

@@ -200,7 +200,8 @@ class Facts:
             files. ``step``: a step, and of it ``forward`` (with all that is neither of the other two), ``backward``
             and ``optimizer``. Steps in a row on batches that are there: ``ready``; and of these changed: ``quarter``,
             ``double`` and ``quadruple`` of the batch, ``small_tables``, ``one_thread``, ``all_threads``, ``bf16``.
-            Yardsticks: ``op``, a tiny op, and ``sync``, one ``.item()``.
+            Of a step at lines that bring values to Python: ``sync_lines``. Yardsticks: ``op``, a tiny op, and
+            ``sync``, one ``.item()``.
         worker: seconds of the wall clock for a batch and its step as it is, and with a worker process, by turn.
         rows: rows of a batch; 0 where unknown.
         ops: aten ops of a step.

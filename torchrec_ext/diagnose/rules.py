@@ -29,9 +29,10 @@ from torchrec_ext.diagnose.findings import Remedy as Remedy
 IDLE = 0.3  # cores that others may keep busy where the wall clock says what a second process gains
 NOISY = 0.6  # spread of iterations above which there is no verdict
 _LAZY = 1.10  # rows caught up when they are next read, over the step with small tables
+_AT_MOST = 1.5  # times the price of ops that lines may take
 _FIXED_S = 0.06e-3, 0.25e-3  # seconds of a captured step that does nothing, at least and at most
 # Of the loader's time this stays, at least and at most: where batches are ready, and where they are made from columns.
-_READY, _FROM_COLUMNS = (0.0, 0.02), (0.01, 0.05)
+_READY, _FROM_COLUMNS = (0.0, 0.01), (0.01, 0.05)
 
 
 def findings(facts: Facts) -> tuple[Finding, ...]:
@@ -115,6 +116,8 @@ def _threading(each: Round) -> float:
 def _syncing(facts: Facts, each: Round) -> float:
     """Returns the seconds of a round's step that go with values brought to Python, and the ops that make them."""
     price = facts.syncs * each.get("sync", 0.0) + max(0, facts.sync_ops - facts.syncs) * each.get("op", 0.0)
+    if "sync_lines" in each:  # beyond the price of their ops these lines do work that stays
+        price = min(each["sync_lines"], _AT_MOST * price)
     return min(price, each["step"])
 
 
@@ -407,16 +410,22 @@ def host_syncs(facts: Facts) -> Finding | None:
         f"a step brings {facts.syncs:,} values to Python (.item(), .tolist(), if on a tensor, boolean masks): {lines}",
         f"with the ops that feed them: {facts.sync_ops:,} of {facts.ops:,} ops",
     ]
+    timed = facts.has("sync_lines")
+    if timed:
+        evidence.append(f"these lines take {in_ms(facts.median('sync_lines'))} of {_bare(facts)}")
+    least, most = (0.93, 1.0) if timed else (0.6, 1.3)
     remedy = Remedy(
         name="keep values as tensors, and read one of them every hundred steps",
         lines=("total += loss.detach()  # in place of loss.item(); total.item() where it is printed",),
         gain=expected(
             facts,
-            lambda each: each["data"] + each["step"] - 0.6 * _syncing(facts, each),
-            lambda each: each["data"] + max(0.05 * each["step"], each["step"] - 1.3 * _syncing(facts, each)),
+            lambda each: each["data"] + each["step"] - least * _syncing(facts, each),
+            lambda each: each["data"] + max(0.05 * each["step"], each["step"] - most * _syncing(facts, each)),
         ),
         changes=MATH["exact"],
-        basis="predicted from the price of an op and of .item() on this machine",
+        basis="predicted from the seconds at these lines"
+        if timed
+        else "predicted from the price of an op and of .item() on this machine",
     )
     return finding_of(
         facts, "host_syncs", "the step waits for values that Python wants to see", evidence, [remedy],
