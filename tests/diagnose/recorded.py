@@ -69,6 +69,9 @@ RECORDED: dict[str, Facts] = {
     ),
     "too_many_threads": facts(steps(20.8, one_thread=9.8), threads=8, ops=120, product_s=5e-3),
     "too_few_threads": facts(steps(40.0, all_threads=22.0), threads=1, ops=60, product_s=36e-3),
+    "sequential_towers": facts(
+        steps(20.0, all_threads=19.8), ops=60, product_s=12e-3, towers=(("Two.user", 0.45), ("Two.item", 0.4))
+    ),
     "recompilation": facts(steps(40.0), recompiles=9, ops=60, product_s=10e-3),
     "between_steps": facts(steps(3.2), between=(Between(name="evaluation", seconds=0.2, steps=20),), ops=60),
 }

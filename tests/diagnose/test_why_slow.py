@@ -81,6 +81,40 @@ def by_threads(clock: Clock) -> Diagnosis:
     return diagnosed(model)
 
 
+class Pair(nn.Module):
+    """Two towers, 3 and 2 ms, of which a small top reads both, or the second of which reads the first."""
+
+    def __init__(self, clock: Clock, *, chained: bool = False) -> None:
+        super().__init__()
+        self.first = Costly(clock, cost=lambda rows: 3)
+        self.second = Costly(clock, cost=lambda rows: 2) if not chained else Chained(clock)
+        self.top, self.chained = nn.Linear(2, 1), chained
+
+    def forward(self, ids: Tensor) -> Tensor:
+        first = self.first(ids)
+        return self.top(torch.cat([first, self.second(first if self.chained else ids)], 1))
+
+
+class Chained(nn.Module):
+    """A layer of 2 ms."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.layer, self.clock = nn.Linear(1, 1), clock
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.clock.compute(2)
+        return self.layer(x)
+
+
+def by_towers(clock: Clock, **more: Any) -> Diagnosis:
+    """Diagnoses a pair of towers inside of another module, on one thread."""
+    torch.set_num_threads(1)
+    model = nn.Sequential(Pair(clock, **more))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return why_slow(model, optimizer, lambda ids, y: (model(ids) - y).square().mean(), LIST)
+
+
 PLANTED: dict[str, Callable[[Clock], Diagnosis]] = {
     "loader_sleeps": lambda clock: diagnosed(Costly(clock), DataLoader(Rows(clock.sleep, 1), 16)),
     "row_python": lambda clock: diagnosed(Costly(clock), DataLoader(Rows(clock.compute, 0.5), 16)),
@@ -88,6 +122,7 @@ PLANTED: dict[str, Callable[[Clock], Diagnosis]] = {
     "untouched_rows": lambda clock: diagnosed(Costly(clock, rows=10_000)),
     "too_many_threads": by_threads,
     "between_steps": lambda clock: diagnosed(Costly(clock), between={"evaluation": (lambda: clock.compute(300), 50)}),
+    "sequential_towers": lambda clock: by_towers(clock),
     "healthy": lambda clock: diagnosed(Costly(clock)),
 }
 
@@ -105,12 +140,28 @@ class Computing:
 
 
 @pytest.mark.parametrize("cause", PLANTED)
-def test_the_verdict_is_the_planted_cause(cause: str, clock: Clock) -> None:
+def test_the_verdict_is_the_planted_cause(cause: str, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     threads = torch.get_num_threads()
     try:
         assert PLANTED[cause](clock).verdict == cause
     finally:
         torch.set_num_threads(threads)
+
+
+def test_towers_are_sub_networks_that_do_not_read_each_other(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    threads = torch.get_num_threads()
+    try:
+        apart, chained = by_towers(clock), by_towers(clock, chained=True)
+    finally:
+        torch.set_num_threads(threads)
+    assert [(name, pytest.approx(share)) for name, share in apart.facts.towers] == [
+        ("Sequential.0.first", 0.6),
+        ("Sequential.0.second", 0.4),
+    ]
+    assert chained.facts.towers == []
+    assert "towers" not in {**apart.facts.not_measured, **chained.facts.not_measured}
 
 
 def test_what_is_measured_is_what_the_program_takes(clock: Clock) -> None:

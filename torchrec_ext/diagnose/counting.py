@@ -6,6 +6,7 @@ Yardsticks of this machine: what its products would take alone, and the rates of
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import sys
 import time
@@ -20,6 +21,7 @@ import torchrec_ext.needs_torch  # noqa: F401
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -27,6 +29,7 @@ from torchrec_ext.diagnose.facts import TableFacts
 
 _SYNCS = ("_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "masked_select", "equal")
 _PRODUCTS = set(flop_registry)
+_HEAVY = 0.15  # of a level's seconds, from which on a module is a sub-network
 _LARGE = 1e7  # floating-point operations from which on a product's rate is the machine's
 
 
@@ -216,6 +219,91 @@ def _at_lines(numbers: Collection[int], spent: list[float], clock: Callable[[], 
         return moved
 
     return moved
+
+
+class Forwards:
+    """The forwards of a step's modules: their seconds, and which of them reads what another one returned.
+
+    Args:
+        roots: modules of the step.
+        clock: clock of this thread.
+    """
+
+    def __init__(self, roots: Sequence[nn.Module], clock: Callable[[], float]) -> None:
+        self._roots, self._clock = roots, clock
+        self._seconds: dict[nn.Module, list[float]] = {}
+        self._read: dict[nn.Module, list[Any]] = {}
+        self._returned: dict[nn.Module, set[Any]] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watches one step."""
+        with ExitStack() as stack:
+            for module in {each: None for root in self._roots for each in root.modules()}:
+                if next(module.parameters(), None) is not None:
+                    stack.callback(module.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
+                    stack.callback(module.register_forward_hook(self._leave).remove)
+            yield
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._read[module] = list(functions_of((args, kwargs)))
+        self._seconds.setdefault(module, []).append(-self._clock())
+
+    def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
+        self._seconds[module][-1] += self._clock()
+        self._returned[module] = set(functions_of(result))
+
+    def apart(self) -> dict[str, float]:
+        """Returns the seconds of sub-networks of some weight that do not read each other, by path; empty for none."""
+        level = [(type(root).__name__, root) for root in self._roots]
+        while True:
+            level = [each for path, module in level for each in self._called(path, module)]
+            spent = {module: self._seconds[module][0] for _, module in level}
+            heavy = [(path, module) for path, module in level if spent[module] >= _HEAVY * sum(spent.values())]
+            if len(heavy) != 1:
+                break
+            ((path, module),) = heavy
+            level = [(f"{path}.{name}", child) for name, child in module.named_children()]
+            if not level:
+                return {}
+        chosen: list[tuple[str, nn.Module]] = []
+        for path, module in sorted(heavy, key=lambda each: -spent[each[1]]):
+            if self._returned[module] and not any(
+                self._reads(module, other) or self._reads(other, module) for _, other in chosen
+            ):
+                chosen.append((path, module))
+        return {path: spent[module] for path, module in chosen} if len(chosen) > 1 else {}
+
+    def _called(self, path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        """Yields a module that a step calls once; of a list that holds modules, and is not called, those."""
+        calls = len(self._seconds.get(module, ()))
+        if calls == 1:
+            yield path, module
+        elif calls == 0:
+            for name, child in module.named_children():
+                yield from self._called(f"{path}.{name}", child)
+
+    def _reads(self, module: nn.Module, other: nn.Module) -> bool:
+        wanted, waiting = self._returned[other], list(self._read[module])
+        seen = set(waiting)
+        while waiting:
+            function = waiting.pop()
+            if function in wanted:
+                return True
+            new = {each for each, _ in function.next_functions if each is not None} - seen
+            seen |= new
+            waiting += new
+        return False
+
+
+def functions_of(value: Any) -> Iterator[Any]:
+    """Yields the autograd functions that made the tensors in a value, also in dataclasses."""
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            if leaf.grad_fn is not None:
+                yield leaf.grad_fn
+        elif dataclasses.is_dataclass(leaf):
+            yield from functions_of([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
 
 
 def count_ops(call: Callable[[], object], modules: Sequence[nn.Module]) -> Counted:

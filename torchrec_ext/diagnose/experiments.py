@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torchrec_ext.needs_torch  # noqa: F401
 
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -24,6 +25,7 @@ from torchrec_ext.diagnose.batches import BatchSource, called_with, joined_batch
 from torchrec_ext.diagnose.clock import ThreadClock, busy_elsewhere
 from torchrec_ext.diagnose.counting import (
     Counted,
+    Forwards,
     Products,
     compiled_graphs,
     count_ops,
@@ -72,6 +74,7 @@ class Experiments:
         clock: clock of this thread.
         budget_s: seconds of the wall clock that the rounds may take.
         recipe: the step and the loader are a recipe's of this package.
+        modules: modules of the step, where ``state`` does not know them.
     """
 
     def __init__(
@@ -83,12 +86,14 @@ class Experiments:
         budget_s: float,
         *,
         recipe: bool = False,
+        modules: Sequence[nn.Module] = (),
     ) -> None:
         self.start, self.state, self._budget = time.perf_counter(), state, budget_s
         self.not_measured: dict[str, str] = {}
         self.notes = [*filter(None, [clock.note]), *dict.fromkeys(state.notes)]
         self.source = BatchSource(batches)
         self.notes += self.source.notes
+        self._modules = [*state.modules, *modules]
         self._pool: list[Any] = []
         self._cuda = any(each.is_cuda for module in state.modules for each in module.parameters())
         self._recipe = recipe
@@ -139,6 +144,7 @@ class Experiments:
             product_flops=products.flops,
             layers=products.layers,
             tables=tables,
+            towers=self._towers(rounds),
             parameters=sum(p.size().numel() for p in parameters.values()),  # a ShardedTensor has no numel()
             optimizers=[type(each).__name__ for each in self.state.optimizers],
             loader=self._loader(),
@@ -468,6 +474,24 @@ class Experiments:
             reads = [(module, facts.read) for facts, module in large.values()]
             self._small = SmallTables(self.state, reads, _SMALL_TABLE)
         return counted
+
+    def _towers(self, rounds: Sequence[Round]) -> Sequence[tuple[str, float]]:
+        """Returns sub-networks that do not read each other, with their shares of the forward."""
+        if self._cuda or self._compiled or not rounds or "forward" not in rounds[0]:
+            return ()
+        made: list[dict[str, float]] = []
+        try:
+            for batch in self._several(_POOL):
+                forwards = Forwards(self._modules, self._clock)
+                with forwards.watching():
+                    self._call(batch)
+                made.append(forwards.apart())
+        except Exception as error:
+            self.not_measured["towers"] = described(error)
+            return ()
+        whole = statistics.median([each.get("ready", each["step"]) * each["forward"] / each["step"] for each in rounds])
+        names = [name for name in made[0] if all(name in each for each in made)]
+        return [(name, min(1.0, min(each[name] for each in made) / whole)) for name in names] if whole else ()
 
     def _loader(self) -> LoaderFacts:
         try:

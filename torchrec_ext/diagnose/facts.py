@@ -228,6 +228,7 @@ class Facts:
         latency_s: seconds of a collective of a few bytes that all ranks enter at once.
         link_bytes: bytes that a rank sent to the others for ``RankFacts.send_s``.
         recipe: whether the step is a recipe's of this package, so that remedies are its flags.
+        towers: share of the forward's seconds by sub-network, of those that do not read each other.
         towers_apart: whether towers have ranks of their own, which are exchanged in every step.
         seconds: seconds of the wall clock that the experiments took.
         not_measured: reasons by experiment that is missing.
@@ -261,6 +262,7 @@ class Facts:
     latency_s: float = 0.0
     link_bytes: int = 0
     recipe: bool = False
+    towers: Sequence[tuple[str, float]] = ()
     towers_apart: bool = False
     seconds: float = 0.0
     not_measured: Mapping[str, str] = dataclasses.field(default_factory=dict)

@@ -97,14 +97,12 @@ class RankExperiments(Experiments):
 
     Args:
         ranks: ranks of the diagnosis.
-        modules: modules of the step, where ``state`` does not know them.
         args: what :class:`Experiments` takes.
     """
 
-    def __init__(self, ranks: Ranks, *args: Any, modules: Sequence[nn.Module] = (), **more: Any) -> None:
+    def __init__(self, ranks: Ranks, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self._ranks = ranks
-        self._modules = [*self.state.modules, *modules]
         self._thread = threading.get_ident()
         self._collectives = Collectives(ranks.failures, self._begin)
         self._marks: list[Span] = []
@@ -343,6 +341,9 @@ class RankExperiments(Experiments):
         self.not_measured["all_threads"] = (
             f"the {self._ranks.size} ranks share the cores: {threads} thread(s) each on {cores} core(s)"
         )
+
+    def _towers(self, rounds: Sequence[Round]) -> Sequence[tuple[str, float]]:
+        return ()  # the ranks have the cores that towers would run on
 
     def _worker(self, rounds: Sequence[Round]) -> Sequence[tuple[float, float]]:
         reasons = self._ranks.gather(self._no_worker(rounds))

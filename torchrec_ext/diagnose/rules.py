@@ -480,6 +480,47 @@ def too_few_threads(facts: Facts) -> Finding | None:
     )
 
 
+def sequential_towers(facts: Facts) -> Finding | None:
+    """Sub-networks that do not read each other run one after the other, while cores stay idle."""
+    idle = facts.cores - facts.threads - (facts.busy or 0.0)
+    if len(facts.towers) < 2 or facts.towers_apart or idle < 1 - IDLE or not facts.has("step", "forward", "backward"):
+        return None
+    at_once = min(len(facts.towers), 1 + round(idle))
+    names = [name for name, _ in facts.towers]
+    shares = sorted((share for _, share in facts.towers), reverse=True)
+    saved = sum(shares) - max(shares[0], sum(shares) / at_once)
+
+    def hidden(each: Round) -> float:
+        return saved * (each["forward"] + each["backward"])
+
+    lines: tuple[str, ...] = (f"rec.train.hybrid -j 1x{at_once}  # and --set plan.towers=auto",)
+    if not facts.recipe:
+        ranks = ", ".join(f'"{name.partition(".")[2] or name}": {index % at_once}' for index, name in enumerate(names))
+        lines = (
+            "from torchrec_ext.adopt import adopt_towers",
+            f"step = adopt_towers(model, optimizer, loss, runtime, {{{ranks}}}, batch)",
+            f"# under torchrun --nproc-per-node {at_once}; a tower that reads tables outside of it holds these then",
+        )
+    remedy = Remedy(
+        name=f"towers at the same time, on {at_once} ranks",
+        lines=lines,
+        gain=expected(
+            facts,
+            lambda each: each["data"] + each["step"] - 0.4 * hidden(each),
+            lambda each: each["data"] + each["step"] - hidden(each),
+        ),
+        changes=MATH["rounding"],
+        basis="predicted: from less than half to all of what the shorter towers take; the exchange takes the rest",
+    )
+    evidence = [
+        "none reads what another one returns: "
+        + ", ".join(f"{name} ({share:.0%} of the forward)" for name, share in facts.towers),
+        f"{facts.threads} thread(s) on {facts.cores} core(s){_busy_text(facts)}",
+    ]
+    title = "sub-networks that do not read each other run one after the other, and cores stay idle"
+    return finding_of(facts, "sequential_towers", title, evidence, [remedy], hidden)
+
+
 def recompilation(facts: Facts) -> Finding | None:
     """torch.compile makes graphs anew during training."""
     if not facts.recompiles:
@@ -579,7 +620,7 @@ RULES: dict[str, Callable[[Facts], Finding | None]] = {
     rule.__name__: rule
     for rule in (
         *(loader_sleeps, row_python, loader_computes, untouched_rows, launches, host_syncs),
-        *(too_many_threads, too_few_threads, recompilation, between_steps, small_batch, precision),
+        *(too_many_threads, too_few_threads, sequential_towers, recompilation, between_steps, small_batch, precision),
     )
 }
 

@@ -140,7 +140,7 @@ def diagnose_job(job: Job, runtime: Runtime, budget_s: float) -> Diagnosis:
         with ThreadClock() as clock:
             arguments = step, loader, StateCopy(), clock, budget_s
             experiments = (
-                Experiments(*arguments, recipe=True)
+                Experiments(*arguments, recipe=True, modules=[parallel])
                 if ranks is None
                 else RankExperiments(ranks, *arguments, modules=[parallel], recipe=True)
             )
