@@ -198,12 +198,16 @@ def test_rounds_that_are_spread_too_far_carry_no_verdict() -> None:
 def test_towers_are_told_apart_only_where_cores_are_idle() -> None:
     recorded = RECORDED["sequential_towers"]
     finding = Diagnosis(recorded).findings[0]
-    assert finding.cost == pytest.approx(0.4 * 0.9 * 20 / 20.01, rel=1e-3)
+    assert finding.cost == pytest.approx((0.4 * 0.9 * 20 - 0.2) / 20.01, rel=1e-3)
     assert 'adopt_towers(model, optimizer, loss, runtime, {"user": 0, "item": 1}, batch)' in str(finding.remedies[0])
     recipe = Diagnosis(dataclasses.replace(recorded, recipe=True)).findings[0].remedies[0]
     assert recipe.lines == ("rec.train.hybrid -j 1x2  # and --set plan.towers=auto",)
     for other in ({"threads": 2}, {"cores": 1}, {"busy": 1.0}, {"towers_apart": True}, {"towers": recorded.towers[:1]}):
         assert faults(dataclasses.replace(recorded, **other)) == [], other
+    threaded = dataclasses.replace(
+        recorded, rounds=[{**each, "all_threads": 0.6 * each["step"]} for each in recorded.rounds]
+    )
+    assert faults(threaded) == ["too_few_threads"]
     three = dataclasses.replace(recorded, cores=4, towers=(("Three.a", 0.3), ("Three.b", 0.3), ("Three.c", 0.3)))
     assert "on 3 ranks" in Diagnosis(three).findings[0].remedies[0].name
 

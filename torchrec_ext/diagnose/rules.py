@@ -493,6 +493,10 @@ def sequential_towers(facts: Facts) -> Finding | None:
     def hidden(each: Round) -> float:
         return saved * (each["forward"] + each["backward"])
 
+    def beyond_threads(each: Round) -> float:  # which take the same cores, and need no exchange
+        by_threads = each["step"] - _changed(each, "all_threads") if "all_threads" in each else 0.0
+        return max(0.0, hidden(each) - max(0.0, by_threads))
+
     lines: tuple[str, ...] = (f"rec.train.hybrid -j 1x{at_once}  # and --set plan.towers=auto",)
     if not facts.recipe:
         ranks = ", ".join(f'"{name.partition(".")[2] or name}": {index % at_once}' for index, name in enumerate(names))
@@ -518,7 +522,7 @@ def sequential_towers(facts: Facts) -> Finding | None:
         f"{facts.threads} thread(s) on {facts.cores} core(s){_busy_text(facts)}",
     ]
     title = "sub-networks that do not read each other run one after the other, and cores stay idle"
-    return finding_of(facts, "sequential_towers", title, evidence, [remedy], hidden)
+    return finding_of(facts, "sequential_towers", title, evidence, [remedy], beyond_threads)
 
 
 def recompilation(facts: Facts) -> Finding | None:
