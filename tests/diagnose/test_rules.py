@@ -228,6 +228,17 @@ def test_lines_that_sync_are_timed_where_nothing_else_traces_them() -> None:
     assert finding.evidence[-1].startswith("these lines take 2 ms of 3.1 ms")
 
 
+def test_launches_on_a_device_are_the_gaps_between_its_kernels() -> None:
+    """868 ops of 5 us are all of a step of 4.4 ms; the device runs kernels for 80 % of it."""
+    recorded = RECORDED["launches"]
+    busy = dataclasses.replace(recorded, kernels=900, device_busy=0.8)
+    (finding,) = (each for each in rules.findings(busy) if each.cause == "launches")
+    assert finding.cost == pytest.approx(0.2 * 4.4 / 4.41, rel=1e-6)
+    assert "the device runs 900 kernels and copies a step, for 80% of the time" in finding.evidence[1]
+    (eager,) = (each for each in rules.findings(recorded) if each.cause == "launches")
+    assert eager.cost > 0.9
+
+
 def test_seconds_that_go_with_threads_are_no_launches() -> None:
     """Eight threads on two cores raise the price of an op too: what one thread does not take is theirs."""
     recorded = facts(steps(20.0, one_thread=10.0, op=0.12), threads=8, ops=100, product_s=4e-3)

@@ -350,6 +350,26 @@ def test_a_step_under_a_debugger_is_diagnosed_by_the_price_of_its_syncs() -> Non
     assert why_slow.step(step, given).facts.median("sync_lines") > 0
 
 
+def test_a_device_is_watched_and_a_cpu_has_none(device: torch.device) -> None:
+    """Tiny ops leave a device waiting; no GPU has run the second case yet."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(30))).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    given = [(torch.ones(16, 8, device=device), torch.ones(16, 8, device=device))] * 4
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    diagnosis = why_slow(model, optimizer, lambda x, y: (model(x) - y).square().mean(), given)
+    assert all(parameter.equal(kept) for parameter, kept in zip(model.parameters(), before, strict=True))
+    facts = diagnosis.facts
+    if device.type == "cpu":
+        assert (facts.kernels, facts.device_busy) == (0, None)
+        return
+    assert facts.kernels >= 60
+    assert facts.device_busy is not None
+    assert 0 < facts.device_busy <= 1
+    assert "device" not in facts.not_measured
+    assert "kernels and copies a step" in str(diagnosis)
+
+
 def test_an_op_in_a_large_batch_is_the_same_op() -> None:
     small, large = (why_slow(*mlp(rows=rows)).facts for rows in (8, 64))
     assert small.ops == large.ops

@@ -21,11 +21,13 @@ import torchrec_ext.needs_torch  # noqa: F401
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from torchrec_ext.diagnose.facts import TableFacts
+from torchrec_ext.train.report.trace import length, union
 
 _SYNCS = ("_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "masked_select", "equal")
 _PRODUCTS = set(flop_registry)
@@ -304,6 +306,31 @@ def functions_of(value: Any) -> Iterator[Any]:
                 yield leaf.grad_fn
         elif dataclasses.is_dataclass(leaf):
             yield from functions_of([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+
+
+def device_use(spans: Collection[tuple[float, float]]) -> float:
+    """Returns the share of the time from the first span to the last in which one of them ran; 0 for none.
+
+    Example:
+        >>> device_use([(0.0, 2.0), (1.0, 3.0), (7.0, 8.0)])
+        0.5
+    """
+    if not spans:
+        return 0.0
+    whole = max(end for _, end in spans) - min(start for start, _ in spans)
+    return length(union(spans)) / whole if whole else 0.0
+
+
+def device_spans(call: Callable[[], object]) -> list[tuple[float, float]]:
+    """Returns the spans of kernels and copies that a call runs on CUDA devices, in microseconds, by torch.profiler."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        call()
+        torch.cuda.synchronize()
+    return [
+        (event.time_range.start, event.time_range.end)
+        for event in profiler.events() or ()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
 
 
 def count_ops(call: Callable[[], object], modules: Sequence[nn.Module]) -> Counted:

@@ -30,6 +30,8 @@ from torchrec_ext.diagnose.counting import (
     compiled_graphs,
     count_ops,
     described,
+    device_spans,
+    device_use,
     roofline,
     seconds_at,
     time_products,
@@ -129,6 +131,7 @@ class Experiments:
         runs = self._between(between)
         tables = [each for each, _ in counted.tables.values()]
         products = self._products(counted)
+        kernels, device_busy = self._on_device(rounds)
         flops, traffic = machine if self._cuda else map(max, machine, roofline())
         parameters = {id(p): p for o in self.state.optimizers for group in o.param_groups for p in group["params"]}
         return Facts(
@@ -148,6 +151,8 @@ class Experiments:
             parameters=sum(p.size().numel() for p in parameters.values()),  # a ShardedTensor has no numel()
             optimizers=[type(each).__name__ for each in self.state.optimizers],
             loader=self._loader(),
+            kernels=kernels,
+            device_busy=device_busy,
             threads=torch.get_num_threads(),
             cores=len(os.sched_getaffinity(0)),
             busy=self._busy,
@@ -492,6 +497,21 @@ class Experiments:
         whole = statistics.median([each.get("ready", each["step"]) * each["forward"] / each["step"] for each in rounds])
         names = [name for name in made[0] if all(name in each for each in made)]
         return [(name, min(1.0, min(each[name] for each in made) / whole)) for name in names] if whole else ()
+
+    def _on_device(self, rounds: Sequence[Round]) -> tuple[int, float | None]:
+        """Returns the kernels of a step on a CUDA device, and the share of time in which the device ran one."""
+        if not self._cuda or not rounds or "step" in self.not_measured:
+            return 0, None
+        batches = self._steps(least=4)
+        try:
+            spans = device_spans(lambda: [self._call(batch) for batch in batches])
+        except Exception as error:
+            self.not_measured["device"] = described(error)
+            return 0, None
+        if not spans:
+            self.not_measured["device"] = "torch.profiler saw no kernel; it needs permission for the GPU's counters"
+            return 0, None
+        return round(len(spans) / len(batches)), device_use(spans)
 
     def _loader(self) -> LoaderFacts:
         try:

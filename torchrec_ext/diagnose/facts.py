@@ -216,6 +216,8 @@ class Facts:
         parameters: number of parameters that are trained.
         optimizers: names of the optimizers' classes.
         loader: source of the batches.
+        kernels: kernels and copies that a step runs on a CUDA device.
+        device_busy: share of the time from the first of these to the last in which the device ran one; None on a CPU.
         threads: compute threads.
         cores: cores that this process may use.
         busy: cores that others kept busy; None where unknown.
@@ -250,6 +252,8 @@ class Facts:
     parameters: int = 0
     optimizers: Sequence[str] = ()
     loader: LoaderFacts = LoaderFacts(kind="list")
+    kernels: int = 0
+    device_busy: float | None = None
     threads: int = 1
     cores: int = 1
     busy: float | None = None

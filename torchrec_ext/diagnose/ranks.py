@@ -345,6 +345,10 @@ class RankExperiments(Experiments):
     def _towers(self, rounds: Sequence[Round]) -> Sequence[tuple[str, float]]:
         return ()  # the ranks have the cores that towers would run on
 
+    def _on_device(self, rounds: Sequence[Round]) -> tuple[int, float | None]:
+        with self._without_exchange():
+            return super()._on_device(rounds)
+
     def _worker(self, rounds: Sequence[Round]) -> Sequence[tuple[float, float]]:
         reasons = self._ranks.gather(self._no_worker(rounds))
         if any(reasons):

@@ -105,6 +105,8 @@ def _products(facts: Facts, each: Round) -> float:
 def _launches(facts: Facts, each: Round) -> float:
     """Returns the seconds of a round's step that are the price of its ops, not their work."""
     rest = each["step"] - _swept(facts, each) - _products(facts, each) - _syncing(facts, each) - _threading(each)
+    if facts.device_busy is not None:  # what the device waits for is what the host takes beyond its kernels
+        return max(0.0, min(rest, (1 - facts.device_busy) * each["step"]))
     return max(0.0, min(rest, (facts.ops - facts.sync_ops) * each.get("op", 0.0)))
 
 
@@ -392,6 +394,11 @@ def launches(facts: Facts) -> Finding | None:
         f"a step runs {facts.ops:,} ops, {price * 1e6:.1f} us each on this machine before any work: "
         f"{in_ms(facts.ops * price)} of {in_ms(facts.median('step'))}; matrix products take {in_ms(facts.product_s)}"
     ]
+    if facts.device_busy is not None:
+        evidence.append(
+            f"the device runs {facts.kernels:,} kernels and copies a step, for {facts.device_busy:.0%} of the time; it "
+            "waits in the gaps between them"
+        )
     if facts.op_lines:
         evidence.append("most ops: " + "; ".join(f"{line}, {count:,}" for line, count in facts.op_lines[:3]))
     remedies = [_adopted(facts)]
