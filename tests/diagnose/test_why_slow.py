@@ -164,6 +164,18 @@ def test_towers_are_sub_networks_that_do_not_read_each_other(clock: Clock, monke
     assert "towers" not in {**apart.facts.not_measured, **chained.facts.not_measured}
 
 
+def test_towers_of_one_class_that_no_module_holds_are_told_apart(clock: Clock) -> None:
+    towers = [Costly(clock, cost=lambda rows: 3), Costly(clock, cost=lambda rows: 2)]
+    optimizer = torch.optim.SGD([p for tower in towers for p in tower.parameters()], 0.1)
+    facts = why_slow.step(
+        lambda ids, y: (sum(tower(ids) for tower in towers) - y).square().mean().backward(),
+        LIST,
+        optimizer=optimizer,
+    ).facts
+    assert {name.partition("[")[0] for name, _ in facts.towers} == {"Costly"}
+    assert sorted(share for _, share in facts.towers) == pytest.approx([0.4, 0.6])
+
+
 def test_what_is_measured_is_what_the_program_takes(clock: Clock) -> None:
     """2 ms of forward for 16 rows and 1 for the rest, 10.003 ms of optimizer, 8 ms of loader, of it 8 asleep."""
     facts = diagnosed(Costly(clock, rows=10_000), DataLoader(Rows(clock.sleep, 0.5), 16)).facts
@@ -621,11 +633,11 @@ def test_threads_are_applied_and_proved_by_the_clock(clock: Clock, monkeypatch: 
         optimizer.step()
 
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    diagnosis = why_slow.step(step, LIST, apply=True)
+    diagnosis = why_slow.step(step, LIST, apply=True, between={"evaluation": (lambda: clock.compute(4), 2)})
     assert [each.remedy for each in diagnosis.proof] == ["all cores"]
-    assert diagnosis.proof[0].ratio == pytest.approx(2)
+    assert diagnosis.proof[0].ratio == pytest.approx((2 + 2) / (1 + 2))
     assert diagnosis.proof[0].held
-    assert diagnosis.kept == [("torch.set_num_threads(2)", pytest.approx(2))]
+    assert diagnosis.kept == [("torch.set_num_threads(2)", pytest.approx(4 / 3))]
     assert torch.get_num_threads() == 1
     assert all(parameter.equal(kept) for parameter, kept in zip(model.parameters(), before, strict=True))
 

@@ -257,7 +257,8 @@ class Forwards:
 
     def apart(self) -> dict[str, float]:
         """Returns the seconds of sub-networks of some weight that do not read each other, by path; empty for none."""
-        level = [(type(root).__name__, root) for root in self._roots]
+        numbers = [f"[{number}]" if len(self._roots) > 1 else "" for number in range(len(self._roots))]
+        level = [(f"{type(root).__name__}{number}", root) for number, root in zip(numbers, self._roots, strict=True)]
         while True:
             level = [each for path, module in level for each in self._called(path, module)]
             spent = {module: self._seconds[module][0] for _, module in level}

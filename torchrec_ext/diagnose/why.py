@@ -95,7 +95,13 @@ class _WhySlow:
         diagnosis = self._diagnose(step, batches, roots, budget_s, between)
         if apply:
             self._apply(
-                diagnosis, step, batches, roots, budget_s, lambda: adopt(model, optimizers, loss, compile="require")
+                diagnosis,
+                step,
+                batches,
+                roots,
+                budget_s,
+                between,
+                lambda: adopt(model, optimizers, loss, compile="require"),
             )
         return diagnosis
 
@@ -131,7 +137,7 @@ class _WhySlow:
         _check_alone(apply)
         diagnosis = self._diagnose(fn, batches, roots, budget_s, between)
         if apply:
-            self._apply(diagnosis, fn, batches, roots, budget_s, None)
+            self._apply(diagnosis, fn, batches, roots, budget_s, between, None)
         return diagnosis
 
     def _apply(
@@ -141,11 +147,13 @@ class _WhySlow:
         batches: Iterable[Any],
         roots: tuple[Any, ...],
         budget_s: float,
+        between: Mapping[str, tuple[Callable[[], object], int]] | None,
         adopted: Callable[[], AdoptedStep] | None,
     ) -> None:
         """Applies what can be applied without the user's hand, see :func:`apply_in_turn`, and puts everything back."""
         if diagnosis.verdict == "step failed" or isinstance(batches, Iterator):
             return
+        between_s = diagnosis.facts.mean_between()  # a part of the iterations that gains are predicted of
         state = StateCopy(*roots, batches)
         hooks = [(held, dict(held)) for each in state.optimizers for held in _hooks(each)]
         try:
@@ -153,8 +161,8 @@ class _WhySlow:
                 diagnosis,
                 (fn, batches),
                 partial(_with_remedy, adopted=adopted),
-                lambda before, after: _compare(*before, roots, *after, _PROOF_S),
-                lambda given: self._diagnose(*given, roots, budget_s, None),
+                lambda before, after: _compare(*before, roots, *after, _PROOF_S, between_s),
+                lambda given: self._diagnose(*given, roots, budget_s, between),
             )
         finally:
             state.restore()
@@ -290,6 +298,7 @@ def _compare(
         iterations = _Iterations(step, batches if with_batches is None else with_batches)
 
         def as_it_was(count: int) -> tuple[float, float]:
+            iterations.settle()
             state = StateCopy(*roots)
             try:
                 before = _Iterations(fn, batches)
@@ -302,7 +311,6 @@ def _compare(
         new_count, old_count = (steps_of_turn(run(3)[0]) for run in (partial(iterations.run, timer=timer), as_it_was))
         end = time.perf_counter() + seconds
         while len(turns) < 5 or (time.perf_counter() < end and len(turns) < 15):
-            iterations.settle()
             old, old_rows = as_it_was(old_count)
             iterations.warm_up(timer)
             new, new_rows = iterations.run(new_count, timer)
