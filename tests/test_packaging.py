@@ -1,7 +1,10 @@
 """What pip builds from this tree holds all of it: the library, its components and its apps."""
 
+import ast
 import configparser
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -156,3 +159,46 @@ def test_every_component_is_compared() -> None:
 
     listed = {name.removeprefix("rec.") for name in get_components() if name.startswith("rec.")}
     assert {name.removeprefix("components.").removeprefix("__init__.") for name in FLAGS} == listed
+
+
+# What a distribution of an extra is imported as, if not by its own name. TorchX's `kubernetes` brings docker.
+IMPORTED_AS = {
+    "faiss-cpu": ["faiss"],
+    "ibis-framework": ["ibis"],
+    "mlflow-skinny": ["mlflow"],
+    "prometheus-client": ["prometheus_client"],
+    "torchx": ["docker"],
+}
+INSTALLED_ANYWAY = {"fsspec"}  # TorchX depends on it
+
+
+def optional_modules() -> list[str]:
+    """Returns the modules of all extras, without those that tests always have (`dev`) and the triple (`cuda`)."""
+    text = (ROOT / "pyproject.toml").read_text()
+    section = text.partition("[project.optional-dependencies]")[2].partition("\n\n")[0]
+    names: list[str] = []
+    for line in section.splitlines():
+        extra, _, requirements = line.partition(" = ")
+        if extra in ("", "cuda", "dev") or line.startswith("#"):
+            continue
+        for requirement in ast.literal_eval(requirements):
+            distribution = re.split(r"[\[<>=]", requirement)[0]
+            names += IMPORTED_AS.get(distribution, [distribution])
+            # `ibis-framework[duckdb]` needs duckdb, although no requirement names it.
+            names += re.findall(r"\[(\w+)\]", requirement)
+    return sorted(set(names) - INSTALLED_ANYWAY)
+
+
+@pytest.mark.launch
+def test_the_suite_collects_without_any_optional_package() -> None:
+    """`make test` on a fresh machine has the default extras alone; a top-level import of another one would end it."""
+    modules = optional_modules()
+    assert {"kubernetes", "redis", "starlette", "matplotlib", "duckdb", "pyspark", "faiss", "onnx"} <= set(modules)
+    # None in sys.modules makes `import` raise ModuleNotFoundError, and find_spec return None.
+    program = f"import sys, pytest; sys.modules.update(dict.fromkeys({modules})); sys.exit(pytest.main())"
+    environment = {**os.environ, "PYTEST_ADDOPTS": "--collect-only -q -m ''"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr
+    assert re.search(r"\d{4} tests collected in", done.stdout)

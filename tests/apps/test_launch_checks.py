@@ -231,9 +231,9 @@ def test_a_scheduler_that_is_not_there_is_one_line(
 ) -> None:
     if "kubernetes" in words:
         pytest.importorskip("kubernetes", reason="needs the extra kubernetes")
+        monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "none"))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
-    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "none"))
     made, parser = command(), argparse.ArgumentParser(prog="torchx")
     made.add_arguments(parser)
     with pytest.raises(SystemExit, match="1"):

@@ -22,8 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from kubernetes import client, config
-from kubernetes.client.rest import ApiException
 from urllib3.exceptions import HTTPError
 
 NAMESPACE, CLAIM = "ml", "runs"
@@ -66,8 +64,12 @@ class Cluster:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._nodes: list[dict[str, str]] = json.loads((folder / "nodes.json").read_text())
+        # Here, because pytest imports this file wherever it collects, with the extra `kubernetes` or without.
+        from kubernetes import client, config
+
         config.load_kube_config(str(folder / "admin.yaml"))
         self._core, self._jobs = client.CoreV1Api(), client.CustomObjectsApi()
+        self._definitions = client.ApiextensionsV1Api()
         self._pods: dict[str, dict[str, Pod]] = {}  # by job, and by name
 
     def prepare(self, crd: Path) -> None:
@@ -76,7 +78,7 @@ class Cluster:
         definition = yaml.safe_load(crd.read_text())
         for version in definition["spec"]["versions"]:
             simplify(version["schema"])
-        client.ApiextensionsV1Api().create_custom_resource_definition(definition)
+        self._definitions.create_custom_resource_definition(definition)
         self._core.create_namespace({"metadata": {"name": NAMESPACE}})
         self._until(self._listed)  # the server takes a while to know the resource
         spec = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}
@@ -88,6 +90,8 @@ class Cluster:
             self._core.patch_node_status(node["name"], {"status": status})
 
     def _until(self, answered: Callable[[], object]) -> None:
+        from kubernetes.client.rest import ApiException
+
         end = time.monotonic() + 120
         while True:
             try:
