@@ -57,18 +57,19 @@ def collate(rows):
     return [torch.cat(column) for column in zip(*rows, strict=True)]
 
 
-def main(positives=83_731, epochs=3):
+def main(positives=83_731, epochs=30):
     torch.manual_seed(0)
     torch.set_num_threads(1)
     data, model, loss_fn = Interactions(positives), ContextualNCF(), nn.BCEWithLogitsLoss()
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     rows = Rows.of(data, 256, Uniform(items=ITEMS, exclude=("user", "item")), collate_fn=collate)
-    step = adopt(model, optimizer, lambda *batch: loss_fn(model(*batch[:3]), batch[3]), rows=rows)
+    step = adopt(model, optimizer, lambda *batch: loss_fn(model(*batch[:3]), batch[3]), rows=rows, compile="require")
     for epoch in range(epochs):
         total = 0.0
         for loss in step.epoch():
             total += loss.item()
         print(f"epoch {epoch + 1}: loss {total / len(rows):.4f}")
+    print(step.describe())
     torch.save(model.state_dict(), "ncf.pt")
 
 

@@ -57,7 +57,7 @@ def collate(rows):
     return [torch.cat(column) for column in zip(*rows, strict=True)]
 
 
-def main(positives=83_731, epochs=3):
+def main(positives=83_731, epochs=30):
     torch.manual_seed(0)
     torch.set_num_threads(1)
     data, model, loss_fn = Interactions(positives), ContextualNCF(), nn.BCEWithLogitsLoss()

@@ -1,7 +1,10 @@
 """The names that each subpackage exports are the documented import paths: there, documented, and unambiguous."""
 
 import importlib
+import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -12,11 +15,12 @@ PACKAGES = ["torchrec_ext", *(f"torchrec_ext.{name}" for name in SUBPACKAGES)]
 @pytest.mark.unit
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_export_shares_its_name_with_a_submodule(package: str) -> None:
-    """Such a name is the function or the module, whichever was imported last."""
+    """Such a name is the function or the module, whichever was imported last; unless the module can be called."""
     module = importlib.import_module(package)
     folder = Path(str(module.__file__)).parent
     submodules = {path.stem for path in folder.glob("*.py")} | {p.parent.name for p in folder.glob("*/__init__.py")}
-    assert not submodules & set(module.__all__)
+    both = submodules & set(module.__all__)
+    assert [name for name in both if not callable(importlib.import_module(f"{package}.{name}"))] == []
 
 
 @pytest.mark.unit
@@ -25,17 +29,34 @@ def test_every_export_is_there_and_documented(package: str) -> None:
     module = importlib.import_module(package)
     assert len(module.__all__) >= 5
     for name in module.__all__:
-        assert getattr(module, name).__name__ == name
+        assert getattr(module, name).__name__.rpartition(".")[2] == name
         assert getattr(module, name).__doc__, name
 
 
 @pytest.mark.unit
 def test_a_name_is_the_same_thing_wherever_it_is_exported() -> None:
     modules = [importlib.import_module(package) for package in PACKAGES]
-    first = {name: getattr(module, name) for module in reversed(modules) for name in module.__all__}
-    assert all(getattr(module, name) is first[name] for module in modules for name in module.__all__)
-    # What a user of TorchRec needs in the program of the README stands at the top.
-    assert len(modules[0].__all__) == 15
+
+    def exported(module: ModuleType, name: str) -> object:
+        value = getattr(module, name)
+        return getattr(value, name) if isinstance(value, ModuleType) else value
+
+    first = {name: exported(module, name) for module in reversed(modules) for name in module.__all__}
+    assert all(exported(module, name) is first[name] for module in modules for name in module.__all__)
+    # What the README's programs and calls need stands at the top.
+    assert len(modules[0].__all__) == 19
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("first", ["import torchrec_ext.adopt", "from torchrec_ext.adopt import Rows", "pass"])
+def test_the_names_that_a_reader_guesses_are_at_the_top(first: str) -> None:
+    """``adopt`` is a subpackage too, so the order of imports must not change what the name stands for."""
+    program = f"{first}\nfrom torchrec_ext import adopt, why_slow, LocalSGD, export\n"
+    program += "from torchrec_ext.adopt import CannotAdopt, adopt as function\nimport torchrec_ext.adopt as package\n"
+    program += "assert adopt is package and package.adopt is function and all(map(callable, (why_slow, export)))\n"
+    program += "try:\n    adopt(1, 2, 3)\nexcept CannotAdopt as error:\n    print(error)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout == "model is a int; give an nn.Module, several in an nn.ModuleList\n", done.stderr
 
 
 @pytest.mark.unit

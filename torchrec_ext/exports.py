@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import resolve_name
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 
@@ -38,10 +38,24 @@ def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], 
             raise AttributeError(f"module {package!r} has no attribute {name!r}; it has {', '.join(names)}")
         importlib.import_module("torchrec_ext.needs_torch")
         value = getattr(importlib.import_module(modules[name]), name)
+        # A subpackage of the same name can be called (:class:`CallableModule`), and stays what the name stands for.
+        value = sys.modules.get(f"{package}.{name}", value)
         setattr(sys.modules[package], name, value)
         return value
 
     return load, lambda: sorted({*vars(sys.modules[package]), *names}), names
+
+
+class CallableModule(ModuleType):
+    """A module that is called as its function of the same name: ``adopt(...)`` for ``adopt.adopt(...)``.
+
+    So ``from torchrec_ext import adopt`` gives a function, as a reader expects, and ``from torchrec_ext.adopt import
+    Rows`` works beside it.
+    """
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """Calls the function."""
+        return getattr(self, self.__name__.rpartition(".")[2])(*arguments, **options)
 
 
 @dataclass(frozen=True)

@@ -281,6 +281,8 @@ class AdoptedStep:
         start = self._now()
         result = self._eager(batch)
         self._eager_seconds.append(self._now() - start)
+        if len(self._eager_seconds) == WATCHED and self._compile == "auto":
+            self._announce()
         return result
 
     def settle(self) -> None:
@@ -330,8 +332,21 @@ class AdoptedStep:
     def _pays(self) -> bool:
         if self._compile == "require":
             return True
-        seconds = self._eager_seconds
-        return len(seconds) >= WATCHED and sum(seconds) >= CAPTURE_S + CAPTURE_S_PER_CALL * self._calls
+        return len(self._eager_seconds) >= WATCHED and sum(self._eager_seconds) >= self._expected_capture_s
+
+    @property
+    def _expected_capture_s(self) -> float:
+        return CAPTURE_S + CAPTURE_S_PER_CALL * self._calls
+
+    def _announce(self) -> None:
+        """Says when a capture will start, so that a run that ends before it is no surprise."""
+        seconds = median_step(self._eager_seconds)
+        expected = self._expected_capture_s
+        first = two_digits(expected / seconds)
+        self._say(
+            f"eager steps take {1e3 * seconds:.3g} ms; graph capture (about {expected:.0f} s) starts near step "
+            f"{first:,}. compile='require' captures at step 3, compile='off' never"
+        )
 
     def _check_autocast(self) -> None:
         with self._autocast():
