@@ -40,7 +40,7 @@ def plan(
 
     On this machine, without a GPU::
 
-        torchx run rec.plan --tables ad=300Mx64,item=12Mx64 --world_size 64 --out plan64
+        torchx run rec.plan --tables ad=300Mx64,item=12Mx64 --world_size 64
         torchx run rec.plan --recipe two_tower --world_size 2 --device cpu --ddr 8
 
     Args:
@@ -126,7 +126,8 @@ def embed(
 
     On this machine::
 
-        torchx run rec.embed --bundle runs/a/bundle --catalogue items.parquet --id item_id --out vectors --procs 2
+        torchx run rec.embed --bundle runs/a/bundle \
+            --catalogue items.parquet --id item_id --out vectors --procs 2
         torchx run rec.embed --bundle runs/a/bundle --catalogue changed.parquet --id item_id \
             --refresh vectors --delete 17,18
         torchx run rec.embed --bundle runs/a/bundle --tower query --redis redis://host:6379/0
@@ -210,8 +211,8 @@ def evaluate(
 
     On this machine::
 
-        torchx run rec.evaluate --users users.parquet --items items.parquet --truth test.parquet --seen train.parquet \
-            --metrics recall@20,ndcg@20
+        torchx run rec.evaluate --users users.parquet --items items.parquet \
+            --truth test.parquet --seen train.parquet --metrics recall@20,ndcg@20
 
     Args:
         args: further flags of torchx_apps.evaluate, after -- (ex. -- --json)

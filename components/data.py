@@ -27,7 +27,8 @@ def preprocess(
 
     On this machine::
 
-        torchx run rec.data.preprocess --recipe ml_100k --set config.folder=data/ml-100k --out data/ml-100k-ready
+        torchx run rec.data.preprocess --recipe ml_100k \
+            --set config.folder=data/ml-100k --out data/ml-100k-ready
 
     With a Spark cluster::
 

@@ -39,8 +39,9 @@ def all(  # noqa: A001  (rec.pipeline.all)
 
     On this machine, and the same line again where it was stopped::
 
-        torchx run rec.pipeline.all --preprocess taobao --set preprocess.config.path=UserBehavior.csv \
-            --recipe bst --set train.epochs=2 --out taobao -j 1x2
+        torchx run rec.pipeline.all --out taobao -j 1x2 \
+            --preprocess taobao --set preprocess.config.path=UserBehavior.csv \
+            --recipe bst --set train.epochs=2
 
     Args:
         args: further flags of torchx_apps.pipeline, after -- (ex. -- --dry-run)

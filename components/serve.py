@@ -94,7 +94,7 @@ def http(
 
     The job is for one machine, this one or a node of Slurm::
 
-        torchx run rec.serve.http --bundle runs/two_tower-20261121-152815/bundle --workers 2
+        torchx run rec.serve.http --bundle runs/two_tower/bundle --workers 2
 
     On Kubernetes a service is no job: manifest writes a Deployment, a Service and a disruption budget for kubectl::
 

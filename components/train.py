@@ -34,7 +34,8 @@ def hybrid(
 
     On this machine::
 
-        torchx run rec.train.hybrid --recipe two_tower -j 1x2 --set loader.batch_size=4096 --set data.name=planted
+        torchx run rec.train.hybrid --recipe two_tower -j 1x2 \
+            --set data.folder=my_data --set train.epochs=5
 
     On Slurm, inside the environment that is active when you submit::
 
@@ -116,7 +117,8 @@ def networks(
 
     All combinations of some settings, each combination a network, and a table with the best at the end::
 
-        torchx run rec.train.networks --vary optimizer.dense_lr=1e-3,3e-3 --vary train.seed=0,1,2 -j 1x2
+        torchx run rec.train.networks -j 1x2 \
+            --vary optimizer.dense_lr=1e-3,3e-3 --vary train.seed=0,1,2
 
     Listed networks on given ranks::
 

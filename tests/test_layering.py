@@ -290,7 +290,7 @@ def test_what_a_command_line_needs_imports_no_torch() -> None:
             for recipe in ("contextual_ncf", "n_tower", "ncf", "retrieval", "session", "stream", "two_tower")
         ),
         (["train_networks", "--vary", "train.seed=0,1", "--dry-run"], 0, "seed=1"),
-        (["train_networks", "--vary", "train.sed=0,1"], 1, "there is no key 'sed'"),
+        (["train_networks", "--vary", "train.sed=0,1"], 1, "did you mean train.seed"),
         (["train_networks", "--vary", "train.seed=0,1", "--codistill", "weight=x"], 1, "--codistill weight=x"),
         (["plan", "--recipe", "two_tower", "--dry-run"], 0, "most used"),
         (["plan", "--tables", "ad=300M*64"], 1, "--tables: 'ad=300M*64'"),
@@ -308,7 +308,7 @@ def test_what_a_command_line_needs_imports_no_torch() -> None:
         (["train", "--set", "nosuch=1"], 1, "there is no key 'nosuch'"),
         (["train", "--set", "model.loss=bse"], 1, "model.loss=bse"),
         (["train", "--set", "model.loss=in_batch"], 1, "set model.interaction=dot or cosine"),
-        (["train", "--set", "model.compress=dims=8"], 1, "did you mean 'dim'"),
+        (["train", "--set", "model.compress=dims=8"], 1, "did you mean dim?"),
         (["train", "--set", "loader.sampling=hrd"], 1, "loader.sampling=hrd"),
         (["train", "--set", "loader.shared_negatives=8"], 1, "set sampling='mixed'"),
         (["train", "--set", "sync.mode=local_sdg"], 1, "sync.mode=local_sdg"),

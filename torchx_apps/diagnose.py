@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _diagnose(argv: Sequence[str] | None) -> int:
-    parser = build_parser("torchx_apps.diagnose", __doc__)
+    parser = build_parser("torchx_apps.diagnose", __doc__, trains=False)
     parser.add_argument("--budget", type=float, default=25.0, metavar="SECONDS", help="of the rounds of experiments")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for diagnosis.txt, .json and .html")
     parser.add_argument("--json", action="store_true", help="print JSON instead")
@@ -39,8 +39,6 @@ def _diagnose(argv: Sequence[str] | None) -> int:
     if options.list_recipes:
         print(list_recipes())
         return 0
-    if options.run_dir or options.resume != "never":
-        raise ValueError("--run-dir and --resume are for training; the diagnosis is written to --out")
     if not options.budget > 0:
         raise ValueError(f"--budget {options.budget:g}: must be a number of seconds above 0")
     job = apply_overrides(load_recipe(options.recipe), options.set)

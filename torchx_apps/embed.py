@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchx_apps.agent import exit_code
+from torchx_apps.cli.command_line import FlagParser
 from torchx_apps.cli.redis_address import add_password_file, with_password
 
 if TYPE_CHECKING:
@@ -168,10 +169,9 @@ def _described(store: EmbeddingStore, out: Path, rows: TowerGroup) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         prog="python -m torchx_apps.embed",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=__doc__.partition("\n\n")[0],
         allow_abbrev=False,
     )
     parser.add_argument("bundle", type=Path, help="a bundle, or a run folder with one")

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from torchrec_ext.train.config import EvaluationConfig
 from torchx_apps.agent import exit_code
+from torchx_apps.cli.command_line import FlagParser
 
 METRICS = "recall@10,ndcg@10,hr@10,mrr@10,map@10"
 
@@ -47,11 +48,10 @@ def _evaluate(argv: Sequence[str] | None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         prog="python -m torchx_apps.evaluate",
-        description=__doc__,
+        description=__doc__.partition("\n\n")[0],
         allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--users", type=Path, required=True, metavar="FILE", help="vectors of the users")
     parser.add_argument("--items", type=Path, required=True, metavar="FILE", help="vectors of all items, the catalogue")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from torchx_apps.agent import exit_code
+from torchx_apps.cli.command_line import FlagParser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -164,7 +165,7 @@ def export_run(
 
 def build_export_parser() -> argparse.ArgumentParser:
     """Returns the parser of this app's flags."""
-    parser = argparse.ArgumentParser(prog="python -m torchx_apps.export", description=__doc__, allow_abbrev=False)
+    parser = FlagParser(prog="python -m torchx_apps.export", description=__doc__, allow_abbrev=False)
     parser.add_argument("run", type=Path, help="a run folder")
     parser.add_argument("--out", type=Path, help="the bundle's folder; RUN/bundle where not given")
     parser.add_argument(

@@ -70,7 +70,7 @@ def _pipeline(argv: Sequence[str] | None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = build_parser("torchx_apps.pipeline", __doc__)
+    parser = build_parser("torchx_apps.pipeline", __doc__, trains=False)
     parser.set_defaults(recipe="stream")
     parser.add_argument("--out", type=Path, required=True, help="folder for the folders data, run and bundle")
     parser.add_argument(

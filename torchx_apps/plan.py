@@ -33,8 +33,6 @@ def _plan(argv: Sequence[str] | None) -> int:
     if options.list_recipes:
         print(list_recipes())
         return 0
-    if options.run_dir:
-        raise ValueError(f"--run-dir {options.run_dir}: plans are written to --out; give that")
     if bool(options.recipe) == bool(options.tables):
         raise ValueError("give --tables NAME=ROWSxDIM,..., or --recipe NAME for the tables of a recipe, and not both")
     if options.set and not options.recipe:
@@ -53,7 +51,7 @@ def _plan(argv: Sequence[str] | None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = build_parser("torchx_apps.plan", __doc__)
+    parser = build_parser("torchx_apps.plan", __doc__, trains=False)
     parser.set_defaults(recipe=None)
     parser.add_argument(
         "--tables", help="NAME=ROWSxDIM, or NAME=ROWSxDIMxIDS with the mean ids of a row; K, M and B; by commas"

@@ -53,8 +53,6 @@ def _preprocess(argv: Sequence[str] | None) -> int:
     if options.list_recipes:
         print(list_recipes(PREPROCESS_RECIPES))
         return 0
-    if options.run_dir:
-        raise ValueError(f"--run-dir {options.run_dir}: preprocessing writes to --out; give that")
     job = apply_overrides(load_job(options.recipe), options.set)
     job = dataclasses.replace(job, **{key: getattr(options, key) for key in ("engine", "out") if getattr(options, key)})
     if options.dry_run:
@@ -67,7 +65,7 @@ def _preprocess(argv: Sequence[str] | None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = build_parser("torchx_apps.preprocess", __doc__)
+    parser = build_parser("torchx_apps.preprocess", __doc__, trains=False)
     parser.set_defaults(recipe="ml_100k")
     parser.add_argument("--engine", help="duckdb, spark (the session that is configured here) or a Spark master URL")
     parser.add_argument("--out", help="folder for the result; a new one in runs/ where not given")

@@ -6,11 +6,12 @@ unsharded model's state dict, whatever plan and ranks it was trained with; one b
 
 from __future__ import annotations
 
-import argparse
 import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+
+from torchx_apps.cli.command_line import FlagParser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0 when the file is written, 1 when not.
     """
-    parser = argparse.ArgumentParser(prog="python -m torchx_apps.publish", description=__doc__, allow_abbrev=False)
+    parser = FlagParser(prog="python -m torchx_apps.publish", description=__doc__, allow_abbrev=False)
     parser.add_argument("run", help="a run folder, a folder of checkpoints, or a checkpoint")
     parser.add_argument("--out", type=Path, default=Path("model.safetensors"), help="the file to write")
     parser.add_argument(

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchx_apps.agent import hand_over, too_many
+from torchx_apps.cli.command_line import FlagParser
 from torchx_apps.cli.redis_address import add_password_file, with_password
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m torchx_apps.serve", description=__doc__, allow_abbrev=False)
+    parser = FlagParser(prog="python -m torchx_apps.serve", description=__doc__, allow_abbrev=False)
     parser.add_argument(
         "bundle", type=Path, help="a bundle's or a run's folder, a link to it, or a text file with its path"
     )

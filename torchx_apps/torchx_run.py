@@ -38,6 +38,7 @@ from torchx.specs import NONE, AppDef, AppDryRunInfo, AppStatus, CfgVal, Role
 from torchx_apps.agent import too_many
 from torchx_apps.launch.checks import WITHOUT_IMAGE, check_app, check_trackers, check_words
 from torchx_apps.launch.commands import missing_package, schedulers
+from torchx_apps.launch.component_help import Component, asks_for_help
 
 LOGS = Path("runs") / "logs"
 _LOCAL = "local_cwd"
@@ -78,11 +79,16 @@ class Run(CmdRun):
         args.component_name_and_args = gather_overrides(
             [tokens[0], *(f"--set={item}" for item in args.set), *tokens[1:]]
         )
+        _put_this_python_on_path()
         try:
             check_words(args.component_name_and_args)
+            component = Component.named(tokens[0])
+            words = component.check_flags(args.component_name_and_args[1:])
         except ValueError as error:
             self._parser.error(str(error))
-        _put_this_python_on_path()
+        if asks_for_help(words):
+            sys.exit(show_help(component, words))
+        args.component_name_and_args = [tokens[0], *words]
         if args.scheduler == _LOCAL:
             _quieten_torchx(args.log_level)
         try:
@@ -284,6 +290,16 @@ class Launch:
         flags = dict(zip(self.flags, self.flags[1:], strict=False))
         name = flags.get("--recipe", self.module.rpartition(".")[2])
         return f"{self.ranks} rank{'s' if self.ranks > 1 else ''} of {name}" if self.ranks else name
+
+
+def show_help(component: Component, words: Sequence[str]) -> int:
+    """Prints the help of a component, or of its app if ``--help`` stands behind ``--``; returns the exit code."""
+    if "--" in words and not asks_for_help(words[: words.index("--")]):
+        launch = Launch.of(component.app().roles[0])
+        assert launch is not None, "each of our components starts one of our apps"
+        return subprocess.run(["python3", "-m", launch.module, "--help"], check=False).returncode
+    _copy([f"{component.help()}\n"], "", sys.stdout)
+    return 0
 
 
 def write_service(app: AppDef, cfg: Mapping[str, CfgVal], *, only_shows: bool) -> None:

@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--codistill",
         default="",
-        metavar="weight=1,burn_in=1000,every=100",
+        metavar="KEY=VALUE,...",
         help="stacked members learn from each other's predictions",
     )
     parser.add_argument("--weights", action="store_true", help="write each stacked member's state dict as weights.pt")

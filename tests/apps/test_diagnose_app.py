@@ -50,8 +50,8 @@ def test_it_is_listed_and_its_flags_reach_the_app() -> None:
     ("flags", "message"),
     [
         (["--budget", "0"], "--budget 0: must be a number of seconds above 0"),
-        (["--run-dir", "x"], "the diagnosis is written to --out"),
-        (["--resume", "auto"], "--run-dir and --resume are for training"),
+        (["--run-dir", "x"], "unrecognized arguments: --run-dir x"),
+        (["--resume", "auto"], "unrecognized arguments: --resume auto"),
         (["--recipe", "two_towr"], "did you mean 'two_tower'"),
         (["--set", "loader.batch=1"], "there is no key"),
     ],

@@ -248,7 +248,7 @@ def test_as_a_user_runs_it(tmp_path: Path) -> None:
         (["--tables", "a=9x4", "--ssd", "-1"], "ssd_gb=-1.0: must be a number at least 0"),
         (["--tables", "a=9x4", "--optimizer", "adagard"], "tables='adagard': must be one of adagrad"),
         (["--tables", "a=9x4", "--set", "x=1"], "--set x=1: it changes a recipe; give one with --recipe"),
-        (["--tables", "a=9x4", "--run-dir", "x"], "--run-dir x: plans are written to --out; give that"),
+        (["--tables", "a=9x4", "--run-dir", "x"], "unrecognized arguments: --run-dir x"),
         (["--recipe", "two_towr"], "--recipe two_towr: there is no such recipe; did you mean 'two_tower'?"),
         (
             ["--recipe", "two_tower", "--set", "plan.towers=user:0,item:1"],

@@ -13,7 +13,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -21,14 +21,15 @@ from typing import Any, NoReturn, cast
 
 from torchx_apps.cli.overrides import apply_overrides, field_hint, is_group, nearest, type_name
 
-__all__ = ["apply_overrides", "build_parser", "describe_keys", "list_recipes", "load_recipe"]
+__all__ = ["FlagParser", "apply_overrides", "build_parser", "describe_keys", "list_recipes", "load_recipe"]
 
 Recipes = Mapping[str, Callable[[], Any]]
 
 _PIPE_COLUMNS = 80  # width of what is printed to a file or a pipe
+# The first five that a recipe has are in the component's help.
 _MOST_USED = (
-    *("data.name", "data.folder", "config.folder", "model.embedding_dim", "model.tower_widths", "loader.batch_size"),
-    *("loader.negatives", "optimizer.tables", "optimizer.tables_lr", "optimizer.dense_lr", "train.epochs"),
+    *("data.name", "data.folder", "config.folder", "loader.batch_size", "train.epochs", "optimizer.dense_lr"),
+    *("model.embedding_dim", "model.tower_widths", "loader.negatives", "optimizer.tables", "optimizer.tables_lr"),
     *("train.eval_every", "train.early_stop.metric", "train.seed", "plan.towers", "checkpoint.steps", "export"),
     *("device", "out", "engine"),
 )
@@ -100,7 +101,7 @@ def list_recipes(recipes: Recipes | None = None) -> str:
     recipes = built_in_recipes() if recipes is None else recipes
     column = max(map(len, recipes)) + 2
     return "\n".join(
-        _fill(f"{name:{column}}{(inspect.getdoc(recipe) or '').splitlines()[0]}", column)
+        fill(f"{name:{column}}{(inspect.getdoc(recipe) or '').splitlines()[0]}", column)
         for name, recipe in recipes.items()
     )
 
@@ -136,6 +137,17 @@ def setting_keys(config: Any) -> list[SettingKey]:
     return sorted(keys, key=lambda key: names.index(key.section))
 
 
+def most_used_keys(config: Any, count: int = 5) -> list[SettingKey]:
+    """Returns the keys of a config that users change most, the most used first.
+
+    Example:
+        >>> [key.path for key in most_used_keys(load_recipe("two_tower"), 2)]
+        ['data.name', 'data.folder']
+    """
+    keys = {key.path: key for key in setting_keys(config)}
+    return [keys[path] for path in _MOST_USED if path in keys][:count]
+
+
 def describe_keys(config: Any) -> str:
     """Describes every key of a config, as `--set` takes it: its value, type and meaning, the most used keys first.
 
@@ -158,7 +170,9 @@ def describe_keys(config: Any) -> str:
     """
     keys = {key.path: key for key in setting_keys(config)}
     column = max(map(len, keys)) + 2
-    most_used = [keys.pop(path) for path in _MOST_USED if path in keys]
+    most_used = most_used_keys(config, len(_MOST_USED))
+    for key in most_used:
+        del keys[key.path]
     sections = {section: list(group) for section, group in itertools.groupby(keys.values(), lambda key: key.section)}
     blocks = []
     for title, group in {"most used": most_used, **sections}.items():
@@ -170,20 +184,25 @@ def describe_keys(config: Any) -> str:
 
 def _described(key: SettingKey, column: int) -> str:
     meaning = " ".join([f"{key.type}:", key.meaning]).rstrip(": ")
-    return f"{_fill(f'{key.path:{column}}{key.value}', column)}\n{_fill(f'    {meaning}', 4)}"
+    return f"{fill(f'{key.path:{column}}{key.value}', column)}\n{fill(f'    {meaning}', 4)}"
 
 
-def _fill(text: str, indent: int) -> str:
+def fill(text: str, indent: int) -> str:
     """Breaks a text into lines that fit the terminal; the lines after the first are indented."""
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else _PIPE_COLUMNS
     width = max(columns, 2 * indent, 40)
     return textwrap.fill(text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
-def build_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
+def build_parser(prog: str, description: str | None, *, trains: bool = True) -> argparse.ArgumentParser:
     """Returns a parser of the flags that every app with a recipe has.
 
     A wrong flag raises ValueError, so that the message is printed once and not by every rank.
+
+    Args:
+        prog: module of the app.
+        description: docstring of the app's module, of which the help shows the first paragraph.
+        trains: add the flags of a run: ``--run-dir`` and ``--resume``.
 
     Example:
         >>> options = build_parser("train", None).parse_args(["--recipe", "ncf", "--set", "a=1", "--set", "b=2"])
@@ -194,20 +213,22 @@ def build_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
         ...
         ValueError: unrecognized arguments: --recipee ncf; `python -m train --help` lists the flags
     """
-    parser = _Parser(prog=f"python -m {prog}", description=description, allow_abbrev=False)
+    summary = (description or "").partition("\n\n")[0]
+    parser = _RecipeParser(prog=f"python -m {prog}", description=summary, allow_abbrev=False)
     parser.add_argument("--recipe", default="two_tower", help="a built-in name, my_recipe.py:job or my.module:job")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="change one key of the recipe; repeat at will"
     )
-    parser.add_argument("--run-dir", type=_folder, help="folder for checkpoints, metrics and plan")
-    parser.add_argument(
-        "--resume",
-        default="never",
-        metavar="auto|PATH",
-        help="go on from the last good checkpoint of --run-dir (or of the recipe's newest run), or from that of "
-        "another run",
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print the recipe as changed by --set, and exit")
+    if trains:
+        parser.add_argument("--run-dir", type=_folder, help="folder for checkpoints, metrics and plan")
+        parser.add_argument(
+            "--resume",
+            default="never",
+            metavar="auto|PATH",
+            help="go on from the last good checkpoint of --run-dir (or of the recipe's newest run), or from that of "
+            "another run",
+        )
+    parser.add_argument("--dry-run", action="store_true", help="list all settings with their values, and exit")
     parser.add_argument("--list-recipes", action="store_true", help="print the built-in recipes, and exit")
     return parser
 
@@ -221,7 +242,28 @@ def _folder(text: str) -> Path:
     return Path(text)
 
 
-class _Parser(argparse.ArgumentParser):
+class FlagParser(argparse.ArgumentParser):
+    """A parser that takes ``--run_dir`` for ``--run-dir``: TorchX spells a component's flags with underscores.
+
+    Example:
+        >>> parser = FlagParser(allow_abbrev=False)
+        >>> _ = parser.add_argument("--run-dir")
+        >>> parser.parse_args(["--run_dir=a_b"])
+        Namespace(run_dir='a_b')
+    """
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """Parses the flags; see argparse."""
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_args([_with_dashes(word) for word in words], namespace)
+
+
+def _with_dashes(word: str) -> str:
+    flag, equals, value = word.partition("=")
+    return f"{flag.replace('_', '-')}{equals}{value}" if flag.startswith("--") else word
+
+
+class _RecipeParser(FlagParser):
     def print_help(self, file: Any = None) -> None:
         if os.environ.get("RANK", "0") == "0":  # once for all ranks
             super().print_help(file)

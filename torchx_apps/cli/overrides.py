@@ -10,9 +10,10 @@ import difflib
 import enum
 import re
 import sys
+import textwrap
 import types
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
@@ -77,6 +78,38 @@ def nearest(name: str, names: Iterable[str]) -> str:
     """
     match = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
     return f"; did you mean {match[0]!r}?" if match else ""
+
+
+def key_paths(config: object, prefix: str = "") -> Iterator[str]:
+    """Yields the dotted path of every key of a config."""
+    for field in dataclasses.fields(config):  # type: ignore[arg-type]
+        value = getattr(config, field.name)
+        if is_group(value):
+            yield from key_paths(value, f"{prefix}{field.name}.")
+        elif field.init:
+            yield f"{prefix}{field.name}"
+
+
+def similar_keys(key: str, paths: Iterable[str]) -> str:
+    """Returns a question that names up to three keys whose last part resembles that of a key, or nothing.
+
+    Example:
+        >>> paths = ["export", "train.epochs", "loader.batch_size", "optimizer.tables_lr", "optimizer.dense_lr"]
+        >>> similar_keys("epochs", paths), similar_keys("batchsize", paths)
+        ('; did you mean train.epochs?', '; did you mean loader.batch_size?')
+        >>> similar_keys("lr", paths), similar_keys("colour", paths)
+        ('; did you mean optimizer.dense_lr or optimizer.tables_lr?', '')
+    """
+    name = key.rpartition(".")[2]
+    by_leaf: dict[str, list[str]] = {}
+    for path in paths:
+        by_leaf.setdefault(path.rpartition(".")[2], []).append(path)
+    leaves = [name] if name in by_leaf else [leaf for leaf in by_leaf if name in leaf.split("_")]
+    leaves = leaves or difflib.get_close_matches(name, by_leaf, n=1, cutoff=0.6)
+    matches = [path for leaf in leaves for path in by_leaf[leaf]]
+    matches.sort(key=lambda path: -difflib.SequenceMatcher(None, key, path).ratio())
+    matches = matches[:3]
+    return f"; did you mean {' or '.join(matches)}?" if matches else ""
 
 
 def _one_of_types(text: str, hints: tuple[Any, ...]) -> object:
@@ -155,7 +188,7 @@ def apply_overrides(config: ConfigT, overrides: Iterable[str]) -> ConfigT:
         >>> apply_overrides(Loader(), ["batch_siz=4096"])
         Traceback (most recent call last):
         ...
-        ValueError: --set batch_siz=4096: there is no key 'batch_siz'; did you mean 'batch_size'? Keys here: batch_size
+        ValueError: --set batch_siz=4096: there is no key 'batch_siz'; did you mean batch_size?
         >>> apply_overrides(Loader(), ["batch_size=many"])
         Traceback (most recent call last):
         ...
@@ -166,7 +199,14 @@ def apply_overrides(config: ConfigT, overrides: Iterable[str]) -> ConfigT:
         key, equals, text = item.partition("=")
         if not equals or not key.strip():
             raise ValueError(f"--set {item}: write key=value, such as --set loader.batch_size=4096")
-        _plant(tree, config, key.strip().split("."), text.strip(), item)
+        path = key.strip().split(".")
+        try:
+            _plant(tree, config, path, text.strip(), item)
+        except KeyError:
+            paths = list(key_paths(config))
+            listed = textwrap.shorten(", ".join(paths), 100, placeholder=" ...")
+            question = similar_keys(key.strip(), paths) or f"; keys are {listed}"
+            raise ValueError(f"--set {item}: there is no key {key.strip()!r}{question}") from None
     return typing.cast(ConfigT, _rebuild(config, tree))
 
 
@@ -190,8 +230,7 @@ def _plant(tree: _Tree, config: object, keys: list[str], text: str, item: str) -
     key, *below = keys
     names = [field.name for field in dataclasses.fields(config) if field.init]  # type: ignore[arg-type]
     if key not in names:
-        question = nearest(key, names) or ";"
-        raise ValueError(f"--set {item}: there is no key {key!r}{question} Keys here: {', '.join(names)}")
+        raise KeyError(key)
     value = getattr(config, key)
     if below and is_group(value):
         _plant(typing.cast(_Tree, tree.setdefault(key, {})), value, below, text, item)

@@ -52,7 +52,7 @@ def compression_of(text: str) -> Compression | None:
         >>> compression_of("dims=8")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ...
-        ValueError: model.compress=dims=8: there is no key 'dims'; did you mean 'dim'? Keys here: ...
+        ValueError: model.compress=dims=8: there is no key 'dims'; did you mean dim?
     """
     if not text:
         return None

@@ -232,7 +232,8 @@ def test_a_missing_part_says_what_to_put_where(tmp_path: Path) -> None:
     config = folder_of(tmp_path)
     (tmp_path / "clicks" / "test.parquet").unlink()
     with pytest.raises(
-        DatasetUnavailable, match=r"no rows for test in .*clicks; put train\.parquet, validation\.parquet and test"
+        DatasetUnavailable,
+        match=r"no rows for test in .*clicks; put files as in docs/recipes\.md there",
     ):
         load_labelled(config)
 

@@ -47,16 +47,14 @@ def test_both_spellings_of_a_file_give_the_same_sequences(tmp_path: Path) -> Non
 def test_a_set_that_is_not_there_says_what_to_put_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHREC_EXT_DATA", raising=False)
     with pytest.raises(
-        DatasetUnavailable, match=r"set 'mine': TORCHREC_EXT_DATA is not set and data\.folder is not given; name the"
+        DatasetUnavailable, match=r"set 'mine': TORCHREC_EXT_DATA and data\.folder are not set; set one to the"
     ):
         load_sequences(SequenceConfig(name="mine"))
-    with pytest.raises(DatasetUnavailable, match=f"set 'mine': {tmp_path}/mine is not there; it must hold one file"):
+    with pytest.raises(DatasetUnavailable, match=f"set 'mine': {tmp_path}/mine is not there; it needs one file"):
         load_sequences(SequenceConfig(name="mine", folder=str(tmp_path)))
     config = write(tmp_path, "a_sequences.parquet", ROWS)
     write(tmp_path, "b_sequences.parquet", ROWS)
-    with pytest.raises(
-        DatasetUnavailable, match=r"has a_sequences\.parquet, b_sequences\.parquet; it must hold one file"
-    ):
+    with pytest.raises(DatasetUnavailable, match=r"has a_sequences\.parquet, b_sequences\.parquet; it needs one file"):
         load_sequences(config)
 
 

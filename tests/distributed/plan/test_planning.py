@@ -38,9 +38,9 @@ def test_a_sharding_type_per_table() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"sharding": "rowwise"}, "sharding: sharding 'rowwise' must be one of auto, data_parallel"),
-        ({"tables": ("a=rows",)}, "tables: 'a=rows': sharding 'rows' must be one of"),
-        ({"tables": ("a=row_wise:fast",)}, "tables: 'a=row_wise:fast': sharding 'fast' must be one of"),
+        ({"sharding": "rowwise"}, "sharding: 'rowwise' must be one of auto, data_parallel"),
+        ({"tables": ("a=rows",)}, "tables: 'a=rows': 'rows' must be one of"),
+        ({"tables": ("a=row_wise:fast",)}, "tables: 'a=row_wise:fast': 'fast' must be one of"),
         ({"tables": ("a=fused_uvm:cache_load_factor=.1",)}, "cache_load_factor=0.1: only for kernel=fused_uvm_caching"),
         ({"tables": ("a=fused_uvm_caching:cache_load_factor=x",)}, "cache_load_factor=x: must be a number"),
         ({"kernel": "uvm"}, "kernel: 'uvm' must be one of auto, dense, fused, fused_uvm, fused_uvm_caching, key_value"),

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from torchrec_ext.data.columns import Chunk
 from torchrec_ext.data.datasets import synthetic
-from torchrec_ext.data.datasets.config import GENERATED, LAYOUTS, NAMES, Split100K
+from torchrec_ext.data.datasets.config import GENERATED, NAMES, Split100K
 from torchrec_ext.data.datasets.config import DataConfig as DataConfig
 from torchrec_ext.data.datasets.folder import from_folder, is_folder_of_interactions
 from torchrec_ext.data.datasets.interactions import InteractionData
@@ -228,15 +228,12 @@ def _from_folder(config: DataConfig) -> InteractionData:
         looked = folder or f"nowhere, since neither data.folder nor {FOLDER_VARIABLE} is given"
         if config.name not in NAMES:
             raise DataError(
-                f"data.name={config.name!r}: there is no such set; choose one of {', '.join(NAMES)}, or give a folder "
-                f"of that name with {LAYOUTS} (looked in {looked})"
+                f"data.name={config.name!r}: there is no such set (looked in {looked}); choose {', '.join(NAMES)}, or "
+                "a folder with inter.parquet or train.parquet as in docs/recipes.md"
             )
         raise DatasetUnavailable(
-            f"set '{config.name}' is not on this machine (looked in {looked}); put the publisher's "
-            "ml-1m.train.rating, ml-1m.test.rating and ml-1m.test.negative there "
-            "(github.com/hexiangnan/neural_collaborative_filtering, Data), or the same as train.parquet (user, item), "
-            "test.parquet (user, item) and test_negatives.parquet (user, negative), with users.parquet and "
-            "items.parquet for features, or use generated data: data.name=planted"
+            f"set '{config.name}' is not on this machine (looked in {looked}); put ml-1m.train.rating, "
+            "ml-1m.test.rating and ml-1m.test.negative of the NCF paper there, or set data.name=planted"
         )
     published = config.name == "ml-1m-ncf"
     return from_folder(

@@ -66,8 +66,8 @@ class DataConfig:
     name: str = field(
         default="ml-100k",
         metadata={
-            "doc": "ml-100k, ml-1m-ncf, generated data (planted, checkerboard), or a folder of your own, named so, "
-            f"with {LAYOUTS}."
+            "doc": "ml-100k, ml-1m-ncf, generated data (planted, checkerboard), or the name of a folder of your own. "
+            f"Such a folder has {LAYOUTS}."
         },
     )
     history_length: int = 50
@@ -125,7 +125,8 @@ class LabelledConfig:
     name: str = field(
         default="frappe",
         metadata={
-            "doc": f"frappe, generated data (planted), or a folder of your own, named so, with {LABELLED_LAYOUT}."
+            "doc": "frappe, generated data (planted), or the name of a folder of your own. Such a folder has "
+            f"{LABELLED_LAYOUT}."
         },
     )
     context: bool = True
@@ -163,8 +164,8 @@ class SequenceConfig:
     name: str = field(
         default="amazon-beauty-sequences",
         metadata={
-            "doc": "amazon-beauty-sequences, generated data (planted), or a folder of your own, named so, with "
-            f"{SEQUENCES_LAYOUT}."
+            "doc": "amazon-beauty-sequences, generated data (planted), or the name of a folder of your own. Such a "
+            f"folder has {SEQUENCES_LAYOUT}."
         },
     )
     max_length: int = 50

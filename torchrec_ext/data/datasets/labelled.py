@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from torchrec_ext.data.columns import Array, Chunk, Column, Int64, Windows
 from torchrec_ext.data.datasets.catalog import DatasetUnavailable, data_folder
-from torchrec_ext.data.datasets.config import LABELLED_LAYOUT
 from torchrec_ext.data.datasets.config import LabelledConfig as LabelledConfig
 from torchrec_ext.data.datasets.features import (
     MISSING_TIME,
@@ -227,8 +226,8 @@ def _from_folder(config: LabelledConfig) -> LabelledData:
     if missing := [part for part, file in files.items() if file is None]:
         raise DatasetUnavailable(
             f"set '{config.name}' is not on this machine: no rows for {', '.join(missing)} in "
-            f"{folder or 'any folder: set TORCHREC_EXT_DATA or data.folder'}; put {LABELLED_LAYOUT} there, or use "
-            "generated data: data.name=planted"
+            f"{folder or 'any folder: set TORCHREC_EXT_DATA or data.folder'}; put files as in docs/recipes.md there, "
+            "or set data.name=planted"
         )
     assert folder is not None, "a file was found in it"
     raw = dict(zip(PARTS, same_types({file: _read(file) for file in files.values() if file is not None}), strict=True))
@@ -464,7 +463,7 @@ def _read(path: Path) -> dict[str, pa.Array]:
     table = read_columns(path)
     if "label" not in table.column_names:
         raise DataError(
-            f"{path}: column 'label' is missing, the file has {table.column_names}; the layout is {LABELLED_LAYOUT}"
+            f"{path}: column 'label' is missing, the file has {table.column_names}; add it, as in docs/recipes.md"
         )
     made: dict[str, pa.Array] = {}
     for name in table.column_names:

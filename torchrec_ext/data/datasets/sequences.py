@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from torchrec_ext.data.columns import Array, Column, Int64, Windows
 from torchrec_ext.data.datasets.catalog import FOLDER_VARIABLE, DatasetUnavailable
-from torchrec_ext.data.datasets.config import PLANTED, SEQUENCES_LAYOUT
+from torchrec_ext.data.datasets.config import PLANTED
 from torchrec_ext.data.datasets.config import SequenceConfig as SequenceConfig
 from torchrec_ext.data.datasets.features import raw_column, raw_ids, times_in
 from torchrec_ext.data.datasets.folder import candidates_by_user
@@ -272,8 +272,8 @@ def load_sequences(config: SequenceConfig) -> SequenceData:
     root = config.folder or os.environ.get(FOLDER_VARIABLE)
     if not root:
         raise DatasetUnavailable(
-            f"set '{config.name}': {FOLDER_VARIABLE} is not set and data.folder is not given; name the folder in which "
-            f"{config.name}/ lies, with {SEQUENCES_LAYOUT}; or use generated data: data.name={PLANTED}"
+            f"set '{config.name}': {FOLDER_VARIABLE} and data.folder are not set; set one to the folder that holds "
+            f"{config.name}/, or set data.name={PLANTED}"
         )
     file = _file_in(Path(root) / config.name, config.name)
     data = read_sequences(file, name=config.name)
@@ -282,7 +282,7 @@ def load_sequences(config: SequenceConfig) -> SequenceData:
 
 
 def read_sequences(path: Path, *, name: str) -> SequenceData:
-    """Reads the sequences in a file of SEQUENCES_LAYOUT; rows may have any order, ids be whole numbers or text."""
+    """Reads a file of ``config.SEQUENCES_LAYOUT``; rows may have any order, ids may be whole numbers or text."""
     available = list(pq.read_schema(path).names)
     spelled = {role: next((word for word in words if word in available), "") for role, words in _SPELLINGS.items()}
     for role, words in _SPELLINGS.items():
@@ -396,7 +396,8 @@ def _file_in(folder: Path, name: str) -> Path:
         else ("has no such file" if folder.exists() else "is not there")
     )
     raise DatasetUnavailable(
-        f"set '{name}': {folder} {what}; it must hold {SEQUENCES_LAYOUT}; or use generated data: data.name={PLANTED}"
+        f"set '{name}': {folder} {what}; it needs one file *sequences.parquet or inter.parquet, as in "
+        f"docs/recipes.md; or set data.name={PLANTED}"
     )
 
 

@@ -146,7 +146,7 @@ class PlanConfig:
             elif word != "auto" and word in get_args(Kernel):
                 changes["kernel"] = word
             else:
-                _check_sharding(f"tables: {text!r}", word, " or a kernel: " + ", ".join(get_args(Kernel)[1:]))
+                _check_sharding(f"tables: {text!r}", word, ", or a kernel")
                 changes["sharding"] = word
         kernel = changes.get("kernel", self.kernel)
         if kernel != self.kernel and kernel not in CACHING:  # the factor of every table has no meaning for this one
@@ -158,7 +158,7 @@ class PlanConfig:
 
 def _check_sharding(argument: str, value: str, more: str = "") -> None:
     if value not in get_args(Sharding):
-        raise ValueError(f"{argument}: sharding {value!r} must be one of {', '.join(get_args(Sharding))}{more}")
+        raise ValueError(f"{argument}: {value!r} must be one of {', '.join(get_args(Sharding))}{more}")
 
 
 def _check_load_factor(where: str, value: float, kernel: str) -> None:
