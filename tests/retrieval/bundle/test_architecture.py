@@ -114,6 +114,22 @@ def a_session_tower(draw: Draw) -> SessionTower:
     )
 
 
+def a_program(draw: Draw) -> ProgramTower:
+    width = draw(WIDTH)
+    return ProgramTower(
+        [bags(draw, "item", 3)],
+        {"item": ["int64"], "x": ["float32"], "list": ["float32", 2]},
+        {"layer/weight": ["float32", width, 3], "shift": ["int64"]},
+        [
+            ["embedding.default", ["&item", "@item"], {}],
+            ["to.dtype", ["#0", "dtype.float32"], {}],
+            ["linear.default", ["#1", "$layer/weight"], {}],
+        ],
+        ["#2", "@x"],
+        width + 1,
+    )
+
+
 MAKES: dict[type[nn.Module], Callable[[Draw], nn.Module]] = {
     Tower: a_tower,
     NCFTower: lambda draw: NCFTower(
@@ -159,14 +175,7 @@ MAKES: dict[type[nn.Module], Callable[[Draw], nn.Module]] = {
         draw(WIDTH), draw(st.lists(WIDTH, min_size=1, max_size=3)), activation=draw(ACTIVATION)
     ),
     Reordered: lambda draw: Reordered(TopMLP([3, 4, 5]), [2, 0, 1], [4, 5, 3]),
-    ProgramTower: lambda draw: ProgramTower(
-        [bags(draw, "item", 3)],
-        {"item": ["int64"], "x": ["float32"], "list": ["float32", 2]},
-        {"layer/weight": ["float32", draw(WIDTH), 3], "shift": ["int64"]},
-        [["embedding.default", ["&item", "@item"], {}], ["linear.default", ["#0", "$layer/weight"], {}]],
-        ["#1", "@x"],
-        5,
-    ),
+    ProgramTower: a_program,
     ProgramTop: lambda draw: ProgramTop(
         [draw(WIDTH), 2], [[0, 1], [1, 2]], {}, [["sum.dim_IntList", ["@1", [1]], {"dtype": "dtype.float32"}]], "#0"
     ),

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torchrec_ext.retrieval.bundle.architecture import rebuild
 from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchrec_ext.retrieval.bundle.manifest import BundleError
-from torchrec_ext.retrieval.bundle.program import _ATEN, OPERATORS, Program
+from torchrec_ext.retrieval.bundle.operators import _ATEN, OPERATORS
+from torchrec_ext.retrieval.bundle.program import Program
 from torchrec_ext.retrieval.exporting.content import Catalogue, NamedUsers
 from torchrec_ext.retrieval.exporting.export import export
 from torchrec_ext.retrieval.scorer.requests import EmbedRequest, RecommendRequest, RequestError, ScoreRequest
@@ -404,7 +405,7 @@ def test_a_bundle_can_name_no_other_operator_and_no_value_that_was_not_computed(
     assert not [name for name in _ATEN.split() if getattr(OPERATORS.get(name), "_schema", None) is None]
     assert not [name for name in _ATEN.split() if OPERATORS[name]._schema.is_mutable]  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="'#1' refers to nothing that was computed before"):
-        Program([["relu.default", ["#1"], {}], ["relu.default", ["@a"], {}]], ["@a"], ["#1"])
+        Program([["relu.default", ["#1"], {}], ["relu.default", ["@a"], {}]], {"@a": (torch.float32, ())}, {}, ["#1"])
 
 
 @pytest.mark.slow

@@ -1,7 +1,9 @@
 """Programs: what a module of a user's own computes, as a list of torch's operators that a bundle can hold.
 
-A program names operators of :data:`OPERATORS` alone, none of which reads a file, runs code or writes in place, so that
-a stranger's bundle can do nothing else. ``retrieval/bundle/traced.py`` writes programs.
+A program names operators of :data:`~torchrec_ext.retrieval.bundle.operators.OPERATORS` alone, none of which reads a
+file, runs code or writes in place. Before it runs on a number of rows it runs on the meta device, which needs no memory
+and tells every shape: a program that does not fit its weights, or would take too much, is refused there.
+``retrieval/bundle/traced.py`` writes programs.
 
 A node is ``[operator, arguments, keyword arguments]``. Its text arguments are references: ``#3`` the result of node 3,
 ``@user`` an input, ``$top/0/weight`` a weight, ``&items/weight`` a table, ``rows`` B, the number of rows; or values
@@ -10,67 +12,42 @@ that JSON has not: ``=mean`` a text, ``dtype.float32``, ``inf``, ``-inf`` and ``
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, data_type_to_dtype
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_ext.modules.interaction import InteractionLayer
 from torchrec_ext.modules.layers import Recorded
 from torchrec_ext.modules.tower import check_tables
+from torchrec_ext.retrieval.bundle.operators import OPERATORS, PLACES, run_operator
 
-_ATEN = """
-abs.default add.Scalar add.Tensor addmm.default all.dim amax.default amin.default any.dim arange.default
-arange.start arange.start_step argmax.default baddbmm.default bitwise_and.Tensor bitwise_not.default
-bitwise_or.Tensor bmm.default cat.default chunk.default clamp.Tensor clamp.default clamp_max.default
-clamp_min.default clone.default concat.default constant_pad_nd.default contiguous.default conv1d.default
-conv2d.default cos.default cosine_similarity.default cumsum.default detach.default diagonal.default div.Scalar
-div.Tensor div.Tensor_mode einsum.default elu.default embedding.default embedding_bag.default
-embedding_bag.padding_idx eq.Scalar eq.Tensor exp.default expand.default expand_as.default expm1.default
-flatten.using_ints flip.default floor.default floor_divide.default full.default full_like.default gather.default
-ge.Scalar ge.Tensor gelu.default glu.default group_norm.default gru.input gt.Scalar gt.Tensor hardsigmoid.default
-hardswish.default hardtanh.default index.Tensor index_select.default layer_norm.default le.Scalar le.Tensor
-leaky_relu.default lift_fresh_copy.default linalg_vector_norm.default linear.default log.default log1p.default
-log_sigmoid.default log_softmax.int logical_and.default logical_not.default logical_or.default logsumexp.default
-lstm.input lt.Scalar lt.Tensor masked_fill.Scalar masked_fill.Tensor matmul.default max.default max.dim
-max_pool1d.default maximum.default mean.default mean.dim min.dim minimum.default mish.default mm.default movedim.int
-mul.Scalar mul.Tensor mv.default _native_batch_norm_legit_no_training.default ne.Scalar ne.Tensor neg.default
-new_full.default new_ones.default new_zeros.default one_hot.default ones.default ones_like.default pad.default
-permute.default pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor prelu.default prod.dim_int reciprocal.default
-relu.default relu6.default remainder.Scalar remainder.Tensor repeat.default repeat_interleave.self_int
-reshape.default rms_norm.default rnn_relu.input rnn_tanh.input round.default rsqrt.default rsub.Scalar
-scaled_dot_product_attention.default select.int selu.default sigmoid.default sign.default silu.default sin.default
-slice.Tensor softmax.int softplus.default split.Tensor split_with_sizes.default sqrt.default square.default
-squeeze.default squeeze.dim squeeze.dims stack.default std.correction std.dim sub.Scalar sub.Tensor sum.default
-sum.dim_IntList t.default tan.default tanh.default tile.default to.dtype _to_copy.default topk.default transpose.int
-tril.default triu.default type_as.default unbind.int unflatten.int unsqueeze.default var.correction var.dim
-view.default where.ScalarOther where.ScalarSelf where.self zeros.default zeros_like.default
-"""
-_SIZES = {"size_add": operator.add, "size_sub": operator.sub, "size_mul": operator.mul, "size_div": operator.floordiv}
-
-
-def _operators() -> dict[str, Callable[..., Any]]:
-    named: dict[str, Callable[..., Any]] = {"item": operator.getitem, **_SIZES}
-    for name in _ATEN.split():
-        packet, _, overload = name.partition(".")
-        function = getattr(getattr(torch.ops.aten, packet, None), overload, None)
-        if function is not None:  # a release of torch may lack one
-            named[name] = function
-    return named
-
-
-OPERATORS: Mapping[str, Callable[..., Any]] = _operators()
 _DTYPES = {f"dtype.{name}": getattr(torch, name) for name in ("float32", "float64", "int64", "int32", "bool")}
 _NUMBERS = {"inf": float("inf"), "-inf": float("-inf"), "nan": float("nan")}
+_WIDEST_ROW = 2**18  # numbers of all columns; each has a name in the schema
 EXACT_IDS = 2**24  # whole numbers below are exact in float32, as which a batch carries columns that no table reads
 
 Node = Sequence[Any]
+Shape = tuple[torch.dtype, tuple[int, ...]]
+
+MOST_BYTES = 2**31  # of the values of all nodes; more rows than fit run in several blocks
+# Operations: a flop is one, an element that is read or written 32, a call 2^17. A core does about 2^34 in a second.
+_OPERATIONS, _OPERATIONS_OF_A_ROW = 2**34, 2**31
+_OF_AN_ELEMENT, _OF_A_CALL = 2**5, 2**17
+_TRIED_ROWS = (1, 3, 64)  # numbers of rows that a program is tried with when it is made
+
+
+class _Cost(NamedTuple):
+    bytes: int
+    operations: int
 
 
 class Program:
@@ -78,35 +55,181 @@ class Program:
 
     Args:
         nodes: nodes in their order.
-        known: references of inputs, weights and tables that nodes may name.
-        results: references that :meth:`__call__` returns.
+        inputs: dtype and shape of a row of each input, by reference.
+        constants: dtype and shape of each weight and table, by reference.
+        results: references that :meth:`__call__` returns, each with B rows.
 
     Raises:
-        ValueError: an operator that no bundle may name, or a reference to nothing.
+        ValueError: an operator that no bundle may name, a reference to nothing, shapes that do not fit together, or
+            more memory or time than a program may take.
     """
 
-    def __init__(self, nodes: Sequence[Node], known: Sequence[str], results: Sequence[str]) -> None:
-        self._results, self._steps = list(results), []
-        there = {"rows", *known}
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        inputs: Mapping[str, Shape],
+        constants: Mapping[str, Shape],
+        results: Sequence[str],
+    ) -> None:
+        self._inputs = dict(inputs)
+        self._constants = {
+            name: torch.empty(size, dtype=dtype, device="meta") for name, (dtype, size) in constants.items()
+        }
+        self._results = list(results)
+        self._steps: list[tuple[str, str, list[Any], dict[str, Any]]] = []
+        self._blocks: dict[int, list[int]] = {}
+        existing = {"rows", *inputs, *constants}
         for number, (name, arguments, options) in enumerate(nodes):
             if name not in OPERATORS:
                 raise ValueError(f"operator {name!r} is not one that a bundle may name")
-            _check_references([list(arguments), list(options.values())], there)
-            self._steps.append((f"#{number}", OPERATORS[name], list(arguments), dict(options)))
-            there.add(f"#{number}")
-        _check_references(self._results, there)
+            if not options.keys().isdisjoint(PLACES):
+                raise ValueError(f"operator {name!r}: no program says where its values are; leave out {PLACES}")
+            # A table is no tensor where it runs, but a module whose rows are looked up.
+            looked_up = name == "embedding.default" and str(arguments[0])[:1] == "&"
+            if _names_table([list(arguments)[1 if looked_up else 0 :], list(options.values())]):
+                raise ValueError(f"operator {name!r} reads a whole table; only embedding.default reads tables")
+            _check_references([list(arguments), list(options.values())], existing)
+            self._steps.append((f"#{number}", name, list(arguments), dict(options)))
+            existing.add(f"#{number}")
+        _check_references(self._results, existing)
+        for rows in _TRIED_ROWS:
+            self.blocks(rows)
+
+    @property
+    def result_width(self) -> int:
+        """Numbers in a row of all results together."""
+        _, results = self._tried(1)
+        return sum(result.numel() for result in results)
 
     def __call__(self, values: Mapping[str, Any]) -> list[Any]:
-        """Returns the results, from inputs, weights, tables and ``rows`` by reference."""
+        """Returns the results, from inputs, weights, tables and ``rows`` by reference.
+
+        Raises:
+            ValueError: the operator that failed, with its reason; the cause is the operator's own error.
+        """
+        blocks = self.blocks(values["rows"])
+        if len(blocks) == 1:
+            return self._run(values)
+        parts, start = [], 0
+        for rows in blocks:
+            inputs = {name: values[name][start : start + rows] for name in self._inputs}
+            parts.append(self._run({**values, **inputs, "rows": rows}))
+            start += rows
+        return [torch.cat(each) for each in zip(*parts, strict=True)]
+
+    def blocks(self, rows: int) -> list[int]:
+        """Returns the numbers of rows that run together, so that none takes more than :data:`MOST_BYTES`.
+
+        Raises:
+            ValueError: the program does not fit its weights, or takes too much memory or time.
+        """
+        if rows not in self._blocks:
+            blocks, operations = self._split(rows)
+            if operations > _OPERATIONS + rows * _OPERATIONS_OF_A_ROW:
+                raise ValueError(f"the program takes {operations:.2g} operations for {rows} rows; make it smaller")
+            self._blocks[rows] = blocks
+        return self._blocks[rows]
+
+    def _split(self, rows: int) -> tuple[list[int], int]:
+        cost, _ = self._tried(rows)
+        if cost.bytes <= MOST_BYTES:
+            return [rows], cost.operations
+        if rows <= 1:
+            raise ValueError(
+                f"the program takes more than {MOST_BYTES:,} bytes or {_OPERATIONS:,} operations for one row; "
+                "make it smaller"
+            )
+        first, first_operations = self._split(rows // 2)
+        second, second_operations = self._split(rows - rows // 2)
+        return first + second, first_operations + second_operations
+
+    def _tried(self, rows: int) -> tuple[_Cost, list[Tensor]]:
+        """Returns the cost of some rows, beyond the limits where it was not counted to its end, and the results."""
+        limit = _OPERATIONS + rows * _OPERATIONS_OF_A_ROW
+        counter = _Counter(limit)
+        with torch.inference_mode(False), torch.no_grad():  # in inference, operators are not taken apart
+            inputs = {
+                name: torch.empty(rows, *size, dtype=dtype, device="meta")
+                for name, (dtype, size) in self._inputs.items()
+            }
+            try:
+                with counter:
+                    results = self._run({**inputs, **self._constants, "rows": rows}, meta=True)
+            except _TooMuchError:
+                return _Cost(2 * MOST_BYTES, limit), []
+        for reference, result in zip(self._results, results, strict=True):
+            if not isinstance(result, Tensor) or result.dim() < 1 or len(result) != rows:
+                held = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+                raise ValueError(f"result {reference} of {rows} rows is {held}, must have as many rows")
+        return _Cost(counter.bytes, counter.operations), results
+
+    def _run(self, values: Mapping[str, Any], *, meta: bool = False) -> list[Any]:
         values = dict(values)
-        for reference, function, arguments, options in self._steps:
+        for reference, name, arguments, options in self._steps:
             given = [_value(argument, values) for argument in arguments]
-            if given and isinstance(given[0], nn.Module):
-                values[reference] = _looked_up(given[0], given[1])
-                continue
-            named = {name: _value(option, values) for name, option in options.items()}
-            values[reference] = function(*given, **named)
+            named = {key: _value(option, values) for key, option in options.items()}
+            if meta and _takes_device(name):
+                named["device"] = "meta"
+            try:
+                if given and isinstance(given[0], nn.Module):
+                    values[reference] = _looked_up(given[0], given[1])
+                else:
+                    values[reference] = run_operator(name, given, named)
+            except _TooMuchError:
+                raise
+            except Exception as error:  # whatever a stranger's arguments make of torch's operators
+                reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+                raise ValueError(f"node {reference} ({name}): {reason[:120]}") from error
         return [values[result] for result in self._results]
+
+
+class _TooMuchError(Exception):
+    """A program is beyond a limit, so it is not worth to count on."""
+
+
+class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts bytes and operations of what runs below it, and ends it beyond the limits."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._limit = limit
+        self.bytes = self.operations = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        result = function(*args, **options)
+        self.operations += _OF_A_CALL
+        if not function.is_view:
+            packet = function.overloadpacket
+            written = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+            read = [each for each in tree_leaves((args, options)) if isinstance(each, Tensor)]
+            elements = sum(each.numel() for each in written)
+            if packet in _POOLS:
+                elements *= torch.Size(args[1]).numel()
+            if packet not in _LOOK_UPS:
+                elements = max(elements, sum(each.numel() for each in read))
+            self.bytes += sum(each.numel() * each.element_size() for each in written)
+            self.operations += elements * _OF_AN_ELEMENT
+            if packet in flop_registry:
+                self.operations += int(flop_registry[packet](*args, **options, out_val=result))
+        if self.bytes > MOST_BYTES or self.operations > self._limit:
+            raise _TooMuchError
+        return result
+
+
+_LOOK_UPS = (torch.ops.aten.embedding, torch.ops.aten._embedding_bag, torch.ops.aten.index_select, torch.ops.aten.index)
+_POOLS = (torch.ops.aten.max_pool1d_with_indices, torch.ops.aten.max_pool2d_with_indices)
+
+
+def _takes_device(name: str) -> bool:
+    schema = getattr(OPERATORS[name], "_schema", None)
+    return schema is not None and any(argument.name == "device" for argument in schema.arguments)
+
+
+def _names_table(argument: Any) -> bool:
+    if isinstance(argument, list | tuple):
+        return any(_names_table(each) for each in argument)
+    return isinstance(argument, str) and argument[:1] == "&"
 
 
 def _looked_up(table: nn.Module, ids: Tensor) -> Tensor:
@@ -171,6 +294,7 @@ class ProgramTower(Recorded, nn.Module):
     ) -> None:
         super().__init__()
         check_tables(tables)
+        _check_columns(columns)
         self.tables, self.out_features = list(tables), out_features
         self._columns = {name: (dtype, tuple(size)) for name, (dtype, *size) in columns.items()}
         self._ids = {name for table in tables for name in table.feature_names}
@@ -185,8 +309,14 @@ class ProgramTower(Recorded, nn.Module):
         )
         self.embeddings = EmbeddingBagCollection(tables=self.tables) if tables else None
         self.kept = _Weights(weights)
-        known = [f"@{name}" for name in columns] + [f"${name}" for name in weights]
-        self._program = Program(nodes, [*known, *(f"&{table.name}" for table in tables)], outputs)
+        inputs = {f"@{name}": (_DTYPES[f"dtype.{dtype}"], size) for name, (dtype, size) in self._columns.items()}
+        constants = _shapes(weights)
+        for table in tables:
+            size = (table.num_embeddings, table.embedding_dim)
+            constants[f"&{table.name}"] = (data_type_to_dtype(table.data_type), size)
+        self._program = Program(nodes, inputs, constants, outputs)
+        if self._program.result_width != out_features:
+            raise ValueError(f"out_features={out_features}: the outputs are {self._program.result_width} wide")
 
     def columns_of(self, sparse: KeyedJaggedTensor, dense: Tensor) -> dict[str, Tensor]:
         """Returns each column, (B,) or (B, W), from a batch's ids and this tower's dense columns (B, Fd).
@@ -217,10 +347,27 @@ class ProgramTower(Recorded, nn.Module):
         values |= {f"&{name}": table for name, table in tables.items()}
         try:
             results = self._program({**values, "rows": len(dense)})
-        except IndexError as error:
+        except ValueError as error:
+            if not isinstance(error.__cause__, IndexError):
+                raise
             named = ", ".join(f"'{name}'" for name, (dtype, _) in self._columns.items() if dtype == "int64")
             raise ValueError(f"columns {named}: an id made of them is no row of its table ({error})") from None
         return torch.cat([result.reshape(len(dense), -1).float() for result in results], dim=1)
+
+
+def _shapes(weights: Mapping[str, Sequence[Any]]) -> dict[str, Shape]:
+    return {f"${name}": (_DTYPES[f"dtype.{dtype}"], tuple(size)) for name, (dtype, *size) in weights.items()}
+
+
+def _check_columns(columns: Mapping[str, Sequence[Any]]) -> None:
+    total = 0
+    for name, (dtype, *size) in columns.items():
+        if dtype not in ("int64", "float32") or len(size) > 1 or any(type(width) is not int for width in size):
+            raise ValueError(f"column '{name}': {[dtype, *size]} is not int64 or float32, and a width or none")
+        width = size[0] if size else 1
+        total += max(1, width)
+        if width < 0 or total > _WIDEST_ROW:
+            raise ValueError(f"column '{name}': width {width:,}; a row may have 0 to {_WIDEST_ROW:,} numbers in all")
 
 
 def _ids_of(name: str, ids: Tensor, lengths: Tensor, size: Sequence[int]) -> Tensor:
@@ -259,8 +406,14 @@ class ProgramTop(InteractionLayer):
         self.widths = list(widths)
         self._inputs = [(tower, tuple(size)) for tower, *size in inputs]
         self.kept = _Weights(weights)
-        known = [f"@{index}" for index in range(len(inputs))] + [f"${name}" for name in weights]
-        self._program = Program(nodes, known, [output])
+        for tower, width in enumerate(self.widths):
+            read = sum(torch.Size(size).numel() for index, size in self._inputs if index == tower)
+            if not 0 <= read <= width:
+                raise ValueError(f"inputs: {read} numbers of tower {tower}, which gives {width}")
+        shapes = {f"@{index}": (torch.float32, size) for index, (_, size) in enumerate(self._inputs)}
+        self._program = Program(nodes, shapes, _shapes(weights), [output])
+        if self._program.result_width != 1:
+            raise ValueError(f"output: {self._program.result_width} numbers a row, must be one logit")
 
     def forward(self, outputs: list[Tensor]) -> Tensor:
         """Returns (B,) logits of the towers' outputs [(B, D1), (B, D2)]."""

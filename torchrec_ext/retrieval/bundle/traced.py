@@ -30,7 +30,8 @@ from torchrec_ext.data.preprocess.columns import raw_type
 from torchrec_ext.modules.interaction import DotProduct, InteractionLayer, TopMLP
 from torchrec_ext.modules.layers import Made, how_made
 from torchrec_ext.retrieval.bundle.manifest import BundleError
-from torchrec_ext.retrieval.bundle.program import EXACT_IDS, OPERATORS, ProgramTop, ProgramTower
+from torchrec_ext.retrieval.bundle.operators import OPERATORS, PLACES
+from torchrec_ext.retrieval.bundle.program import EXACT_IDS, ProgramTop, ProgramTower
 from torchrec_ext.schema import BatchSchema
 
 Modules = str | Sequence[str]
@@ -524,7 +525,7 @@ class _Written:
                     "hold; use another of torch's operators for it, or rank with the model itself"
                 )
             arguments = [self._written(each, index == 0) for index, each in enumerate(node.args)]
-            options = {key: self._written(value) for key, value in node.kwargs.items() if key not in _PLACES}
+            options = {key: self._written(value) for key, value in node.kwargs.items() if key not in PLACES}
             self.nodes.append([name, arguments, options])
             self._references[node] = f"#{len(self.nodes) - 1}"
         self.results = [str(self._written(node)) for node in results]
@@ -591,6 +592,3 @@ class _Written:
         if argument is None or isinstance(argument, bool | int | float):
             return argument
         raise BundleError(f"model: forward gives an operator {argument!r}, which a bundle cannot hold")
-
-
-_PLACES = ("device", "layout", "pin_memory", "memory_format")
