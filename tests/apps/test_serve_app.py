@@ -174,6 +174,31 @@ def test_a_worker_that_dies_is_replaced(service: Launched) -> None:
 
 @pytest.mark.launch
 @pytest.mark.slow
+def test_a_worker_that_dies_under_a_refused_bundle_is_replaced_by_one_with_the_last_good(
+    bundles: list[SmallBundle], tmp_path: Path
+) -> None:
+    bad = tmp_path / "bad"
+    shutil.copytree(bundles[1].folder, bad)
+    (bad / "architecture.json").write_text("{}")
+    live = tmp_path / "live"
+    point(live, bundles[0].folder)
+    with launched(tmp_path / "log", str(live), "--watch=0.2") as service:
+        point(live, bundles[1].folder)
+        until(lambda: len(service.events("bundle_loaded")) == 2)
+        point(live, bad)
+        until(lambda: service.events("bundle_refused"))
+        os.kill(service.events("bundle_loaded")[0]["pid"], signal.SIGKILL)
+        until(lambda: status_of_a_request(service) == 200)
+        until(lambda: len(service.events("bundle_refused")) == 2)
+        answer = service.client().post("/v1/recommend", ASKED)
+        assert answer.json["bundle"] == bundles[1].bundle.manifest.digest
+        assert len(service.events("worker_ended")) == 1
+        point(live, bundles[0].folder)
+        until(lambda: service.client().get("/readyz").json["bundle"] == bundles[0].bundle.manifest.digest)
+
+
+@pytest.mark.launch
+@pytest.mark.slow
 def test_a_worker_that_hangs_is_replaced(bundles: list[SmallBundle], tmp_path: Path) -> None:
     with launched(tmp_path / "log", str(bundles[0].folder), "--hang=3") as service:
         pid = service.events("bundle_loaded")[0]["pid"]

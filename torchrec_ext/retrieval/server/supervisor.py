@@ -15,9 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
+from pathlib import Path
 
 from torchrec_ext.retrieval.server.settings import ServerConfig
-from torchrec_ext.retrieval.server.worker import ALIVE, FAILED, run_worker
+from torchrec_ext.retrieval.server.worker import ALIVE, FAILED, SERVING, run_worker
 
 _SPAWN = multiprocessing.get_context("spawn")  # a fork would copy the threads' locks
 _TICK_S = 0.2
@@ -76,6 +77,7 @@ class Supervisor:
         self._workers: list[_Worker] = []
         self._signals: list[int] = []
         self._pause_s = 0.0
+        self._last_good: Path | None = None  # folder of the bundle that a worker has served last
 
     def run(self, ready: Callable[[str], None]) -> int:
         """Runs the workers until SIGTERM or SIGINT.
@@ -106,7 +108,7 @@ class Supervisor:
 
     def _start(self) -> _Worker:
         ours, theirs = _SPAWN.Pipe(duplex=False)
-        process = _SPAWN.Process(target=run_worker, args=(self._settings, self._listening, theirs))
+        process = _SPAWN.Process(target=run_worker, args=(self._settings, self._listening, theirs, self._last_good))
         process.start()
         theirs.close()
         return _Worker(process, ours)
@@ -129,12 +131,14 @@ class Supervisor:
         return True
 
     def _hear(self, worker: _Worker, patience_s: float = _TICK_S) -> None:
-        """Reads a worker's messages: ready, failed, heartbeat."""
+        """Reads a worker's messages: ready, failed, heartbeat, and which bundle it serves."""
         try:
             while worker.pipe.poll(0.0 if worker.digest or worker.failed else patience_s):
                 kind, text = worker.pipe.recv()
                 worker.heard = time.monotonic()
-                if kind != ALIVE:
+                if kind == SERVING:
+                    self._last_good = Path(text)
+                elif kind != ALIVE:
                     worker.failed, worker.digest = (text, "") if kind == FAILED else ("", text)
         except (EOFError, OSError):
             worker.process.join(1.0)

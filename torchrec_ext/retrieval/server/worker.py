@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torchrec_ext.retrieval.bundle.bundle import Bundle
     from torchrec_ext.retrieval.server.queued_scorer import QueuedScorer
 
-READY, FAILED, ALIVE = "ready", "failed", "alive"
+READY, FAILED, ALIVE, SERVING = "ready", "failed", "alive", "serving"
 # A thread may keep others from running Python for so long; Python's 5 ms would delay a request that arrives while the
 # one before it runs.
 _SWITCH_S = 5e-4
@@ -37,7 +37,9 @@ _OWN_FILES = 256  # open files of a worker: two bundles during a swap, Redis, me
 _BEATS = 10  # heartbeats in the time after which a worker counts as hanging
 
 
-def run_worker(settings: ServerConfig, listening: socket.socket, parent: Connection) -> None:
+def run_worker(
+    settings: ServerConfig, listening: socket.socket, parent: Connection, last_good: Path | None = None
+) -> None:
     """Loads the bundle, reports that to the parent, and answers until SIGTERM.
 
     The process ends with 0, or with 1 where it cannot begin. SIGHUP looks for another bundle at once. SIGINT, which a
@@ -47,13 +49,15 @@ def run_worker(settings: ServerConfig, listening: socket.socket, parent: Connect
         settings: settings of the server.
         listening: socket that all workers share.
         parent: pipe to the supervisor.
+        last_good: folder of the bundle that another worker has served last, which this one begins with; it then looks
+            where ``settings.bundle`` leads, as every worker does. None for the first workers.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the server takes it over
     failed: str | None = None
     with _heartbeats(parent, settings.hang_s / _BEATS):
         try:
-            queued, watch = _prepared(settings)
+            queued, watch = _prepared(settings, last_good)
         except Exception as error:
             failed = str(error) if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {error}"
         else:
@@ -88,7 +92,7 @@ def _heartbeats(parent: Connection, every_s: float) -> Iterator[None]:
         beating.join()  # the pipe is not for two threads at a time
 
 
-def _prepared(settings: ServerConfig) -> tuple[QueuedScorer, Any]:
+def _prepared(settings: ServerConfig, last_good: Path | None) -> tuple[QueuedScorer, Any]:
     import torch
     import uvicorn  # noqa: F401  before the garbage collector freezes what is imported
 
@@ -116,9 +120,18 @@ def _prepared(settings: ServerConfig) -> tuple[QueuedScorer, Any]:
         if os.getppid() != first_parent:  # the supervisor was killed
             os.kill(os.getpid(), signal.SIGTERM)
 
-    loaded = identity(settings.bundle)  # before loading, so that a pointer that moves on meanwhile is noticed
-    bundle = Bundle.load(bundle_folder(settings.bundle))
-    queued = QueuedScorer(settings, bundle, vectors=user_vectors(settings.vectors, settings.redis, bundle.query_digest))
+    def queue_of(pointer: Path) -> tuple[QueuedScorer, Identity]:
+        loaded = identity(pointer)  # before loading, so that a pointer that moves on meanwhile is noticed
+        bundle = Bundle.load(bundle_folder(pointer))
+        vectors = user_vectors(settings.vectors, settings.redis, bundle.query_digest)
+        return QueuedScorer(settings, bundle, vectors=vectors), loaded
+
+    try:
+        queued, loaded = queue_of(last_good or settings.bundle)
+    except (ValueError, OSError):
+        if last_good is None:
+            raise
+        queued, loaded = queue_of(settings.bundle)  # the last good one was removed or changed meanwhile
     watcher = Watcher(settings.bundle, Bundle.load, queued.swap, queued.refuse, tick, settings.watch_s, loaded)
     signal.signal(signal.SIGHUP, lambda *_: watcher.look())
     return queued, watcher
@@ -151,9 +164,11 @@ def _server(queued: QueuedScorer, parent: Connection) -> Any:
 
         _ending_since: float | None = None
         _beat = 0.0
+        _served: Path | None = None
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
+            self._tell_served()
             parent.send((READY, queued.scorer.bundle.manifest.digest))
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -164,12 +179,21 @@ def _server(queued: QueuedScorer, parent: Connection) -> Any:
 
         async def on_tick(self, counter: int) -> bool:
             self._send_heartbeat()
+            self._tell_served()
             if self._ending_since is not None:
                 passed = time.monotonic() - self._ending_since - settings.linger_s
                 queued.draining = passed >= 0
                 done = passed >= settings.drain_s and not queued.in_flight
                 self.should_exit = done or passed >= settings.drain_limit_s
             return bool(await super().on_tick(counter))
+
+        def _tell_served(self) -> None:
+            """Tells the supervisor which bundle answers, so that a worker that takes this one's place has it too."""
+            folder = queued.scorer.bundle.folder
+            if folder != self._served:
+                self._served = folder
+                with contextlib.suppress(OSError):  # the parent has gone, which the watcher notices
+                    parent.send((SERVING, str(folder)))
 
         def _send_heartbeat(self) -> None:
             """Sends a heartbeat, but not while a batch hangs; the supervisor replaces a silent worker."""
