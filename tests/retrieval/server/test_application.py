@@ -288,6 +288,35 @@ def test_searches_are_admitted_by_what_they_cost_and_run_in_slices(
         )
 
 
+def test_items_to_score_are_admitted_by_what_they_cost(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As whole-catalogue searches are: a dozen together are not begun, and few items go first."""
+    user = {"user": {"user_id": USER}}
+    with running_server(bundle, limits=Limits(time_ms=20_000)) as running:
+        assert 0 < running.queued.scorer._ready.score_s < 0.01
+        monkeypatch.setattr(running.queued.scorer._ready, "score_s", 0.4)
+        client, ids = running.client(), [1_001] * 20
+        many: list[tuple[str, dict[str, Any]]] = [
+            ("/v1/score", {**user, "items": ids}),
+            ("/v1/recommend", {**user, "k": 3, "candidates": list(range(1_001, 1_021))}),
+        ]
+        slow = Slow(running, monkeypatch)
+        answers, threads = in_background(running, {**user, "k": 3, "candidates": list(range(1_001, 1_041))})
+        assert slow.begun.wait(20)
+        for path, asked in many:
+            refused = client.post(path, asked)
+            assert (refused.status, refused.json["error"]["limit"]["name"]) == (429, "time_ms")
+            assert "before this one take 16,000 ms and it takes 8,000" in refused.told
+        slow.let.set()
+        for thread in threads:
+            thread.join(20)
+        assert answers[0].status == 200
+        too_many = client.post("/v1/score", {**user, "items": ids * 3})
+        assert too_many.status == 413
+        assert "scoring 60 items takes 24,000 ms here, and the limit is 20000 ms; name fewer" in too_many.told
+        monkeypatch.setattr(running.queued.scorer._ready, "score_s", 1e-3)
+        assert client.post("/v1/score", {**user, "items": ids}).status == 200
+
+
 def test_a_client_that_goes_away_leaves_the_queue(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     slow, asked = Slow(running, monkeypatch), {"user": {"user_id": USER}, "k": 3}
     answers, threads = in_background(running, asked)

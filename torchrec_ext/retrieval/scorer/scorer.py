@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 Stage = Literal["exact", "dot", "cosine"]
 Int64 = NDArray[np.int64]
 _MEASURED_K = 100
+_MEASURED_ROWS = 256
 Given = ParamSpec("Given")
 Made = TypeVar("Made")
 
@@ -69,7 +70,7 @@ class ReadyBundle:
         self.users = UserLookup(bundle, vectors)
         self.digest = bundle.manifest.digest
         self.size = len(bundle.store.ids)
-        self.search_s = self._measured()
+        self.search_s, self.score_s = self._measured()
 
     def scores(self, request: ScoreRequest, user: ResolvedUser) -> Scores:
         """Answers a request for scores."""
@@ -109,18 +110,26 @@ class ReadyBundle:
                 answers[pending.index] = guarded(self._ranked, pending, positions[exists], scores[exists])
         return answers
 
-    @torch.inference_mode()
-    def _measured(self) -> float:
-        """Returns the thread's seconds for a search with one query, the shorter of two."""
-        if not self.size:
+    def cost_s(self, request: Request, retrieve: int) -> float:
+        """Returns the seconds of a request's search and of the top NN over its items, as measured beforehand."""
+        if isinstance(request, EmbedRequest):
             return 0.0
+        if isinstance(request, ScoreRequest):
+            return self.score_s * len(request.items)
+        if request.candidates is not None:
+            return self.score_s * len(request.candidates)
+        handed_on = 0 if self._final else min(self.size, max(request.k, request.retrieve or retrieve))
+        return self.search_s + self.score_s * handed_on
+
+    @torch.inference_mode()
+    def _measured(self) -> tuple[float, float]:
+        """Returns the thread's seconds for a search with one query, and for one row of the top NN."""
+        if not self.size:
+            return 0.0, 0.0
         query = torch.randn(1, self.bundle.query_width, generator=torch.Generator().manual_seed(0))
-        taken = []
-        for _ in range(2):
-            start = time.thread_time()
-            self.index.search(query, min(_MEASURED_K, self.size))
-            taken.append(time.thread_time() - start)
-        return min(taken)
+        positions = torch.arange(_MEASURED_ROWS) % self.size
+        search_s = _least_seconds(lambda: self.index.search(query, min(_MEASURED_K, self.size)))
+        return search_s, _least_seconds(lambda: self._logits(query, positions)) / _MEASURED_ROWS
 
     def _search(self, group: Sequence[PendingRequest], k: int) -> tuple[Tensor, Tensor]:
         filters = [pending.selection for pending in group]
@@ -191,6 +200,16 @@ class ReadyBundle:
 
     def _ids(self, positions: Int64) -> list[Id]:
         return self.bundle.store.ids.ids(positions).tolist()  # type: ignore[no-any-return]
+
+
+def _least_seconds(function: Callable[[], object]) -> float:
+    """Returns the thread's seconds for a call, the shorter of two."""
+    seconds = []
+    for _ in range(2):
+        start = time.thread_time()
+        function()
+        seconds.append(time.thread_time() - start)
+    return min(seconds)
 
 
 def _first_stage(bundle: Bundle, stage: Stage) -> Index:
@@ -270,10 +289,9 @@ class Scorer:
         """Answers with ``bundle`` from now on; requests that have begun end with the one before."""
         self._ready = ReadyBundle(bundle, self._vectors, self._stage, self._compile)
 
-    def search_s(self, request: Request) -> float:
-        """Returns the seconds of a request's search of the whole catalogue, measured beforehand; 0 without one."""
-        searches = isinstance(request, RecommendRequest) and request.candidates is None
-        return self._ready.search_s if searches else 0.0
+    def cost_s(self, request: Request) -> float:
+        """Returns the seconds of a request's search and of the top NN over its items, as measured beforehand."""
+        return self._ready.cost_s(request, self.retrieve)
 
     def stage_recall(self, k: int = 10, users: int = 64) -> float | None:
         """Measures the share of the ``k`` best items by the model's own score that the first stage hands on.

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 from starlette.types import Receive
 
 from torchrec_ext.retrieval.scorer.batching import MicroBatcher, QueueFullError
-from torchrec_ext.retrieval.scorer.requests import Answer, Embedded, Request, RequestError, Source, UnavailableError
+from torchrec_ext.retrieval.scorer.requests import (
+    Answer,
+    Embedded,
+    RecommendRequest,
+    Request,
+    RequestError,
+    ScoreRequest,
+    Source,
+    UnavailableError,
+)
 from torchrec_ext.retrieval.scorer.scorer import Scorer
 from torchrec_ext.retrieval.scorer.user_vectors import UserVectors
 from torchrec_ext.retrieval.server.responses import ClientGoneError, Refusal, over_limit
@@ -62,7 +71,7 @@ class QueuedScorer:
             max_batch=settings.max_batch,
             max_wait_ms=settings.max_wait_ms,
             capacity=settings.limits.queue,
-            cost_s=lambda request: self.scorer.search_s(request),
+            cost_s=self._cost_s,
             max_cost_s=settings.limits.time_ms / 1e3 / _SLICES,
         )
 
@@ -139,23 +148,37 @@ class QueuedScorer:
         finally:
             gone.cancel()
 
+    def _cost_s(self, request: Request) -> float:
+        """Returns a request's seconds; 0 where a whole queue of such requests is answered in time."""
+        cost_s, limits = self.scorer.cost_s(request), self.settings.limits
+        return cost_s if cost_s * limits.queue > limits.time_ms / 1e3 else 0.0
+
     def _admit(self, request: Request) -> None:
-        """Raises the refusal of a search that could not be answered in time, and would keep others from it."""
-        search_ms, most = 1e3 * self.scorer.search_s(request), self.settings.limits.time_ms
-        if search_ms > most:
+        """Raises the refusal of a request that could not be answered in time, and would keep others from it."""
+        cost_ms, most = 1e3 * self._cost_s(request), self.settings.limits.time_ms
+        if cost_ms > most:
+            what, remedy = self._costly(request)
             message = (
-                f"a search of all {len(self.scorer.bundle.store.ids):,} items takes {search_ms:,.0f} ms here, and the "
-                f"limit is {most:g} ms; name `candidates`, or start the server with --stage dot, an approximate index "
-                "or a greater --time-ms"
+                f"{what} takes {cost_ms:,.0f} ms here, and the limit is {most:g} ms; {remedy} or a greater --time-ms"
             )
             raise over_limit("time_ms", most, message, status=413)
-        waiting_ms = 1e3 * self._batcher.backlog_s if search_ms else 0.0
-        if search_ms and waiting_ms + search_ms > most:
+        waiting_ms = 1e3 * self._batcher.backlog_s if cost_ms else 0.0
+        if cost_ms and waiting_ms + cost_ms > most:
             message = (
-                f"the searches before this one take {waiting_ms:,.0f} ms and it takes {search_ms:,.0f}, and the limit "
-                f"is {most:g} ms; come back in a second, name `candidates`, or add workers"
+                f"the requests before this one take {waiting_ms:,.0f} ms and it takes {cost_ms:,.0f}, and the limit "
+                f"is {most:g} ms; come back in a second, name fewer items, or add workers"
             )
             raise over_limit("time_ms", most, message, status=429, retry=True)
+
+    def _costly(self, request: Request) -> tuple[str, str]:
+        """Returns what takes long in a request, and what to do instead."""
+        if isinstance(request, ScoreRequest):
+            return f"scoring {len(request.items):,} items", "name fewer, in several requests, or start the server with"
+        if isinstance(request, RecommendRequest) and request.candidates is not None:
+            return f"ranking {len(request.candidates):,} candidates", "name fewer, or start the server with"
+        items = f"{len(self.scorer.bundle.store.ids):,} items"
+        remedy = "name `candidates`, or start the server with --stage dot, an approximate index"
+        return f"a search of all {items}", remedy
 
     def _answer(self, requests: Sequence[Request]) -> Sequence[Answer | Exception]:
         start = time.perf_counter()
