@@ -19,6 +19,7 @@ from tests.retrieval.server.launched import until
 from tests.retrieval.server.running import Running, running_server
 from tests.retrieval.small_bundle import SmallBundle
 from torchrec_ext.retrieval.bundle.bundle import Bundle
+from torchrec_ext.retrieval.server.connections import BoundedProtocol
 from torchrec_ext.retrieval.server.settings import Limits
 from torchrec_ext.retrieval.server.worker import allow_files
 
@@ -87,6 +88,33 @@ def test_a_head_within_the_limit_passes_in_pieces_one_after_the_other(running: R
             for part in (head, *[b"a" * 1_000] * 30, b"\r\n\r\n", body):
                 raw.sendall(part)
             assert raw.recv(MIB).startswith(b"HTTP/1.1 200")
+
+
+def test_requests_sent_before_an_answer_wait_up_to_a_limit_and_keep_nobody_waiting(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n"
+    said = sent(running.port, asked * 10 + b"GET /healthz HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+    assert said.count(b"HTTP/1.1 200 ") == 11
+    before, begun = closed(running, "pipelined"), list[int]()
+    counted = BoundedProtocol.on_headers_complete
+
+    def noted(connection: BoundedProtocol) -> None:
+        begun.append(1)
+        counted(connection)
+
+    monkeypatch.setattr(BoundedProtocol, "on_headers_complete", noted)
+    with ExitStack() as stack:
+        for _ in range(30):
+            raw = stack.enter_context(socket.create_connection(("127.0.0.1", running.port), timeout=20))
+            raw.sendall(asked * 5_000)
+        assert running.client().get("/healthz").status == 200
+        until(lambda: closed(running, "pipelined") == before + 30)
+    assert len(begun) <= 30 * 17 + 1
+    said = sent(running.port, asked * 40)
+    assert said.count(b"HTTP/1.1 200 ") == 17
+    assert said.count(b"connection: close") == 1
+    assert said.rindex(b"connection: close") > said.rindex(b"HTTP/1.1 200 ")
 
 
 def test_sockets_that_are_silent_or_never_end_a_head_are_closed_and_others_go_on(bundle: Bundle) -> None:

@@ -11,6 +11,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from torchrec_ext.retrieval.server.responses import Refusal, over_limit
 from torchrec_ext.retrieval.server.settings import Limits
 
+_PIPELINED = 16  # requests of a connection that wait for the one before them; each takes memory without a token
 ADMITTED = "admitted"  # key in the state of a request's scope: it had the token, or none is asked for
 
 
@@ -20,7 +21,8 @@ class Connections:
     A head beyond ``header_bytes`` is answered with 431. A connection is closed where its first byte, or the rest of a
     head, does not come within ``header_ms``, and where its answer stays unread for so long. Where one more than
     ``connections`` is opened, the one that has been idle longest is closed, first among those without an admitted
-    request; where all have a request under way, the new one is answered with 503.
+    request; where all have a request under way, the new one is answered with 503. Of requests that a client sends
+    before it has an answer, 16 wait; those after them are dropped, and the last answer closes the connection.
 
     Args:
         limits: limits of the server.
@@ -68,7 +70,7 @@ class BoundedProtocol(HttpToolsProtocol):
     _messages = _calls = 0
     _parsed = 0  # bytes of the head, or of trailers, that the parser has handed on
     _held = 0  # bytes that the parser has taken since
-    _refused = _admitted = False
+    _refused = _admitted = _full = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Called when a client has connected."""
@@ -98,6 +100,9 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """Called when a head begins."""
+        if len(self.pipeline) >= _PIPELINED:
+            self._full = True
+            raise ValueError("too many requests wait")  # the parser hands it on as its own error
         self._messages, self._parsed, self._stage = self._messages + 1, 0, "head"
         super().on_message_begin()
 
@@ -136,8 +141,13 @@ class BoundedProtocol(HttpToolsProtocol):
             self.worker.idle(self, self._admitted)
 
     def send_400_response(self, msg: str) -> None:
-        """Called when the parser, or :meth:`_count`, has refused the bytes."""
-        if self._parsed > self.worker.limits.header_bytes:
+        """Called when the parser, :meth:`_count` or :meth:`on_message_begin` has refused the bytes."""
+        if self._full:
+            self._refused = True
+            self._stage = None
+            self.cycle.keep_alive = False  # of the last request that waits
+            self.worker.closed("pipelined")
+        elif self._parsed > self.worker.limits.header_bytes:
             self._refuse()
         else:
             super().send_400_response(msg)
