@@ -141,6 +141,16 @@ def test_a_folder_of_interactions_is_split_by_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.unit
+@pytest.mark.parametrize("times", [[1.5, 2.5], [1.0, None], [None, None], [True, False], [[1], [2]]])
+def test_times_of_another_type_are_named(tmp_path: Path, times: list[Any]) -> None:
+    pq.write_table(pa.table({"user_id": [3, 3], "item_id": [7, 5], "timestamp": times}), tmp_path / "inter.parquet")
+    with pytest.raises(
+        DataError, match=r"inter\.parquet: column 'timestamp' is .*; times must be whole numbers, timestamps"
+    ):
+        from_folder(tmp_path, name="mine", history_length=5)
+
+
+@pytest.mark.unit
 def test_a_folder_of_pairs_without_candidates_is_ranked_whole(tmp_path: Path) -> None:
     for part, items in (("train", [0, 1, 2]), ("validation", [3]), ("test", [4, 5])):
         pq.write_table(pa.table({"user": [0] * len(items), "item": items}), tmp_path / f"{part}.parquet")

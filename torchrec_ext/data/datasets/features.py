@@ -323,9 +323,15 @@ def times_in(path: Path, name: str, column: pa.Array | pa.ChunkedArray) -> pa.Ar
     """Returns a column of dates, times or texts in ISO 8601 as ``timestamp[us, UTC]``.
 
     Raises:
-        DataError: a text is a date in another format; the message names its row.
+        DataError: a text is a date in another format; the message names its row. The column has another type.
     """
     column = _one_piece(column)
+    kind = column.type
+    if not (pa.types.is_string(kind) or pa.types.is_date(kind) or pa.types.is_timestamp(kind)):
+        raise DataError(
+            f"{path}: column '{name}' is {kind}; times must be whole numbers, timestamps, dates or text in ISO 8601; "
+            "convert it where it is written"
+        )
     try:
         return as_times(column)
     except ValueError as error:
