@@ -124,6 +124,54 @@ def test_hive_partitions_are_columns(tmp_path: Path) -> None:
         ParquetSource(tmp_path)
 
 
+def test_folders_above_the_named_one_are_no_partitions(tmp_path: Path) -> None:
+    log = tmp_path / "label=1" / "log"
+    write(log / "day=3" / "a.parquet", pa.table({"label": [0, 1, 0, 0]}))
+    for path in (log, f"{log}/*/*.parquet", f"file://{log}"):
+        source = ParquetSource(path)
+        assert (rows(source, "label"), rows(source, "day")) == ([0, 1, 0, 0], [3, 3, 3, 3])
+    assert rows(ParquetSource(log / "day=3"), "label") == [0, 1, 0, 0]
+    for path in (tmp_path, f"{tmp_path}/*/log"):
+        with pytest.raises(
+            DataError, match=r"a\.parquet: column 'label' is in the file and .* label=1; rename the folder"
+        ):
+            ParquetSource(path)
+
+
+def test_rows_behind_links_are_read(tmp_path: Path) -> None:
+    write(tmp_path / "log" / "a.parquet", table_of(2))
+    write(tmp_path / "elsewhere" / "b" / "b.parquet", table_of(2, 2))
+    write(tmp_path / "c", table_of(2, 4))
+    (tmp_path / "log" / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "log" / "linked.parquet").symlink_to(tmp_path / "c")
+    expected = [0.0, 1.0, 4.0, 5.0, 2.0, 3.0]
+    assert sorted(rows(ParquetSource(tmp_path / "log"))) == sorted(expected)
+    assert sorted(rows(ParquetSource(f"{tmp_path}/log/**"))) == sorted(expected)
+
+
+@pytest.mark.parametrize(
+    ("target", "rule"),
+    [
+        ("gone", "a link to gone, which is not there, so its rows would be missing"),
+        ("part.parquet", "a link to part.parquet, which is not there"),
+        (".", "a link to .*log, a folder above it, which would be read again"),
+        ("..", "a link to .*, a folder above it, which would be read again"),
+        ("day=1", "a.parquet: the same file as .*a.parquet, so its rows would count twice"),
+    ],
+)
+@pytest.mark.parametrize("pattern", ["", "/*", "/**", "/*/*.parquet"])
+def test_a_link_to_nothing_or_to_rows_that_are_read_anyway_is_named(
+    tmp_path: Path, target: str, rule: str, pattern: str
+) -> None:
+    write(tmp_path / "log" / "day=1" / "a.parquet", table_of(2))
+    (tmp_path / "log" / "latest").symlink_to(target)
+    with pytest.raises(DataError, match=rf"latest.*: {rule}" if "same" not in rule else rule):
+        ParquetSource(f"{tmp_path}/log{pattern}")
+    (tmp_path / "log" / "latest").rename(tmp_path / "log" / "_latest")
+    if pattern == "":
+        assert rows(ParquetSource(tmp_path / "log")) == [0.0, 1.0]
+
+
 @pytest.mark.parametrize("make", MAKERS)
 def test_addresses_are_read_through_fsspec(tmp_path: Path, make: Any) -> None:
     fsspec = pytest.importorskip("fsspec")

@@ -314,6 +314,16 @@ def test_hive_partitions_are_columns(tmp_path: Path) -> None:
     assert fitted.online({"day": ["02"], "city": ["b"]})["day"].values.tolist() == [2]
 
 
+def test_a_folder_above_the_log_is_no_partition(tmp_path: Path) -> None:
+    (tmp_path / "label=1/log/day=3").mkdir(parents=True)
+    table(tmp_path / "label=1/log/day=3/a.parquet", city=["a", "b", "a"], label=[0.0, 1.0, 0.0])
+    steps = Preprocessor([Categorify(column="city"), Categorify(column="day")], keep=("label",))
+    steps.fit(tmp_path / "label=1/log").transform(tmp_path / "label=1/log", tmp_path / "out")
+    made = read_parquet(tmp_path / "out/part-00000.parquet")
+    assert (made["label"].values.tolist(), made["day"].values.tolist()) == ([0, 1, 0], [1, 1, 1])
+    refuses(r"a\.parquet: column 'label' is in the file and in its folder's name, label=1; rename the", tmp_path)
+
+
 def test_remote_files_are_read_through_fsspec(tmp_path: Path, good: Path) -> None:
     fsspec = pytest.importorskip("fsspec", reason="needs fsspec: pip install 'torchrec-ext[data]'")
     fsspec.filesystem("memory").pipe("/preprocess/good.parquet", good.read_bytes())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -14,6 +14,7 @@ from urllib.parse import unquote
 from torchrec_ext.schema import DataError
 
 PathLike = str | os.PathLike[str]
+NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"  # the value of a hive partition whose rows have none
 _HIDDEN = (".", "_")  # in front of what is no data, such as what a writer has not finished
 
 
@@ -65,12 +66,14 @@ def find_files(paths: PathLike | Sequence[PathLike], endings: Sequence[str]) -> 
     """Finds the data files that paths name, sorted within each folder and pattern.
 
     Args:
-        paths: local files, folders (read with all that lies below them), patterns, or addresses such as
-            ``s3://bucket/day=*/``.
+        paths: local files, folders (read with all that lies below them, also behind links), patterns, or addresses
+            such as ``s3://bucket/day=*/``. Only folders below a named folder, or from the first wildcard of a pattern
+            on, are partitions.
         endings: endings of data files in a folder; a file whose name begins with ``_`` or ``.`` is none.
 
     Raises:
-        DataError: a path names nothing, or cannot be read.
+        DataError: a path names nothing, or cannot be read; a link leads nowhere, back to a folder above it, or to
+            a file that another path leads to as well.
     """
     given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     files = [
@@ -81,10 +84,29 @@ def find_files(paths: PathLike | Sequence[PathLike], endings: Sequence[str]) -> 
     return files
 
 
+def check_partitions(file: DataFile, columns: Collection[str]) -> None:
+    """Refuses a file with a column that is also a hive partition: the two need not agree.
+
+    Args:
+        file: a file.
+        columns: names of its columns.
+
+    Raises:
+        DataError: such a column, by name.
+    """
+    for name, value in file.partitions.items():
+        if name in columns:
+            raise DataError(
+                f"{file.name}: column '{name}' is in the file and in its folder's name, {name}={value}; rename the "
+                "folder, or write the file without the column"
+            )
+
+
 def _local(path: str, endings: Sequence[str]) -> list[DataFile]:
     try:
         names = sorted({name for match in _matches(path) for name in _below(match, endings)})
-        files = [DataFile(name, name, _partitions(name), None, _stamp(name)) for name in names]
+        _check_twins(names)
+        files = [DataFile(name, name, _partitions(path, name), None, _stamp(name)) for name in names]
     except OSError as error:
         raise DataError(
             f"{error.filename or path}: cannot be read ({error.strerror or error}), and the rows there would be "
@@ -97,7 +119,7 @@ def _local(path: str, endings: Sequence[str]) -> list[DataFile]:
 
 
 def _matches(path: str) -> list[str]:
-    """Returns the paths that match; looks first for folders that may not be listed, which a glob silently skips."""
+    """Returns the paths that match; looks first for folders and links that a glob silently skips."""
     if not glob.has_magic(path) or os.path.isfile(path):
         return [path]
     segments = Path(path).parts
@@ -110,19 +132,48 @@ def _matches(path: str) -> list[str]:
             else:
                 with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                     os.stat(os.path.join(folder, segment))
+        for match in glob.glob(os.path.join(*segments[: index + 1]), recursive=True):
+            _check_link(Path(match))
     return glob.glob(path, recursive=True)
 
 
 def _below(path: str, endings: Sequence[str]) -> list[str]:
+    _check_link(Path(path))
     if os.path.isfile(path):
         return [path]
     if not os.path.isdir(path):
         return []
     files = []
-    for folder, inside, names in os.walk(path, onerror=_raise):
+    for folder, inside, names in os.walk(path, onerror=_raise, followlinks=True):
         inside[:] = [name for name in inside if not name.startswith(_HIDDEN)]
+        for name in [*inside, *names]:
+            if not name.startswith(_HIDDEN):
+                _check_link(Path(folder, name))
         files += [str(Path(folder, name)) for name in names if _is_data(name, endings)]
     return [file for file in files if Path(file).is_file()]
+
+
+def _check_link(path: Path) -> None:
+    """Refuses a link to nothing, whose rows would be missing, and a link to a folder above it, which has no end."""
+    if not path.is_symlink():
+        return
+    if not path.exists():
+        raise DataError(
+            f"{path}: a link to {os.readlink(path)}, which is not there, so its rows would be missing; put it back, or "
+            "remove the link"
+        )
+    above = next((parent for parent in path.parents if path.samefile(parent)), None)
+    if above is not None:
+        raise DataError(f"{path}: a link to {above}, a folder above it, which would be read again; remove the link")
+
+
+def _check_twins(names: Sequence[str]) -> None:
+    """Refuses a file that is found twice, such as through a link ``latest`` to one of the folders next to it."""
+    seen: dict[str, str] = {}
+    for name in names:
+        other = seen.setdefault(os.path.realpath(name), name)
+        if other != name:
+            raise DataError(f"{name}: the same file as {other}, so its rows would count twice; remove the link")
 
 
 def _raise(error: OSError) -> None:
@@ -150,7 +201,7 @@ def _remote(path: str, endings: Sequence[str]) -> list[DataFile]:
         ) from error
     if not names:
         raise DataError(f"{path}: no file that ends in {' or '.join(endings)}; check the address")
-    return [DataFile(system.unstrip_protocol(name), name, _partitions(name), system) for name in names]
+    return [DataFile(system.unstrip_protocol(name), name, _partitions(inner, name), system) for name in names]
 
 
 def _below_remote(system: Any, path: str, endings: Sequence[str]) -> list[str]:
@@ -181,8 +232,12 @@ def _is_data(relative: str, endings: Sequence[str]) -> bool:
     return relative.endswith(tuple(endings)) and not hidden
 
 
-def _partitions(name: str) -> dict[str, str]:
-    pairs = [segment.split("=", 1) for segment in name.split("/")[:-1] if "=" in segment]
+def _partitions(path: str, name: str) -> dict[str, str]:
+    """Returns the hive partitions of a file below ``path``; folders above a named folder do not count."""
+    given = Path(path).parts
+    fixed = next((index for index, segment in enumerate(given) if glob.has_magic(segment)), len(given))
+    segments = Path(name).parts[fixed:-1]
+    pairs = [segment.split("=", 1) for segment in segments if "=" in segment]
     return {key: unquote(value) for key, value in pairs}
 
 

@@ -26,13 +26,12 @@ from torchrec_ext.data.columns import Chunk, Column, with_elements
 from torchrec_ext.data.files.arrow import ColumnRules, Kind, kind_of
 from torchrec_ext.data.files.arrow import RowGroup as RowGroup
 from torchrec_ext.data.files.arrow import Source as Source
-from torchrec_ext.data.files.find import DataFile, PathLike, find_files
+from torchrec_ext.data.files.find import NULL_PARTITION, DataFile, PathLike, check_partitions, find_files
 from torchrec_ext.schema import DataError
 from torchrec_ext.schema.features import element_of
 
 ARRAYS: tuple[Kind, ...] = ("floats", "ints")
 _WHOLE_FOOTERS = 8  # footers read at a time: each waits for the disk or the network
-_NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 HEAVY = (
     256 << 20
 )  # bytes that reading a part may hold before it is told; a group of a million rows of 41 columns holds 80 MB
@@ -62,6 +61,8 @@ class FileSource(ABC):
         with ThreadPoolExecutor(_WHOLE_FOOTERS) as pool:
             opened = list(pool.map(self._open, self.files))
         self._schemas = [schema for schema, _ in opened]
+        for file, schema in zip(self.files, self._schemas, strict=True):
+            check_partitions(file, schema.names)
         self._partitions = _partition_types(self.files)
         self.groups: Sequence[RowGroup] = tuple(
             RowGroup(name=f"{file.name}: row group {number}", file=index, number=number, rows=rows)
@@ -209,7 +210,7 @@ class FileSource(ABC):
 
     def _partition(self, group: RowGroup, name: str) -> Column:
         text = self.files[group.file].partitions[name]
-        if text == _NULL_PARTITION:
+        if text == NULL_PARTITION:
             return self.rules.column(group.name, name, pa.nulls(group.rows, self._partitions[name]), group.first)
         whole = pa.types.is_integer(self._partitions[name])
         return Column(np.full(group.rows, int(text)) if whole else np.full(group.rows, text, dtype=object))
@@ -222,7 +223,7 @@ def _partition_types(files: Sequence[DataFile]) -> dict[str, pa.DataType]:
                 f"{file.name}: has the hive partitions {sorted(file.partitions)}, {files[0].name} has "
                 f"{sorted(files[0].partitions)}; give files of one layout"
             )
-    values = {name: {file.partitions[name] for file in files} - {_NULL_PARTITION} for name in files[0].partitions}
+    values = {name: {file.partitions[name] for file in files} - {NULL_PARTITION} for name in files[0].partitions}
     return {name: pa.int64() if all(map(_is_whole, texts)) else pa.string() for name, texts in values.items()}
 
 
@@ -305,7 +306,8 @@ class ParquetSource(FileSource):
 
     Args:
         paths: files, folders, patterns, or addresses such as ``s3://bucket/clicks/day=*/`` (through fsspec, with its
-            driver installed). Hive partitions (``day=3/``) are columns, integers if all their values are.
+            driver installed). Hive partitions (``day=3/``) below a named folder, or from the first wildcard of a
+            pattern on, are columns, integers if all their values are.
         fill: maps a column to the value that stands for null, see :class:`ColumnRules`.
         max_length: maps a list column to the greatest number of values in a row.
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 import pyarrow as pa
 
+from torchrec_ext.data.files.find import NULL_PARTITION
 from torchrec_ext.data.preprocess.files import ROW_GROUP, Files, Sink
 from torchrec_ext.schema import DataError
 
@@ -174,14 +175,16 @@ class DuckDB:
             )
         # DuckDB takes every name for a pattern.
         names = ", ".join(_quoted(glob.escape(file.name), "'") for file in files.files)
-        hive = any(file.partitions for file in files.files)
-        columns = ", ".join(_column(name, dtype) for name, dtype in files.schema.items())
-        options = "file_row_number=true" + (", hive_partitioning=true, hive_types_autocast=false" if hive else "")
+        partitions = files.files[0].partitions
+        columns = ", ".join(
+            _partition(name, files) if name in partitions else _column(name, dtype)
+            for name, dtype in files.schema.items()
+        )
         name = f"files_{next(self._names)}"
         # A file has fewer than 2**40 rows.
         self.ibis.con.execute(
             f"CREATE TEMP VIEW {name} AS SELECT {columns}, CAST(file_index AS BIGINT) * 1099511627776 + "
-            f"file_row_number AS {ROW} FROM read_parquet([{names}], {options})"
+            f"file_row_number AS {ROW} FROM read_parquet([{names}], file_row_number=true, hive_partitioning=false)"
         )
         return self.ibis.table(name)
 
@@ -256,6 +259,14 @@ def _column(name: str, dtype: pa.DataType) -> str:
     if pa.types.is_timestamp(dtype) and dtype.unit == "ns" and dtype.tz:
         return f"CAST({quoted} AS TIMESTAMP_NS) AS {quoted}"  # Ibis 12 does not know DuckDB's type with a zone
     return quoted
+
+
+def _partition(name: str, files: Files) -> str:
+    """Returns a hive partition of each file by the file's index: DuckDB's own would count folders above the log too."""
+    texts = [file.partitions[name] for file in files.files]
+    values = ", ".join("NULL" if text == NULL_PARTITION else _quoted(text, "'") for text in texts)
+    quoted = _quoted(name, '"')
+    return f"CAST([{values}] AS VARCHAR[])[CAST(file_index AS BIGINT) + 1] AS {quoted}"
 
 
 Expr = Any
@@ -376,7 +387,7 @@ class Spark:
     def read(self, files: Files) -> Table:
         """Opens files as a view."""
         reader = self.session.read
-        roots = {file.name.split(f"/{next(iter(file.partitions))}=")[0] for file in files.files if file.partitions}
+        roots = {file.name.rsplit(f"/{next(iter(file.partitions))}=", 1)[0] for file in files.files if file.partitions}
         if roots:
             reader = reader.option("basePath", min(roots, key=len))
         return self._view(

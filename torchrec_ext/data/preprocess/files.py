@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from torchrec_ext.data.files.find import DataFile, find_files
+from torchrec_ext.data.files.find import DataFile, check_partitions, find_files
 from torchrec_ext.data.preprocess.columns import arrow_type, missing_column, raw_type
 from torchrec_ext.data.preprocess.folders import disk_errors
 from torchrec_ext.schema import DataError
@@ -50,8 +50,8 @@ def scan(paths: PathLike | Sequence[PathLike]) -> Files:
     """Finds the files and reads their footers.
 
     Raises:
-        DataError: a path names nothing; a file is not parquet, is cut short, or has other columns than the first; or
-            there is no row at all.
+        DataError: a path names nothing; a file is not parquet, is cut short, has other columns than the first, or one
+            that is also a hive partition; or there is no row at all.
     """
     files = find_files(paths, (".parquet", ".pq"))
     footers = [_footer(file) for file in files]
@@ -126,7 +126,8 @@ def _footer(file: DataFile) -> pq.FileMetaData:
 def _schema(file: DataFile, footer: pq.FileMetaData) -> dict[str, pa.DataType]:
     schema = footer.schema.to_arrow_schema()
     types = {name: schema.field(name).type for name in schema.names}
-    return {**types, **{name: pa.string() for name in file.partitions if name not in types}}
+    check_partitions(file, types)
+    return {**types, **dict.fromkeys(file.partitions, pa.string())}
 
 
 def _check_same(first: DataFile, wanted: Mapping[str, Any], file: DataFile, actual: Mapping[str, Any]) -> None:
