@@ -67,11 +67,11 @@ def arrow(folder: Path, sizes: Sequence[int]) -> ArrowSource:
 
 
 def loader_of(source: Source, rank: int = 0, world_size: int = 1, **options: Any) -> ChunkLoader:
-    schema = options.pop("schema", None) or schema_of()
+    schema, in_order = options.pop("schema", None) or schema_of(), options.pop("in_order", True)
     config = LoaderConfig(
         **{"prefetch": 0, "read_ahead": 0, "batch_size": 8, "negatives": 0, "buffer_rows": 40} | options
     )
-    return ChunkLoader(source, schema, config=config, rank=rank, world_size=world_size)
+    return ChunkLoader(source, schema, config=config, rank=rank, world_size=world_size, in_order=in_order)
 
 
 def bags(batch: TowerBatch, name: str) -> list[list[int]]:

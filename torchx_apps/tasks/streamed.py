@@ -218,7 +218,8 @@ class StreamedEvaluator:
             shuffle=False,
         )
         source = self._data.splits[split]
-        loader = ChunkLoader(source, self._schema, config=config, rank=runtime.rank, world_size=runtime.world_size)
+        rank, world_size = runtime.rank, runtime.world_size
+        loader = ChunkLoader(source, self._schema, config=config, rank=rank, world_size=world_size, in_order=False)
         figures: dict[str, metrics.ClassificationMetrics] = {}
         with torch.no_grad():
             for batch in metrics.watched(loader, len(loader)):

@@ -4,8 +4,9 @@ import gc
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +16,10 @@ from hypothesis import strategies as st
 
 from tests.data.stream_sets import ITEMS, arrow, equal, loader_of, parquet, row_numbers, schema_of
 from torchrec_ext.data.columns import Chunk, Column
+from torchrec_ext.data.files.arrow import RowGroup
 from torchrec_ext.data.files.parquet import read_parquet
 from torchrec_ext.data.files.sources import ParquetSource
+from torchrec_ext.data.loader.blocks import BlockLayout
 from torchrec_ext.data.loader.epoch_order import StreamPlan
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.data.negatives.samplers import UniformNegatives
@@ -31,6 +34,11 @@ def folder() -> Iterator[Path]:
     """As tmp_path, for tests that make many sets."""
     with tempfile.TemporaryDirectory() as name:
         yield Path(name)
+
+
+def rows_of_steps(ranks: list[ChunkLoader]) -> list[list[int]]:
+    """The rows of each step, over all ranks."""
+    return [[row for batch in step for row in row_numbers(batch)] for step in zip(*ranks, strict=True)]
 
 
 @settings(max_examples=25, deadline=None)
@@ -93,13 +101,15 @@ def test_any_number_of_ranks_sees_each_row_once_in_the_same_step(
                 share = sum(float(batch.weights.sum()) for batch in step) / world_size
                 assert [float(batch.total_weight) for batch in step] == pytest.approx([share] * world_size)
             streams.append([[row for batch in step for row in row_numbers(batch)] for step in zip(*ranks, strict=True)])
-    assert streams[0] == streams[1] == streams[2] == streams[3]
-    seen = Counter(row for step in streams[0] for row in step)
     whole = size - size % batch_size
-    assert seen.total() == len(seen) == (whole if drop_last else size)
-    assert not shuffle or {len(step) for step in streams[0][:-1]} <= {batch_size}
-    if not shuffle:
-        assert list(seen) == list(range(len(seen)))
+    for world_size, stream in enumerate(streams, start=1):
+        if not shuffle or world_size <= lanes:
+            assert stream == streams[0]
+        seen = Counter(row for step in stream for row in step)
+        assert seen.total() == len(seen) == (whole if drop_last else size)
+        assert not shuffle or {len(step) for step in stream[:-1]} <= {batch_size}
+        if not shuffle:
+            assert list(seen) == list(range(len(seen)))
 
 
 @settings(max_examples=15, deadline=None)
@@ -117,9 +127,15 @@ def test_a_resumed_stream_equals_the_uninterrupted_one_on_any_number_of_ranks(
     options = {"lanes": lanes, "weight": "weight", "label": "label"}
     with tempfile.TemporaryDirectory() as name:
         source = parquet(Path(name), sizes)
-        uninterrupted = loader_of(source, after - 1, after, **options)
-        uninterrupted.set_epoch(2)
-        expected = list(uninterrupted)[stop:]
+        uninterrupted = [loader_of(source, rank, before, **options) for rank in range(before)]
+        for loader in uninterrupted:
+            loader.set_epoch(2)
+        continued = [loader_of(source, rank, after, **options) for rank in range(after)]
+        for loader in continued:
+            loader.load_state_dict(uninterrupted[0].state_dict())
+        assert rows_of_steps(continued) == rows_of_steps(uninterrupted)
+        continued[-1].load_state_dict(uninterrupted[0].state_dict(step=0))
+        expected = list(continued[-1])[stop:]
         first = loader_of(source, before - 1, before, prefetch=ahead, read_ahead=ahead, **options)
         first.set_epoch(2)
         iterator = iter(first)
@@ -130,6 +146,10 @@ def test_a_resumed_stream_equals_the_uninterrupted_one_on_any_number_of_ranks(
         second = loader_of(ParquetSource(Path(name)), after - 1, after, prefetch=ahead, read_ahead=ahead, **options)
         second.load_state_dict(state)
         resumed = list(second)
+        second.set_epoch(2)
+        fresh = loader_of(source, after - 1, after, **options)
+        fresh.set_epoch(2)
+        assert all(equal(left, right) for left, right in zip(second, fresh, strict=True)), "its own order, from then on"
     assert len(resumed) == len(expected)
     assert all(equal(left, right) for left, right in zip(resumed, expected, strict=True))
 
@@ -170,16 +190,78 @@ def test_a_batch_is_mixed_from_as_many_row_groups_as_there_are_lanes(folder: Pat
         assert max(groups.values()) <= 4
 
 
-def test_a_rank_reads_only_its_share_where_the_ranks_divide_the_lanes(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+def decoded(plan: StreamPlan, world_size: int) -> int:
+    """The number of rows that all ranks decode in an epoch of row groups that are read whole."""
+    lanes = plan.blocks(0)
+    segments = [
+        segment
+        for rank in range(world_size)
+        for lane in plan.lanes_of(rank, world_size)
+        for block in lanes[lane]
+        if plan.reads(block, rank, world_size)
+        for segment in block.segments
+    ]
+    return sum(plan.group_rows[segment.group] for segment in segments)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2, 8, 32, 512])
+@pytest.mark.parametrize("each", [128, 100, 97])
+def test_all_ranks_together_decode_the_data_once(world_size: int, each: int, shuffle: bool) -> None:
+    plan = StreamPlan(
+        group_rows=(65_536,) * 15_000,
+        batch_size=each * world_size + (each == 97),
+        lanes=4,
+        buffer_rows=262_144,
+        shuffle=shuffle,
+        drop_last=False,
+        seed=0,
+        places=world_size if world_size > 4 or not shuffle else None,
+    )
+    assert decoded(plan, world_size) <= 1.05 * plan.num_rows * (1 if plan.num_lanes % world_size == 0 else 2)
+
+
+@pytest.mark.parametrize("options", [{"lanes": 4}, {"lanes": 1}, {"shuffle": False}], ids=str)
+@pytest.mark.parametrize("weight", [None, "weight"])
+def test_a_rank_reads_only_its_share(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], weight: str | None
 ) -> None:
     read: list[int] = []
     source = parquet(folder, [32] * 16)
     reader = source.read
-    monkeypatch.setattr(source, "read", lambda group, names: read.append(group.number) or reader(group, names))
+
+    def counted(group: RowGroup, names: Sequence[str]) -> Chunk:
+        if "history" in names:  # not others' weights
+            read.append(group.number)
+        return reader(group, names)
+
+    monkeypatch.setattr(source, "read", counted)
     for rank in range(4):
-        list(loader_of(source, rank, 4, lanes=4, buffer_rows=128))
+        list(loader_of(source, rank, 4, buffer_rows=128, weight=weight, in_order=False, **options))
     assert sorted(read) == list(range(16))
+
+
+@pytest.mark.parametrize("weight", [None, "weight"])
+@pytest.mark.parametrize("sizes", [[16] * 16, [256]], ids=["row groups", "parts of one"])
+def test_rows_in_order_are_read_where_a_rank_has_some(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, weight: str | None, sizes: list[int]
+) -> None:
+    source, asked = parquet(folder, sizes), Counter[int]()
+    checked = BlockLayout.checked
+
+    def counted(layout: BlockLayout, group: RowGroup, chunk: Chunk) -> Any:
+        if layout.features:
+            asked[rank] += chunk.num_rows
+        return checked(layout, group, chunk)
+
+    monkeypatch.setattr(BlockLayout, "checked", counted)
+    options = {"batch_size": 64, "lanes": 1, "buffer_rows": 16, "shuffle": False, "weight": weight}
+    ranks = []
+    for rank in range(4):
+        ranks.append(list(loader_of(source, rank, 4, **options)))
+    rows = [[row for batch in step for row in row_numbers(batch)] for step in zip(*ranks, strict=True)]
+    assert rows == [list(range(start, start + 64)) for start in range(0, 256, 64)]
+    assert asked == dict.fromkeys(range(4), 64)
 
 
 def test_a_row_group_larger_than_a_lane_s_share_is_decoded_once_in_parts(

@@ -52,11 +52,12 @@ class LoaderConfig:
         label: the column with the labels, for ``negatives=0``; all labels are 1 where not given.
         weight: the column with a weight for each row; all weights are 1 where not given.
         lanes: number of places in the files from which a batch is mixed; where it is a multiple of the number of ranks
-            each rank reads only its share of the data, see :class:`StreamPlan`. The order of the rows depends on it. On
+            each rank reads only its share of the data, see :class:`StreamPlan`. The order of the rows depends on it.
+            With more ranks than lanes every rank has a lane of its own, so the order depends on the number of ranks. On
             a click log of 40 columns (benchmarks/loader.py) 4 and 8 were equally fast, and a process took 730 MB at its
             peak with 4 and 880 MB with 8, of which 410 MB are torch and TorchRec; with 4 and row groups of a million
             rows, each lane holding 65 MB of one, 960 MB.
-        buffer_rows: rows of files held for shuffling, over all lanes and ranks. A row group that is larger than a
+        buffer_rows: rows of files held for shuffling, over all lanes. A row group that is larger than a
             lane's share is read in parts, in its order. The order of the rows depends on it.
         device: ``cpu`` or ``cuda``: hold all rows and items as tensors there, gather and draw there; see
             :class:`ChunkLoader`. A captured step then makes its batches itself.

@@ -1,16 +1,18 @@
 """StreamPlan: which rows of which row groups make which step; every rank computes it from the groups' row counts.
 
 A stream that is shuffled as a whole would make every rank decode everything. Here an epoch is S *lanes*, and a global
-batch of B rows has S blocks of b = B / S slots, one for each lane::
+batch of B rows has B / S slots for each lane::
 
     row groups, in the epoch's order   | 7  . . . | 2  . . | 5 . . . . . | 0 . .   (a lane may end inside a group)
     lanes                              | lane 0       | lane 1         | lane 2 ...
-    global batch                       [ b of lane 0 | b of lane 1 | ... ]
+    global batch                       [ slots of lane 0 | slots of lane 1 | ... ]
     rank r of R takes the slots        r B / R  to  (r + 1) B / R
 
 A lane is read block by block: row groups of at least ``part_rows`` rows together, shuffled as one. So a batch is mixed
 from S places, and a rank reads only the lanes that its slots touch: 1 / R of the data where R divides S. Nothing but
-the last line knows R, so the rows of each step are the same on any number of ranks.
+the last line knows R, so the rows of each step are the same on any number of ranks with the same S. With more ranks
+than lanes every rank gets a lane of its own (``places``), because a block is shuffled as a whole: a rank that shares
+its lane with others decodes their rows too. The order of such an epoch depends on the number of ranks.
 
 A row group that is larger than a block is read in parts, in their order, so that a block stays small. A lane that
 begins inside one decodes what lies before it for nothing: half a row group for a lane on average, little beside many
@@ -19,11 +21,11 @@ row groups.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -68,10 +70,11 @@ class StreamPlan:
         batch_size: B, over all ranks.
         lanes: upper bound of S, the greatest divisor of B up to this and up to the number of row groups; S is 1 without
             shuffle.
-        buffer_rows: rows held for shuffling, over all lanes.
+        buffer_rows: rows held for shuffling, over all lanes; with ``places`` over as many as there would be without.
         shuffle: shuffle the rows; False keeps the order of the files.
         drop_last: leave out the last step if it is not full.
         seed: seed of the order.
+        places: S, where it does not follow from ``lanes``.
     """
 
     group_rows: tuple[int, ...]
@@ -81,6 +84,7 @@ class StreamPlan:
     shuffle: bool
     drop_last: bool
     seed: int
+    places: int | None = None
 
     @cached_property
     def num_rows(self) -> int:
@@ -96,6 +100,11 @@ class StreamPlan:
     @cached_property
     def num_lanes(self) -> int:
         """S, the number of lanes."""
+        return min(self.places, self.batch_size) if self.places else self.usual_lanes
+
+    @cached_property
+    def usual_lanes(self) -> int:
+        """S, if ``places`` does not say otherwise: the same on any number of ranks."""
         if not self.shuffle:
             return 1
         most = min(self.lanes, len(self.group_rows), self.buffer_rows)
@@ -104,20 +113,19 @@ class StreamPlan:
     @property
     def part_rows(self) -> int:
         """The greatest number of rows that are read at once."""
-        return -(-self.buffer_rows // (self.num_lanes if self.shuffle else self.lanes))
+        return -(-self.buffer_rows // (self.usual_lanes if self.shuffle else self.lanes))
 
-    @property
-    def width(self) -> int:
-        """b, the number of slots that a lane has in a batch."""
-        return self.batch_size // self.num_lanes
+    @cached_property
+    def lane_slots(self) -> list[int]:
+        """The S + 1 slots of a batch at which the slots of each lane begin and end."""
+        return [lane * self.batch_size // self.num_lanes for lane in range(self.num_lanes + 1)]
 
     @cached_property
     def lane_ends(self) -> list[int]:
-        """The S + 1 indices in the sequence of all rows at which lanes end; lanes differ by one row at most."""
+        """The S + 1 indices in the sequence of all rows at which lanes end; each has its slots' share of the rows."""
         whole, rest = divmod(self.num_rows, self.batch_size)
         rest = 0 if self.drop_last else rest
-        tails = [rest * (lane + 1) // self.num_lanes - rest * lane // self.num_lanes for lane in range(self.num_lanes)]
-        return [0, *accumulate(whole * self.width + tail for tail in tails)]
+        return [whole * slot + slot * rest // self.batch_size for slot in self.lane_slots]
 
     def permutation(self, epoch: int, block: Block) -> Int64 | None:
         """Returns the order of a block's rows; None where they keep theirs."""
@@ -149,14 +157,29 @@ class StreamPlan:
             everyone: yield the rows of all ranks.
         """
         low, high = self.slots(rank, world_size)
-        for lane, blocks in enumerate(lanes):
-            first, last = lane * self.width, (lane + 1) * self.width
+        for lane in range(self.num_lanes) if everyone else self.lanes_of(rank, world_size):
+            first, last = self.lane_slots[lane], self.lane_slots[lane + 1]
             cuts = sorted({first, min(max(low, first), last), min(max(high, first), last), last})
             for start, stop in pairwise(cuts):
                 mine = low <= start < high
                 if mine or everyone:
-                    shift = step * self.width - first
-                    yield from _cut(blocks, start + shift, stop + shift, mine)
+                    shift = step * (last - first) - first
+                    yield from _cut(lanes[lane], start + shift, stop + shift, mine)
+
+    def lanes_of(self, rank: int, world_size: int) -> range:
+        """Returns the lanes of which a rank has slots."""
+        low, high = self.slots(rank, world_size)
+        if low == high:
+            return range(0)
+        return range(bisect_right(self.lane_slots, low) - 1, bisect_left(self.lane_slots, high))
+
+    def reads(self, block: Block, rank: int, world_size: int) -> bool:
+        """Says whether a rank has rows of a block in some step of the epoch."""
+        low, high = self.slots(rank, world_size)
+        first, last = self.lane_slots[block.lane], self.lane_slots[block.lane + 1]
+        low, high = max(low, first) - first, min(high, last) - first
+        step = max(0, (block.start - high) // (last - first) + 1)  # the first whose rows end behind the block's start
+        return low < high and step * (last - first) + low < block.stop
 
     def slots(self, rank: int, world_size: int) -> tuple[int, int]:
         """Returns the first slot of a rank in each batch, and the slot after its last."""

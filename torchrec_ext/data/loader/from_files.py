@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,8 +61,12 @@ class LaneReader:
         )
 
     def _part(self, group: RowGroup, segment: Segment) -> Chunk:
-        if (segment.group, segment.start) != self._next:
+        open_group, row = self._next or (-1, 0)
+        if open_group != segment.group or row > segment.start:
             self._parts = self._source.parts(group, self.layout.names, segment.start, self._part_rows)
+            row = segment.start
+        while row < segment.start:  # other ranks' parts: to begin anew would decode all that lies before them
+            row += next(self._parts).num_rows
         chunk = next(self._parts)
         self._next = segment.group, segment.start + chunk.num_rows
         return chunk
@@ -79,7 +83,9 @@ def load_block(lane: LaneReader, block: Block, order: Int64 | None, firsts: Int6
         memory: provider of the matrices that shuffled columns are written to.
     """
     parts = [lane.read(segment) for segment in block.segments]
-    numbers = np.concatenate([np.arange(start, stop) + firsts[group] for group, start, stop in block.segments])
+    numbers = np.zeros(0, np.int64)
+    if lane.layout.features:  # others' weights need none
+        numbers = np.concatenate([np.arange(start, stop) + firsts[group] for group, start, stop in block.segments])
     ids = {name: [part[0][name] for part in parts] for name in lane.layout.ids}
     scalars = [[column.values for column in columns] for columns in ids.values() if not columns[0].ragged]
     buffers: list[Array] = []
@@ -90,7 +96,7 @@ def load_block(lane: LaneReader, block: Block, order: Int64 | None, firsts: Int6
             [[part[1][name] for part in parts] for name in lane.layout.floats], np.float32, order, memory, buffers
         ),
         lane.layout.floats,
-        numbers if order is None else numbers.take(order),
+        numbers if order is None or not len(numbers) else numbers.take(order),
     )
     rows.buffers = buffers
     return rows
@@ -171,8 +177,9 @@ class Stream:
         """Returns the sizes of the source on which the order depends beside the loader's settings."""
         plan = self.plan
         counts = hashlib.sha256(np.array(plan.group_rows, dtype="<i8").tobytes()).hexdigest()[:16]
-        buffered = {"lanes": plan.num_lanes, "buffer_rows": plan.buffer_rows} if plan.shuffle else {}
-        return {"rows": plan.num_rows, "row_groups": counts} | buffered
+        buffered = {"lanes": plan.usual_lanes, "buffer_rows": plan.buffer_rows} if plan.shuffle else {}
+        places = {} if plan.num_lanes == plan.usual_lanes else {"places": plan.num_lanes}
+        return {"rows": plan.num_rows, "row_groups": counts} | buffered | places
 
     def steps(self, epoch: int, start: int) -> Iterator[BatchRows]:
         """Yields the rows of each step of an epoch, from step ``start`` on."""
@@ -199,23 +206,19 @@ class Stream:
         """Yields the blocks in the order in which the steps first need them, each once."""
         lanes = self.plan.blocks(epoch)
         last: dict[int, int] = {}
-        readers = {lane: self._reader(lane) for lane in range(len(lanes))}
+        readers: dict[tuple[int, bool], LaneReader] = {}
         for step in range(start, self.plan.steps):
             for block in dict.fromkeys(piece.block for piece in self._pieces(lanes, step)):
                 if last.get(block.lane, -1) < block.number:
                     last[block.lane] = block.number
-                    yield load_block(
-                        readers[block.lane], block, self.plan.permutation(epoch, block), self._firsts, memory
-                    )
+                    mine = self.plan.reads(block, self._rank, self._world_size)
+                    reader = readers.setdefault((block.lane, mine), self._reader(mine))
+                    yield load_block(reader, block, self.plan.permutation(epoch, block), self._firsts, memory)
 
-    def _reader(self, lane: int) -> LaneReader:
-        whole = self._weight is None or self._reads(lane)
-        layout = self._layout if whole else self._layout.only(str(self._weight))
+    def _reader(self, mine: bool) -> LaneReader:
+        """Returns a reader of this rank's rows, or of the weights of the others'."""
+        layout = self._layout if mine or self._weight is None else self._layout.only(self._weight)
         return LaneReader(self._source, layout, self.plan.part_rows)
-
-    def _reads(self, lane: int) -> bool:
-        low, high = self.plan.slots(self._rank, self._world_size)
-        return low < (lane + 1) * self.plan.width and lane * self.plan.width < high
 
 
 class StreamedRows:
@@ -228,6 +231,7 @@ class StreamedRows:
         items: row i holds the features of item i, which the source then need not have.
         pairing: maker of the batches; None where rows come as they are, which are copied straight into their batch.
         share: this rank's share of each global batch.
+        in_order: keep the order of the files where there is no shuffle, see :class:`ChunkLoader`.
     """
 
     ahead = True
@@ -240,9 +244,12 @@ class StreamedRows:
         items: Chunk | None,
         pairing: Pairing | None,
         share: Share,
+        *,
+        in_order: bool = True,
     ) -> None:
         without = [name for name in items or () if name not in (pairing.ids if pairing else ("item_id",))]
         layout = BlockLayout.of(schema, pairing.ids if pairing else (), (config.label, config.weight), without)
+        own_lane = share.world_size > config.lanes if config.shuffle else not in_order
         plan = StreamPlan(
             group_rows=tuple(group.rows for group in source.groups),
             batch_size=config.batch_size,
@@ -251,6 +258,7 @@ class StreamedRows:
             shuffle=config.shuffle,
             drop_last=config.drop_last,
             seed=config.seed,
+            places=share.world_size if own_lane else None,
         )
         self._assembler = Assembler(schema, layout, layout.require(source), config.label, config.weight)
         self._stream = Stream(
@@ -264,6 +272,12 @@ class StreamedRows:
         )
         self.num_rows = plan.num_rows
         self._config, self._pairing, self._share = config, pairing, share
+        self._places = plan.places
+
+    def follow(self, stream: Mapping[str, Any] | None) -> None:
+        """Takes the order of the epoch from a saved fingerprint; None restores that of this number of ranks."""
+        places = self._places if stream is None else stream.get("places")
+        self._stream.plan = dataclasses.replace(self._stream.plan, places=places)
 
     def fingerprint(self) -> dict[str, Any]:
         """See :meth:`Batches.fingerprint`."""

@@ -148,6 +148,8 @@ def on_host(
     items: Chunk | None,
     sampler: Sampler | None,
     share: Share,
+    *,
+    in_order: bool,
 ) -> Batches:
     """Chooses how batches are built of rows in memory or of a source.
 
@@ -169,7 +171,7 @@ def on_host(
             "counts of the items, or rows in memory"
         )
     as_they_are = items is None and not config.negatives
-    return StreamedRows(chunk, schema, config, items, None if as_they_are else pairing, share)
+    return StreamedRows(chunk, schema, config, items, None if as_they_are else pairing, share, in_order=in_order)
 
 
 def batches_on_device(
@@ -241,6 +243,9 @@ class ChunkLoader(Epochs):
         device: device that holds all rows and items as tensors, for a set that fits; gathers and draws are made there,
             in the order of rows in memory and with the same draws (uniform and by popularity). ``config.device`` where
             not given.
+        in_order: with ``shuffle=False`` and a source, each step has the next rows of the files. Then a rank decodes all
+            blocks of which it has rows, mostly every one. False gives each rank a part of the files of its own, so that
+            each row is decoded by one rank: for figures that do not depend on the order.
 
     Raises:
         DataError: a source or chunk lacks a column; when iterated, a bad value, naming feature, value and row of
@@ -269,6 +274,7 @@ class ChunkLoader(Epochs):
         rank: int = 0,
         world_size: int = 1,
         device: torch.device | str | None = None,
+        in_order: bool = True,
     ) -> None:
         share = Share(rank=rank, world_size=world_size)
         check_sampler(config, negatives, has_items=items is not None)
@@ -285,7 +291,7 @@ class ChunkLoader(Epochs):
         rows = chunk.num_rows if isinstance(chunk, Chunk) else sum(group.rows for group in chunk.groups)
         padded = dataclasses.replace(config, batch_size=min(config.batch_size, max(rows, 1)))
         if device is None:
-            self._rows = on_host(chunk, schema, padded, items, negatives, share)
+            self._rows = on_host(chunk, schema, padded, items, negatives, share, in_order=in_order)
         else:
             self._rows = batches_on_device(chunk, schema, padded, items, negatives, share, torch.device(device))
         super().__init__(config, self._rows.num_rows, "rows")
@@ -295,6 +301,8 @@ class ChunkLoader(Epochs):
     def set_epoch(self, epoch: int) -> None:
         """Starts ``epoch``, counted from 0, at its first step; from the second epoch on refreshes hard negatives."""
         super().set_epoch(epoch)
+        if isinstance(self._rows, StreamedRows):
+            self._rows.follow(None)
         if epoch and self._refresh is not None and isinstance(self._sampler, Refreshable):
             self._sampler.refresh(self._refresh(epoch))
 
@@ -319,7 +327,12 @@ class ChunkLoader(Epochs):
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See :meth:`Epochs.load_state_dict`."""
+        """See :meth:`Epochs.load_state_dict`.
+
+        Rows in files keep the order of the saved epoch until it ends, where it depends on the number of ranks.
+        """
+        if isinstance(self._rows, StreamedRows):
+            self._rows.follow(state["stream"])
         super().load_state_dict(state)
         if isinstance(self._sampler, Stateful):
             self._sampler.load_state_dict(state["sampler"])
