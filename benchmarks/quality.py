@@ -242,9 +242,10 @@ def popularity(data: str) -> dict[str, float]:
 
     from torchrec_ext.data.datasets.catalog import load_dataset
     from torchrec_ext.train.metrics import TargetRanks, ranking_metrics
-    from torchx_apps.tasks.ranking import heldout_popularity_ranks
+    from torchx_apps.tasks.ranking import heldout_question
 
-    ranks = heldout_popularity_ranks(load_dataset(data, validation=False, history_length=0), "test")
+    rows = load_dataset(data, validation=False, history_length=0)
+    ranks = heldout_question(rows, "test", ()).popularity_ranks(torch.from_numpy(rows.popularity()))
     return ranking_metrics(TargetRanks(ranks.better + ranks.ties, torch.zeros_like(ranks.ties)))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from torchrec_ext.data.columns import Column
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models import closed_form
 from torchrec_ext.train.config import ClosedFormConfig, EvaluationConfig
-from torchx_apps.cli.command_line import apply_overrides, load_recipe
+from torchx_apps.cli.command_line import apply_overrides, built_in_recipes, load_recipe
 from torchx_apps.jobs import report
 from torchx_apps.jobs.training import _evaluated, build_model, run_training
 from torchx_apps.tasks import baselines
@@ -98,6 +99,97 @@ def test_given_candidates_are_the_ones_that_are_ranked() -> None:
         scores = task.closed_forms.scores("ease", known.slice(row, row + 1))[0]
         hits += all(float(scores[item]) < float(scores[target]) for item in set(others[row].tolist()) - {target})
     assert beside.figures["ease"]["hr@1"] == pytest.approx(hits / rows)
+
+
+class Planned(torch.nn.Module):
+    """Scores query q and item i as ``scores[q, i]``, (Q, I), if batches come in order; 0 for rows with labels."""
+
+    def __init__(self, model: Any, scores: torch.Tensor) -> None:
+        super().__init__()
+        self.interaction = self
+        self.made_of = getattr(model, "made_of", None)
+        self._rows = {"item": torch.eye(scores.shape[1]), "query": scores}
+        self._starts = {"item": 0, "query": 0}
+        self._first = ""  # of a query's towers
+
+    def embed(self, tower: str, batch: Any) -> torch.Tensor:
+        """Returns the next rows; nothing for a query's second tower."""
+        kind = "item" if tower in ("item", "target") else "query"
+        self._first = self._first or (tower if kind == "query" else "")
+        if kind == "query" and tower != self._first:
+            return torch.zeros(len(batch.labels), 0)
+        start = self._starts[kind]
+        self._starts[kind] += len(batch.labels)
+        return self._rows[kind][start : start + len(batch.labels)]
+
+    def score_all(self, query: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
+        """Returns the scores of every query with every item."""
+        return query @ candidates.T
+
+    def forward(self, rows: Any) -> Any:
+        """Returns the scores of pairs, or constants for a batch with labels."""
+        if isinstance(rows, list):
+            return (rows[0] * rows[-1]).sum(1)
+        constants = torch.zeros(len(rows.labels))
+        return constants, SimpleNamespace(logits=constants, labels=rows.labels, weights=rows.weights)
+
+
+def questions_of(task: Any) -> list[Any]:
+    """Returns a task with each question that its kind of data can ask: whole catalogue, candidates, several targets."""
+    data, drawn = task.data, np.random.default_rng(0)
+
+    def candidates(rows: dict[str, int]) -> dict[str, Any]:
+        return {"candidates": {split: drawn.integers(1, data.num_items + 1, (n, 5)) for split, n in rows.items()}}
+
+    changes: list[dict[str, Any]] = [{}]
+    if hasattr(data, "held_out"):
+        rows = {split: len(data.held_out(split).targets) for split in ("validation", "test")}
+        changes += [candidates(rows), {"test_items": 2}]
+    elif hasattr(data, "evaluation"):
+        rows = {split: getattr(data, split).num_rows for split in ("validation", "test")}
+        asked = [candidates(rows), {"keep_seen": True}, {"by": "user"}]
+        changes += [{"evaluation": dataclasses.replace(data.evaluation, **change)} for change in asked]
+    return [dataclasses.replace(task, data=dataclasses.replace(data, **change)) for change in changes]
+
+
+def figures_of_planned(task: Any, model: Any, scores: torch.Tensor, split: str) -> dict[str, float]:
+    planned = SimpleNamespace(module=Planned(model, scores), eval=lambda: None)
+    evaluator = task.evaluator(model.schema(), planned, Runtime())
+    figures = evaluator.test() if split == "test" else evaluator.validate()
+    return {name: value for name, value in figures.items() if "@" in name}
+
+
+@pytest.mark.parametrize("recipe", built_in_recipes())
+def test_a_model_and_its_baselines_answer_one_question(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model with the scores of a baseline has exactly its figures, whatever the recipe's evaluation asks."""
+    small = ["data.name=planted", "closed_form.als_dim=4", "closed_form.als_epochs=1"]
+    job = apply_overrides(load_recipe(recipe), small)
+    if hasattr(job.data, "users"):
+        job = apply_overrides(job, ["data.users=60", "data.items=50"])
+    if hasattr(job.data, "ranked"):
+        job = apply_overrides(job, ["data.ranked=90"])
+    known: list[Column] = []
+    fitted = ClosedForms.beside
+
+    def beside(forms: ClosedForms, taken: Column, *others: Any) -> Any:
+        known.append(taken)
+        return fitted(forms, taken, *others)
+
+    monkeypatch.setattr(ClosedForms, "beside", beside)
+    for task in questions_of(job.task(job.data, progress=False)):
+        model: Any = build_model(job, task)
+        evaluator = task.evaluator(model.schema(), SimpleNamespace(module=model), Runtime())
+        for split in ("validation", "test"):
+            popular = {name: value for name, value in evaluator.baseline(split).items() if "@" in name}
+            closed = evaluator.beside(split).figures if hasattr(evaluator, "beside") else {}
+            assert sorted(closed) == (["als", "ease"] if popular else [])
+            for name, figures in closed.items():
+                scores = task.closed_forms.scores(name, known[-1])
+                assert figures_of_planned(task, model, scores, split) == figures
+            if popular:
+                counts = task.data.popularity
+                each = torch.from_numpy(counts() if callable(counts) else counts).float()
+                assert figures_of_planned(task, model, each.repeat(len(known[-1]), 1), split) == popular
 
 
 def test_a_streamed_log_has_its_clicks_as_pairs() -> None:

@@ -14,7 +14,7 @@ from torchrec_ext.data.columns import Column, Int64
 from torchrec_ext.distributed.runtime import available_memory
 from torchrec_ext.models import closed_form
 from torchrec_ext.train import metrics
-from torchrec_ext.train.config import ClosedFormConfig, Figure, Record
+from torchrec_ext.train.config import ClosedFormConfig, Record
 
 FORMS = ("ease", "als")
 SECONDS = 10.0  # that a baseline may take where none is named
@@ -95,8 +95,7 @@ class ClosedForms:
         self,
         known: Column,
         rank: Callable[[Tensor, int], metrics.TargetRanks],
-        figures: Sequence[tuple[Figure, int]],
-        finish: Callable[[metrics.TargetRanks], metrics.TargetRanks] = lambda ranks: ranks,
+        figures: Callable[[metrics.TargetRanks], Record],
     ) -> Beside:
         """Returns the figures of each baseline.
 
@@ -104,8 +103,7 @@ class ClosedForms:
             known: Q rows of the items that each query's user has taken, by which EASE and ALS know a user.
             rank: returns the ranks of the targets of B queries, from that of its second argument on, by their scores
                 (B, I), which it may change.
-            figures: names of the figures with their numbers of items shown.
-            finish: changes the ranks of all queries.
+            figures: returns the figures of the ranks of all queries.
         """
         left_out = self.left_out()
         by_name = {}
@@ -115,7 +113,7 @@ class ClosedForms:
             blocks, rows = [], max(1, _SCORES // self.num_items)
             for start in range(0, len(known), rows):
                 blocks.append(rank(self.scores(name, known.slice(start, min(start + rows, len(known)))), start))
-            by_name[name] = metrics.named_figures(finish(metrics.joined_ranks(blocks)), figures)
+            by_name[name] = figures(metrics.joined_ranks(blocks))
         return Beside(by_name, left_out)
 
     def scores(self, name: str, known: Column) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -23,10 +23,10 @@ from torchrec_ext.train.config import ClosedFormConfig, Figure, Record
 from torchx_apps.tasks.baselines import Beside, ClosedForms
 from torchx_apps.tasks.export_data import ExportData, of_interactions
 from torchx_apps.tasks.named_data import NamedData
+from torchx_apps.tasks.question import TaskQuestion
 
 K = 10
 SHOWN = 5
-_BEHIND = 1 << 31  # a rank beyond every number of items shown
 Figures = Sequence[tuple[Figure, int]]  # each with its number of items shown
 
 
@@ -175,32 +175,14 @@ class RankingEvaluator:
 
     def baseline(self, split: str) -> Record:
         """Returns the ranking figures of the popularity ranking on the same items and candidates."""
-        return metrics.named_figures(heldout_popularity_ranks(self._data, split), self._asked)
+        return heldout_question(self._data, split, self._asked).of_popularity(torch.from_numpy(self._data.popularity()))
 
     def beside(self, split: str) -> Beside:
         """Returns the figures of EASE and ALS on the same items and candidates.
 
         They are fitted on the training rows; of a user they know the items that a ranking leaves out as taken.
         """
-        if self._closed_forms is None:
-            return Beside({}, {})
-        data = self._data
-        users = getattr(data, split)["user_id"].values
-        known = data.seen(np.unique(users) if data.evaluation.by == "user" else users, *_before(split))
-        if split in data.evaluation.candidates:
-            ids = _candidates(data, split)
-
-            def among(scores: torch.Tensor, start: int) -> metrics.TargetRanks:
-                some = ids[start : start + len(scores)]
-                return metrics.ranks_among(scores.gather(1, some.clamp(min=0)), some)
-
-            return self._closed_forms.beside(known, among, self._asked)
-        question = _question(data, split)
-
-        def whole(scores: torch.Tensor, start: int) -> metrics.TargetRanks:
-            return metrics.ranks_of(scores, question, start)
-
-        return self._closed_forms.beside(known, whole, self._asked, partial(_outside_missed, data, question))
+        return heldout_question(self._data, split, self._asked).of_closed_forms(self._closed_forms)
 
     def example(self) -> str:
         """Returns the recommendations for the user of the first test row, as text."""
@@ -253,13 +235,9 @@ class RankingEvaluator:
         shares = metrics.own_share(chunk.num_rows, self._runtime)
         queries = ((self._builder.user_batch(chunk.slice(rows.start, rows.stop)), keep) for rows, keep in shares)
         model, items = self._model.module, self._item_batches(self._data.items.num_rows)
-        if split in self._data.evaluation.candidates:
-            ranks = metrics.candidate_ranks(model, self._runtime, queries, items, _candidates(self._data, split))
-            return metrics.named_figures(ranks, self._asked)
-        question = _question(self._data, split)
-        ranks = metrics.catalogue_ranks(model, self._runtime, queries, items, question)
-        figures = metrics.named_figures(_outside_missed(self._data, question, ranks), self._asked)
-        return {"auc": self._auc(split), **figures}
+        figures = heldout_question(self._data, split, self._asked).of_model(model, self._runtime, queries, items)
+        whole = split not in self._data.evaluation.candidates
+        return {"auc": self._auc(split), **figures} if whole else figures
 
     def _auc(self, split: str) -> float:
         config = LoaderConfig(batch_size=4096, negatives=0, label="label", shuffle=False)
@@ -290,22 +268,16 @@ class RankingEvaluator:
         return metrics.embed_all(self._model.module, "item", batches, self._runtime)
 
 
-def heldout_popularity_ranks(data: InteractionData, split: str) -> metrics.TargetRanks:
-    """Ranks the held-out items of ``split`` when every user's candidates are ordered by their count in ``train``."""
-    popularity = torch.from_numpy(data.popularity())
-    if split not in data.evaluation.candidates:
-        question = _question(data, split)
-        return _outside_missed(data, question, metrics.popularity_ranks(popularity, question))
-    ids = _candidates(data, split)
-    return metrics.ranks_among(popularity[ids.clamp(min=0)].float(), ids)
-
-
-def _outside_missed(
-    data: InteractionData, question: metrics.Question, ranks: metrics.TargetRanks
-) -> metrics.TargetRanks:
-    """Ranks the held-out items that are not in the catalogue behind every rank that a figure looks at."""
-    missed = question.targets > data.num_items
-    return ranks._replace(better=ranks.better.masked_fill(missed, _BEHIND), ties=ranks.ties.masked_fill(missed, 0))
+def heldout_question(data: InteractionData, split: str, figures: Figures) -> TaskQuestion:
+    """Returns the question that a model and its baselines answer about the held-out items of ``split``."""
+    rows, candidates = getattr(data, split), data.evaluation.candidates.get(split)
+    users = rows["user_id"].values
+    known = data.seen(np.unique(users) if data.evaluation.by == "user" else users, *_before(split))
+    if candidates is None:
+        asked = _of_catalogue(data, split, known)
+        return TaskQuestion(asked=asked, known=known, figures=figures, num_items=data.num_items)
+    ids = np.concatenate([rows["item_id"].values[:, None], candidates], axis=1)
+    return TaskQuestion(asked=torch.from_numpy(ids), known=known, figures=figures)
 
 
 def _query_rows(data: InteractionData, split: str) -> Int64:
@@ -314,27 +286,21 @@ def _query_rows(data: InteractionData, split: str) -> Int64:
     return np.arange(len(users)) if data.evaluation.by == "row" else np.unique(users, return_index=True)[1]
 
 
-def _candidates(data: InteractionData, split: str) -> torch.Tensor:
-    """Returns the item of each row and the candidates that it is ranked among, (U, 1 + N)."""
-    targets = getattr(data, split)["item_id"].values
-    return torch.from_numpy(np.concatenate([targets[:, None], data.evaluation.candidates[split]], axis=1))
-
-
 def _before(split: str) -> tuple[str, ...]:
     """Returns the splits whose items a user has taken before those of a split."""
     return ("train",) if split == "validation" else ("train", "validation")
 
 
-def _question(data: InteractionData, split: str) -> metrics.Question:
+def _of_catalogue(data: InteractionData, split: str, taken: Column) -> metrics.Question:
+    """Returns the question about the whole catalogue, of queries whose users have ``taken`` these items, Q rows."""
     users, targets = (getattr(data, split)[name].values for name in ("user_id", "item_id"))
     rows = None
     if data.evaluation.by == "user":
         order = np.argsort(users, kind="stable")
-        users, rows = np.unique(users[order], return_inverse=True)
+        rows = np.unique(users[order], return_inverse=True)[1]
         targets = targets[order]
-    taken = data.seen(users, *_before(split))
     if data.evaluation.keep_seen:
-        taken = Column.from_lengths(targets[:0], np.zeros(len(users), dtype=np.int64))
+        taken = Column.from_lengths(targets[:0], np.zeros(len(taken), dtype=np.int64))
     return metrics.Question(
         targets=torch.from_numpy(targets),
         target_rows=None if rows is None else torch.from_numpy(rows),

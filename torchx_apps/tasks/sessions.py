@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from torchrec_ext.train.config import ClosedFormConfig, Figure, Record
 from torchx_apps.tasks.baselines import Beside, ClosedForms
 from torchx_apps.tasks.export_data import ExportData, of_sequences
 from torchx_apps.tasks.named_data import NamedData
+from torchx_apps.tasks.question import TaskQuestion
 
 K = 10
 SHOWN = 5
@@ -142,21 +143,11 @@ class SessionEvaluator:
 
     def baseline(self, split: str) -> Record:
         """Returns the figures of the popularity ranking on the same items and candidates."""
-        popularity = torch.from_numpy(self._data.popularity())
-        if split in self._data.candidates:
-            ids = self._candidates(split)
-            ranks = metrics.ranks_among(popularity[ids.clamp(min=0)].float(), ids)
-            return metrics.named_figures(ranks, self._asked)
-        ranks = metrics.popularity_ranks(popularity, _question(self._held_out[split]))
-        return metrics.named_figures(ranks, self._asked)
+        return self._question(split).of_popularity(torch.from_numpy(self._data.popularity()))
 
     def beside(self, split: str) -> Beside:
-        """Returns the figures of EASE and ALS on the same items; they know the items of a session, not their order."""
-        if self._closed_forms is None:
-            return Beside({}, {})
-        held_out = self._held_out[split]
-        rank = partial(_ranks, _question(held_out))
-        return self._closed_forms.beside(held_out.before, rank, self._asked)
+        """Returns the figures of EASE and ALS on the same items and candidates; they know no order of items."""
+        return self._question(split).of_closed_forms(self._closed_forms)
 
     def example(self) -> str:
         """Returns the first test user's last items and what the model recommends after them."""
@@ -184,21 +175,17 @@ class SessionEvaluator:
         return f"item {item if self._data.item_ids is None else self._data.item_ids[item]}"
 
     def _figures(self, split: str) -> Record:
-        held_out = self._held_out[split]
-        sessions = self._sessions(most_recent(held_out.before, self._data.max_length))
-        model, towers = self._model.module, ("session", "item")
-        if split in self._data.candidates:
-            asked = self._candidates(split)
-            ranks = metrics.candidate_ranks(model, self._runtime, sessions, self._items(), asked, towers=towers)
-        else:
-            question = _question(held_out)
-            ranks = metrics.catalogue_ranks(model, self._runtime, sessions, self._items(), question, towers=towers)
-        return metrics.named_figures(ranks, self._asked)
+        sessions = self._sessions(most_recent(self._held_out[split].before, self._data.max_length))
+        return self._question(split).of_model(
+            self._model.module, self._runtime, sessions, self._items(), towers=("session", "item")
+        )
 
-    def _candidates(self, split: str) -> torch.Tensor:
-        """Returns each held-out item and the candidates that it is ranked among, (Q, 1 + N)."""
-        targets = self._held_out[split].targets
-        return torch.from_numpy(np.concatenate([targets[:, None], self._data.candidates[split]], axis=1))
+    def _question(self, split: str) -> TaskQuestion:
+        held_out, candidates = self._held_out[split], self._data.candidates.get(split)
+        if candidates is None:
+            return TaskQuestion(asked=_of_catalogue(held_out), known=held_out.before, figures=self._asked)
+        ids = np.concatenate([held_out.targets[:, None], candidates], axis=1)
+        return TaskQuestion(asked=torch.from_numpy(ids), known=held_out.before, figures=self._asked)
 
     def _sessions(self, sessions: Column) -> Iterator[metrics.Kept]:
         for rows, keep in metrics.own_share(len(sessions), self._runtime):
@@ -209,11 +196,7 @@ class SessionEvaluator:
         return ((self._batches.items(ids[rows]), keep) for rows, keep in metrics.own_share(len(ids), self._runtime))
 
 
-def _ranks(question: metrics.Question, scores: torch.Tensor, start: int) -> metrics.TargetRanks:
-    return metrics.ranks_of(scores, question, start)
-
-
-def _question(held_out: HeldOut) -> metrics.Question:
+def _of_catalogue(held_out: HeldOut) -> metrics.Question:
     return metrics.Question(
         targets=torch.from_numpy(held_out.targets),
         target_rows=None if held_out.target_rows is None else torch.from_numpy(held_out.target_rows),

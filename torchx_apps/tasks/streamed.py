@@ -25,6 +25,7 @@ from torchrec_ext.train.config import ClosedFormConfig, Figure, Record
 from torchx_apps.tasks.baselines import Beside, ClosedForms
 from torchx_apps.tasks.export_data import ExportData, of_streamed
 from torchx_apps.tasks.named_data import NamedData
+from torchx_apps.tasks.question import TaskQuestion
 
 BATCH_ROWS = 8_192  # rows of a rank's batch in an evaluation
 
@@ -105,7 +106,7 @@ class _Asked(NamedTuple):
 
     towers: list[str]
     rows: Chunk
-    question: metrics.Question
+    question: TaskQuestion
 
 
 class StreamedEvaluator:
@@ -172,22 +173,12 @@ class StreamedEvaluator:
         asked = self._asked(split)
         if asked is None:
             return figures
-        counts = torch.from_numpy(self._data.popularity).float()
-        return figures | metrics.named_figures(metrics.popularity_ranks(counts, asked.question), self._named)
+        return figures | asked.question.of_popularity(torch.from_numpy(self._data.popularity))
 
     def beside(self, split: str) -> Beside:
         """Returns the figures of EASE and ALS for the same rows; they know a user's items of training rows."""
         asked = self._asked(split)
-        if asked is None or self._closed_forms is None:
-            return Beside({}, {})
-        question = asked.question
-        lengths = torch.bincount(question.seen_rows, minlength=question.queries)
-        known = Column.from_lengths(question.seen_items.numpy(), lengths.numpy())
-
-        def rank(scores: torch.Tensor, start: int) -> metrics.TargetRanks:
-            return metrics.ranks_of(scores, question, start)
-
-        return self._closed_forms.beside(known, rank, self._named)
+        return Beside({}, {}) if asked is None else asked.question.of_closed_forms(self._closed_forms)
 
     def _constants(self, split: str) -> Iterator[tuple[str, tuple[float, float], float]]:
         """Yields each label's prefix of figures, its positives and their total, and their share in training."""
@@ -242,7 +233,7 @@ class StreamedEvaluator:
             towers = ranking_towers(self._model.module, self._data)
             rows = held_out_rows(self._data, split) if towers else Chunk({})
             self._questions[split] = (
-                _Asked(towers, rows, question_of(self._data, rows)) if towers and rows.num_rows else None
+                _Asked(towers, rows, question_of(self._data, rows, self._named)) if towers and rows.num_rows else None
             )
         return self._questions[split]
 
@@ -259,10 +250,7 @@ class StreamedEvaluator:
         batches = (
             (builder.item_batch(ids[rows]), keep) for rows, keep in metrics.own_share(items.num_rows, self._runtime)
         )
-        ranks = metrics.catalogue_ranks(
-            self._model.module, self._runtime, queries, batches, asked.question, towers=asked.towers
-        )
-        return metrics.named_figures(ranks, self._named)
+        return asked.question.of_model(self._model.module, self._runtime, queries, batches, towers=asked.towers)
 
 
 def _clicked(data: StreamedData, user: str, item: str) -> tuple[Int64, Int64]:
@@ -317,8 +305,8 @@ def _wanted(chunk: Chunk, data: StreamedData, known: Int64) -> np.ndarray[Any, n
     return wanted
 
 
-def question_of(data: StreamedData, held_out: Chunk) -> metrics.Question:
-    """Returns the question which place the item of each held-out row has in the catalogue."""
+def question_of(data: StreamedData, held_out: Chunk, figures: Sequence[tuple[Figure, int]]) -> TaskQuestion:
+    """Returns the question that a model and its baselines answer: the place of each held-out item in the catalogue."""
     roles, (known, _) = data.roles, data.items
     user, item = str(roles.user), str(roles.item)
     users, targets = held_out[user].values, held_out[item].values
@@ -331,9 +319,10 @@ def question_of(data: StreamedData, held_out: Chunk) -> metrics.Question:
     windows = Windows(taken[0].searchsorted(users), taken[0].searchsorted(users, side="right"))
     lists = Column.from_windows(taken[1], windows)
     nobody = np.setdiff1d(np.arange(data.vocab[item]), known)
-    return metrics.Question(
+    question = metrics.Question(
         targets=torch.from_numpy(targets),
         seen_rows=torch.from_numpy(np.arange(len(users)).repeat(lists.lengths)),
         seen_items=torch.from_numpy(lists.values),
         not_items=nobody.tolist(),
     )
+    return TaskQuestion(asked=question, known=lists, figures=figures)

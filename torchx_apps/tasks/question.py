@@ -1,0 +1,77 @@
+"""TaskQuestion: the one ranking question that a model, popularity, EASE and ALS answer side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from torchrec_ext.data.columns import Column
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.train import metrics
+from torchrec_ext.train.config import Figure, Record
+from torchx_apps.tasks.baselines import Beside, ClosedForms
+
+_BEHIND = 1 << 31  # a rank beyond every number of items shown
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskQuestion:
+    """Held-out items with the items that they are ranked among, for Q queries; the same for a model and its baselines.
+
+    Args:
+        asked: the question about the whole catalogue; or each query's target and its own candidates, (Q, 1 + N), below
+            0 where there are fewer.
+        known: Q rows of the items that each query's user has taken, by which EASE and ALS know a user.
+        figures: names of the figures with their numbers of items shown.
+        num_items: the last item of the catalogue; a target beyond it counts as not found. None if there is none.
+    """
+
+    asked: metrics.Question | Tensor
+    known: Column
+    figures: Sequence[tuple[Figure, int]]
+    num_items: int | None = None
+
+    def of_model(
+        self,
+        model: metrics.Recommender,
+        runtime: Runtime,
+        queries: Iterable[metrics.Kept],
+        items: Iterable[metrics.Kept],
+        towers: Sequence[str] = ("user", "item"),
+    ) -> Record:
+        """Returns the figures of a model; arguments as in :func:`catalogue_ranks`. Collective."""
+        if isinstance(self.asked, Tensor):
+            ranks = metrics.candidate_ranks(model, runtime, queries, items, self.asked, towers=towers)
+        else:
+            ranks = metrics.catalogue_ranks(model, runtime, queries, items, self.asked, towers=towers)
+        return self._figures(ranks)
+
+    def of_popularity(self, counts: Tensor) -> Record:
+        """Returns the figures of the ranking by each item's count, (I,)."""
+        return self._figures(self.popularity_ranks(counts))
+
+    def popularity_ranks(self, counts: Tensor) -> metrics.TargetRanks:
+        """Ranks the targets by each item's count, (I,)."""
+        if isinstance(self.asked, Tensor):
+            return metrics.ranks_among(counts[self.asked.clamp(min=0)], self.asked)
+        return metrics.popularity_ranks(counts, self.asked)
+
+    def of_closed_forms(self, forms: ClosedForms | None) -> Beside:
+        """Returns the figures of EASE and ALS; none without ``forms``."""
+        return Beside({}, {}) if forms is None else forms.beside(self.known, self._ranks, self._figures)
+
+    def _ranks(self, scores: Tensor, start: int) -> metrics.TargetRanks:
+        """Ranks the targets of queries ``start`` to ``start + B`` by the scores (B, I) of all items."""
+        if isinstance(self.asked, Tensor):
+            ids = self.asked[start : start + len(scores)]
+            return metrics.ranks_among(scores.gather(1, ids.clamp(min=0)), ids)
+        return metrics.ranks_of(scores, self.asked, start)
+
+    def _figures(self, ranks: metrics.TargetRanks) -> Record:
+        if self.num_items is not None and isinstance(self.asked, metrics.Question):
+            missed = self.asked.targets > self.num_items
+            better, ties = ranks.better.masked_fill(missed, _BEHIND), ranks.ties.masked_fill(missed, 0)
+            ranks = ranks._replace(better=better, ties=ties)
+        return metrics.named_figures(ranks, self.figures)
