@@ -36,9 +36,10 @@ from torchrec_ext.train.config import EarlyStop
 from torchrec_ext.train.loop import train
 from torchx_apps import export
 from torchx_apps.cli.command_line import apply_overrides, built_in_recipes, load_recipe
-from torchx_apps.jobs.exporting import end_with_bundle, export_task
+from torchx_apps.jobs.exporting import bundle_of_run, export_task, report_bundle
 from torchx_apps.jobs.saved_job import saved_job
 from torchx_apps.jobs.training import load_task, run_training
+from torchx_apps.tasks.baselines import ClosedForms
 
 RECIPES: dict[str, tuple[str, ...]] = {
     "two_tower": ("data.name=planted", "data.users=80", "data.items=60"),
@@ -395,7 +396,8 @@ def refused(runtime: Runtime, root: Path) -> tuple[str, str]:
     messages = []
     for when in ("require", "auto"):
         try:
-            end_with_bundle(when, sharded, bare, model.schema(), runtime, root / "none", {})  # type: ignore[arg-type]
+            bundle = bundle_of_run(sharded, bare, model.schema(), runtime, root / "none", {})  # type: ignore[arg-type]
+            report_bundle(when, bundle, runtime, root / "none")  # type: ignore[arg-type]
             messages.append("said and gone on")
         except ValueError as error:
             messages.append(str(error))
@@ -455,6 +457,30 @@ def test_a_run_ends_with_the_bundle_that_its_checkpoint_gives(tmp_path: Path) ->
     assert [bundle.manifest.certificate["ranks"] for bundle in bundles] == [1, 1, 2]
     assert bundles[1].manifest.certificate["checkpoint"].startswith(str(run))
     assert not onnx or json.loads((tmp_path / "onnx/onnx.json").read_text())["bundle"] == bundles[2].manifest.digest
+
+
+def test_baselines_that_need_too_much_memory_cost_neither_figures_nor_bundle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def ends(*_: Any) -> Any:
+        raise MemoryError("EASE")
+
+    sets = ["data.name=planted", "data.users=80", "data.items=60", "train.epochs=1", "export=require", "device=cpu"]
+    job, run = apply_overrides(load_recipe("two_tower"), sets), tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(ClosedForms, "beside", ends)
+        with pytest.raises(MemoryError):
+            run_training(job, run)
+    figures = json.loads((run / "test.json").read_text())
+    assert Bundle.load(run / "bundle").manifest.certificate["run"] == str(run)
+    assert not (run / "summary.json").exists(), "the run has not ended: --resume auto goes on with its baselines"
+    run_training(job, run, resume="auto")
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["test"] == figures
+    assert summary.keys() >= {"popularity", "ease", "als"}
+    lines = capfd.readouterr().out.splitlines()
+    assert any(line.split()[-7:-2] == ["model", "popularity", "ratio", "ease", "als"] for line in lines)
+    assert f"rec.serve.http --bundle {run / 'bundle'}" in lines[-1]
 
 
 def test_a_bundle_is_of_the_checkpoint_asked_for_and_says_that_its_run_was_worse_than_a_constant(

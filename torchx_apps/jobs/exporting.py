@@ -56,30 +56,35 @@ def export_task(
         return export(model, out, **vars(data), details=details, progress=progress, **settings)
 
 
-def end_with_bundle(
-    when: Export,
+def bundle_of_run(
     model: DistributedModelParallel,
     task: Task,
     schema: BatchSchema,
     runtime: Runtime,
     out: Path,
     details: Mapping[str, Any],
-) -> None:
-    """Exports the bundle at the end of a run; rank 0 prints where it is and how to serve it, or why there is none.
+) -> Manifest | BundleError:
+    """Exports the bundle of a run; returns why it cannot, if the model or the data cannot be served. Collective."""
+    try:
+        return export_task(model, task, schema, runtime, out, details=details, overwrite=True)
+    except BundleError as error:
+        return error
+
+
+def report_bundle(when: Export, bundle: Manifest | BundleError, runtime: Runtime, out: Path) -> None:
+    """Prints on rank 0 where the bundle of a run is and how to serve it, or why there is none.
 
     Raises:
         BundleError: ``when`` is ``require``, and the model or the data cannot be served.
     """
-    try:
-        manifest = export_task(model, task, schema, runtime, out, details=details, overwrite=True)
-    except BundleError as error:
+    if isinstance(bundle, BundleError):
         if when == "require":
-            raise
-        if runtime.is_main:
-            print(f"\nno bundle: {error}")
-        return
+            raise bundle
+        text = f"no bundle: {bundle}"
+    else:
+        text = describe_bundle(bundle, out)
     if runtime.is_main:
-        print(f"\n{describe_bundle(manifest, out)}", flush=True)
+        print(f"\n{text}", flush=True)
 
 
 def check_exportable_to_onnx(model: nn.Module, skip: Sequence[str]) -> None:

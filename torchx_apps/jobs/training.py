@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -179,13 +179,19 @@ def run_training(
             launch=f"{runtime.world_size // runtime.local_world_size}x{runtime.local_world_size}",
             diagnosis=diagnosis,
         )
-        _finish(folder, task, evaluator, decision, trained, runtime)
+        tested = _tested(folder, task, evaluator, runtime)
+        bundle = None
         if job.export != "never":
             # Imported here: it takes a second that other runs need not wait.
-            from torchx_apps.jobs.exporting import BUNDLE, end_with_bundle
+            from torchx_apps.jobs.exporting import BUNDLE, bundle_of_run, report_bundle
 
-            details = {"recipe": job.name, "run": str(run.path), **report.read_warning(run.path)}
-            end_with_bundle(job.export, parallel, task, schema, runtime, run.path / BUNDLE, details)
+            worse = report.worse_than(task.baseline_name, tested.figures, tested.baseline)
+            details = {"recipe": job.name, "run": str(run.path), **({"warning": worse} if worse else {})}
+            bundle = bundle_of_run(parallel, task, schema, runtime, run.path / BUNDLE, details)
+        if folder is not None:
+            _finish(folder, task, evaluator, decision, trained, tested)
+        if bundle is not None:
+            report_bundle(job.export, bundle, runtime, run.path / BUNDLE)
         if run.tracking is not None:
             run.tracking.end()
 
@@ -375,25 +381,42 @@ def shard_job(
     return parallel, optimizer
 
 
-def _finish(
-    folder: RunFolder | None,
-    task: Task,
-    evaluator: Evaluator,
-    decision: Decision | None,
-    trained: report.Trained,
-    runtime: Runtime,
-) -> None:
-    """Evaluates on the test rows, and reports how the run went; every rank calls it, rank 0 with the folder."""
+class _Tested(NamedTuple):
+    """Figures of the model and, on rank 0, of the baseline on the test rows; rows for a person; each rank's memory."""
+
+    figures: Record
+    baseline: Record
+    example: str
+    memory: list[float]
+
+
+def _tested(folder: RunFolder | None, task: Task, evaluator: Evaluator, runtime: Runtime) -> _Tested:
+    """Evaluates on the test rows, and writes the figures at once; every rank calls it, rank 0 with the folder."""
     with watching(EvaluationWatch(runtime)):
         figures, example = evaluator.test(), evaluator.example()
     memory = peak_memory(runtime)
     if folder is None:
-        return
+        return _Tested(figures, {}, example, memory)
+    # What follows may need more memory than there is, and would take the figures with it.
+    folder.write("test.json", json.dumps(figures, indent=2))
+    return _Tested(figures, evaluator.baseline("test"), example, memory)
+
+
+def _finish(
+    folder: RunFolder,
+    task: Task,
+    evaluator: Evaluator,
+    decision: Decision | None,
+    trained: report.Trained,
+    tested: _Tested,
+) -> None:
+    """Solves for the further baselines, and reports how the run went; rank 0 calls it."""
     if decision is not None:
         report_steps(folder, decision, trained.history)
     beside = evaluator.beside("test") if hasattr(evaluator, "beside") else Beside({}, {})
-    baseline = evaluator.baseline("test")
-    report.finish_training(folder, task, figures, baseline, example, trained, memory, beside)
+    report.finish_training(
+        folder, task, tested.figures, tested.baseline, tested.example, trained, tested.memory, beside
+    )
     baseline = evaluator.baseline("validation") if task.validates else None
     report.say_end(folder.path, folder.close(baseline, baseline_name=task.baseline_name))
 
