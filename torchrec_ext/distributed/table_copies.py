@@ -60,6 +60,7 @@ class CollectionOnCpu(DMPCollection):
         self._cache_sync_tensors(self._ctxs)
         self._use_sharded_relay, self._sharded_relay_state = False, None
         self._custom_all_reduce = self._mean
+        self._all_reduce_hook = None  # TorchRec 1.9 asks for it first
 
     def _remap_sharding_plan(self, plan: ShardingPlan, *args: Any, **kwargs: Any) -> None:
         """Remaps the plan as TorchRec does, without the device index that it gives to a CPU."""
