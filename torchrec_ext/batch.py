@@ -6,6 +6,8 @@ pack(): the one function that lays out a TowerBatch, whatever its rows come from
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -189,6 +191,25 @@ class KeyedIds(NamedTuple):
     length_per_key: list[int] | None = None
 
 
+@functools.cache
+def skip_fx_notice() -> None:
+    """Makes torch log its notice on `is_fx_tracing`, which comes once a process, while no handler receives it.
+
+    Each KeyedJaggedTensor brings the notice, because its metaclass in torch calls that function: neither its user nor
+    TorchRec can call another.
+    """
+    logger = logging.getLogger("torch.fx._symbolic_trace")
+    logger.addFilter(_no_record)
+    try:
+        KeyedJaggedTensor.empty()
+    finally:
+        logger.removeFilter(_no_record)
+
+
+def _no_record(_record: logging.LogRecord) -> bool:
+    return False
+
+
 def pack(
     layout: KeyLayout,
     fill: Callable[[Keys, Sequence[int]], KeyedIds],
@@ -224,6 +245,8 @@ def pack(
     """
     size, shared = labels.numel(), None
     halves: tuple[int, ...] = (size,)
+
+    skip_fx_notice()
 
     def keyed(keys: Keys, *bags: int) -> KeyedJaggedTensor:
         ids = fill(keys, [bags[number % len(bags)] for number in range(len(keys.features))])

@@ -77,17 +77,17 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(command: str, folder: Path) -> str:
-    """Runs one command as a reader would, in ``folder``, and returns what it printed."""
+def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs one command as a reader would, in ``folder``."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHREC_EXT_DATA": str(folder)}
     words = shlex.split(command, comments=True)
     done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
     assert "Traceback" not in done.stderr
-    return done.stdout
+    return done
 
 
-def run_program(program: Block, folder: Path) -> str:
+def run_program(program: Block, folder: Path) -> subprocess.CompletedProcess[str]:
     (folder / program.name).write_text(program.text)
     (command,) = program.commands
     return run(command, folder)
@@ -122,7 +122,6 @@ def test_the_pages_made_from_code_and_figures_are_up_to_date(capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("page", "name", "printed"),
     [
-        ("README.md", "my_train.py", r"^loss 0\.\d{4}$"),
         pytest.param("README.md", "my_recipe.py", r"^hr@10 +0\.\d+ ", marks=pytest.mark.slow),
         pytest.param("docs/data.md", "my_stream.py", r"epoch 1, step 2 of 2: loss 0\.", marks=pytest.mark.slow),
         pytest.param("docs/extending.md", "my_interaction.py", r"^hr@10 +0\.\d+ ", marks=pytest.mark.slow),
@@ -130,7 +129,15 @@ def test_the_pages_made_from_code_and_figures_are_up_to_date(capsys: pytest.Capt
 )
 def test_a_program_runs_as_it_stands(page: str, name: str, printed: str, folder: Path) -> None:
     (program,) = (each for each in blocks(CLONE / page) if each.language == "python" and each.name == name)
-    assert re.search(printed, run_program(program, folder), re.MULTILINE)
+    assert re.search(printed, run_program(program, folder).stdout, re.MULTILINE)
+
+
+@pytest.mark.launch
+def test_a_loop_of_your_own_prints_its_loss_and_no_warning(folder: Path) -> None:
+    (program,) = (each for each in blocks(README) if each.language == "python" and each.name == "my_train.py")
+    done = run_program(program, folder)
+    assert done.stderr == ""
+    assert re.fullmatch(r"loss 0\.\d{4}\n", done.stdout)
 
 
 @pytest.mark.slow(minutes=0.8)

@@ -11,7 +11,9 @@ from the same step of a run that went on.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -21,6 +23,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from torchrec_ext.batch import skip_fx_notice
 from torchrec_ext.distributed.optim.config import Choice, OptimizerConfig
 from torchrec_ext.distributed.optim.declared import (
     chosen_optimizer,
@@ -116,16 +119,27 @@ def hybrid_parallel(
                 f"DMPCollection puts it on the GPU of its local rank, cuda:{runtime.local_rank}; leave "
                 "sync.table_copies at 1"
             )
-        sharded = copies_of_tables(model, runtime, plan, table_copies, sharders(codecs))
+        with _ddp_notice_ignored():
+            sharded = copies_of_tables(model, runtime, plan, table_copies, sharders(codecs))
     else:
         all_sharders = [tower_sharder, *sharders(codecs)]
-        sharded = DistributedModelParallel(model, device=runtime.device, plan=plan, sharders=all_sharders)
+        with _ddp_notice_ignored():
+            sharded = DistributedModelParallel(model, device=runtime.device, plan=plan, sharders=all_sharders)
+    skip_fx_notice()
     initialise_tables(sharded, seed)
     read_past_caches(sharded)
     settle_buckets(sharded)
     calm_gloo()  # all groups of a step are there
     decay_sharded_rows(sharded, {name: choice for name, choice in choices.items() if name not in emulated})
     return sharded, _optimizer(sharded, optimizer.clip_norm, choices, layers, emulated)
+
+
+@contextmanager
+def _ddp_notice_ignored() -> Iterator[None]:
+    """Ignores DDP's FutureWarning on `broadcast_buffers`: TorchRec passes that argument, and its caller cannot."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
+        yield
 
 
 def _log_defaults(model: nn.Module, optimizer: OptimizerConfig) -> None:

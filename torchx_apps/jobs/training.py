@@ -488,8 +488,6 @@ def quieten_libraries() -> None:
         logging.getLogger(library).setLevel(logging.ERROR)
         for category in (FutureWarning, DeprecationWarning, UserWarning):
             warnings.filterwarnings("ignore", category=category, module=rf"{library}\b")
-    # DDP warns its caller, which is this package: the argument that it asks for does not exist before torch 2.13.
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torchrec_ext\.")
 
 
 def _one_line(

@@ -132,21 +132,21 @@ def shard_tower(
     env = ShardingEnv.from_local(dist.get_world_size(group), dist.get_rank(group))
     env.process_group = group
     members = dist.get_process_group_ranks(group)
-    tables = []
+    by_rank = []  # what DistributedDataParallel must leave as it is
     for path, collection in list(collections(tower)):
         parent, _, name = path.rpartition(".")
         sharded = sharders[type(collection)].shard(collection, _within(plans[path], members), env, device)
         setattr(tower.get_submodule(parent), name, sharded)
-        tables += [f"{path}.{parameter}" for parameter, _ in sharded.named_parameters()]
+        by_rank += [f"{path}.{state}" for state, _ in (*sharded.named_parameters(), *sharded.named_buffers())]
     tower.to(device)
     for module in tower.modules():
         if hasattr(module, "process_group"):  # a BatchNorm of ours or of torch, whose batch spans the tower's ranks
             module.process_group = group  # type: ignore[assignment]
-    dense = [name for name, _ in tower.named_parameters() if name not in tables]
+    dense = [name for name, _ in tower.named_parameters() if name not in by_rank]
     if env.world_size == 1 or not dense:
         return tower
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(tower, tables)  # type: ignore[no-untyped-call]
-    return DistributedDataParallel(tower, process_group=group, gradient_as_bucket_view=True, broadcast_buffers=False)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(tower, by_rank)  # type: ignore[no-untyped-call]
+    return DistributedDataParallel(tower, process_group=group, gradient_as_bucket_view=True, forward_sync_buffers=False)
 
 
 def _within(plan: EmbeddingModuleShardingPlan, members: list[int]) -> EmbeddingModuleShardingPlan:
