@@ -1,6 +1,7 @@
 """The doctor: healthy is 0, each mismatch is 1 with its repair line, and no user's mistake ends in a traceback."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -126,18 +127,22 @@ def test_a_wrong_variable_is_told_in_one_line(
 
 
 class Commands:
-    """Stands in for `install.run`: keeps every command, and fails those that hold a given word."""
+    """Stands in for `install.run_quietly`: keeps every command, and fails those that hold a given word.
 
-    def __init__(self, failing: dict[str, str]) -> None:
-        self.failing = failing
+    ``builds`` are the CPU builds of torch that pip lists.
+    """
+
+    def __init__(self, failing: dict[str, str], builds: str) -> None:
+        self.failing, self.builds = failing, builds
         self.seen: list[str] = []
 
-    def __call__(self, command: list[str], env: dict[str, str] | None = None) -> None:
+    def __call__(self, command: list[str], env: dict[str, str] | None = None) -> str:
         line = " ".join(command).replace(sys.executable, "py")
         self.seen.append(line)
         for word, says in self.failing.items():
             if word in line:
                 raise install.CommandError(says)
+        return f"torch (2.15.0)\nAvailable versions: 2.15.0, {self.builds}, 2.13.0, 2.12.0+cpu\n"
 
     @property
     def installs(self) -> list[str]:
@@ -146,8 +151,8 @@ class Commands:
         return [line.replace(*words) for line in self.seen if " install " in line]
 
 
-def commands(monkeypatch: pytest.MonkeyPatch, **failing: str) -> Commands:
-    fake = Commands({word.replace("_", "+"): says for word, says in failing.items()})
+def commands(monkeypatch: pytest.MonkeyPatch, builds: str = "2.13.0+cpu", **failing: str) -> Commands:
+    fake = Commands({word.replace("_", "+"): says for word, says in failing.items()}, builds)
     monkeypatch.setattr(install, "run_quietly", fake)
     monkeypatch.setattr("platform.system", lambda: "Linux")
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
@@ -155,7 +160,8 @@ def commands(monkeypatch: pytest.MonkeyPatch, **failing: str) -> Commands:
 
 
 REST = "fbgemm-gpu-cpu==1.8.0 tensordict torchmetrics==1.0.3 tqdm pyre-extensions"
-NO_MATCH = "Could not find a version\n    No matching distribution found for torch==2.13.0+cpu"
+NEW_REST = REST.replace("1.8.0", "1.9.0")
+NO_BUILD = "2.14.1"
 
 
 def quiet(_line: str) -> None:
@@ -171,15 +177,61 @@ def test_cpu_torch_where_pip_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.unit
+def test_a_new_environment_gets_the_newest_triple_with_a_cpu_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    finds(monkeypatch, stack.Installed(versions={}))
+    fake = commands(monkeypatch, builds="2.13.0+cpu, 2.14.1+cpu")
+    install.install("cpu", None, quiet)
+    assert fake.installs == [f"torch==2.14.1+cpu {NEW_REST}", "--no-deps torchrec==1.9.2"]
+
+
+@pytest.mark.unit
+def test_an_environment_keeps_its_triple_unless_another_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    finds(monkeypatch, environment(torchrec=None))
+    fake = commands(monkeypatch, builds="2.13.0+cpu, 2.14.1+cpu")
+    install.install("cpu", None, quiet)
+    install.install("cpu", None, quiet, stack.triple_by_name("2.14"))
+    assert [line.split()[0] for line in fake.installs[::2]] == ["torch==2.13.0", "torch==2.14.1+cpu"]
+    assert fake.installs[1::2] == ["--no-deps torchrec==1.8.0", "--no-deps torchrec==1.9.2"]
+
+
+@pytest.mark.unit
+def test_a_named_triple_without_a_cpu_build_gets_the_cuda_build_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    finds(monkeypatch, stack.Installed(versions={}))
+    monkeypatch.setattr("shutil.which", lambda _name: "uv")
+    fake, steps = commands(monkeypatch, backend="dns error"), []
+    install.install("cpu", None, steps.append, stack.triple_by_name("2.14"))
+    assert fake.installs[1:] == [f"torch==2.14.1 {NEW_REST}", "--no-deps torchrec==1.9.2"]
+    assert "  no CPU build of torch 2.14.1 to be had: taking the CUDA build, 5 GB, which runs on a CPU too" in steps
+    monkeypatch.setenv("TORCHREC_EXT_VARIANT", "cpu")
+    with pytest.raises(install.InstallError, match=r"no CPU build of torch 2\.14\.1"):
+        install.install("cpu", None, quiet, stack.triple_by_name("2.14"))
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("flags", [["--install"], ["--install", "--stack", "2.15"], ["--stack", "2.15"]])
+def test_a_torch_without_fbgemm_is_told_in_one_line(
+    flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finds(monkeypatch, stack.Installed(versions={"torch": "2.15.0"}, torch_build="cuda"))
+    fake = commands(monkeypatch)
+    assert doctor.main(flags) == 1
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert re.match(r"doctor: (torch 2\.15\.0 is installed, and|--stack 2\.15:) there is no fbgemm for ", line)
+    assert "2.14" in line
+    assert len(line) <= 200
+    assert fake.seen == []
+
+
+@pytest.mark.unit
 def test_cpu_torch_by_uv_where_pip_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     finds(monkeypatch, stack.Installed(versions={}))
     monkeypatch.setattr("shutil.which", lambda _name: "uv")
-    fake = commands(monkeypatch, _cpu=NO_MATCH)
+    fake = commands(monkeypatch, builds=NO_BUILD)
     install.install("cpu", None, quiet)
-    assert fake.installs[1:] == [
-        "uv pip install --python py --torch-backend=cpu --no-deps torch==2.13.0",
-        f"torch==2.13.0 {REST}",
-        "--no-deps torchrec==1.8.0",
+    assert fake.installs == [
+        "uv pip install --python py --torch-backend=cpu --no-deps torch==2.14.1",
+        f"torch==2.14.1 {NEW_REST}",
+        "--no-deps torchrec==1.9.2",
     ]
 
 
@@ -187,14 +239,14 @@ def test_cpu_torch_by_uv_where_pip_does_not(monkeypatch: pytest.MonkeyPatch) -> 
 def test_without_either_the_error_says_what_to_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
     finds(monkeypatch, stack.Installed(versions={}))
     monkeypatch.setattr("shutil.which", lambda _name: "uv")
-    fake = commands(monkeypatch, _cpu=NO_MATCH, backend="dns error")
+    fake = commands(monkeypatch, index="no answer", backend="dns error")
     with pytest.raises(
-        install.InstallError, match=r"get torch-2\.13\.0\+cpu-cp3\d+-cp3\d+-manylinux_2_28_x86_64\.whl"
+        install.InstallError, match=r"get torch-2\.14\.1\+cpu-cp3\d+-cp3\d+-manylinux_2_28_x86_64\.whl"
     ) as info:
         install.install("cpu", None, quiet)
-    assert "uv: dns error" in str(info.value)
+    assert "pip: no answer\n    uv: dns error" in str(info.value)
     assert "PIP_FIND_LINKS=DIR make demo" in str(info.value)
-    assert "torch==2.13.0 " not in " ".join(fake.installs)  # the registry's CUDA build was never asked for
+    assert "fbgemm" not in " ".join(fake.installs)  # the registry's CUDA build was never asked for
 
 
 @pytest.mark.unit
@@ -220,7 +272,7 @@ def test_cuda_takes_the_registrys_torch(monkeypatch: pytest.MonkeyPatch) -> None
     finds(monkeypatch, stack.Installed(versions={}))
     fake = commands(monkeypatch)
     install.install("cuda", None, quiet)
-    assert fake.installs == [f"torch==2.13.0 {REST.replace('-cpu', '')}", "--no-deps torchrec==1.8.0"]
+    assert fake.installs == [f"torch==2.14.1 {NEW_REST.replace('-cpu', '')}", "--no-deps torchrec==1.9.2"]
 
 
 @pytest.mark.unit
@@ -243,13 +295,14 @@ def test_a_healthy_environment_is_left_alone(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("system", "machine", "variant", "says"),
     [
-        ("Darwin", "arm64", "cpu", "this is Darwin on arm64: fbgemm 1.8.0 has wheels for Linux"),
+        ("Darwin", "arm64", "cpu", "this is Darwin on arm64: fbgemm 1.9.0 has wheels for Linux"),
         ("Linux", "aarch64", "cuda", "no CUDA wheel for aarch64: .* TORCHREC_EXT_VARIANT=cpu"),
     ],
 )
 def test_platforms_without_wheels_are_refused(
     monkeypatch: pytest.MonkeyPatch, system: str, machine: str, variant: stack.Variant, says: str
 ) -> None:
+    finds(monkeypatch, stack.Installed(versions={}))
     fake = commands(monkeypatch)
     monkeypatch.setattr("platform.system", lambda: system)
     monkeypatch.setattr("platform.machine", lambda: machine)

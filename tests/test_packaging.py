@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from torchrec_ext import stack
+
 ROOT = Path(__file__).parents[1]
 SHIPPED = {"torchrec_ext": "torchrec_ext", "components": "torchrec_ext/components", "torchx_apps": "torchx_apps"}
 
@@ -74,7 +76,8 @@ def test_the_wheels_metadata_leaves_the_triple_to_the_doctor(wheel: zipfile.ZipF
         if line.startswith("Requires-Dist:") and "extra" not in line
     ]
     assert not [line for line in plain if "torchrec" in line or "fbgemm" in line or " torch=" in line]
-    assert {"torch==2.13.0;", "torchrec==1.8.0;", "fbgemm-gpu==1.8.0;"} <= set(required)
+    pins = [need.pin for need in stack.requirements("cuda", stack.TRIPLES[0])[:3]]
+    assert {f"{pin};" for pin in pins} <= set(required), "the extra cuda is the newest triple"
 
 
 @pytest.mark.launch

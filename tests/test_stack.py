@@ -101,11 +101,16 @@ def test_each_mismatch_has_one_repair_line(
 
 
 @pytest.mark.unit
-def test_cuda_torch_with_cpu_fbgemm_on_a_cpu_machine_is_torchs_fault() -> None:
+def test_cuda_torch_with_cpu_fbgemm_is_right_without_a_gpu_and_wrong_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That torch runs on a CPU too. With a GPU it would put tables there, for which this fbgemm has no kernel."""
     found = Installed(versions=HEALTHY | {"torch": "2.13.0"}, torch_build="cuda")
+    assert stack.problems(found, stack.wanted_variant(found, machine="cpu")) == ()
+    (problem,) = stack.problems(found, stack.wanted_variant(found, machine="cuda"))
+    assert (problem.what, problem.expected) == ("fbgemm-gpu", "1.8.0 alone")
+    monkeypatch.setenv("TORCHREC_EXT_VARIANT", "cpu")
     (problem,) = stack.problems(found, stack.wanted_variant(found, machine="cpu"), python="py")
     assert (problem.found, problem.expected) == ("2.13.0 (CUDA build)", "2.13.0 (CPU build)")
-    assert problem.repair == "py -m torchrec_ext.doctor --install"
+    assert problem.repair == "TORCHREC_EXT_VARIANT=cpu py -m torchrec_ext.doctor --install"
 
 
 @pytest.mark.unit
@@ -121,7 +126,59 @@ def test_no_repair_line_lets_pip_choose_a_torch() -> None:
     problems = stack.problems(Installed(versions={}), "cpu", python="py")
     assert [p.what for p in problems] == list(HEALTHY)
     by_doctor = {p.what for p in problems if p.repair == "py -m torchrec_ext.doctor --install"}
-    assert by_doctor == {"torch", "tensordict", "torchmetrics"}
+    # The doctor chooses the triple, so that no line names a version of another one.
+    assert by_doctor == {"torch", "fbgemm-gpu-cpu", "torchrec", "tensordict", "torchmetrics"}
+    without_torch = stack.problems(environment(torch=None, tensordict=None, torchrec=None), "cpu", python="py")
+    assert [p.repair for p in without_torch] == [
+        "py -m torchrec_ext.doctor --install",
+        "py -m pip install --no-deps torchrec==1.8.0",
+        "py -m torchrec_ext.doctor --install",
+    ]
+
+
+NEWEST = {"torch": "2.14.1", "fbgemm_gpu_cpu": "1.9.0", "torchrec": "1.9.2"}
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({}, "2.13"),
+        (NEWEST, "2.14"),
+        ({"torch": "2.14.1"}, "2.13"),  # two of three
+        ({"torch": "2.14.1", "torchrec": None}, "2.14"),  # torch, if in doubt
+        ({"torchrec": "1.9.2", "fbgemm_gpu_cpu": None}, "2.13"),
+        ({"torch": "2.14.0", "torchrec": None, "fbgemm_gpu_cpu": None}, "2.14"),
+        ({"torch": "2.12.1", "torchrec": None, "fbgemm_gpu_cpu": None}, None),
+    ],
+)
+def test_an_environment_has_the_triple_of_most_of_its_parts(changes: dict[str, str | None], name: str | None) -> None:
+    found = stack.installed_triple(environment(**changes))
+    assert (found and found.name) == name
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("triple", stack.TRIPLES, ids=lambda triple: triple.name)
+@pytest.mark.parametrize("variant", ["cpu", "cuda"])
+def test_every_triple_is_healthy_by_itself_and_found_beside_another(
+    triple: stack.Triple, variant: stack.Variant
+) -> None:
+    versions = {need.name: need.version or "1.0" for need in stack.requirements(variant, triple)}
+    found = Installed(versions=versions, torch_build=variant)
+    assert stack.problems(found, variant) == stack.problems(found, variant, named=triple) == ()
+    for other in set(stack.TRIPLES) - {triple}:
+        wrong = stack.problems(found, variant, python="py", named=other)
+        assert len(wrong) == 3
+        assert wrong[0].repair == f"py -m torchrec_ext.doctor --install --stack {other.name}"
+
+
+@pytest.mark.unit
+def test_a_torch_without_fbgemm_is_replaced_only_by_name() -> None:
+    found = Installed(versions={"torch": "2.15.0"}, torch_build="cuda")
+    assert stack.newer_torch(found) == "2.15.0"
+    assert stack.problems(found, "cpu", python="py")[0].repair == "py -m torchrec_ext.doctor --install --stack 2.14"
+    for version in ("2.14.9", "2.9.1", stack.UNREADABLE):
+        assert stack.newer_torch(environment(torch=version)) is None
 
 
 @pytest.mark.unit

@@ -2,10 +2,12 @@
 
 Exit status 0 when healthy, 1 when not. `--install` repairs it, `--json` answers for machines. Needs no torch to run.
 
-install() brings torch, fbgemm and torchrec into the running interpreter's environment. Its one hard part is torch
-without CUDA. The public registry's torch is the CUDA build on every Linux, gigabytes of it, so on a CPU machine it is
-never requested. Instead it takes `torch==2.13.0+cpu` from wherever the user's pip looks (a folder of wheels, a mirror),
-or else from uv, which knows PyTorch's own CPU index by itself, or else ends with a clear error.
+install() brings torch, fbgemm and torchrec into the running interpreter's environment: the triple that `--stack` names,
+else the one that is there in part, else the newest. Its one hard part is torch without CUDA. The public registry's
+torch is the CUDA build on every Linux, gigabytes of it. On a CPU machine install() therefore takes the newest
+`torch==...+cpu` from wherever the user's pip looks (a folder of wheels, a mirror), or else from uv, which knows
+PyTorch's own CPU index by itself. If there is none, it ends with a clear error, or takes the CUDA build for a triple
+that was named.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import importlib
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -26,7 +29,7 @@ from functools import partial
 from pathlib import Path
 
 from torchrec_ext import stack
-from torchrec_ext.stack import Problem, Variant
+from torchrec_ext.stack import Problem, Triple, Variant
 
 Say = Callable[[str], None]
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
@@ -40,8 +43,8 @@ class CommandError(InstallError):
     """A command failed; the message is the part of its output that says why."""
 
 
-def run_quietly(command: Sequence[str], env: dict[str, str] | None = None) -> None:
-    """Runs a command, silently when it succeeds.
+def run_quietly(command: Sequence[str], env: dict[str, str] | None = None) -> str:
+    """Runs a command, silently when it succeeds, and returns its stdout.
 
     Raises:
         CommandError: the command failed, or does not exist.
@@ -52,6 +55,7 @@ def run_quietly(command: Sequence[str], env: dict[str, str] | None = None) -> No
         raise CommandError(f"{command[0]}: {error.strerror}") from None
     if done.returncode:
         raise CommandError(reason(done.stderr or done.stdout) or f"{' '.join(command)} ended with {done.returncode}")
+    return done.stdout
 
 
 def reason(output: str) -> str:
@@ -70,58 +74,99 @@ def reason(output: str) -> str:
     return "\n    ".join(errors[-6:] or [line for line in lines if not line.startswith("WARNING")][-5:])
 
 
-def install(variant: Variant, editable: str | None = None, say: Say = print) -> None:
-    """Installs the triple of `variant` into the environment; packages that are right already stay as they are.
+def install(variant: Variant, editable: str | None = None, say: Say = print, named: Triple | None = None) -> None:
+    """Installs a triple of `variant` into the environment; packages that are right already stay as they are.
 
     Args:
         variant: the builds to install.
         editable: folder with extras to install in place beside the triple, such as ``.[dev]``.
         say: receives a line for each step.
+        named: the triple to install. By default the one that is there in part, or else the newest; on a CPU the newest
+            of which pip finds a CPU build of torch.
 
     Raises:
         InstallError: a step failed; the message says why and what to do.
     """
-    _check_platform(variant)
-    _check_pip()
     current = stack.installed()
-    wrong = stack.problems(current, variant)
+    newer = stack.newer_torch(current)
+    if newer and named is None:
+        remedy = stack.problems(current, variant, stack.interpreter())[0].repair
+        raise InstallError(f"torch {newer} is installed, and there is no fbgemm for it; to replace it: {remedy}")
+    triple = named or stack.installed_triple(current)
+    _check_platform(variant, triple or stack.TRIPLES[0])
+    _check_pip()
+    wrong = stack.problems(current, variant, named=named)
     extra = ["--editable", editable] if editable else []
     if not wrong and not extra:
         say("the triple is in place: nothing to install")
         return
     _remove_intruders(current, variant, say)
-    pins = [need.pin for need in stack.requirements(variant) if need.name not in ("torch", "torchrec")]
-    _with_torch(variant, [*pins, *extra], torch_in_place=all(problem.what != "torch" for problem in wrong), say=say)
-    # Without its dependencies: they name the CUDA build of fbgemm on every machine.
-    _step(say, f"torchrec {stack.TORCHREC}", _pip_install("--no-deps", f"torchrec=={stack.TORCHREC}"))
-
-
-def _with_torch(variant: Variant, rest: list[str], *, torch_in_place: bool, say: Say) -> None:
-    """Installs torch and all the rest by one pip call, because each call costs seconds."""
+    torch_in_place = all(problem.what != "torch" for problem in wrong)
+    torch = ""
     if variant == "cpu" and not torch_in_place:
-        try:
-            what = f"torch {stack.TORCH}+cpu as your pip finds it, and what goes with it"
-            _step(say, what, _pip_install(f"torch=={stack.TORCH}+cpu", *rest))
-            return
-        except CommandError as error:
-            if "No matching distribution found for torch" not in str(error):
-                raise
-            _torch_by_uv(pip_said=str(error).splitlines()[-1].strip(), say=say)
-    _step(say, f"torch {stack.TORCH} ({variant}) and what goes with it", _pip_install(f"torch=={stack.TORCH}", *rest))
+        triple, torch = _cpu_torch([triple] if triple else list(stack.TRIPLES), forced=named is not None, say=say)
+    triple = triple or stack.TRIPLES[0]
+    torch = torch or f"torch=={triple.torch}"
+    pins = [need.pin for need in stack.requirements(variant, triple) if need.name not in ("torch", "torchrec")]
+    # By one pip call, because each call costs seconds.
+    _step(say, f"{torch} for {variant} and what goes with it", _pip_install(torch, *pins, *extra))
+    # Without its dependencies: they name the CUDA build of fbgemm on every machine.
+    _step(say, f"torchrec {triple.torchrec}", _pip_install("--no-deps", f"torchrec=={triple.torchrec}"))
 
 
-def _torch_by_uv(pip_said: str, say: Say) -> None:
+def _cpu_torch(triples: list[Triple], *, forced: bool, say: Say) -> tuple[Triple, str]:
+    """Finds a CPU build of torch for the first triple that has one.
+
+    Args:
+        triples: the triples in question, newest first.
+        forced: take the CUDA build if there is no CPU build.
+        say: receives a line for each step.
+
+    Returns:
+        The triple, and the requirement of its torch for pip.
+
+    Raises:
+        InstallError: neither pip nor uv has a CPU build of torch.
+    """
+    try:
+        builds = re.findall(r"\d[\w.]*\+cpu", run_quietly([*PIP, "index", "versions", "torch"]))
+        pip_said = "it finds torch, but no CPU build of it"
+    except CommandError as error:
+        builds, pip_said = [], str(error).splitlines()[-1].strip()
+    for triple in triples:
+        if f"{triple.torch}+cpu" in builds:
+            return triple, f"torch=={triple.torch}+cpu"
+    try:
+        triple = _torch_by_uv(triples, say)
+    except CommandError as error:
+        triple = triples[0]
+        if not forced or stack.asked_variant():
+            raise InstallError(no_torch(triple, pip_said, str(error))) from None
+        say(f"  no CPU build of torch {triple.torch} to be had: taking the CUDA build, 5 GB, which runs on a CPU too")
+    return triple, f"torch=={triple.torch}"
+
+
+def _torch_by_uv(triples: list[Triple], say: Say) -> Triple:
+    """Installs the CPU build of the first triple that has one, and returns that triple.
+
+    Raises:
+        CommandError: uv has no CPU build for any.
+    """
     say("  your pip finds no CPU build of torch; uv knows PyTorch's own CPU index")
     # uv reads neither pip's settings nor, where a proxy needs one, pip's certificate.
     env = {"SSL_CERT_FILE": os.environ["PIP_CERT"]} if "PIP_CERT" in os.environ else {}
     with tempfile.TemporaryDirectory(prefix="torchrec_ext-uv-") as scratch:
-        try:
-            uv = shutil.which("uv") or _fetch_uv(Path(scratch), say)
-            # Only torch itself: its dependencies come from the user's own index, by pip, one step later.
-            command = [uv, "pip", "install", "--python", sys.executable, "--torch-backend=cpu", "--no-deps"]
-            _step(say, f"torch {stack.TORCH} from PyTorch's CPU index, by uv", [*command, f"torch=={stack.TORCH}"], env)
-        except CommandError as error:
-            raise InstallError(no_torch(pip_said, str(error))) from None
+        uv = shutil.which("uv") or _fetch_uv(Path(scratch), say)
+        # Only torch itself: its dependencies come from the user's own index, by pip, one step later.
+        command = [uv, "pip", "install", "--python", sys.executable, "--torch-backend=cpu", "--no-deps"]
+        for triple in triples:
+            try:
+                what = f"torch {triple.torch} from PyTorch's CPU index, by uv"
+                _step(say, what, [*command, f"torch=={triple.torch}"], env)
+                return triple
+            except CommandError as error:
+                failure = error
+    raise failure
 
 
 def _fetch_uv(folder: Path, say: Say) -> str:
@@ -129,19 +174,20 @@ def _fetch_uv(folder: Path, say: Say) -> str:
     return str(folder / "bin" / "uv")
 
 
-def no_torch(pip_said: str, uv_said: str) -> str:
+def no_torch(triple: Triple, pip_said: str, uv_said: str) -> str:
     """Returns the message for the case that neither pip nor uv could get a CPU build of torch."""
     tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    wheel = f"torch-{stack.TORCH}+cpu-{tag}-{tag}-manylinux_2_28_{platform.machine()}.whl"
+    wheel = f"torch-{triple.torch}+cpu-{tag}-{tag}-manylinux_2_28_{platform.machine()}.whl"
     return (
-        f"no CPU build of torch {stack.TORCH} for Python {platform.python_version()} could be had:\n"
+        f"no CPU build of torch {triple.torch} for Python {platform.python_version()} could be had:\n"
         f"    pip: {pip_said}\n"
         f"    uv: {uv_said}\n"
         f"  Do this: get {wheel}\n"
         "  from PyTorch's own package index (its Get Started page, compute platform CPU) on a machine that reaches "
         "it,\n"
         "  put it into a folder DIR here, and run: PIP_FIND_LINKS=DIR make demo\n"
-        "  (The plain torch of the public registry is the CUDA build with gigabytes of packages, so it is not taken.)"
+        "  (The plain torch of the public registry is the CUDA build with gigabytes of packages. It runs on a CPU\n"
+        f"  too: `doctor --install --stack {triple.name}` takes it, without TORCHREC_EXT_VARIANT=cpu.)"
     )
 
 
@@ -149,7 +195,7 @@ def _remove_intruders(current: stack.Installed, variant: Variant, say: Say) -> N
     """Uninstalls what pip would leave in the way: the other fbgemm, in the same folder, and the other torch build."""
     other = stack.FBGEMM_NAME["cuda" if variant == "cpu" else "cpu"]
     names = [other, stack.FBGEMM_NAME[variant]] if other in current.versions else []
-    if current.torch_build not in (None, variant):
+    if current.torch_build and not stack.torch_fits(current, variant):
         names.append("torch")
     if names := [name for name in names if name in current.versions]:
         _step(say, f"taking out {', '.join(names)}", [*PIP, "uninstall", "--quiet", "--yes", *names])
@@ -167,16 +213,16 @@ def _step(say: Say, what: str, command: Sequence[str], env: dict[str, str] | Non
     say(f"    done in {time.monotonic() - start:.0f} s")
 
 
-def _check_platform(variant: Variant) -> None:
+def _check_platform(variant: Variant, triple: Triple) -> None:
     system, machine = platform.system(), platform.machine()
     if system != "Linux" or machine not in ("x86_64", "aarch64"):
         raise InstallError(
-            f"this is {system} on {machine}: fbgemm {stack.FBGEMM} has wheels for Linux on x86_64 and aarch64 only; "
+            f"this is {system} on {machine}: fbgemm {triple.fbgemm} has wheels for Linux on x86_64 and aarch64 only; "
             "use a Linux container or virtual machine"
         )
     if variant == "cuda" and machine != "x86_64":
         raise InstallError(
-            f"fbgemm-gpu {stack.FBGEMM} has no CUDA wheel for {machine}: build it from source, or train on the CPU "
+            f"fbgemm-gpu {triple.fbgemm} has no CUDA wheel for {machine}: build it from source, or train on the CPU "
             "with TORCHREC_EXT_VARIANT=cpu"
         )
 
@@ -210,6 +256,7 @@ class Installation:
     python: str
     interpreter: str
     variant: Variant
+    stack: str
     devices: tuple[str, ...]
     cores: int
     ranks: int
@@ -226,15 +273,17 @@ class Installation:
         return not self.problems
 
 
-def diagnose(*, really_import: bool = True) -> Installation:
+def diagnose(*, really_import: bool = True, named: Triple | None = None) -> Installation:
     """Examines the interpreter, the packages and the machine.
 
     Args:
         really_import: import the triple in a separate process too and look two rows up, which takes seconds.
+        named: the expected triple; by default the installed one, or the newest if none is.
     """
     current, machine = stack.installed(), stack.machine_variant()
     variant = stack.wanted_variant(current, machine)
-    problems = [*_python_problem(sys.version_info[:2]), *stack.problems(current, variant, stack.interpreter())]
+    triple = named or stack.installed_triple(current) or stack.TRIPLES[0]
+    problems = [*_python_problem(sys.version_info[:2]), *stack.problems(current, variant, stack.interpreter(), named)]
     seconds = None
     if really_import and not problems:
         outcome = probe(variant)
@@ -246,12 +295,13 @@ def diagnose(*, really_import: bool = True) -> Installation:
         python=platform.python_version(),
         interpreter=sys.executable,
         variant=variant,
+        stack=triple.name,
         devices=devices or ("cpu",),
         cores=cores,
         ranks=ranks,
         threads=max(1, cores // ranks),
         compiler=compiler(),
-        parts=_parts(current, variant),
+        parts=_parts(current, variant, triple),
         problems=tuple(problems),
         notes=tuple(_notes(variant, machine)),
         import_seconds=seconds,
@@ -299,12 +349,12 @@ def _python_problem(version: tuple[int, int]) -> list[Problem]:
     return [Problem(what="python", found=f"{version[0]}.{version[1]}", expected=expected, repair=repair)]
 
 
-def _parts(current: stack.Installed, variant: Variant) -> tuple[PackageStatus, ...]:
+def _parts(current: stack.Installed, variant: Variant, triple: Triple) -> tuple[PackageStatus, ...]:
     return tuple(
         PackageStatus(
             name=need.name, found=current.versions.get(need.name, "nothing"), expected=need.version or "any version"
         )
-        for need in stack.requirements(variant)
+        for need in stack.requirements(variant, triple)
     )
 
 
@@ -329,6 +379,7 @@ def text(seen: Installation) -> str:
     """Returns the report for people."""
     rows = [
         ("python", f"{seen.python}  {seen.interpreter}"),
+        ("stack", seen.stack),
         ("variant", f"{seen.variant}  on {', '.join(seen.devices)}"),
         ("job", f"-j 1x{seen.ranks} --threads {seen.threads} fills this machine ({seen.cores} cores)"),
         ("C++", seen.compiler or "none: torch.compile needs one (apt install g++)"),
@@ -350,9 +401,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     flags = _parser().parse_args(argv)
     try:
+        named = stack.triple_by_name(flags.stack) if flags.stack else None
         if flags.install or flags.editable:
-            _install(flags.editable)
-        seen = diagnose(really_import=flags.really_import)
+            _install(flags.editable, named)
+        seen = diagnose(really_import=flags.really_import, named=named)
     except (InstallError, ValueError) as error:
         print(f"doctor: {error}", file=sys.stderr)
         return 1
@@ -360,13 +412,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if seen.healthy else 1
 
 
-def _install(editable: str | None) -> None:
+def _install(editable: str | None, named: Triple | None) -> None:
     variant = stack.wanted_variant(stack.installed(), stack.machine_variant())
     say = partial(print, file=sys.stderr, flush=True)
     say(f"installing for {variant} into {sys.prefix}")
     if python := _python_problem(sys.version_info[:2]):
         raise InstallError(str(python[0]))
-    install(variant, editable, say)
+    install(variant, editable, say, named)
     importlib.invalidate_caches()
 
 
@@ -375,6 +427,14 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m torchrec_ext.doctor", description="Checks and repairs torch, fbgemm, torchrec."
     )
     parser.add_argument("--install", action="store_true", help="install or repair the triple in this environment first")
+    names = ", ".join(f"{triple.name} (torchrec {triple.torchrec})" for triple in stack.TRIPLES)
+    parser.add_argument(
+        "--stack",
+        metavar="TORCH",
+        help=f"the triple by its torch: {names}. By default the installed one; in a new environment the newest, "
+        "without a GPU the newest of which pip or uv finds a CPU build of torch. If there is none for the triple that "
+        "you name, the CUDA build is taken, which runs on a CPU too",
+    )
     parser.add_argument("--editable", metavar="DIR", help="with it, install this folder in place, such as '.[dev]'")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument(

@@ -1,24 +1,25 @@
-"""The pinned triple torch, fbgemm and torchrec: the builds that belong together, what is installed, how to repair it.
+"""The pinned triples of torch, fbgemm and torchrec: which builds belong together, what is installed, how to repair it.
 
 Standard library only: this module must answer before torch can be imported, and above all when it cannot. The three are
 compiled against each other (torch 2.13 = fbgemm 1.8 = torchrec 1.8); any other mix dies inside a shared object with
-`undefined symbol` or `libtorch_cuda.so: cannot open shared object file`.
+`undefined symbol` or `libtorch_cuda.so: cannot open shared object file`. One mix works: fbgemm's CPU build next to the
+CUDA build of torch, on a machine without a GPU.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, cast
 
 Variant = Literal["cpu", "cuda"]
 
-TORCH, FBGEMM, TORCHREC = "2.13.0", "1.8.0", "1.8.0"
 FBGEMM_NAME: Mapping[Variant, str] = {"cpu": "fbgemm-gpu-cpu", "cuda": "fbgemm-gpu"}
 # What torchrec needs beside torch and fbgemm. Listed here because torchrec itself goes in with --no-deps: its metadata
 # asks for the CUDA build of fbgemm on every machine.
@@ -27,6 +28,32 @@ NEEDS_THAT_PULL_TORCH = frozenset({"tensordict", "torchmetrics"})
 PYTHONS = ((3, 10), (3, 13))
 _BUILD: Mapping[Variant, str] = {"cpu": "CPU build", "cuda": "CUDA build"}
 UNREADABLE = "unreadable metadata"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Triple:
+    """Three versions that are compiled against each other."""
+
+    torch: str
+    fbgemm: str
+    torchrec: str
+
+    @property
+    def name(self) -> str:
+        """The name that ``--stack`` takes: torch's major and minor version.
+
+        Example:
+            >>> Triple(torch="2.13.0", fbgemm="1.8.0", torchrec="1.8.0").name
+            '2.13'
+        """
+        return _minor(self.torch)
+
+
+TRIPLES = (
+    Triple(torch="2.14.1", fbgemm="1.9.0", torchrec="1.9.2"),
+    Triple(torch="2.13.0", fbgemm="1.8.0", torchrec="1.8.0"),
+)
+"""All supported triples, newest first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +96,63 @@ class Problem:
         return f"{self.what}: found {self.found}, expected {self.expected}\n    repair: {self.repair}"
 
 
-def requirements(variant: Variant) -> tuple[Requirement, ...]:
+def requirements(variant: Variant, triple: Triple) -> tuple[Requirement, ...]:
     """Returns the whole stack for one variant, in the order in which it can be installed."""
-    triple = {"torch": TORCH, FBGEMM_NAME[variant]: FBGEMM, "torchrec": TORCHREC}
-    return tuple(Requirement(name=name, version=version) for name, version in (triple | dict(NEEDS)).items())
+    versions = {"torch": triple.torch, FBGEMM_NAME[variant]: triple.fbgemm, "torchrec": triple.torchrec}
+    return tuple(Requirement(name=name, version=version) for name, version in (versions | dict(NEEDS)).items())
+
+
+def triple_by_name(name: str) -> Triple:
+    """Returns the triple that ``--stack`` names.
+
+    Raises:
+        ValueError: no triple has that name.
+
+    Example:
+        >>> triple_by_name("2.15")
+        Traceback (most recent call last):
+        ValueError: --stack 2.15: there is no fbgemm for torch 2.15; choose 2.14 (fbgemm 1.9.0) or 2.13 (fbgemm 1.8.0)
+    """
+    for triple in TRIPLES:
+        if triple.name == name:
+            return triple
+    choices = " or ".join(f"{triple.name} (fbgemm {triple.fbgemm})" for triple in TRIPLES)
+    raise ValueError(f"--stack {name}: there is no fbgemm for torch {name}; choose {choices}")
+
+
+def installed_triple(current: Installed) -> Triple | None:
+    """Returns the triple to which most of the installed versions belong, torch's if in doubt; None if none does."""
+    best = max(TRIPLES, key=lambda triple: _agreement(current, triple))
+    return best if any(_agreement(current, best)) else None
+
+
+def _agreement(current: Installed, triple: Triple) -> tuple[int, bool]:
+    """Returns how many of the three have the triple's minor version, and whether torch has."""
+    expected = {"torch": triple.torch, "torchrec": triple.torchrec}
+    expected |= dict.fromkeys(FBGEMM_NAME.values(), triple.fbgemm)
+    equal = {name for name, version in expected.items() if _minor(current.versions.get(name, "")) == _minor(version)}
+    return len(equal), "torch" in equal
+
+
+def _minor(version: str) -> str:
+    """Returns the major and minor version; empty if there is none.
+
+    Example:
+        >>> _minor("2.13.0+cpu"), _minor("2.15.0a0+git1"), _minor("unreadable metadata")
+        ('2.13', '2.15', '')
+    """
+    match = re.match(r"\d+\.\d+", version)
+    return match[0] if match else ""
+
+
+def newer_torch(current: Installed) -> str | None:
+    """Returns the installed version of torch if it is newer than every triple's: no fbgemm is known for it."""
+    version = current.versions.get("torch", "")
+    return version if _numbers(_minor(version)) > _numbers(TRIPLES[0].name) else None
+
+
+def _numbers(minor: str) -> list[int]:
+    return [int(digits) for digits in re.findall(r"\d+", minor)]
 
 
 def installed() -> Installed:
@@ -150,33 +230,60 @@ def machine_variant() -> Variant:
     return "cuda" if gpu_nodes() else "cpu"
 
 
-def problems(current: Installed, variant: Variant, python: str = "python") -> tuple[Problem, ...]:
-    """Compares what is installed with the triple, in the order in which to repair it; empty when healthy.
+def problems(
+    current: Installed, variant: Variant, python: str = "python", named: Triple | None = None
+) -> tuple[Problem, ...]:
+    """Compares what is installed with a triple, in the order in which to repair it; empty when healthy.
 
     Args:
         current: the environment's metadata, see `installed`.
         variant: the expected builds, see `wanted_variant`.
         python: name of the interpreter in the repair lines.
+        named: the expected triple; by default the installed one, or the newest if none is.
     """
-    torch, fbgemm, *rest = requirements(variant)
-    candidates = [_torch_problem(current, torch, variant, python), _fbgemm_problem(current, fbgemm, variant, python)]
-    for need in rest:
-        # Installed before torch, these would pull the registry's torch: gigabytes of CUDA packages.
-        by_doctor = candidates[0] is not None and need.name in NEEDS_THAT_PULL_TORCH
-        candidates.append(_plain_problem(current, need, python, by_doctor=by_doctor))
+    triple = named or installed_triple(current)
+    by_doctor = doctor_line(python, _stack_to_name(current, named))
+    torch, fbgemm, *rest = requirements(variant, triple or TRIPLES[0])
+    candidates = [_torch_problem(current, torch, variant, by_doctor), _fbgemm_problem(current, fbgemm, variant, python)]
+    candidates += [_plain_problem(current, need, python) for need in rest]
+    # Installed before torch, some would pull the registry's torch: gigabytes of CUDA packages. And if no triple is
+    # chosen yet, the doctor chooses one that this machine can have.
+    left_to_doctor = set(NEEDS_THAT_PULL_TORCH) if triple else {fbgemm.name, "torchrec", *NEEDS_THAT_PULL_TORCH}
+    if candidates[0] is not None:
+        candidates = [
+            replace(problem, repair=by_doctor) if problem and problem.what in left_to_doctor else problem
+            for problem in candidates
+        ]
     return tuple(problem for problem in candidates if problem)
 
 
-def _torch_problem(current: Installed, torch: Requirement, variant: Variant, python: str) -> Problem | None:
+def _stack_to_name(current: Installed, named: Triple | None) -> Triple | None:
+    """Returns the triple that a repair must name: the one asked for, or any in place of a torch that has no fbgemm."""
+    if named or not newer_torch(current):
+        return named
+    return installed_triple(current) or TRIPLES[0]
+
+
+def torch_fits(current: Installed, variant: Variant) -> bool:
+    """Whether the installed build of torch works with this variant's build of fbgemm.
+
+    The CUDA build of torch runs on a CPU too, next to fbgemm's CPU build. It is no fault unless the CPU was asked for:
+    on a machine with a GPU such a torch would put the tables there.
+    """
+    if current.torch_build == variant:
+        return True
+    beside_cuda = FBGEMM_NAME["cuda"] in current.versions
+    return current.torch_build == "cuda" and not beside_cuda and asked_variant() is None
+
+
+def _torch_problem(current: Installed, torch: Requirement, variant: Variant, by_doctor: str) -> Problem | None:
     version = current.versions.get("torch")
-    if version and version.partition("+")[0] == torch.version and current.torch_build == variant:
+    if version and version.partition("+")[0] == torch.version and torch_fits(current, variant):
         return None
     here = f"{version} ({_BUILD[current.torch_build]})" if version and current.torch_build else version or "nothing"
     # Never a plain `pip install torch`: on a CPU machine it takes the CUDA build, and beside a CPU build it does
     # nothing.
-    return Problem(
-        what="torch", found=here, expected=f"{torch.version} ({_BUILD[variant]})", repair=doctor_line(python)
-    )
+    return Problem(what="torch", found=here, expected=f"{torch.version} ({_BUILD[variant]})", repair=by_doctor)
 
 
 def _fbgemm_problem(current: Installed, fbgemm: Requirement, variant: Variant, python: str) -> Problem | None:
@@ -190,22 +297,22 @@ def _fbgemm_problem(current: Installed, fbgemm: Requirement, variant: Variant, p
     return Problem(what=fbgemm.name, found=here, expected=f"{fbgemm.version} alone", repair=repair)
 
 
-def _plain_problem(current: Installed, need: Requirement, python: str, *, by_doctor: bool = False) -> Problem | None:
+def _plain_problem(current: Installed, need: Requirement, python: str) -> Problem | None:
     version = current.versions.get(need.name)
     if version and version != UNREADABLE and need.version in (None, version.partition("+")[0]):
         return None
     no_deps = "--no-deps " if need.name == "torchrec" else ""
     force = "--force-reinstall " if version == UNREADABLE else ""
     repair = f"{python} -m pip install {force}{no_deps}{need.pin}"
-    if by_doctor:
-        repair = doctor_line(python)
     return Problem(what=need.name, found=version or "nothing", expected=need.version or "any version", repair=repair)
 
 
-def doctor_line(python: str) -> str:
+def doctor_line(python: str, named: Triple | None = None) -> str:
     """Returns the command that repairs everything, in an order and from sources that work."""
     asked = asked_variant()
-    return (f"TORCHREC_EXT_VARIANT={asked} " if asked else "") + f"{python} -m torchrec_ext.doctor --install"
+    variable = f"TORCHREC_EXT_VARIANT={asked} " if asked else ""
+    flag = f" --stack {named.name}" if named else ""
+    return f"{variable}{python} -m torchrec_ext.doctor --install{flag}"
 
 
 def interpreter() -> str:
@@ -227,14 +334,15 @@ def require() -> None:
     current = installed()
     variant = wanted_variant(current, machine_variant())
     if wrong := problems(current, variant, interpreter()):
-        raise ImportError(message(wrong, variant, interpreter()))
+        triple = installed_triple(current) or TRIPLES[0]
+        pins = [need.pin for need in requirements(variant, triple)[:3]]
+        raise ImportError(message(wrong, pins, doctor_line(interpreter(), _stack_to_name(current, None))))
 
 
-def message(wrong: tuple[Problem, ...], variant: Variant, python: str) -> str:
+def message(wrong: tuple[Problem, ...], pins: list[str], by_doctor: str) -> str:
     """Returns the message of `require`: every mismatch with its repair, and the one command that repairs them all."""
-    triple = ", ".join(need.pin for need in requirements(variant)[:3])
-    lines = [f"torchrec_ext needs {triple}, built for each other; this environment differs:"]
+    lines = [f"torchrec_ext needs {', '.join(pins)}, built for each other; this environment differs:"]
     lines += [f"  {problem}" for problem in wrong]
-    lines += [f"  all at once: {doctor_line(python)}"]
+    lines += [f"  all at once: {by_doctor}"]
     lines += ["  a stack you built yourself: TORCHREC_EXT_UNCHECKED=1 skips this check"]
     return "\n".join(lines)
