@@ -1,11 +1,13 @@
 # The package as an image, for the CPU:  docker build --tag my_image:1 .
 # For NVIDIA GPUs:                       docker build --tag my_image:1 --build-arg VARIANT=cuda .
+# For another torch, as `doctor --help` lists them: --build-arg STACK=2.14
 # pip and uv look for packages where they always do; name another place by --build-arg PIP_INDEX_URL=...,
 # PIP_EXTRA_INDEX_URL=... or PIP_FIND_LINKS=...
 ARG BASE=python:3.12-slim-bookworm
 
 FROM ${BASE} AS build
 ARG VARIANT=cpu
+ARG STACK
 ARG EXTRAS=data,report,retrieval,serve
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
@@ -18,7 +20,7 @@ RUN python3 -m venv /opt/venv
 COPY torchrec_ext/__init__.py torchrec_ext/__init__.pyi torchrec_ext/exports.py torchrec_ext/
 COPY torchrec_ext/doctor.py torchrec_ext/probe.py torchrec_ext/stack.py torchrec_ext/
 RUN if [ "${VARIANT}" = cuda ]; then check=--no-import; else check=--import; fi \
-    && /opt/venv/bin/python -m torchrec_ext.doctor --install "${check}"
+    && /opt/venv/bin/python -m torchrec_ext.doctor --install ${STACK:+--stack "${STACK}"} "${check}"
 COPY pyproject.toml README.md LICENSE ./
 COPY components components
 COPY torchx_apps torchx_apps

@@ -1,9 +1,11 @@
 # Everything a newcomer needs is `make demo`: it makes .venv, installs the triple that fits this machine, and trains.
 # PYTHON=python3.12 picks another interpreter, PYTEST_ARGS="-k schema" picks tests, DEMO_ARGS="--set train.epochs=2" changes the demo,
-# BENCH_ARGS="--only loader" the benchmarks.
+# BENCH_ARGS="--only loader" the benchmarks. STACK=2.14 takes that torch, in an environment of its own, .venv-2.14.
 
 PYTHON ?= python3
-VENV := .venv
+# The triple by its torch, as `doctor --stack` takes it. Empty: the doctor chooses one that fits this machine.
+STACK ?=
+VENV := .venv$(addprefix -,$(STACK))
 BIN := $(VENV)/bin
 # `spark` is not among them: PySpark takes 468 MB on disk and needs Java.
 EXTRAS ?= dev,report,data,serve
@@ -70,5 +72,5 @@ $(STAMP): pyproject.toml torchrec_ext/stack.py
 		echo "set-up: $(PYTHON) cannot make environments: apt install python3-venv, or make demo PYTHON=/path/to/python3"; exit 1; }
 	@test -f $(STAMP) || $(PYTHON) -m venv --clear $(VENV)
 	@rm -f $(STAMP)
-	@$(BIN)/python -m torchrec_ext.doctor --install --editable '.[$(EXTRAS)]'
+	@$(BIN)/python -m torchrec_ext.doctor --install $(addprefix --stack ,$(STACK)) --editable '.[$(EXTRAS)]'
 	@printf '%s\n' '$(CURDIR)' > $(STAMP)
