@@ -30,6 +30,7 @@ document.getElementById("page").onload = (event) => {{
     overflow: inside.documentElement.scrollWidth - {width}, text: inside.body.innerText, bars,
     outside: [...inside.querySelectorAll("main *")].filter((each) => !each.closest("pre, .table, defs"))
       .filter((each) => box(each).right > {width} + 1).length,
+    cut_tables: [...inside.querySelectorAll(".table")].filter((each) => each.scrollWidth > each.clientWidth + 1).length,
     pictures: [...inside.querySelectorAll("svg")].filter((each) => box(each).width > 50 && box(each).height > 5).length,
     ground: getComputedStyle(inside.body).backgroundColor}});
 }};
@@ -45,6 +46,7 @@ class Shown:
         overflow: pixels that the page is wider than the screen.
         outside: number of elements that reach beyond it.
         pictures: number of pictures with an area.
+        cut_tables: number of tables that must be scrolled to be read.
         bars: each bar's row, name and width in pixels.
         ground: colour behind the page.
     """
@@ -53,6 +55,7 @@ class Shown:
     overflow: int
     outside: int
     pictures: int
+    cut_tables: int
     bars: list[dict[str, Any]]
     ground: str
 

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 TOKEN = "TORCHREC_EXT_TOKEN"
 _SHOWN = 12
-_LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -116,8 +115,10 @@ def _hosts(given: str | None, listening: str) -> tuple[str, ...]:
     """Returns the given hosts; else this machine's names on a loopback address, against DNS rebinding, or *."""
     if given is not None:
         return tuple(name.strip() for name in given.split(","))
+    from torchrec_ext.retrieval.server.settings import LOOPBACK
+
     loopback = listening == "localhost" or _is_loopback(listening)
-    return tuple(dict.fromkeys((*_LOCAL, listening))) if loopback else ("*",)
+    return tuple(dict.fromkeys((*LOOPBACK, listening))) if loopback else ("*",)
 
 
 def node_name(host: str) -> str:

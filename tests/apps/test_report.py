@@ -23,10 +23,10 @@ CONSTANT = {"auc": 0.5, "log_loss": 0.042}
 
 class Folder:
     def __init__(self, path: Path) -> None:
-        self._path, self.facts = path, RunFacts()
+        self.path, self.facts = path, RunFacts()
 
     def write(self, name: str, text: str) -> None:
-        (self._path / name).write_text(text)
+        (self.path / name).write_text(text)
 
 
 def finished(path: Path, figures: dict[str, float]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -117,6 +118,16 @@ def bundle_figures(manifest: Manifest) -> dict[str, Any]:
     return figures | ({"overlap": float(rounded["overlap"])} if rounded else {})
 
 
+def first_user(bundle: Path) -> int | str:
+    """Returns the id of a bundle's first known user."""
+    from torchrec_ext.retrieval.bundle.bundle import Bundle
+
+    users = Bundle.load(bundle, verify=False).users
+    assert users is not None, "the manifest counts users"
+    user: int | str = users.ids.ids([0]).tolist()[0]
+    return user
+
+
 def describe_bundle(manifest: Manifest, out: Path) -> str:
     """Describes a bundle in a line, with its warning before it and the command that serves it after it."""
     items, users = manifest.content["coverage"]["items"], manifest.content["users"]
@@ -138,5 +149,6 @@ def describe_bundle(manifest: Manifest, out: Path) -> str:
             else []
         ),
         f"serve it: {program('torchx')} run rec.serve.http --bundle {out}",
+        *([f"then open http://127.0.0.1:8000/#user={quote(str(first_user(out)))}"] if users else []),
     ]
     return "\n".join(lines)

@@ -187,7 +187,21 @@ def finish_training(
         memory=memory,
         outside=trained.outside,
         test={"this model": figures, task.baseline_name: baseline, **beside.figures},
+        commands=next_commands(folder.path, trained.diagnosis),
     )
+
+
+def next_commands(run: Path, diagnosis: Sequence[str]) -> dict[str, str]:
+    """Returns commands that a reader of a run may want next, by what they do."""
+    torchx = program("torchx")
+    bundle = run / "bundle"
+    serve = f"{torchx} run rec.serve.http --bundle {bundle}"
+    export = f"{torchx} run rec.serve.export --run {run} --out {bundle}"
+    commands = {"Serve it:": serve} if bundle.exists() else {"Export it for serving:": export}
+    commands["Look at the events:"] = f"{program('tensorboard')} --logdir {run}"
+    if diagnosis:
+        commands["Find out why it is slow:"] = shlex.join(diagnosis)
+    return commands
 
 
 def say_end(folder: Path, picture: Path) -> None:

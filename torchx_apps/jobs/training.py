@@ -46,6 +46,7 @@ from torchrec_ext.train.guards.watchdog import Watchdog
 from torchrec_ext.train.loop import train
 from torchrec_ext.train.metrics import EvaluationWatch, watching
 from torchrec_ext.train.report.progress import RunFolder
+from torchx_apps.cli.command_line import most_used_keys
 from torchx_apps.cli.errors import end_process
 from torchx_apps.jobs import report
 from torchx_apps.jobs.placing import merge_lookups, place_towers, report_steps
@@ -146,6 +147,7 @@ def run_training(
                 folder.facts,
                 title=f"{job.name} on {task.name}",
                 plan=placed_bytes(plan, model, job.sync.table_ranks(runtime.world_size)),
+                settings={key.path: key.value for key in most_used_keys(job, 20)},
             )
         parallel, optimizer = shard_job(job, model, plan, runtime)
         if not run.checkpoint:

@@ -159,6 +159,16 @@ def test_a_folder_whose_file_system_has_no_locks_is_downloaded_to(home: Path, mo
 
 
 @pytest.mark.unit
+def test_a_licence_is_shown_for_what_is_downloaded_alone(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = publish(home / "published.zip")
+    gone = Download(url=f"{source.url}.gone", size=1, sha256="0")
+    assert fetch(gone, home / "kept" / "ml-100k.zip", licence="research only", progress=True)
+    assert "research only" not in capsys.readouterr().err
+    assert fetch(source, home / "kept" / "ml-100k.zip", licence="research only", progress=True) is None
+    assert "research only" in capsys.readouterr().err
+
+
+@pytest.mark.unit
 def test_another_file_than_the_published_one_is_refused_and_not_kept(home: Path) -> None:
     source = publish(home / "published.zip")
     other = Download(url=source.url, size=source.size, sha256="0" * 64)

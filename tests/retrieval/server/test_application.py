@@ -391,6 +391,13 @@ def test_a_token_is_asked_of_callers_and_not_of_probes(bundle: Bundle) -> None:
         ServerConfig(bundle=running.queued.settings.bundle, token=" ")
 
 
+def test_ids_of_users_are_offered_to_callers_on_this_machine(bundle: Bundle) -> None:
+    with running_server(bundle, allowed_hosts=("localhost", "127.0.0.1", "::1")) as running:
+        assert running.client().get("/v1/bundle").json["sample_users"][:2] == [1, 2]
+    with running_server(bundle, allowed_hosts=("127.0.0.1", "shop.example.com")) as running:
+        assert running.client().get("/v1/bundle").json["sample_users"] == []
+
+
 def test_ids_of_users_are_not_told_without_a_token(running: Running) -> None:
     served = running.client().get("/v1/bundle").json
     assert (served["users"] > 0, served["user_kind"], served["sample_users"]) == (True, "int64", [])

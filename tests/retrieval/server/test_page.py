@@ -78,6 +78,26 @@ def test_an_unknown_user_is_said_and_a_wrong_id_is_an_error_in_words(running: Ru
     assert "anna" in status[1]
 
 
+def status_of(dom: str) -> str:
+    line = re.search(r'<p id="status"[^>]*>.*?</p>', dom)
+    assert line
+    return line[0]
+
+
+def test_the_page_opens_on_a_recommendation_on_this_machine(bundle: Bundle, tmp_path: Path) -> None:
+    with running_server(bundle, allowed_hosts=("localhost", "127.0.0.1", "::1")) as running:
+        dom = shown(running, "/", tmp_path)
+    assert "10 recommendations." in status_of(dom)
+    assert len(texts(dom, "score")) == 10
+
+
+def test_the_page_asks_for_a_user_where_it_may_offer_none(running: Running, tmp_path: Path) -> None:
+    dom = shown(running, "/", tmp_path)
+    assert "Type the id of a user, then press Recommend." in status_of(dom)
+    assert "error" not in status_of(dom)
+    assert re.search(r'<div class="columns" id="answer" hidden="">', dom), "no empty cards"
+
+
 def test_a_token_is_asked_for(bundle: Bundle, tmp_path: Path) -> None:
     with running_server(bundle, token="a token of this test") as running:
         dom = shown(running, "/", tmp_path)

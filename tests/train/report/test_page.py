@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.browser import DESK, PHONE, colours, needs_chromium, shown
 from torchrec_ext.train.report.page import Bar, Curve, Lane, card, chart, gains, lanes, page, stacked
-from torchrec_ext.train.report.progress import RunFacts, rank_shares, run_page, time_shares
+from torchrec_ext.train.report.progress import RunFacts, best_evaluation, conclusion, rank_shares, run_page, time_shares
 
 pytestmark = pytest.mark.unit
 
@@ -116,3 +116,33 @@ def test_a_page_is_light_or_dark_as_the_screen_asks(tmp_path: Path) -> None:
     assert light["#1f5fd0"] > 500, "the bars"
     assert dark["#82adff"] > 500
     assert shown(text, tmp_path, width=DESK).overflow == shown(text, tmp_path, width=PHONE).overflow == 0
+
+
+def test_a_run_begins_with_its_conclusion_then_the_test_table_settings_and_commands() -> None:
+    facts = RunFacts(
+        test={"this model": {"hr@10": 0.2495}, "popularity": {"hr@10": 0.048}, "ease": {"hr@10": 0.259}},
+        settings={"train.epochs": "4"},
+        commands={"Serve it:": "torchx run rec.serve.http"},
+    )
+    records = [record(10, (0.1, 0.1)), {"kind": "eval", "epoch": 4, "step": 10, "hr@10": 0.26}]
+    text = run_page(records, facts, {})
+    conclusion = "hr@10 0.2495: 5.2x popularity 0.0480, below ease 0.2590; best at epoch 4"
+    places = [text.index(part) for part in (conclusion, "Test rows", "Settings", "Next", "<h2>Loss")]
+    assert places == sorted(places)
+
+
+def test_the_best_evaluation_of_a_figure_that_falls_is_the_lowest() -> None:
+    losses = [0.5, 0.4, 0.45]
+    records = [{"kind": "eval", "epoch": i, "step": i, "log_loss": loss} for i, loss in enumerate(losses, 1)]
+    best = best_evaluation(records)
+    assert best is not None
+    assert best["epoch"] == 2
+    facts = {"this model": {"log_loss": 0.4}, "the same for all": {"log_loss": 0.6}}
+    assert conclusion(records, facts) == "log_loss 0.4000: better than the same for all 0.6000; best at epoch 2"
+
+
+@needs_chromium
+def test_a_wide_test_table_is_whole_on_a_desk(tmp_path: Path) -> None:
+    names = ["this model", "popularity", "ease", "als", "another baseline"]
+    text = run_page([], RunFacts(test={name: {"hr@10": 0.1, "ndcg@10": 0.1} for name in names}), {})
+    assert shown(text, tmp_path, width=1280).cut_tables == 0

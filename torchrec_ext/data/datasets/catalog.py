@@ -68,11 +68,9 @@ def fetch(source: Download, target: Path, *, licence: str, progress: bool) -> st
         with _locked(target.parent / ".lock"):
             if target.exists():
                 return None
-            if progress:
-                print(licence, file=sys.stderr)
             with tempfile.TemporaryDirectory(dir=target.parent) as folder:
                 unfinished = Path(folder) / target.name
-                _copy(source, unfinished, progress)
+                _copy(source, unfinished, licence if progress else None)
                 verify(unfinished, source)
                 unfinished.replace(target)
     except OSError as error:  # urllib's errors are OSErrors too
@@ -90,12 +88,14 @@ def verify(path: Path, source: Download) -> None:
         )
 
 
-def _copy(source: Download, target: Path, progress: bool) -> None:
+def _copy(source: Download, target: Path, licence: str | None) -> None:
     with (
         urllib.request.urlopen(source.url, timeout=20) as stream,
         target.open("wb") as out,
-        tqdm(total=source.size, unit="B", unit_scale=True, desc=target.name, disable=not progress) as bar,
+        tqdm(total=source.size, unit="B", unit_scale=True, desc=target.name, disable=licence is None) as bar,
     ):
+        if licence is not None:
+            bar.write(licence, file=sys.stderr)  # only now: without a connection there is nothing to licence
         while block := stream.read(1 << 16):
             out.write(block)
             bar.update(len(block))

@@ -74,10 +74,10 @@ class _Endpoints:
         return handle
 
     async def bundle(self, request: HttpRequest) -> Response:
-        """Describes the live bundle for people and the page; ids of users only where a token is asked for."""
+        """Describes the live bundle for people and the page; with ids of users only if no stranger can ask."""
         bundle, users = self._queued.scorer.bundle, self._queued.scorer.bundle.users
         sample = []
-        if users is not None and self._queued.settings.token is not None:
+        if users is not None and self._queued.settings.is_private:
             sample = users.ids.ids(range(min(_SAMPLE, len(users.ids)))).tolist()
         return json_response(
             {

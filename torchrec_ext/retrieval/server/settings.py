@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+# Names under which a service that listens on a loopback address is called.
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
@@ -103,6 +106,11 @@ class ServerConfig:
     hang_s: float = 30.0
     start_s: float = 600.0
     log_requests: bool = True
+
+    @property
+    def is_private(self) -> bool:
+        """Whether callers bear a token, or must be on this machine: only loopback names are allowed hosts."""
+        return self.token is not None or set(self.allowed_hosts) <= set(LOOPBACK)
 
     def __post_init__(self) -> None:
         least = {

@@ -30,6 +30,7 @@ h2 { margin: 0 0 .6rem; font-size: 1.08rem; line-height: 1.3; }
 p { margin: .2rem 0 .6rem; }
 .muted, .name, .value, figcaption { color: var(--muted); }
 .warning { color: var(--bad); }
+.conclusion { font-size: 1.15rem; font-weight: 600; }
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 22rem), 1fr)); gap: 1rem;
   margin-top: 1rem;
   grid-auto-flow: dense; }
@@ -55,6 +56,7 @@ svg { display: block; width: 100%; }
 pre { overflow-x: auto; margin: .3rem 0 .6rem; font-size: .82rem; background: var(--ground); padding: .6rem .8rem;
   border-radius: .5rem;
   overflow-wrap: normal; }
+.command { white-space: pre-wrap; }
 .table { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: .9rem; font-variant-numeric: tabular-nums; }
 th, td { overflow-wrap: break-word; text-align: left; vertical-align: top; padding: .3rem .8rem .3rem 0;

@@ -11,7 +11,8 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -248,7 +249,10 @@ class RunFacts:
         plan: tables, each with its name and the bytes that each rank holds, by rank.
         memory: peak memory of each rank in MiB.
         outside: share of the run's time in evaluations, saves and what else is no step; None where unknown.
-        test: figures on the test rows by name, beside those of baselines, by the baseline's name.
+        test: figures on the test rows by name: the model's first, then the baseline's and those of further baselines,
+            by the name of each.
+        settings: the most used settings of the run.
+        commands: commands that a reader may run next, by what they do.
     """
 
     title: str = "a run"
@@ -257,6 +261,8 @@ class RunFacts:
     memory: Sequence[float] = ()
     outside: float | None = None
     test: Mapping[str, Mapping[str, float]] | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
+    commands: Mapping[str, str] = field(default_factory=dict)
 
 
 class RunFolderError(ValueError):
@@ -325,19 +331,93 @@ class RunFolder:
         self._metrics.close()
         self._events.close()
         picture = self.path / "training.png"
-        draw_training(self.records, picture, baselines or {}, baseline_name)
+        draw_training(self.records, picture, baselines or {}, baseline_name, conclusion(self.records, self.facts.test))
         self.write(REPORT, run_page(self.records, self.facts, baselines or {}, baseline_name))
         return picture
 
 
+def conclusion(records: Sequence[Record], test: Mapping[str, Mapping[str, float]] | None) -> str:
+    """Says in a line how good the model is by its main figure, against each baseline, and which epoch was best.
+
+    Args:
+        records: records of the run.
+        test: figures on the test rows, as of :class:`RunFacts`.
+
+    Example:
+        >>> test = {"this model": {"hr@10": 0.2495}, "popularity": {"hr@10": 0.048}, "ease": {"hr@10": 0.259}}
+        >>> conclusion([{"kind": "eval", "epoch": 4, "step": 40, "hr@10": 0.3}], test)
+        'hr@10 0.2495: 5.2x popularity 0.0480, below ease 0.2590; best at epoch 4'
+    """
+    parts = []
+    if test:
+        figures, *others = test.values()
+        name = main_figure(figures)
+        comparisons = [
+            _compared(name, figures[name], baseline[name], of)
+            for of, baseline in zip(list(test)[1:], others, strict=True)
+            if name in baseline
+        ]
+        parts.append(f"{name} {figures[name]:.4f}{': ' if comparisons else ''}{', '.join(comparisons)}")
+    best = best_evaluation(records)
+    if best is not None:
+        parts.append(f"best at epoch {best['epoch']}")
+    return "; ".join(parts)
+
+
+def main_figure(figures: Mapping[str, float]) -> str:
+    """Returns the name of the figure that a conclusion is about: of a ranking, else the area under the curve.
+
+    Example:
+        >>> main_figure({"auc": 0.9, "hr@10": 0.2}), main_figure({"log_loss": 0.3, "auc": 0.9})
+        ('hr@10', 'auc')
+    """
+    rankings = [name for name in figures if "@" in name]
+    return (rankings or [name for name in figures if name == "auc"] or list(figures))[0]
+
+
+def best_evaluation(records: Sequence[Record]) -> Record | None:
+    """Returns the evaluation with the best main figure, the first of equal ones; None without evaluations."""
+    evaluations = [record for record in records if record["kind"] == "eval"]
+    last = evaluations[-1] if evaluations else {}
+    figures = {name: value for name, value in last.items() if isinstance(value, float)}
+    if not figures:
+        return None
+    name = main_figure(figures)
+    sign = -1 if _falls(name) else 1
+    return max((record for record in evaluations if name in record), key=lambda record: sign * record[name])
+
+
+def _compared(name: str, value: float, other: float, of: str) -> str:
+    if value == other:
+        relation = "equal to"
+    elif "@" in name and 0 < 2 * other <= value:
+        relation = f"{value / other:.1f}x"
+    elif _falls(name):
+        relation = "better than" if value < other else "worse than"
+    else:
+        relation = "above" if value > other else "below"
+    return f"{relation} {of} {other:.4f}"
+
+
+def _falls(name: str) -> bool:
+    """Whether a figure is better when it is lower."""
+    return name.endswith(("loss", "rmse"))
+
+
 def draw_training(
-    records: list[Record], path: Path, baselines: Mapping[str, float], baseline_name: str = "popularity"
+    records: list[Record],
+    path: Path,
+    baselines: Mapping[str, float],
+    baseline_name: str = "popularity",
+    title: str = "",
 ) -> None:
-    """Draws the loss over steps, and beside it one panel per evaluated figure."""
+    """Draws the loss over steps, and beside it one panel per evaluated figure, with a line at the best epoch."""
     train = [record for record in records if record["kind"] == "train"]
     evaluations = [record for record in records if record["kind"] == "eval"]
     names = [name for name, value in (evaluations[-1] if evaluations else {}).items() if isinstance(value, float)]
     figure, axes = figure_with_panels(1 + len(names), (4.2 * (1 + len(names)), 3.4))
+    figure.suptitle(title)
+    best = best_evaluation(records)
     axes[0].plot([record["step"] for record in train], [record["loss"] for record in train], color=BLUE)
     axes[0].set(title="training loss", xlabel="step")
     for axis, name in zip(axes[1:], names, strict=True):
@@ -346,7 +426,9 @@ def draw_training(
         )
         if name in baselines:
             axis.axhline(baselines[name], linestyle="--", color=RED, label=baseline_name)
-            axis.legend(frameon=False)
+        if best is not None:
+            axis.axvline(best["step"], linestyle=":", color="gray", label=f"best: epoch {best['epoch']}")
+        axis.legend(frameon=False)
         axis.set(title=f"{name}, validation", xlabel="step")
     save_figure(figure, path)
 
@@ -365,13 +447,16 @@ def run_page(
     train = [record for record in records if record["kind"] == "train"]
     evaluations = [record for record in records if record["kind"] == "eval"]
     errors = [record["message"] for record in records if record["kind"] in ("error", "stop", "restore")]
-    summary = "".join(paragraph(note, "warning") for note in (*facts.notes, *errors))
+    summary = paragraph(conclusion(records, facts.test), "conclusion")
+    summary += "".join(paragraph(note, "warning") for note in (*facts.notes, *errors))
     last = max((record["step"] for record in records), default=0)
     summary += paragraph(f"{last:,} steps, {sum(record['rows'] for record in train):,} rows trained", "muted")
     cards = [
+        *([card("Test rows", _test_table(facts.test), wide=True)] if facts.test else []),
+        *([card("Settings", text_table(["setting", "value"], facts.settings.items()))] if facts.settings else []),
+        *([card("Next", _command_list(facts.commands))] if facts.commands else []),
         card("Loss", chart([Curve("", [(r["step"], r["loss"]) for r in train])], x="step", caption="training loss")),
         *_figure_cards(evaluations, baselines, baseline_name),
-        *([card("Test rows", _test_table(facts.test))] if facts.test else []),
         *([card("Shares of time", _time_picture(train, facts))] if train else []),
         *([card("Plan", _plan_picture(facts.plan))] if facts.plan else []),
         *([card("Memory", _memory_picture(facts.memory))] if facts.memory else []),
@@ -387,6 +472,12 @@ def _figure_cards(evaluations: Sequence[Record], baselines: Mapping[str, float],
             ends = evaluations[0]["step"], evaluations[-1]["step"]
             curves.append(Curve(baseline_name, [(step, baselines[name]) for step in dict.fromkeys(ends)], dashed=True))
         yield card(name, chart(curves, x="step", caption=f"{name} on the validation rows"))
+
+
+def _command_list(commands: Mapping[str, str]) -> str:
+    return "".join(
+        f"{paragraph(purpose)}<pre class=command>{escape(command)}</pre>" for purpose, command in commands.items()
+    )
 
 
 def _test_table(test: Mapping[str, Mapping[str, float]]) -> str:

@@ -88,6 +88,7 @@ function fill(list, empty, lines) {
 }
 
 function showAnswer(found, ms) {
+  at("answer").hidden = false;
   const [best, worst] = [Math.max(...found.scores), Math.min(...found.scores)];
   const share = (score) => best > worst ? 0.15 + 0.85 * (score - worst) / (best - worst) : 1;
   const names = found.titles ?? found.items.map((id) => `Item ${id}`);
@@ -112,6 +113,7 @@ async function recommend() {
   at("items").setAttribute("aria-busy", "true");
   const waiting = setTimeout(() => {
     say("Asking …");
+    at("answer").hidden = false;
     for (const list of [at("items"), at("liked")]) {
       list.classList.add("waiting");
       list.replaceChildren(...Array.from({ length: 5 }, () => element("li")));
@@ -121,9 +123,11 @@ async function recommend() {
     if (!served) showBundle(await ask("/v1/bundle"));
     if (!served.user_key) throw new Error("This bundle knows no users; send their features to /v1/recommend, as /docs says.");
     if (!at("user").value && served.sample_users.length) at("user").value = String(served.sample_users[0]);
-    if (!at("user").value) {  // ids are offered to those alone who bear a token
+    if (!at("user").value) {  // ids of users are offered on loopback, and to those who bear a token
+      clearTimeout(waiting);
       at("user").focus();
-      throw new Error("Type the id of a user, then press Recommend.");
+      say("Type the id of a user, then press Recommend.");
+      return;
     }
     const body = { user: { [served.user_key]: userId(at("user").value.trim()) }, k: Number(at("k").value), titles: true, liked: LIKED };
     if (at("category").value) body.categories = [at("category").value];
@@ -133,8 +137,7 @@ async function recommend() {
     showAnswer(found, performance.now() - start);
   } catch (error) {
     clearTimeout(waiting);
-    for (const list of [at("items"), at("liked")]) { list.classList.remove("waiting"); list.replaceChildren(); }
-    at("latency").hidden = at("items-empty").hidden = at("liked-empty").hidden = true;
+    at("answer").hidden = true;
     say(error.message, true);
   } finally {
     at("items").removeAttribute("aria-busy");
