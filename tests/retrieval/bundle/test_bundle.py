@@ -25,7 +25,7 @@ from tests.retrieval.bundles import bundle_of, contents, model_of
 from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchrec_ext.retrieval.bundle.manifest import BundleError, Manifest, file_digests
 from torchrec_ext.retrieval.bundle.request_columns import Columns
-from torchrec_ext.retrieval.bundle.tables import read_table, write_table
+from torchrec_ext.retrieval.bundle.tables import ItemTable, read_table, write_table
 from torchrec_ext.retrieval.exporting.content import Catalogue
 from torchrec_ext.retrieval.exporting.export import export
 from torchrec_ext.retrieval.store.store import EmbeddingStore
@@ -665,9 +665,23 @@ def test_users_are_known_by_id_and_nobody_is_known_by_minus_one(bundle: Bundle) 
 def test_titles_and_categories_are_by_position(bundle: Bundle) -> None:
     assert bundle.items.titles_of([0, 3]) == ["Film 1", "Film 4"]
     assert bundle.items.categories == ["drama", "war"]
-    assert bundle.items.in_category("war").nonzero()[:, 0].tolist() == list(range(1, ITEMS - 1, 2))
-    with pytest.raises(ValueError, match=r"category 'sport': there is none.*drama, war"):
-        bundle.items.in_category("sport")
+    assert bundle.items.in_categories(["war"]).nonzero()[:, 0].tolist() == list(range(1, ITEMS - 1, 2))
+    assert bundle.items.in_categories(["war", "drama"]).all()
+    with pytest.raises(ValueError, match=r"'sport' is not a category of this catalogue; it has drama, war"):
+        bundle.items.in_categories(["sport"])
+
+
+def test_masks_of_categories_are_bounded_by_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many names are asked for, and however many at once."""
+    monkeypatch.setattr("torchrec_ext.retrieval.bundle.tables._MOST_MASK_BYTES", 3_500)
+    names = [f"c{number:03}" for number in range(200)]
+    items = ItemTable(pa.table({"categories": [[names[row % 200]] for row in range(1_000)]}))
+    for _ in range(2):
+        for number, name in enumerate(names):
+            assert items.in_categories([name]).nonzero()[:, 0].tolist() == list(range(number, 1_000, 200))
+        assert items.in_categories(names).all()
+        assert items.in_categories(names[::-1]) is items.in_categories(names)
+    assert items._mask.cache_info().currsize == 3
 
 
 @pytest.mark.parametrize(

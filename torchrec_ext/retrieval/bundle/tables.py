@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ Int64 = NDArray[np.int64]
 _BATCH_ROWS = 65_536
 _FEATURES, _ITEMS = "features.arrow", "items.arrow"
 _POSITIONS = ("seen", "liked")
+_MOST_MASK_BYTES = 2**26  # of the masks of categories that are kept for further requests
+_LISTED = 20  # categories that an error names
 
 
 class UserTable:
@@ -136,7 +139,8 @@ class ItemTable:
         self._categories: Any = None if listed is None else listed.combine_chunks()
         named = [] if self._categories is None else pc.unique(self._categories.flatten()).to_pylist()
         self.categories: list[str] = sorted(named)
-        self._masks: dict[str, Tensor] = {}
+        self._named = frozenset(named)
+        self._mask = lru_cache(max(1, _MOST_MASK_BYTES // max(1, len(table))))(self._in_categories)
 
     def __len__(self) -> int:
         return len(self._table)
@@ -148,25 +152,25 @@ class ItemTable:
         titles = self._table["title"]
         return [str(titles[int(position)].as_py()) for position in positions]
 
-    def in_category(self, name: str) -> Tensor:
-        """Returns (I,) bool, whether an item is in a category.
+    def in_categories(self, names: Sequence[str]) -> Tensor:
+        """Returns (I,) bool, whether an item is in one of some categories.
 
         Raises:
             ValueError: there is no such category.
         """
-        if name not in self.categories:
-            raise ValueError(
-                f"category {name!r}: there is none of that name; the categories are "
-                f"{', '.join(self.categories) or 'none'}"
-            )
-        if name not in self._masks:
-            # A mask is I bytes, and their number is bounded by that of the categories.
-            lists = self._categories
-            mask = np.zeros(len(self), bool)
-            parents = pc.list_parent_indices(lists).to_numpy(zero_copy_only=False)
-            mask[parents[pc.equal(lists.flatten(), name).to_numpy(zero_copy_only=False)]] = True
-            self._masks[name] = torch.from_numpy(mask)
-        return self._masks[name]
+        for name in names:
+            if name not in self._named:
+                listed = ", ".join(self.categories[:_LISTED]) or "none"
+                raise ValueError(f"{name!r} is not a category of this catalogue; it has {listed}")
+        return self._mask(frozenset(names))
+
+    def _in_categories(self, names: frozenset[str]) -> Tensor:
+        lists = self._categories
+        mask = np.zeros(len(self), bool)
+        parents = pc.list_parent_indices(lists).to_numpy(zero_copy_only=False)
+        inside = pc.is_in(lists.flatten(), value_set=pa.array(sorted(names)))
+        mask[parents[inside.to_numpy(zero_copy_only=False)]] = True
+        return torch.from_numpy(mask)
 
 
 def write_table(path: Path, table: pa.Table) -> None:

@@ -292,13 +292,10 @@ def _mask(positions: Tensor, size: int) -> Tensor:
 
 
 def _in_categories(bundle: Bundle, names: Sequence[str]) -> Tensor:
-    known: Sequence[str] = bundle.items.categories
-    for name in names:
-        if name not in known:
-            listed = ", ".join(known[:20]) or "none"
-            raise RequestError("categories", f"{name!r} is not a category of this catalogue; it has {listed}")
-    masks = [bundle.items.in_category(name) for name in names]
-    return torch.stack(masks).any(dim=0) if len(masks) > 1 else masks[0]
+    try:
+        return bundle.items.in_categories(names)
+    except ValueError as error:
+        raise RequestError("categories", str(error)) from None
 
 
 def _left(candidates: Tensor, allowed: Tensor | None, excluded: Tensor, size: int) -> Tensor:
