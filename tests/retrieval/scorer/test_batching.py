@@ -88,6 +88,24 @@ def test_a_batch_that_fails_as_a_whole_tells_all_and_the_next_is_answered() -> N
         batcher.submit(3)
 
 
+def test_a_request_that_fails_its_batch_is_the_only_one_that_fails() -> None:
+    slow = Slow()
+
+    def answer(asked: Sequence[int]) -> Sequence[int]:
+        slow(asked)
+        return [12 // each for each in asked]
+
+    batcher = MicroBatcher(answer)
+    first = batcher.submit(1)
+    assert slow.begun.wait(10)
+    rest = [batcher.submit(number) for number in (2, 0, 3)]
+    slow.let.set()
+    assert [first.result(10), rest[0].result(10), rest[2].result(10)] == [12, 6, 4]
+    with pytest.raises(ZeroDivisionError):
+        rest[1].result(10)
+    batcher.close()
+
+
 @pytest.mark.parametrize(("name", "value"), [("max_batch", 0), ("max_wait_ms", -1), ("capacity", 0)])
 def test_a_number_out_of_range_is_told(name: str, value: int) -> None:
     with pytest.raises(ValueError, match=f"^{name}={value}: must be"):

@@ -276,6 +276,22 @@ def stored(folder: Path, bundle: Bundle, tower: str) -> StoredVectors:
     return StoredVectors(write_store(folder, [(np.array([USER, USER + 1]), vectors)], tower=tower))
 
 
+def test_what_is_wrong_with_one_users_vector_leaves_the_others_alone(dot: SmallBundle, tmp_path: Path) -> None:
+    bundle = dot.bundle
+    vectors = torch.stack([torch.ones(bundle.query_width), 3e38 * bundle.store.rows(torch.tensor([0]))[0].sign()])
+    store = write_store(tmp_path / "users", [(np.array([USER, USER + 1]), vectors)], tower=bundle.query_digest)
+    scorer, users = Scorer(bundle, vectors=[StoredVectors(store)]), [None, USER, USER + 1]
+    for requests in (
+        [ScoreRequest(user={"user_id": user}, items=ALL.tolist()) for user in users],
+        [RecommendRequest(user={"user_id": user}, k=3) for user in users],
+    ):
+        nobody, known, huge = cast(Any, scorer.answer(requests))
+        assert "user_id" in str(nobody)
+        assert (known.cold.vector, known.cold.unknown_user) == ("store", False)
+        assert isinstance(huge, RequestError)
+        assert str(huge) == "user: the scores are beyond float32: the stored vector is; embed the user again"
+
+
 def test_stored_vectors_are_taken_where_no_feature_is_given_and_only_of_the_same_tower(
     made: SmallBundle, tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from torchrec_ext.retrieval.scorer.requests import UnavailableError
 from torchrec_ext.retrieval.scorer.user_vectors import FolderVectors, user_vectors
 from torchrec_ext.retrieval.store.writer import write_store
 
@@ -41,6 +43,14 @@ def test_a_newer_version_is_taken_and_a_damaged_one_left(tmp_path: Path) -> None
     written(folder, 4.0, tower="another")
     time.sleep(0.01)
     assert not vectors.find([7], tower="ours")[1].any()
+
+
+def test_files_that_are_cut_under_the_server_are_unavailable(tmp_path: Path) -> None:
+    vectors = FolderVectors(written(tmp_path / "users", 1.0))
+    for path in (tmp_path / "users").rglob("rows.bin"):
+        os.truncate(path, 4)
+    with pytest.raises(UnavailableError, match="the files of users' vectors in 'users' were changed in place"):
+        vectors.find([7], tower="ours")
 
 
 def test_where_a_server_looks(tmp_path: Path) -> None:

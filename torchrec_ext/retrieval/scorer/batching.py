@@ -131,17 +131,22 @@ class MicroBatcher(Generic[Asked, Answered]):
         while batch := self._next():
             asked, futures = [each.asked for each in batch], [each.answer for each in batch]
             self._begun = time.monotonic()
-            try:
-                answers: Sequence[Answered | Exception] = self._answer(asked)
-                assert len(answers) == len(asked), "one answer each"
-            except Exception as error:
-                answers = [error] * len(asked)
+            answers = self._answered(asked)
             self._begun = None
             for future, answer in zip(futures, answers, strict=True):
                 if isinstance(answer, Exception):
                     future.set_exception(answer)
                 else:
                     future.set_result(answer)
+
+    def _answered(self, asked: Sequence[Asked]) -> Sequence[Answered | Exception]:
+        """Answers a batch; if that fails, one by one, so that each request gets its own error."""
+        try:
+            answers = self._answer(asked)
+            assert len(answers) == len(asked), "one answer each"
+        except Exception as error:
+            return [error] if len(asked) == 1 else [self._answered([each])[0] for each in asked]
+        return answers
 
     def _next(self) -> list[_Waiting[Asked, Answered]]:
         """Waits for the next batch; empty at the end."""

@@ -75,7 +75,7 @@ class ReadyBundle:
     def scores(self, request: ScoreRequest, user: ResolvedUser) -> Scores:
         """Answers a request for scores."""
         positions, unknown = positions_of(self.bundle, "items", request.items)
-        logits = self._logits(user.vector, positions)
+        logits = _finite(self._logits(user.vector, positions), user)
         return Scores(scores=logits.tolist(), cold=user.cold, bundle=self.digest, unknown_items=unknown)
 
     def embed(self, request: EmbedRequest) -> Embedded:
@@ -144,6 +144,7 @@ class ReadyBundle:
         if scores is None or not self._final:
             scores = self._logits(pending.user.vector, positions)
         best = scores.sort(descending=True, stable=True).indices[: request.k]
+        _finite(scores[best], pending.user)
         ranked, given = positions[best].numpy(), pending.selection.given
         if given is None or request.candidates is None:
             items = self._ids(ranked)
@@ -200,6 +201,14 @@ class ReadyBundle:
 
     def _ids(self, positions: Int64) -> list[Id]:
         return self.bundle.store.ids.ids(positions).tolist()  # type: ignore[no-any-return]
+
+
+def _finite(scores: Tensor, user: ResolvedUser) -> Tensor:
+    """Returns scores, which JSON can hold only if they are finite."""
+    if not np.isfinite(scores.numpy()).all():
+        why = "a feature is too large" if user.cold.vector == "live" else "the stored vector is; embed the user again"
+        raise RequestError("user", f"the scores are beyond float32: {why}")
+    return scores
 
 
 def _least_seconds(function: Callable[[], object]) -> float:

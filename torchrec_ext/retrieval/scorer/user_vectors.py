@@ -105,7 +105,12 @@ class FolderVectors:
         """See :meth:`UserVectors.find`."""
         if time.monotonic() >= self._next:
             self._look()
-        return StoredVectors(self._store).find(ids, tower=tower, width=width)
+        try:
+            return StoredVectors(self._store).find(ids, tower=tower, width=width)
+        except StoreError:
+            raise UnavailableError(
+                f"the files of users' vectors in '{self._folder.name}' were changed in place; embed the users again"
+            ) from None
 
     def _look(self) -> None:
         """Opens a newer version; where that is damaged or half removed, the open one stays."""

@@ -118,6 +118,7 @@ class UserLookup:
             index
             for index, request in enumerate(requests)
             if index not in results and request.vector == "auto" and set(request.user) == {self.key}
+            if request.user[self.key] is not None  # type: ignore[index]  # None is no id, and would spoil its neighbours'
         ]
         failed: UnavailableError | None = None
         for store in self._vectors if wanted else ():
