@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from torchrec_ext.retrieval.scorer.scorer import Scorer
 from torchrec_ext.schema import DataError
 from torchx_apps import preprocess
 from torchx_apps.cli.command_line import apply_overrides, load_recipe
+from torchx_apps.jobs import resuming
 from torchx_apps.jobs.resuming import check_ids_stay, meaning_of_ids
 from torchx_apps.jobs.training import run_training
 
@@ -126,6 +128,23 @@ def test_a_run_is_taken_up_only_where_its_ids_stand_for_the_same_values(new: str
         check_ids_stay(tmp_path, grown)
     with nullcontext() if kept else pytest.raises(DataError, match=words):
         check_ids_stay(tmp_path, grown, later=True)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("of", [list, np.array, pa.array, lambda texts: pa.array(texts, pa.large_string())])
+def test_the_digest_of_texts_is_that_of_older_runs_and_minds_where_a_text_ends(
+    of: Callable[[list[str]], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resuming, "_TEXTS_AT_ONCE", 3)
+
+    def digest(*texts: str) -> Any:
+        data = SimpleNamespace(id_values={"shop": of(list(texts))})
+        return meaning_of_ids(SimpleNamespace(data=data))["values"]["shop"]
+
+    for texts in (["a"], ["a", "", "\u00e9", "b", "c", "d", ""]):
+        assert digest(*texts) == [len(texts), hashlib.sha256("\0".join(texts).encode()).hexdigest()]
+    assert digest("a\0b", "c") != digest("a", "b\0c")
+    assert digest("a", "b", "c", "d\0e", "f") != digest("a", "b", "c", "d", "e\0f")
 
 
 @pytest.mark.unit

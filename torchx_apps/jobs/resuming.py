@@ -106,12 +106,29 @@ def _preprocessor_of(data: object) -> str:
     return str(getattr(getattr(data, "prepared", data), "digest", ""))
 
 
+_TEXTS_AT_ONCE = 65_536
+
+
 def _digest_of(values: Any) -> str:
-    """Returns the SHA-256 of values (N,), whole numbers or text, in their order."""
-    held = values.to_numpy(zero_copy_only=False) if isinstance(values, pa.Array) else np.asarray(values)
-    if held.dtype == object or held.dtype.kind == "U":
-        return hashlib.sha256("\0".join(map(str, held.tolist())).encode()).hexdigest()
-    return hashlib.sha256(np.ascontiguousarray(held)).hexdigest()
+    """Returns the SHA-256 of values (N,), whole numbers or text, in their order.
+
+    Texts are joined by NUL. Where a text has a NUL itself, the lengths count too.
+    """
+    array = values if isinstance(values, pa.Array) else np.asarray(values)
+    if isinstance(array, pa.Array) and pa.types.is_primitive(array.type):
+        array = array.to_numpy(zero_copy_only=False)
+    if isinstance(array, np.ndarray) and array.dtype.kind not in "OU":
+        return hashlib.sha256(np.ascontiguousarray(array)).hexdigest()
+    digest, lengths, nul = hashlib.sha256(), hashlib.sha256(), False
+    for start in range(0, len(array), _TEXTS_AT_ONCE):
+        texts = [str(value).encode() for value in array[start : start + _TEXTS_AT_ONCE].tolist()]
+        joined = b"\0".join(texts)
+        digest.update(b"\0" + joined if start else joined)
+        lengths.update(np.array([len(text) for text in texts], dtype="<i8"))
+        nul = nul or joined.count(b"\0") >= len(texts)
+    if nul:
+        digest.update(lengths.digest())
+    return digest.hexdigest()
 
 
 def _launch_of(folder: Path) -> str | None:

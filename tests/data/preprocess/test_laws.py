@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 pytest.importorskip("ibis", reason="needs ibis-framework[duckdb]: pip install 'torchrec-ext[data]'")
@@ -13,7 +14,7 @@ pytest.importorskip("duckdb", reason="needs ibis-framework[duckdb]: pip install 
 
 from tests.data.preprocess_cases import EVERY_STEP, random_rows, same, with_events, write
 from torchrec_ext.data.files.parquet import read_parquet
-from torchrec_ext.data.preprocess import Bucketize, Categorify, History, Preprocessor
+from torchrec_ext.data.preprocess import Bucketize, Categorify, History, Preprocessor, categorical
 from torchrec_ext.data.preprocess.engines import DuckDB
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ibis")
@@ -56,6 +57,27 @@ def test_a_saved_preprocessor_is_the_same(duckdb: DuckDB, tmp_path: Path) -> Non
         fitted.steps,
     )
     same(loaded.online(with_events(rows, rows)), fitted.online(with_events(rows, rows)))
+
+
+def test_texts_of_any_total_length_are_one_vocabulary(
+    duckdb: DuckDB, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than 2 GiB of texts need offsets of 64 bits; here the limit is lowered."""
+    rows = random_rows(300, seed=4)
+    log = write(rows, tmp_path / "log.parquet")
+    steps = Preprocessor([Categorify(column="city")])
+    expected = steps.fit(log, engine=duckdb)
+    monkeypatch.setattr(categorical, "_MOST", 3)
+    made = steps.fit(log, engine=duckdb)
+    assert made.states[0].values.type == pa.large_string()
+    made.save(tmp_path / "made")
+    loaded = type(made).load(tmp_path / "made")
+    assert loaded.states[0].values.to_pylist() == expected.states[0].values.to_pylist()
+    requests = {"city": rows["city"]}
+    for fitted in (made, loaded):
+        fitted.transform(log, tmp_path / "out", engine=duckdb, overwrite=True)
+        same(fitted.online(requests), read_parquet(tmp_path / "out/part-00000.parquet"))
+        same(fitted.online(requests), expected.online(requests))
 
 
 def test_ids_stay_below_the_vocabulary_sizes(duckdb: DuckDB, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import subprocess
 import sys
+import tracemalloc
 import zoneinfo
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,6 +33,7 @@ from torchrec_ext.data.preprocess import (
     Step,
     TimeFeatures,
     Vocabulary,
+    categorical,
 )
 from torchrec_ext.data.preprocess.columns import arrow_type, read_cells
 from torchrec_ext.data.preprocess.times import offsets_of
@@ -162,6 +164,39 @@ def test_integers_beyond_64_bits_are_refused_and_within_are_unknown() -> None:
     assert ids.online({"user": [-7, 2**63 - 1, -(2**63), 5]})["user"].values.tolist() == [2, 0, 0, 1]
     with pytest.raises(DataError, match=r"column 'user', row 1: value 9223372036854775808 is not int64"):
         ids.online({"user": [1, 2**63]})
+
+
+@pytest.mark.parametrize("hashes", [None, lambda values: np.full(len(values), 7)], ids=["hashes", "one hash"])
+@pytest.mark.parametrize("dtype", [pa.string(), pa.large_string(), pa.int64()])
+def test_a_vocabulary_knows_its_values_and_no_others(
+    dtype: pa.DataType, hashes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if hashes:
+        monkeypatch.setattr(categorical, "_hashes", hashes)
+    monkeypatch.setattr(categorical, "_TEXTS_AT_ONCE", 7)
+    values = [0, 5, -7, 2**63 - 1, -(2**63), *range(20, 40)]
+    words = values if dtype == pa.int64() else ["", "a", "a\0", "\0a", "\u00e9", *(str(number) for number in range(20))]
+    vocabulary = Vocabulary(pa.array(words, dtype), pa.array(np.ones(len(words), np.int64)))
+    asked = [words[3], words[0], words[-1], 99 if dtype == pa.int64() else "99", words[4]]
+    kept = np.array(asked, np.int64 if dtype == pa.int64() else object)
+    assert vocabulary.ids(kept, np.array([True] * 4 + [False])).tolist() == [4, 1, len(words), 0, 0]
+    every = vocabulary.ids(np.array(words, kept.dtype), np.ones(len(words), bool))
+    assert every.tolist() == list(range(1, len(vocabulary)))
+
+
+@pytest.mark.parametrize("dtype", [pa.string(), pa.int64()])
+def test_a_vocabulary_takes_16_bytes_a_value_for_its_index(dtype: pa.DataType) -> None:
+    size = 200_000
+    numbers = np.random.default_rng(0).permutation(3 * size)[:size]
+    values = pa.array(numbers).cast(dtype)
+    vocabulary = Vocabulary(values, pa.array(np.ones(size, np.int64)))
+    asked = values[:1].to_numpy(zero_copy_only=False)
+    tracemalloc.start()
+    assert vocabulary.ids(asked, np.ones(1, bool)).tolist() == [1]
+    stays, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert stays < 17 * size
+    assert most < (40 if dtype == pa.string() else 25) * size + (1 << 23)
 
 
 def test_a_history_needs_a_time_for_each_item() -> None:

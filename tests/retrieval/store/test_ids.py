@@ -1,5 +1,6 @@
 """IdMap: there and back for every id, unknown ones, wrong ones, and the same map read from its files."""
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,16 @@ def test_strings_as_a_dict_has_them(ids: list[str], asked: list[str]) -> None:
     made = IdMap.build(np.array(ids, object))
     assert made.positions(np.array([*ids, *asked], object)).tolist() == [where.get(one, -1) for one in [*ids, *asked]]
     assert made.ids(range(len(ids))).tolist() == ids == made.ids().tolist()
+
+
+def test_a_list_of_texts_is_never_as_wide_as_its_longest() -> None:
+    ids = [f"item-{number}" for number in range(50_000)]
+    tracemalloc.start()
+    built = IdMap.build([*ids, "x" * 1_000])
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 60 * len(ids)
+    assert built.positions(["x" * 1_000, "item-7", "no"]).tolist() == [50_000, 7, -1]
 
 
 @pytest.mark.parametrize("ids", [[5, 6, 7, 8], [3, 9, 12, 40], [40, -3, 12, 0], ["b", "", "a\u20ac", "item-7"]])

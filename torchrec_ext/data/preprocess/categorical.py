@@ -8,7 +8,7 @@ engine has, with the same result.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -44,27 +44,54 @@ class Vocabulary:
 
     def ids(self, values: np.ndarray, valid: Mask) -> Int64:
         """Returns the ids of values; 0 for an unknown value and for null."""
-        if pa.types.is_string(self.values.type):
-            get = self._by_text.get
-            return np.fromiter((get(value, 0) for value in values.tolist()), dtype=np.int64, count=len(values))
-        ordered, ids = self._by_number
+        ordered, ids = self._index
         if not len(ordered):
             return np.zeros(len(values), dtype=np.int64)
-        indices = np.minimum(ordered.searchsorted(values), len(ordered) - 1)
-        return np.where(valid & (ordered[indices] == values), ids[indices], 0)
+        keys = _hashes(values.tolist()) if self._texts else values
+        result = np.zeros(len(values), dtype=np.int64)
+        places, ends = ordered.searchsorted(keys), ordered.searchsorted(keys, side="right")
+        for _ in range(int((ends - places).max(initial=0))):  # once, unless texts have one hash
+            rows = np.flatnonzero((places < ends) & (result == 0))
+            candidates = ids[places[rows]]
+            if self._texts:
+                known = self.values.take(pa.array(candidates - 1)).to_numpy(zero_copy_only=False)
+                same = known == values[rows]
+                rows, candidates = rows[same], candidates[same]
+            result[rows] = candidates
+            places += 1
+        return np.where(valid, result, 0)
 
     def table(self, value: str, id_: str) -> pa.Table:
         """Returns the vocabulary as a table of two columns, for a join."""
         return pa.table({value: self.values, id_: np.arange(1, len(self))})
 
-    @cached_property
-    def _by_text(self) -> dict[str, int]:
-        return {value: id_ for id_, value in enumerate(self.values.to_pylist(), start=1)}
+    @property
+    def _texts(self) -> bool:
+        return not pa.types.is_integer(self.values.type)
 
     @cached_property
-    def _by_number(self) -> tuple[Int64, Int64]:
-        order = pc.sort_indices(self.values).to_numpy().astype(np.int64)
-        return self.values.to_numpy()[order], order + 1
+    def _index(self) -> tuple[Int64, Int64]:
+        """The values, or texts' hashes, in ascending order, and their ids: 16 bytes a value, and no object for each."""
+        keys = _hashes_of(self.values) if self._texts else self.values.to_numpy()
+        ids = np.argsort(keys)
+        ordered = keys[ids]
+        ids += 1
+        return ordered, ids
+
+
+_TEXTS_AT_ONCE = 65_536
+
+
+def _hashes_of(texts: pa.Array) -> Int64:
+    """Returns Python's hash of each text, from as many objects at a time as a block has."""
+    hashes = np.empty(len(texts), dtype=np.int64)
+    for start in range(0, len(texts), _TEXTS_AT_ONCE):
+        hashes[start : start + _TEXTS_AT_ONCE] = _hashes(texts.slice(start, _TEXTS_AT_ONCE).to_pylist())
+    return hashes
+
+
+def _hashes(values: Sequence[object]) -> Int64:
+    return np.fromiter(map(hash, values), dtype=np.int64, count=len(values))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +184,12 @@ class Categorify(Step):
         return dict.fromkeys(self.writes, len(state))
 
 
+_MOST = 2**31 - 1  # bytes of all texts in an array whose offsets have 32 bits
+
+
 def _one_piece(data: pa.ChunkedArray, dtype: pa.DataType) -> pa.Array:
+    if pa.types.is_string(dtype) and (pc.sum(pc.binary_length(data)).as_py() or 0) > _MOST:
+        dtype = pa.large_string()
     pieces = [chunk.cast(dtype) for chunk in data.chunks]
     return pa.concat_arrays(pieces) if pieces else pa.array([], dtype)
 

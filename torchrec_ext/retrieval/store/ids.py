@@ -281,7 +281,9 @@ def checked_ids(ids: Ids) -> Int64 | pa.LargeStringArray:
             return np.frombuffer(struct.pack(f"{len(ids)}q", *ids), np.int64)
         except struct.error:  # some are no such numbers
             pass
-    array = np.asarray(ids)
+    texts = isinstance(ids, list | tuple) and len(ids) and isinstance(ids[0], str)
+    # A numpy array of texts would have the width of the longest for each.
+    array = np.array(ids, dtype=object) if texts else np.asarray(ids)
     if array.ndim != 1:
         raise ValueError(f"ids: shape {array.shape}; must be (N,), one id for each row")
     if not array.size:
