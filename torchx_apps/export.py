@@ -143,7 +143,7 @@ def export_run(
         location, restores = job.checkpoint.folder or str(run), bool(stop.metric and stop.restore)
         path, which = checkpoint_to_export(location, checkpoint, together, restores=restores)
         task = load_task(dataclasses.replace(job, fallback=None), runtime)
-        check_ids_stay(run, task)
+        check_ids_stay(path, task, together, run=run)
         torch.manual_seed(job.train.seed)
         model = job.build(job.model, task.data)
         if onnx_skip is not None:

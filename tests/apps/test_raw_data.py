@@ -21,10 +21,12 @@ from tests.small_sets import write_ml_100k
 from torchrec_ext.data.datasets.catalog import DataConfig, load_config
 from torchrec_ext.data.datasets.labelled import LabelledConfig, load_labelled
 from torchrec_ext.data.datasets.sequences import SequenceConfig, load_sequences
+from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchrec_ext.retrieval.scorer.requests import RecommendRequest, ScoreRequest
 from torchrec_ext.retrieval.scorer.scorer import Scorer
 from torchrec_ext.schema import DataError
+from torchrec_ext.train.checkpoint.folder import CheckpointRanks, sealed
 from torchx_apps import preprocess
 from torchx_apps.cli.command_line import apply_overrides, load_recipe
 from torchx_apps.jobs import resuming
@@ -106,15 +108,39 @@ def test_ids_that_are_text_in_the_same_order_train_the_same_model(ids: Ids, tmp_
     assert set(bundle.store.ids.ids().tolist()) == set(pq.read_table(text / "items.parquet")["item_id"].to_pylist())
 
 
+HERE = CheckpointRanks(Runtime())
+RECORDED = ("in the manifest", "beside it", "in the run folder")
+
+
+def checkpoint_of(folder: Path, task: Any, recorded: str) -> tuple[str, Path]:
+    """Writes a checkpoint's manifest that says what ids stand for, or the ids.json of older releases; and the run."""
+    meaning, run, checkpoint = meaning_of_ids(task), folder / "run", folder / "moved" / "ckpt" / "step-0000000001"
+    for made in (run, checkpoint):
+        made.mkdir(parents=True, exist_ok=True)
+    about = {"content": {"ids": meaning} if recorded == "in the manifest" else {}}
+    rest: dict[str, Any] = {"tables": {}, "paths": {}, "layers": [], "row_parts": {}, "files": {}}
+    (checkpoint / "manifest.json").write_bytes(sealed({"step": 1, "world_size": 1, **rest, **about}))
+    places = {"beside it": folder / "moved", "in the run folder": run}
+    if recorded in places:
+        (places[recorded] / "ids.json").write_text(json.dumps(meaning))
+    return str(checkpoint), run
+
+
 @pytest.mark.unit
+@pytest.mark.parametrize("recorded", RECORDED)
 @pytest.mark.parametrize(("new", "kept"), [("zz-new", True), ("aa-new", False)])
-def test_a_run_is_taken_up_only_where_its_ids_stand_for_the_same_values(new: str, kept: bool, tmp_path: Path) -> None:
-    """A new item after the old ones in the order of the ids leaves their rows alone; one before them moves all."""
+def test_a_run_is_taken_up_only_where_its_ids_stand_for_the_same_values(
+    new: str, kept: bool, recorded: str, tmp_path: Path
+) -> None:
+    """A new item after the old ones in the order of the ids leaves their rows alone; one before them moves all.
+
+    So it is wherever the checkpoint lies.
+    """
     folder = of_pairs(tmp_path / "log", in_order)
     config = DataConfig(name="log", folder=str(tmp_path), context=("device",))
     task = SimpleNamespace(data=load_config(config))
-    (tmp_path / "ids.json").write_text(json.dumps(meaning_of_ids(task)))
-    check_ids_stay(tmp_path, task)
+    checkpoint, run_folder = checkpoint_of(tmp_path, task, recorded)
+    check_ids_stay(checkpoint, task, HERE, run=run_folder)
     log, items = pq.read_table(folder / "inter.parquet"), pq.read_table(folder / "items.parquet")
     pq.write_table(
         pa.concat_tables([items, items.slice(0, 1).set_column(0, "item_id", [[new]])]), folder / "items.parquet"
@@ -125,9 +151,9 @@ def test_a_run_is_taken_up_only_where_its_ids_stand_for_the_same_values(new: str
     grown = SimpleNamespace(data=load_config(config))
     words = r"column 'item_id' had 31 values when its tables were trained, and their ids stand for other values"
     with pytest.raises(DataError, match=words):
-        check_ids_stay(tmp_path, grown)
+        check_ids_stay(checkpoint, grown, HERE, run=run_folder)
     with nullcontext() if kept else pytest.raises(DataError, match=words):
-        check_ids_stay(tmp_path, grown, later=True)
+        check_ids_stay(checkpoint, grown, HERE, run=run_folder, later=True)
 
 
 @pytest.mark.unit
@@ -151,10 +177,51 @@ def test_the_digest_of_texts_is_that_of_older_runs_and_minds_where_a_text_ends(
 def test_a_column_whose_values_were_their_ids_may_not_be_numbered_later(tmp_path: Path) -> None:
     whole, numbered = (SimpleNamespace(vocab={"shop": 3}, id_values=values) for values in ({}, {"shop": ["a", "b"]}))
     for before, after in ((whole, numbered), (numbered, whole)):
-        (tmp_path / "ids.json").write_text(json.dumps(meaning_of_ids(SimpleNamespace(data=before))))
-        check_ids_stay(tmp_path, SimpleNamespace(data=before), later=True)
+        checkpoint, _ = checkpoint_of(tmp_path, SimpleNamespace(data=before), "in the manifest")
+        check_ids_stay(checkpoint, SimpleNamespace(data=before), HERE, later=True)
         with pytest.raises(DataError, match=r"column 'shop' had (no numbering of its own|2 values) when its tables"):
-            check_ids_stay(tmp_path, SimpleNamespace(data=after), later=True)
+            check_ids_stay(checkpoint, SimpleNamespace(data=after), HERE, later=True)
+
+
+@pytest.mark.unit
+def test_a_column_whose_steps_have_changed_is_refused_by_a_new_run_too(tmp_path: Path) -> None:
+    def rows(**origins: str) -> Any:
+        return SimpleNamespace(data=SimpleNamespace(vocab={"shop": 9}, preprocessor=SimpleNamespace(origins=origins)))
+
+    checkpoint, run = checkpoint_of(tmp_path, rows(shop="a", gone="b"), "in the manifest")
+    check_ids_stay(checkpoint, rows(shop="a", new="c"), HERE, run=run, later=True)
+    for later in (False, True):
+        with pytest.raises(DataError, match=r"step-0000000001: column 'shop' came from other steps"):
+            check_ids_stay(checkpoint, rows(shop="other"), HERE, run=run, later=later)
+
+
+@pytest.mark.unit
+def test_an_older_checkpoint_alone_is_said_not_to_be_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = SimpleNamespace(data=SimpleNamespace(vocab={"shop": 3}, id_values={}))
+    checkpoint, _ = checkpoint_of(tmp_path, task, "nowhere")
+    check_ids_stay(checkpoint, task, HERE)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line == f"note: {checkpoint}: is of an older release, and does not say what its ids stand for: not compared"
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", "[]", "3", "null", "{}", "[" * 100_000, '{"preprocessor": 3, "values": {}}'),
+        *('{"preprocessor": "", "values": []}', '{"preprocessor": "", "values": {"shop": 3}}'),
+        *('{"preprocessor": "", "values": {"shop": [1]}}', '{"preprocessor": "", "values": {"shop": ["1", 2]}}'),
+        '{"preprocessor": "", "columns": [], "values": {}}',
+    ],
+)
+def test_a_file_that_does_not_say_what_ids_stand_for_is_refused_by_name(text: str, tmp_path: Path) -> None:
+    task = SimpleNamespace(data=SimpleNamespace(vocab={"shop": 3}, id_values={}))
+    checkpoint, run = checkpoint_of(tmp_path, task, "in the run folder")
+    (run / "ids.json").write_text(text)
+    with pytest.raises(DataError, match=r"run/ids\.json: does not say what ids stand for"):
+        check_ids_stay(checkpoint, task, HERE, run=run)
 
 
 @pytest.mark.unit

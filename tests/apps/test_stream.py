@@ -486,14 +486,20 @@ def test_a_run_is_not_resumed_or_exported_with_the_ids_of_another_preprocessor(
         named = table.set_column(table.column_names.index("what"), "what", [pa.array(items)])
         pq.write_table(named, tmp_path / "log" / "train.parquet")
         run_preprocess(dataclasses.replace(prepare(tmp_path / "log"), out=str(ready), overwrite=True))
-        words = r"run: its tables were trained with the ids of another preprocessor \(\w{12}\) than the one that made"
+        words = (
+            r"step-\d+: its tables were trained with the ids of another preprocessor \(\w{12}\) than the one that made"
+        )
         with pytest.raises(RankFailedError, match=words):
             run_ranks(resumed_run, 1, job_of(ready), tmp_path / changed, str(step))
         with pytest.raises(RankFailedError, match=words):
             run_ranks(exported, 1, tmp_path / "run", tmp_path / "bundle")
-    start = ("train.epochs=1", f"start.path={step}", "start.allow=more_rows")
-    with pytest.raises(RankFailedError, match=r"run: column 'item_id' had 40 values .* stand for other values"):
-        run_ranks(ran, 1, job_of(ready, *start), tmp_path / "begun")
+    shutil.copytree(step, tmp_path / "moved" / step.name)
+    for number, copied in enumerate((step, tmp_path / "moved", tmp_path / "moved" / step.name)):
+        start = ("train.epochs=1", f"start.path={copied}", "start.allow=more_rows")
+        with pytest.raises(
+            RankFailedError, match=r"step-\d+: column 'item_id' had 40 values .* stand for other values"
+        ):
+            run_ranks(ran, 1, job_of(ready, *start), tmp_path / f"begun-{number}")
 
 
 def exported(runtime: Runtime, run: Path, out: Path) -> None:

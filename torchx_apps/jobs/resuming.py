@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,19 @@ import pyarrow as pa
 
 from torchrec_ext.schema import DataError
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
-from torchrec_ext.train.checkpoint.folder import CheckpointFolder, CheckpointRanks, damage, newest_good
+from torchrec_ext.train.checkpoint.folder import (
+    CheckpointFolder,
+    CheckpointRanks,
+    damage,
+    newest_good,
+    read_checkpoint_manifest,
+)
 from torchrec_ext.train.checkpoint.storage import CheckpointError, is_url
 from torchx_apps.cli.link_watch import children_of
 from torchx_apps.cli.sigterm import end_now, once
 
 CHECKPOINTS, LAUNCH, IDS = "checkpoints", "launch", "ids.json"
+MEANING = "ids"  # entry of a checkpoint's manifest
 _NO_LAUNCH = ("", "none")  # without torchrun, and where torchrun was given no --rdzv-id, so that launches share it
 
 
@@ -50,40 +57,57 @@ def newest_networks(recipe: str, runs: Path = Path("runs"), *, launch: str | Non
 
 
 def meaning_of_ids(task: object) -> dict[str, Any]:
-    """Returns what a task's ids stand for: the preprocessor's digest, and each column's number of values and digest.
+    """Returns what a task's ids and numbers stand for, as a checkpoint's manifest and ``ids.json`` hold it.
 
-    A column in which a value is its id has None.
+    That is the preprocessor's digest, the digest of the steps that each of its columns comes from, and each column's
+    number of values and their digest. A column in which a value is its id has None.
     """
     data = getattr(task, "data", None)
     values: Mapping[str, Any] = getattr(data, "id_values", {})
     columns: dict[str, Any] = dict.fromkeys(getattr(data, "vocab", ()))
     return {
         "preprocessor": _preprocessor_of(data),
+        "columns": _origins_of(data),
         "values": columns | {name: [len(of), _digest_of(of)] for name, of in values.items()},
     }
 
 
-def check_ids_stay(run: Path, task: object, *, later: bool = False) -> None:
-    """Refuses rows whose ids stand for other values than those that the tables of a run were trained with.
+def check_ids_stay(
+    checkpoint: str, task: object, together: CheckpointRanks, *, run: Path | None = None, later: bool = False
+) -> None:
+    """Refuses rows whose ids and numbers stand for other values than those that a checkpoint was trained with.
 
     Args:
-        run: the run folder.
+        checkpoint: path of a checkpoint without damage.
         task: the task that has the rows.
-        later: whether further ids may follow those of the run, as in a new run that begins with its weights.
+        together: the ranks that call it.
+        run: the run folder. Its ``ids.json`` counts if the checkpoint is of a release that did not say it itself, and
+            the folder in which the checkpoint lies has none.
+        later: whether further ids may follow those of the checkpoint, as in a new run that begins with its weights.
 
     Raises:
-        DataError: an id stands for another value than in the run.
+        DataError: an id or a number stands for another value than in training, or what is recorded cannot be read.
     """
-    if not (run / IDS).is_file():  # a folder of checkpoints elsewhere
+    where, then = _recorded_meaning(checkpoint, run)
+    if then is None:
+        if together.rank == 0:
+            print(f"note: {checkpoint}: is of an older release, and does not say what its ids stand for: not compared")
         return
-    then, data = json.loads((run / IDS).read_text()), getattr(task, "data", None)
+    data = getattr(task, "data", None)
     now = _preprocessor_of(data)
     if not later and then["preprocessor"] != now:
         raise DataError(
-            f"{run}: its tables were trained with the ids of another preprocessor ({then['preprocessor'][:12]}) than "
+            f"{where}: its tables were trained with the ids of another preprocessor ({then['preprocessor'][:12]}) than "
             f"the one that made the rows now ({now[:12] or 'none'}), so that an id is another value; give the rows of "
             "then, --set data.name=FOLDER, or train anew; and preprocess another log into a folder of its own"
         )
+    origins = _origins_of(data)
+    for name in sorted(then["columns"].keys() & origins.keys()):
+        if then["columns"][name] != origins[name]:
+            raise DataError(
+                f"{where}: column '{name}' came from other steps, or from steps fitted on other rows: its values stand "
+                "for something else now; preprocess with FittedPreprocessor.transform of then, or train anew"
+            )
     for name, known in then["values"].items():
         values = getattr(data, "id_values", {}).get(name)
         if known is None or values is None:
@@ -94,11 +118,54 @@ def check_ids_stay(run: Path, task: object, *, later: bool = False) -> None:
         if not stay:
             had = "no numbering of its own" if known is None else f"{known[0]:,} values"
             raise DataError(
-                f"{run}: column '{name}' had {had} when its tables were trained, and their ids stand for "
+                f"{where}: column '{name}' had {had} when its tables were trained, and their ids stand for "
                 "other values in the rows now, as where new values came between the old ones; give rows in which the "
                 "old values keep their ids (FittedPreprocessor.transform of then makes them; or number the column "
                 "yourself, new values last), or train anew"
             )
+
+
+def _recorded_meaning(checkpoint: str, run: Path | None) -> tuple[str, dict[str, Any] | None]:
+    """Returns what a checkpoint's ids stand for, after the place that says so; None if nothing does.
+
+    Raises:
+        DataError: the place holds something else.
+    """
+    where, then = checkpoint, read_checkpoint_manifest(checkpoint)["content"].get(MEANING)
+    if then is None:
+        folders = [] if is_url(checkpoint) else [Path(checkpoint).parent.parent]
+        folders += [] if run is None else [run]
+        file = next((folder / IDS for folder in folders if (folder / IDS).is_file()), None)
+        if file is None:
+            return where, None
+        where = str(file)
+        with suppress(OSError, ValueError, RecursionError):
+            then = json.loads(file.read_text())
+    if not _is_meaning(then):
+        raise DataError(
+            f"{where}: does not say what ids stand for, as this package writes it; copy it again, or train anew"
+        )
+    return where, {"columns": {}, **then}
+
+
+def _is_meaning(then: Any) -> bool:
+    """Whether a JSON value has the form of :func:`meaning_of_ids`, perhaps of a release without ``columns``."""
+    if not isinstance(then, dict) or not isinstance(then.get("preprocessor"), str):
+        return False
+    values, columns = then.get("values"), then.get("columns", {})
+    if not isinstance(values, dict) or not isinstance(columns, dict):
+        return False
+    return all(known is None or _is_count_and_digest(known) for known in values.values())
+
+
+def _is_count_and_digest(known: Any) -> bool:
+    return isinstance(known, list) and [type(each) for each in known] == [int, str]
+
+
+def _origins_of(data: object) -> dict[str, str]:
+    """Returns the digest of the steps that each column of a task's rows comes from; none without a preprocessor."""
+    preprocessor = getattr(getattr(data, "prepared", None) or data, "preprocessor", None)
+    return {} if preprocessor is None else dict(preprocessor.origins)
 
 
 def _preprocessor_of(data: object) -> str:

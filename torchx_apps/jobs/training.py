@@ -54,6 +54,7 @@ from torchx_apps.jobs.resuming import (
     CHECKPOINTS,
     IDS,
     LAUNCH,
+    MEANING,
     asked_to_stop,
     check_ids_stay,
     find_checkpoint,
@@ -134,11 +135,12 @@ def run_training(
         loader = loader_of(job, task, schema, runtime)
         run = _open_run(job, run_dir, resume, runtime, member)
         folder, checkpointer = run.folder, run.checkpointer
-        if run.checkpoint:
-            for known in {run.path, Path(run.checkpoint).parent.parent}:  # checkpoints may lie elsewhere, as on S3
-                check_ids_stay(known, task)
-        if folder is not None:
-            folder.write(IDS, json.dumps(meaning_of_ids(task), indent=2))
+        if run.checkpoint and checkpointer:
+            check_ids_stay(run.checkpoint, task, checkpointer.together, run=run.path)
+        about = {}
+        if folder is not None:  # rank 0 writes the checkpoints' manifests, too
+            about = {MEANING: meaning_of_ids(task)}
+            folder.write(IDS, json.dumps(about[MEANING], indent=2))
         plan, text = plan_job(job, model, decision, runtime)
         if folder is not None:
             print(f"\n{text}\n", flush=True)
@@ -155,7 +157,9 @@ def run_training(
         torch.manual_seed(job.train.seed + 1 + runtime.rank)  # for dropout, which should differ between ranks
         evaluator = task.evaluator(schema, parallel, runtime)
         check_watched(job, task, evaluator)
-        checkpoints = RunCheckpoints(checkpointer, job.checkpoint, resume=run.checkpoint) if checkpointer else None
+        checkpoints = None
+        if checkpointer:
+            checkpoints = RunCheckpoints(checkpointer, job.checkpoint, resume=run.checkpoint, about=about)
         start = time.perf_counter()
         with asked_to_stop() as stop, _watched(job, runtime, run.path) as watchdog, hinting_at_resume(checkpointer):
             history = train(
@@ -553,7 +557,7 @@ def _begin_with(
         return
     together = CheckpointRanks(runtime)
     path = find_checkpoint("start.path=", job.start.path, together)
-    check_ids_stay(Path(path).parent.parent, task, later=True)
+    check_ids_stay(path, task, together, later=True)
     configs = [table for _, collection in collections(model) for table in table_configs(collection)]
     features = {table.name: schema.feature(table.feature_names[0]) for table in configs}
     cold = {name: feature.oov_id for name, feature in features.items() if feature is not None}

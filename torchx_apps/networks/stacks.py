@@ -38,6 +38,7 @@ from torchx_apps.jobs import training
 from torchx_apps.jobs.resuming import (
     CHECKPOINTS,
     IDS,
+    MEANING,
     asked_to_stop,
     check_ids_stay,
     common_checkpoints,
@@ -223,8 +224,8 @@ class StackedMembers:
         chosen = over | common_checkpoints(left, together)
         if len(chosen) < len(folders):  # some begin anew, and all of a stack step together
             chosen = {}
-        for name in chosen:
-            check_ids_stay(self._root / name, self._built[name].task)
+        for name, path in chosen.items():
+            check_ids_stay(path, self._built[name].task, together, run=self._root / name)
         print(
             f"resuming from {', '.join(chosen.values())}"
             if chosen
@@ -246,7 +247,8 @@ class StackedMembers:
             return None
         checkpointer = Checkpointer(self._folder_of(member), self._runtime, keep=member.job.checkpoint.keep)
         checkpointer.folder.clean()
-        return RunCheckpoints(checkpointer, member.job.checkpoint, resume=begin)
+        about = {MEANING: meaning_of_ids(member.task)}
+        return RunCheckpoints(checkpointer, member.job.checkpoint, resume=begin, about=about)
 
     def _validate(self, name: str) -> Record:
         with torch.no_grad():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +15,16 @@ pytest.importorskip("duckdb", reason="needs ibis-framework[duckdb]: pip install 
 
 from tests.data.preprocess_cases import EVERY_STEP, random_rows, same, with_events, write
 from torchrec_ext.data.files.parquet import read_parquet
-from torchrec_ext.data.preprocess import Bucketize, Categorify, History, Preprocessor, categorical
+from torchrec_ext.data.preprocess import (
+    Bucketize,
+    Categorify,
+    FittedPreprocessor,
+    HashBucket,
+    History,
+    Normalize,
+    Preprocessor,
+    categorical,
+)
 from torchrec_ext.data.preprocess.engines import DuckDB
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ibis")
@@ -168,3 +178,42 @@ def test_many_list_columns_cost_no_more_than_their_number(duckdb: DuckDB, tmp_pa
     fitted.transform(path, tmp_path / "out", engine=duckdb)
     made = read_parquet(tmp_path / "out/part-00000.parquet")
     assert [made[f"tags_{k}"].values.tolist() for k in range(8)] == [[2, 1, 1]] * 8
+
+
+def fitted_by_hand(
+    *, salt: str = "", edges: tuple[float, ...] = (1.0, 2.0), mean: float = 0.5, length: int = 5, items: int = 2
+) -> FittedPreprocessor:
+    vocabulary = categorical.Vocabulary(pa.array([f"i{number}" for number in range(items)]), pa.array(range(items)))
+    return FittedPreprocessor(
+        steps=(
+            HashBucket(column="shop", buckets=100, salt=salt),
+            Bucketize(column="price", boundaries=edges, output="price_bucket"),
+            Normalize(column="price"),
+            History(user="user", item="item", time="time", length=length),
+            Categorify(column="item", also=("history",)),
+        ),
+        keep=(),
+        raw={"shop": "string", "price": "double", "user": "string", "item": "string", "time": "int64"},
+        states=({}, {}, {"mean": mean, "std": 1.0}, {}, vocabulary),
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "moved"),
+    [
+        ({"salt": "b"}, {"shop"}),
+        ({"edges": (1.0, 3.0)}, {"price_bucket"}),
+        ({"mean": 0.6}, {"price"}),
+        ({"length": 9}, set()),
+        ({"items": 3}, set()),
+    ],
+)
+def test_the_origin_of_a_column_changes_with_what_its_values_stand_for(
+    change: dict[str, Any], moved: set[str], tmp_path: Path
+) -> None:
+    """A longer history and new values after the old ones of a vocabulary leave each value as it was."""
+    before, after = fitted_by_hand(), fitted_by_hand(**change)
+    assert {name for name, origin in before.origins.items() if after.origins[name] != origin} == moved
+    assert set(before.origins) == {"shop", "price_bucket", "price", "history", "item"}
+    after.save(tmp_path / "saved")
+    assert FittedPreprocessor.load(tmp_path / "saved").origins == after.origins

@@ -135,6 +135,10 @@ class Categorify(Step):
         """``column``, whose values are counted."""
         return (self.column,)
 
+    def meaning(self, state: Vocabulary) -> Mapping[str, Any]:
+        """Returns nothing: the values of a vocabulary are compared one by one, and more may follow them."""
+        return {}
+
     def types(self, types: Types) -> Mapping[str, str]:
         """Returns integers, as many per row as there were values."""
         remedy = "bucket a number with Bucketize, or cast the column where it is written"

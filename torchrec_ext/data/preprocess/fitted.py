@@ -39,7 +39,7 @@ from torchrec_ext.data.preprocess.step import Chain, State, Step, Table
 from torchrec_ext.data.preprocess.tables import Opened, open_sources
 from torchrec_ext.data.preprocess.times import TimeFeatures
 from torchrec_ext.schema import DataError
-from torchrec_ext.sealed import existing_folder, measure_file
+from torchrec_ext.sealed import existing_folder, json_digest, measure_file
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -99,6 +99,20 @@ class FittedPreprocessor:
         """The values of each vocabulary, in the order of their ids from 1 on, by its first column."""
         pairs = zip(self.steps, self.states, strict=True)
         return {step.writes[0]: state.values for step, state in pairs if isinstance(state, Vocabulary)}
+
+    @cached_property
+    def origins(self) -> dict[str, str]:
+        """SHA-256 of the steps that each column comes from, with their fields and states, by column that a step writes.
+
+        With another one a value stands for something else, such as with another salt, mean or boundary. Of a vocabulary
+        the values count, see ``id_values``.
+        """
+        made: dict[str, str] = {}
+        for step, state in zip(self.steps, self.states, strict=True):
+            read = {name: made.get(name, "") for name in step.reads}
+            origin = json_digest([type(step).__name__, read, step.meaning(state)])
+            made |= dict.fromkeys(step.writes, origin)
+        return made
 
     @property
     def dense(self) -> tuple[str, ...]:

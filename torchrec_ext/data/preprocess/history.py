@@ -99,6 +99,12 @@ class History(Step):
         """``output``, the lists of ``also``, and the gaps."""
         return (*self.ids, *([f"{self.output}_gap"] if self.gaps else []))
 
+    def meaning(self, state: State) -> Mapping[str, Any]:
+        """Returns all fields but ``length``: in a longer list an id stands for the same item."""
+        fields = dict(super().meaning(state)["fields"])
+        del fields["length"]
+        return {"fields": fields}
+
     def types(self, types: Types) -> Mapping[str, str]:
         """Returns lists of ids."""
         types.need(self, self.user, IDS, "give the column of user ids")

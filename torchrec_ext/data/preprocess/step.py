@@ -5,6 +5,7 @@ Chain: steps as expressions on an opened source, one after the other, or only th
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -88,6 +89,10 @@ class Step(ABC):
     def vocab(self, state: State) -> Mapping[str, int]:
         """Returns the number of rows that each column's embedding table needs, row 0 for the unknown."""
         return {}
+
+    def meaning(self, state: State) -> Mapping[str, Any]:
+        """Returns the fields and the state on which the values that the step writes depend, as JSON can hold them."""
+        return {"fields": dataclasses.asdict(self), "state": state}  # type: ignore[call-overload]
 
     def __str__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, self.writes))})"
