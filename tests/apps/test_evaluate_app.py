@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import tracemalloc
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -157,6 +158,43 @@ def test_ids_may_be_texts_and_vectors_stand_in_other_forms(files: Files, capsys:
     assert others["figures"] == pytest.approx(expected, abs=1e-9)
 
 
+def test_a_long_id_takes_no_more_than_its_own_length(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, kind in (("users", "u"), ("items", "i")):
+        write_vectors(files.folder / f"{name}.parquet", getattr(files, name), kind=kind)
+    for name in ("truth", "seen"):
+        write_pairs(files.folder / f"{name}.parquet", getattr(files, name), text=True)
+    expected = report_of(capsys, *files.flags())
+    table = pq.read_table(files.folder / "items.parquet")
+    huge = pa.table({"id": ["x" * 4_000_000, "y"], "vector": [[-9.0] * DIM] * 2}).cast(table.schema)
+    pq.write_table(pa.concat_tables([table, huge]), files.folder / "items.parquet")
+    tracemalloc.start()
+    assert report_of(capsys, *files.flags())["pairs"] == expected["pairs"]
+    assert tracemalloc.get_traced_memory()[1] < 100 << 20
+    tracemalloc.stop()
+    pq.write_table(pa.concat_tables([table, huge, huge]), files.folder / "items.parquet")
+    assert main(files.flags()) != 0
+    assert "id 'xxx" in (told := capsys.readouterr().err)
+    assert "... is there twice (2 such rows)" in told
+    assert len(told) < 300
+
+
+def test_a_footer_that_lies_about_its_rows_does_no_harm(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = report_of(capsys, *files.flags())
+    data = bytearray((files.folder / "items.parquet").read_bytes())
+    at = data.rindex(b"\x16" + varint(2 * ITEMS) + b"\x19")  # field 3 of the footer, zigzag, before the row groups
+    told = data[:at] + b"\x16" + varint(2 * (1 << 40)) + data[at + 1 + len(varint(2 * ITEMS)) :]
+    length = len(told) - len(data)
+    told[-8:-4] = (int.from_bytes(told[-8:-4], "little") + length).to_bytes(4, "little")
+    (files.folder / "items.parquet").write_bytes(told)
+    assert pq.read_metadata(files.folder / "items.parquet").num_rows == 1 << 40
+    assert report_of(capsys, *files.flags()) == expected
+
+
+def varint(number: int) -> bytes:
+    """The number as Thrift's compact protocol writes it."""
+    return bytes([number & 127 | 128]) + varint(number >> 7) if number > 127 else bytes([number])
+
+
 def test_items_without_a_vector_are_not_found_and_popularity_stands_beside(
     files: Files, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -203,7 +241,7 @@ def test_it_leaves_a_table_a_picture_and_a_tracked_run(
         ("nan", r"items\.parquet, row \d+: the vector of id 7 is not finite"),
         ("twice", r"users\.parquet: id 0 is there twice"),
         ("unknown", r"truth\.parquet: user 999 has no vector in .*users\.parquet \(1 such users\)"),
-        ("types", r"truth\.parquet: column 'user_id' has <U\d+, and .*users\.parquet ids of int64; write both as"),
+        ("types", r"truth\.parquet: column 'user_id' has texts, and .*users\.parquet has numbers; write both as"),
         ("column", r"items\.parquet: column 'vector' is missing, the file has \['id', 'embedding'\]"),
         ("ragged", r"items\.parquet: column 'vector' has lists of several lengths, or nulls"),
         ("text", r"seen\.parquet: cannot be read as parquet"),

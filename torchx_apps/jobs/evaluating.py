@@ -221,14 +221,14 @@ def _vectors(path: Path) -> Vectors:
     if not bool(torch.isfinite(vectors).all()):
         row = int((~torch.isfinite(vectors)).any(1).nonzero()[0])
         raise DataError(
-            f"{path}, row {row}: the vector of id {ids[row].item()!r} is not finite; leave it out, or mend it"
+            f"{path}, row {row}: the vector of id {_shown(ids, row)} is not finite; leave it out, or mend it"
         )
     order = np.argsort(ids, kind="stable")
     ordered = ids[order]
     twice = np.flatnonzero(ordered[1:] == ordered[:-1])
     if len(twice):
         raise DataError(
-            f"{path}: id {ordered[twice[0]].item()!r} is there twice ({len(twice)} such rows); give each id once"
+            f"{path}: id {_shown(ordered, int(twice[0]))} is there twice ({len(twice)} such rows); give each id once"
         )
     in_order = np.array_equal(order, np.arange(len(order)))
     return Vectors(path, ordered, vectors if in_order else vectors[torch.from_numpy(order)])
@@ -240,20 +240,27 @@ def _of_parquet(path: Path) -> tuple[Ids, Tensor]:
         kind = file.schema_arrow.field("vector").type
         if not (pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind) or pa.types.is_large_list(kind)):
             raise DataError(f"{path}: column 'vector' is {kind}; must be lists of numbers")
+        ids = _ids(path, file.read(columns=["id"]), "id")
         vectors, start = np.zeros((0, 0), np.float32), 0
         for rows in file.iter_batches(BLOCK, columns=["vector"]):
             lists = rows["vector"]
             values = lists.flatten().cast(pa.float32()).to_numpy(zero_copy_only=False)
             width, rest = divmod(len(values), len(rows))
             if not start:
-                vectors = np.empty((file.metadata.num_rows, width), np.float32)
+                vectors = np.empty((len(ids), width), np.float32)  # the footer's number of rows may be anything
             if rest or lists.null_count or width != vectors.shape[1]:
                 raise DataError(
                     f"{path}: column 'vector' has lists of several lengths, or nulls; give vectors of one width"
                 )
-            vectors[start : start + len(rows)] = values.reshape(len(rows), width)
+            if start + len(rows) <= len(ids):
+                vectors[start : start + len(rows)] = values.reshape(len(rows), width)
             start += len(rows)
-        return _ids(path, file.read(columns=["id"]), "id"), torch.from_numpy(vectors)
+        if start != len(ids):
+            raise DataError(
+                f"{path}: column 'id' has {len(ids):,} rows, and 'vector' {start:,}: the file is damaged; write it "
+                "again"
+            )
+        return ids, torch.from_numpy(vectors)
 
 
 @contextlib.contextmanager
@@ -280,8 +287,17 @@ def _ids(path: Path, table: pa.Table, name: str) -> Ids:
     if pa.types.is_integer(column.type):
         return np.asarray(column.to_numpy(zero_copy_only=False)).astype(np.int64)
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
-        return np.array(column.to_pylist())
+        return np.array(column.to_pylist(), dtype=object)  # as texts of numpy each would be as wide as the longest
     raise DataError(f"{path}: column '{name}' is {column.type}; ids must be whole numbers or texts")
+
+
+def _kind(ids: Ids) -> str:
+    return "texts" if ids.dtype == object else "numbers"
+
+
+def _shown(ids: Ids, row: int) -> str:
+    text = repr(ids[row : row + 1].tolist()[0])
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _pairs(path: Path, users: Vectors, items: Vectors) -> tuple[Ids, Ids, Ids]:
@@ -295,7 +311,7 @@ def _pairs(path: Path, users: Vectors, items: Vectors) -> tuple[Ids, Ids, Ids]:
     for name, given, vectors in zip(names, ids, (users, items), strict=True):
         if given.dtype.kind != vectors.ids.dtype.kind:
             raise DataError(
-                f"{path}: column '{name}' has {given.dtype}, and {vectors.path} ids of {vectors.ids.dtype}; write both "
+                f"{path}: column '{name}' has {_kind(given)}, and {vectors.path} has {_kind(vectors.ids)}; write both "
                 "as numbers, or both as texts"
             )
     return users.rows(ids[0]), items.rows(ids[1]), ids[0]
@@ -306,7 +322,7 @@ def _asked(options: argparse.Namespace, users: Vectors, items: Vectors) -> Asked
     if (rows < 0).any():
         unknown = ids[rows < 0]
         raise DataError(
-            f"{options.truth}: user {unknown[0].item()!r} has no vector in {options.users} ({len(np.unique(unknown))} "
+            f"{options.truth}: user {_shown(unknown, 0)} has no vector in {options.users} ({len(np.unique(unknown))} "
             "such users); give every user's vector, or leave these pairs out"
         )
     if not len(rows):
