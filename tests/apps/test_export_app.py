@@ -38,7 +38,7 @@ from torchx_apps import export
 from torchx_apps.cli.command_line import apply_overrides, built_in_recipes, load_recipe
 from torchx_apps.jobs.exporting import bundle_of_run, export_task, report_bundle
 from torchx_apps.jobs.saved_job import saved_job
-from torchx_apps.jobs.training import load_task, run_training
+from torchx_apps.jobs.training import build_model, load_task, run_training
 from torchx_apps.tasks.baselines import ClosedForms
 
 RECIPES: dict[str, tuple[str, ...]] = {
@@ -408,6 +408,28 @@ def test_a_task_that_says_nothing_of_its_items_is_refused_by_name(tmp_path: Path
     first, second = run_ranks(refused, 1, tmp_path)[0]
     assert "the task MyTask has no method export_data(schema)" in first
     assert second == "said and gone on"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "towers", "message"),
+    [
+        ("n_tower", "2", r"there is no tower 'item'; leave out model\.towers or export=require"),
+        ("n_tower", "user:user_id item:item_id,", r"tower 'item' reads [\w, ]+, too; leave out"),
+        ("stream", "2", r"tower 'tower_1' reads [\w, ]+, too; leave out model\.towers or export=require"),
+    ],
+)
+def test_towers_that_no_bundle_can_have_are_refused_before_the_first_step(
+    recipe: str, towers: str, message: str
+) -> None:
+    job = apply_overrides(load_recipe(recipe), ["data.name=planted", "export=require"])
+    task = job.task(job.data, progress=False)
+    assert build_model(job, task) is not None, "the towers of the recipe can be served"
+    features, dense = task.data.towers["context"]
+    towers += ",".join((*features, *dense)) if towers.endswith(",") else ""
+    job = apply_overrides(job, [f"model.towers={towers}"])
+    with pytest.raises(ValueError, match=f"export=require: a bundle stores the vectors of an item tower.*{message}"):
+        build_model(job, task)
+    assert build_model(apply_overrides(job, ["export=auto"]), task) is not None
 
 
 @pytest.mark.parametrize("name", built_in_recipes())

@@ -69,6 +69,7 @@ from torchx_apps.jobs.resuming import (
 from torchx_apps.jobs.tracking import Tracking
 from torchx_apps.tasks.baselines import FORMS, Beside, ClosedForms
 from torchx_apps.tasks.job import Evaluator, Job, Task, schema_of
+from torchx_apps.tasks.labelled import LabelledTask
 from torchx_apps.tasks.named_data import NamedData
 from torchx_apps.tasks.streamed import StreamedTask
 
@@ -218,13 +219,7 @@ def check_watched(job: Job, task: Task, evaluator: Evaluator) -> None:
 
 
 def as_loaded(job: Job, task: Task) -> Job:
-    """Returns a job with the name of the set that was loaded, a fallback's perhaps, and the columns of its labels.
-
-    Raises:
-        ValueError: the job must end with a bundle, and the rows cannot be served.
-    """
-    if job.export == "require" and (why := getattr(task, "unservable", None)):
-        raise ValueError(f"export=require: {why}")
+    """Returns a job with the name of the set that was loaded, a fallback's perhaps, and the columns of its labels."""
     loader = task.with_roles(job.loader) if isinstance(task, StreamedTask) else job.loader
     return dataclasses.replace(job, data=dataclasses.replace(job.data, name=task.name), loader=loader)
 
@@ -233,9 +228,12 @@ def build_model(job: Job, task: Task) -> nn.Module:
     """Builds the untrained model of a job, which predicts the training rows' share of positives where it is known.
 
     Raises:
-        ValueError: its loss cannot learn from the rows that the job's loader makes.
+        ValueError: its loss cannot learn from the rows that the job's loader makes, or the job must end with a bundle,
+            and rows or towers cannot be served.
     """
     model: nn.Module = job.build(job.model, task.data)
+    if job.export == "require" and isinstance(task, LabelledTask | StreamedTask) and (why := task.unservable(model)):
+        raise ValueError(f"export=require: {why}")
     if isinstance(model, TowerModel):
         model.expect_rows(negatives=job.loader.negatives, label=job.loader.label)
     if isinstance(model, TowerModel) and isinstance(task, NamedData):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,6 +134,37 @@ def without_item(why: str) -> str:
         f"{why}, and a bundle ranks or scores items, of each of which it stores a vector; such a model is trained and "
         "evaluated, and rec.publish writes its weights: leave out export=require, or name the item's column"
     )
+
+
+def without_item_tower(
+    model: Any, item: tuple[Sequence[str], Sequence[str]], candidate: str | None = None
+) -> str | None:
+    """Returns why a model of towers cannot be served: its item tower reads other columns; None if it does not.
+
+    Args:
+        model: the model that is trained.
+        item: the item's features and dense columns, which a bundle knows of each item of the catalogue.
+        candidate: name of the item tower; the model's last where not given.
+    """
+    made = getattr(model, "made_of", None)
+    if not made:
+        return None  # of which the export says more
+    name, columns = candidate or list(made)[-1], {*item[0], *item[1]}
+    others = sorted(set(tower_columns(made[name].arguments or {})) - columns) if name in made else []
+    if name in made and not others:
+        return None
+    why = f"tower '{name}' reads {', '.join(others)}, too" if others else f"there is no tower '{name}'"
+    return (
+        f"a bundle stores the vectors of an item tower, which reads {', '.join(sorted(columns))} and nothing else, and "
+        f"{why}; leave out model.towers or export=require"
+    )
+
+
+def tower_columns(arguments: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the columns that a tower reads, by the arguments that it was made with."""
+    for table in arguments.get("tables", ()):
+        yield from table.feature_names
+    yield from arguments.get("dense", ())
 
 
 def _described(data: LabelledData, key: str, rows: Int64, names: Sequence[str]) -> pa.Table:

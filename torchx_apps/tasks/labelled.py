@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train import metrics
 from torchrec_ext.train.config import Record
-from torchx_apps.tasks.export_data import ExportData, of_labelled, without_item
+from torchx_apps.tasks.export_data import ExportData, of_labelled, without_item, without_item_tower
 from torchx_apps.tasks.named_data import NamedData
 
 
@@ -44,10 +45,12 @@ class LabelledTask(NamedData):
         described = "".join(f", {len(names)} of {owners}" for owners, names in owned.items() if names)
         return f"{self.name}, {shown}, {context} columns of context{described}"
 
-    @property
-    def unservable(self) -> str | None:
-        """The reason why no bundle can be made of these rows; None where one can."""
-        return None if "item_id" in self.data.vocab else without_item(f"the rows of '{self.name}' name no item")
+    def unservable(self, model: Any) -> str | None:
+        """Returns why no bundle can be made of these rows with this model; None where one can."""
+        if "item_id" not in self.data.vocab:
+            return without_item(f"the rows of '{self.data.name}' name no item")
+        # The towers of preprocessed rows have the item's last; a bundle of other rows finds it by its name.
+        return without_item_tower(model, self.data.towers["item"], None if self.data.prepared is not None else "item")
 
     @property
     def oov_ids(self) -> Mapping[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train import metrics
 from torchrec_ext.train.config import ClosedFormConfig, Figure, Record
 from torchx_apps.tasks.baselines import Beside, ClosedForms
-from torchx_apps.tasks.export_data import ExportData, of_streamed
+from torchx_apps.tasks.export_data import ExportData, of_streamed, tower_columns, without_item, without_item_tower
 from torchx_apps.tasks.named_data import NamedData
 from torchx_apps.tasks.question import TaskQuestion
 
@@ -72,6 +72,12 @@ class StreamedTask(NamedData):
         """Returns loader settings that read the preprocessing's columns of label and weight, where they name none."""
         roles = self.data.roles
         return dataclasses.replace(config, label=config.label or roles.label, weight=config.weight or roles.weight)
+
+    def unservable(self, model: Any) -> str | None:
+        """Returns why no bundle can be made of the rows with this model; None where one can."""
+        if self.data.roles.item is None:
+            return without_item(f"the preprocessing of '{self.data.name}' names no item")
+        return without_item_tower(model, self.data.towers["item"])
 
     def positives(self, config: LoaderConfig, tasks: Sequence[str] = ()) -> list[float]:
         """Returns the weighted share of positives among the training rows, never quite 0 or 1; reads all labels."""
@@ -269,15 +275,9 @@ def ranking_towers(model: Any, data: StreamedData) -> list[str] | None:
     if not made or data.roles.user is None or data.roles.item is None or not data.ranked or len(made) < 2:
         return None
     item = {name for names in data.towers["item"] for name in names}
-    read = {tower: set(_columns(how.arguments or {})) for tower, how in made.items()}
+    read = {tower: set(tower_columns(how.arguments or {})) for tower, how in made.items()}
     *queries, last = read
     return [*queries, last] if read[last] == item and not any(read[tower] & item for tower in queries) else None
-
-
-def _columns(arguments: Mapping[str, Any]) -> Iterator[str]:
-    for table in arguments.get("tables", ()):
-        yield from table.feature_names
-    yield from arguments.get("dense", ())
 
 
 def held_out_rows(data: StreamedData, split: str) -> Chunk:
