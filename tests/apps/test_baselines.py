@@ -220,8 +220,15 @@ def test_what_takes_long_is_left_out_with_its_seconds_unless_it_is_named(monkeyp
     assert list(forms(num_pairs=10**8, num_items=1_000).left_out()) == ["als"]
     assert forms(num_items=12_000, names=("ease",)).left_out() == {}
     monkeypatch.setattr(baselines, "available_memory", lambda: 2**30)
-    with pytest.raises(ValueError, match=r"evaluation\.baselines=ease: leave it out: EASE of 12,000 items takes 1\.6"):
+    with pytest.raises(ValueError, match=r"evaluation\.baselines=ease: leave it out: EASE of 12,000 items takes 2\.1"):
         forms(num_items=12_000, names=("ease",))
+    with pytest.raises(
+        ValueError, match=r"history=ease: give als or a file: EASE of 8,000 items takes 1\.2 GiB, and 1\.0 are"
+    ):
+        forms(num_items=8_000, roles={"history": "history"}).feature("ease", "history", ["history"])
+    rule = r"evaluation\.baselines=als: leave it out: ALS of 6,000,000 users and 3,700 items takes \d\.\d GiB"
+    with pytest.raises(ValueError, match=rule):
+        forms(num_users=6_000_000, names=("als",))
     no_others = forms(names=("popularity",)).beside(Column.from_lengths(np.zeros(0, np.int64), np.zeros(1, int)), _, [])
     assert no_others == ({}, {})
 

@@ -28,7 +28,7 @@ def ease(users: Tensor, items: Tensor, num_items: int, *, l2: float = 500.0) -> 
 
     The score of an item for a user is the sum of its column over the items of the user. The weights B (I, I) minimise
     ``|X - X B|^2 + l2 |B|^2`` with a diagonal of 0, where X (U, I) is 1 for each pair: with P = (X'X + l2)^-1, column j
-    is -P[:, j] / P[j, j]. Takes I^3 multiplications and the memory of three such matrices.
+    is -P[:, j] / P[j, j]. Takes I^3 multiplications and the memory of four such matrices.
 
     Args:
         users: user of each pair, (P,).
@@ -56,7 +56,7 @@ def ease_vectors(users: Tensor, items: Tensor, num_items: int, *, dim: int, l2: 
     The product of the first, ``users`` (I, D), with the second, ``items`` (I, D), is B but for the diagonal, which no
     ranking without the items taken before reads: with X'X = V diag(s) V', the other entries of P are those of
     -V diag(s / (s + l2)) V' / l2. Where D is less than I the greatest of these factors are kept, so that the product is
-    an approximation.
+    an approximation. Takes the memory of five matrices (I, I).
 
     Args:
         users: see :func:`ease`.

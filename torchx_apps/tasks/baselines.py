@@ -20,6 +20,9 @@ FORMS = ("ease", "als")
 SECONDS = 10.0  # that a baseline may take where none is named
 _RATE = 2e10  # multiplications with an addition per second of one core
 _SCORES = 2**21  # of a block of queries in memory: 8 MiB
+# Bytes that ALS takes for a number of a vector (float32, before and after a half step), and for the counts of a row.
+# Its pairs take some 64 bytes each, but nobody knows their number before the rows are read.
+_VECTORS, _COUNTS = 12, 64
 
 Role = Literal["user", "item", "history"]
 
@@ -45,7 +48,7 @@ class ClosedForms:
         config: penalties and sizes.
 
     Raises:
-        ValueError: EASE is named, and its matrices are more than this host can give.
+        ValueError: EASE or ALS is named, and needs more memory than this host can give.
     """
 
     pairs: Callable[[], tuple[Int64, Int64]]
@@ -59,15 +62,15 @@ class ClosedForms:
 
     def __post_init__(self) -> None:
         if "ease" in self.names:
-            self._check_memory("evaluation.baselines=ease: leave it out")
+            self._check_matrices("evaluation.baselines=ease: leave it out", 4)
+        if "als" in self.names:
+            needed = (self.num_users + self.num_items) * (_VECTORS * self.config.als_dim + _COUNTS)
+            about = f"ALS of {self.num_users:,} users and {self.num_items:,} items"
+            _check_memory(f"evaluation.baselines=als: leave it out: {about}", needed)
 
-    def _check_memory(self, what: str) -> None:
-        needed, free = 4 * 3 * self.num_items**2, available_memory()
-        if needed > free:
-            raise ValueError(
-                f"{what}: EASE of {self.num_items:,} items takes {needed / 2**30:,.1f} GiB, and {free / 2**30:,.1f} "
-                "are free"
-            )
+    def _check_matrices(self, what: str, count: int) -> None:
+        """Refuses EASE if ``count`` matrices (I, I) do not fit: Gram matrix, factor, inverse and LAPACK's copies."""
+        _check_memory(f"{what}: EASE of {self.num_items:,} items", 4 * count * self.num_items**2)
 
     def seconds(self, name: str) -> float:
         """Returns about how long a baseline takes on one core: its fit, and its scores for all users."""
@@ -144,7 +147,7 @@ class ClosedForms:
                 f"{', '.join(has)}"
             )
         if name == "ease":
-            self._check_memory(f"pretrained: {table}=ease: give als or a file")
+            self._check_matrices(f"pretrained: {table}=ease: give als or a file", 5)
         return wanted[0]
 
     def rows(self, feature: str) -> int:
@@ -195,6 +198,12 @@ class ClosedForms:
 
     def _taken(self) -> tuple[Tensor, Tensor]:
         return _unique(*self.pairs())
+
+
+def _check_memory(what: str, needed: int) -> None:
+    free = available_memory()
+    if needed > free:
+        raise ValueError(f"{what} takes {needed / 2**30:,.1f} GiB, and {free / 2**30:,.1f} are free")
 
 
 def _unique(users: Int64, items: Int64) -> tuple[Tensor, Tensor]:
