@@ -243,6 +243,34 @@ def test_killed_at_any_moment_of_a_rollback_all_that_lay_ahead_is_there_or_nothi
     assert len(seen) > 3
 
 
+@pytest.mark.parametrize(
+    "note",
+    [
+        '{"folder": "../../outside", "steps": [1]}',
+        '{"folder": "/tmp/outside", "steps": [1]}',
+        '{"folder": "set-aside-1/../../outside", "steps": [1]}',
+        '{"folder": "step-0000000001", "steps": [1]}',
+        '{"folder": ["set-aside-1"], "steps": [1]}',
+        '{"folder": "set-aside-1", "steps": ["1"]}',
+        '{"folder": "set-aside-1", "steps": [-1]}',
+        '{"folder": "set-aside-1", "steps": {"1": 2}}',
+        '{"folder": "set-aside-1", "steps": 1}',
+        '{"folder": "set-aside-1"}',
+        *("{}", "[]", "3", "null", "", "{", "[" * 100_000),
+    ],
+)
+def test_a_note_of_another_form_moves_nothing_and_is_refused_by_name(note: str, tmp_path: Path) -> None:
+    root = tmp_path / "runs" / "checkpoints"
+    saved(root, 1)
+    (root / "set-aside.json").write_text(note)
+    before = sorted(map(str, tmp_path.rglob("*")))
+    message = r"checkpoints/set-aside\.json: must name a folder set-aside-NUMBER beside it and a list of steps"
+    for use in (lambda: Checkpointer(str(root), HERE), lambda: CheckpointFolder(str(root)).steps()):
+        with pytest.raises(CheckpointError, match=message):
+            use()
+    assert sorted(map(str, tmp_path.rglob("*"))) == before
+
+
 def test_a_run_that_begins_anew_where_another_one_has_saved_keeps_its_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

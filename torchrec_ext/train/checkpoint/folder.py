@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch.distributed as dist
 from fsspec import AbstractFileSystem  # type: ignore[import-untyped]
@@ -106,6 +106,13 @@ _NAME = re.compile(r"step-(\d{10})")
 _PARTIAL, _AGAIN = ".partial", ".again"
 _ASIDE = re.compile(r"set-aside-(\d+)")
 _MOVING = "set-aside.json"  # what is being set aside: written first, so that no kill leaves some of it to be resumed
+
+
+class _Moving(NamedTuple):
+    """Steps that are being moved into a folder beside them."""
+
+    folder: str
+    steps: list[int]
 
 
 class CheckpointFolder:
@@ -225,12 +232,12 @@ class CheckpointFolder:
 
     def _finish_setting_aside(self) -> None:
         """Moves the checkpoints that :meth:`set_aside` has noted, from wherever an earlier attempt has come to."""
-        moving = self.noted(_MOVING)
-        if not isinstance(moving, dict):
+        moving = self._moving()
+        if moving is None:
             return
-        aside = f"{self.root}/{moving['folder']}"
+        aside = f"{self.root}/{moving.folder}"
         self.files.makedirs(aside, exist_ok=True)
-        for path in (path for step in moving["steps"] for path in self._names_of_step(step)):
+        for path in (path for step in moving.steps for path in self._names_of_step(step)):
             source = f"{self.root}/{_name_of(path)}"
             if not self.files.exists(source):
                 continue
@@ -245,6 +252,25 @@ class CheckpointFolder:
             sync_to_disk(aside)
             sync_to_disk(self.root)
         self.files.rm(f"{self.root}/{_MOVING}")
+
+    def _moving(self) -> _Moving | None:
+        """Returns what :meth:`set_aside` has noted; None if nothing is being set aside.
+
+        Raises:
+            CheckpointError: the note is not one of :meth:`set_aside`, which moves into this folder alone.
+        """
+        path = f"{self.root}/{_MOVING}"
+        if not self.files.exists(path):
+            return None
+        note = self.noted(_MOVING)
+        name, steps = (note.get("folder"), note.get("steps")) if isinstance(note, dict) else (None, None)
+        named = isinstance(name, str) and _ASIDE.fullmatch(name) is not None
+        if named and isinstance(steps, list) and all(type(step) is int and step >= 0 for step in steps):
+            return _Moving(str(name), steps)
+        raise CheckpointError(
+            f"{path}: must name a folder set-aside-NUMBER beside it and a list of steps, as this package writes it; "
+            "remove the file to leave all checkpoints where they are"
+        )
 
     def _names_of_step(self, step: int) -> tuple[str, str]:
         """Returns the path of a step's checkpoint, and its path once the step was saved twice."""
@@ -285,7 +311,10 @@ class CheckpointFolder:
 
     def noted(self, name: str) -> Any:
         """Returns the content that :meth:`note` wrote; None where there is none, or it is damaged."""
-        with contextlib.suppress(OSError, ValueError), self.files.open(f"{self.root}/{name}", "r") as stream:
+        with (
+            contextlib.suppress(OSError, ValueError, RecursionError),
+            self.files.open(f"{self.root}/{name}", "r") as stream,
+        ):
             return json.loads(stream.read())
         return None
 
@@ -324,8 +353,8 @@ class CheckpointFolder:
         if not self.files.exists(self.root):
             return []
         names, entries = self._names(), []
-        moving = self.noted(_MOVING) if _MOVING in names else None
-        gone = moving["steps"] if isinstance(moving, dict) else []
+        moving = self._moving() if _MOVING in names else None
+        gone = [] if moving is None else moving.steps
         for name in names:
             match = _NAME.fullmatch(name.removesuffix(_PARTIAL).removesuffix(_AGAIN))
             if match and int(match[1]) not in gone:
