@@ -126,7 +126,13 @@ SECRETS = [
     "AWS_SECRET_ACCESS_KEY=/hunter2",
     "TORCHREC_EXT_TOKEN=hunter2",
     "URL=s3://a:hunter2@b",
+    *(
+        f"{name}=hunter2"
+        for name in ("DB_PASS", "MYSQL_PWD", "AUTH", "GH_PAT", "COOKIE", "SESSION_TOKENS", "dbPassword")
+    ),
+    "URL=https://hunter2@example.org/a",
 ]
+ADDRESSES = ["https://host/a?sig=hunter2", "s3://b/c?X-Amz-Signature=hunter2", "https://host/a?x=1&token=hunter2"]
 
 
 @pytest.mark.parametrize("scheduler", ["local_cwd", "slurm", "kubernetes"])
@@ -141,6 +147,21 @@ def test_a_secret_in_env_is_refused_unseen_with_the_schedulers_way(variable: str
         assert line.startswith(f"--env {name}: ")
         assert "hunter2" not in line
         assert ("-cfg secret=NAME" if scheduler == "kubernetes" else f"export {name} in the shell") in line
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_a_signed_address_is_refused_unseen(address: str) -> None:
+    app = serve.http(bundle="b", host="h", image=IMAGE, env={"URL": address})
+    for line in (refused(app), refused(hybrid("--", f"--set=data.files={address}"), "slurm")):
+        assert ": the address holds a password, " in line
+        assert "hunter2" not in line
+
+
+@pytest.mark.parametrize("scheduler", ["local_cwd", "local_docker", "slurm", "kubernetes"])
+@pytest.mark.parametrize("name", ["A;touch X;B", "A B", "1A", "$(touch X)", "A-B", "", "A\nB", "É"])
+def test_a_name_that_is_no_variables_is_refused(name: str, scheduler: str) -> None:
+    app = serve.http(bundle="b", host="h", image=IMAGE, env={name: "1", "_B2": "1"})
+    assert refused(app, scheduler).startswith(f"--env {name!r}: a variable's name has letters, digits and _ alone")
 
 
 @pytest.mark.parametrize(
@@ -166,7 +187,8 @@ def test_a_secret_in_a_setting_is_refused_unseen(flag: str) -> None:
 
 
 def test_what_only_resembles_a_secret_is_taken() -> None:
-    env = "TOKENIZERS_PARALLELISM=0,REDIS_PASSWORD_FILE=/run/p,GOOGLE_APPLICATION_CREDENTIALS=/run/key.json"
+    env = "PWD=/a,MAX_TOKENS=512,SSH_AUTH_SOCK=/s,"
+    env += "TOKENIZERS_PARALLELISM=0,REDIS_PASSWORD_FILE=/run/p,GOOGLE_APPLICATION_CREDENTIALS=/run/key.json"
     assert (
         check_app(hybrid("--env", env, "--", "--set", "data.key=user_id", "--set=data.files=s3://a/b@c"), "slurm") == []
     )

@@ -146,6 +146,36 @@ def test_slurm_without_accounting_tells_states_from_its_queue(scheduler: SlurmSc
 
 
 @pytest.mark.unit
+@pytest.mark.parametrize("accounting", [False, True])
+def test_a_state_that_a_newer_slurm_has_is_told(scheduler: SlurmScheduler, tmp_path: Path, accounting: bool) -> None:
+    states = {"LAUNCH_FAILED": AppState.FAILED, "EXPEDITING": AppState.PENDING, "TO_COME": AppState.UNKNOWN}
+    for state, expected in states.items():
+        entry = f"7|{state}|train-0|/|None"
+        (tmp_path / "squeue").write_text(f"#!/bin/sh\necho '{entry}'\n")
+        if accounting:
+            (tmp_path / "sacct").write_text(f"#!/bin/sh\nprintf '7|{state}\\n6|CANCELLED by 1000\\n'\n")
+        job = scheduler.describe("7")
+        assert job is not None
+        assert (job.state, job.roles_statuses[0].replicas[0].state) == (expected, expected)
+        listed = [("7", expected), ("6", AppState.CANCELLED)] if accounting else [("7", expected)]
+        assert [(each.app_id, each.state) for each in scheduler.list()] == listed
+
+
+@pytest.mark.unit
+def test_the_partition_whose_nodes_are_asked_for_is_the_one_that_sbatch_takes(
+    scheduler: SlurmScheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sinfo").write_text("#!/bin/sh\nprintf 'small*|1|100|(null)\\nlarge|64|900000|(null)\\n'\n")
+    (tmp_path / "sinfo").chmod(0o755)
+    monkeypatch.setattr("torchx.schedulers.slurm_scheduler.SlurmScheduler.schedule", lambda *_: "7")
+    info = scheduler.submit_dryrun(app_of(train.hybrid, "--cpu", "8"), {})
+    with pytest.raises(ValueError, match="--cpu 8: the partition's largest node has 1; ask for less"):
+        scheduler.schedule(info)
+    monkeypatch.setenv("SBATCH_PARTITION", "large")
+    assert scheduler.schedule(info) == "7"
+
+
+@pytest.mark.unit
 def test_a_job_that_slurm_has_forgotten_is_told_by_its_files(scheduler: SlurmScheduler, tmp_path: Path) -> None:
     for code, state in (("0", AppState.SUCCEEDED), ("200", AppState.FAILED)):
         (tmp_path / "slurm-9.out").write_text(f"+ echo 'job exited with code {code}'\njob exited with code {code}\n")

@@ -25,9 +25,17 @@ _MOUNT_FORMS = (
 )
 
 _SECRET_WORDS = {"TOKEN", "PASSWORD", "PASSWD", "PASSPHRASE", "SECRET", "CREDENTIAL", "CREDENTIALS", "APIKEY"}
+_SECRET_WORDS |= {"PASSWORDS", "SECRETS", "CREDS"}
+_SECRET_LAST_WORDS = {"KEY", "PASS", "PWD", "AUTH", "PAT", "COOKIE", "COOKIES", "TOKENS"}
+_COUNTS = {"MAX", "MIN", "NUM"}  # MAX_TOKENS is a number of them
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _NAMES_OF_FILES = {"GOOGLE_APPLICATION_CREDENTIALS"}
 _SHOWN = "which the job's description, its script, its logs and `ps` would show"
-_PASSWORD_IN_ADDRESS = re.compile(r"://[^\s/@]*:[^\s/@]+@|[?&]password=[^&\s]")
+_PASSWORD_IN_ADDRESS = re.compile(
+    r"://[^\s/@]*:[^\s/@]+@|https?://[^\s/@]+@|[?&](password|token|access_token|api_key|sig|signature|X-Amz-Signature|"
+    r"X-Goog-Signature)=[^&\s]",
+    re.IGNORECASE,
+)
 
 
 def check_words(words: Sequence[str]) -> None:
@@ -114,6 +122,7 @@ def check_app(app: AppDef, scheduler: str, *, workspace: str | None = None) -> l
             f"--name: the job would be called '{app.name}', and a job's name has no slash; EXPERIMENT/RUN has one"
         )
     for role in app.roles:
+        _check_names(role)
         _check_secrets(role, scheduler)
     if scheduler == "kubernetes":
         _check_for_kubernetes(app, workspace or "")
@@ -163,6 +172,16 @@ def _dockerfile(workspace: str) -> bool:
     return bool(workspace) and (Path(workspace.removeprefix("file://")) / "Dockerfile.torchx").exists()
 
 
+def _check_names(role: Role) -> None:
+    """Refuses variables whose names no shell takes: a script of a scheduler has them unquoted."""
+    for name in role.env:
+        if not _VARIABLE.fullmatch(name):
+            raise ValueError(
+                f"--env {name!r}: a variable's name has letters, digits and _ alone, and begins with no digit; write "
+                "--env NAME=VALUE,NAME=VALUE"
+            )
+
+
 def _check_secrets(role: Role, scheduler: str) -> None:
     for name, value in role.env.items():
         if value and is_secret(name):
@@ -208,11 +227,15 @@ def is_secret(name: str) -> bool:
         [True, True, True, True]
         >>> [is_secret(name) for name in ("TOKENIZERS_PARALLELISM", "TOKEN_FILE", "AWS_ACCESS_KEY_ID", "KEYS")]
         [False, False, False, False]
+        >>> [is_secret(name) for name in ("DB_PASS", "MYSQL_PWD", "dbPassword", "SESSION_TOKENS", "PWD", "MAX_TOKENS")]
+        [True, True, True, True, False, False]
     """
-    words = name.upper().replace("-", "_").split("_")
-    if name in _NAMES_OF_FILES or words[-1] in ("FILE", "PATH", "ID", "NAME"):
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|-", "_", name).upper().split("_")
+    if name in (*_NAMES_OF_FILES, "PWD") or words[-1] in ("FILE", "PATH", "ID", "NAME"):
         return False
-    return words[-1] == "KEY" or not _SECRET_WORDS.isdisjoint(words)
+    if words[-1] == "TOKENS" and not _COUNTS.isdisjoint(words):
+        return False
+    return words[-1] in _SECRET_LAST_WORDS or not _SECRET_WORDS.isdisjoint(words)
 
 
 def _way(scheduler: str, name: str) -> str:

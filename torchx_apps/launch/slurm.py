@@ -12,6 +12,7 @@ import collections
 import getpass
 import itertools
 import math
+import os
 import queue
 import re
 import subprocess
@@ -42,6 +43,9 @@ _STATES: Mapping[str, AppState] = {
     **upstream.SLURM_STATES,
     "COMPLETING": AppState.RUNNING,
     "CONFIGURING": AppState.PENDING,
+    "EXPEDITING": AppState.PENDING,
+    "LAUNCH_FAILED": AppState.FAILED,
+    "RECONFIG_FAIL": AppState.FAILED,
     "REQUEUE_FED": AppState.PENDING,
     "REQUEUE_HOLD": AppState.PENDING,
     "RESV_DEL_HOLD": AppState.PENDING,
@@ -93,7 +97,7 @@ class SlurmScheduler(upstream.SlurmScheduler):  # type: ignore[misc]
         """
         request: Script = dryrun_info.request
         try:
-            nodes = nodes_of(request.partition)
+            nodes = nodes_of(request.partition or os.environ.get("SBATCH_PARTITION"))  # as sbatch chooses it
             for role in request.app.roles:
                 check_partition(role, nodes)
             return str(super().schedule(dryrun_info))
@@ -112,10 +116,10 @@ class SlurmScheduler(upstream.SlurmScheduler):  # type: ignore[misc]
 
     def list(self) -> list[ListAppResponse]:
         """Returns the jobs of the accounting, or where there is none this user's in the queue."""
-        asked = _ask("sacct", "--noheader", "-X")
-        if asked.returncode == 0:
-            return list(super().list())
-        jobs = itertools.groupby(_queued("-u", getpass.getuser()), lambda entry: entry.job)
+        entries = _accounted()
+        if entries is None:
+            entries = _queued("-u", getpass.getuser())
+        jobs = itertools.groupby(entries, lambda entry: entry.job)
         return [ListAppResponse(app_id=job, state=_state(list(entries))) for job, entries in jobs]
 
     def log_iter(
@@ -279,6 +283,11 @@ class _Entry:
     folder: str
     reason: str
 
+    @property
+    def app_state(self) -> AppState:
+        """TorchX's state; UNKNOWN for one that a newer Slurm has."""
+        return _STATES.get(self.state, AppState.UNKNOWN)
+
 
 def _ask(*words: str) -> subprocess.CompletedProcess[str]:
     """Runs one of Slurm's commands, quietly.
@@ -305,6 +314,18 @@ def _queued(*which: str) -> list[_Entry]:
     ]
 
 
+def _accounted() -> list[_Entry] | None:
+    """Returns all jobs of the accounting; None if Slurm has none. TorchX's own list ends at a state new to it."""
+    asked = _ask("sacct", "--noheader", "-X", "--parsable2", "--starttime=1970-01-01", "--format=JobID,State")
+    if asked.returncode:
+        return None
+    rows = [line.strip().split("|") for line in asked.stdout.splitlines() if line.count("|") == 1]
+    return [  # a state may have more words, such as CANCELLED by 1000
+        _Entry(job=job.partition("+")[0], state=state.partition(" ")[0], name="", folder="", reason="")
+        for job, state in rows
+    ]
+
+
 def _described(app_id: str, entries: Sequence[_Entry]) -> DescribeAppResponse:
     roles: dict[str, Role] = {}
     statuses: dict[str, RoleStatus] = {}
@@ -314,7 +335,7 @@ def _described(app_id: str, entries: Sequence[_Entry]) -> DescribeAppResponse:
             continue
         role = roles.setdefault(name, Role(name=name, num_replicas=0, image=""))
         role.num_replicas += 1
-        replica = ReplicaStatus(id=int(number), role=name, state=_STATES[entry.state], hostname="")
+        replica = ReplicaStatus(id=int(number), role=name, state=entry.app_state, hostname="")
         statuses.setdefault(name, RoleStatus(name, [])).replicas.append(replica)
     waiting = [f"{entry.state} ({entry.reason})" for entry in entries if entry.reason not in ("None", "")]
     return DescribeAppResponse(
@@ -346,7 +367,7 @@ def _ended(app_id: str, folder: Path) -> DescribeAppResponse | None:
 
 
 def _state(entries: Sequence[_Entry]) -> AppState:
-    states = {_STATES.get(entry.state, AppState.UNKNOWN) for entry in entries}
+    states = {entry.app_state for entry in entries}
     return next((state for state in _ORDER if state in states), AppState.UNKNOWN)
 
 
