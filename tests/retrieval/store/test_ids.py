@@ -1,5 +1,8 @@
 """IdMap: there and back for every id, unknown ones, wrong ones, and the same map read from its files."""
 
+import json
+import random
+import struct
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -77,18 +80,86 @@ def test_extended_at_the_end() -> None:
         IdMap.build([1]).extended(["a"])
 
 
+def sip(data: bytes, key: bytes, rounds: int, final: int) -> int:
+    """SipHash of one string, as its paper writes it."""
+    mask, halves = 2**64 - 1, struct.unpack("<2Q", key)
+    constants = (0x736F6D6570736575, 0x646F72616E646F6D, 0x6C7967656E657261, 0x7465646279746573)
+    a, b, c, d = (halves[index % 2] ^ constant for index, constant in enumerate(constants))
+
+    def turn(value: int, by: int) -> int:
+        return ((value << by) | (value >> (64 - by))) & mask
+
+    def mixed(a: int, b: int, c: int, d: int) -> tuple[int, int, int, int]:
+        a, c = (a + b) & mask, (c + d) & mask
+        b, d, a = turn(b, 13) ^ a, turn(d, 16) ^ c, turn(a, 32)
+        a, c = (a + d) & mask, (c + b) & mask
+        return a, turn(b, 17) ^ c, turn(c, 32), turn(d, 21) ^ a
+
+    whole = data + bytes(7 - len(data) % 8) + bytes([len(data) % 256])
+    for (word,) in struct.iter_unpack("<Q", whole):
+        d ^= word
+        for _ in range(rounds):
+            a, b, c, d = mixed(a, b, c, d)
+        a ^= word
+    c ^= 255
+    for _ in range(final):
+        a, b, c, d = mixed(a, b, c, d)
+    return a ^ b ^ c ^ d
+
+
+def test_strings_are_hashed_by_siphash() -> None:
+    key = bytes(range(16))
+    assert sip(bytes(range(15)), key, 2, 4) == 0xA129CA6149BE45E5, "the example of the paper"
+    draw = random.Random(0)
+    for most in (0, 1, 20, 1024):
+        strings = [draw.randbytes(draw.randint(0, most)) for _ in range(40)]
+        offsets = np.cumsum([0, *map(len, strings)]).astype(np.int64)
+        content = np.frombuffer(b"".join(strings), np.uint8)
+        assert hashed(offsets, content, key).tolist() == [sip(each, key, 1, 3) for each in strings]
+
+
+def test_strings_that_collide_under_any_polynomial_have_hashes_of_their_own() -> None:
+    """Words of Thue and Morse are equal modulo 2^64 for every odd factor: two names could block an export."""
+    word = "a"
+    while len(word) < 1024:
+        word += word.translate(str.maketrans("ab", "ba"))
+    made = IdMap.build([word, word.translate(str.maketrans("ab", "ba"))])
+    assert made.positions([word[::-1], "a"]).tolist() in ([0, -1], [1, -1])
+    assert IdMap.build(made.ids()).key == made.key, "equal ids give equal files"
+    assert IdMap.build(["a", "b"]).key != IdMap.build(["ab", ""]).key
+
+
 def test_equal_hashes_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under seed 0 all strings have one hash; the next seed parts them."""
-    real = hashed
-    monkeypatch.setattr(
-        "torchrec_ext.retrieval.store.ids.hashed",
-        lambda o, c, seed: real(o, c, seed) if seed else np.zeros(len(o) - 1, np.uint64),
-    )
+    """Under the first key all strings have one hash; the next key parts them."""
+    real, keys = hashed, list[bytes]()
+
+    def first_alike(offsets: Any, content: Any, key: bytes) -> Any:
+        keys.append(key)
+        return np.zeros(len(offsets) - 1, np.uint64) if key == keys[0] else real(offsets, content, key)
+
+    monkeypatch.setattr("torchrec_ext.retrieval.store.ids.hashed", first_alike)
     made = IdMap.build(["a", "b", "c"])
-    assert made.seed == 1
+    assert made.key == keys[1] != keys[0]
     assert made.positions(["c", "a", "zz"]).tolist() == [2, 0, -1]
     with pytest.raises(ValueError, match="ids: b stands at rows 1 and 3"):
         IdMap.build(["a", "b", "c", "b"])
+    monkeypatch.setattr("torchrec_ext.retrieval.store.ids.hashed", lambda o, c, k: np.zeros(len(o) - 1, np.uint64))
+    with pytest.raises(ValueError, match="ids: 'a' and 'b' have one hash under 8 keys; rename one of them"):
+        IdMap.build(["a", "b"])
+
+
+def test_a_map_of_strings_from_before_keys_is_opened(tmp_path: Path) -> None:
+    made = IdMap.build(["b", "", "a\u20ac"])
+    made.save(tmp_path)
+    header = json.loads((tmp_path / "ids.json").read_text())
+    (tmp_path / "ids.json").write_text(json.dumps({**header, "seed": 0}))
+    np.save(tmp_path / "ids_sorted.npy", np.arange(3, dtype=np.uint64))
+    opened = IdMap.open(tmp_path)
+    opened.check()
+    assert opened.positions(["a\u20ac", "b", "", "c"]).tolist() == [2, 0, 1, -1]
+    (tmp_path / "ids.json").write_text(json.dumps({**header, "seed": "00"}))
+    with pytest.raises(ValueError, match="its key has 1 bytes, must have 16"):
+        IdMap.open(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
-"""IdMap: ids of a catalogue's rows to positions and back, in memory-mapped arrays; strings by a 64-bit hash."""
+"""IdMap: ids of a catalogue's rows to positions and back, in memory-mapped arrays; strings by a keyed 64-bit hash."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -15,16 +16,20 @@ from numpy.typing import NDArray
 
 _LONGEST = 1024  # bytes that an id may have
 _BLOCK = 2**14  # strings that are hashed at a time
-_PRIMES = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_WORD = 8  # bytes that the hash takes at a time
+_KEY_BYTES = 16
+_SIP = (0x736F6D6570736575, 0x646F72616E646F6D, 0x6C7967656E657261, 0x7465646279746573)  # SipHash's own constants
 
 
-def hashed(offsets: NDArray[np.int64], content: NDArray[np.uint8], seed: int) -> NDArray[np.uint64]:
-    """Hashes N strings, alike on every machine: a polynomial of their bytes modulo 2^64, mixed by splitmix64.
+def hashed(offsets: NDArray[np.int64], content: NDArray[np.uint8], key: bytes) -> NDArray[np.uint64]:
+    """Hashes N strings, alike on every machine, by SipHash-1-3 (Aumasson and Bernstein 2012).
+
+    Nobody who does not know the key can choose strings that have one hash.
 
     Args:
         offsets: (N + 1,) begin of each string in ``content``, and the end of the last.
         content: UTF-8 bytes of all strings, one after the other.
-        seed: number that selects one of many hash functions.
+        key: 16 bytes that select one of many hash functions.
 
     Raises:
         ValueError: a string of more than 1,024 bytes.
@@ -34,23 +39,61 @@ def hashed(offsets: NDArray[np.int64], content: NDArray[np.uint8], seed: int) ->
         row = int(lengths.argmax())
         raise ValueError(f"ids: row {row} has {lengths[row]:,} bytes; an id may have {_LONGEST:,}")
     blocks = [slice(start, start + _BLOCK) for start in range(0, len(lengths), _BLOCK)]
-    hashes = [_hashed_block(offsets[:-1][rows], lengths[rows], content, seed) for rows in blocks]
+    hashes = [_hashed_block(offsets[:-1][rows], lengths[rows], content, key) for rows in blocks]
     return np.concatenate(hashes) if hashes else np.zeros(0, np.uint64)
 
 
 def _hashed_block(
-    starts: NDArray[np.int64], lengths: NDArray[np.int64], content: NDArray[np.uint8], seed: int
+    starts: NDArray[np.int64], lengths: NDArray[np.int64], content: NDArray[np.uint8], key: bytes
 ) -> NDArray[np.uint64]:
-    factor = np.uint64((_PRIMES[0] + 2 * seed) % 2**64)
-    state = lengths.astype(np.uint64) + np.uint64(seed)
-    for index in range(int(lengths.max(initial=0))):
-        inside = lengths > index
-        byte = content[np.where(inside, starts + index, 0)]
-        state = np.where(inside, state * factor + byte + np.uint64(1), state)
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(_PRIMES[1])
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(_PRIMES[2])
-    mixed: NDArray[np.uint64] = state ^ (state >> np.uint64(31))
-    return mixed
+    begin, end = int(starts[0]), int(starts[-1] + lengths[-1])
+    padded = np.zeros(end - begin + _WORD, np.uint8)  # so that the last word can be read whole
+    padded[: end - begin] = content[begin:end]
+    words: NDArray[np.uint64] = np.ndarray((end - begin + 1,), "<u8", padded, strides=(1,))  # one from each byte on
+    halves = np.frombuffer(key, "<u8").tolist()
+    state = [np.full(len(starts), constant ^ halves[index % 2], np.uint64) for index, constant in enumerate(_SIP)]
+    ends = lengths.astype(np.uint64) << np.uint64(56)  # the last word of a string has its length as highest byte
+    for number in range(int(lengths.max()) // _WORD + 1):
+        left = lengths - _WORD * number
+        rows: Any = slice(None) if left.min() >= 0 else np.flatnonzero(left >= 0)
+        word = words[starts[rows] - begin + _WORD * number]
+        last = np.flatnonzero(left[rows] < _WORD)
+        bits = left[rows][last].astype(np.uint64) << np.uint64(3)
+        word[last] = (word[last] & ((_ONE << bits) - _ONE)) | ends[rows][last]
+        mixed = [each[rows] for each in state]
+        mixed[3] ^= word
+        mixed = _mix(*mixed)
+        mixed[0] ^= word
+        for whole, part in zip(state, mixed, strict=True):
+            whole[rows] = part
+    state[2] ^= np.uint64(0xFF)
+    for _ in range(3):
+        state = _mix(*state)
+    return state[0] ^ state[1] ^ state[2] ^ state[3]
+
+
+Hashes = NDArray[np.uint64]
+_ONE = np.uint64(1)
+
+
+def _mix(a: Hashes, b: Hashes, c: Hashes, d: Hashes) -> list[Hashes]:
+    """Applies one round of SipHash to the four words of N states."""
+    a = a + b
+    c = c + d
+    b = _rotated(b, *_BY_13) ^ a
+    d = _rotated(d, *_BY_16) ^ c
+    a = _rotated(a, *_BY_32) + d
+    c = c + b
+    d = _rotated(d, *_BY_21) ^ a
+    b = _rotated(b, *_BY_17) ^ c
+    return [a, b, _rotated(c, *_BY_32), d]
+
+
+_BY_13, _BY_16, _BY_17, _BY_21, _BY_32 = ((np.uint64(bits), np.uint64(64 - bits)) for bits in (13, 16, 17, 21, 32))
+
+
+def _rotated(values: Hashes, left: np.uint64, right: np.uint64) -> Hashes:
+    return (values << left) | (values >> right)
 
 
 Int64 = NDArray[np.int64]
@@ -62,7 +105,7 @@ _STRINGS = {
     "sorted": np.dtype(np.uint64),
     "order": np.dtype(np.int64),
 }
-_SEEDS = 8  # seeds that are tried where two strings have one hash, which is next to impossible
+_KEYS = 8  # keys that are tried where two strings have one hash, which is next to impossible
 
 
 class IdMap:
@@ -74,7 +117,7 @@ class IdMap:
 
     Args:
         arrays: arrays that :meth:`save` writes, by the name of their file.
-        seed: seed of the strings' hash.
+        key: key of the strings' hash.
 
     Example:
         >>> ids = IdMap.build(np.array([30, 10, 20]))
@@ -82,9 +125,9 @@ class IdMap:
         ([1, -1], [30, 20])
     """
 
-    def __init__(self, arrays: dict[str, NDArray[Any]], seed: int = 0) -> None:
+    def __init__(self, arrays: dict[str, NDArray[Any]], key: bytes = b"") -> None:
         self.arrays = arrays
-        self.seed = seed
+        self.key = key
         self.kind = "str" if "offsets" in arrays else "int64"
         if self.kind == "str":
             buffers = (pa.py_buffer(arrays["offsets"]), pa.py_buffer(arrays["bytes"]))
@@ -114,8 +157,9 @@ class IdMap:
     @classmethod
     def _of_strings(cls, strings: pa.LargeStringArray) -> IdMap:
         offsets, content = _buffers(strings)
-        for seed in range(_SEEDS):
-            hashes = hashed(offsets, content, seed)
+        for attempt in range(_KEYS):
+            key = _key_of(offsets, content, attempt)
+            hashes = hashed(offsets, content, key)
             order = np.argsort(hashes, kind="stable")
             ascending = hashes[order]
             twins = np.flatnonzero(ascending[1:] == ascending[:-1])
@@ -128,8 +172,11 @@ class IdMap:
                     "sorted": ascending,
                     "order": order,
                 }
-                return cls(arrays, seed)
-        raise ValueError(f"ids: two of {len(strings)} strings have one hash under {_SEEDS} seeds; rename one of them")
+                return cls(arrays, key)
+        first, second = (strings[int(order[twins[0] + more])].as_py() for more in (0, 1))
+        raise ValueError(
+            f"ids: '{first[:60]}' and '{second[:60]}' have one hash under {_KEYS} keys; rename one of them"
+        )
 
     def __len__(self) -> int:
         return len(self._strings) if self.kind == "str" else len(self.arrays["ids"])
@@ -161,7 +208,7 @@ class IdMap:
         return np.where(ascending[index] == ids, self.arrays["order"][index] if "order" in self.arrays else index, -1)
 
     def _of_known_strings(self, ids: pa.LargeStringArray) -> Int64:
-        hashes = hashed(*_buffers(ids), self.seed)
+        hashes = hashed(*_buffers(ids), self.key)
         index = np.minimum(np.searchsorted(self.arrays["sorted"], hashes), len(self) - 1)
         positions = self.arrays["order"][index]
         same = (self.arrays["sorted"][index] == hashes) & _equal(self._strings.take(pa.array(positions)), ids)
@@ -213,7 +260,7 @@ class IdMap:
                 self._strings.validate(full=True)
             except pa.ArrowInvalid as error:
                 raise ValueError(f"ids: the strings are damaged ({error})") from None
-            keys = hashed(self.arrays["offsets"], self.arrays["bytes"], self.seed)
+            keys = hashed(self.arrays["offsets"], self.arrays["bytes"], self.key)
         else:
             keys = self.arrays["ids"]
         ascending, order = self.arrays.get("sorted", keys), self.arrays.get("order")
@@ -229,7 +276,7 @@ class IdMap:
 
     def save(self, folder: Path) -> list[str]:
         """Writes the arrays below ``folder`` and returns the names of the files."""
-        header = {"kind": self.kind, "seed": self.seed, "arrays": list(self.arrays)}
+        header = {"kind": self.kind, "seed": self.key.hex() or 0, "arrays": list(self.arrays)}
         (folder / "ids.json").write_text(json.dumps(header) + "\n")
         for name, array in self.arrays.items():
             np.save(folder / f"ids_{name}.npy", array, allow_pickle=False)
@@ -239,18 +286,27 @@ class IdMap:
     def open(cls, folder: Path) -> IdMap:
         """Opens the map that :meth:`save` wrote, memory-mapped.
 
+        A map of strings from before they were hashed under a key is built again, in the memory of this process.
+
         Raises:
             ValueError: a file that is missing or damaged.
         """
         try:
             header = json.loads((folder / "ids.json").read_text())
-            names, seed = [str(name) for name in header["arrays"]], int(header["seed"])
+            names, seed = [str(name) for name in header["arrays"]], header["seed"]
             arrays = {
                 name: np.asarray(np.load(folder / f"ids_{name}.npy", mmap_mode="r", allow_pickle=False))
                 for name in names
             }
             _check_arrays(arrays)
-            return cls(arrays, seed)
+            if "offsets" not in arrays:
+                return cls(arrays)
+            if isinstance(seed, int):
+                return cls.build(cls(arrays)._strings)
+            key = bytes.fromhex(seed)
+            if len(key) != _KEY_BYTES:
+                raise ValueError(f"its key has {len(key)} bytes, must have {_KEY_BYTES}")
+            return cls(arrays, key)
         except (OSError, ValueError, KeyError, TypeError, EOFError, IndexError) as error:
             raise ValueError(f"the id map in '{folder}' cannot be read ({error}); write the store again") from None
 
@@ -307,6 +363,14 @@ def _buffers(strings: pa.LargeStringArray) -> tuple[Int64, NDArray[np.uint8]]:
     """Returns the begin of each string with the end of the last, and the bytes of all."""
     _, offsets, content = strings.buffers()
     return np.frombuffer(offsets, np.int64)[: len(strings) + 1], np.frombuffer(content or b"", np.uint8)
+
+
+def _key_of(offsets: Int64, content: NDArray[np.uint8], attempt: int) -> bytes:
+    """Returns a key that the ids decide together, so that equal ids give equal files, and none is known beforehand."""
+    digest = hashlib.blake2b(digest_size=_KEY_BYTES, salt=attempt.to_bytes(_KEY_BYTES, "little"))
+    digest.update(np.diff(offsets).astype("<i8").tobytes())
+    digest.update(content[offsets[0] : offsets[-1]].tobytes())
+    return digest.digest()
 
 
 def _equal(left: pa.Array, right: pa.Array) -> NDArray[np.bool_]:
