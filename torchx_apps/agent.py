@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
-from torchx_apps.cli.sigterm import end_where_no_child_runs, ending_the_block, once
+from torchx_apps.cli.sigterm import at_hangup_too, end_where_no_child_runs, ending_the_block, once
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -48,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal that stopped the job.
     """
     with ending_the_block():
+        at_hangup_too()
         end_where_no_child_runs()
         return _run(list(sys.argv[1:] if argv is None else argv))
 
@@ -80,9 +81,10 @@ def _run(argv: Sequence[str]) -> int:
     def stop() -> None:
         raise SignalException("the job was stopped by SIGTERM", signal.SIGTERM)
 
-    # Replaces torch's handler, which at a second signal no longer waits for ranks that save.
+    # Replaces torch's handlers: at a second SIGTERM it no longer waits for ranks that save, and it hands SIGHUP on to
+    # ranks, which then do not save.
     options.signals_to_handle = ",".join(
-        name for name in options.signals_to_handle.split(",") if name.strip() != "SIGTERM"
+        name for name in options.signals_to_handle.split(",") if name.strip() not in ("SIGTERM", "SIGHUP")
     )
     signal.signal(signal.SIGTERM, once(stop, stop))
     try:

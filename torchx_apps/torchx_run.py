@@ -36,6 +36,7 @@ from torchx.schedulers.local_scheduler import SignalException
 from torchx.specs import NONE, AppDef, AppDryRunInfo, AppStatus, CfgVal, Role
 
 from torchx_apps.agent import too_many
+from torchx_apps.cli.sigterm import at_hangup_too
 from torchx_apps.launch.checks import WITHOUT_IMAGE, check_app, check_trackers, check_words
 from torchx_apps.launch.commands import missing_package, schedulers
 from torchx_apps.launch.component_help import Component, asks_for_help
@@ -125,6 +126,7 @@ class Run(CmdRun):
             if args.scheduler != _LOCAL or args.dryrun:
                 super()._run(jobs, args)
                 return
+            at_hangup_too()
             # TorchX prints the job's handle, which is of no use for a local job: that ends with this process.
             with contextlib.redirect_stdout(io.StringIO()):
                 super()._run(jobs, args)

@@ -43,6 +43,20 @@ def test_what_follows_within_five_seconds_is_the_same_signal(
     assert (tmp_path / "saved").exists()
 
 
+def hung_up(before: signal.Handlers) -> None:
+    signal.signal(signal.SIGHUP, before)
+    sigterm.at_hangup_too()
+    os.kill(os.getpid(), signal.SIGHUP)
+
+
+@pytest.mark.parametrize(("before", "ends"), [(signal.SIG_DFL, -signal.SIGTERM), (signal.SIG_IGN, 0)])
+def test_a_closed_terminal_does_what_sigterm_does_but_under_nohup(before: signal.Handlers, ends: int) -> None:
+    process = _CONTEXT.Process(target=hung_up, args=(before,))
+    process.start()
+    process.join()
+    assert process.exitcode == ends
+
+
 def isolated() -> list[str]:
     """The command that makes the next one process 1 of a namespace of its own."""
     unshare = ["unshare", "--fork", "--pid", "--kill-child"]

@@ -42,11 +42,12 @@ def test_ranks_killed_in_mid_epoch_end_as_if_they_never_were(whole: Job, tmp_pat
         assert job.figures() == whole.figures()
 
 
-def test_sigterm_saves_ends_with_143_and_goes_on_from_there(whole: Job, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["sigterm", "sighup"])
+def test_sigterm_saves_ends_with_143_and_goes_on_from_there(whole: Job, number: int, tmp_path: Path) -> None:
     with Job(tmp_path / "run") as job:
         job.until(lambda: len(job.steps()) > 1)
         ranks = job.ranks()
-        job.process.send_signal(signal.SIGTERM)
+        job.process.send_signal(number)
         assert job.end(60) == 128 + signal.SIGTERM, job.output
         assert job.output.count("which is saved; go on with --resume auto") == 1
         assert gone(ranks, 5)

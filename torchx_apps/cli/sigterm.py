@@ -71,6 +71,12 @@ def ending_the_block() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
+def at_hangup_too() -> None:
+    """Has SIGHUP, which comes when a terminal is closed, do what SIGTERM does here; under nohup it stays ignored."""
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, lambda number, frame: os.kill(os.getpid(), signal.SIGTERM))
+
+
 def end_where_no_child_runs() -> None:
     """Makes SIGTERM end this process at once with 143 as long as it has no child, whatever it waits for.
 
@@ -83,7 +89,7 @@ def end_where_no_child_runs() -> None:
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
 
     def watch() -> None:
-        while os.read(reader, 1) != bytes([signal.SIGTERM]) or children_of(os.getpid()):
+        while os.read(reader, 1)[0] not in (signal.SIGTERM, signal.SIGHUP) or children_of(os.getpid()):
             pass
         print("stopped by SIGTERM before any rank was started", file=sys.stderr, flush=True)
         os._exit(ENDED)
