@@ -64,8 +64,8 @@ def _hashed_block(
         mixed[3] ^= word
         mixed = _mix(*mixed)
         mixed[0] ^= word
-        for whole, part in zip(state, mixed, strict=True):
-            whole[rows] = part
+        for before, after in zip(state, mixed, strict=True):
+            before[rows] = after
     state[2] ^= np.uint64(0xFF)
     for _ in range(3):
         state = _mix(*state)
