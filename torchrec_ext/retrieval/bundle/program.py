@@ -159,22 +159,22 @@ class Program:
                 return _Cost(2 * MOST_BYTES, limit), []
         for reference, result in zip(self._results, results, strict=True):
             if not isinstance(result, Tensor) or result.dim() < 1 or len(result) != rows:
-                held = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
-                raise ValueError(f"result {reference} of {rows} rows is {held}, must have as many rows")
+                shape = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+                raise ValueError(f"result {reference} of {rows} rows is {shape}, must have as many rows")
         return _Cost(counter.bytes, counter.operations), results
 
     def _run(self, values: Mapping[str, Any], *, meta: bool = False) -> list[Any]:
         values = dict(values)
         for reference, name, arguments, options in self._steps:
-            given = [_value(argument, values) for argument in arguments]
-            named = {key: _value(option, values) for key, option in options.items()}
+            positional = [_value(argument, values) for argument in arguments]
+            keyword = {key: _value(option, values) for key, option in options.items()}
             if meta and _takes_device(name):
-                named["device"] = "meta"
+                keyword["device"] = "meta"
             try:
-                if given and isinstance(given[0], nn.Module):
-                    values[reference] = _looked_up(given[0], given[1])
+                if positional and isinstance(positional[0], nn.Module):
+                    values[reference] = _looked_up(positional[0], positional[1])
                 else:
-                    values[reference] = run_operator(name, given, named)
+                    values[reference] = run_operator(name, positional, keyword)
             except _TooMuchError:
                 raise
             except Exception as error:  # whatever a stranger's arguments make of torch's operators
