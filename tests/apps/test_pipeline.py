@@ -170,6 +170,40 @@ def test_a_stopped_pipeline_goes_on_where_it_was_and_its_bundle_is_that_of_three
         checked(out, *setting(*keys), "--store=fp16")
 
 
+@pytest.mark.unit
+def test_a_log_that_has_changed_is_refused_and_one_that_was_touched_or_is_gone_is_not(tmp_path: Path) -> None:
+    log, out = tmp_path / "log", tmp_path / "out"
+    log.mkdir()
+    file, more = log / "part-0.parquet", log / "part-1.parquet"
+    file.write_bytes(bytes(range(256)) * 20_000)
+    flags = ("--preprocess=clicks", f"--set=preprocess.config.folder={log}")
+    options = pipeline._parser().parse_args(["--out", str(out), *flags])
+    stages.begin(stages.stages_of(options)["preprocess"], out / "pipeline.json")
+    (out / "data").mkdir()
+    (out / "data" / "summary.json").write_text("{}")
+    checked(out, *flags)
+    whole = file.read_bytes()
+    file.unlink()
+    file.write_bytes(whole)  # other times, and another inode
+    os.utime(file, (1, 1))
+    checked(out, *flags)
+    message = (
+        r"^log \S+/log=.* files, [\d,]+ bytes, \w+: \S+/data was made with 1 files, 5,120,000 bytes, \w+; go on with"
+    )
+    for change in (whole + whole, whole[:-1] + b"x", b"x" + whole[1:], whole[:-1]):
+        file.write_bytes(change)
+        with pytest.raises(ValueError, match=message):
+            checked(out, *flags)
+    file.write_bytes(whole)
+    more.write_bytes(b"")
+    with pytest.raises(ValueError, match=message):
+        checked(out, *flags)
+    for path in (file, more):
+        path.unlink()
+    log.rmdir()
+    checked(out, *flags)
+
+
 def checked(out: Path, *flags: str) -> None:
     """Checks the flags as the app does before its first stage."""
     pipeline._pipeline(["--out", str(out), *flags, "--dry-run"])

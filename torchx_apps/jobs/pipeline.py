@@ -23,6 +23,8 @@ from torchx_apps.jobs.tracking import JOB
 _OWN_KEYS = {"data.name": "it is the folder data of --out", "export": "the last stage exports"}
 # Settings that change how fast a stage is, or what it prints, and not what it makes.
 _FREE = {"out", "overwrite", "threads", "memory", "pictures", "train.hang_s", "train.log_every"}
+_LOG = "log "  # begins the name of what a stage records of a log
+_BLOCKS, _BLOCK = 16, 2**16  # of each file of a log, and the bytes of a block
 _RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # variables that make a process one of several
 
 
@@ -38,6 +40,7 @@ class Stage:
         settings: the settings that decide the result, by name.
         keys: text that describes every key of the stage.
         source: file of the stage before, of which the result is made; None for the first stage.
+        logs: files and folders that the first stage reads, as far as its recipe's config names them.
         checkpoints: path or address of the checkpoints from which the stage resumes; empty where it begins anew.
     """
 
@@ -48,6 +51,7 @@ class Stage:
     settings: Mapping[str, str]
     keys: str
     source: Path | None = None
+    logs: Sequence[Path] = ()
     checkpoints: str = ""
 
     @property
@@ -70,10 +74,15 @@ class Stage:
             time.sleep(1)
 
     def record(self) -> dict[str, str]:
-        """Returns the settings with the SHA-256 of the file that the result is made of, where it exists."""
-        if self.source is None or not self.source.is_file():
-            return dict(self.settings)
-        return {**self.settings, f"SHA-256 of {self.source}": _digest(self.source)}
+        """Returns the settings with the SHA-256 of the file, or what the logs hold, of which the result is made.
+
+        A file or log that is not there any more is left out.
+        """
+        record = dict(self.settings)
+        if self.source is not None and self.source.is_file():
+            record[f"SHA-256 of {self.source}"] = _digest(self.source)
+        logs = [log for log in self.logs if log.exists()]
+        return record | {f"{_LOG}{log}": describe_log(log, but=self.folder.parent) for log in logs}
 
 
 def stages_of(options: argparse.Namespace) -> dict[str, Stage]:
@@ -127,7 +136,42 @@ def _data_stage(options: argparse.Namespace, folder: Path) -> Stage:
         mark="summary.json",
         settings=_settings(job, options.preprocess),
         keys=describe_keys(job),
+        logs=_logs_of(job.config),
     )
+
+
+def _logs_of(config: Any) -> list[Path]:
+    """Returns the files and folders that a recipe's config names by their whole path or from the current folder."""
+    fields = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
+    values = [getattr(config, field.name) for field in fields]
+    each = [one for value in values for one in (value if isinstance(value, tuple | list) else (value,))]
+    return [Path(one) for one in each if one and isinstance(one, str | Path) and Path(one).exists()]
+
+
+def describe_log(log: Path, *, but: Path) -> str:
+    """Describes the files of a log: their number, bytes, and a digest of names, sizes and 16 blocks of each.
+
+    Times do not count, so that a log that was touched or copied is the same. Of a large file the blocks are spread
+    evenly over it, the first and the last among them, so that a log of any size takes a moment: a change that keeps the
+    size and is between the blocks is not seen.
+
+    Args:
+        log: a file or a folder.
+        but: folder whose files do not count, even if it is in the log's.
+    """
+    found = [log] if log.is_file() else sorted(path for path in log.rglob("[!.]*") if path.is_file())
+    files = [path for path in found if but.resolve() not in path.resolve().parents]
+    digest, total = hashlib.sha256(), 0
+    for path in files:
+        size = path.stat().st_size
+        total += size
+        digest.update(f"{path.relative_to(log)}\0{size}\0".encode())
+        starts = {(size - _BLOCK) * number // (_BLOCKS - 1) for number in range(_BLOCKS)}
+        with path.open("rb") as file:
+            for start in sorted({max(0, start) for start in starts}):
+                file.seek(start)
+                digest.update(file.read(_BLOCK))
+    return f"{len(files):,} files, {total:,} bytes, {digest.hexdigest()[:16]}"
 
 
 def _run_stage(options: argparse.Namespace, folder: Path, data: Stage) -> Stage:
@@ -227,6 +271,9 @@ def check_record(record: Path, stages: Mapping[str, Stage]) -> None:
         later_known = f"SHA-256 of {stage.source}" if stage.app == "train" and len(given) < len(before) else ""
         for key in dict.fromkeys([*given, *before]):
             if given.get(key) == before.get(key) or key == later_known:
+                continue
+            # A log that is gone, or that an older version has not recorded, cannot be compared.
+            if key.startswith(_LOG) and not (key in given and key in before):
                 continue
             later = ", ".join(str(each.folder) for each in list(stages.values())[index:])
             raise ValueError(
