@@ -185,7 +185,9 @@ def test_make_gpu_without_a_gpu_says_so_in_one_line_and_installs_nothing(tmp_pat
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "torchrec_ext" / "__init__.py").write_text("")
-    done = subprocess.run(["make", "gpu"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    # Of a `make test` around this test, neither its flags nor its variables, such as STACK.
+    clean = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")}
+    done = subprocess.run(["make", "gpu"], cwd=tmp_path, env=clean, capture_output=True, text=True, check=False)
     assert done.returncode == 2, "make's own, of a recipe that ended with 1"
     assert done.stdout == "make gpu: this machine has no NVIDIA GPU (no /dev/nvidia0): run it on one that has\n"
     assert not (tmp_path / ".venv").exists()
