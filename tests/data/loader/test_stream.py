@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -347,12 +349,42 @@ def test_a_set_on_a_device_gives_the_batches_of_rows_in_memory(folder: Path, dev
 
 def test_a_state_of_other_files_or_lanes_is_refused(folder: Path) -> None:
     state = loader_of(parquet(folder / "a", [30, 30]), lanes=2, buffer_rows=60).state_dict()
-    with pytest.raises(ValueError, match=r"cannot resume .*: row_groups was '\w+' and is '\w+'; restore"):
+    with pytest.raises(ValueError, match=r"cannot resume .*: row_groups was '\w+' and is '\w+', content was .*; restore"):
         loader_of(parquet(folder / "b", [20, 40]), lanes=2, buffer_rows=60).load_state_dict(state)
     with pytest.raises(ValueError, match=r"cannot resume .*: buffer_rows was 60 and is 80; restore"):
         loader_of(parquet(folder / "a", [30, 30]), lanes=2, buffer_rows=80).load_state_dict(state)
     with pytest.raises(ValueError, match=r"lanes was 2 and is 1; restore"):
         loader_of(parquet(folder / "a", [30, 30]), lanes=1, buffer_rows=60).load_state_dict(state)
+
+
+@pytest.mark.parametrize("make", [parquet, arrow, "memory"])
+def test_a_state_of_rewritten_rows_is_refused_and_an_older_state_is_not(folder: Path, make: Any) -> None:
+    """As many rows in groups of the same sizes, of which one label is another."""
+
+    def loader() -> ChunkLoader:
+        if make != "memory":
+            return loader_of(type(source)(folder / "rows"))
+        chunk = read_parquet([file.path for file in source.files])
+        return ChunkLoader(chunk, schema_of(), config=LoaderConfig(batch_size=8, negatives=0, shuffle=False))
+
+    source = (parquet if make == "memory" else make)(folder / "rows", [30, 30])
+    state = loader().state_dict(step=2)
+    loader().load_state_dict(state)
+    file = Path(source.files[0].path)
+    kept = file.read_bytes()
+    if make == arrow:
+        labels = bytes(pa.ipc.open_file(pa.py_buffer(kept)).get_batch(1)["row"].buffers()[1])
+        file.write_bytes(kept.replace(labels, labels[::-1]))
+    else:
+        table = pq.read_table(file)
+        flipped = pa.array([not label if row == 41 else label for row, label in enumerate(table["label"].to_pylist())])
+        pq.write_table(table.set_column(5, "label", flipped), file, row_group_size=30, write_page_checksum=True)
+    with pytest.raises(ValueError, match=r"cannot resume .*: content was '\w+' and is '\w+'; restore"):
+        loader().load_state_dict(state)
+    older = {**state, "stream": {name: value for name, value in state["stream"].items() if name != "content"}}
+    loader().load_state_dict(older)
+    file.write_bytes(kept)
+    loader().load_state_dict(state)
 
 
 def test_lanes_are_as_many_as_batch_and_row_groups_allow() -> None:

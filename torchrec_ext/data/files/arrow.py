@@ -170,6 +170,9 @@ class Source(Protocol):
     def groups(self) -> Sequence[RowGroup]:
         """Row groups that have rows, in the order of the files."""
 
+    def digest(self) -> str:
+        """Returns a text that most likely differs for other rows, without reading all of them."""
+
     def require(self, columns: Mapping[str, Sequence[Kind]]) -> dict[str, Kind]:
         """Returns the kinds of the columns; raises a DataError where a file lacks one or has another kind."""
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import hashlib
 import os
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -35,6 +36,14 @@ _WHOLE_FOOTERS = 8  # footers read at a time: each waits for the disk or the net
 HEAVY = (
     256 << 20
 )  # bytes that reading a part may hold before it is told; a group of a million rows of 41 columns holds 80 MB
+
+
+class _Opening(NamedTuple):
+    """A file's schema, the number of rows of each of its groups, and what its metadata tell of its content."""
+
+    schema: pa.Schema
+    rows: list[int]
+    evidence: bytes
 
 
 class FileSource(ABC):
@@ -60,18 +69,27 @@ class FileSource(ABC):
         self.rules = ColumnRules(fill=fill or {}, max_length=max_length or {})
         with ThreadPoolExecutor(_WHOLE_FOOTERS) as pool:
             opened = list(pool.map(self._open, self.files))
-        self._schemas = [schema for schema, _ in opened]
+        self._schemas = [opening.schema for opening in opened]
+        self._evidence = [opening.evidence for opening in opened]
         for file, schema in zip(self.files, self._schemas, strict=True):
             check_partitions(file, schema.names)
         self._partitions = _partition_types(self.files)
         self.groups: Sequence[RowGroup] = tuple(
             RowGroup(name=f"{file.name}: row group {number}", file=index, number=number, rows=rows)
-            for index, (file, (_, counts)) in enumerate(zip(self.files, opened, strict=True))
-            for number, rows in enumerate(counts)
+            for index, (file, opening) in enumerate(zip(self.files, opened, strict=True))
+            for number, rows in enumerate(opening.rows)
             if rows
         )
         if not self.groups:
             raise DataError(f"{self.files[0].name}: zero rows, as in all {len(self.files)} files; write at least one")
+
+    def digest(self) -> str:
+        """See :meth:`Source.digest`; from footers, and from blocks of local files."""
+        digest = hashlib.sha256()
+        for file, evidence in zip(self.files, self._evidence, strict=True):
+            digest.update(evidence)
+            digest.update(hashlib.sha256(file.sample()).digest())
+        return digest.hexdigest()[:16]
 
     @property
     def num_rows(self) -> int:
@@ -82,8 +100,8 @@ class FileSource(ABC):
         return f"{type(self).__name__}({len(self.files)} files, {len(self.groups)} row groups, {self.num_rows} rows)"
 
     @abstractmethod
-    def _open(self, file: DataFile) -> tuple[pa.Schema, list[int]]:
-        """Returns the file's schema and the number of rows of each of its groups."""
+    def _open(self, file: DataFile) -> _Opening:
+        """Reads the file's metadata."""
 
     @abstractmethod
     def _read(self, group: RowGroup, names: list[str]) -> pa.Table | pa.RecordBatch:
@@ -330,12 +348,14 @@ class ParquetSource(FileSource):
             if file.remote is None:
                 warn_of_parquet(file.name, file.path, self._footers.get(file.path) or self._file(file).metadata)
 
-    def _open(self, file: DataFile) -> tuple[pa.Schema, list[int]]:
+    def _open(self, file: DataFile) -> _Opening:
         metadata = self._file(file).metadata
         if len(self.files) <= _KEPT_FOOTERS:
             self._footers[file.path] = metadata
         rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
-        return metadata.schema.to_arrow_schema(), rows
+        stream = pa.BufferOutputStream()
+        metadata.write_metadata_file(stream)
+        return _Opening(metadata.schema.to_arrow_schema(), rows, hashlib.sha256(stream.getvalue()).digest())
 
     def _file(self, file: DataFile, *, in_parts: bool = False) -> pq.ParquetFile:
         try:
@@ -391,9 +411,10 @@ class ArrowSource(FileSource):
         super().__init__(paths, **options)
         warn_of_arrow(self.files[0].name)
 
-    def _open(self, file: DataFile) -> tuple[pa.Schema, list[int]]:
+    def _open(self, file: DataFile) -> _Opening:
         with self._reader(file) as reader:
-            return reader.schema, [reader.get_batch(number).num_rows for number in range(reader.num_record_batches)]
+            rows = [reader.get_batch(number).num_rows for number in range(reader.num_record_batches)]
+            return _Opening(reader.schema, rows, b"")
 
     def _reader(self, file: DataFile, names: Sequence[str] | None = None, schema: pa.Schema | None = None) -> Any:
         try:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
 from torchrec_ext.batch import DrawnStep, TowerBatch
-from torchrec_ext.data.columns import Chunk, with_elements
+from torchrec_ext.data.columns import Chunk, sample_digest, with_elements
 from torchrec_ext.data.datasets.interactions import InteractionData, Pairs
 from torchrec_ext.data.datasets.interactions import labelled_rows as labelled_rows
 from torchrec_ext.data.files.arrow import Source
@@ -286,6 +287,7 @@ class ChunkLoader(Epochs):
         self._sampler, self._refresh = negatives, refresh
         device = device or config.device
         chunk = with_elements(chunk, schema.dense) if isinstance(chunk, Chunk) else chunk
+        self._chunk = chunk
         items = None if items is None else with_elements(items, schema.dense)
         # Padding up to a batch that no epoch fills would cost its time and memory.
         rows = chunk.num_rows if isinstance(chunk, Chunk) else sum(group.rows for group in chunk.groups)
@@ -341,8 +343,13 @@ class ChunkLoader(Epochs):
                 pass  # an estimate counts the epoch, if it was not yet over
 
     def _stream(self) -> dict[str, Any]:
-        """Returns the settings on which the stream of samples depends beside the epoch and the sampler's state."""
-        return self._rows.fingerprint() | {name: getattr(self.config, name) for name in _STREAM}
+        """Returns what the stream of samples depends on beside the epoch and the sampler's state."""
+        settings = {name: getattr(self.config, name) for name in _STREAM}
+        return self._rows.fingerprint() | {"content": self._content} | settings
+
+    @cached_property
+    def _content(self) -> str:
+        return sample_digest(self._chunk) if isinstance(self._chunk, Chunk) else self._chunk.digest()
 
 
 def training_loader(

@@ -6,13 +6,14 @@ SessionBatches: batches of sessions alone or of items alone, as a ranking of the
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.data.columns import Column, Int64
+from torchrec_ext.data.columns import Chunk, Column, Int64, sample_digest
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.epochs import Epochs, Share
 from torchrec_ext.data.negatives.registry import NEGATIVES
@@ -65,10 +66,14 @@ class SessionLoader(Epochs):
         self._size = min(config.batch_size, self.num_samples)
 
     def _stream(self) -> dict[str, Any]:
-        """Returns the settings and sizes on which the stream depends beside the epoch."""
+        """Returns what the stream depends on beside the epoch."""
         names = ("batch_size", "negatives", "shuffle", "drop_last", "seed")
         sizes = {"sequences": len(self._sequences), "items": self._num_items}
-        return sizes | {name: getattr(self.config, name) for name in names}
+        return sizes | {"content": self._content} | {name: getattr(self.config, name) for name in names}
+
+    @cached_property
+    def _content(self) -> str:
+        return sample_digest(Chunk({"sequences": self._sequences}))
 
     def _batches(self, epoch: int, start: int) -> Iterator[TowerBatch]:
         order = self._order(epoch)
