@@ -198,8 +198,7 @@ def test_a_folder_of_a_users_own_is_a_set_by_its_name(tmp_path: Path, monkeypatc
         ),
         (
             {"train": {"user": np.array([1, 2**64 - 1], np.uint64), "item": [0, 1]}},
-            r"train\.parquet, column 'user', row 1: 18446744073709551615 is beyond int64 \(up to 9223372036854775807; "
-            r"1 such",
+            r"train\.parquet, column 'user', row 1: 18446744073709551615 is beyond int64 \(1 such values",
         ),
         ({"test": {"user": [0]}}, r"test\.parquet: column 'item_id' is missing, the file has \['user'\]"),
         (

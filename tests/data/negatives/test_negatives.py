@@ -139,7 +139,7 @@ def test_wrong_arguments_are_named() -> None:
         KnownPairs(5, np.array([1, 2]), np.array([1, 9]))
     for user, size in ((3 * 10**11, "9,600.0"), (2**62, "147,573,952,589.7")):
         with pytest.raises(
-            DataError, match=rf"greatest user id is {user:,}, and each id up to it has a row: {size} GB, this machine"
+            DataError, match=rf"user ids up to {user:,} take {size} GB, a row for each id; this machine has"
         ):
             KnownPairs(5, np.array([1, user]), np.array([1, 2]))
     with pytest.raises(ValueError, match=r"smoothing=0: must be greater than 0"):

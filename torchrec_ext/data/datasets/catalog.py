@@ -267,7 +267,10 @@ def find_ml_100k(folder: Path | None, *, offline: bool = False, progress: bool =
         if path.exists():
             verify(path, ML_100K)
             return path
-    reason = "data.offline is set" if offline else fetch(ML_100K, target, licence=LICENCE, progress=progress)
+    if offline:
+        reason: str | None = f"{ML_100K.url}: data.offline is set"
+    else:
+        reason = fetch(ML_100K, target, licence=LICENCE, progress=progress)
     if reason:
         raise DatasetUnavailable(_where_to_put_it(folder, target, reason))
     return target
@@ -282,18 +285,16 @@ def _found_ml_100k(config: DataConfig, progress: bool) -> Tables:
     try:
         path = find_ml_100k(data_folder(config.name, config.folder), offline=config.offline, progress=progress)
     except DatasetUnavailable as error:
-        raise DatasetUnavailable(f"{error}, or use generated data: data.name=planted") from None
+        raise DatasetUnavailable(f"{error}, or data.name=planted") from None
     if path.is_dir():
         _warn_if_other(path)
     return ml_100k_tables(path)
 
 
 def _where_to_put_it(folder: Path | None, target: Path, reason: str) -> str:
-    looked = f"{folder} and {target.parent}" if folder else f"{target.parent} ({FOLDER_VARIABLE} is not set)"
     return (
-        f"set 'ml-100k' is not on this machine and was not downloaded: {reason}. Looked in {looked}. Either put "
-        f"{ML_100K.url} ({ML_100K.size:,} bytes) at {target}, or set {FOLDER_VARIABLE} to a folder that has it as "
-        f"ml-100k/ml-100k.zip or as ml-100k/{{{','.join(ML_100K_PARQUET)}}}"
+        f"set 'ml-100k' was not downloaded: {reason}; put {target.name} into {folder or target.parent}, or set "
+        f"{FOLDER_VARIABLE} to a folder with ml-100k/"
     )
 
 

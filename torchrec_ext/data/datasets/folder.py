@@ -369,8 +369,7 @@ def _check_placeholder(folder: Path, trained: Chunk) -> None:
         if count:
             raise DataError(
                 f"{folder}: {count:,} training rows have {name} 0, which the {PREPROCESSOR} there writes for a value "
-                "that it does not know: such a row is a positive of nobody or of nothing; leave these rows out, or "
-                "lower its min_count"
+                "that it does not know; leave these rows out, or lower its min_count"
             )
 
 

@@ -480,9 +480,8 @@ def interactions_of(data: StreamedData) -> InteractionData:
     roles = data.roles
     if roles.user is None or roles.item is None:
         raise DataError(
-            f"{data.folder}: its preprocessing names no user or no item, for whom or of which this recipe ranks; write "
-            "Prepared(user=..., item=...) in the preprocessing recipe, and preprocess the log again; or take --recipe "
-            "stream, which predicts labels without them"
+            f"{data.folder}: this recipe ranks, and its preprocessing names no user or no item; set Prepared(user=..., "
+            "item=...) and preprocess again, or take --recipe stream, which predicts labels"
         )
     _check_names(data)
     train, validation, test = (_positives(data, split) for split in _SPLITS)

@@ -112,9 +112,9 @@ def as_int64(where: str, name: str, column: Column, first: int = 0) -> Int64:
         index = int((values > most).argmax())
         row = int(np.searchsorted(np.cumsum(column.lengths), index, side="right"))
         raise DataError(
-            f"{where}, column '{name}', row {first + row}: {values[index]} is beyond int64 (up to {most}; "
-            f"{int((values > most).sum())} such values in the rows read); write ids as int64, such as id % 2**63, or "
-            "as text, and map them to rows by rec.data.preprocess"
+            f"{where}, column '{name}', row {first + row}: {values[index]} is beyond int64 "
+            f"({int((values > most).sum())} such values in the rows read); write ids as int64, such as id % 2**63, or "
+            "as text"
         )
     return values.astype(np.int64, copy=False)
 

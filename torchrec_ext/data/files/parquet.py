@@ -180,9 +180,8 @@ def _without_nulls(where: str, name: str, data: pa.ChunkedArray, fill: Mapping[s
         else next(at for at, ids in enumerate(data) if None in ids.as_py())
     )
     raise DataError(
-        f"{where}, column '{name}', row {row}: value is null ({data.null_count or inside} nulls in this row group), "
-        f"nulls are not allowed here; fill them where the file is written, or pass fill={{'{name}': ...}} for a "
-        "scalar column"
+        f"{where}, column '{name}', row {row}: value is null ({data.null_count or inside} nulls in this row group, "
+        f"none allowed); fill them in the file, or those of a scalar column by fill={{'{name}': ...}}"
     )
 
 

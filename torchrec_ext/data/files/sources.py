@@ -283,9 +283,8 @@ def _warn(kind: str, what: str) -> None:
         return
     _warned.add(kind)
     warnings.warn(
-        f"{what}: a bit that flips on a disk or on its way is read as another value, and nobody is told; pyarrow "
-        "writes parquet with checksums by write_page_checksum=True, as rec.data.preprocess does (.06 % of size), and "
-        "they are verified here",
+        f"{what}: a flipped bit is read as another value; write parquet by pyarrow's write_page_checksum=True (.06 % "
+        "of size), or by rec.data.preprocess",
         stacklevel=3,
     )
 

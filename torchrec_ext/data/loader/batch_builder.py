@@ -301,6 +301,5 @@ def known_items(
     row = index if row_numbers is None else row_numbers[index * len(row_numbers) // len(ids)]
     raise DataError(
         f"feature '{name}'{readers}: id {ids[index]} in row {row} has no features (known items: 0 to {num_rows - 1}; "
-        f"{int(bad.sum())} such ids of {len(ids)}); fix the data, or set out_of_range='oov' to use item {oov_id} for "
-        "them"
+        f"{int(bad.sum())} such ids of {len(ids)}); fix the data, or set out_of_range='oov' to use item {oov_id}"
     )

@@ -181,9 +181,8 @@ def _check_users(num_users: int, width: int) -> None:
     needed = num_users * _ROW_BYTES
     if needed > memory or num_users * width > np.iinfo(np.int64).max:
         raise DataError(
-            f"known pairs: the greatest user id is {num_users - 1:,}, and each id up to it has a row: "
-            f"{needed / 1e9:,.1f} GB, this machine has {memory / 1e9:,.1f}; give the rows of users in place of their "
-            "ids, by rec.data.preprocess (Categorify) or np.unique(users, return_inverse=True)"
+            f"known pairs: user ids up to {num_users - 1:,} take {needed / 1e9:,.1f} GB, a row for each id; this "
+            f"machine has {memory / 1e9:,.1f}; map users to rows by rec.data.preprocess (Categorify) or np.unique"
         )
 
 
