@@ -377,7 +377,7 @@ def test_what_cannot_be_served_is_refused_by_name_with_line_and_remedy(name: str
 
 def test_columns_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     crossed = refused(Crossed(), BOTH, tmp_path / "bundle", query=["user"], item=["item"])
-    assert re.search(r":\d+ combines ids or masks of 'user' with columns of the other tower before any table", crossed)
+    assert re.search(r":\d+ combines ids or masks of 'user' with the other tower's columns, so 'user' has", crossed)
     lacking = refused(Networks(), BOTH, tmp_path / "bundle", query=["profile"], item=["price"])
     assert "takes profile, content, of which content is no column; queries have profile" in lacking
     twice = refused(Networks(), BOTH, tmp_path / "bundle", query=["content"])

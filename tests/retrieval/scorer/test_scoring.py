@@ -112,7 +112,7 @@ def test_compiled_code_is_loaded_from_a_folder_of_this_user_alone(
     else:
         named.chmod(0o777)
     with pytest.warns(
-        UserWarning, match=f"compiled code is not loaded from '{named}': it is user .* remove it, or name another"
+        UserWarning, match=f"compiled code is not loaded from '{named}', user .* remove it, or name another"
     ):
         scorer = CandidateScorer(projection(interaction, 16), store, compile="auto")
     assert not scorer.compiled

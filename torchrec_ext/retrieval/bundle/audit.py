@@ -58,9 +58,8 @@ class LiveModel:
         unwrapped = get_unwrapped_module(model)
         if not isinstance(unwrapped, TowerModel | NextItemModel | TracedModel):
             raise BundleError(
-                f"model: a {type(unwrapped).__name__} cannot be exported; give a TowerModel (two_tower, "
-                "RetrievalModel, ContextualNCF, MultiTaskModel) or a NextItemModel, whose towers stand apart, or name "
-                "the towers of a module of your own: towers={'user': PATH, 'item': PATH}"
+                f"model: a {type(unwrapped).__name__} cannot be exported; give a TowerModel or a NextItemModel, whose "
+                "towers stand apart, or name a module's own towers: towers={'user': PATH, 'item': PATH}"
             )
         self.module: TowerModel | NextItemModel | TracedModel = unwrapped
         made = as_towers(unwrapped) if isinstance(unwrapped, NextItemModel) else unwrapped.made_of
@@ -131,9 +130,8 @@ def _check_towers(made: Mapping[str, Made]) -> None:
     for name, tower in made.items():
         if issubclass(tower.kind, SessionTower) and (tower.arguments or {}).get("target"):
             raise BundleError(
-                f"tower '{name}': the target item is one step of its sequence, so the item has no vector of its own "
-                "that could be stored; make the model by bst(), whose target has a tower, or rank candidates with the "
-                "model itself"
+                f"tower '{name}': its target item is a step of its sequence, so the item has no vector of its own; "
+                "make the model by bst(), whose target has a tower, or rank candidates with the model itself"
             )
     if len(made) < 2:
         raise BundleError(
@@ -272,7 +270,6 @@ def check_store(where: Path, store: EmbeddingStore, audit: Audit, vectors: Tenso
     allowed = 1.01 * lost + tolerance(vectors)
     if not apart <= allowed:
         raise BundleError(
-            f"{where}: the vectors of {len(audit.positions)} audited items differ by up to {apart:.3g} from what this "
-            f"bundle makes of them (at most {allowed:.3g} is rounding): the store is of another tower or catalogue, or "
-            "stale; embed the catalogue again, and export"
+            f"{where}: the vectors of {len(audit.positions)} audited items differ by {apart:.3g} from this bundle's "
+            f"(at most {allowed:.3g}): the store is stale, or of another tower or catalogue; embed the catalogue again"
         )

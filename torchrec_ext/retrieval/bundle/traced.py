@@ -129,8 +129,8 @@ class TracedModel(nn.Module):
             if not abs(float(alone - logits[row])) <= _SAME * max(1.0, float(logits.abs().max())):
                 raise BundleError(
                     f"model: forward's logit of row {row} is {float(logits[row]):.6g} among {len(logits)} rows and "
-                    f"{float(alone):.6g} among 3: it depends on the other rows of its batch, so no stored vector can "
-                    "give it; compute each row from its own columns (statistics of a batch belong into a buffer)"
+                    f"{float(alone):.6g} among 3: it depends on other rows; compute it from its own columns (batch "
+                    "statistics from a buffer)"
                 )
 
 
@@ -342,9 +342,8 @@ class _Split:
             )
         if not value.is_floating_point():
             raise BundleError(
-                f"model: forward{line} combines ids or masks of {read} with columns of the other tower before any "
-                f"table or layer reads them, so '{self.names[tower]}' has no vector that could be stored; look them up "
-                "first, or rank with the model itself"
+                f"model: forward{line} combines ids or masks of {read} with the other tower's columns, so "
+                f"'{self.names[tower]}' has no vector that could be stored; look them up first, or rank with the model"
             )
 
     def check(self, paths: Mapping[str, Sequence[str]]) -> None:

@@ -370,9 +370,9 @@ class BundleContent:
         overlap = shared / sum(map(len, best))
         if not apart <= allowed or overlap < self.settings.overlap:
             raise BundleError(
-                f"tables=int8: {len(expected)} logits differ from the trained model's by up to {apart:.3g}, at most "
-                f"{allowed:.3g} is allowed, and {overlap:.1%} of the {OVERLAP_K} best of {len(best)} queries are the "
-                f"same, {self.settings.overlap:.1%} must be; export with tables=trained, or another overlap"
+                f"tables=int8: {len(expected)} logits differ by up to {apart:.3g}, at most {allowed:.3g} is allowed, "
+                f"and {overlap:.1%} of the {OVERLAP_K} best agree (at least {self.settings.overlap:.1%}); export with "
+                "tables=trained, or a lower overlap"
             )
         return {
             "greatest_difference": apart,

@@ -113,9 +113,9 @@ def _of_this_user(folder: Path) -> Path:
 def _check_owner(folder: Path, about: os.stat_result, shared: bool) -> None:
     if shared or about.st_uid not in (0, os.geteuid()):
         raise ValueError(
-            f"compiled code is not loaded from '{folder}': it is user {about.st_uid}'s with mode "
-            f"{stat.S_IMODE(about.st_mode):o}, and must be a folder of user {os.geteuid()} that nobody else writes; "
-            "remove it, or name another in TORCHINDUCTOR_CACHE_DIR"
+            f"compiled code is not loaded from '{folder}', user {about.st_uid}'s with mode "
+            f"{stat.S_IMODE(about.st_mode):o}: only user {os.geteuid()} must own and write it; remove it, or name "
+            "another in TORCHINDUCTOR_CACHE_DIR"
         )
 
 
