@@ -80,7 +80,7 @@ def test_a_table_too_large_for_the_gpus_goes_to_the_hosts_where_they_may(capsys:
     assert main([*flags, "--ddr", "0"]) == 1
     err = capsys.readouterr().err
     assert "no sharding plan fits: tables with optimizer state need 72.64 GiB over all ranks" in err
-    assert "8 rank(s) have 6.80 GiB for them each" in err
+    assert "8 rank(s) have 6.80 GiB each" in err
     assert f"at least {math.ceil(300e6 * (64 * 4 + 4) / (6.8 * 2**30))} ranks of this size" in err
     assert "sgd, fp16 tables" in err
     assert err.rstrip().endswith("--sharding and --optimizer what is asked of it")

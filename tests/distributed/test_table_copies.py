@@ -112,7 +112,7 @@ def test_what_cannot_be_copied_is_refused_on_every_rank(four_ranks: list[Any]) -
         ranks, adam = rank["refused"]
         assert ranks == "sync.table_copies=3: must divide the number of ranks, 4"
         assert adam.startswith(
-            "sync.table_copies: table 'user_id' has optimizer adam, whose state TorchRec's DMPCollection does"
+            "sync.table_copies: the state of table 'user_id' (adam) is not averaged; set optimizer.per_table="
         )
 
 

@@ -166,8 +166,7 @@ def choose_device(name: str | None, local_rank: int, local_world_size: int, gpus
     if gpus < local_world_size:
         raise ValueError(
             f"{local_world_size} processes on this host, but torch sees {gpus} GPU(s): launch -j NODESx{max(gpus, 1)}, "
-            "or set device=cpu, or device=cuda:0 where each process sees a GPU of its own; `python -m "
-            "torchrec_ext.doctor` says more"
+            "or set device=cpu, or cuda:0 if each sees one of its own; see python -m torchrec_ext.doctor"
         )
     return torch.device("cuda", local_rank)
 

@@ -116,7 +116,7 @@ def refuse_unaveraged(model: nn.Module, plan: ShardingPlan, choices: Mapping[str
         for name, sharding in (plan.get_plan_for_module(path) or {}).items():
             if sharding.sharding_type != "data_parallel" and choices[name].kind not in AVERAGED:
                 raise ValueError(
-                    f"sync.table_copies: table '{name}' has optimizer {choices[name].kind}, whose state TorchRec's "
-                    f"DMPCollection does not average; set optimizer.per_table={name}=adagrad (or "
-                    f"{', '.join(AVERAGED[1:])}), or plan.tables={name}=data_parallel"
+                    f"sync.table_copies: the state of table '{name}' ({choices[name].kind}) is not averaged; set "
+                    f"optimizer.per_table={name}=adagrad (or {', '.join(AVERAGED[1:])}), or "
+                    f"plan.tables={name}=data_parallel"
                 )

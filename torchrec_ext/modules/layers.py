@@ -175,8 +175,7 @@ def _check(in_features: int, widths: Sequence[int], normalization: str, dropout:
     if residual and not any(before == width for before, width in pairwise(hidden)):
         raise ValueError(
             f"residual=True with an input of width {in_features} and widths={list(widths)}: no hidden layer is as wide "
-            "as its input, so there is nothing to add; give two neighbouring hidden layers one width, or leave "
-            "residual out"
+            "as its input; give two neighbouring hidden layers one width, or leave residual out"
         )
 
 

@@ -237,9 +237,9 @@ def _too_large(tables: Sequence[BaseEmbeddingConfig], error: RuntimeError) -> Ex
         return error
     table = next(table for table in tables if table.name == name)
     return ValueError(
-        f"table '{name}', num_embeddings={table.num_embeddings:,}: {sizes[name] / 1e9:,.1f} GB of weights, which "
-        "cannot be had here; ids that leave gaps, such as hashes, are mapped to rows by rec.data.preprocess "
-        '(Categorify or HashBucket), and device="meta" leaves the making of tables to the plan over all ranks'
+        f"table '{name}', num_embeddings={table.num_embeddings:,}: {sizes[name] / 1e9:,.1f} GB of weights do not fit "
+        "here; map ids with gaps to rows by rec.data.preprocess (Categorify or HashBucket), or shard with "
+        'device="meta"'
     )
 
 

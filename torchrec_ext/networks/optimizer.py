@@ -299,7 +299,6 @@ def _check_kinds(name: str, kinds: Mapping[str, str]) -> None:
     other = next((member for member, kind in kinds.items() if kind != kinds[first]), None)
     if other is not None:
         raise StackError(
-            f"'{name}' is moved by {kinds[first]} in '{first}' and by {kinds[other]} in '{other}': one stack has one "
-            "kind of optimizer for each weight; give both the same optimizer.tables and optimizer.dense, or train them "
-            "beside each other"
+            f"'{name}' is moved by {kinds[first]} in '{first}' and by {kinds[other]} in '{other}', but by one kind in "
+            "a stack; give both the same optimizer.tables and optimizer.dense, or do not stack them"
         )

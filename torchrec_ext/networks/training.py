@@ -465,8 +465,8 @@ class _Run:
         for name, loss in lost.items():
             message = (
                 f"'{name}': the loss is {loss} at step {self.at.step + 1} of epoch {epoch}; nothing was written by "
-                "this step, and the member ends here: lower its optimizer.tables_lr or optimizer.dense_lr, set "
-                "optimizer.clip_norm, or look for extreme values in the data"
+                "this step, and the member ends; lower its optimizer.tables_lr or optimizer.dense_lr, or set "
+                "optimizer.clip_norm"
             )
             self._keep(name, {"kind": "error", "epoch": epoch, "step": self.at.step + 1, "message": message})
         self._leave(lost)

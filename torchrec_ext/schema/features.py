@@ -105,8 +105,8 @@ def _check_same(first: BaseEmbeddingConfig, second: BaseEmbeddingConfig) -> None
     if different:
         shown = " and ".join(", ".join(f"{name}={facts.get(name)}" for name in different) for facts in (one, two))
         raise ValueError(
-            f"two tables are called '{first.name}', with {shown}: tables of one name are one table with one set of "
-            "weights, so they must agree in all but their features; make them equal, or give one of them another name"
+            f"two tables are called '{first.name}', with {shown}: tables of one name share weights and must agree in "
+            "all but their features; make them equal, or give one another name"
         )
 
 

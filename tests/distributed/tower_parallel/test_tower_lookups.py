@@ -241,14 +241,13 @@ def test_auto_keeps_towers_together_that_share_a_table() -> None:
         (
             lambda: trio(META),
             "user:0,item:1,place:1",
-            "puts the towers 'user' on rank(s) 0 and 'item' on rank(s) 1, but they share table 'item', which has one "
-            "place: give them the same ranks, as in plan.towers=user:0-1,item:0-1,place:1; or take plan.towers=auto",
+            ": the towers 'user' on rank(s) 0 and 'item' on rank(s) 1 share table 'item', which has one place; give "
+            "them the same ranks, as in plan.towers=user:0-1,item:0-1,place:1, or take auto",
         ),
         (
             lambda: model("shared", META),
             "tower_parallel",
-            "the towers user and item share table 'item', so that all towers have one set of ranks, and none runs "
-            "beside another",
+            "the towers user and item share table 'item', so all towers have one set of ranks; give each a table",
         ),
     ],
 )

@@ -81,10 +81,10 @@ def _as_override(name: str, kind: type[torch.optim.Optimizer], arguments: Mappin
         key: value for key, value in given.items() if key not in ("lr", "eps") and usual.get(key, math.nan) != value
     }
     if kind not in KINDS or strange:
+        known = ", ".join(dict.fromkeys(KINDS.values()))
         raise ValueError(
-            f"table '{name}': apply_optimizer_in_backward has declared {kind.__name__}({_text(arguments)}), of which "
-            f"{_text(strange) or kind.__name__} is not among {', '.join(dict.fromkeys(KINDS.values()))} with lr and "
-            "eps; give optimizer=OptimizerConfig(...) and leave the declaration out"
+            f"table '{name}': apply_optimizer_in_backward has declared {kind.__name__}({_text(strange)}); only lr and "
+            f"eps of {known} can be taken over; give optimizer=OptimizerConfig(...) instead"
         )
     return f"{name}={KINDS[kind]} lr={float(given['lr'])!r} eps={float(given['eps'])!r}"
 
@@ -148,9 +148,9 @@ def _sharding(table: BaseEmbeddingConfig, optimizer: str, sharding: str, device:
     if emulated:
         return sharding
     raise ValueError(
-        f"table '{table.name}': FBGEMM has no kernel of {optimizer} for the {device}, so the table must be fp32 and on "
-        f"every rank, with plan.tables={table.name}=data_parallel; or choose adam or lazy_adam, fp32 too, or "
-        f"row_wise_adagrad, adagrad or sgd with optimizer.per_table={table.name}=adagrad"
+        f"table '{table.name}': FBGEMM has no kernel of {optimizer} for the {device}; set "
+        f"plan.tables={table.name}=data_parallel (fp32), or optimizer.per_table={table.name}=adagrad (or sgd, "
+        "row_wise_adagrad)"
     )
 
 

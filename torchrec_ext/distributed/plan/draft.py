@@ -73,7 +73,7 @@ def refusal(
     return "\n".join(
         [
             f"no sharding plan fits: tables with optimizer state need {size_text(need.spread)} over all ranks and "
-            f"{size_text(need.on_each)} on each; {world_size} rank(s) have {size_text(usable)} for them each, "
+            f"{size_text(need.on_each)} on each; {world_size} rank(s) have {size_text(usable)} each, "
             f"{size_text(world_size * usable)} together; the largest table, '{largest}', needs "
             f"{size_text(sizes[largest])}",
             tabulate(rows, headers=["table", "rows", "dim", "sharding asked for", "with state"], disable_numparse=True),
@@ -140,9 +140,8 @@ def _need(tables: Sequence[BaseEmbeddingConfig], sharding: Mapping[str, str], ch
 def _remedy(need: _Need, world_size: int, usable: int) -> str:
     each = size_text(need.on_each + -(-need.spread // world_size))
     others = (
-        f"{each} for them on each rank, with a larger plan.memory_gb where the device has it; fewer columns, or fewer "
-        "rows: ids that leave gaps, such as hashes, are mapped to rows by rec.data.preprocess (Categorify or "
-        "HashBucket)"
+        f"{each} for them on each rank (plan.memory_gb); fewer columns; or fewer rows, by rec.data.preprocess "
+        "(Categorify or HashBucket)"
     )
     ranks = need.ranks(usable)
     if ranks is None:
@@ -445,8 +444,7 @@ def _constraint(
     if not fitting:
         raise PlanError(
             f"table '{table.name}': {table.embedding_dim} columns cannot be split over {pieces} {over} into equal "
-            f"parts of a multiple of 4; choose another sharding type, as in plan.tables={table.name}=row_wise, or "
-            "another embedding_dim"
+            f"multiples of 4; choose another type, such as plan.tables={table.name}=row_wise, or embedding_dim"
         )
     return ParameterConstraints(sharding_types=[sharding], min_partition=fitting[0], **kernel)
 

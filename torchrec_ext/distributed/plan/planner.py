@@ -130,8 +130,8 @@ def refuse_unplaced(model: nn.Module, config: PlanConfig, placement: TowerPlacem
     if config.quantised and placement is not None:
         raise PlanError(
             f"plan.forward_precision={config.forward_precision}, plan.backward_precision={config.backward_precision} "
-            f"with plan.towers={config.towers}: placed towers exchange rows and outputs, not embeddings; leave the "
-            "precisions at fp32, or plan.towers alone; model.compress makes outputs narrower"
+            f"with plan.towers={config.towers}: placed towers exchange no embeddings; set the precisions to fp32, or "
+            "leave plan.towers out"
         )
 
 

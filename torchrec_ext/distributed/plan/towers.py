@@ -69,9 +69,8 @@ def _apart(towers: Mapping[str, Any], world_size: int) -> TowerPlacement:
     if len(together) == 1 and len(towers) > 1:
         table, names = next((table, names) for table, names in readers(towers).items() if len(names) > 1)
         raise PlacementError(
-            f"plan.towers=tower_parallel: the towers {' and '.join(names)} share table '{table}', so that all towers "
-            "have one set of ranks, and none runs beside another; give each a table of its own name, or leave "
-            "plan.towers at data_parallel"
+            f"plan.towers=tower_parallel: the towers {' and '.join(names)} share table '{table}', so all towers have "
+            "one set of ranks; give each a table of its own name, or take plan.towers=data_parallel"
         )
     loads = {name: sum(tower_cost(towers[tower]) for tower in unit) for name, unit in together.items()}
     ranks = TowerPlacement.apart(loads, world_size).ranks
@@ -110,9 +109,8 @@ def _check_together(asked: str, towers: Mapping[str, Any], placement: TowerPlace
             possible = TowerPlacement(ranks=ranks, world_size=placement.world_size)
             where = " and ".join(f"'{name}' on rank(s) {', '.join(map(str, placement.ranks[name]))}" for name in names)
             raise PlacementError(
-                f"plan.towers={asked} puts the towers {where}, but they share table '{table}', which has one place: "
-                f"give them the same ranks, as in plan.towers={possible}; or take plan.towers=auto, which keeps them "
-                "together, or give each a table of its own name"
+                f"plan.towers={asked}: the towers {where} share table '{table}', which has one place; give them the "
+                f"same ranks, as in plan.towers={possible}, or take auto, or tables of different names"
             )
 
 
