@@ -474,7 +474,7 @@ REFUSED: dict[str, tuple[Callable[[Runtime], None], str]] = {
         rf"{LINE}: tower 'user' is called under torch.autocast, .*: enter torch.autocast within the tower's",
     ),
     "in-batch": (case(loss=in_batch), r"the loss is not a mean over rows: .*\(in-batch softmax\)"),
-    "weighted": (case(loss=weighted), "the loss is not a mean over rows: .*divides by a sum of weights"),
+    "weighted": (case(loss=weighted), "the loss is not a mean over rows: .*or weights them needs all on one rank"),
     "summed": (case(loss=summed), r"the loss is a sum over rows: .*divide it by the rows \(reduction='mean'\)"),
     "by row": (case(loss=by_row), r"the loss function returns a tensor \(24,\), must be the loss, \(\), or"),
     "infinite": (case(loss=infinite), "the loss of the example is inf: give a batch whose loss is finite"),
@@ -503,15 +503,15 @@ REFUSED: dict[str, tuple[Callable[[Runtime], None], str]] = {
     ),
     "other widths": (
         of_rank(lambda rank: {"make": lambda: Dense(user=nn.Linear(5, 4, bias=not rank))}),
-        "ranks 0 and 1 differ in the number of parameters and buffers: 6 and 5; all ranks need the same model",
+        "ranks 0 and 1 differ in the number of parameters and buffers: 6 and 5; all ranks need the same: call",
     ),
     "other weights": (
         of_rank(lambda rank: {"make": lambda: redrawn_by(rank)}),
-        "ranks 0 and 1 differ in the values of 'user.weight': .*torch.manual_seed with one seed on all ranks",
+        "ranks 0 and 1 differ in the values of 'user.weight': .*torch.manual_seed with one seed before",
     ),
     "other optimizers": (
         of_rank(lambda rank: {"optimizer": lambda values: torch.optim.SGD(values, 0.1 + rank)}),
-        r"ranks 0 and 1 differ in the optimizer: SGD of \[6\] parameters, .*'lr': 0.1.*'lr': 1.1",
+        "ranks 0 and 1 differ in lr of parameter group 0: 0.1 and 1.1",
     ),
     "other examples": (
         of_rank(lambda rank: {"example": lambda batch: [value.flip(0) if rank else value for value in batch]}),

@@ -398,9 +398,9 @@ class UserLoss:
                         f"{both:.6g}, must be their mean: divide it by the rows (reduction='mean')"
                     )
                 raise CannotAdopt(
-                    f"the loss is not a mean over rows: of {many} it is {left:.6g} and {right:.6g}, of both together "
-                    f"{both:.6g}, must be {mean:.6g}; a loss that compares rows (in-batch softmax) or divides by a sum "
-                    "of weights needs all rows on one rank"
+                    f"the loss is not a mean over rows: {many} give {left:.6g} and {right:.6g}, both together "
+                    f"{both:.6g}, must be {mean:.6g}; one that compares rows (in-batch softmax) or weights them needs "
+                    "all on one rank"
                 )
 
 

@@ -387,9 +387,8 @@ class TowersApart:
             for name, parameter in tower.module.named_parameters():
                 if parameter.grad is not None:
                     raise CannotAdopt(
-                        f"parameter '{tower.path}.{name}' is read outside of its tower, by the rest of the model or by "
-                        "the loss (a penalty on weights?), where other ranks have old values of it: use the "
-                        "optimizer's weight_decay, or leave this sub-network out of towers="
+                        f"parameter '{tower.path}.{name}' is read outside of its tower, where ranks have old values (a "
+                        "penalty on weights?): use the optimizer's weight_decay, or leave this tower out of towers="
                     )
 
     def _exchange_outputs(self, outputs: list[Tensor], header: list[float], problem: Exception | None) -> Tensor:
@@ -529,9 +528,10 @@ class TowersApart:
         facts += [(f"requires_grad of '{name}'", str(value.requires_grad)) for name, value in tensors.items()]
         facts += [(f"the values of '{name}'", _digest(value)) for name, value in tensors.items()]
         for optimizer in self._optimizers:
-            groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
             counts = [len(group["params"]) for group in optimizer.param_groups]
-            facts.append(("the optimizer", f"{type(optimizer).__name__} of {counts} parameters, {groups}"))
+            facts.append(("the optimizer", f"{type(optimizer).__name__} of {counts} parameters"))
+            for number, group in enumerate(optimizer.param_groups):
+                facts += [(f"{k} of parameter group {number}", str(v)) for k, v in group.items() if k != "params"]
         values = _fingerprint(tree_flatten(tuple(example))[0])
         facts.append(("the example", f"{self._rows} rows, {self._kinds}, values {values!r}"))
         facts.append(("the mode", f"training={self._model.training}"))
@@ -542,8 +542,7 @@ class TowersApart:
                 if (name, value) != (other_name, other):
                     raise CannotAdopt(
                         f"ranks 0 and {rank} differ in {name or other_name}: {value} and {other}; all ranks need the "
-                        "same model, optimizer and example: call torch.manual_seed with one seed on all ranks before "
-                        "the model is made, or load one checkpoint"
+                        "same: call torch.manual_seed with one seed before the model is made, or load one checkpoint"
                     )
 
     def _measure(self, example: Sequence[Any]) -> tuple[float, float, list[dict[str, float]]]:

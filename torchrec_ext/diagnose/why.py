@@ -220,9 +220,8 @@ class _WhySlow:
 def _check_alone(apply: bool) -> None:
     if apply and dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(
-            f"apply=True on {dist.get_world_size()} ranks: what it can change by itself is one process's: adopt's "
-            "step exchanges nothing, and threads and workers would take the cores of other ranks; leave it out, or run "
-            "one rank. A recipe's settings are applied on several: torchx run rec.diagnose.why_slow -j 1x2 --apply True"
+            f"apply=True on {dist.get_world_size()} ranks: it changes one process alone; leave it out, or run one "
+            "rank; for a recipe on several: torchx run rec.diagnose.why_slow -j 1x2 --apply True"
         )
 
 
