@@ -144,7 +144,7 @@ def test_a_disk_that_fills_ends_the_job_in_words_and_the_last_checkpoint_goes_on
             last = job.output.splitlines()[-1]
             good = sorted(path.name for path in folder.glob("step-*[0-9]"))
             assert "no space left for checkpoint" in last, job.output
-            assert "; the one before it is as it was; make room, keep fewer with checkpoint.keep" in last
+            assert "; make room, lower checkpoint.keep, or choose another --run-dir" in last
             assert 2 <= len(good) <= 4
             assert gone(job.descendants(), 5)
         subprocess.run(["mount", "-o", "remount,size=100m", str(tmp_path / "disk")], check=True)

@@ -49,9 +49,8 @@ def leave_out(config: TrainConfig, sync: SyncConfig, optimizer: KeyedOptimizer) 
         return None
     if not isinstance(optimizer, HybridOptimizer) or not sync.agrees_every_step or config.compile == "require":
         raise ValueError(
-            f"train.on_nan=skip with sync.mode={sync.mode} and train.compile={config.compile}: a step can be left out "
-            "only where ranks agree in every step and none is captured; set sync.mode=every_step and "
-            "train.compile=auto, or train.on_nan=stop"
+            f"train.on_nan=skip with sync.mode={sync.mode} and train.compile={config.compile}: ranks must agree in "
+            "every step; set sync.mode=every_step and train.compile=auto, or train.on_nan=stop"
         )
     return partial(setattr, optimizer, "leave_out", True)
 
@@ -62,9 +61,8 @@ def scaling(config: TrainConfig, sync: SyncConfig, optimizer: KeyedOptimizer, ru
         return None
     if not sync.agrees_every_step or config.on_nan == "skip" or not isinstance(optimizer, HybridOptimizer):
         raise ValueError(
-            f"train.amp=fp16 with sync.mode={sync.mode} and train.on_nan={config.on_nan}: a step whose gradients "
-            "overflow is left out, on which ranks must agree; set sync.mode=every_step and train.on_nan=stop, or "
-            "train.amp=bf16"
+            f"train.amp=fp16 with sync.mode={sync.mode} and train.on_nan={config.on_nan}: ranks must agree to leave "
+            "out a step; set sync.mode=every_step and train.on_nan=stop, or train.amp=bf16"
         )
     return LossScaling(optimizer, runtime.device)
 
@@ -140,8 +138,8 @@ def check_even(loader: Sized, runtime: Runtime) -> None:
     if len(set(lengths)) > 1:
         listed = ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))
         raise UnevenStepsError(
-            f"loader: ranks have unequal numbers of batches in an epoch, {listed}: every rank must have as many, since "
-            "each waits for the others in every step; pad the last batches with rows of weight 0, or drop them"
+            f"loader: ranks have unequal numbers of batches in an epoch, {listed}, and each step waits for all ranks; "
+            "pad the last batches with rows of weight 0, or drop them"
         )
 
 

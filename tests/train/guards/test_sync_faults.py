@@ -126,7 +126,7 @@ def test_loaders_of_unequal_length_are_told_on_every_rank_before_the_first_step(
     assert first == second
     for told in first.values():
         assert told.startswith(
-            "loader: ranks have unequal numbers of batches in an epoch, rank 0: 3, rank 1: 4: every rank must"
+            "loader: ranks have unequal numbers of batches in an epoch, rank 0: 3, rank 1: 4, and each step waits"
         )
 
 

@@ -188,9 +188,8 @@ class Checkpointer:
 
     def _no_space(self, path: str, needed: int, free: int) -> str:
         return (
-            f"no space left for checkpoint '{path}': it needs {size_text(needed)}, {size_text(free)} are free; the one "
-            "before it is as it was; make room, keep fewer with checkpoint.keep, or choose another --run-dir, and go "
-            "on with --resume auto"
+            f"no space left for checkpoint '{path}': it needs {size_text(needed)}, {size_text(free)} are free; make "
+            "room, lower checkpoint.keep, or choose another --run-dir, and go on with --resume auto"
         )
 
     def _why(self, path: str, needed: int, error: BaseException) -> str:

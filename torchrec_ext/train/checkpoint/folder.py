@@ -508,9 +508,8 @@ def check_shared(folder: str, rank: int, gathered: Callable[[Any], list[Any]]) -
     if blind:
         more = f" and {len(blind) - 1} more" if len(blind) > 1 else ""
         raise CheckpointError(
-            f"folder '{folder}': {blind[0]}{more} cannot see what rank 0 on {seen[0][1]} writes there, and what the "
-            "ranks save could never be loaded; give a folder that all hosts share, by an absolute path, with --run_dir "
-            "(checkpoints also with checkpoint.folder, to an address such as s3://bucket/runs)"
+            f"folder '{folder}': {blind[0]}{more} cannot see what rank 0 on {seen[0][1]} writes; give a folder that "
+            "all hosts share, by an absolute path, with --run_dir, or checkpoint.folder=s3://bucket/runs"
         )
 
 

@@ -63,8 +63,7 @@ class LossScaling:
         if sharded:
             raise ValueError(
                 f"train.amp=fp16: table '{sharded[0]}' is sharded, and moved inside the backward by a gradient that is "
-                "still multiplied with the factor of the loss; set train.amp=bf16, which needs none, or "
-                "plan.sharding=data_parallel"
+                "still scaled as the loss is; set train.amp=bf16, or plan.sharding=data_parallel"
             )
 
     def _replicated(self) -> list[str]:

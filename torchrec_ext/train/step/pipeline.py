@@ -115,9 +115,8 @@ def semi_sync_pipeline(
         and "sharded_adam" in dict(optimizer.optimizers)
     ):
         raise ValueError(
-            "sync.stash_gradients: no kernel runs this device's adam or lazy_adam, and a table's step cannot be left "
-            "out, as TorchRec leaves out the first; set optimizer.tables to adagrad, row_wise_adagrad or sgd, or "
-            "sync.stash_gradients=false"
+            "sync.stash_gradients: no kernel runs this device's adam, and its first step cannot be left out; set "
+            "optimizer.tables to adagrad, row_wise_adagrad or sgd, or sync.stash_gradients=false"
         )
     make = SemiSyncOnCpu if device.type == "cpu" else GatedSemiSync
     return make(
