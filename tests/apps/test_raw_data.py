@@ -149,7 +149,7 @@ def test_a_run_is_taken_up_only_where_its_ids_stand_for_the_same_values(
     bought = pa.array([new, *log["item_id"].to_pylist()[1:]])
     pq.write_table(log.set_column(at, "item_id", [bought]), folder / "inter.parquet")
     grown = SimpleNamespace(data=load_config(config))
-    words = r"column 'item_id' had 31 values when its tables were trained, and their ids stand for other values"
+    words = r"column 'item_id' had 31 values in training, whose ids now stand for others"
     with pytest.raises(DataError, match=words):
         check_ids_stay(checkpoint, grown, HERE, run=run_folder)
     with nullcontext() if kept else pytest.raises(DataError, match=words):
@@ -179,7 +179,7 @@ def test_a_column_whose_values_were_their_ids_may_not_be_numbered_later(tmp_path
     for before, after in ((whole, numbered), (numbered, whole)):
         checkpoint, _ = checkpoint_of(tmp_path, SimpleNamespace(data=before), "in the manifest")
         check_ids_stay(checkpoint, SimpleNamespace(data=before), HERE, later=True)
-        with pytest.raises(DataError, match=r"column 'shop' had (no numbering of its own|2 values) when its tables"):
+        with pytest.raises(DataError, match=r"column 'shop' had (no numbering of its own|2 values) in training"):
             check_ids_stay(checkpoint, SimpleNamespace(data=after), HERE, later=True)
 
 
@@ -335,7 +335,7 @@ def test_labelled_rows_with_text_ids_are_the_same_rows_and_are_served(recipe: st
 def test_rows_of_context_alone_train_and_say_why_they_are_not_served(tmp_path: Path) -> None:
     folder = of_clicks(tmp_path / "clicks", None)
     assert 0 < run("n_tower", folder, tmp_path / "run")["auc"] < 1
-    with pytest.raises(ValueError, match=r"export=require: the rows of 'clicks' name no item, and a bundle ranks or"):
+    with pytest.raises(ValueError, match=r"export=require: the rows of 'clicks' name no item, and a bundle stores"):
         run("n_tower", folder, tmp_path / "other", "export=require")
     with pytest.raises(ValueError, match=r"contextual_ncf: the rows of 'clicks' have no column 'user'.*n_tower"):
         run("contextual_ncf", folder, tmp_path / "third")
@@ -479,7 +479,7 @@ def test_the_label_decides_what_is_a_positive(ready: Path) -> None:
     ("recipe", "broken", "message"),
     [
         ("session", "", r"was written by rec\.data\.preprocess: its rows have histories.*--recipe stream"),
-        ("two_tower", "roles", r"names no user or no item.*preprocess the log again; or take --recipe stream"),
+        ("two_tower", "roles", r"names no user or no item.*and preprocess again, or take --recipe stream"),
         ("two_tower", "preprocessor", r"has no preprocessor/, so rec\.data\.preprocess did not write it"),
         ("n_tower", "summary", r"has no summary\.json, so rec\.data\.preprocess did not write it"),
     ],

@@ -486,9 +486,7 @@ def test_a_run_is_not_resumed_or_exported_with_the_ids_of_another_preprocessor(
         named = table.set_column(table.column_names.index("what"), "what", [pa.array(items)])
         pq.write_table(named, tmp_path / "log" / "train.parquet")
         run_preprocess(dataclasses.replace(prepare(tmp_path / "log"), out=str(ready), overwrite=True))
-        words = (
-            r"step-\d+: its tables were trained with the ids of another preprocessor \(\w{12}\) than the one that made"
-        )
+        words = r"step-\d+: its ids are of another preprocessor \(\w{12}\) than these rows'"
         with pytest.raises(RankFailedError, match=words):
             run_ranks(resumed_run, 1, job_of(ready), tmp_path / changed, str(step))
         with pytest.raises(RankFailedError, match=words):

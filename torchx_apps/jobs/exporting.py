@@ -47,9 +47,9 @@ def export_task(
     """
     if not hasattr(task, "export_data"):
         raise BundleError(
-            f"the task {type(task).__name__} has no method export_data(schema), which says what the catalogue and the "
-            "users are; see torchx_apps.tasks.export_data, or call torchrec_ext.retrieval.exporting.export.export with "
-            "them"
+            f"the task {type(task).__name__} has no method export_data(schema); write one (see "
+            "torchx_apps.tasks.export_data), or call torchrec_ext.retrieval.exporting.export.export with catalogue "
+            "and users"
         )
     data = task.export_data(schema)
     details = {"data": task.name, "ranks": runtime.world_size, **details}

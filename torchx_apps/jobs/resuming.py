@@ -97,9 +97,8 @@ def check_ids_stay(
     now = _preprocessor_of(data)
     if not later and then["preprocessor"] != now:
         raise DataError(
-            f"{where}: its tables were trained with the ids of another preprocessor ({then['preprocessor'][:12]}) than "
-            f"the one that made the rows now ({now[:12] or 'none'}), so that an id is another value; give the rows of "
-            "then, --set data.name=FOLDER, or train anew; and preprocess another log into a folder of its own"
+            f"{where}: its ids are of another preprocessor ({then['preprocessor'][:12]}) than these rows' "
+            f"({now[:12] or 'none'}); give the rows of then, --set data.name=FOLDER, or train anew in another folder"
         )
     origins = _origins_of(data)
     for name in sorted(then["columns"].keys() & origins.keys()):
@@ -118,10 +117,8 @@ def check_ids_stay(
         if not stay:
             had = "no numbering of its own" if known is None else f"{known[0]:,} values"
             raise DataError(
-                f"{where}: column '{name}' had {had} when its tables were trained, and their ids stand for "
-                "other values in the rows now, as where new values came between the old ones; give rows in which the "
-                "old values keep their ids (FittedPreprocessor.transform of then makes them; or number the column "
-                "yourself, new values last), or train anew"
+                f"{where}: column '{name}' had {had} in training, whose ids now stand for others; give rows in which old "
+                "values keep their ids, new ones last (FittedPreprocessor.transform), or train anew"
             )
 
 

@@ -279,9 +279,8 @@ def _check_scores(job: Job, task: Task, samples: int, runtime: Runtime) -> None:
     apart = job.sync.mode in ("local_sgd", "diloco") and runtime.world_size > 1
     if LOSSES[loss].catalogue and apart and hasattr(job.model, "tower_widths"):
         raise ValueError(
-            f"sync.mode={job.sync.mode} with model.loss=catalogue: each rank runs the item tower for its part of the "
-            "catalogue, and towers that drift apart between exchanges give vectors that one softmax cannot compare; "
-            "set sync.mode=every_step, or model.loss=in_batch"
+            f"sync.mode={job.sync.mode} with model.loss=catalogue: item towers drift apart between exchanges, so one "
+            "softmax cannot compare them; set sync.mode=every_step, or model.loss=in_batch"
         )
     if runtime.device.type != "cpu":
         return
@@ -295,9 +294,9 @@ def _check_scores(job: Job, task: Task, samples: int, runtime: Runtime) -> None:
     if needed > free:
         fits = max(1, int(math.sqrt(free / each)))
         raise ValueError(
-            f"loader.batch_size={job.loader.batch_size} with model.loss={loss}: each of {samples:,} queries is scored "
-            f"against each of {samples + job.loader.shared_negatives:,} candidates of its batch, which takes "
-            f"{needed / 2**30:,.1f} GiB, and {free / 2**30:,.1f} are free; set loader.batch_size to {fits:,} or less"
+            f"loader.batch_size={job.loader.batch_size} with model.loss={loss}: {samples:,} queries by "
+            f"{samples + job.loader.shared_negatives:,} candidates take {needed / 2**30:,.1f} GiB, {free / 2**30:,.1f} "
+            f"are free; set loader.batch_size to {fits:,} or less"
         )
 
 
@@ -316,9 +315,9 @@ def _check_catalogue(job: Job, task: Task, runtime: Runtime) -> None:
     needed, free = gathered + layers, available_memory()
     if needed > free:
         raise ValueError(
-            f"model.loss=catalogue: the vectors of {items:,} items of width {widths[-1]}, which each rank holds, and "
-            f"the layers under them take {needed / 2**30:,.1f} GiB, and {free / 2**30:,.1f} are free; take narrower "
-            "towers (model.tower_widths), or model.loss=in_batch"
+            f"model.loss=catalogue: {items:,} vectors of width {widths[-1]} and their layers take "
+            f"{needed / 2**30:,.1f} GiB on each rank, {free / 2**30:,.1f} are free; set narrower model.tower_widths, "
+            "or model.loss=in_batch"
         )
 
 
@@ -360,8 +359,8 @@ def hosts_note(sharding: str, hosts: int) -> str:
     if hosts == 1 or sharding != "auto":
         return ""
     return (
-        f"plan.sharding=auto: made for {hosts} hosts; the same ranks on another number of hosts may get another plan, "
-        "which rounds otherwise: to compare figures set plan.sharding=row_wise, or another type, for both"
+        f"plan.sharding=auto: made for {hosts} hosts; another number of hosts may get another plan, which rounds "
+        "otherwise; to compare figures, set plan.sharding=row_wise, or another type, for both"
     )
 
 
@@ -457,7 +456,7 @@ def load_task(job: Job, runtime: Runtime) -> Task:
     if job.fallback is None:
         raise DatasetUnavailable(reason)
     if runtime.is_main:
-        print(f"note: training on the generated set '{job.fallback}' instead: {reason}")
+        print(f"note: {reason}\nnote: training on the generated set '{job.fallback}' instead")
     return _evaluated(job.task(dataclasses.replace(job.data, name=job.fallback), progress=False), job)
 
 

@@ -30,7 +30,7 @@ _SECRET_LAST_WORDS = {"KEY", "PASS", "PWD", "AUTH", "PAT", "COOKIE", "COOKIES", 
 _COUNTS = {"MAX", "MIN", "NUM"}  # MAX_TOKENS is a number of them
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _NAMES_OF_FILES = {"GOOGLE_APPLICATION_CREDENTIALS"}
-_SHOWN = "which the job's description, its script, its logs and `ps` would show"
+_SHOWN = "which the job's description, script, logs and `ps` would show"
 _PASSWORD_IN_ADDRESS = re.compile(
     r"://[^\s/@]*:[^\s/@]+@|https?://[^\s/@]+@|[?&](password|token|access_token|api_key|sig|signature|X-Amz-Signature|"
     r"X-Goog-Signature)=[^&\s]",
@@ -214,8 +214,7 @@ def check_trackers(role: Role) -> None:
         if tracker and _PASSWORD_IN_ADDRESS.search(value):
             raise ValueError(
                 f"config of [tracker:{tracker[1].lower()}] in .torchxconfig: the address holds a password, {_SHOWN}; "
-                "leave it out, and give the tracker's own variables, such as MLFLOW_TRACKING_USERNAME and "
-                "MLFLOW_TRACKING_PASSWORD, in the environment of the job"
+                "leave it out, and set MLFLOW_TRACKING_PASSWORD in the job's environment"
             )
 
 

@@ -54,9 +54,8 @@ class NCFConfig:
         if self.loss in LOSSES and LOSSES[self.loss].shared:
             others = " or ".join(name for name, kind in LOSSES.items() if not kind.shared)
             raise ValueError(
-                f"model.loss={self.loss}: each query meets candidates that all queries share, and NeuMF runs a network "
-                f"for every pair; take a recipe with model.interaction=dot, such as two_tower or n_tower, or "
-                f"model.loss={others}"
+                f"model.loss={self.loss}: queries share candidates, and NeuMF runs a network for every pair; take a "
+                f"recipe with model.interaction=dot, such as two_tower or n_tower, or model.loss={others}"
             )
 
 

@@ -131,8 +131,8 @@ def of_labelled(data: LabelledData, schema: BatchSchema) -> ExportData:
 def without_item(why: str) -> str:
     """Returns the message that rows without an item are trained and not served."""
     return (
-        f"{why}, and a bundle ranks or scores items, of each of which it stores a vector; such a model is trained and "
-        "evaluated, and rec.publish writes its weights: leave out export=require, or name the item's column"
+        f"{why}, and a bundle stores a vector of each; leave out export=require (rec.publish writes such a model's "
+        "weights), or name the item's column"
     )
 
 

@@ -93,9 +93,8 @@ class RankingTask(NamedData):
         # The schema has a label range where the loss reads labels, and none where it compares rows.
         if config.negatives == 0 and not config.label and schema.label_range is not None:
             raise ValueError(
-                "loader.negatives=0 without loader.label: every row would have label 1, from which nothing can be "
-                "learned; draw negatives, name the column with the labels, or use a loss that compares rows, such as "
-                "model.loss=in_batch"
+                "loader.negatives=0 without loader.label: every row would have label 1; draw negatives, name the "
+                "column with the labels, or use a loss that compares rows, such as model.loss=in_batch"
             )
 
         def refresh(epoch: int) -> Index:
