@@ -32,6 +32,7 @@ MADE_UP = {
     "torchrec_ext/__init__.py": "",
     "torchrec_ext/a.py": '"""A."""\n\nfrom torchrec_ext import b\n\n\nclass Bags:\n    """Of the batch."""\n',
     "torchrec_ext/b.py": '"""B."""\n\n\ndef Bags(own):\n    import torchrec_ext.a\n' + "# " + "x" * 120 + "\n",
+    "torchrec_ext/c.py": '"""C."""\n\nraise ValueError(\n    f"{C}' + "x" * 100 + '"\n    "' + "y" * 93 + '"\n)\n',
     "components/a.py": '"""A."""\n\n\ndef train():\n    """Trains.\n\n    Args:\n        rows: of a table\n    """\n',
 }
 
@@ -53,6 +54,7 @@ def test_each_measure_finds_what_it_looks_for(tmp_path: Path) -> None:
         "variables called by a word of no meaning": [("torchrec_ext/b.py", 4)],
         "public classes and functions without a docstring": [("torchrec_ext/b.py", 4)],
         "lines over 120 characters": [("torchrec_ext/b.py", 6)],
+        "messages over 200 characters": [("torchrec_ext/c.py", 3)],
     }
 
 

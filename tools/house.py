@@ -244,6 +244,30 @@ def dialect(house: House) -> list[Place]:
     return places
 
 
+def long_messages(house: House, limit: int = 200) -> list[Place]:
+    """Messages of errors and warnings with more than 200 characters, a value in braces counted as 8."""
+    places = []
+    for path, tree in house.trees.items():
+        for node in ast.walk(tree):
+            warns = isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "warn"
+            if isinstance(node, ast.Raise) or warns:
+                longest = max(map(_text_length, ast.walk(node)))
+                if longest > limit:
+                    places.append((house.name(path), node.lineno, f"{longest} characters"))
+    return places
+
+
+def _text_length(node: ast.AST) -> int:
+    """Returns the length of a literal text, in which a value in braces counts as 8; 0 for other nodes."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return len(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return sum(_text_length(part) if isinstance(part, ast.Constant) else 8 for part in node.values)
+    if isinstance(node, ast.BinOp):
+        return _text_length(node.left) + _text_length(node.right)
+    return 0
+
+
 def undocumented(house: House) -> list[Place]:
     """Public classes and functions without a docstring."""
     return [
@@ -263,6 +287,7 @@ MEASURES = {
     "variables called by a word of no meaning": dialect,
     "public classes and functions without a docstring": undocumented,
     "lines over 120 characters": long_lines,
+    "messages over 200 characters": long_messages,
 }
 
 
