@@ -3,10 +3,11 @@
     python benchmarks/adopt.py [--only ncf-small loader-kept ...] [--turns 3] [--quick]
 
 `ncf-small` and `ncf-full` (75 k and 12.45 M parameters): instances a second of the model class and the Dataset of
-small_model_baseline.py, adopted by two lines, against the script, shared/baselines/small_model.py where it is there, in
-the fastest of its forms and in a process of its own. `ncf-small, as the package's own` and `ncf-full, ...`: the same
-against train() on the package's own model, in turn in one process. `loader-kept, small` and `loader-kept, full`: the
-user's DataLoader stays as well, so that only the step is adopted. `capturing, ...`: seconds of the capture, and
+small_model_baseline.py, adopted by two lines, in turn with the script in a process of its own: `..., against fused
+Adam` and `..., against the script as written`, as in small_model.py. `ncf-small, as the package's own` and `ncf-full,
+...`: the same against train() on the package's own model, in turn in one process. `loader-kept, small` and
+`loader-kept, full`: the user's DataLoader stays as well, so that only the step is adopted; against the same forms of
+the script. `capturing, ...`: seconds of the capture, with nothing compiled before, and
 `pays_after`, the number of steps after which it has paid, against eager steps on the same ready batches.
 `two-towers`: two sub-networks of a user's own module at the same time on two processes, see adopt_towers.py.
 """
@@ -15,7 +16,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import adopt_towers
 import torch
@@ -82,19 +82,18 @@ def ncf(name: str, required: float) -> Callable[[Options], Iterator[Row]]:
 
     def rows(options: Options) -> Iterator[Row]:
         shape, steps = SHAPES[name], 100 if options.quick else 3000
-        script, baseline, ours, others = Script(name, 1.0 if options.quick else 3.0), [], [], []
+        script, ours, others = Script(name, 1.0 if options.quick else 3.0), [], []
         with one_rank() as runtime:
             step, model = adopted(shape, columns_of(shape)), network(shape)
             sides = {"adopted": over_rows(step), "own": training(model, loader_of(shape, model), runtime)}
             trainings = Trainings(sides)
             for turn in range(options.turns):
-                baseline.append(script())
+                script.turn()
                 seconds = trainings.seconds_per_step(steps, 1, warm_up=1 if turn else 50)
                 ours += seconds["adopted"]
                 others += seconds["own"]
             trainings.close()
-        made: dict[str, Any] = {"better": "more", "baseline_by": script.text}
-        yield row(f"ncf-{name}", rates(INSTANCES, ours), "instances/s", baseline=baseline, required=required, **made)
+        yield from script.rows(f"ncf-{name}", rates(INSTANCES, ours), required)
         yield row(
             f"ncf-{name}, as the package's own",
             rates(INSTANCES, ours),
@@ -128,21 +127,13 @@ def eager_seconds(shape: Shape, steps: int) -> float:
 def loader_kept(options: Options) -> Iterator[Row]:
     for name, required in (("small", 1.3), ("full", 7.0)):
         shape, steps = SHAPES[name], 20 if options.quick else 300
-        script, baseline, ours = Script(name, 1.0 if options.quick else 3.0), [], []
+        script, ours = Script(name, 1.0 if options.quick else 3.0), []
         trainings = Trainings({"adopted": over_loader(adopted(shape), shape)})
         for turn in range(options.turns):
-            baseline.append(script())
+            script.turn()
             ours += trainings.seconds_per_step(steps, 1, warm_up=1 if turn else 30)["adopted"]
         trainings.close()
-        yield row(
-            f"loader-kept, {name}",
-            rates(INSTANCES, ours),
-            "instances/s",
-            baseline=baseline,
-            better="more",
-            required=required,
-            baseline_by=script.text,
-        )
+        yield from script.rows(f"loader-kept, {name}", rates(INSTANCES, ours), required)
 
 
 ROWS: dict[str, Callable[[Options], Iterator[Row]]] = {

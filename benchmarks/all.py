@@ -31,6 +31,8 @@ from harness import ROOT, Row, in_turn, last_json, on_ranks
 RESULTS = ROOT / "benchmarks" / "results"
 LIMIT_S = 1500  # of one script in one round
 STUDIES_LIMIT_S = 4500  # of the long rows of one script, which run once
+# A number of threads that somebody exported would be that of a baseline that takes torch's own.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
 SCRIPTS = (
     "small_model",
     "negatives",
@@ -113,7 +115,9 @@ def _run(name: str, options: argparse.Namespace) -> Any:
     """
     command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--turns", str(options.turns)]
     command += [flag for flag, given in (("--quick", options.quick), ("--studies", options.studies)) if given]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
     limit_s = STUDIES_LIMIT_S if options.studies else LIMIT_S
     try:
         output, _ = process.communicate(timeout=limit_s)

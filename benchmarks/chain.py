@@ -94,26 +94,16 @@ class Log(NamedTuple):
 
 
 def preprocessed(folder: Path, gigabytes: float, file_rows: int) -> Log:
-    """Writes a raw log of so many GB, of three files at least, and preprocesses it by the command.
-
-    Where $CHAIN_FOLDER is set, the log is made there, stays there, and is used again.
-    """
-    if kept := os.environ.get("CHAIN_FOLDER"):
-        folder = Path(kept) / f"{gigabytes:g}-{file_rows}"
+    """Writes a raw log of so many GB, of three files at least, and preprocesses it by the command."""
     raw, out, files = folder / "raw", folder / "rows", 0
-    note = folder / "log.json"
-    if note.exists():
-        return Log(**json.loads(note.read_text()) | {"folder": out})
-    raw.mkdir(parents=True)
+    raw.mkdir()
     while files < 3 or size_gb(raw) < gigabytes:
         write_file(raw / f"part-{files:05d}.parquet", files, file_rows)
         files += 1
     start = time.perf_counter()
     settings = {"config.folder": raw, "config.max_size": 100_000, "memory": "1500MB", "pictures": "false"}
     run([sys.executable, "-m", "torchx_apps.preprocess", "--recipe", "clicks", "--out", out, *flags(settings)])
-    log = Log(size_gb(raw), (files - 1) * file_rows, out, time.perf_counter() - start)
-    note.write_text(json.dumps(log._asdict(), default=str))
-    return log
+    return Log(size_gb(raw), (files - 1) * file_rows, out, time.perf_counter() - start)
 
 
 def size_gb(folder: Path) -> float:

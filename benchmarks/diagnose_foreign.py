@@ -12,7 +12,6 @@ Last line: one JSON object.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import itertools
 import json
 import math
@@ -29,7 +28,6 @@ import rank_programs
 import torch
 import torch.nn.functional as F
 from harness import Options, Row, Trainings, last_json, row
-from small_model import SHARED
 from small_model_baseline import BATCH, SHAPES, Interactions, PlainNCF, positives
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -97,20 +95,9 @@ def golden_alone() -> Foreign:
 
 
 def users_script() -> Foreign:
-    """shared/baselines/small_model.py where it is there, else what stands in for it."""
-    if not SHARED.exists():
-        shape = SHAPES["small"]
-        model: nn.Module = PlainNCF(shape.users, shape.items)
-        data: Any = Interactions(shape.items, positives(shape))
-    else:
-        spec = importlib.util.spec_from_file_location("users_script", SHARED)
-        assert spec is not None
-        assert spec.loader is not None
-        script: Any = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(script)
-        users, items, *made = script.positives("small")
-        model, data = script.ContextualNCF(users, items), script.Interactions(users, items, *made, "rejection")
-    criterion = nn.BCEWithLogitsLoss()
+    shape = SHAPES["small"]
+    model, criterion = PlainNCF(shape.users, shape.items), nn.BCEWithLogitsLoss()
+    data = Interactions(shape.items, positives(shape))
     loader = DataLoader(data, BATCH, shuffle=True, collate_fn=adopted_ncf.collate)
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     return Foreign(model, optimizer, lambda u, i, c, y: criterion(model(u, i, c), y), loader)
@@ -207,5 +194,5 @@ def end_to_end(options: Options) -> Iterator[Row]:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["OMP_NUM_THREADS"] = "1"
     diagnosed(sys.argv[1], float(sys.argv[2]))

@@ -72,7 +72,10 @@ def command_line(
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
     args = parser.parse_args()
     options = Options(turns=1 if args.quick else args.turns, quick=args.quick)
-    made = [row for name in (studies if args.studies else args.only) for row in rows[name](options)]
+    with tempfile.TemporaryDirectory() as folder:
+        # What an earlier run compiled would make captures faster; torch's processes inherit the variable.
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+        made = [row for name in (studies if args.studies else args.only) for row in rows[name](options)]
     versions = {name: importlib.metadata.version(name) for name in ("torch", "torchrec", *packages.split())}
     result = {
         "benchmark": Path(sys.argv[0]).stem,
@@ -81,6 +84,20 @@ def command_line(
         "rows": made,
     }
     print(json.dumps(result))
+
+
+def has_data(rows: str, name: str) -> bool:
+    """Tells whether the folder in TORCHREC_EXT_DATA has a data set; if not, says that its rows are left out.
+
+    Args:
+        rows: rows that need the data set.
+        name: data set, a folder in the folder.
+    """
+    folder = os.environ.get("TORCHREC_EXT_DATA")
+    if folder and Path(folder, name).is_dir():
+        return True
+    print(f"{rows}: left out: TORCHREC_EXT_DATA names no folder with {name}", file=sys.stderr, flush=True)
+    return False
 
 
 def row(

@@ -1,7 +1,7 @@
 """Rows `sync ...` of hybrid.py: how often two processes average, the speed of it, and the HR@10 that it reaches.
 
-The network is the second user's, NeuMF of the recipe `ncf`, on MovieLens 100K (TORCHREC_EXT_DATA; the generated set
-where it is not to be had, which the row says): tables of 8 and 32 columns and an MLP 32-16-8, Adam for all of it, 256
+The network is the second user's, NeuMF of the recipe `ncf`, on MovieLens 100K (TORCHREC_EXT_DATA; without it the rows
+are left out): tables of 8 and 32 columns and an MLP 32-16-8, Adam for all of it, 256
 positives with 4 negatives each for each process and step. Sides, each with the recipe's loader:
 
     one process     a plain PyTorch loop over the unsharded network with fused Adam on rank 0, the other idle
@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import Counted, Options, Row, Trainings, on_ranks, rates, row, slowest
+from harness import Counted, Options, Row, Trainings, has_data, on_ranks, rates, row, slowest
 from hybrid_training import Side, Stop, looping
 
 from torchrec_ext.batch import TowerBatch
@@ -56,8 +56,9 @@ MODES = {
 
 def rows(options: Options) -> Iterator[Row]:
     """One row for each mode: its speed."""
-    ranks = on_ranks(speeds, 2, options)
-    seconds, data = slowest([times for times, _ in ranks]), ranks[0][1]
+    if not (options.quick or has_data("sync", "ml-100k")):
+        return
+    seconds = slowest(on_ranks(speeds, 2, options))
     alone, together = seconds["one process"], seconds["two of them"]
     ceiling = statistics.median(2 * one / two for one, two in zip(alone, together, strict=True))
     for name in MODES:
@@ -71,12 +72,13 @@ def rows(options: Options) -> Iterator[Row]:
             ceiling=ceiling,
             machine="cores",
             of_ceiling=round(statistics.median(of_ceiling), 3),
-            data=data,
         )
 
 
 def quality(options: Options) -> Iterator[Row]:
     """One row for each mode: its speed, HR@10 and AUC; draws the picture."""
+    if not (options.quick or has_data("sync-quality", "ml-100k")):
+        return
     alone = on_ranks(qualities, 1, {"one process": SyncConfig()}, options)[0]["one process"]
     reached = on_ranks(qualities, 2, MODES, options)[0]
     made = [
@@ -97,7 +99,6 @@ def quality(options: Options) -> Iterator[Row]:
 def job_of(sync: SyncConfig, ranks: int, quick: bool, epochs: int) -> Job:
     overrides = [
         f"data.name={'planted' if quick else 'ml-100k'}",
-        "fallback=planted",
         f"loader.batch_size={POSITIVES * ranks}",
         "train.compile=off",
         f"train.epochs={epochs}",
@@ -135,8 +136,8 @@ def qualities(runtime: Runtime, modes: dict[str, SyncConfig], options: Options) 
     return reached
 
 
-def speeds(runtime: Runtime, options: Options) -> tuple[dict[str, list[float]], str]:
-    """Seconds of a step of each side by turn, and the name of the data."""
+def speeds(runtime: Runtime, options: Options) -> dict[str, list[float]]:
+    """Seconds of a step of each side by turn."""
     quieten_libraries()
     task = load_task(job_of(SyncConfig(), runtime.world_size, options.quick, ENDLESS), runtime)
     one = plain(options, task)
@@ -147,7 +148,7 @@ def speeds(runtime: Runtime, options: Options) -> tuple[dict[str, list[float]], 
     trainings = Trainings(sides, before=dist.barrier, loaders=loaders)
     times = trainings.seconds_per_step(16 if options.quick else STEPS, options.turns, warm_up=16)
     trainings.close()
-    return times, task.name
+    return times
 
 
 def plain(options: Options, task: Any) -> Side:

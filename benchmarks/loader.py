@@ -5,8 +5,8 @@
 The log has 1,048,576 rows in 4 parquet files with row groups of 65,536. Rows a second are those of whole epochs, from
 opening the files to the last row, in one thread, batches of 4,096.
 
-`row-wise`: our loader, shuffled, against a map-style Dataset under torch's DataLoader, a script run as a process with
-no worker and with two, of which the faster counts. The script counts from its second batch on, and is measured once.
+`row-wise`: our loader, shuffled, against a map-style Dataset under torch's DataLoader, row_loader.py run as a process
+with no worker and with two, of which the faster counts. It counts from its second batch on, and is measured once.
 `parquet-plain` and `parquet-shuffled`: our loader, which builds whole batches, against what pyarrow alone decodes from
 the same files. `arrow-ipc`: our loader, shuffled, over the same rows in Arrow IPC, against itself over parquet.
 `wait-share`: share of the time of `train()` in which it waits for its next batch, by epoch, over 1,024 steps of a
@@ -51,7 +51,6 @@ from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train.config import TrainConfig
 from torchrec_ext.train.loop import train
 
-BASELINE = ROOT.parent / "shared" / "baselines" / "row_loader.py"
 IDS = [f"c{number}" for number in range(26)] + ["history"]
 FLOATS = [f"d{number}" for number in range(13)]
 BATCH = 4096
@@ -110,13 +109,12 @@ def one_thread(kind: Callable[[Path], Source], folder: Path, *, shuffle: bool = 
     return read(loader(kind(folder), shuffle=shuffle, prefetch=0, read_ahead=0))
 
 
-def row_wise(folder: Path, options: Options) -> tuple[str, float]:
-    """Name of the baseline's script, and its rows a second."""
-    script = BASELINE if BASELINE.exists() else ROOT / "benchmarks" / "row_loader.py"
+def row_wise(folder: Path, options: Options) -> float:
+    """Returns the baseline's rows a second."""
+    script = Path(__file__).with_name("row_loader.py")
     seconds = 0.5 if options.quick else 2
     command = [sys.executable, script, folder, "--batch", BATCH, "--seconds", seconds, "--workers"]
-    name = f"{script.parent.parent.name}/{script.parent.name}/{script.name}" if script == BASELINE else "benchmarks"
-    return name, max(last_json([*command, workers])["rows_per_s"] for workers in (0, 2))
+    return float(max(last_json([*command, workers])["rows_per_s"] for workers in (0, 2)))
 
 
 def speeds(options: Options) -> Iterator[Row]:
@@ -130,13 +128,13 @@ def speeds(options: Options) -> Iterator[Row]:
             "ipc": functools.partial(one_thread, ArrowSource, Path(target)),
         }
         times = in_turn(sides, options.turns)
-    script, slow = row_wise(folder, options)
+    slow = row_wise(folder, options)
     speed = {name: rates(rows, seconds) for name, seconds in times.items()}
 
-    def made(name: str, ours: str, baseline: list[float], required: float, **more: object) -> Row:
-        return row(name, speed[ours], "rows/s", baseline=baseline, better="more", required=required, **more)
+    def made(name: str, ours: str, baseline: list[float], required: float) -> Row:
+        return row(name, speed[ours], "rows/s", baseline=baseline, better="more", required=required)
 
-    yield made("row-wise", "shuffled", [slow] * options.turns, 10, baseline_by=script)
+    yield made("row-wise", "shuffled", [slow] * options.turns, 10)
     yield made("parquet-plain", "plain", speed["pyarrow"], 0.8)
     yield made("parquet-shuffled", "shuffled", speed["pyarrow"], 0.5)
     yield made("arrow-ipc", "ipc", speed["shuffled"], 1.5)

@@ -211,7 +211,7 @@ def _follow(line: Sequence[str], title: str, log: Path) -> None:
     """Runs a command; its progress goes to stderr, all it says into a file."""
     log.parent.mkdir(parents=True, exist_ok=True)
     print(f"{title}: {' '.join(line)}", file=sys.stderr)
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
     with log.open("w") as file:
         process = subprocess.Popen(
             line, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

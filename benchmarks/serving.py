@@ -11,7 +11,7 @@ import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's, before it is imported
+os.environ["OPENBLAS_NUM_THREADS"] = "1"  # NumPy's, before it is imported
 
 from harness import Options, Row, command_line, percentile, row
 

@@ -1,8 +1,8 @@
 """Approximate search among vectors that were trained: MovieLens 1M's films, asked by its users' vectors.
 
 The recipe `retrieval` (towers of 64 under a softmax over the batch, ranked by their product) is trained for two epochs,
-some two minutes, and exported once for each kind of index, as a user would; what is trained is kept in runs/. A study,
-which runs where --only names it; it needs TORCHREC_EXT_DATA.
+some two minutes, and exported once for each kind of index, as a user would. A study, which runs where --only names it;
+without the set in TORCHREC_EXT_DATA it is left out.
 
 3,706 films are few: FAISS's own exact search takes some 40 us for one user, so that an index which costs nothing would
 still be less than 5 times as fast beside what a call takes in Python. A catalogue of 200,000 is made of them by the
@@ -16,8 +16,9 @@ Recall is of users that neither chose the setting nor measured it at the build.
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ import faiss
 import numpy as np
 import pyarrow as pa
 import torch
-from harness import LIMIT_S, ROOT, Options, Row, calls_in_turn
+from harness import LIMIT_S, ROOT, Options, Row, calls_in_turn, has_data
 from serving import compared
 from torch import Tensor
 
@@ -35,6 +36,7 @@ from torchrec_ext.retrieval.index.exact import ExactIndex, Index
 from torchrec_ext.retrieval.index.faiss import FaissIndex
 from torchx_apps.jobs.saved_job import saved_job
 
+DATA = "ml-1m-ncf"
 KINDS = ("ivf", "hnsw", "pq")
 LARGE = 200_000
 JUDGED = 1_000  # users by whom recall is measured
@@ -42,6 +44,8 @@ JUDGED = 1_000  # users by whom recall is measured
 
 def films(options: Options) -> Iterator[Row]:
     """Top 100 and top 10 for one user and for 64 at a time: exact against each kind, at recall 0.95 of the top 100."""
+    if not (options.quick or has_data("movielens", DATA)):
+        return
     run = _trained(options.quick)
     bundles = {kind: Bundle.load(_exported(run, kind)) for kind in ("exact", *KINDS)}
     _, users = _users(bundles["exact"])
@@ -52,6 +56,8 @@ def films(options: Options) -> Iterator[Row]:
 
 def recombined(options: Options) -> Iterator[Row]:
     """Times searches of the large catalogue, each kind as an export of it would build it."""
+    if not (options.quick or has_data("movielens-large", DATA)):
+        return
     run = _trained(options.quick)
     bundle = Bundle.load(_exported(run, "exact"))
     asked, users = _users(bundle)
@@ -130,14 +136,19 @@ def _recombined(run: Path, bundle: Bundle, count: int) -> Tensor:
     return torch.cat([bundle.embed_candidates(block) for block in blocks])
 
 
+@cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory()
+
+
+@cache
 def _trained(quick: bool) -> Path:
-    """The run folder, trained where there is none."""
-    run = ROOT / "runs" / f"serving-movielens{'-quick' if quick else ''}"
-    data = ("data.name=planted", "data.users=1500", "data.items=3000") if quick else ("data.name=ml-1m-ncf",)
-    if not (run / "summary.json").exists():
-        settings = [*data, "train.epochs=2", "train.eval_every=2"]
-        flags = [flag for setting in settings for flag in ("--set", setting)]
-        _run("torchx_apps.train", "--recipe", "retrieval", "--run-dir", str(run), *flags)
+    """The run folder, which lasts as long as this process: a run that is kept may be of other code."""
+    run = Path(_folder().name) / "run"
+    data = ("data.name=planted", "data.users=1500", "data.items=3000") if quick else (f"data.name={DATA}",)
+    settings = [*data, "train.epochs=2", "train.eval_every=2"]
+    flags = [flag for setting in settings for flag in ("--set", setting)]
+    _run("torchx_apps.train", "--recipe", "retrieval", "--run-dir", str(run), *flags)
     return run
 
 
@@ -149,6 +160,6 @@ def _exported(run: Path, kind: str) -> Path:
 
 
 def _run(module: str, *flags: str) -> None:
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", module, *flags]
     subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=sys.stderr, timeout=3 * LIMIT_S)

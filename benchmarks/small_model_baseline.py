@@ -3,8 +3,7 @@
     python benchmarks/small_model_baseline.py --shape small|full [--threads 1] [--fused] [--seconds 4]
 
 small: 654 users x 1,127 items, 75 k parameters; full: 250,000 users x 61,261 items, 12.45 M parameters, 3.6 million
-positives. Last line: one JSON object with `instances_per_s`. It stands in for shared/baselines/small_model.py where
-that is absent.
+positives. Last line: one JSON object with `instances_per_s`.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -32,6 +33,30 @@ def benchmark(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "benchmarks"))  # of the ranks that on_ranks starts
     return importlib.import_module(name)
+
+
+@pytest.mark.unit
+def test_nothing_names_a_folder_beside_the_repository() -> None:
+    """A figure or a test that another checkout cannot repeat; `.ci/run` alone takes its data from such a folder."""
+    beside = re.compile(r'(\.\./|/work/)shared\b|parent\S* [/] "shared"|\bshared/(baselines|data|findings)\b')
+    folders = [path for name in ("benchmarks", "tests", "tools", "docs") for path in (ROOT / name).rglob("*")]
+    files = [path for path in folders if path.suffix in (".py", ".json", ".md")]
+    for path in [ROOT / "Makefile", ROOT / "CONTRIBUTING.md", ROOT / "README.md", *files]:
+        assert not beside.search(path.read_text()), path
+
+
+@pytest.mark.unit
+def test_a_row_without_its_data_set_is_left_out_and_one_line_says_why(
+    harness: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ml-100k").mkdir()
+    monkeypatch.setenv("TORCHREC_EXT_DATA", str(tmp_path))
+    assert harness.has_data("sync", "ml-100k")
+    assert not harness.has_data("sync", "frappe")
+    monkeypatch.delenv("TORCHREC_EXT_DATA")
+    assert not harness.has_data("sync", "ml-100k")
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[:2] for line in lines] == [["sync", " left out"]] * 2
 
 
 @pytest.mark.unit
