@@ -289,8 +289,8 @@ def table(name: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for row in rows:
         figures = " ".join(f"{row[key]:>12,.4g}" if row[key] is not None else " " * 12 for key in ("baseline", "ours"))
         ratio = "" if row["ratio"] is None else f"{row['ratio']:.3g}x ({row['low']:.3g} to {row['high']:.3g})"
-        asked = "" if row["required"] is None else f"asked {row['required']:.3g}{'' if row['held'] else ': MISSED'}"
-        yield f"{row['name'][:60]:60s} {figures} {row['unit']:22s} {ratio:24s} {asked}"
+        ceiling = "" if row["ceiling"] is None else f"ceiling {row['ceiling']:.3g}x"
+        yield f"{row['name'][:60]:60s} {figures} {row['unit']:22s} {ratio:24s} {ceiling}".rstrip()
 
 
 def _as_json(result: Mapping[str, Any]) -> str:

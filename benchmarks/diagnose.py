@@ -404,10 +404,10 @@ def gain(options: Options) -> Iterator[Row]:
     """Yields the share of remedies whose gain lay in the interval that was predicted."""
     about = list(dict.fromkeys(name for name, *_ in REMEDIES.values()))
     made = [each for _, result in results(about, options) for each in result["gain"]]
-    missed = [each["text"] for each in made if not each["held"]]
-    share = (len(made) - len(missed)) / len(made)
+    outside = [each["text"] for each in made if not each["held"]]
+    share = (len(made) - len(outside)) / len(made)
     widths = [each["half_width"] for each in made if "half_width" in each]
-    more = {"of": len(made), "missed": missed, "half_width": statistics.median(widths), "widest": max(widths)}
+    more = {"of": len(made), "outside": outside, "half_width": statistics.median(widths), "widest": max(widths)}
     yield row("gain", share, "in the interval", better="more", required=13 / 15, **more)
 
 

@@ -120,7 +120,7 @@ def row(
         unit: unit of both sides.
         baseline: the other side's figure, or one for each turn, in the turns of ``ours``.
         better: whether more of the unit is better, as of rows a second, or less, as of seconds.
-        required: least ratio asked for; without a ratio, the limit of ``ours``.
+        required: our own target, the least ratio; without a ratio, the limit of ``ours``. No page prints it.
         ceiling: greatest ratio that is possible here, as of two processes that never talk.
         machine: what of the machine the ratio depends on, such as "disk"; None where it holds on any of the kind.
         more: further figures of the row.
@@ -151,7 +151,7 @@ def row(
         "machine": machine,
         **more,
     }
-    keys = [key for key in ("baseline", "ours", "ratio", "required", "ceiling") if made[key] is not None]
+    keys = [key for key in ("baseline", "ours", "ratio", "ceiling") if made[key] is not None]
     print(f"{name}: {', '.join(f'{key} {made[key]:,}' for key in keys)} ({unit})", file=sys.stderr, flush=True)
     return made
 

@@ -1,6 +1,6 @@
 """The quality table: every recipe on real data against the figure that the literature reports for it.
 
-    python benchmarks/quality.py [--only Q1,Q5] [--seeds 3] [--quick] [--results FILE]
+    python benchmarks/quality.py [--only session-beauty,demo] [--seeds 3] [--quick] [--results FILE]
 
 Each training is the command that a user types: `python -m torchx_apps.train --recipe ... --set ...`, or `torchx run`
 for more than one rank. What is trained, how often and what is required stands in quality.json. A finished run is kept

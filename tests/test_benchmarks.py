@@ -46,6 +46,30 @@ def test_nothing_names_a_folder_beside_the_repository() -> None:
 
 
 @pytest.mark.unit
+def test_every_limit_belongs_to_a_measured_row() -> None:
+    for benchmark_, sentences in json.loads((ROOT / "benchmarks" / "limits.json").read_text()).items():
+        rows = json.loads((ROOT / "benchmarks" / "results" / f"{benchmark_}.json").read_text())["rows"]
+        assert set(sentences) <= {row["name"] for row in rows}, benchmark_
+        assert all(len(sentence.split()) <= 25 for sentence in sentences.values()), benchmark_
+
+
+@pytest.mark.unit
+def test_pages_and_benchmarks_keep_our_own_targets_to_themselves(
+    harness: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Readers get both sides, the ratio, its ceiling and the limit: no target, no miss, no number of a row."""
+    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        headers = re.findall(r"^(\|.*\|)\n\|---", path.read_text(), flags=re.MULTILINE)
+        columns = {cell.strip() for header in headers for cell in header.split("|")}
+        assert not columns & {"asked", "missed", "required"}, path
+        assert not re.search(r"\bQ\d+\b", path.read_text()), path
+    row = harness.row("r", [2.0], "s", baseline=[4.0], required=3.0)
+    told = "\n".join([capsys.readouterr().err, *benchmark("all", monkeypatch).table("b", [row])])
+    assert "2" in told
+    assert not re.search("(?i)asked|missed|required", told)
+
+
+@pytest.mark.unit
 def test_a_row_without_its_data_set_is_left_out_and_one_line_says_why(
     harness: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

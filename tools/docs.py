@@ -21,6 +21,7 @@ from torchx_apps.recipes import RECIPES
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 RESULTS = ROOT / "benchmarks" / "results"
+LIMITS = ROOT / "benchmarks" / "limits.json"  # written by hand: by file of results and row, what limits the row
 MADE = "<!-- written by tools/docs.py; do not edit -->\n\n"
 
 # The README's rows: benchmark, row, and what is compared.
@@ -70,10 +71,10 @@ def benchmarks_page() -> str:
         "`make bench` runs every script alone on an idle machine, in rounds, and writes these rows. Each script",
         "measures its baseline and ours in turns. `ratio` is how many times better ours is, the median of the",
         "rounds, with the least and the greatest of any turn; a row without a baseline has the range of its own",
-        "figure. `asked` is the least ratio that was asked of it, or the limit of the figure where there is no",
-        "baseline; `ceiling` the greatest ratio possible there, as of two processes that never talk. A miss",
-        "stands here as it was measured. A row marked with what it depends on (disk, memory, cores) is another",
-        "one on another machine: the machine's own yardsticks stand beside each benchmark.",
+        "figure. `ceiling` is the greatest ratio possible there, for example that of two processes that never",
+        "talk. A row marked with what it depends on (disk, memory, cores) is another one on another machine: the",
+        "machine's own yardsticks stand beside each benchmark. The last column says what limits a row, if that is",
+        "known.",
         "",
     ]
     for path in sorted(RESULTS.glob("*.json")):
@@ -92,6 +93,7 @@ def benchmarks_page() -> str:
 def _benchmark(name: str, result: Mapping[str, Any]) -> list[str]:
     stem = name.removesuffix("-studies")
     script = ROOT / "benchmarks" / f"{stem}.py"
+    limits = json.loads(LIMITS.read_text()).get(name, {})
     summary = (ast.get_docstring(ast.parse(script.read_text())) or "").split("\n\n")[0].replace("\n", " ")
     versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
     yardsticks = ", ".join(f"{middle:g} {unit}" for unit, (_, middle, _) in result["machine"].items())
@@ -103,19 +105,18 @@ def _benchmark(name: str, result: Mapping[str, Any]) -> list[str]:
         f"Commit {result['commit']}, {result['date']}, {result['rounds']} rounds; {versions}.",
         f"The machine: {result['cpu']}; {yardsticks}.",
         "",
-        "| row | baseline | ours | unit | ratio | asked | ceiling | depends on |",
+        "| row | baseline | ours | unit | ratio | ceiling | depends on | what limits it |",
         "|---|---|---|---|---|---|---|---|",
-        *(_row(row) for row in result["rows"]),
+        *(_row(row, limits.get(row["name"], "")) for row in result["rows"]),
         "",
     ]
 
 
-def _row(row: Mapping[str, Any]) -> str:
+def _row(row: Mapping[str, Any], limit: str) -> str:
     ratio = "" if row["ratio"] is None else f"{_figure(row['ratio'])}x"
-    asked = _figure(row["required"]) + {True: "", False: ", missed", None: ""}[row["held"]]
     cells = [row["name"], _figure(row["baseline"]), _figure(row["ours"]), row["unit"]]
-    cells += [f"{ratio} ({_figure(row['low'])} to {_figure(row['high'])})".strip(), asked, _figure(row["ceiling"])]
-    return "| " + " | ".join([*cells, row["machine"] or ""]) + " |"
+    cells += [f"{ratio} ({_figure(row['low'])} to {_figure(row['high'])})".strip(), _figure(row["ceiling"])]
+    return "| " + " | ".join([*cells, row["machine"] or "", limit]) + " |"
 
 
 def _figure(value: float | None) -> str:
@@ -140,7 +141,7 @@ def _results(benchmark: str) -> dict[str, Mapping[str, Any]]:
 
 def measured_table() -> Iterator[str]:
     """The README's rows, both sides; a row that has not been measured is left out."""
-    yield "| | baseline | ours | |"
+    yield "| | baseline | ours | ratio |"
     yield "|---|---|---|---|"
     for benchmark, name, text in MEASURED:
         row = _results(benchmark).get(name)
@@ -174,13 +175,13 @@ def rows_table(benchmark: str, prefix: str) -> Iterator[str]:
 
 
 def quality_table() -> Iterator[str]:
-    """What the recipes reach, beside what is required and the best published figure."""
+    """What the recipes reach, beside the best published figure."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import quality
 
     runs = quality.Results(RESULTS / "quality.json").runs()
-    yield "| recipe | measured | required | best published | reached | beside it | seeds, minutes, commit |"
-    yield "|---|---|---|---|---|---|---|"
+    yield "| recipe | measured | best published | reached | beside it | seeds, minutes, commit |"
+    yield "|---|---|---|---|---|---|"
     for name, row in json.loads(quality.SPEC.read_text()).items():
         # A run that was made before the row's settings changed is another row's.
         asked = {run: set(how["set"]) for run, how in row.get("runs", {}).items()}
@@ -190,7 +191,7 @@ def quality_table() -> Iterator[str]:
         by_run = {run: [one for one in kept if one["run"] == run] for run in {one["run"]: None for one in kept}}
         recipes = " and ".join(f"`{recipe}`" for recipe in {one["recipe"]: None for one in kept} if recipe)
         commits = " ".join({one["commit"]: None for one in kept})
-        cells = [recipes, row["what"], _quality(row["required"]), _quality(row.get("reach_for", {}))]
+        cells = [recipes, row["what"], _quality(row.get("reach_for", {}))]
         beside = quality.beside_of(by_run, row["required"])
         minutes = sum(one["seconds"] for one in kept) / 60
         cells += [_quality(quality.figures(row, by_run))]
