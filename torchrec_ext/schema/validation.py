@@ -1,10 +1,12 @@
-"""DataError, which every check of the data raises, and OutOfRange, what a batch does with an id outside its table.
+"""DataError, which every check of the data raises, OutOfRange, and names listed for a message.
 
 This module imports no torch: settings name what it defines.
 """
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Iterable
 from typing import Literal
 
 OutOfRange = Literal["error", "oov"]
@@ -12,3 +14,13 @@ OutOfRange = Literal["error", "oov"]
 
 class DataError(ValueError):
     """Input that breaks a rule: the message names the feature, the table, the value, the row and the remedy."""
+
+
+def listed(names: Iterable[str]) -> str:
+    """Joins names by commas for a message, and leaves out those beyond 100 characters.
+
+    Example:
+        >>> listed(["user", "item"]), listed(["x" * 60, "y" * 60])[58:]
+        ('user, item', 'xx, ...')
+    """
+    return textwrap.shorten(", ".join(names), 100, placeholder=" ...")

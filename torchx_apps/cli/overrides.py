@@ -10,12 +10,13 @@ import difflib
 import enum
 import re
 import sys
-import textwrap
 import types
 import typing
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
+
+from torchrec_ext.schema.validation import listed
 
 _BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 _EXAMPLES = {int: "4096, 4_096 or 4e3", float: "0.01 or 1e-2"}
@@ -204,8 +205,7 @@ def apply_overrides(config: ConfigT, overrides: Iterable[str]) -> ConfigT:
             _plant(tree, config, path, text.strip(), item)
         except KeyError:
             paths = list(key_paths(config))
-            listed = textwrap.shorten(", ".join(paths), 100, placeholder=" ...")
-            question = similar_keys(key.strip(), paths) or f"; keys are {listed}"
+            question = similar_keys(key.strip(), paths) or f"; keys are {listed(paths)}"
             raise ValueError(f"--set {item}: there is no key {key.strip()!r}{question}") from None
     return typing.cast(ConfigT, _rebuild(config, tree))
 

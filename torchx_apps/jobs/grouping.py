@@ -18,6 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk
 from torchrec_ext.models.partition import affinity, id_vectors, partition
+from torchrec_ext.schema.validation import listed
 
 ROWS = 4096  # number of rows from which affinities are computed
 
@@ -84,7 +85,7 @@ def columns_by_name(
             if not named:
                 raise ValueError(
                     f"model.towers: tower '{tower}' names '{pattern}', which no column is; the columns are "
-                    f"{', '.join(columns)}"
+                    f"{listed(columns)}"
                 )
             for name in named:
                 if owner.setdefault(name, tower) != tower:
@@ -112,13 +113,13 @@ def _listed(towers: str, features: Sequence[str]) -> dict[str, list[str]]:
     missing = [name for name in features if name not in given]
     if unknown:
         raise ValueError(
-            f"model.towers={towers}: there is no feature '{unknown[0]}'; the features are {', '.join(features)}"
+            f"model.towers={towers}: there is no feature '{unknown[0]}'; the features are {listed(features)}"
         )
     if twice:
         raise ValueError(f"model.towers={towers}: '{twice[0]}' stands there twice; a feature is in one tower")
     if missing:
         raise ValueError(
-            f"model.towers={towers}: '{missing[0]}' stands in no tower; give each of {', '.join(features)} one"
+            f"model.towers={towers}: '{missing[0]}' stands in no tower; give each of {listed(features)} one"
         )
     return {f"tower_{number}": group for number, group in enumerate(groups)}
 
@@ -138,7 +139,7 @@ def _learned(trained: Path, ids: Mapping[str, Tensor], tables: Mapping[str, str]
             if table_name not in paths:
                 raise ValueError(
                     f"model.towers_from={trained}: it has no table '{table_name}'; its tables are "
-                    f"{', '.join(sorted(paths))}"
+                    f"{listed(sorted(paths))}"
                 )
             table = file.get_tensor(paths[table_name])
             if len(table) <= int(rows.max()):

@@ -37,6 +37,7 @@ from torchrec_ext.distributed.tables import collections, table_configs
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.config import LOSSES
 from torchrec_ext.schema import BatchSchema
+from torchrec_ext.schema.validation import listed
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.folder import CheckpointRanks
 from torchrec_ext.train.checkpoint.run import RunCheckpoints, begin_with
@@ -213,7 +214,7 @@ def check_watched(job: Job, task: Task, evaluator: Evaluator) -> None:
     if watched and names is not None and task.validates and watched not in names:
         remedy = ", or have the catalogue ranked: data.ranked" if "@" in watched and hasattr(job.data, "ranked") else ""
         raise ValueError(
-            f"train.early_stop.metric={watched!r}: an evaluation has no such figure; watch one of {', '.join(names)}"
+            f"train.early_stop.metric={watched!r}: an evaluation has no such figure; watch one of {listed(names)}"
             f"{remedy}"
         )
 
@@ -542,7 +543,7 @@ def _begin_with(
     for name, file in job.pretrained_files().items():
         tables = job.optimizer.for_tables(model)
         if name not in tables:
-            raise ValueError(f"pretrained: '{name}' is no table of the model; its tables are {', '.join(tables)}")
+            raise ValueError(f"pretrained: '{name}' is no table of the model; its tables are {listed(tables)}")
         if str(file) in FORMS:
             solved = _solved(job, task, model, name, str(file), runtime)
             count = load_vectors(model, name, file, [(torch.arange(len(solved)), solved)])

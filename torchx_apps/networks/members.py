@@ -16,6 +16,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torchrec_ext.schema.validation import listed
 from torchx_apps.cli.overrides import apply_overrides, nearest
 
 _PLAIN = re.compile(r"[^\w.=+-]+")
@@ -160,7 +161,7 @@ def named(names: Sequence[str], pattern: str, flag: str) -> list[str]:
     matches = [name for name in names if expression.fullmatch(name)]
     if not matches:
         raise ValueError(
-            f"{flag}: there is no member {pattern!r}{nearest(pattern, names) or ';'} Members: {', '.join(names)}"
+            f"{flag}: there is no member {pattern!r}{nearest(pattern, names) or ';'} Members: {listed(names)}"
         )
     return matches
 

@@ -27,7 +27,7 @@ from torchrec_ext.modules.config import (
     TaskRows,
     check_loss,
 )
-from torchrec_ext.schema.validation import OutOfRange
+from torchrec_ext.schema.validation import OutOfRange, listed
 from torchrec_ext.train.config import Schedule, TrainConfig
 from torchx_apps.cli.overrides import apply_overrides
 from torchx_apps.tasks.job import Job
@@ -337,7 +337,7 @@ def build_multi_task(config: MultiTaskConfig, data: StreamedData) -> MultiTaskMo
             if name not in labels:
                 raise ValueError(
                     f"model.{key}={name}: the rows of '{data.name}' have no such label; their labels are "
-                    f"{', '.join(labels)}"
+                    f"{listed(labels)}"
                 )
     towers = _towers(config, data)
     top = MultiTaskTop(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrec_ext.schema.validation import DataError
+from torchrec_ext.schema.validation import DataError, listed
 
 if TYPE_CHECKING:
     from torchrec_ext.data.preprocess import Preprocessor, Step
@@ -58,13 +58,13 @@ class Prepared:
             for name in (named,) if isinstance(named, str) else named:
                 if name not in known:
                     raise ValueError(
-                        f"Prepared.{role}: the result has no column {name!r}; its columns are {', '.join(known)}"
+                        f"Prepared.{role}: the result has no column {name!r}; its columns are {listed(known)}"
                     )
         for name in self.tasks:
             if name not in self.preprocessor.keep or name == self.label:
                 raise ValueError(
                     f"Prepared.tasks: {name!r} must be a column of Preprocessor(keep=[...]) beside the label "
-                    f"{self.label!r}; the kept columns are {', '.join(self.preprocessor.keep) or 'none'}"
+                    f"{self.label!r}; the kept columns are {listed(self.preprocessor.keep) or 'none'}"
                 )
         if not self.splits:
             raise ValueError("splits: there is none; name at least one source, such as {'train': 'log/*.parquet'}")

@@ -13,6 +13,7 @@ from torch import Tensor
 from torchrec_ext.data.columns import Column, Int64
 from torchrec_ext.distributed.runtime import available_memory
 from torchrec_ext.models import closed_form
+from torchrec_ext.schema.validation import listed
 from torchrec_ext.train import metrics
 from torchrec_ext.train.config import ClosedFormConfig, Record
 
@@ -143,8 +144,8 @@ class ClosedForms:
         wanted = [feature for feature in has if feature in features]
         if not wanted:
             raise ValueError(
-                f"pretrained: {table}={name}: the table is read for {', '.join(features)}, and {name} has vectors for "
-                f"{', '.join(has)}"
+                f"pretrained: {table}={name}: the table is read for {listed(features)}, and {name} has vectors for "
+                f"{listed(has)}"
             )
         if name == "ease":
             self._check_matrices(f"pretrained: {table}=ease: give als or a file", 5)

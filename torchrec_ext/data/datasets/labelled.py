@@ -31,6 +31,7 @@ from torchrec_ext.data.datasets.folder import PREPROCESSOR
 from torchrec_ext.data.files.arrow import is_list_type
 from torchrec_ext.data.files.parquet import read_columns
 from torchrec_ext.schema import DataError
+from torchrec_ext.schema.validation import listed
 
 PARTS = ("train", "validation", "test")
 _FILES = {
@@ -313,7 +314,7 @@ def _descriptions(folder: Path, train: Path | None, rows: RawColumns) -> dict[st
         assert train is not None, "its rows were read"
         if key not in rows:
             raise DataError(
-                f"{path}: describes {name}s, and {train.name} has no column '{name}' (it has {', '.join(rows)}); write "
+                f"{path}: describes {name}s, and {train.name} has no column '{name}' (it has {listed(rows)}); write "
                 "the ids there, or leave this file out"
             )
         file = read_columns(path)
@@ -395,7 +396,7 @@ def _owned(config: LabelledConfig, rows: RawColumns, words: RowContext, owner: s
     if unknown := [name for name in named if name not in rows or name in _RESERVED]:
         raise DataError(
             f"data.{owner}_features={','.join(named)}: the rows of '{config.name}' have no column {unknown[0]} that "
-            f"could describe {'an' if owner == 'item' else 'a'} {owner}; they have {', '.join(rows)}"
+            f"could describe {'an' if owner == 'item' else 'a'} {owner}; they have {listed(rows)}"
         )
     owned = [name for name in rows if name not in _RESERVED and (name in named or name.startswith(f"{owner}_"))]
     return tuple(made for name in owned for made in words.times.get(name, (name,)))

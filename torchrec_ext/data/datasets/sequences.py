@@ -26,6 +26,7 @@ from torchrec_ext.data.files.arrow import is_list_type
 from torchrec_ext.data.files.parquet import read_columns
 from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.schema import DataError
+from torchrec_ext.schema.validation import listed
 
 HELD_OUT = {"validation": 2, "test": 1}  # the group of held-out items, counted from the end
 
@@ -287,7 +288,7 @@ def read_sequences(path: Path, *, name: str) -> SequenceData:
     spelled = {role: next((word for word in words if word in available), "") for role, words in _SPELLINGS.items()}
     for role, words in _SPELLINGS.items():
         if not spelled[role]:
-            raise DataError(f"{path}: no column {' or '.join(words)}; the file has {', '.join(available)}")
+            raise DataError(f"{path}: no column {' or '.join(words)}; the file has {listed(available)}")
     table = read_columns(path, list(spelled.values()))
     user, item = (raw_ids(path, spelled[role], table.column(spelled[role])) for role in ("user", "item"))
     columns = {"user": user, "item": item, "order": raw_column(path, spelled["order"], table.column(spelled["order"]))}
@@ -356,7 +357,7 @@ def _negatives(data: SequenceData, split: str, file: Path) -> Int64:
         word = next((word for word in words if word in table.column_names), None)
         if word is None or is_list_type(table.column(word).type):
             raise DataError(
-                f"{file}: no column {' or '.join(words)} with one id per row; the file has {table.column_names}"
+                f"{file}: no column {' or '.join(words)} with one id per row; the file has {listed(table.column_names)}"
             )
         column = raw_ids(file, word, table.column(word))
         if column.null_count:

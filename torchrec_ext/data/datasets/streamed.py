@@ -34,6 +34,7 @@ from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, History
 from torchrec_ext.data.preprocess.fitted import DIGEST
 from torchrec_ext.data.preprocess.history import GAPS
 from torchrec_ext.schema import DataError
+from torchrec_ext.schema.validation import listed
 
 SUMMARY = "summary.json"
 RAW_REQUESTS = "raw/requests.parquet"  # some training rows as a request has them
@@ -384,7 +385,7 @@ def _roles(folder: Path, summary: Mapping[str, Any], preprocessor: FittedPreproc
     for name in given.get("tasks", ()):
         if name not in preprocessor.keep:
             raise DataError(
-                f"{folder}: task '{name}' is no column of its rows, which keep {', '.join(preprocessor.keep)}; set "
+                f"{folder}: task '{name}' is no column of its rows, which keep {listed(preprocessor.keep)}; set "
                 "Prepared.tasks and Preprocessor(keep=[...]), and preprocess the log again"
             )
     if roles["label"] not in preprocessor.outputs and not labels:
@@ -392,7 +393,7 @@ def _roles(folder: Path, summary: Mapping[str, Any], preprocessor: FittedPreproc
     elif roles["label"] not in preprocessor.outputs:
         raise DataError(
             f"{folder}: its rows have no label: the preprocessing recipe names none that it keeps (it keeps "
-            f"{', '.join(preprocessor.keep) or 'nothing'}); set Prepared.label and Preprocessor(keep=[...])"
+            f"{listed(preprocessor.keep) or 'nothing'}); set Prepared.label and Preprocessor(keep=[...])"
         )
     return Roles(**roles)
 

@@ -39,6 +39,7 @@ from torchrec_ext.data.preprocess.step import Chain, State, Step, Table
 from torchrec_ext.data.preprocess.tables import Opened, open_sources
 from torchrec_ext.data.preprocess.times import TimeFeatures
 from torchrec_ext.schema import DataError
+from torchrec_ext.schema.validation import listed
 from torchrec_ext.sealed import existing_folder, json_digest, measure_file
 
 
@@ -383,8 +384,7 @@ def save(fitted: FittedPreprocessor, folder: Path, *, overwrite: bool) -> None:
     for step in fitted.steps:
         if STEPS.get(type(step).__name__) is not type(step):
             raise DataError(
-                f"{folder}: step {step} is not one of this package and could not be loaded; known are "
-                f"{', '.join(STEPS)}"
+                f"{folder}: step {step} is not one of this package and could not be loaded; known are {listed(STEPS)}"
             )
     with whole_folder(folder, overwrite=overwrite, mark=_MAIN) as staging:
         steps = [_saved(at, step, fitted.states[at], staging) for at, step in enumerate(fitted.steps)]
@@ -442,7 +442,7 @@ def _loaded(folder: Path, entry: Mapping[str, Any]) -> tuple[Step, State]:
     if name not in STEPS:
         near = difflib.get_close_matches(name, STEPS, n=1)
         hint = f"did you mean {near[0]}?" if near else "install the version of torchrec_ext that wrote it"
-        raise DataError(f"{folder / _MAIN}: there is no step {name!r}, known are {', '.join(STEPS)}; {hint}")
+        raise DataError(f"{folder / _MAIN}: there is no step {name!r}, known are {listed(STEPS)}; {hint}")
     fields = {key: tuple(value) if isinstance(value, list) else value for key, value in entry["fields"].items()}
     try:
         step = STEPS[name](**fields)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -266,8 +267,9 @@ class OptimizerConfig:
 def _decide(what: str, default: Choice, overrides: list[Override], paths: Mapping[str, str]) -> dict[str, Choice]:
     for override in overrides:
         if not any(override.fits(name, path) for name, path in paths.items()):
+            names = textwrap.shorten(", ".join(paths), 100, placeholder=" ...")
             raise ValueError(
-                f"per_{what.split()[-1]}: '{override.item}' fits no {what} of the model, which are {', '.join(paths)}"
+                f"per_{what.split()[-1]}: '{override.item}' fits no {what} of the model, which are {names}"
             )
     choices = {name: default.changed([o for o in overrides if o.fits(name, path)]) for name, path in paths.items()}
     for name, choice in choices.items():

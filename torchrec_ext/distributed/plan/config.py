@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
@@ -127,9 +128,8 @@ class PlanConfig:
         for exception, choice in zip(self.tables, exceptions, strict=True):
             name = exception.partition("=")[0]
             if name not in chosen:
-                raise ValueError(
-                    f"tables: {exception!r} names no table of the model; its tables are {', '.join(names)}"
-                )
+                tables = textwrap.shorten(", ".join(names), 100, placeholder=" ...")
+                raise ValueError(f"tables: {exception!r} names no table of the model; its tables are {tables}")
             chosen[name] = choice
         return chosen
 
