@@ -86,7 +86,7 @@ def test_towers_may_be_said_and_compress_what_leaves_them() -> None:
         ("model.towers=0", "model.towers=0: must be 1 or more"),
         ("model.towers=a,,b", "model.towers=a,,b: give a number of towers, or their features"),
         ("model.towers_bound=3", "model.towers_from and model.towers_bound need a number of towers"),
-        ("model.compress=dims=3", "model.compress=dims=3: there is no key 'dims'; did you mean 'dim'"),
+        ("model.compress=dims=3", "model.compress=dims=3: there is no key 'dims'; did you mean dim"),
         ("model.compress=dim=0", "model.compress=dim=0: dim=0: must be 1 or more"),
     ],
 )

@@ -80,7 +80,7 @@ RECIPES = {
     ),
     "bst": Planted(
         (
-            *("data.name=planted", "data.ranked=40", "loader.batch_size=256", "train.epochs=3", "model.top_widths=64"),
+            *("data.name=planted", "data.ranked=40", "loader.batch_size=256", "train.epochs=5", "model.top_widths=64"),
             # At higher rates than the recipe's own the transformer, normalised last, does not begin to learn.
             *("model.embedding_dim=16", "model.heads=2", "model.dropout=0", "train.early_stop.metric="),
         ),

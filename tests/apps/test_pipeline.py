@@ -218,7 +218,7 @@ def checked(out: Path, *flags: str) -> None:
         ("--set preprocess.out=elsewhere", "--set preprocess.out=elsewhere: it is the folder data of --out"),
         ("--recipe strem", "--recipe strem: there is no such recipe; did you mean 'stream'?"),
         ("--recipe session", "--recipe session: it reads the log itself, and no preprocessed rows; take bst"),
-        ("--set train.epoch=2", "--set train.epoch=2: there is no key 'epoch'; did you mean 'epochs'?"),
+        ("--set train.epoch=2", "--set train.epoch=2: there is no key 'epoch'; did you mean train.epochs?"),
         ("--set loader.batch_size=0", "--set loader.batch_size=0: loader.batch_size=0: must be 1 or more"),
         ("--set config.folder=log", "--set config.folder=log: there is no key 'config'"),
         ("--set data.name=films", "--set data.name=films: it is the folder data of --out; leave it out"),

@@ -203,10 +203,10 @@ def apply_overrides(config: ConfigT, overrides: Iterable[str]) -> ConfigT:
         path = key.strip().split(".")
         try:
             _plant(tree, config, path, text.strip(), item)
-        except KeyError:
+        except KeyError as missing:
             paths = list(key_paths(config))
             question = similar_keys(key.strip(), paths) or f"; keys are {listed(paths)}"
-            raise ValueError(f"--set {item}: there is no key {key.strip()!r}{question}") from None
+            raise ValueError(f"--set {item}: there is no key {missing.args[0]!r}{question}") from None
     return typing.cast(ConfigT, _rebuild(config, tree))
 
 

@@ -117,8 +117,8 @@ def check_ids_stay(
         if not stay:
             had = "no numbering of its own" if known is None else f"{known[0]:,} values"
             raise DataError(
-                f"{where}: column '{name}' had {had} in training, whose ids now stand for others; give rows in which old "
-                "values keep their ids, new ones last (FittedPreprocessor.transform), or train anew"
+                f"{where}: column '{name}' had {had} in training, whose ids now stand for others; give rows in which "
+                "old values keep their ids, new ones last (FittedPreprocessor.transform), or train anew"
             )
 
 

@@ -55,7 +55,7 @@ def members_of(base: Any, vary: Sequence[str], listed: Sequence[str], *, own_row
         >>> members_of(load_recipe("two_tower"), ["optimizer.dense_l=1e-3"], [])  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ...
-        ValueError: --vary optimizer.dense_l=1e-3: there is no key 'optimizer.dense_l'; did you mean ...dense_lr?
+        ValueError: --vary optimizer.dense_l=1e-3: there is no key 'dense_l'; did you mean ...dense_lr?
     """
     asked = [("--vary", _grid_name(changes, vary), changes) for changes in _grid(vary)]
     asked += [("--member", *_listed(item)) for item in listed]

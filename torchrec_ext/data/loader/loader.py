@@ -244,9 +244,9 @@ class ChunkLoader(Epochs):
         device: device that holds all rows and items as tensors, for a set that fits; gathers and draws are made there,
             in the order of rows in memory and with the same draws (uniform and by popularity). ``config.device`` where
             not given.
-        in_order: with ``shuffle=False`` and a source, each step has the next rows of the files. Then a rank decodes all
-            blocks of which it has rows, mostly every one. False gives each rank a part of the files of its own, so that
-            each row is decoded by one rank: for figures that do not depend on the order.
+        in_order: whether, with ``shuffle=False`` and a source, each step has the next rows of the files, for which a
+            rank decodes most blocks; False gives each rank a part of the files, so that one rank decodes each row, for
+            figures that do not depend on the order.
 
     Raises:
         DataError: a source or chunk lacks a column; when iterated, a bad value, naming feature, value and row of
