@@ -355,7 +355,7 @@ def hosts_note(sharding: str, hosts: int) -> str:
 
     Example:
         >>> hosts_note("auto", 1), hosts_note("row_wise", 2), hosts_note("auto", 2)[:39]
-        ('', '', 'plan.sharding=auto: made for 2 hosts; t')
+        ('', '', 'plan.sharding=auto: made for 2 hosts; a')
     """
     if hosts == 1 or sharding != "auto":
         return ""
