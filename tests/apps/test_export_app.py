@@ -502,7 +502,8 @@ def test_baselines_that_need_too_much_memory_cost_neither_figures_nor_bundle(
     assert summary.keys() >= {"popularity", "ease", "als"}
     lines = capfd.readouterr().out.splitlines()
     assert any(line.split()[-7:-2] == ["model", "popularity", "ratio", "ease", "als"] for line in lines)
-    assert f"rec.serve.http --bundle {run / 'bundle'}" in lines[-1]
+    assert f"rec.serve.http --bundle {run / 'bundle'}" in lines[-2]
+    assert "/#user=" in lines[-1]
 
 
 def test_a_bundle_is_of_the_checkpoint_asked_for_and_says_that_its_run_was_worse_than_a_constant(
