@@ -466,7 +466,7 @@ def test_a_run_ends_with_the_bundle_that_its_checkpoint_gives(tmp_path: Path) ->
     flags = [f"--set={item}" for item in sets]
     run = tmp_path / "run"
     trained = app("train", "--recipe=two_tower", f"--run-dir={run}", *flags)
-    assert f"rec.serve.http --bundle {run / 'bundle'}" in trained.splitlines()[-1]
+    assert f"rec.serve.http --bundle {run / 'bundle'}" in trained.splitlines()[-2]
     output = app("export", str(run), f"--out={tmp_path / 'again'}")
     assert "its logits are the trained model's within" in output
     onnx = [f"--onnx={tmp_path / 'onnx'}"] if importlib.util.find_spec("onnxscript") else []

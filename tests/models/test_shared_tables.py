@@ -229,7 +229,7 @@ def test_a_shared_table_trained_on_two_ranks_equals_one_trained_unsharded(shared
         ({"num_embeddings": 7, "embedding_dim": 4}, f"num_embeddings={ITEMS}, embedding_dim=16, init_fn="),
         (
             {"pooling": PoolingType.SUM},
-            "with pooling=PoolingType.MEAN and pooling=PoolingType.SUM: tables of one name are one",
+            "with pooling=PoolingType.MEAN and pooling=PoolingType.SUM: tables of one name share",
         ),
         ({"init_fn": torch.nn.init.ones_}, "init_fn=<function ones_"),
     ],

@@ -91,12 +91,6 @@ def stages_of(options: argparse.Namespace) -> dict[str, Stage]:
     Raises:
         ValueError: a flag or setting of some stage is wrong; the message names it.
     """
-    for flag, default in (("run_dir", None), ("resume", "never")):
-        if getattr(options, flag) != default:
-            raise ValueError(
-                f"--{flag.replace('_', '-')} {getattr(options, flag)}: the pipeline's folders are those of --out, and "
-                "it always goes on; leave it out"
-            )
     out: Path = options.out
     data = _data_stage(options, out / "data")
     run = _run_stage(options, out / "run", data)

@@ -106,5 +106,6 @@ def test_a_malformed_value_is_a_miss_of_its_user_alone(tmp_path: Path) -> None:
 
 def test_a_wrong_address_is_told_at_the_start() -> None:
     assert redis_vectors(None) == []
+    pytest.importorskip("redis", reason="needs the extra `retrieval`")
     with pytest.raises(ValueError, match="http://nowhere"):
         redis_vectors("http://nowhere")
