@@ -312,7 +312,9 @@ def _range(values: Sequence[float], log: bool) -> tuple[float, float]:
     if log:
         return (low, high) if high > low else (low / 2, 2 * high)
     if high - low <= 1e-9 * max(abs(low), abs(high), 1e-9):
-        return low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
+        # Half of the smallest float is 0, so a range around tiny values is one around 0.
+        margin = abs(low) / 2 if abs(low) > 1e-9 else 0.5
+        return low - margin, high + margin
     return low, high
 
 
