@@ -42,9 +42,8 @@ def has_saved(folder: CheckpointFolder, step: int) -> bool:
     return folder.steps()[0] >= step
 
 
-@pytest.mark.slow
-def test_gone_back_killed_and_restarted_a_branch_ends_as_if_never_killed(tmp_path: Path) -> None:
-    trials = 20
+@pytest.mark.parametrize("trials", [1, pytest.param(20, marks=pytest.mark.slow)])
+def test_gone_back_killed_and_restarted_a_branch_ends_as_if_never_killed(tmp_path: Path, trials: int) -> None:
     draw = random.Random(trials)
     here, other = tmp_path / "here", tmp_path / "other"
     here.mkdir()
