@@ -4,7 +4,7 @@ A cell is a choice for every option: a recipe with one or two short epochs on pl
 a command calls. A cell that runs gives finite figures above chance, equal on all ranks, and a bundle that answers where
 one was asked for. REFUSED holds the combinations that are refused, with the words that say so; a refusal that is not
 there is a failure, and so is a combination there that runs. A new option enters OPTIONS with the commit that adds it.
-The default run tries each choice and each refusal; the slow tests try all pairs.
+The default run tries each choice, each refusal and many pairs; the slow tests try all pairs and many triples.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import itertools
 import json
 import math
 import os
+import random
 import re
 import shutil
 import tempfile
@@ -164,6 +165,38 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "export": {"never": (), "auto": ("export=auto",), "require": ("export=require",)},
     "ranks": {"1": (), "2": ()},
+    "towers": {"recipe's": (), "2": ("model.towers=2",)},
+    "compress": {"off": (), "linear": ("model.compress=dim=4",)},
+    "share_items": {"no": (), "yes": ("model.share_items=true",)},
+    "share_user": {"recipe's": (), "no": ("model.share_user=false",)},
+    "out_of_range": {"error": (), "oov": ("model.out_of_range=oov",)},
+    "history": {"recipe's": (), "1": ("data.history_length=1",), "0": ("data.history_length=0",)},
+    "position": {"recipe's": (), "end": ("model.position=end",)},
+    "attention": {"bucketed": (), "padded": ("model.attention=padded",), "nested": ("model.attention=nested",)},
+    "combine": {"concat": (), "sum": ("model.combine=sum",)},
+    "window": {"log's": (), "3": ("model.window=3",)},
+    "saves": {
+        "each epoch": (),
+        "none": ("checkpoint.epochs=0",),
+        "last": ("checkpoint.keep=1", "checkpoint.steps=3"),
+        "elsewhere": ("checkpoint.folder={folder}/elsewhere",),
+    },
+    "start": {"drawn": (), "earlier": ("start.path={folder}/earlier",)},
+    "on_nan": {"stop": (), "skip": ("train.on_nan=skip",)},
+    "reading": {"recipe's": (), "small": ("loader.lanes=3", "loader.buffer_rows=2048")},
+    "hard_share": {"half": (), "most": ("loader.hard_share=0.9",)},
+}
+# Recipes that have the keys of an option; the others refuse them by name.
+ONLY = {
+    "towers": ("n_tower", "stream", "multi_task"),
+    "compress": ("two_tower", "retrieval", "n_tower", "stream", "multi_task"),
+    "share_items": ("two_tower", "retrieval"),
+    "share_user": ("two_tower", "retrieval", "ncf", "contextual_ncf"),
+    "history": ("two_tower", "retrieval", "ncf"),
+    "position": ("bst", "session"),
+    "attention": ("bst", "session"),
+    "combine": ("bst",),
+    "window": ("bst",),
 }
 
 
@@ -357,6 +390,45 @@ REFUSED = [
         r"plan\.forward_precision=fp16, plan\.backward_precision=bf16: every table is data_parallel, so ranks exchange",
     ),
 ]
+REFUSED += [
+    Refused({"on_nan": ("skip",), "amp": ("fp16",)}, r"train\.amp=fp16 with sync\.mode=\w+ and train\.on_nan=skip"),
+    Refused(
+        {"on_nan": ("skip",), "sync": ("local_sgd", "diloco", "semi_sync")},
+        r"train\.on_nan=skip with sync\.mode=(local_sgd|diloco|semi_sync)",
+    ),
+    Refused({"on_nan": ("skip",), "compile": ("require",)}, r"train\.on_nan=skip with sync\.mode=every_step and train"),
+    Refused(
+        {"recipe": ("stream",), "towers": ("2",), "metrics": ("named",)},
+        r"evaluation\.metrics=hr@10,recall@20,map@5: the catalogue of 'planted' is not ranked",
+    ),
+    Refused(
+        {"recipe": ("stream",), "towers": ("2",), "baselines": ("named",)},
+        r"evaluation\.baselines=popularity,als: the catalogue of 'planted' is not ranked",
+    ),
+    Refused(
+        {"recipe": ("two_tower",), "share_items": ("yes",), "tables": ("als",)},
+        r"pretrained: item_id=als: the table is read for history\|item_id",
+    ),
+    Refused(
+        {"recipe": ("stream",), "towers": ("2",), "loss": ("catalogue",)},
+        r"model\.loss=catalogue with model\.towers=2: the last tower, 'tower_1', reads column 'hour'",
+    ),
+    Refused({"recipe": ("multi_task",), "towers": ("2",)}, r"model\.towers=2: column 'history_gap' has lists"),
+    Refused(
+        {"recipe": ("session",), "attention": ("nested",)}, r"attention='nested' with causal=True on a cpu: torch has"
+    ),
+    Refused(
+        {"recipe": ("n_tower", "stream"), "towers": ("2",), "export": ("require",)},
+        r"export=require: a bundle stores the vectors of an item tower",
+    ),
+]
+REFUSED += [
+    Refused(
+        {"recipe": tuple(name for name in RECIPES if name not in recipes), option: tuple(OPTIONS[option])[1:]},
+        r"there is no key '\w+'",
+    )
+    for option, recipes in ONLY.items()
+]
 
 
 def cells(n: int, **narrowed: tuple[str, ...]) -> list[dict[str, str]]:
@@ -386,13 +458,13 @@ def name_of(cell: Cell) -> str:
     return "-".join([cell["recipe"], *chosen])
 
 
-def overrides_of(cell: Cell) -> list[str]:
+def overrides_of(cell: Cell, folder: Path) -> list[str]:
     recipe = RECIPES[cell["recipe"]]
     item = "session" if cell["recipe"] == "session" else "item_id"
     table = "item_id_gmf" if cell["recipe"] in ("ncf", "contextual_ncf") else "item_id"
     product = _PRODUCTS.get(cell["recipe"], "threads=1")
     chosen = [override for name, choices in OPTIONS.items() for override in choices[cell[name]]]
-    names = {"figure": recipe.figure, "item": item, "table": table, "product": product}
+    names = {"figure": recipe.figure, "item": item, "table": table, "product": product, "folder": str(folder)}
     return [*recipe.overrides, *(override for group in chosen for override in group.format(**names).split())]
 
 
@@ -408,13 +480,12 @@ class Outcome(NamedTuple):
 
 def trained(runtime: Runtime, cells: Sequence[Cell], folder: Path) -> list[Outcome]:
     """The outcomes of several cells, one after another: most of the time of a refused one is what a process imports."""
-    ports = leave_group(runtime, groups=len(cells))
+    ports = iter(leave_group(runtime, groups=2 * len(cells)))
     streamed.planted_log_folder = written_once(streamed.planted_log_folder, folder / f"logs{runtime.rank}")
     outcomes = []
-    for number, (cell, port) in enumerate(zip(cells, ports, strict=True)):
-        os.environ["MASTER_PORT"] = str(port)
+    for number, cell in enumerate(cells):
         try:
-            outcomes.append(outcome_of(runtime, cell, folder / str(number)))
+            outcomes.append(outcome_of(runtime, cell, folder / str(number), ports))
         except Exception as error:
             raise AssertionError(name_of(cell)) from error
     return outcomes
@@ -435,11 +506,18 @@ def written_once(write: Callable[..., dict[str, float]], kept: Path) -> Callable
     return copied
 
 
-def outcome_of(runtime: Runtime, cell: Cell, folder: Path) -> Outcome:
+def outcome_of(runtime: Runtime, cell: Cell, folder: Path, ports: Iterator[int]) -> Outcome:
+    def train(settings: Sequence[str], folder: Path) -> None:
+        os.environ["MASTER_PORT"] = str(next(ports))
+        run_training(apply_overrides(load_recipe(cell["recipe"]), list(settings)), folder)
+
     output, refusal = io.StringIO(), None
     with contextlib.redirect_stdout(output):
         try:
-            run_training(apply_overrides(load_recipe(cell["recipe"]), overrides_of(cell)), folder)
+            if cell["start"] == "earlier":  # a run that saves, of the same tables and layers
+                earlier = overrides_of({**cell, "start": "drawn", "saves": "each epoch", "export": "never"}, folder)
+                train([*earlier, "train.epochs=1"], folder / "earlier")
+            train(overrides_of(cell, folder), folder)
         except ValueError as error:
             refusal = str(error)
     log, summary = folder / "metrics.jsonl", folder / "summary.json"
@@ -477,7 +555,9 @@ def check_runs(cell: Cell, outcomes: Sequence[Outcome]) -> None:
     first, recipe = outcomes[0], RECIPES[cell["recipe"]]
     assert all(math.isfinite(value) for value in first.figures.values()), first.figures
     assert first.figures[recipe.figure] > recipe.above, first.figures
-    if cell["export"] != "never":
+    if cell["export"] == "auto" and cell["towers"] == "2":
+        assert "no bundle: " in first.output, first.output
+    elif cell["export"] != "never":
         assert first.scores is not None, first.output
         assert len(first.scores) == 5
         assert all(map(math.isfinite, first.scores))
@@ -502,17 +582,63 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, list[Outcome]]:
     return outcomes_by_name([*tried.values()], 30)
 
 
-# Each choice once, but train.compile=require, which compiles for ten seconds and more.
-@pytest.mark.parametrize("cell", cells(1, compile=("off", "auto")), ids=name_of)
-def test_every_choice_works(cell: Cell, outcomes: dict[str, list[Outcome]]) -> None:
+def drawn_cells(n: int, count: int) -> list[dict[str, str]]:
+    """Returns ``count`` cells that run, always the same ones, in which many choices of ``n`` options meet.
+
+    Each is the one of some that are drawn in which most meet for the first time. To find cells in which all choices of
+    two options meet takes half a minute, and of three hours.
+    """
+    draw, seen = random.Random(1), set[tuple[tuple[str, str], ...]]()
+    choices = {"recipe": tuple(RECIPES)} | {name: tuple(of) for name, of in OPTIONS.items()}
+    # It compiles for ten seconds and more.
+    choices["compile"] = tuple(each for each in choices["compile"] if each != "require")
+
+    def runs(recipe: str) -> dict[str, str]:
+        cell = {"recipe": recipe}
+        for name in draw.sample(list(OPTIONS), len(OPTIONS)):
+            free = [each for each in choices[name] if not any(of.matches({**cell, name: each}) for of in REFUSED)]
+            if not free:
+                return runs(recipe)
+            cell[name] = draw.choice(free)
+        return {name: cell[name] for name in choices}
+
+    def new(cell: Cell, size: int = n) -> set[tuple[tuple[str, str], ...]]:
+        return set(itertools.combinations(cell.items(), size)) - seen
+
+    made = []
+    for _, recipe in zip(range(count), itertools.cycle(RECIPES), strict=False):
+        made.append(max((runs(recipe) for _ in range(10)), key=lambda cell: (len(new(cell, 1)), len(new(cell)))))
+        seen |= new(made[-1], 1) | new(made[-1])
+    return made
+
+
+PAIRS = 24  # cells of the default run: as many as a core runs in under three minutes
+TRIPLES = 90
+
+
+@pytest.mark.parametrize("cell", drawn_cells(2, PAIRS), ids=name_of)
+def test_options_work_two_by_two(cell: Cell, outcomes: dict[str, list[Outcome]]) -> None:
     check_runs(cell, outcomes[name_of(cell)])
 
 
-@pytest.mark.slow(minutes=1.3)
+@pytest.mark.unit
+def test_the_default_run_tries_each_choice_that_runs() -> None:
+    tried = drawn_cells(2, PAIRS)
+    slow = {("compile", "require")}
+    excluded = {(name, *of) for refused in REFUSED if len(refused.choices) == 1 for name, of in refused.choices.items()}
+    for name, choices in OPTIONS.items():
+        missing = {(name, each) for each in choices} - {(name, cell[name]) for cell in tried}
+        assert missing <= slow | excluded, missing
+
+
+@pytest.mark.slow(minutes=3)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_any_two_options_work_together(recipe: str) -> None:
-    tried, failed = [cell for cell in cells(2) if cell["recipe"] == recipe], {}
-    outcomes = outcomes_by_name(tried, 300)
+    assert_all_run([cell for cell in cells(2) if cell["recipe"] == recipe])
+
+
+def assert_all_run(tried: Sequence[Cell]) -> None:
+    failed, outcomes = {}, outcomes_by_name(tried, 300)
     for cell in tried:
         made = outcomes[name_of(cell)]
         try:
@@ -520,6 +646,12 @@ def test_any_two_options_work_together(recipe: str) -> None:
         except AssertionError as error:
             failed[name_of(cell)] = (str(error), [outcome.refusal for outcome in made])
     assert not failed
+
+
+@pytest.mark.slow(minutes=3)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_three_options_work_together(recipe: str) -> None:
+    assert_all_run([cell for cell in drawn_cells(3, TRIPLES) if cell["recipe"] == recipe])
 
 
 def refused_cells() -> Iterator[Any]:

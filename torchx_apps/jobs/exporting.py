@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import quote
 
 from torch import nn
-from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
 
 from torchrec_ext.distributed.plan.explain import size_text
 from torchrec_ext.distributed.runtime import Runtime
@@ -17,6 +17,8 @@ from torchrec_ext.retrieval.exporting.export import export
 from torchrec_ext.schema import BatchSchema
 from torchx_apps.jobs.report import StageProgress, program
 from torchx_apps.tasks.job import Export, Task
+from torchx_apps.tasks.labelled import LabelledTask
+from torchx_apps.tasks.streamed import StreamedTask
 
 BUNDLE = "bundle"
 
@@ -51,6 +53,8 @@ def export_task(
             "torchx_apps.tasks.export_data), or call torchrec_ext.retrieval.exporting.export.export with catalogue "
             "and users"
         )
+    if isinstance(task, LabelledTask | StreamedTask) and (why := task.unservable(get_unwrapped_module(model))):
+        raise BundleError(why)
     data = task.export_data(schema)
     details = {"data": task.name, "ranks": runtime.world_size, **details}
     with StageProgress(runtime, "export", bytes_of=("tables",)) as progress:

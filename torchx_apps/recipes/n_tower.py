@@ -225,10 +225,18 @@ def _item_of(config: NTowerConfig, data: LabelledData | StreamedData, towers: Ma
             f"model.loss={config.loss}: the preprocessing of '{data.name}' names no item; name its column in the "
             "preprocessing recipe, Prepared(item=...), or set model.loss=bce"
         )
-    if item not in [name for table in towers[last].tables for name in table.feature_names]:
+    read = [name for table in towers[last].tables for name in table.feature_names]
+    if item not in read:
         raise ValueError(
             f"model.loss={config.loss} with model.towers={config.towers}: the last tower, '{last}', must read the "
             f"items, column '{item}', and the other one what is asked for them"
+        )
+    features, dense = data.towers["item"]
+    others = sorted({*read, *towers[last].dense} - {*features, *dense})
+    if others and LOSSES[config.loss].catalogue:
+        raise ValueError(
+            f"model.loss={config.loss} with model.towers={config.towers}: the last tower, '{last}', reads column "
+            f"'{others[0]}', which is not the item's, so that the catalogue has no value of it; leave model.towers out"
         )
     return item
 
