@@ -64,8 +64,8 @@ class Component:
         try:
             return cls(name=name, function=get_component(name).fn)
         except ComponentNotFoundException:
-            ours = [known for known in get_components() if known.startswith("rec.")]
-            question = nearest(name, ours) or "."
+            names = [component for component in get_components() if component.startswith("rec.")]
+            question = nearest(name, names) or "."
             message = f"there is no component {name}{question} See `torchx builtins`"
             raise ValueError(message) from None
 
