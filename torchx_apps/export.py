@@ -82,9 +82,6 @@ def check_export(options: argparse.Namespace, out: Path) -> None:
         raise ValueError(
             f"--onnx {options.onnx} with --tables int8: ONNX files have their tables in fp32; leave one of them out"
         )
-    from torchrec_ext.retrieval.onnx.layers import require_onnx
-
-    require_onnx()
     folder, bundle = options.onnx.resolve(), out.resolve()
     if folder.is_relative_to(bundle) or bundle.is_relative_to(folder):
         raise ValueError(
@@ -96,6 +93,9 @@ def check_export(options: argparse.Namespace, out: Path) -> None:
         and not (options.onnx.is_dir() and not any(options.onnx.iterdir()))
     ):
         raise ValueError(f"--onnx {options.onnx}: there is something already; give another folder, or --overwrite")
+    from torchrec_ext.retrieval.onnx.layers import require_onnx
+
+    require_onnx()
 
 
 def export_run(
