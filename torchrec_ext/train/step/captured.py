@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from torchrec_ext.batch import DrawnStep, TowerBatch
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.tables import row_by_row
-from torchrec_ext.train.step.lowering import BatchLayout, CannotCaptureError, Packer, lowered, static_bags
+from torchrec_ext.train.step.lowering import CannotCaptureError, Packer, lowered, static_bags
 from torchrec_ext.train.step.memory import StepMemory, UpdatedParameter, moved_parameters
 from torchrec_ext.train.step.update_rules import stepped
 
@@ -280,8 +280,26 @@ class StepSource(Protocol):
         """Returns the sum of the squares, (), of the gradients whose norm is limited, by the names of parameters."""
         return torch.stack([grad.square().sum() for of_one in grads.values() for grad in of_one]).sum()
 
+    @torch.no_grad()
+    def look_ups(self, given: StepInputs) -> dict[str, int]:
+        """Counts the rows that a step on a batch reads of each table."""
+        counting = {name: _Counting(moved.weight) for name, moved in self.memory.tables.items()}
+        with torch.random.fork_rng():
+            fixed = {name: tensor.clone() for name, tensor in self.memory.fixed.items()}
+            self.reading = counting
+            device = self.memory.device
+            self.forward(fixed, given.make(given.resident, [tensor.to(device) for tensor in given.tensors]))
+        return {name: table.count for name, table in counting.items()}
+
     def no_gradient(self, names: Sequence[str]) -> None:
         """Takes notice of parameters that the loss does not reach: a step leaves them as they are."""
+
+
+@runtime_checkable
+class _Named(Protocol):
+    """A key of batches that can say how another differs."""
+
+    def difference(self, other: Any) -> str: ...
 
 
 class Reader(Protocol):
@@ -440,18 +458,14 @@ class CapturedStep:
             )
         key = given.key
         last = next(known for known in reversed(self._calls) if self._calls[known].rows == given.rows)
-        how = (
-            last.difference(key)
-            if isinstance(last, BatchLayout) and isinstance(key, BatchLayout)
-            else f"{last} and {key}"
-        )
+        how = last.difference(key) if isinstance(last, _Named) else f"{last} and {key}"
         raise CannotCaptureError(f"batches of {given.rows} rows differ in more than {MOST_GRAPHS} ways: {how}")
 
     def _captured(self, given: StepInputs, inputs: Sequence[Tensor]) -> _Call:
         self._take_time()
         resident, make = given.resident, given.make
         if not self._calls:  # how a table is moved stays so for all later shapes
-            self._memory.choose(self._lookups(lambda: make(resident, inputs)), self._rule)
+            self._memory.choose(self._source.look_ups(given), self._rule)
         memory = {**self._memory.tensors(), **{f"resident {number}": tensor for number, tensor in enumerate(resident)}}
         names, count = list(memory), len(memory)
 
@@ -464,16 +478,6 @@ class CapturedStep:
         call = _Call(given.size, given.rows)
         call.run = self._engine(step, list(memory.values()), list(inputs))
         return call
-
-    @torch.no_grad()
-    def _lookups(self, make: Callable[[], Any]) -> dict[str, int]:
-        """Counts the look-ups that a batch makes in each table."""
-        counting = {name: _Counting(moved.weight) for name, moved in self._memory.tables.items()}
-        with torch.random.fork_rng():
-            fixed = {name: tensor.clone() for name, tensor in self._memory.fixed.items()}
-            self._source.reading = counting
-            self._source.forward(fixed, make())
-        return {name: table.count for name, table in counting.items()}
 
     @property
     def row_tables(self) -> list[str]:

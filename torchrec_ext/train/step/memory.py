@@ -277,6 +277,9 @@ class StepMemory:
         fixed: further tensors of the model by name, which no optimizer moves.
         clips: whether the norm of all gradients is limited, for which those of tables must be whole.
 
+    Attributes:
+        unsettled: steps since all rows were brought up to date.
+
     Raises:
         CannotCaptureError: the parameters have made different numbers of steps.
     """
@@ -289,10 +292,7 @@ class StepMemory:
         self._rates = [torch.zeros((), device=self.device) for _ in self._groups]
         self._known_rates = [float("nan")] * len(self._groups)
         self._since: dict[str, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
-        self._unsettled, self._most = (
-            0,
-            math.inf,
-        )  # steps since every row was brought up to date, and before it must be again
+        self.unsettled, self._most = 0, math.inf  # and the most before all rows must be brought up to date
         self.reload()
 
     @property
@@ -324,11 +324,11 @@ class StepMemory:
         for moved in self.moved:
             for step in moved.steps:
                 step.copy_(self._step)
-            if moved.name in self._since and self._unsettled:
+            if moved.name in self._since and self.unsettled:
                 if moved.choice.kind == "adam":
                     self._catch_up(moved)
                 self._all_made(moved.name)
-        self._unsettled = 0
+        self.unsettled = 0
 
     def _catch_up(self, moved: UpdatedParameter) -> None:
         """Brings every row of a table up to date, a block of rows at a time."""
@@ -337,8 +337,23 @@ class StepMemory:
         for start in range(0, len(since), BLOCK_ROWS):
             rows, m, v, last = (tensor[start : start + BLOCK_ROWS] for tensor in (moved.weight, first, second, since))
             new = caught_up(rows, m, v, last, now, sums, betas=moved.choice.betas, eps=moved.choice.eps)
-            for target, value in zip((rows, m, v), new, strict=True):
-                target.copy_(value)
+            # One call: after an interrupt between two, the rows would be updated once more.
+            torch._foreach_copy_([rows, m, v, last], [*new, now.expand(len(last))])
+
+    @torch.no_grad()
+    def write_rows(self, name: str, rows: Tensor, value: Any) -> None:
+        """Brings some rows of a table up to date, and writes their values as ``weight[rows] = value`` does."""
+        moved = self.tables[name]
+        since, _, sums, _ = self._since[name]
+        now = self._step.int()
+        if moved.choice.kind == "adam":
+            first, second = moved.state
+            old = (moved.weight[rows], first[rows], second[rows], since[rows])
+            new = caught_up(*old, now, sums, betas=moved.choice.betas, eps=moved.choice.eps)
+            for target, values in zip((moved.weight, first, second), new, strict=True):
+                target[rows] = values
+        since[rows] = now
+        moved.weight[rows] = value
 
     def _all_made(self, name: str) -> None:
         """Notes that every row of a table has made the last step."""
@@ -349,13 +364,13 @@ class StepMemory:
 
     def begin(self) -> None:
         """Begins a step: sets its learning rates, and brings all rows up to date where one may lag too far behind."""
-        if self._unsettled >= self._most:
+        if self.unsettled >= self._most:
             self.settle()
         for index, group in enumerate(self._groups):
             if group["lr"] != self._known_rates[index]:
                 self._known_rates[index] = group["lr"]
                 self._rates[index].fill_(group["lr"])
-        self._unsettled += 1
+        self.unsettled += 1
 
     @property
     def steps_made(self) -> int:
