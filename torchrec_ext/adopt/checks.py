@@ -43,10 +43,15 @@ _MOST = 4096  # Python objects that are looked into
 _SMALL = 64  # elements of a list or dict that are looked at
 
 
+def is_users_file(file: str) -> bool:
+    """Whether a file is neither torch's nor this package's."""
+    return not file.startswith((_PACKAGE, _TORCH, "<"))
+
+
 def user_line() -> str:
     """Returns file, line and text of the innermost call that is neither torch's nor this package's."""
     frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename.startswith((_PACKAGE, _TORCH, "<")):
+    while frame is not None and not is_users_file(frame.f_code.co_filename):
         frame = frame.f_back
     if frame is None:
         return "an unknown line"
@@ -289,6 +294,23 @@ class ForwardObserver(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         self._known.update((id(tensor), tensor) for tensor in tensor_leaves(result))
         return result
+
+
+def loss_and_output(result: Any) -> tuple[Tensor, Any]:
+    """Returns the loss, (), and the output of what a user's loss function returned.
+
+    Raises:
+        CannotAdopt: it is neither a loss nor a tuple of a loss and something else.
+    """
+    loss, output = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    if not isinstance(loss, Tensor):
+        raise CannotAdopt(
+            f"the loss function returned a {type(result).__name__}; return the loss, a tensor of one number, or a "
+            "tuple of it and whatever else, such as (loss, {'scores': scores})"
+        )
+    if loss.dim():
+        raise CannotAdopt(f"the loss has the shape {tuple(loss.shape)}; return one number, such as its .mean()")
+    return loss, output
 
 
 def tensor_leaves(tree: Any) -> Iterator[Tensor]:

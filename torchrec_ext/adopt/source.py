@@ -17,7 +17,14 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from torchrec_ext.adopt.checks import SCALARS, ForwardObserver, PythonState, module_line, user_line
+from torchrec_ext.adopt.checks import (
+    SCALARS,
+    ForwardObserver,
+    PythonState,
+    loss_and_output,
+    module_line,
+    user_line,
+)
 from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.adopt.rows import Rows
 from torchrec_ext.train.step.captured import Reader, StepInputs, StepSource, depends_on_values
@@ -26,23 +33,6 @@ from torchrec_ext.train.step.memory import StepMemory
 
 Loss = Callable[..., Any]
 Table = nn.Embedding | nn.EmbeddingBag
-
-
-def loss_and_output(result: Any) -> tuple[Tensor, Any]:
-    """Returns the loss, (), and the output of what a user's loss function returned.
-
-    Raises:
-        CannotAdopt: it is neither a loss nor a tuple of a loss and something else.
-    """
-    loss, output = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
-    if not isinstance(loss, Tensor):
-        raise CannotAdopt(
-            f"the loss function returned a {type(result).__name__}; return the loss, a tensor of one number, or a "
-            "tuple of it and whatever else, such as (loss, {'scores': scores})"
-        )
-    if loss.dim():
-        raise CannotAdopt(f"the loss has the shape {tuple(loss.shape)}; return one number, such as its .mean()")
-    return loss, output
 
 
 def looked_up_tables(model: nn.Module) -> dict[str, list[Table]]:

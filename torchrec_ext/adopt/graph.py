@@ -1,0 +1,441 @@
+"""ForwardGraph: a user's forward and loss as torch ops, traced by TorchDynamo, which guards what Python they have read.
+
+Dynamo compares every Python value, hook, mode and module that the trace depended on before each call, and traces anew
+where one has changed. Its graph names all tensors that the user's code reads: parameters, buffers, the batch, whatever
+closures and globals hold. A parameter that look-ups alone read is a table.
+
+traced_forward(): the user's function as Dynamo calls it.
+
+refusal(): Dynamo's errors in plain words, with the user's line.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import FunctionType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from torchrec_ext.adopt.checks import is_users_file, loss_and_output
+from torchrec_ext.adopt.errors import CannotAdopt
+from torchrec_ext.train.step.captured import Reader, depends_on_values, first_line
+from torchrec_ext.train.step.lowering import CannotCaptureError
+
+Loss = Callable[..., Any]
+Backend = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Sequence[Any]]]
+
+GRAPHS = 16  # states of the user's Python that are traced before those without a graph stay eager
+_NO_LIMIT = 1 << 20  # of Dynamo's own, which logs a page whenever it is met
+_NUMBERS = itertools.count()
+_ONE = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+_BAG = (
+    "input",
+    "weight",
+    "offsets",
+    "max_norm",
+    "norm_type",
+    "scale_grad_by_freq",
+    "mode",
+    "sparse",
+    "per_sample_weights",
+    "include_last_offset",
+    "padding_idx",
+)
+
+
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+def the_loss(loss: Tensor) -> Tensor:
+    """Marks the loss in a graph, whose outputs have no fixed order: what forward sets in Python is among them."""
+    return loss.clone()
+
+
+def traced_forward(loss: Loss, backend: Backend) -> Callable[..., tuple[Tensor, Any]]:
+    """Returns the user's function of a batch, which Dynamo traces on its first call and guards on all others.
+
+    Args:
+        loss: takes a batch and returns the loss, (), or a tuple of the loss and a tree of tensors.
+        backend: takes a graph and examples of its inputs, and returns what is called in place of the graph.
+    """
+
+    def run(*batch: Any) -> tuple[Tensor, Any]:
+        value, output = loss_and_output(loss(*batch))
+        return the_loss(value), output
+
+    return traced_call(run, backend)
+
+
+def traced_call(function: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
+    """Returns a function that Dynamo traces on its first call and guards on all others."""
+    # Dynamo keeps what it has traced by code object: each caller has one of its own.
+    code = function.__code__.replace(co_name=f"adopted_{next(_NUMBERS)}")
+    own = FunctionType(code, function.__globals__, code.co_name, None, function.__closure__)
+    options: dict[str, Any] = {"fullgraph": True, "dynamic": False, "recompile_limit": _NO_LIMIT}
+    return torch.compile(own, backend=backend, **options)
+
+
+class Guarded:
+    """Surrounds calls of functions that Dynamo guards: has it look at hooks of modules too, and translates its errors.
+
+    Raises:
+        CannotAdopt: the user's code has no graph.
+    """
+
+    def __init__(self) -> None:
+        # Made once: a patch takes 4 us, and to make one 20.
+        self._settings = torch._dynamo.config.patch(skip_nnmodule_hook_guards=False, allow_rnn=True)
+
+    def __enter__(self) -> None:
+        self._settings.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *trace: Any) -> None:
+        self._settings.__exit__(kind, error, *trace)
+        if error is None or not type(error).__module__.startswith("torch._dynamo"):
+            return
+        inner = getattr(error, "inner_exception", None)
+        if isinstance(inner, CannotCaptureError):
+            raise inner from None
+        if inner is not None:
+            raise CannotAdopt(f"{type(inner).__name__}: {first_line(inner)}") from error
+        raise refusal(error) from None
+
+
+class OneGraphTooMany(CannotAdopt):
+    """A call would need one more graph than are kept."""
+
+
+def changed_between_calls() -> str:
+    """Says what has changed since Dynamo's last graph, so that it had to trace anew."""
+    from torch._dynamo.utils import guard_failures
+
+    reasons = [text for texts in guard_failures.values() for text in texts]
+    guard = first_line(ValueError(reasons[-1])).partition(": ")[2] if reasons else ""
+    value = re.findall(r"(?:\['(\w+)'\]|\.(\w+)|'(\w+)')\)? *(?:==|!=|is |in )", guard.partition("#")[0])
+    name = next((part for part in value[-1] if part), "") if value else ""
+    line = _users_line(reasons[-1]) if reasons else _UNKNOWN
+    what = f"'{name}'" if name else "a value"
+    return f"{line}: {what} changes from step to step; give it to the step as a tensor"
+
+
+_VALUES = (
+    "data-dependent",
+    "data dependent",
+    "tensor.item",
+    "dynamic shape operator",
+    "aten.nonzero",
+    "unbacked",
+    "dynamic output shape",
+)
+_UNKNOWN = "a line that torch does not name"
+_REMEDY_OF_VALUES = "in place of .item(), if and boolean masks take torch.where, or a sum with weights of 0 and 1"
+
+
+def refusal(error: BaseException) -> CannotAdopt:
+    """Returns what Dynamo could not trace in plain words, with the user's line."""
+    text = str(error)
+    line, what = _users_line(text), first_line(error)
+    if "grad_scaler" in text.lower() or "gradscaler" in text.lower():
+        return CannotAdopt(
+            f"{line}: the loss is scaled by a GradScaler; return the loss itself, and compute in 16 bits by "
+            "autocast=lambda: torch.autocast('cpu', torch.bfloat16)"
+        )
+    if missing := re.search(r"ModuleNotFoundError: No module named '([^']*)'", text):
+        return CannotAdopt(
+            f"the user's module '{missing[1]}' is not in sys.modules, so torch.compile cannot find its globals; run "
+            "the script as python SCRIPT, or import it"
+        )
+    if any(word in text.lower() for word in _VALUES):
+        return CannotAdopt(values_needed(line))
+    return CannotAdopt(f"{line} cannot be traced by torch.compile ({what[:80]}); move it out of the loss and forward")
+
+
+def values_needed(line: str) -> str:
+    """Says that a line of the user's depends on values, and what to write instead."""
+    remedy = _REMEDY_OF_VALUES
+    if "torchrec/sparse/jagged_tensor.py" in line:  # which reads how many ids each feature has
+        remedy = "make the KeyedJaggedTensor with length_per_key=[...], the numbers of ids of its features"
+    return f"{line} depends on values that a step computes; {remedy}"
+
+
+def _users_line(text: str) -> str:
+    """Returns the last of the user's lines in a text with lines of a traceback, as ``FILE:LINE (CODE)``."""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', text)
+    users = [frame for frame in frames if is_users_file(frame[0])]
+    if not users:
+        return _UNKNOWN
+    file, number, code = users[-1]
+    return f"{file}:{number} ({code.strip()})"
+
+
+class Input(NamedTuple):
+    """A tensor that a graph reads and that is no parameter which the step moves.
+
+    Args:
+        place: its place among the graph's inputs.
+        leaf: its place among the leaves of the batch; None where it is not of the batch.
+    """
+
+    place: int
+    leaf: int | None
+
+
+class _Source(Protocol):
+    """What Dynamo knows of an input."""
+
+    example: Any
+
+
+class ForwardGraph:
+    """One graph of Dynamo's, with the parts that its inputs play.
+
+    Args:
+        module: the graph.
+        examples: Dynamo's examples of the inputs.
+        model: the user's model.
+        batch: leaves of the batch that the call was made with.
+        moved: the parameters that optimizers move, by name.
+        with_gradient: leaves of the batch, by their index, whose gradients the step needs.
+
+    Attributes:
+        number: number of the graph.
+        parameters: index of each input that is a parameter which optimizers move, by its name.
+        inputs: the other inputs.
+        look_ups: the nodes that read a parameter, by its name, where nothing but look-ups does.
+        matrices: the line that reads a looked-up parameter otherwise, by its name.
+        calls: number of torch calls.
+        reached: names of the parameters that the loss depends on; of a graph without a loss, its outputs.
+        outer: indices of the inputs that are neither the batch's nor parameters which optimizers move.
+        of_batch: leaf of the batch by the index of an input.
+        outputs: examples of the outputs.
+
+    Raises:
+        CannotAdopt: an input is no dense tensor, or needs a gradient that the step does not give.
+    """
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        examples: Sequence[Tensor],
+        model: nn.Module,
+        batch: Sequence[Any],
+        moved: Mapping[str, nn.Parameter],
+        with_gradient: Collection[int] = (),
+    ) -> None:
+        self.number = next(_NUMBERS)
+        self._module = module
+        self._placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+        real = [_real(node, example) for node, example in zip(self._placeholders, examples, strict=True)]
+        names = {id(parameter): name for name, parameter in moved.items()}
+        leaves = {id(leaf): index for index, leaf in enumerate(batch) if isinstance(leaf, Tensor)}
+        self.parameters = {names[id(tensor)]: i for i, tensor in enumerate(real) if id(tensor) in names}
+        places = set(self.parameters.values())
+        self.inputs = [Input(i, leaves.get(id(each))) for i, each in enumerate(real) if i not in places]
+        self._check(real, model, with_gradient)
+        self._loss = next((node for node in module.graph.nodes if node.target is the_loss), None)
+        self.calls = sum(node.op.startswith("call") for node in module.graph.nodes)
+        self.look_ups: dict[str, list[fx.Node]] = {}
+        self.matrices: dict[str, str] = {}
+        modules = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+        tables = {id(module.weight) for module in modules}
+        for name, index in self.parameters.items():
+            self._look_at_readers(name, self._placeholders[index], id(moved[name]) in tables)
+        self.reached = self._reached(real)
+        unreached = [Input(index, None) for name, index in self.parameters.items() if name not in self.reached]
+        self.inputs += unreached
+        self.parameters = {name: index for name, index in self.parameters.items() if name in self.reached}
+        results: Any = module.graph.output_node().args[0]
+        self.outer = [index for index, leaf in self.inputs if leaf is None]
+        self.of_batch = {index: leaf for index, leaf in self.inputs if leaf is not None}
+        self.outputs: list[Tensor] = [node.meta["example_value"] for node in results]
+
+    def _check(self, real: Sequence[Any], model: nn.Module, with_gradient: Collection[int]) -> None:
+        own = {id(parameter) for parameter in model.parameters()}
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        for index, leaf in self.inputs:
+            tensor = real[index]
+            if not isinstance(tensor, Tensor):
+                raise CannotAdopt(f"forward reads a {type(tensor).__name__} that changes; give it as a tensor")
+            if tensor.device != device or tensor.layout is not torch.strided:
+                raise CannotAdopt(
+                    f"the step reads a tensor on {tensor.device} of layout {tensor.layout}; give dense ones on {device}"
+                )
+            if leaf in with_gradient:
+                continue
+            if leaf is not None and tensor.requires_grad:
+                raise CannotAdopt(
+                    "a tensor of the batch requires a gradient, which a captured step does not give; detach it"
+                )
+            if tensor.requires_grad and id(tensor) not in own:
+                line = _users_line(next(iter(self._placeholders[index].users)).stack_trace or "")
+                raise CannotAdopt(
+                    f"{line} reads a tensor of shape {tuple(tensor.shape)} that requires a gradient and is not the "
+                    "model's; put all modules of the loss into one: adopt(nn.ModuleList([model, other]), ...)"
+                )
+        constants = [node for node in self._module.graph.nodes if node.op == "get_attr"]
+        if constants:
+            line = _users_line(constants[0].stack_trace or "")
+            raise CannotAdopt(f"{line} reads a tensor as a constant; make it a buffer of the model")
+
+    def _look_at_readers(self, name: str, parameter: fx.Node, is_table: bool) -> None:
+        """Notes the look-ups of a parameter, and of a table the line that reads it otherwise."""
+        readers = list(parameter.users)
+        others = [node for node in readers if not _is_look_up(node, parameter)]
+        if readers and not others:
+            self.look_ups[name] = readers
+        elif others and (is_table or len(others) < len(readers)):
+            self.matrices[name] = _users_line(others[0].stack_trace or "")
+
+    def _reached(self, real: Sequence[Tensor]) -> set[str]:
+        """Returns the names of the parameters on which the loss depends, by a backward without values."""
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with torch._guards.tracing(None), mode, torch.enable_grad():
+            copies = [mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in real]
+            leaves = {name: copies[index].requires_grad_() for name, index in self.parameters.items()}
+            loss, outputs = self.run(copies, {})
+            roots = [each for each in ([loss] if self._loss is not None else outputs) if each.requires_grad]
+            if not roots or not leaves:
+                return set()
+            seeds = [torch.ones_like(root) for root in roots]
+            grads = torch.autograd.grad(roots, list(leaves.values()), seeds, allow_unused=True)
+        return {name for name, grad in zip(leaves, grads, strict=True) if grad is not None}
+
+    def run(
+        self, tensors: Sequence[Any], reading: Mapping[str, Reader], repeated: Any = None
+    ) -> tuple[Tensor, list[Any]]:
+        """Runs the graph.
+
+        Args:
+            tensors: its inputs; of a table the whole weight, of which the shape alone is looked at.
+            reading: the tables by name, through which look-ups read their rows.
+            repeated: see :class:`~torchrec_ext.adopt.source.RepeatedRows`; None where no row of the batch repeats.
+
+        Returns:
+            The loss, (), of a graph that has one, and the graph's outputs.
+        """
+        tables = {node: name for name, nodes in self.look_ups.items() if name in reading for node in nodes}
+        runner = _Runner(self._module, tables, reading, repeated)
+        outputs = runner.run(*tensors, enable_io_processing=False)
+        return (outputs[0] if self._loss is None else runner.env[self._loss]), list(outputs)
+
+
+def _real(node: fx.Node, example: Any) -> Any:
+    """Returns the user's own tensor behind an input of a graph."""
+    source: _Source | None = node.meta.get("grapharg")
+    return example if source is None else source.example
+
+
+def _arguments(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    names = _ONE if node.target is F.embedding else _BAG
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _is_look_up(node: fx.Node, parameter: fx.Node) -> bool:
+    if node.target not in (F.embedding, F.embedding_bag):
+        return False
+    named = _arguments(node, node.args, node.kwargs)
+    if named["weight"] is not parameter or named["input"] is parameter:
+        return False
+    if named.get("max_norm") is not None or named.get("scale_grad_by_freq"):
+        line = _users_line(node.stack_trace or "")
+        raise CannotAdopt(
+            f"{line} looks up with max_norm or scale_grad_by_freq, which have no captured form; leave them out"
+        )
+    return bool(named.get("mode", "mean") != "max")
+
+
+class _Runner(fx.Interpreter):
+    """Runs a graph with tables in place of some parameters; values stay in ``env``."""
+
+    def __init__(
+        self, module: fx.GraphModule, tables: Mapping[fx.Node, str], reading: Mapping[str, Reader], repeated: Any
+    ) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self._tables, self._reading, self._repeated = tables, reading, repeated
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Runs one call of torch, or reads rows of a table.
+
+        Raises:
+            CannotAdopt: the call depends on values that a step computes.
+        """
+        from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+        from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+        try:
+            if n in self._tables:
+                args, kwargs = self.fetch_args_kwargs_from_env(n)
+                named = _arguments(n, args, kwargs)
+                result = look_up(self._reading[self._tables[n]], named, n.target is F.embedding_bag, self._repeated)
+            else:
+                result = super().run_node(n)
+        except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode):
+            raise CannotAdopt(values_needed(_users_line(n.stack_trace or ""))) from None
+        if n.op.startswith("call") and depends_on_values(result):
+            raise CannotAdopt(values_needed(_users_line(n.stack_trace or "")))
+        return result
+
+
+def look_up(table: Reader, named: Mapping[str, Any], is_bag: bool, repeated: Any) -> Tensor:
+    """Returns what F.embedding or F.embedding_bag return, of rows that a table of the step reads.
+
+    Args:
+        table: the table inside the step.
+        named: arguments of the call by name.
+        is_bag: whether it is F.embedding_bag.
+        repeated: knows which ids repeat, see :class:`~torchrec_ext.adopt.source.RepeatedRows`; or None.
+    """
+    ids, weight, padding = named["input"], named["weight"], named.get("padding_idx")
+    offsets, weights = named.get("offsets"), named.get("per_sample_weights")
+    alone = offsets is None and weights is None
+    repeats = repeated.repeats_of(ids) if repeated is not None and alone else 1
+    once = ids if repeats == 1 else ids.view(-1, repeats, *ids.shape[1:])[:, 0]
+    rows, dim = weight.shape
+    # A negative id would be read from the end; this one is out of range.
+    flat = torch.where(once < 0, rows, once).reshape(-1).long()
+    vectors = table.read(flat)
+    if padding is not None:
+        vectors = torch.where((flat == padding)[:, None], vectors.detach(), vectors)
+    vectors = vectors.reshape([*once.shape, dim])
+    if is_bag:
+        mode = named.get("mode", "mean")
+        if offsets is None:
+            vectors = _pooled(vectors, once, mode, padding, weights)
+        else:
+            last = bool(named.get("include_last_offset", False))
+            vectors = _pooled_lists(vectors, once, offsets, mode, padding, weights, last)
+    return vectors if repeats == 1 else repeated.repeat(vectors, repeats)
+
+
+def _pooled(vectors: Tensor, ids: Tensor, mode: str, padding: int | None, weights: Tensor | None) -> Tensor:
+    """Returns the bags (B, D) of the vectors (B, L, D) of the ids (B, L)."""
+    if weights is not None:
+        vectors = vectors * weights[..., None]
+    if padding is None:
+        return vectors.mean(1) if mode == "mean" else vectors.sum(1)
+    counts = ids != padding
+    pooled = (vectors * counts[..., None]).sum(1)
+    return pooled / counts.sum(1).clamp(min=1)[:, None] if mode == "mean" else pooled
+
+
+def _pooled_lists(
+    vectors: Tensor, ids: Tensor, offsets: Tensor, mode: str, padding: int | None, weights: Tensor | None, last: bool
+) -> Tensor:
+    """Returns the bags (B, D) of the vectors (N, D) of the ids (N,), where each bag begins at one of the offsets."""
+
+    def bags(rows: Tensor, mode: str, of_each: Tensor | None = None) -> Tensor:
+        places = torch.arange(len(rows), device=rows.device)
+        return F.embedding_bag(
+            places, rows, offsets.long(), mode=mode, per_sample_weights=of_each, include_last_offset=last
+        )
+
+    if padding is None:
+        return bags(vectors, mode, weights)
+    counts = (ids != padding).to(vectors.dtype)[:, None]
+    pooled = bags(vectors * counts, "sum", weights)
+    return pooled / bags(counts, "sum").clamp(min=1) if mode == "mean" else pooled

@@ -1,0 +1,178 @@
+"""Lag: weights and optimizer state whose rows a captured step updates later, and how a read updates them first.
+
+Row by row, a step updates the rows that it reads and leaves the others for later. Until these are updated, the tensors
+belong to a class whose every use by torch updates them first, so that nobody can forget it. A tensor owns its
+:class:`Lag`, and the lag holds its tensors weakly: a model that is dropped takes everything with it.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchrec_ext.adopt.checks import tensor_leaves, user_line
+from torchrec_ext.train.step.memory import StepMemory
+
+_LIVE: weakref.WeakSet[Lag] = weakref.WeakSet()
+
+
+class Lag:
+    """The tensors of one captured step whose rows may be behind.
+
+    Args:
+        memory: the step's memory.
+        tables: parameters that are updated row by row, by name.
+        others: optimizer state of these, and counts of steps.
+
+    Attributes:
+        active: whether the tensors are behind.
+        seconds: time that updating all rows has taken so far, in seconds.
+        count: number of times that all rows were updated.
+        reader: the line of the user's that last caused it; empty before.
+    """
+
+    def __init__(self, memory: StepMemory, tables: dict[str, nn.Parameter], others: Sequence[Tensor]) -> None:
+        self.active, self.seconds, self.count, self.reader = False, 0.0, 0, ""
+        self._memory, self._lock = memory, threading.RLock()
+        self._names = {id(parameter): name for name, parameter in tables.items()}
+        self._tables = [weakref.ref(parameter) for parameter in tables.values()]
+        self._tensors: list[weakref.ref[Tensor]] = [weakref.ref(each) for each in (*tables.values(), *others)]
+        self._storages = [_storage(parameter) for parameter in tables.values()]
+        _LIVE.add(self)
+
+    def begin(self) -> None:
+        """Marks the tensors, so that the next read updates them first.
+
+        Memory that somebody else holds too (a kept ``.data``, a numpy array) is read by no call of torch's that could
+        be seen: with such a holder all rows are updated at once.
+        """
+        if self.active:
+            return
+        if self.holder():
+            self._update()
+            return
+        for reference in self._tensors:
+            if (tensor := reference()) is not None:
+                tensor.__dict__["_lag"] = self
+                tensor.__class__ = _LaggingParameter if isinstance(tensor, nn.Parameter) else _LaggingTensor
+        self.active = True
+
+    def holder(self) -> str:
+        """Names a table whose memory somebody else holds; empty where nobody does."""
+        for reference, storage in zip(self._tables, self._storages, strict=True):
+            parameter = reference()
+            if parameter is None:
+                continue
+            own = 1 + sum(storage in lag._storages for lag in _LIVE)
+            if _users_of(parameter) > own:
+                return self._names[id(parameter)]
+        return ""
+
+    def settle(self) -> None:
+        """Updates all rows, so that weights and state are as after eager steps."""
+        with self._lock:
+            if not self.active:
+                return
+            self.reader = user_line()
+            self._update()
+            self.release()
+
+    def release(self) -> None:
+        """Makes the tensors plain ones again, after all rows were updated."""
+        for reference in self._tensors if self.active else ():
+            if (tensor := reference()) is not None:
+                tensor.__class__ = nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
+                tensor.__dict__.pop("_lag", None)
+        self.active = False
+
+    def _update(self) -> None:
+        start = time.perf_counter()
+        self._memory.settle()
+        self.seconds += time.perf_counter() - start
+        self.count += 1
+
+    def unmark(self) -> None:
+        """Makes the tables plain parameters for a while: Dynamo compares their class with that of its trace."""
+        for reference in self._tables if self.active else ():
+            if (parameter := reference()) is not None:
+                parameter.__class__ = nn.Parameter
+
+    def remark(self) -> None:
+        """Marks the tables again after :meth:`unmark`, if their rows are still behind."""
+        for reference in self._tables if self.active else ():
+            if (parameter := reference()) is not None:
+                parameter.__class__ = _LaggingParameter
+
+    def write_rows(self, parameter: nn.Parameter, index: Any, value: Any) -> bool:
+        """Writes whole rows that were updated first, and leaves the others for later; False if it cannot.
+
+        Args:
+            parameter: the table.
+            index: an integer, or integers in a list or a tensor.
+            value: what is written.
+        """
+        name = self._names.get(id(parameter))
+        if name is None or not self.active or torch.is_grad_enabled():
+            return False
+        rows = index[0] if isinstance(index, tuple) and len(index) == 2 and index[1] == slice(None) else index
+        if isinstance(rows, bool) or not isinstance(rows, int | list):
+            return False
+        with self._lock:
+            self._memory.write_rows(name, torch.as_tensor(rows).reshape(-1), value)
+        return True
+
+
+def catch_up(tree: Any) -> None:
+    """Updates the rows of all tensors of a tree that are behind."""
+    for tensor in tensor_leaves(tree):
+        if isinstance(tensor, _LaggingTensor | _LaggingParameter):
+            tensor.__dict__["_lag"].settle()
+
+
+def _storage(tensor: Tensor) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        return int(tensor.untyped_storage()._cdata)
+
+
+def _users_of(tensor: Tensor) -> int:
+    """Returns how many tensors share the memory of one, with itself."""
+    with torch._C.DisableTorchFunctionSubclass():
+        storage = tensor.untyped_storage()
+        return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+
+
+def _caught_up_first(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    writes = func is Tensor.__setitem__ and isinstance(args[0], _LaggingParameter)
+    if writes and args[0].__dict__["_lag"].write_rows(*args):
+        return None
+    catch_up((args, kwargs))
+    return func(*args, **(kwargs or {}))
+
+
+class _LaggingTensor(Tensor):
+    """A tensor of an optimizer's state that is behind until somebody looks at it; then it is a plain tensor again."""
+
+    __torch_function__: Any = classmethod(_caught_up_first)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        catch_up(self)
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        catch_up(self)
+        return self.__reduce_ex__(protocol)
+
+
+class _LaggingParameter(nn.Parameter):
+    """A weight that is behind until somebody looks at it; then it is a plain parameter again."""
+
+    __torch_function__: Any = classmethod(_caught_up_first)
+    __deepcopy__ = _LaggingTensor.__deepcopy__
+    __reduce_ex__ = _LaggingTensor.__reduce_ex__
