@@ -711,7 +711,7 @@ def captured_when_it_pays(runtime: Runtime) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     given = list(batches(adopted.WATCHED + 6))
     step = adopt_towers(model, optimizer, bce(model), runtime, {"user": 0, "item": 1}, given[0], verify=1)
-    ways = [step._local._captured is not None for batch in given if step(*batch)]
+    ways = [step._local._traced is not None for batch in given if step(*batch)]
     step.settle()
     return {"ways": ways, "text": step._local.describe(), "model": model.state_dict()}
 

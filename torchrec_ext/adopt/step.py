@@ -1,22 +1,23 @@
 """adopt(): a user's own nn.Module, optimizers and loss, unchanged, trained by a captured step where that pays.
 
 AdoptedStep: called with a batch in place of zero_grad, loss, backward and step. Its first steps are these four, eager
-and equal to the bit. Then forward, backward and optimizers are captured as one function of tensors, see
-:class:`CapturedStep`, on the memory of the model and of the optimizers' state. No module is replaced: while the step is
-traced, nn.Embedding and nn.EmbeddingBag objects read rows of the step's memory, and afterwards they are as before.
+and equal to the bit. Then TorchDynamo traces forward and loss, and the step is captured as one function of tensors, see
+:class:`CapturedStep`, on the memory of the model and of the optimizers' state. Before every step Dynamo compares all
+that the trace depended on. What Dynamo does not see is checked here: parameters, hooks of optimizers, their state.
 
-A captured step leaves rows that nobody reads for later. Until they are caught up, weights and state that lag belong to
-a class of their own, which catches them up before anybody reads or writes them; so nobody can forget it.
+A captured step updates some rows later, see :class:`Lag`. Some steps are compared with the eager one for as long as the
+training lasts.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,35 +26,43 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from torchrec_ext.adopt.checks import (
+    GLOBAL_HOOKS,
+    HOOK_ON_GRADIENT,
     STATES,
-    ForwardObserver,
-    PythonState,
+    ForwardWatch,
+    Rules,
     check_model,
     contents,
     fixed_settings,
+    hook_of_optimizers,
     loss_and_output,
     module_line,
     step_difference,
-    tensor_leaves,
     update_rules,
     write_back,
 )
 from torchrec_ext.adopt.errors import CannotAdopt
+from torchrec_ext.adopt.graph import (
+    GRAPHS,
+    ForwardGraph,
+    Guarded,
+    Loss,
+    OneGraphTooMany,
+    changed_between_calls,
+    traced_forward,
+)
+from torchrec_ext.adopt.lag import Lag, catch_up
 from torchrec_ext.adopt.rows import Rows
 from torchrec_ext.adopt.source import (
     AdoptedSource,
     AnyBatch,
     DrawnBatch,
-    ForwardWatch,
     GivenBatch,
+    GraphCall,
     GroupSettings,
-    Loss,
     RowsOnDevice,
-    Table,
-    looked_up_tables,
     random_state,
     set_random_state,
-    unusable,
 )
 from torchrec_ext.train.config import Compile
 from torchrec_ext.train.guards.finite import TrainingDivergedError
@@ -78,7 +87,10 @@ from torchrec_ext.train.step.memory import StepMemory, UpdatedParameter
 CAPTURE_S, CAPTURE_S_PER_CALL = 8.0, 0.4
 RESTARTS = 3  # captures that are given up because the model was changed, before steps stay eager
 SMALL_MS = 5.0  # captured steps up to this may be faster on one thread: .7 ms against 1.7 on two, of 75 k parameters
-STATES_OF_PYTHON = 64  # that may come before steps stay eager
+_PACE = 64  # steps after which the time for readers of whole tables is looked at again
+_CHECKED = 0.01  # of the time since the capture goes to comparing steps with eager ones
+_CHECKED_AFTER_PAUSE = 0.05  # as long as no more than this does, the first step after a pause is compared too
+_PAUSE_S = 0.1  # between two steps
 
 
 def adopt(
@@ -135,10 +147,11 @@ def adopt(
     for name, count in (("verify", verify), ("patience", patience)):
         if not isinstance(count, int) or count < 0:
             raise CannotAdopt(f"{name}={count!r}: must be a number of steps, 0 or more")
-    for name, of_one in looked_up_tables(model).items() if clip_norm else ():
-        if any(table.sparse for table in of_one):
+    for name, module in model.named_modules() if clip_norm else ():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            path = f"{name}.weight".lstrip(".")
             raise CannotAdopt(
-                f"clip_norm={clip_norm:g}: the gradient of {module_line(model, name)} is sparse, and "
+                f"clip_norm={clip_norm:g}: the gradient of {module_line(model, path)} is sparse, and "
                 "torch.nn.utils.clip_grad_norm_ limits dense ones alone; make the table with sparse=False"
             )
     return AdoptedStep(
@@ -165,11 +178,6 @@ class AdoptedStep:
         after_step: functions called after each step, such as those of :class:`~torchrec_ext.distributed.LocalSGD`.
     """
 
-    # For steps of which ranks make parts: tables that are moved as dense layers, by name, with the reason; and
-    # parameters and buffers that this rank neither reads nor moves.
-    _as_layers: Mapping[str, str] = {}
-    _absent: Set[str] = frozenset()
-
     def __init__(
         self,
         model: nn.Module,
@@ -191,13 +199,12 @@ class AdoptedStep:
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._steps, self._restarts, self._notes, self._broken = 0, 0, set[str](), ""
         self._pending: Tensor | None = None
-        _catch_up(list(model.parameters()))  # behind another step, perhaps
+        catch_up(list(model.parameters()))  # behind another step, perhaps
         self._rows, self._resident = rows, None if rows is None else RowsOnDevice(rows, self._device)
         self._begin()
         if not self._why:
             try:
-                check_model(model)
-                update_rules(model, self._optimizers)
+                self._check()
                 engine_for(self._device)
                 self._check_autocast()
             except CannotCaptureError as error:
@@ -212,21 +219,21 @@ class AdoptedStep:
         self._eager_seconds: list[float] = []
         self._captured_seconds: list[float] = []
         self._calls, self._random = 0, False  # torch calls of a forward, and whether it draws random numbers
-        self._source: AdoptedSource | None = None
-        self._captured: CapturedStep | None = None
-        self._engine = self._executor()
-        self._state: PythonState | None = None
-        self._tokens: dict[Any, int] = {}
-        self._checked: dict[Any, int] = {}
+        self._traced: Callable[..., tuple[Tensor, Any]] | None = None
+        self._parts: dict[Any, _Captured] = {}  # by the parameters that a step moves, and those moved row by row
+        self._graphs: dict[int, tuple[ForwardGraph, Callable[[Sequence[Tensor]], None], _Captured]] = {}
+        self._current: _Captured | None = None
+        self._number_of_graphs = 0
+        self._known_state: list[int] = []
+        self._began = self._last = time.perf_counter()
+        self._checks_s = [0.0, 0.0]  # of steps that were compared, and of those after a pause
+        self._paused, self._paced_before = False, 0.0
+        self._too_many, self._was_eager = 0, True
         self._reported, self._capture_s, self._since, self._stale_grads = False, 0.0, 0, True
-        self._visible: list[tuple[int, nn.Parameter, str, Tensor]] = []
-        # Weights and states that can lag, known after the first captured step, and those that do.
-        self._late: list[Tensor] | None = None
-        self._lagging: list[Tensor] = []
-        self._loaded = False  # whether a state was loaded that the memory has not read the number of steps of
 
-    def _executor(self) -> StepEngine:
-        return StepEngine(self._device)
+    def _check(self) -> None:
+        check_model(self._model)
+        update_rules(self._model, self._optimizers)
 
     def __call__(self, *batch: Any) -> tuple[Tensor, Any]:
         """Trains on one batch, and returns the loss, (), and what the user's function returned beside it.
@@ -260,6 +267,7 @@ class AdoptedStep:
             raise RuntimeError(self._broken)
         self._steps += 1
         result = self._any_step(batch)
+        self._last = time.perf_counter()
         for call in self.after_step:
             call()
         return result
@@ -267,17 +275,17 @@ class AdoptedStep:
     def _any_step(self, batch: AnyBatch) -> tuple[Tensor, Any]:
         if self._why:
             return self._eager(batch)
-        if self._captured is not None:
-            return self._step(self._captured, batch)
+        if self._traced is not None:
+            return self._step(batch)
         if len(self._eager_seconds) == 1:
             return self._observed(batch)
         if len(self._eager_seconds) >= 2 and self._pays():
             try:
-                captured = self._capture()
+                self._begin_capture()
             except CannotCaptureError as error:
                 self._stay_eager(error)
                 return self._eager(batch)
-            return self._step(captured, batch)
+            return self._step(batch)
         start = self._now()
         result = self._eager(batch)
         self._eager_seconds.append(self._now() - start)
@@ -286,20 +294,16 @@ class AdoptedStep:
         return result
 
     def settle(self) -> None:
-        """Catches up rows that no step has read lately, so that model and optimizers are as after eager steps.
+        """Updates rows that no step has read lately, so that model and optimizers are as after eager steps.
 
-        Nobody needs to call it: whoever reads a lagging weight or state causes it.
+        Nobody needs to call it: whoever reads a weight or state that is behind causes it.
         """
-        if not self._lagging:
-            return
-        for tensor in self._lagging:
-            tensor.__class__ = _LAGGING.pop(id(tensor))[0]
-        self._lagging = []
-        self._adopted_source.memory.settle()
+        if self._current is not None:
+            self._current.lag.settle()
 
     @contextmanager
     def settled(self) -> Iterator[nn.Module]:
-        """Gives the model with all rows caught up, for an evaluation or for saving."""
+        """Gives the model with all rows updated, for an evaluation or for saving."""
         self.settle()
         yield self._model
 
@@ -307,22 +311,30 @@ class AdoptedStep:
         """Returns which way steps go and why, and how each table is moved."""
         if self._why:
             return f"eager: {self._why}"
-        if self._captured is None:
+        if self._current is None:
             return f"eager so far ({self._steps} step{'s' if self._steps != 1 else ''})"
-        dense = [f"as a dense layer: {name} ({why})" for name, why in self._adopted_source.not_tables.items()]
-        ways = [f"captured since step {self._since:,}", self._captured.describe(), *dense]
+        dense = [f"as a dense layer: {name} ({why})" for name, why in self._current.not_tables.items()]
+        ways = [f"captured since step {self._since:,}", self._current.step.describe(), *dense]
         return "; ".join(way for way in ways if way)
 
     def figures(self) -> dict[str, float]:
         """Returns ``eager_s`` and ``captured_s``, medians of a step, and ``capture_s``, of all captures, in seconds.
 
-        Those that are not known yet are not there.
+        Those that are not known yet are not there. ``captured_s`` includes what updating all rows takes when somebody
+        reads a table.
         """
         figures = {"capture_s": self._capture_s} if self._capture_s else {}
-        for name, seconds in (("eager_s", self._eager_seconds), ("captured_s", self._captured_seconds)):
-            if seconds:
-                figures[name] = median_step(seconds)
+        if self._eager_seconds:
+            figures["eager_s"] = median_step(self._eager_seconds)
+        if self._captured_seconds:
+            figures["captured_s"] = median_step(self._captured_seconds) + self._settling_s
         return figures
+
+    @property
+    def _settling_s(self) -> float:
+        """Seconds a step of updating all rows for readers, since the capture."""
+        steps = max(self._steps - self._since, 1)
+        return sum(captured.lag.seconds for captured in self._parts.values() if captured.unverified) / steps
 
     def _now(self) -> float:
         if self._device.type == "cuda":
@@ -360,7 +372,7 @@ class AdoptedStep:
     def _computes_in_16_bits(self) -> bool:
         return torch.is_autocast_enabled(self._device.type)
 
-    def _eager(self, batch: AnyBatch, watch: AbstractContextManager[Any] | None = None) -> tuple[Tensor, Any]:
+    def _eager(self, batch: AnyBatch, watch: ForwardWatch | None = None) -> tuple[Tensor, Any]:
         """Makes the user's own step; ``watch`` surrounds its forward."""
         for optimizer in self._optimizers:
             optimizer.zero_grad()
@@ -383,7 +395,7 @@ class AdoptedStep:
             optimizer.step()
 
     def _look(self, loss: Tensor, *, written: bool) -> None:
-        """Checks a loss; on a GPU that of the step before, so that nobody waits for the device."""
+        """Raises if the loss is not finite; on a GPU checks the previous step's loss to avoid a sync."""
         step = self._steps
         seen = self._pending if loss.is_cuda else loss.detach()
         if loss.is_cuda:
@@ -398,278 +410,367 @@ class AdoptedStep:
         )
 
     def _observed(self, batch: AnyBatch) -> tuple[Tensor, Any]:
-        """Makes an eager step and looks at what it does."""
+        """Makes an eager step, and notes what it does that no graph shows."""
         args = batch.args()
-        watch = ForwardWatch(self._model, self._loss, args)
+        watch = ForwardWatch(self._model, args)
         loss, output = self._eager(GivenBatch(args), watch)
-        watch.problems += unusable(output, list(tensor_leaves(args)))
         # Time is not taken of this step.
         self._eager_seconds.append(self._eager_seconds[-1])
-        self._calls, self._state, self._random = watch.observer.calls, watch.state, watch.random
-        try:
-            if watch.problems:
-                raise CannotAdopt(watch.problems[0])
-            self._source = self._adopted(watch.tables, watch.observer)
-            self._settings = fixed_settings(self._optimizers)
-        except CannotCaptureError as error:
-            self._stay_eager(error)
+        self._calls, self._random = watch.calls, watch.random
+        if watch.problem:
+            self._stay_eager(CannotAdopt(watch.problem))
         return loss, output
 
-    def _adopted(self, tables: Mapping[str, list[Table]], observer: ForwardObserver) -> AdoptedSource:
-        """Returns what the captured step is made of, after an eager step that has made the optimizers' state."""
-        moved, not_tables = [], {**observer.matrices, **self._as_layers}
-        self._visible = []
-        for name, (number, index, parameter, choice) in update_rules(self._model, self._optimizers).items():
-            if not parameter.requires_grad or parameter.grad is None:
-                continue
-            if name in tables and choice.weight_decay:
-                not_tables.setdefault(name, "AdamW's weight_decay moves all its rows in every step")
-            optimizer = self._optimizers[number]
-            state = optimizer.state.get(parameter, {})
-            names = STATES[choice.kind]
-            self._visible += [(number, parameter, key, state[key]) for key in (*names, "step") if key in state]
-            moved.append(
-                UpdatedParameter(
-                    name,
-                    name in tables and name not in not_tables,
-                    False,
-                    parameter.detach(),
-                    [state[key].detach() for key in names],
-                    [state["step"].detach()] if "step" in state else [],
-                    GroupSettings(optimizer, index),
-                    choice,
-                )
-            )
-        tensors = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
-        names_moved = {each.name for each in moved}
-        left_out = names_moved | self._absent
-        fixed = {name: tensor.detach() for name, tensor in tensors.items() if name not in left_out}
-        memory = StepMemory(moved, fixed, clips=bool(self._clip_norm))
-        taken = {name: modules for name, modules in tables.items() if name in memory.tables}
-        return self._source_of(memory, taken, not_tables, list(observer.outside.values()))
-
-    def _source_of(
-        self,
-        memory: StepMemory,
-        tables: Mapping[str, list[Table]],
-        not_tables: Mapping[str, str],
-        outside: list[Tensor],
-    ) -> AdoptedSource:
-        return AdoptedSource(self._model, self._loss, memory, tables, not_tables, outside, self._clip_norm)
-
-    def _capture(self) -> CapturedStep:
+    def _begin_capture(self) -> None:
         _, doing = engine_for(self._device)
-        if changed := self._changed():
-            raise CannotAdopt(f"{changed} changes from step to step")
-        self._adopted_source.memory.reload()
+        self._settings = fixed_settings(self._optimizers)
         self._say(f"{doing} ...")
-        self._captured = CapturedStep(
-            self._adopted_source,
-            self._engine,
-            autocast=self._autocast,
-            patience=self._patience if self._compile == "auto" else 0,
-        )
+        self._guarded = Guarded()
+        self._traced = traced_forward(self._loss, weakly(self._take_graph))
         self._since = self._steps
-        return self._captured
 
-    def _step(self, captured: CapturedStep, batch: AnyBatch) -> tuple[Tensor, Any]:
-        """Makes a captured step, or the eager one where there is none for this batch."""
-        source = self._adopted_source
-        if changed := self._changed():
-            return self._anew(changed, batch)
-        if self._loaded:
-            try:
-                source.memory.reload()
-            except CannotCaptureError as error:
-                self._stay_eager(error)
-                return self._eager(batch)
-            self._loaded = False
+    def _step(self, batch: AnyBatch) -> tuple[Tensor, Any]:
+        """Makes a captured step, or the eager one if there is none for this batch."""
         try:
-            given = source.inputs((batch, self._python()))
-            self._prepare(captured, given)
-            before = self._before() if self._checked[given.key] else None
+            if changed := self._changed():
+                return self._anew(changed, batch)
+            self._take_turn()
             start = self._now() if not self._reported else 0.0
-            loss, output = self._run(captured, given, batch, before)
+            loss, output = self._called(batch)
+        except _Compared as captured:
+            return self._verified(captured, batch)
+        except _ExchangedError as error:
+            return self._anew(str(error), batch)
         except CannotCaptureError as error:
-            return self._instead(captured, error, batch)
-        finally:
-            self._engine.plain = False
-        if before is not None:
-            return self._verified(given, batch, before, (loss, output))
-        self._lag()
+            return self._instead(error, batch)
+        assert self._current is not None
+        self._current.lag.begin()
+        self._too_many, self._was_eager = 0, False
         self._look(loss, written=True)
         if not self._reported:
             self._captured_seconds.append(self._now() - start)
             if len(self._captured_seconds) > WATCHED:
                 self._report()
+        elif not self._steps % _PACE:
+            self._check_pace()
         return loss, output
 
-    def _prepare(self, captured: CapturedStep, given: StepInputs) -> None:
-        """Captures the step for a batch of a shape that has none yet."""
-        if given.key in self._checked:
-            return
-        start, first = time.perf_counter(), not captured.shapes
-        captured.prepare(given)
-        seconds = time.perf_counter() - start
-        self._checked[given.key] = self._verify if first else min(self._verify, 1)
-        self._capture_s += seconds
-        self._say(f"... {seconds:.1f} s{f'; {captured.describe()}' if first and captured.describe() else ''}")
+    def _called(self, batch: AnyBatch) -> tuple[Tensor, Any]:
+        """Has Dynamo compare what the step depends on, and call the graph's step."""
+        assert self._traced is not None
+        self._batch = batch
+        lag = self._unmarked()
+        try:
+            with self._guarded, self._autocast():
+                return self._traced(*batch.example())
+        finally:
+            if lag is not None:
+                lag.remark()
 
-    def _run(
-        self,
-        captured: CapturedStep,
-        given: StepInputs,
-        batch: AnyBatch,
-        before: tuple[Tensor, dict[str, Tensor]] | None,
-    ) -> tuple[Tensor, Any]:
+    def _unmarked(self) -> Lag | None:
+        """Has tables that are behind be of the class that they had in the trace, which Dynamo compares."""
+        lag = None if self._current is None else self._current.lag
+        if lag is not None:
+            lag.unmark()
+        return lag
+
+    def _take_graph(self, module: GraphModule, examples: list[Tensor]) -> Callable[..., Sequence[Any]]:
+        """Receives a graph of Dynamo's, and returns what is called in its place."""
+        graph, check = self._graph_of(module, examples)
+        captured = self._captured_for([graph], update_rules(self._model, self._optimizers))
+        self._graphs[graph.number] = graph, check, captured
+        return weakly(self._call_graph, graph.number)
+
+    def _call_graph(self, number: int, *tensors: Tensor) -> Sequence[Any]:
+        graph, check, captured = self._graphs[number]
+        check(tensors)
+        return self._run(captured, GraphCall(graph, self._batch, tensors))
+
+    def _graph_of(
+        self, module: GraphModule, examples: list[Tensor], with_gradient: Collection[int] = ()
+    ) -> tuple[ForwardGraph, Callable[[Sequence[Tensor]], None]]:
+        """Returns a graph of Dynamo's, and a check of the tensors that it is called with.
+
+        Raises:
+            OneGraphTooMany: there are :data:`GRAPHS` already.
+            CannotAdopt: it has no captured form.
+        """
+        self.settle()
+        self._number_of_graphs += 1
+        if self._number_of_graphs > GRAPHS:
+            raise OneGraphTooMany(changed_between_calls())
+        check_model(self._model)
+        rules = update_rules(self._model, self._optimizers)
+        moved = {name: parameter for name, (_, _, parameter, _) in rules.items() if parameter.requires_grad}
+        leaves = pytree.tree_leaves(self._batch.example())
+        graph = ForwardGraph(module, examples, self._model, leaves, moved, with_gradient)
+        return graph, self._check_of(graph, moved)
+
+    def _check_of(self, graph: ForwardGraph, moved: Mapping[str, nn.Parameter]) -> Callable[[Sequence[Tensor]], None]:
+        """Returns a check that a graph is called with the parameters of its capture: Dynamo does not compare which."""
+        places = [(index, name, moved[name], moved[name].data_ptr()) for name, index in graph.parameters.items()]
+
+        def check(tensors: Sequence[Tensor]) -> None:
+            for index, name, parameter, address in places:
+                if tensors[index] is not parameter or parameter.data_ptr() != address:
+                    raise _ExchangedError(f"'{name}'")
+                if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                    raise CannotAdopt(f"{module_line(self._model, name)} {HOOK_ON_GRADIENT}")
+
+        return check
+
+    def _captured_for(self, graphs: Sequence[ForwardGraph], rules: Rules) -> _Captured:
+        """Returns the captured step of all graphs that move the same parameters in the same way."""
+        reached = {name for graph in graphs for name in graph.reached}
+        if not reached:
+            raise CannotAdopt("the loss does not depend on a parameter that an optimizer moves")
+        looked_up = {name for graph in graphs for name in graph.look_ups}
+        not_tables = {name: line for graph in graphs for name, line in graph.matrices.items()} | self._as_layers()
+        moved, state = [], []
+        for name, (number, index, parameter, choice) in rules.items():
+            if name not in reached:
+                continue
+            if name in looked_up and choice.weight_decay:
+                not_tables.setdefault(name, "AdamW's weight_decay moves all its rows in every step")
+            optimizer = self._optimizers[number]
+            values = optimizer.state.get(parameter, {})
+            keys = STATES[choice.kind]
+            if any(key not in values for key in keys):
+                raise CannotAdopt(f"{module_line(self._model, name)} has not been moved by an eager step yet")
+            state += [(number, parameter, key, values[key]) for key in (*keys, "step") if key in values]
+            moved.append(
+                UpdatedParameter(
+                    name,
+                    name in looked_up and name not in not_tables,
+                    False,
+                    parameter.detach(),
+                    [values[key].detach() for key in keys],
+                    [values["step"].detach()] if "step" in values else [],
+                    GroupSettings(optimizer, index),
+                    choice,
+                )
+            )
+        key = tuple((each.name, each.table) for each in moved)
+        if key not in self._parts:
+            memory = StepMemory(moved, {}, clips=bool(self._clip_norm))
+            source = self._source_of(memory)
+            patience = self._patience if self._compile == "auto" else 0
+            engine = self._executor(source)
+            step = CapturedStep(source, engine, autocast=self._autocast, patience=patience)
+            self._parts[key] = _Captured(source, step, engine, state, not_tables)
+        return self._parts[key]
+
+    def _as_layers(self) -> dict[str, str]:
+        """Names tables that are moved as dense layers, each with the reason."""
+        return {}
+
+    def _source_of(self, memory: StepMemory) -> AdoptedSource:
+        return AdoptedSource(self._model, memory, self._clip_norm)
+
+    def _executor(self, source: AdoptedSource) -> StepEngine:
+        return StepEngine(self._device)
+
+    def _run(self, captured: _Captured, call: Any) -> list[Any]:
+        """Makes the step of a graph, and returns the graph's outputs.
+
+        Raises:
+            CannotCaptureError: it cannot be captured; nothing was trained.
+            _Compared: the step was made, and is to be compared with the eager one.
+        """
+        if self._current is not captured:
+            self.settle()
+            captured.source.memory.reload()
+        given = captured.source.inputs(call)
+        self._prepare(captured, given)
+        self._current = captured
+        before = None
+        if captured.unverified[given.key] or self._check_is_due(captured):
+            memory = captured.source.memory
+            before = _Before(contents(memory, call.outer()), memory.unsettled, random_state(self._device))
+            captured.engine.plain = self._random
+        self._zero_grads()
+        try:
+            loss, outputs = self._trained(captured, given)
+        except Exception as error:
+            if isinstance(error, EndOfStepError):
+                raise
+            if before is not None:
+                write_back(captured.source.memory, call.outer(), before.contents)
+                raise _EndOfCaptureError(f"{type(error).__name__}: {first_line(error)}") from error
+            raise self._broken_by(error) from error
+        finally:
+            captured.engine.plain = False
+        if before is not None:
+            raise _Compared(given.key, call, before, loss, outputs)
+        return list(outputs)
+
+    def _trained(self, captured: _Captured, given: StepInputs) -> tuple[Tensor, Any]:
+        return captured.step(given)
+
+    def _broken_by(self, error: Exception) -> Exception:
+        """Returns the error of a captured step that failed half way, after which no step follows."""
+        self._broken = (
+            f"the captured step {self._steps:,} has failed half way ({first_line(error)}): load the last "
+            "checkpoint of the model and of the optimizer, and call adopt() again"
+        )
+        try:
+            with torch.no_grad():
+                self._loss(*self._batch.args())
+        except Exception as users:  # which says more
+            return users
+        return RuntimeError(self._broken)
+
+    def _zero_grads(self) -> None:
         if self._stale_grads:
             for optimizer in self._optimizers:
                 optimizer.zero_grad()
             self._stale_grads = False
-        try:
-            return captured(given)
-        except Exception as error:
-            if before is not None:
-                write_back(self._adopted_source.memory, before[1])
-                raise _EndOfCaptureError(f"{type(error).__name__}: {first_line(error)}") from error
-            self._broken = (
-                f"the captured step {self._steps:,} has failed half way ({first_line(error)}): load the last "
-                "checkpoint of the model and of the optimizer, and call adopt() again"
-            )
-            with torch.no_grad():
-                self._loss(*batch.args())  # whose error is the user's, and says more
-            raise RuntimeError(self._broken) from error
+
+    def _prepare(self, captured: _Captured, given: StepInputs) -> None:
+        """Compiles the step of a graph that has none yet."""
+        if given.key in captured.unverified:
+            return
+        start, first = time.perf_counter(), not captured.step.shapes
+        captured.step.prepare(given)
+        seconds = time.perf_counter() - start
+        captured.unverified[given.key] = self._verify if first else min(self._verify, 1)
+        if first:
+            rows = set(captured.step.row_tables)
+            tables = {name: parameter for name, parameter in self._model.named_parameters() if name in rows}
+            own = {id(parameter) for parameter in tables.values()}
+            late = [tensor for _, p, key, tensor in captured.state if key == "step" or id(p) in own]
+            captured.lag = Lag(captured.source.memory, tables, late)
+        self._capture_s += seconds
+        self._say(f"... {seconds:.1f} s{f'; {captured.step.describe()}' if first and captured.step.describe() else ''}")
 
     def _changed(self) -> str:
-        """Names what a captured step has fixed and somebody has changed; empty where nothing was."""
+        """Names what a captured step has fixed, somebody has changed, and Dynamo does not see; empty if nothing."""
         if fixed_settings(self._optimizers) != self._settings:
             return "a setting of the optimizer other than lr (OneCycleLR: give cycle_momentum=False)"
-        return self._adopted_source.changed()
+        if hook := hook_of_optimizers(self._optimizers):
+            return f"a hook of the optimizer ({hook})"
+        if any(GLOBAL_HOOKS):
+            return "a hook on all modules"
+        current = self._current
+        if current is None or (current.lag.active and self._state_ids() == self._known_state):
+            return ""
+        for number, parameter, key, tensor in current.state:
+            if self._optimizers[number].state.get(parameter, {}).get(key) is not tensor:
+                return f"the optimizer's state '{key}'"
+        self._known_state = self._state_ids()
+        return ""
 
-    def _python(self) -> int:
-        """Returns the number of the state that the Python values are in that forward reads."""
-        assert self._state is not None
-        token = self._state.token()
-        number = self._tokens.get(token)
-        if number is None:
-            number = self._tokens[token] = len(self._tokens)
-            if number >= STATES_OF_PYTHON:
-                first = next(iter(self._tokens))
-                raise _EndOfCaptureError(
-                    f"{self._state.changed(first)} changes from step to step; give it to the step as a tensor"
-                )
-        return number
+    def _state_ids(self) -> list[int]:
+        states = [state for optimizer in self._optimizers for state in optimizer.state.values()]
+        return [id(value) for state in states for value in state.values()]
+
+    def _take_turn(self) -> None:
+        """Lets other steps over the same tensors update their rows, and reads how many steps were made."""
+        current = self._current
+        if current is not None and current.lag.active:
+            return
+        catch_up(list(self._model.parameters()))
+        if current is None:
+            return
+        catch_up([tensor for *_, tensor in current.state])
+        current.source.memory.reload()
+
+    def _check_is_due(self, captured: _Captured) -> bool:
+        """Whether this step is compared with the eager one: some always are, and the first after a pause."""
+        now = time.perf_counter()
+        self._paused = not (captured.lag.active or self._was_eager) or now - self._last > _PAUSE_S
+        share = _CHECKED_AFTER_PAUSE if self._paused else _CHECKED
+        return bool(self._verify) and self._checks_s[self._paused] < share * (now - self._began)
+
+    def _verified(self, captured: _Compared, batch: AnyBatch) -> tuple[Tensor, Any]:
+        """Takes a captured step back, makes the eager one, and compares the two; the eager one stays."""
+        began = time.perf_counter()
+        current = self._current
+        assert current is not None
+        memory, outer = current.source.memory, captured.call.outer()
+        memory.settle()
+        after = contents(memory, outer)
+        write_back(memory, outer, captured.before.contents)
+        memory.unsettled = captured.before.unsettled
+        # Not before the captured step, whose own way of updating rows is so compared too.
+        memory.settle()
+        current.lag.release()
+        before = contents(memory, outer)
+        set_random_state(self._device, captured.before.random)
+        start = self._now()
+        eager = self._eager(batch)
+        if self._compile == "require":  # where nothing but the two slow first steps was eager
+            self._eager_seconds.append(self._now() - start)
+        self._stale_grads = self._was_eager = True
+        results = (captured.loss, captured.outputs), eager
+        factor = 300.0 if self._in_autocast() else 1.0
+        far = step_difference(memory, outer, before, after, *results, factor)
+        moved = {each.name for each in memory.moved}
+        for name, (_, _, parameter, _) in update_rules(self._model, self._optimizers).items():
+            if name not in moved and parameter.grad is not None:
+                far = far or f"'{name}', which has a gradient now and had none before"
+        if far:
+            self._stay_eager(CannotAdopt(f"a captured step differs from the eager one on the same batch in {far}"))
+            return eager
+        if current.unverified[captured.key]:
+            current.unverified[captured.key] -= 1
+        else:
+            self._checks_s[self._paused] += time.perf_counter() - began
+        return eager
 
     def _anew(self, changed: str, batch: AnyBatch) -> tuple[Tensor, Any]:
-        """Gives up the captured step, since somebody changed what it has fixed, and makes an eager one."""
+        """Gives up the captured steps, because somebody changed what they have fixed, and makes an eager one."""
         self.settle()
         self._restarts += 1
-        since = self._restarts
-        if since > RESTARTS or "optimizer" in changed:
+        if self._restarts > RESTARTS or "of the optimizer" in changed or "hook" in changed:
             self._stay_eager(CannotAdopt(f"{changed} has changed at step {self._steps:,}"))
             return self._eager(batch)
         self._say(f"{changed} has changed: eager steps again, until a capture pays")
         self._begin()
         try:
-            check_model(self._model)
-            update_rules(self._model, self._optimizers)
+            self._check()
         except CannotCaptureError as error:
             self._stay_eager(error)
         result = self._eager(batch)
         self._eager_seconds.append(0.0)
         return result
 
-    def _instead(self, captured: CapturedStep, error: CannotCaptureError, batch: AnyBatch) -> tuple[Tensor, Any]:
+    def _instead(self, error: CannotCaptureError, batch: AnyBatch) -> tuple[Tensor, Any]:
         """Makes the eager step on a batch for which there is no captured one."""
         self.settle()
         rare = isinstance(error, RareShapeError)
-        if isinstance(error, _EndOfCaptureError) or (not rare and not captured.shapes):
+        self._too_many += isinstance(error, OneGraphTooMany)
+        nothing_captured = not any(captured.step.shapes for captured in self._parts.values())
+        ended = isinstance(error, _EndOfCaptureError) or self._too_many > GRAPHS
+        if ended or (not rare and (nothing_captured or self._compile == "require")):
             self._stay_eager(error)
         elif not rare:
-            if self._compile == "require":
-                self._stay_eager(error)
             self._note(f"batches of one kind stay eager: {error}")
         result = self._eager(batch)
-        self._stale_grads = True
-        if not self._why:
-            try:
-                captured.reload()
-            except CannotCaptureError as apart:
-                self._stay_eager(apart)
+        self._stale_grads = self._was_eager = True
         return result
-
-    def _before(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """Prepares a captured step that is compared with the eager one: random numbers and memory before it."""
-        self.settle()
-        self._engine.plain = self._random
-        return random_state(self._device), contents(self._adopted_source.memory)
-
-    def _verified(
-        self, given: StepInputs, batch: AnyBatch, before: tuple[Tensor, dict[str, Tensor]], result: Any
-    ) -> tuple[Tensor, Any]:
-        """Takes a captured step back, makes the eager one, and compares the two; the eager one stays."""
-        memory = self._adopted_source.memory
-        memory.settle()
-        captured = contents(memory)
-        write_back(memory, before[1])
-        set_random_state(self._device, before[0])
-        start = self._now()
-        eager = self._eager(batch)
-        if self._compile == "require":  # where nothing but the two slow first steps was eager
-            self._eager_seconds.append(self._now() - start)
-        self._stale_grads = True
-        far = step_difference(memory, before[1], captured, result, eager, 300.0 if self._in_autocast() else 1.0)
-        moved = {each.name for each in memory.moved}
-        for name in update_rules(self._model, self._optimizers):
-            if name not in moved and self._adopted_source.parameters[name].grad is not None:
-                far = far or f"'{name}', which has a gradient now and had none before"
-        if far:
-            self._stay_eager(CannotAdopt(f"a captured step differs from the eager one on the same batch in {far}"))
-            return eager
-        memory.reload()
-        self._checked[given.key] -= 1
-        return eager
-
-    @property
-    def _adopted_source(self) -> AdoptedSource:
-        assert self._source is not None
-        return self._source
 
     def _in_autocast(self) -> bool:
         with self._autocast():
             return self._computes_in_16_bits
 
-    def _lag(self) -> None:
-        """Has whoever reads a weight or state that lags catch it up first."""
-        if self._lagging:
-            return
-        if self._late is None:
-            parameters, rows = self._adopted_source.parameters, set(self._adopted_source.memory.row_tables)
-            names = {id(parameter): name for name, parameter in parameters.items()}
-            self._late = [parameter for name, parameter in parameters.items() if name in rows]
-            self._late += [tensor for _, p, key, tensor in self._visible if key == "step" or names[id(p)] in rows]
-        for tensor in self._late:
-            _LAGGING[id(tensor)] = type(tensor), self
-            tensor.__class__ = _LaggingParameter if isinstance(tensor, nn.Parameter) else _LaggingTensor
-        self._lagging = self._late
-
     def _take_over(self, optimizer: torch.optim.Optimizer) -> None:
         """Copies a state that was loaded into the memory of the step, which stays at its addresses."""
-        if self._source is None or self._why:
+        if self._why:
             return
         try:
             with torch.no_grad():
-                for number, parameter, key, tensor in self._visible:
-                    if self._optimizers[number] is optimizer:
-                        state = optimizer.state[parameter]
-                        tensor.copy_(torch.as_tensor(state[key]))
-                        state[key] = tensor
-            self._loaded = True
+                for captured in self._parts.values():
+                    for number, parameter, key, tensor in captured.state:
+                        if self._optimizers[number] is optimizer:
+                            state = optimizer.state[parameter]
+                            tensor.copy_(torch.as_tensor(state[key]))
+                            state[key] = tensor
         except KeyError:
             self._begin()  # another state, as of an optimizer without a step
 
     def _report(self) -> None:
-        """Says what the capture gained, and goes back to eager steps where it gained nothing."""
+        """Says what the capture gained, and goes back to eager steps if it gained nothing."""
         self._reported = True
         eager, captured = median_step(self._eager_seconds) * 1e3, median_step(self._captured_seconds) * 1e3
         threads = torch.get_num_threads() if self._device.type == "cpu" else 1
@@ -694,10 +795,30 @@ class AdoptedStep:
             f"({eager / captured:.1f}x); capturing took {self._capture_s:.1f} s{paid}{fewer}"
         )
 
+    def _check_pace(self) -> None:
+        """Goes back to eager steps if others read whole tables so often that updating these eats the gain."""
+        assert self._current is not None
+        lag = self._current.lag
+        settling = (lag.seconds - self._paced_before) / _PACE
+        self._paced_before = lag.seconds
+        eager, captured = median_step(self._eager_seconds), median_step(self._captured_seconds)
+        if captured + settling < eager or not settling:
+            return
+        who = lag.holder()
+        cause = f"the memory of '{who}' is held by a kept .data, state_dict or numpy array" if who else lag.reader
+        text = (
+            f"{cause}: all rows are updated after each step for it, {1e3 * (captured + settling):.3g} ms a step with "
+            f"them, eager {1e3 * eager:.3g} ms"
+        )
+        if self._compile == "auto":
+            self._stay_eager(CannotAdopt(text))
+        else:
+            self._note(text)
+
     def _stay_eager(self, error: CannotCaptureError) -> None:
-        """Leaves all further steps eager, and says why; or raises where a capture is required."""
+        """Leaves all further steps eager, and says why; raises if a capture is required."""
         self.settle()
-        self._captured = None
+        self._current, self._traced = None, None
         self._why = str(error)
         if self._compile == "require":
             self._why = ""
@@ -712,6 +833,83 @@ class AdoptedStep:
     def _say(self, text: str) -> None:
         if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
             print(f"adopt: {text}", flush=True)
+
+
+class EndOfStepError(Exception):
+    """A captured step was aborted on all ranks, or failed here; see ``__cause__``."""
+
+
+@dataclass
+class _Captured:
+    """The captured steps that move the same parameters in the same way.
+
+    Args:
+        source: model, memory and inputs.
+        step: the steps, one for each graph.
+        engine: the executor, which can also run them op by op.
+        state: the optimizers' state: number of the optimizer, parameter, name and tensor.
+        not_tables: why a table is moved as a dense layer, by its name.
+        lag: weights and state that are updated later.
+        unverified: how many further steps of a graph are compared with eager ones, by its key.
+    """
+
+    source: AdoptedSource
+    step: CapturedStep
+    engine: StepEngine
+    state: list[tuple[int, nn.Parameter, str, Tensor]]
+    not_tables: dict[str, str]
+    lag: Lag = field(init=False)
+    unverified: dict[Any, int] = field(default_factory=dict)
+
+
+class _Before(NamedTuple):
+    """What a step that is compared with the eager one has found.
+
+    Args:
+        contents: of the memory, see :func:`contents`.
+        unsettled: steps since all rows were updated.
+        random: state of torch's random numbers.
+    """
+
+    contents: dict[str, Tensor]
+    unsettled: int
+    random: Tensor
+
+
+class _Compared(Exception):  # noqa: N818
+    """Ends a call of Dynamo's after the captured step: the eager one does in Python what the user's code does.
+
+    Args:
+        key: key of the graph.
+        call: the call.
+        before: what the step has found.
+        loss: loss of the captured step, ().
+        outputs: outputs of the graph.
+    """
+
+    def __init__(self, key: Any, call: GraphCall, before: _Before, loss: Tensor, outputs: Sequence[Any]) -> None:
+        super().__init__()
+        self.key, self.call, self.before, self.loss, self.outputs = key, call, before, loss, outputs
+
+
+class _ExchangedError(Exception):
+    """A parameter is another, or elsewhere, than when the step was captured."""
+
+
+class _EndOfCaptureError(CannotAdopt):
+    """No batch can be captured any more, as after a first captured step that failed, and was taken back."""
+
+
+def weakly(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
+    """Returns a call of a method that does not keep its object alive, as Dynamo's cache would for ever."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        bound = reference()
+        assert bound is not None
+        return bound(*first, *args)
+
+    return call
 
 
 class StepEngine:
@@ -760,43 +958,3 @@ def _on(step: Callable[..., list[Tensor]], memory: list[Tensor]) -> Run:
             return list(step(*memory, *inputs))
 
     return run
-
-
-class _EndOfCaptureError(CannotAdopt):
-    """No batch can be captured any more, as after a first captured step that failed, and was taken back."""
-
-
-_LAGGING: dict[int, tuple[type, AdoptedStep]] = {}  # tensors that lag, by id: their class, and the step to settle
-
-
-def _catch_up(tree: Any) -> None:
-    for tensor in tensor_leaves(tree):
-        if id(tensor) in _LAGGING:
-            _LAGGING[id(tensor)][1].settle()
-
-
-def _caught_up_first(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    _catch_up((args, kwargs))
-    return func(*args, **(kwargs or {}))
-
-
-class _LaggingTensor(Tensor):
-    """A tensor of an optimizer's state that lags until somebody looks at it; then it is a plain tensor again."""
-
-    __torch_function__: Any = classmethod(_caught_up_first)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        _catch_up(self)
-        return copy.deepcopy(self, memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        _catch_up(self)
-        return self.__reduce_ex__(protocol)
-
-
-class _LaggingParameter(nn.Parameter):
-    """A weight that lags until somebody looks at it; then it is a plain parameter again."""
-
-    __torch_function__: Any = classmethod(_caught_up_first)
-    __deepcopy__ = _LaggingTensor.__deepcopy__
-    __reduce_ex__ = _LaggingTensor.__reduce_ex__

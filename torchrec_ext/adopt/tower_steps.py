@@ -6,24 +6,27 @@ TowersSource: the rank's towers, and its rows of the rest, as what a captured st
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_leaves
 
-from torchrec_ext.adopt.checks import module_line
+from torchrec_ext.adopt.checks import ForwardWatch, module_line, update_rules
 from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.adopt.exchange import HEADER, OutputExchange, squared_norm
-from torchrec_ext.adopt.source import AdoptedSource, AnyBatch, ForwardWatch, Table, looked_up_tables
-from torchrec_ext.adopt.step import AdoptedStep, StepEngine
-from torchrec_ext.adopt.subnetworks import batch_rows
+from torchrec_ext.adopt.graph import ForwardGraph, traced_call
+from torchrec_ext.adopt.source import AdoptedSource, AnyBatch, GivenBatch, GraphCall
+from torchrec_ext.adopt.step import AdoptedStep, EndOfStepError, StepEngine, weakly
+from torchrec_ext.adopt.subnetworks import UserLoss
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.config import Compile
-from torchrec_ext.train.step.captured import CapturedStep, RareShapeError, Run, StepInputs, unaliased
+from torchrec_ext.train.step.captured import RareShapeError, Run, StepInputs, unaliased
 from torchrec_ext.train.step.choose import PATIENCE
 from torchrec_ext.train.step.memory import StepMemory
 from torchrec_ext.train.step.parts import split_at
@@ -32,23 +35,25 @@ TOTAL = 2  # index, among the results of a step, of what is summed over the rank
 
 
 class TowerStep(Protocol):
-    """A rank's towers and its rows of the rest, as :class:`TowersApart` gives them to its steps.
+    """What a local step asks of TowersApart: this rank's towers, and its rows for the shared layers.
 
     Attributes:
         runtime: this process's rank and device.
         exchange: exchanges with the other ranks.
         top: parameters outside of the towers that optimizers move.
+        loss: the user's loss function, with towers that stand in.
     """
 
     runtime: Runtime
     exchange: OutputExchange
     top: list[nn.Parameter]
+    loss: UserLoss
 
-    def run_towers(self, batch: Sequence[Any], leaves: list[Any], rows: int) -> list[Tensor]:
-        """Returns the leaves of the outputs of this rank's towers, (B, ...) each."""
+    def tower_calls(self, batch: Sequence[Any], rows: int) -> list[tuple[nn.Module, Any, Any]]:
+        """Returns this rank's towers, each with its positional and keyword arguments for a whole batch."""
 
-    def run_top(self, leaves: list[Any], spec: Any, rows: int, received: Sequence[Tensor]) -> tuple[Tensor, Any]:
-        """Returns the loss of this rank's rows, and aux, on the outputs of all towers."""
+    def share_of(self, batch: Sequence[Any], rows: int) -> tuple[Any, ...]:
+        """Returns the batch of this rank's rows."""
 
     def eager(self, batch: Sequence[Any], watch: ForwardWatch | None) -> tuple[Tensor, Any]:
         """Makes this rank's part of a step by the user's own code."""
@@ -57,14 +62,37 @@ class TowerStep(Protocol):
         """Returns the head of the exchange of outputs, and B, of a batch that is like the example."""
 
     def before_writing(self, loss: float) -> None:
-        """Raises where the loss is not finite; otherwise takes notice that weights are written next."""
+        """Raises if the loss is not finite; otherwise takes notice that weights are written next."""
 
     def fail(self) -> None:
         """Takes notice that this rank alone has not made the step."""
 
 
-class EndOfStepError(Exception):
-    """A captured step that all ranks have ended alike, or in which this rank has failed; its cause says why."""
+class _TowerCall(NamedTuple):
+    """One call of the two graphs of a step.
+
+    Args:
+        towers: call of the graph of this rank's towers; None if it has none.
+        places: index among the outputs of that graph of each leaf of the towers' outputs.
+        top: call of the graph of the loss.
+        first_received: the first leaf of the loss's batch that is a tower's output.
+        rows: B, rows of the batch.
+    """
+
+    towers: GraphCall | None
+    places: tuple[int, ...]
+    top: GraphCall
+    first_received: int
+    rows: int
+
+    @property
+    def graphs(self) -> list[ForwardGraph]:
+        """The graphs."""
+        return [call.graph for call in (self.towers, self.top) if call is not None]
+
+    def outer(self) -> list[Tensor]:
+        """Returns the inputs that are neither the batch's nor parameters which the step moves."""
+        return [*(self.towers.outer() if self.towers else []), *self.top.outer()]
 
 
 class LocalStep(AdoptedStep):
@@ -75,7 +103,6 @@ class LocalStep(AdoptedStep):
         model: the user's model.
         optimizers: the user's optimizers.
         loss: the user's function from a batch to the loss.
-        elsewhere: parameters and buffers of other ranks' towers, by name.
         clip_norm: limit of the norm of all ranks' gradients; 0 for none.
         compile_: see :func:`adopt_towers`.
         verify: see :func:`adopt_towers`.
@@ -87,16 +114,12 @@ class LocalStep(AdoptedStep):
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         loss: Callable[..., Any],
-        elsewhere: Mapping[str, Tensor],
         *,
         clip_norm: float,
         compile_: Compile,
         verify: int,
     ) -> None:
-        self._apart, self._absent = apart, frozenset(elsewhere)
-        top, parameters = set(map(id, apart.top)), dict(model.named_parameters())
-        reason = "outside of the towers, where its gradient is summed over the ranks"
-        self._as_layers = {name: reason for name in looked_up_tables(model) if id(parameters[name]) in top}
+        self._apart = apart
         super().__init__(
             model,
             optimizers,
@@ -114,50 +137,123 @@ class LocalStep(AdoptedStep):
     @property
     def capture_is_due(self) -> bool:
         """Whether eager steps of this rank have taken as long as a capture does."""
-        return not self._why and self._captured is None and len(self._eager_seconds) >= 2 and super()._pays()
+        return not self._why and self._traced is None and len(self._eager_seconds) >= 2 and super()._pays()
 
     def _pays(self) -> bool:
         # All ranks capture before the same step, so that none waits for another's compiler.
         return self._compile == "require" or self._apart.exchange.due
 
-    def _executor(self) -> StepEngine:
-        return _InParts(self._device)
+    def _as_layers(self) -> dict[str, str]:
+        top = set(map(id, self._apart.top))
+        reason = "outside of the towers, where its gradient is summed over the ranks"
+        return {name: reason for name, parameter in self._model.named_parameters() if id(parameter) in top}
 
-    def _eager(self, batch: AnyBatch, watch: Any = None) -> tuple[Tensor, Any]:
+    def _source_of(self, memory: StepMemory) -> AdoptedSource:
+        return TowersSource(self._apart, self._model, memory, self._clip_norm)
+
+    def _executor(self, source: AdoptedSource) -> StepEngine:
+        assert isinstance(source, TowersSource)
+        return _InParts(self._device, source)
+
+    def _eager(self, batch: AnyBatch, watch: ForwardWatch | None = None) -> tuple[Tensor, Any]:
         return self._apart.eager(batch.args(), watch)
 
-    def _source_of(
-        self,
-        memory: StepMemory,
-        tables: Mapping[str, list[Table]],
-        not_tables: Mapping[str, str],
-        outside: list[Tensor],
-    ) -> AdoptedSource:
-        source = TowersSource(self._apart, self._model, memory, tables, not_tables, outside, self._clip_norm)
-        assert isinstance(self._engine, _InParts)
-        self._engine.source = source
-        return source
+    def _begin_capture(self) -> None:
+        super()._begin_capture()
+        self._towers = traced_call(_outputs_of, weakly(self._take_towers))
+        self._tower_graphs: dict[int, Any] = {}
+        self._top_graphs: dict[int, Any] = {}
+        self._received: dict[int, list[Tensor]] = {}  # stand for what will arrive, by the rows of a batch
+        self._by_graphs: dict[tuple[int, ...], Any] = {}
 
-    def _run(self, captured: CapturedStep, given: StepInputs, batch: AnyBatch, before: Any) -> tuple[Tensor, Any]:
-        source = self._adopted_source
-        assert isinstance(source, TowersSource)
-        if self._stale_grads:
-            for optimizer in self._optimizers:
-                optimizer.zero_grad()
-            self._stale_grads = False
+    def _called(self, batch: AnyBatch) -> tuple[Tensor, Any]:
+        """Has Dynamo compare what towers and loss depend on, and makes the step of both graphs."""
+        apart, args = self._apart, batch.args()
+        self._header, rows = apart.header(args)
+        if not apart.exchange.fits(rows):
+            raise RareShapeError("a batch of more rows than any before")
+        if rows not in self._received:
+            self._received[rows] = apart.exchange.received(apart.exchange.blanks(rows, late=False)[0], rows)
+        received, calls, share = self._received[rows], apart.tower_calls(args, rows), apart.share_of(args, rows)
+        self._of_towers: GraphCall | None = None
+        self._places: tuple[int, ...] = ()
+        self._rows_of_batch = rows
+        lag = self._unmarked()
+        try:
+            with self._guarded:
+                if calls:
+                    self._batch = GivenBatch(tuple(call[1:] for call in calls))
+                    outputs = tree_leaves(self._towers([call[0] for call in calls], [call[1:] for call in calls]))
+                    blanks = list(map(id, self._blanks))
+                    self._places = tuple(blanks.index(id(output)) for output in outputs)
+                self._batch = GivenBatch((*share, *received))
+                assert self._traced is not None
+                with apart.loss.standing_in(received):
+                    return self._traced(*share)
+        finally:
+            if lag is not None:
+                lag.remark()
+
+    def _take_towers(self, module: GraphModule, examples: list[Tensor]) -> Callable[..., Sequence[Any]]:
+        """Receives the graph of this rank's towers."""
+        graph, check = self._graph_of(module, examples)
+
+        self._tower_graphs[graph.number] = graph, check
+        return weakly(self._call_towers, graph.number)
+
+    def _call_towers(self, number: int, *tensors: Tensor) -> Sequence[Any]:
+        graph, check = self._tower_graphs[number]
+        check(tensors)
+        self._of_towers = GraphCall(graph, self._batch, tensors)
+        # Stand for the outputs until the step is made; Dynamo puts them where the towers return them.
+        self._blanks = [torch.empty(output.shape, dtype=output.dtype) for output in graph.outputs]
+        return self._blanks
+
+    def _take_graph(self, module: GraphModule, examples: list[Tensor]) -> Callable[..., Sequence[Any]]:
+        """Receives the graph of the loss."""
+        received = self._received[self._rows_of_batch]
+        share = self._batch.args()[: -len(received)]
+        with torch._guards.tracing(None), torch.no_grad(), torch.random.fork_rng():
+            leaves, spec = tree_flatten(share)
+            self._apart.loss.with_outputs(leaves, spec, received)  # refuses towers that are called in another way
+        count = len(leaves)
+        graph, check = self._graph_of(module, examples, range(count, count + len(received)))
+
+        self._top_graphs[graph.number] = graph, check, count
+        return weakly(self._call_graph, graph.number)
+
+    def _call_graph(self, number: int, *tensors: Tensor) -> Sequence[Any]:
+        graph, check, count = self._top_graphs[number]
+        check(tensors)
+        top = GraphCall(graph, self._batch, tensors)
+        call = _TowerCall(self._of_towers, self._places, top, count, self._rows_of_batch)
+        numbers = tuple(each.number for each in call.graphs)
+        if numbers not in self._by_graphs:
+            self.settle()
+            rules = update_rules(self._model, self._optimizers)
+            self._by_graphs[numbers] = self._captured_for(call.graphs, rules)
+        return self._run(self._by_graphs[numbers], call)
+
+    def _trained(self, captured: Any, given: StepInputs) -> tuple[Tensor, Any]:
+        source = captured.source
         made = source.memory.steps_made
         try:
-            source.header, _ = self._apart.header(batch.args())
-            tensors = source.with_header(given)
-            _, (_, aux) = captured(tensors)
+            _, outputs = captured.step(source.with_header(given, self._header))
         except Exception as error:
             source.memory.take_back(made)
             raise EndOfStepError from error
-        return source.whole_loss, aux
+        self._whole_loss = source.whole_loss
+        return source.whole_loss, outputs[1]
 
-    def _verified(self, given: StepInputs, batch: AnyBatch, before: Any, result: Any) -> tuple[Tensor, Any]:
+    def _any_step(self, batch: AnyBatch) -> tuple[Tensor, Any]:
+        self._whole_loss = None
+        loss, aux = super()._any_step(batch)
+        return (loss if self._whole_loss is None else self._whole_loss), aux
+
+    def _verified(self, captured: Any, batch: AnyBatch) -> tuple[Tensor, Any]:
+        self._whole_loss = None
         self._apart.exchange.read_again()
-        eager = super()._verified(given, batch, before, result)
+        eager = super()._verified(captured, batch)
         if not self._why and (difference := self._apart.exchange.difference):
             self._stay_eager(
                 CannotAdopt(f"a captured step differs from the eager one on the same batch in {difference}")
@@ -177,6 +273,17 @@ class LocalStep(AdoptedStep):
             print(f"adopt_towers: rank {self._apart.runtime.rank}: {text}", flush=True)
 
 
+def _pieces(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[Sequence[Tensor]]:
+    """Splits tensors into pieces of so many, and the rest."""
+    ends = [0, *itertools.accumulate(counts)]
+    return [*(tensors[start:stop] for start, stop in itertools.pairwise(ends)), tensors[ends[-1] :]]
+
+
+def _outputs_of(towers: Sequence[nn.Module], arguments: Sequence[Any]) -> list[Any]:
+    pairs = zip(towers, arguments)  # noqa: B905 - Dynamo traces it
+    return [tower(*positional, **keywords) for tower, (positional, keywords) in pairs]
+
+
 class TowersSource(AdoptedSource):
     """A rank's towers, and its rows of the rest, as the :class:`StepSource` of a captured step.
 
@@ -186,83 +293,75 @@ class TowersSource(AdoptedSource):
         apart: what the rank knows of the step.
         model: the user's model.
         memory: parameters that this rank moves.
-        tables: objects that look up in tables, by the name of the table.
-        not_tables: why a table is moved as a dense layer, by its name.
-        outside: tensors that the forward reads and that are neither the model's nor the batch's.
         clip_norm: limit of the norm of all ranks' gradients; 0 for none.
 
     Attributes:
         cuts: indices of the results of a step at which ranks meet.
-        header: the numbers of the next step's exchange of outputs.
         whole_loss: loss of the whole batch of the last step, ().
     """
 
     whole_loss: Tensor
-    header: list[float]
 
-    def __init__(
-        self,
-        apart: TowerStep,
-        model: nn.Module,
-        memory: StepMemory,
-        tables: Mapping[str, Sequence[Table]],
-        not_tables: Mapping[str, str],
-        outside: Sequence[Tensor],
-        clip_norm: float,
-    ) -> None:
-        super().__init__(model, self._local_loss, memory, tables, not_tables, outside, clip_norm)
+    def __init__(self, apart: TowerStep, model: nn.Module, memory: StepMemory, clip_norm: float) -> None:
+        super().__init__(model, memory, clip_norm)
         self._apart, self._exchange = apart, apart.exchange
-        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._top = [names[id(parameter)] for parameter in apart.top]
         moved = {each.name for each in memory.moved}
         self._used = [name in moved for name in self._top]
         late = bool(clip_norm) or not self._exchange.small
         self.cuts = (1, TOTAL + 1, TOTAL + 2) if late else (1, TOTAL + 1)
         self._rows, self._begun = 0, None
+        self._header = [0.0] * HEADER
 
     def inputs(self, item: Any) -> StepInputs:
-        """Returns the tensors of a batch, and behind them the header and what stands for what will arrive.
+        """Returns the tensors of a call, and behind them the header and what stands for what will arrive.
 
         Raises:
-            RareShapeError: the exchange has no room for the batch yet; an eager step makes it.
             CannotCaptureError: see :meth:`AdoptedSource.inputs`.
         """
-        given = super().inputs(item)
         if isinstance(item, StepInputs):
-            return given
-        if not self._exchange.fits(given.rows):
-            raise RareShapeError("a batch of more rows than any before")
-        count, make = len(given.tensors), given.make
-        beside = [self._exchange.header([0.0] * HEADER), *self._exchange.blanks(given.rows, late=len(self.cuts) > 2)]
+            return item
+        given = [super(TowersSource, self).inputs(call) for call in (item.towers, item.top) if call is not None]
+        counts = [len(each.tensors) for each in given]
+        beside = [
+            self._exchange.header([0.0] * HEADER),
+            *self._exchange.blanks(item.rows, late=len(self.cuts) > 2),
+        ]
 
-        def made(resident: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:
-            self._head, *self._arrived = tensors[count:]
-            return make(resident, tensors[:count])
+        def make(resident: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:
+            *values, (self._head, *self._arrived) = _pieces(tensors, counts)
+            made = [each.make((), piece) for each, piece in zip(given, values, strict=True)]
+            return (made[0] if item.towers else None), item.places, made[-1], item.first_received, item.rows
 
-        key = (given.key, self._exchange.capacity)
-        return dataclasses.replace(given, key=key, tensors=[*given.tensors, *beside], make=made)
+        key = (tuple(each.key for each in given), item.places, self._exchange.capacity)
+        tensors = [*(tensor for each in given for tensor in each.tensors), *beside]
+        return StepInputs(key, key, item.rows, tensors, make)
 
-    def with_header(self, given: StepInputs) -> StepInputs:
+    def with_header(self, given: StepInputs, header: list[float]) -> StepInputs:
         """Returns the inputs of the next step, with its header."""
         tensors = list(given.tensors)
-        tensors[-len(self.cuts) - 1] = self._exchange.header(self.header)
-        self._rows = given.rows
+        tensors[-len(self.cuts) - 1] = self._exchange.header(header)
+        self._rows, self._header = given.rows, header
         return dataclasses.replace(given, tensors=tensors)
 
-    def _local_loss(self, *batch: Any) -> tuple[Tensor, Any]:
-        """Returns the loss of this rank's rows, and aux."""
-        leaves, spec = tree_flatten(tuple(batch))
-        self._rows = rows = batch_rows(leaves)
-        self._outputs = self._apart.run_towers(batch, leaves, rows)
+    def forward(self, tensors: dict[str, Tensor], batch: Any) -> tuple[Tensor, Any]:
+        """Returns the loss of this rank's rows, (), and as the output what is sent, and the outputs of the graph."""
+        towers, places, top, first, rows = batch
+        outputs = [] if towers is None else super().run(tensors, towers)[1]
+        self._rows = rows
+        self._outputs = [outputs[place] for place in places]
         self._sent = [torch.cat(self._exchange.outgoing(self._head, self._outputs, rows))]
         self._received = self._exchange.received(self._arrived[0], rows)
         self._weight = self._exchange.weight(rows)
-        return self._apart.run_top(leaves, spec, rows, self._received)
-
-    def forward(self, tensors: dict[str, Tensor], batch: Any) -> tuple[Tensor, Any]:
-        """Returns the loss of this rank's rows, (), and as the output what is sent, and aux."""
-        loss, aux = super().forward(tensors, batch)
-        return loss, (self._sent, aux)
+        arrived = {
+            index: self._received[leaf - first]
+            for index, leaf in top.graph.inputs
+            if leaf is not None and leaf >= first
+        }
+        top = top._replace(tensors=top.tensors | arrived)
+        loss, aux = super().run(tensors, top)
+        return loss, (self._sent, [each.detach() if isinstance(each, Tensor) else each for each in aux])
 
     def gradients(self, loss: Tensor, leaves: Mapping[str, list[Tensor]]) -> dict[str, list[Tensor | None]]:
         """Returns the gradients of the whole batch's loss, by the names of the parameters."""
@@ -272,7 +371,7 @@ class TowersSource(AdoptedSource):
         first = torch.autograd.grad(loss, [*self._received, *flat], allow_unused=True)
         for name, grad in zip(names, first[len(self._received) :], strict=True):
             if grad is not None and name not in self._top:
-                raise CannotAdopt(f"{module_line(self._called.model, name)} is read outside of its tower")
+                raise CannotAdopt(f"{module_line(self._model, name)} is read outside of its tower")
         of_top = dict(zip(names, first[len(self._received) :], strict=True))
         total = self._exchange.total(loss, [of_top.get(name) for name in self._top])
         pairs = zip(self._received, first, strict=False)
@@ -325,7 +424,7 @@ class TowersSource(AdoptedSource):
     def fail(self, cut: int, error: Exception) -> None:
         """Tells the other ranks that this one cannot go on, so that all raise alike. Collective."""
         if cut == 0 and not self._exchange.met:
-            head = self._exchange.header([*self.header[:3], 1.0, *self.header[4:]])
+            head = self._exchange.header([*self._header[:3], 1.0, *self._header[4:]])
             self._exchange.exchange_outputs(self._exchange.outgoing(head, [], self._rows), error)
         elif cut == 1:
             self._exchange.give_up(self._rows)
@@ -345,7 +444,7 @@ class TowersSource(AdoptedSource):
             if bool(ranks) != expected:
                 self._apart.fail()
                 raise CannotAdopt(
-                    f"{module_line(self._called.model, name)} has a gradient in some steps and none in others, which a "
+                    f"{module_line(self._model, name)} has a gradient in some steps and none in others, which a "
                     "captured step of towers does not follow: give compile='off'"
                 )
 
@@ -353,11 +452,14 @@ class TowersSource(AdoptedSource):
 class _InParts(StepEngine):
     """Compiles a step in the parts between which ranks meet.
 
-    Attributes:
-        source: the step's source, known once an eager step was watched.
+    Args:
+        device: the rank's device.
+        source: the step's source.
     """
 
-    source: TowersSource
+    def __init__(self, device: torch.device, source: TowersSource) -> None:
+        super().__init__(device)
+        self.source = source
 
     def __call__(self, step: Callable[..., list[Tensor]], memory: list[Tensor], inputs: list[Tensor]) -> Run:
         """Captures the step."""

@@ -31,11 +31,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
+from torchrec_ext.adopt.checks import ForwardWatch
 from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.adopt.exchange import SETTLE, STEP, OutputExchange, raise_together, squared_norm
-from torchrec_ext.adopt.source import ForwardWatch
+from torchrec_ext.adopt.step import EndOfStepError
 from torchrec_ext.adopt.subnetworks import (
     UserLoss,
     batch_rows,
@@ -45,7 +46,7 @@ from torchrec_ext.adopt.subnetworks import (
     python_attributes,
     subnetworks,
 )
-from torchrec_ext.adopt.tower_steps import EndOfStepError, LocalStep
+from torchrec_ext.adopt.tower_steps import LocalStep
 from torchrec_ext.distributed.optim.hybrid import GradientNotFiniteError
 from torchrec_ext.distributed.runtime import Runtime, calm_gloo
 from torchrec_ext.train.config import Compile
@@ -198,14 +199,11 @@ class TowersApart:
             raise CannotAdopt(f"compile={compile_!r}: must be 'auto', 'off' or 'require'")
         if not isinstance(verify, int) or verify < 0:
             raise CannotAdopt(f"verify={verify!r}: must be a number of steps, 0 or more")
-        others = tuple(f"{tower.path}." for tower in self._towers if tower not in self.local)
-        tensors = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
         self._local = LocalStep(
             self,
             self._model,
             self._optimizers,
             loss,
-            {name: tensor for name, tensor in tensors.items() if name.startswith(others)},
             clip_norm=float(clip_norm),
             compile_=compile_,
             verify=verify,
@@ -327,8 +325,6 @@ class TowersApart:
         weight = exchange.weight(rows)
         loss, aux = torch.zeros((), device=self.runtime.device), None
         try:
-            if watch is not None:
-                watch.observer.know(received)
             with watch or nullcontext():
                 loss, aux = self.run_top(leaves, spec, rows, received)
             (loss * weight).backward()  # type: ignore[no-untyped-call]
@@ -375,6 +371,17 @@ class TowersApart:
         """Returns the leaves of the outputs of this rank's towers, (B, ...) each."""
         computed = self.loss.read_inputs(batch, rows, [tower for tower in self.local if tower.computed])
         return [leaf for tower in self.local for leaf in tower.run(leaves, computed.get(tower.path), rows)]
+
+    def tower_calls(self, batch: Sequence[Any], rows: int) -> list[tuple[nn.Module, Any, Any]]:
+        """Returns this rank's towers, each with its positional and keyword arguments for a whole batch."""
+        computed = self.loss.read_inputs(batch, rows, [tower for tower in self.local if tower.computed])
+        leaves = tree_leaves(tuple(batch))
+        return [(tower.module, *tower.arguments_of(leaves, computed.get(tower.path))) for tower in self.local]
+
+    def share_of(self, batch: Sequence[Any], rows: int) -> tuple[Any, ...]:
+        """Returns the batch of this rank's rows."""
+        share = self.share(rows)
+        return tree_map_only(Tensor, lambda leaf: leaf[share], tuple(batch))  # type: ignore[no-any-return]
 
     def run_top(self, leaves: list[Any], spec: Any, rows: int, received: Sequence[Tensor]) -> tuple[Tensor, Any]:
         """Returns the loss of this rank's rows, and aux, on the outputs of all towers."""
