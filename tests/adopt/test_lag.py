@@ -1,0 +1,209 @@
+"""Rows that are updated later: every reader sees them updated, whoever holds the memory, and nothing stays alive."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import torchrec_ext.adopt.step as adopted
+import torchrec_ext.train.step.memory as memories
+from torchrec_ext.adopt import AdoptedStep, adopt
+
+USERS, ITEMS, D, B = 700, 300, 4, 16
+NEAR = 2e-3
+
+
+@pytest.fixture(autouse=True)
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps run as traced, op by op, and none is compared for its own sake."""
+    monkeypatch.setattr(adopted, "compile_graph", lambda graph, examples: graph)
+    for share in ("_CHECKED", "_CHECKED_AFTER_PAUSE"):
+        monkeypatch.setattr(adopted, share, 0.0)
+    monkeypatch.setattr(AdoptedStep, "_report", lambda step: None)
+
+
+class Towers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.user, self.item = nn.Embedding(USERS, D), nn.Embedding(ITEMS, D)
+        self.top = nn.Linear(2 * D, 1)
+
+    def forward(self, user: Tensor, item: Tensor) -> Tensor:
+        return self.top(torch.cat([self.user(user), self.item(item)], 1)).squeeze(1)  # type: ignore[no-any-return]
+
+
+def made(compile_: Any = "require", **options: Any) -> tuple[Any, AdoptedStep, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model: Any = Towers()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+
+    def loss(user: Tensor, item: Tensor, label: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(model(user, item), label)
+
+    return model, adopt(model, optimizer, loss, compile=compile_, verify=0, **options), optimizer
+
+
+def batches(count: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(count):
+        user = torch.randint(USERS, (B,), generator=generator)
+        item = torch.randint(ITEMS, (B,), generator=generator)
+        yield user, item, torch.randint(2, (B,), generator=generator).float()
+
+
+def trained(compile_: Any, after: Callable[[Any, int], Any], count: int = 30) -> tuple[Any, AdoptedStep]:
+    """Trains, and calls a function after each step."""
+    model, step, _ = made(compile_)
+    for number, batch in enumerate(batches(count)):
+        step(*batch)
+        after(model, number)
+    return model, step
+
+
+def assert_alike(model: Any, other: Any) -> None:
+    for name, value in model.state_dict().items():
+        assert torch.allclose(value, other.state_dict()[name], atol=NEAR), name
+
+
+def test_a_padding_row_that_is_zeroed_after_each_step_leaves_the_others_for_later() -> None:
+    def zero(model: Any, number: int) -> None:
+        with torch.no_grad():
+            model.item.weight[0] = 0
+            model.user.weight[[3, 5]] = torch.full((2, D), 0.25)
+
+    plain, _ = trained("off", zero)
+    model, step = trained("require", zero)
+    assert step._current is not None
+    assert step._current.lag.active
+    assert step._current.lag.count == 0
+    assert_alike(plain, model)
+    assert float(model.item.weight[0].abs().max()) == 0.0
+
+
+def test_averages_of_all_weights_are_those_of_eager_steps() -> None:
+    def averaged(compile_: Any) -> tuple[Any, AdoptedStep]:
+        model, step, _ = made(compile_)
+        averages = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        for batch in batches(20):
+            step(*batch)
+            averages.update_parameters(model)
+        return averages, step
+
+    (plain, _), (ours, step) = averaged("off"), averaged("require")
+    assert_alike(plain, ours)
+    assert step._current is not None
+    assert step._current.lag.count >= 15
+
+
+def test_readers_of_whole_tables_that_eat_the_gain_are_named_and_steps_go_eager(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (("CAPTURE_S", 0.0), ("CAPTURE_S_PER_CALL", 0.0), ("WATCHED", 4), ("_PACE", 8)):
+        monkeypatch.setattr(adopted, name, value)
+    monkeypatch.setattr(adopted, "median_step", lambda seconds: 1e-9)
+    monkeypatch.setattr(AdoptedStep, "_report", lambda step: setattr(step, "_reported", True))
+    _, step = trained("auto", lambda model, _: float(model.item.weight.norm()), 40)
+    assert "test_lag.py" in step.describe()
+    assert "all rows are updated after each step for it" in step.describe()
+    assert "norm()" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("way", ["data", "numpy", "state_dict", "dlpack", "a frozen table"])
+def test_memory_that_somebody_holds_is_as_after_eager_steps_at_any_time(way: str) -> None:
+    found = []
+    for compile_ in ("off", "require"):
+        model, step, _ = made(compile_)
+        kept: Any = {
+            "data": lambda model: model.item.weight.data,
+            "numpy": lambda model: model.item.weight.detach().numpy(),
+            "state_dict": lambda model: model.state_dict()["item.weight"],
+            "dlpack": lambda model: torch.from_dlpack(model.item.weight.detach()),
+            "a frozen table": lambda model: nn.Embedding.from_pretrained(model.item.weight.data),
+        }[way]
+        held, values = None, []
+        for number, batch in enumerate(batches(20)):
+            if number == 8:
+                held = kept(model)
+            step(*batch)
+            if held is not None:
+                rows = held.weight if isinstance(held, nn.Embedding) else torch.as_tensor(held)
+                values.append(rows.clone())
+        found.append(torch.stack(values))
+    assert torch.allclose(*found, atol=NEAR)
+
+
+def test_models_that_are_dropped_are_gone() -> None:
+    def once() -> tuple[weakref.ref[Any], weakref.ref[Any]]:
+        model, step, _ = made()
+        for batch in batches(6):
+            step(*batch)
+        return weakref.ref(model), weakref.ref(step)
+
+    references = [once() for _ in range(2)]
+    gc.collect()
+    assert [each() for pair in references for each in pair] == [None] * 4
+
+
+def test_two_steps_over_one_model_by_turns_learn_what_eager_ones_learn() -> None:
+    found = []
+    for compile_ in ("off", "require"):
+        model, first, optimizer = made(compile_)
+
+        def pull(user: Tensor, item: Tensor, label: Tensor, model: Any = model) -> Tensor:
+            scores = (model.user(user) * model.item(item)).sum(1) + model.top.weight.sum() + model.top.bias
+            return F.binary_cross_entropy_with_logits(scores, label)
+
+        second = adopt(model, optimizer, pull, compile=compile_, verify=0)  # type: ignore[arg-type]
+        losses = [float(step(*batch)[0]) for batch in batches(16) for step in (first, second)]
+        found.append((model.state_dict(), losses, optimizer.state_dict()))
+    assert found[1][1] == pytest.approx(found[0][1], abs=NEAR)
+    assert all(torch.allclose(value, found[1][0][name], atol=NEAR) for name, value in found[0][0].items())
+    assert {float(state["step"]) for state in found[1][2]["state"].values()} == {32.0}
+
+
+def test_an_update_of_all_rows_that_is_interrupted_is_completed_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, _ = trained("off", lambda *_: None)
+    model, _ = trained("require", lambda *_: None)
+    monkeypatch.setattr(memories, "BLOCK_ROWS", 100)
+    caught_up, calls = memories.caught_up, []
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return caught_up(*args, **kwargs)
+
+    monkeypatch.setattr(memories, "caught_up", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        model.state_dict()
+    assert_alike(plain, model)
+
+
+def test_a_thread_that_evaluates_during_a_capture_reads_what_it_should() -> None:
+    model, step, _ = made()
+    given, done, errors = list(batches(30)), threading.Event(), []
+
+    def evaluate() -> None:
+        try:
+            while not done.is_set():
+                with torch.no_grad():
+                    assert model(*given[0][:2]).isfinite().all()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=evaluate)
+    thread.start()
+    for batch in given:
+        step(*batch)
+    done.set()
+    thread.join()
+    assert not errors
