@@ -530,8 +530,6 @@ class AdoptedStep:
         for name, (number, index, parameter, choice) in rules.items():
             if name not in reached:
                 continue
-            if name in looked_up and choice.weight_decay:
-                not_tables.setdefault(name, "AdamW's weight_decay moves all its rows in every step")
             optimizer = self._optimizers[number]
             values = optimizer.state.get(parameter, {})
             keys = STATES[choice.kind]
@@ -552,13 +550,18 @@ class AdoptedStep:
             )
         key = tuple((each.name, each.table) for each in moved)
         if key not in self._parts:
-            memory = StepMemory(moved, {}, clips=bool(self._clip_norm))
+            memory = StepMemory(moved, {}, clips=self._clips_whole_tables)
             source = self._source_of(memory)
             patience = self._patience if self._compile == "auto" else 0
             engine = self._executor(source)
             step = CapturedStep(source, engine, autocast=self._autocast, patience=patience)
             self._parts[key] = _Captured(source, step, engine, state, not_tables)
         return self._parts[key]
+
+    @property
+    def _clips_whole_tables(self) -> bool:
+        """Whether tables are moved whole because the norm of gradients is limited."""
+        return False
 
     def _as_layers(self) -> dict[str, str]:
         """Names tables that are moved as dense layers, each with the reason."""

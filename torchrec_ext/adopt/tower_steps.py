@@ -143,6 +143,10 @@ class LocalStep(AdoptedStep):
         # All ranks capture before the same step, so that none waits for another's compiler.
         return self._compile == "require" or self._apart.exchange.due
 
+    @property
+    def _clips_whole_tables(self) -> bool:
+        return bool(self._clip_norm)
+
     def _as_layers(self) -> dict[str, str]:
         top = set(map(id, self._apart.top))
         reason = "outside of the towers, where its gradient is summed over the ranks"

@@ -114,6 +114,7 @@ class Choice:
         betas: decay rates of Adam's first and second moment.
         weight_decay: decoupled weight decay.
         l2: factor of the squared norm added to the loss; ``adam`` only.
+        decays_all_rows: whether rows of a table without a gradient decay too, as torch's AdamW has it.
     """
 
     kind: str
@@ -122,6 +123,7 @@ class Choice:
     betas: tuple[float, float]
     weight_decay: float
     l2: float = 0.0
+    decays_all_rows: bool = False
 
     def changed(self, overrides: Iterable[Override]) -> Choice:
         """Returns a copy with the changes of all ``overrides``, of which later ones win."""

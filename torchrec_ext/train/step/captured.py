@@ -28,7 +28,7 @@ from torchrec_ext.batch import DrawnStep, TowerBatch
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.tables import row_by_row
 from torchrec_ext.train.step.lowering import CannotCaptureError, Packer, lowered, static_bags
-from torchrec_ext.train.step.memory import StepMemory, UpdatedParameter, moved_parameters
+from torchrec_ext.train.step.memory import RowTable, StepMemory, TableRows, UpdatedParameter, moved_parameters
 from torchrec_ext.train.step.update_rules import stepped
 
 # At 1,280 rows half of a step was Python between kernels. Whoever calls looks at shapes.
@@ -331,7 +331,7 @@ class ShardedSource(StepSource):
             if not parameter.requires_grad
         }
         self.clip_norm = optimizer.clip_norm
-        self.memory = StepMemory(moved_parameters(model, optimizer), fixed, clips=bool(self.clip_norm))
+        self.memory = StepMemory(moved_parameters(model, optimizer), fixed)
         self._packer = Packer()
 
     def inputs(self, item: TowerBatch | DrawnStep) -> StepInputs:
@@ -511,7 +511,7 @@ class CapturedStep:
             grads = self._source.gradients(loss, leaves)
         self._source.no_gradient([name for name, of_one in grads.items() if all(grad is None for grad in of_one)])
         with torch.no_grad():
-            self._limit(grads)
+            self._limit(grads, tables)
             for moved in memory.moved:
                 if moved.table:
                     tables[moved.name].move(grads[moved.name])
@@ -519,14 +519,18 @@ class CapturedStep:
                     self._move(moved, tensors, grads[moved.name][0])
         return loss.detach(), output
 
-    def _limit(self, grads: dict[str, list[Tensor | None]]) -> None:
+    def _limit(self, grads: dict[str, list[Tensor | None]], tables: Mapping[str, TableRows]) -> None:
         """Limits the norm of the gradients of dense layers and replicated tables, as :class:`HybridOptimizer` does."""
         limited = [moved.name for moved in self._memory.moved if not moved.sharded]
         if not self._clip_norm:
             return
-        norm = self._source.squared_norm(
-            {name: [grad for grad in grads[name] if grad is not None] for name in limited}
-        ).sqrt()
+        counted = {name: [grad for grad in grads[name] if grad is not None] for name in limited}
+        for name in limited:
+            table = tables.get(name)
+            if isinstance(table, RowTable) and grads[name]:
+                summed, stands = table.gradients(grads[name])
+                counted[name] = [summed * stands]
+        norm = self._source.squared_norm(counted).sqrt()
         factor = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
         for name in limited:
             grads[name] = [None if grad is None else grad * factor for grad in grads[name]]

@@ -31,7 +31,19 @@ from torchrec_ext.distributed.optim.config import Choice
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.tables import Shard, collections, kernels_by_table, local_shards
 from torchrec_ext.train.step.lowering import CannotCaptureError
-from torchrec_ext.train.step.update_rules import UPDATES, caught_up, has_closed_form, reach, slide_on, slides, stepped
+from torchrec_ext.train.step.update_rules import (
+    SLIDES,
+    UPDATES,
+    RowClock,
+    caught_up,
+    decay_of,
+    decay_on,
+    has_closed_form,
+    lags,
+    row_clock,
+    slide_on,
+    stepped,
+)
 
 
 @dataclass
@@ -90,20 +102,14 @@ class RowTable:
     Args:
         weight: the table's rows, (rows, D), written where they are read.
         state: optimizer state of all rows, written likewise.
-        since: last step that each row has made, (rows,) int32.
-        place: index of each row among a step's look-ups, (rows,) int32; any values before and after a step.
-        slides: how far Adam's rows without a gradient slide, (K,), see :mod:`update_rules`.
-        powers: the tensor (W,) from :func:`reach`.
+        rows: the clock of its rows, written.
         choice: the update rule and its numbers.
         clock: count and learning rate of this step.
     """
 
     weight: Tensor
     state: list[Tensor]
-    since: Tensor
-    place: Tensor
-    slides: Tensor
-    powers: Tensor
+    rows: RowClock
     choice: Choice
     clock: Clock
     _reads: list[tuple[Tensor, Tensor, list[Tensor]]] = field(default_factory=list)
@@ -112,10 +118,9 @@ class RowTable:
         """Returns the vectors (n, D) of the ids (n,), as they are after the step before."""
         rows = self.weight.index_select(0, ids)
         state = [tensor.index_select(0, ids) for tensor in self.state]
-        if self.choice.kind == "adam":
-            since, before = self.since.index_select(0, ids), (self.clock.step - 1).int()
-            numbers: Any = {"betas": self.choice.betas, "eps": self.choice.eps}
-            rows, *state = caught_up(rows, state[0], state[1], since, before, self.slides, **numbers)
+        if lags(self.choice):
+            since, before = self.rows.since.index_select(0, ids), (self.clock.step - 1).int()
+            rows, *state = caught_up(rows, state, since, before, self.rows, self.choice)
         leaf = rows.detach().requires_grad_()
         self._reads.append((ids, leaf, state))
         return leaf
@@ -126,33 +131,41 @@ class RowTable:
 
     def move(self, grads: Sequence[Tensor | None]) -> None:
         """Writes the step; ``grads`` are those of :meth:`leaves`."""
+        decay = decay_of(self.choice)
         if self.choice.kind == "adam":  # all rows have been read by now
-            slide_on(self.slides, self.powers, self.clock.step, self.clock.lr, self.choice.betas)
+            slide_on(self.rows.slides, self.rows.powers, self.clock.step, self.clock.lr, self.choice.betas, decay)
+        if decay:
+            decay_on(self.rows.decays, self.clock.step, self.clock.lr, decay)
         if not self._reads:
             return
         ids = torch.cat([ids for ids, _, _ in self._reads])
         rows = torch.cat([leaf.detach() for _, leaf, _ in self._reads])
         state = [torch.cat(parts) for parts in zip(*(of_read for _, _, of_read in self._reads), strict=True)]
-        of_read = [
-            torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(grads, self.leaves(), strict=True)
-        ]
-        grad = self._summed(ids, torch.cat(of_read))
+        grad, _ = self.gradients(grads)
         new = stepped(rows, grad, state, self.clock.step, self.clock.lr, self.choice, table=True)
         # A row that was read twice is written twice, with the same values.
         for target, value in zip([self.weight, *self.state], [new[0], *new[1]], strict=True):
             target.index_put_((ids,), value)
-        if self.choice.kind == "adam":
-            self.since.index_put_((ids,), self.clock.step.int().expand(len(ids)))
+        if lags(self.choice):
+            self.rows.since.index_put_((ids,), self.clock.step.int().expand(len(ids)))
 
-    def _summed(self, ids: Tensor, grads: Tensor) -> Tensor:
-        """Sums the gradients of all look-ups of a row; returns the sum at each of them, (n, D).
+    def gradients(self, grads: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+        """Sums the gradients of all look-ups of a row; ``grads`` are those of :meth:`leaves`.
+
+        Returns:
+            The sum at each look-up, (n, D), and whether a look-up stands for its row, (n, 1): one of each row does.
 
         This needs neither sorting nor a number of rows that depends on the batch: each look-up writes its index at its
         row, one of them stays, and all gradients of the row are added up there.
         """
-        self.place.index_put_((ids,), torch.arange(len(ids), dtype=torch.int32, device=ids.device))
-        leader = self.place.index_select(0, ids).long()
-        return torch.zeros_like(grads).index_add(0, leader, grads).index_select(0, leader)
+        ids = torch.cat([ids for ids, _, _ in self._reads])
+        pairs = zip(grads, self.leaves(), strict=True)
+        each = torch.cat([torch.zeros_like(leaf) if grad is None else grad for grad, leaf in pairs])
+        places = torch.arange(len(ids), dtype=torch.int32, device=ids.device)
+        self.rows.place.index_put_((ids,), places)
+        leader = self.rows.place.index_select(0, ids)
+        at = leader.long()
+        return torch.zeros_like(each).index_add(0, at, each).index_select(0, at), (leader == places)[:, None]
 
 
 TableRows = WholeTable | RowTable
@@ -266,7 +279,6 @@ def state_tensors(state: Mapping[str, Any]) -> tuple[list[Tensor], list[Tensor]]
 
 
 BLOCK_ROWS = 1 << 14  # of a table that are brought up to date at once: six temporaries of so many rows
-_ROWS = ("since", "place", "slides", "powers")
 
 
 class StepMemory:
@@ -275,7 +287,7 @@ class StepMemory:
     Args:
         moved: parameters that the step moves, one at least, such as :func:`moved_parameters`.
         fixed: further tensors of the model by name, which no optimizer moves.
-        clips: whether the norm of all gradients is limited, for which those of tables must be whole.
+        clips: whether the norm of all gradients is limited, and the gradients of tables must be whole for it.
 
     Attributes:
         unsettled: steps since all rows were brought up to date.
@@ -291,7 +303,7 @@ class StepMemory:
         self._step = torch.zeros((), device=self.device)
         self._rates = [torch.zeros((), device=self.device) for _ in self._groups]
         self._known_rates = [float("nan")] * len(self._groups)
-        self._since: dict[str, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+        self._rows: dict[str, RowClock] = {}
         self.unsettled, self._most = 0, math.inf  # and the most before all rows must be brought up to date
         self.reload()
 
@@ -303,7 +315,7 @@ class StepMemory:
     @property
     def row_tables(self) -> list[str]:
         """Names of the tables that are moved row by row."""
-        return list(self._since)
+        return list(self._rows)
 
     def reload(self) -> None:
         """Reads the number of steps that the optimizer has made, after eager steps in between.
@@ -315,7 +327,7 @@ class StepMemory:
         if len(counts) > 1:
             raise CannotCaptureError(f"some parameters have made {min(counts):.0f} steps and others {max(counts):.0f}")
         self._step.fill_(max(counts, default=0.0))
-        for name in self._since:
+        for name in self._rows:
             self._all_made(name)
 
     @torch.no_grad()
@@ -324,43 +336,42 @@ class StepMemory:
         for moved in self.moved:
             for step in moved.steps:
                 step.copy_(self._step)
-            if moved.name in self._since and self.unsettled:
-                if moved.choice.kind == "adam":
+            if moved.name in self._rows and self.unsettled:
+                if lags(moved.choice):
                     self._catch_up(moved)
                 self._all_made(moved.name)
         self.unsettled = 0
 
     def _catch_up(self, moved: UpdatedParameter) -> None:
         """Brings every row of a table up to date, a block of rows at a time."""
-        since, _, sums, _ = self._since[moved.name]
-        (first, second), now = moved.state, self._step.int()
-        for start in range(0, len(since), BLOCK_ROWS):
-            rows, m, v, last = (tensor[start : start + BLOCK_ROWS] for tensor in (moved.weight, first, second, since))
-            new = caught_up(rows, m, v, last, now, sums, betas=moved.choice.betas, eps=moved.choice.eps)
+        clock, now = self._rows[moved.name], self._step.int()
+        for start in range(0, len(clock.since), BLOCK_ROWS):
+            last, rows, *state = (
+                tensor[start : start + BLOCK_ROWS] for tensor in (clock.since, moved.weight, *moved.state)
+            )
+            new = caught_up(rows, state, last, now, clock, moved.choice)
             # One call: after an interrupt between two, the rows would be updated once more.
-            torch._foreach_copy_([rows, m, v, last], [*new, now.expand(len(last))])
+            torch._foreach_copy_([rows, *state, last], [*new, now.expand(len(last))])
 
     @torch.no_grad()
     def write_rows(self, name: str, rows: Tensor, value: Any) -> None:
         """Brings some rows of a table up to date, and writes their values as ``weight[rows] = value`` does."""
         moved = self.tables[name]
-        since, _, sums, _ = self._since[name]
-        now = self._step.int()
-        if moved.choice.kind == "adam":
-            first, second = moved.state
-            old = (moved.weight[rows], first[rows], second[rows], since[rows])
-            new = caught_up(*old, now, sums, betas=moved.choice.betas, eps=moved.choice.eps)
-            for target, values in zip((moved.weight, first, second), new, strict=True):
+        clock, now = self._rows[name], self._step.int()
+        if lags(moved.choice):
+            state = [tensor[rows] for tensor in moved.state]
+            new = caught_up(moved.weight[rows], state, clock.since[rows], now, clock, moved.choice)
+            for target, values in zip((moved.weight, *moved.state), new, strict=True):
                 target[rows] = values
-        since[rows] = now
+        clock.since[rows] = now
         moved.weight[rows] = value
 
     def _all_made(self, name: str) -> None:
         """Notes that every row of a table has made the last step."""
-        since, _, sums, _ = self._since[name]
-        now = int(self._step)
-        since.fill_(now)
-        sums[now % len(sums)] = 0.0
+        clock, now = self._rows[name], int(self._step)
+        clock.since.fill_(now)
+        for sums in (clock.slides, clock.decays):
+            sums[now % len(sums)] = 0.0
 
     def begin(self) -> None:
         """Begins a step: sets its learning rates, and brings all rows up to date where one may lag too far behind."""
@@ -385,18 +396,15 @@ class StepMemory:
         """Decides how each table is moved, by how many look-ups a step makes of it."""
         for name, moved in self.tables.items():
             if self._by_row(moved, lookups[name], rule):
-                since = torch.full((len(moved.weight),), int(self._step), dtype=torch.int32, device=self.device)
-                sums, powers = torch.zeros(1), torch.zeros(1)
-                if moved.choice.kind == "adam":
-                    sums, powers = slides(), reach(moved.choice.betas)
-                    self._most = min(self._most, len(sums) - 1)
-                self._since[name] = since, torch.zeros_like(since), sums.to(self.device), powers.to(self.device)
+                self._rows[name] = row_clock(len(moved.weight), int(self._step), moved.choice, self.device)
+                if lags(moved.choice):
+                    self._most = min(self._most, SLIDES - 1)
 
     def _by_row(self, moved: UpdatedParameter, lookups: int, rule: Callable[[int, int], bool]) -> bool:
         if moved.choice.kind == "adam" and not has_closed_form(moved.choice.betas):
             return False
-        if moved.choice.l2:
-            return False  # it draws at every row in every step
+        if moved.choice.l2 and moved.choice.kind != "sgd":
+            return False  # it draws at every row in every step, and of Adam and Adagrad there is no closed form
         if self._clips and not moved.sharded:
             return False  # its gradient counts for the norm, once for each row
         return rule(len(moved.weight), lookups)
@@ -404,7 +412,7 @@ class StepMemory:
     def describe(self) -> str:
         """Returns a line that says how each table is moved."""
         ways = {
-            "moved whole": [name for name in self.tables if name not in self._since],
+            "moved whole": [name for name in self.tables if name not in self._rows],
             "moved row by row": self.row_tables,
         }
         return "; ".join(f"{way}: {', '.join(names)}" for way, names in ways.items() if names)
@@ -415,19 +423,18 @@ class StepMemory:
         for moved in self.moved:
             memory[moved.name] = moved.weight
             memory |= {f"{moved.name}/{index}": value for index, value in enumerate(moved.state)}
-            if moved.name in self._since:
-                memory |= {
-                    f"{moved.name}/{name}": tensor for name, tensor in zip(_ROWS, self._since[moved.name], strict=True)
-                }
+            if moved.name in self._rows:
+                clock = self._rows[moved.name]
+                memory |= {f"{moved.name}/{name}": tensor for name, tensor in clock._asdict().items()}
         return memory
 
     def table(self, moved: UpdatedParameter, tensors: Mapping[str, Tensor]) -> TableRows:
         """Returns a table for one step on ``tensors``, which stand for those of :meth:`tensors`."""
         state, clock = self.state(moved, tensors), self.clock(moved, tensors)
-        if moved.name not in self._since:
+        if moved.name not in self._rows:
             return WholeTable(tensors[moved.name], state, moved.choice, clock)
-        since, leader, sums, powers = (tensors[f"{moved.name}/{name}"] for name in _ROWS)
-        return RowTable(tensors[moved.name], state, since, leader, sums, powers, moved.choice, clock)
+        rows = RowClock(*(tensors[f"{moved.name}/{name}"] for name in RowClock._fields))
+        return RowTable(tensors[moved.name], state, rows, moved.choice, clock)
 
     def state(self, moved: UpdatedParameter, tensors: Mapping[str, Tensor]) -> list[Tensor]:
         """Returns the optimizer's state of a parameter."""

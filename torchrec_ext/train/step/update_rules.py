@@ -18,12 +18,17 @@ steps, since r^j is nothing for those before.
 
 So a step needs to touch only the rows it reads, and ends where dense Adam does, whatever its schedule. The result
 differs by rounding, and by eps where the second moment is near its square.
+
+Where every row also decays by d(t) = 1 - lr(t) x decay in step t (AdamW, or SGD with l2), a row of step s is multiplied
+by the product of d(s+1) .. d(t), and S(s) by d(t) in each step. :func:`decay_on` keeps sums of log d. S of a step that
+is beyond the reach is as of step s + W; the rest of its product is taken when a row is updated.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -115,11 +120,13 @@ def stepped(
         step: number of steps with this one, () float32.
         lr: learning rate, ().
         choice: the rule and its numbers.
-        table: whether these are rows of a table, of which only those with a gradient decay.
+        table: whether these are rows of a table, of which only those with a gradient decay, unless the choice has all
+            of them decay.
     """
     if choice.weight_decay:
         decayed = values * (1 - lr * choice.weight_decay)
-        values = torch.where(gradient_row_mask(grad), decayed, values) if table else decayed
+        some = table and not choice.decays_all_rows
+        values = torch.where(gradient_row_mask(grad), decayed, values) if some else decayed
     if choice.l2:
         grad = grad + choice.l2 * values
     return UPDATES[choice.kind](values, grad, state, step, lr, choice)
@@ -154,7 +161,29 @@ def slides() -> Tensor:
     return torch.zeros(SLIDES)
 
 
-def slide_on(slides: Tensor, powers: Tensor, step: Tensor, lr: Tensor | float, betas: tuple[float, float]) -> None:
+def decay_of(choice: Choice) -> float:
+    """Returns by how much of the learning rate each row of a table decays in each step, with a gradient or without."""
+    if choice.kind == "sgd" and choice.l2:
+        return choice.l2
+    return choice.weight_decay if choice.decays_all_rows else 0.0
+
+
+def decay_on(decays: Tensor, step: Tensor, lr: Tensor | float, decay: float) -> None:
+    """Notes in (K,) float64 ``decays`` the sum of log(1 - lr x decay) up to () float32 ``step``."""
+    now = step.long()
+    before = decays.index_select(0, (now - 1).remainder(len(decays)).view(1))
+    factor = 1 - torch.as_tensor(lr, dtype=torch.float64, device=decays.device) * decay
+    decays.index_put_((now.remainder(len(decays)).view(1),), before + factor.log())
+
+
+def slide_on(
+    slides: Tensor,
+    powers: Tensor,
+    step: Tensor,
+    lr: Tensor | float,
+    betas: tuple[float, float],
+    decay: float = 0.0,
+) -> None:
     """Adds to :func:`slides` how far ``step`` moves a row that gets no gradient in it.
 
     Args:
@@ -163,46 +192,84 @@ def slide_on(slides: Tensor, powers: Tensor, step: Tensor, lr: Tensor | float, b
         step: number of the step that has been made, () float32.
         lr: learning rate of the step.
         betas: decay of the moments.
+        decay: see :func:`decay_of`.
     """
     corrected = lr * debiased(betas[1], step).sqrt() / debiased(betas[0], step)
     now = step.long()
     before = (now - 1 - torch.arange(len(powers), device=slides.device)).remainder(len(slides))
-    slides.index_put_((before,), slides.index_select(0, before) + powers * corrected)
+    earlier = slides.index_select(0, before)
+    earlier = earlier * (1 - lr * decay) if decay else earlier
+    slides.index_put_((before,), earlier + powers * corrected)
     slides.index_put_((now.remainder(len(slides)).view(1),), slides.new_zeros(1))
 
 
+class RowClock(NamedTuple):
+    """What is known of the rows of a table that is moved row by row.
+
+    Args:
+        since: last step that each row has made, (rows,) int32.
+        place: index of each row among a step's look-ups, (rows,) int32; any values before and after a step.
+        slides: how far Adam's rows without a gradient slide, (K,); of other optimizers (1,).
+        powers: the tensor (W,) from :func:`reach`; of other optimizers (1,).
+        decays: sums of logarithms, (K,) float64, see :func:`decay_on`; (1,) if no row decays.
+    """
+
+    since: Tensor
+    place: Tensor
+    slides: Tensor
+    powers: Tensor
+    decays: Tensor
+
+
+def row_clock(rows: int, step: int, choice: Choice, device: torch.device) -> RowClock:
+    """Returns the clock of a table all of whose rows have made ``step``."""
+    since = torch.full((rows,), step, dtype=torch.int32, device=device)
+    sums, powers, decays = torch.zeros(1), torch.zeros(1), torch.zeros(1, dtype=torch.float64)
+    if choice.kind == "adam":
+        sums, powers = slides(), reach(choice.betas)
+    if decay_of(choice):
+        decays = torch.zeros(SLIDES, dtype=torch.float64)
+    return RowClock(since, torch.zeros_like(since), *(tensor.to(device) for tensor in (sums, powers, decays)))
+
+
+def lags(choice: Choice) -> bool:
+    """Whether rows without a gradient move, so that they are updated when they are next read."""
+    return choice.kind == "adam" or bool(decay_of(choice))
+
+
 def caught_up(
-    rows: Tensor,
-    first: Tensor,
-    second: Tensor,
-    since: Tensor,
-    step: Tensor,
-    slides: Tensor,
-    *,
-    betas: tuple[float, float],
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns rows and moments as dense Adam has them after ``step``, for rows without a gradient since ``since``.
+    rows: Tensor, state: Sequence[Tensor], since: Tensor, step: Tensor, clock: RowClock, choice: Choice
+) -> list[Tensor]:
+    """Returns rows and their state as a dense optimizer has them after ``step``, without a gradient since ``since``.
 
     Args:
         rows: rows of a table, (n, D).
-        first: first moment after step ``since``, (n, D).
-        second: second moment after step ``since``, (n, D).
+        state: optimizer state of the rows after step ``since``, (n, D) each.
         since: last step that each row has made, (n,) int32.
         step: number of the last step, () int32, less than K after each ``since``.
-        slides: sums S from :func:`slides`, (K,), up to ``step``.
-        betas: decay of the moments.
-        eps: Adam's eps, see :class:`torch.optim.Adam`.
+        clock: the table's clock, up to ``step``.
+        choice: the optimizer, see :func:`lags`.
 
     Returns:
-        (rows, first, second), each (n, D); unchanged where ``since`` is ``step``.
+        Rows and state, each (n, D); unchanged where ``since`` is ``step``.
     """
-    beta1, beta2 = betas
+    kept: Tensor | float = 1.0
+    if decay_of(choice):
+        until = clock.decays.index_select(0, step.long().remainder(len(clock.decays)).view(1))
+        first = clock.decays.index_select(0, since.remainder(len(clock.decays)))
+        kept = (until - first).exp().to(rows.dtype)[:, None]
+    if choice.kind != "adam":
+        return [rows * kept, *state]
+    (beta1, beta2), (first_moment, second_moment) = choice.betas, state
     skipped = (step - since).to(rows.dtype)[:, None]
     decay1 = torch.exp(skipped * math.log(beta1)) if beta1 > 0 else (skipped == 0).to(rows.dtype)
     decay2 = torch.exp(skipped * math.log(beta2))
-    slide = slides.index_select(0, since.remainder(len(slides)))[:, None]
-    near = eps * torch.sqrt(1 - torch.exp((since + 1).to(rows.dtype) * math.log(beta2)))[:, None]
-    moved = rows - slide * first / (second.sqrt() + near)
+    slide = clock.slides.index_select(0, since.remainder(len(clock.slides)))[:, None]
+    if decay_of(choice):
+        last = torch.minimum(since + len(clock.powers), step).remainder(len(clock.decays))
+        slide = slide * (until - clock.decays.index_select(0, last)).exp().to(rows.dtype)[:, None]
+    near = choice.eps * torch.sqrt(1 - torch.exp((since + 1).to(rows.dtype) * math.log(beta2)))[:, None]
+    decayed = rows * kept
+    moved = decayed - slide * first_moment / (second_moment.sqrt() + near)
     # A row that never had a gradient has moments of 0, and where eps is 0 too that would be 0 / 0.
-    return torch.where(first == 0, rows, moved), first * decay1, second * decay2
+    return [torch.where(first_moment == 0, decayed, moved), first_moment * decay1, second_moment * decay2]
