@@ -188,7 +188,7 @@ def test_ids_that_training_does_not_hold_become_the_oov_row() -> None:
     [
         (
             {"item": 0.1},
-            "rates names 'item', which is no sparse feature; the features are ['user_id', 'occupation', 'history'",
+            "rates names 'item', which is no sparse feature; the features are user_id, occupation, history",
         ),
         ({"item_id": 1.0}, "rates: item_id=1.0: must be at least 0 and below 1"),
         ({"item_id": -0.1}, "rates: item_id=-0.1"),

@@ -64,7 +64,9 @@ def read_parquet(
         }
     )
     if not chunk.num_rows:
-        raise DataError(f"{', '.join(map(str, files))}: zero rows; write at least one, or leave the file out")
+        raise DataError(
+            f"{files[0]}: zero rows, as in all {len(files)} files; write at least one, or leave the file out"
+        )
     return chunk
 
 

@@ -30,6 +30,7 @@ from torchrec_ext.data.files.arrow import Source as Source
 from torchrec_ext.data.files.find import NULL_PARTITION, DataFile, PathLike, check_partitions, find_files
 from torchrec_ext.schema import DataError
 from torchrec_ext.schema.features import element_of
+from torchrec_ext.schema.validation import listed
 
 ARRAYS: tuple[Kind, ...] = ("floats", "ints")
 _WHOLE_FOOTERS = 8  # footers read at a time: each waits for the disk or the network
@@ -238,8 +239,8 @@ def _partition_types(files: Sequence[DataFile]) -> dict[str, pa.DataType]:
     for file in files:
         if file.partitions.keys() != files[0].partitions.keys():
             raise DataError(
-                f"{file.name}: has the hive partitions {sorted(file.partitions)}, {files[0].name} has "
-                f"{sorted(files[0].partitions)}; give files of one layout"
+                f"{file.name}: has the hive partitions {listed(sorted(file.partitions))}, {files[0].name} has "
+                f"{listed(sorted(files[0].partitions))}; give files of one layout"
             )
     values = {name: {file.partitions[name] for file in files} - {NULL_PARTITION} for name in files[0].partitions}
     return {name: pa.int64() if all(map(_is_whole, texts)) else pa.string() for name, texts in values.items()}

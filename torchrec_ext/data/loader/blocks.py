@@ -25,6 +25,7 @@ from torchrec_ext.batch import KeyedIds, Keys, TowerBatch, pack
 from torchrec_ext.data.columns import Array, Chunk, Column, Int64
 from torchrec_ext.data.files.arrow import Kind, RowGroup, Source, as_int64
 from torchrec_ext.schema import BatchSchema, DataError, SparseFeature
+from torchrec_ext.schema.validation import listed
 
 Float32 = NDArray[np.float32]
 Vectors = Array | list[Array]
@@ -148,7 +149,7 @@ class BlockLayout:
 def _out_of_range(group: RowGroup, feature: SparseFeature, column: Column, values: Int64, bad: Array) -> DataError:
     first = int(bad.argmax())
     row = int(np.searchsorted(np.cumsum(column.lengths), first, side="right"))
-    tables = ", ".join(f"'{table}'" for table in feature.tables)
+    tables = listed(f"'{table}'" for table in feature.tables)
     return DataError(
         f"{group.name}, column '{feature.name}', row {group.first + row}: id {values[first]} is outside table "
         f"{tables} (valid ids: 0 to {feature.num_embeddings - 1}; {int(bad.sum())} such ids in the {group.rows} rows "

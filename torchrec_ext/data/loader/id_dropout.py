@@ -19,6 +19,7 @@ from torchrec_ext.data.loader.sessions import SessionLoader
 from torchrec_ext.data.negatives.random import device_uniform, mixed, stream
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.schema.features import SparseFeature
+from torchrec_ext.schema.validation import listed
 
 
 class IdDropout:
@@ -60,7 +61,7 @@ class IdDropout:
         for name, rate in rates.items():
             if schema.feature(name) is None:
                 raise ValueError(
-                    f"rates names '{name}', which is no sparse feature; the features are {list(schema.keys)}"
+                    f"rates names '{name}', which is no sparse feature; the features are {listed(schema.keys)}"
                 )
             if not 0 <= rate < 1:
                 raise ValueError(f"rates: {name}={rate}: must be at least 0 and below 1; 0.1 to 0.3 is usual")

@@ -14,6 +14,7 @@ from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.epochs import Share
 from torchrec_ext.data.negatives.mixed import MixedCandidates
 from torchrec_ext.schema import BatchSchema, DataError
+from torchrec_ext.schema.validation import listed
 
 ROWS_AT_ONCE = 4096  # rows of a rank that are gathered and drawn for together: numpy's cost of a call is then small
 
@@ -61,7 +62,7 @@ class MemoryRows:
         }
         for name in filter(None, (config.label, config.weight, *schema.tasks, schema.query)):
             if name not in chunk:
-                raise DataError(f"column '{name}' is missing; the rows have {sorted(chunk)}")
+                raise DataError(f"column '{name}' is missing; the rows have {listed(sorted(chunk))}")
         self.num_rows = chunk.num_rows
         names = [name for name in (*schema.row_dense, *schema.shared_dense) if name in chunk]  # read as one matrix each
         self._rows = PackedRows(chunk.select(list(dict.fromkeys([*names, *(n for n in chunk if n in needed)]))))

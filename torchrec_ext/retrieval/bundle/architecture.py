@@ -32,6 +32,7 @@ from torchrec_ext.modules.shared_tables import values_by_table
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.retrieval.bundle.manifest import BundleError
 from torchrec_ext.retrieval.bundle.program import ProgramTop, ProgramTower
+from torchrec_ext.schema.validation import listed
 
 TOWERS: tuple[type[nn.Module], ...] = (Tower, NCFTower, SessionTower, SessionSteps, NextItemTower, ProgramTower)
 INTERACTIONS: tuple[type[nn.Module], ...] = (
@@ -66,7 +67,7 @@ def describe_module(module: nn.Module | Made, *, also: Sequence[type[nn.Module]]
     if _known(also).get(name) is not made.kind:
         raise BundleError(
             f"module {made.kind.__module__}.{made.kind.__qualname__}: not one of the classes that a bundle can name "
-            f"({', '.join(sorted(_MODULES))}); put Recorded before nn.Module among its bases, and give it to the "
+            f"({listed(sorted(_MODULES))}); put Recorded before nn.Module among its bases, and give it to the "
             f"export and to Bundle.load as also=[{name}]"
         )
     if made.arguments is None:
@@ -99,8 +100,9 @@ def rebuild(description: Any, *, also: Sequence[type[nn.Module]] = ()) -> nn.Mod
 def _known(also: Sequence[type[nn.Module]]) -> dict[str, type[nn.Module]]:
     for kind in also:
         if kind.__name__ in _MODULES or not issubclass(kind, Recorded):
-            taken = ", ".join(sorted(_MODULES))
-            raise BundleError(f"also: {kind.__name__} must be Recorded, and have a name of its own (not {taken})")
+            raise BundleError(
+                f"also: {kind.__name__} must be Recorded, and have a name of its own (not {listed(sorted(_MODULES))})"
+            )
     return {**_MODULES, **{kind.__name__: kind for kind in also}}
 
 
@@ -166,7 +168,7 @@ def _made(where: str, name: str, arguments: dict[str, Any], known: Mapping[str, 
     if kind is None:
         raise BundleError(
             f"{where}: class {name!r} is not one that a bundle may name "
-            f"({', '.join(sorted({*known, *_TABLES, 'Compression'}))}); if it is your own, give it to Bundle.load as "
+            f"({listed(sorted({*known, *_TABLES, 'Compression'}))}); if it is your own, give it to Bundle.load as "
             "also=[...]"
         )
     _check_sizes(f"{where}.{name}", arguments, table=name in _TABLES)

@@ -35,6 +35,7 @@ from torchrec_ext.retrieval.store.ids import IdMap
 from torchrec_ext.retrieval.store.row_formats import greatest_loss
 from torchrec_ext.retrieval.store.store import EmbeddingStore
 from torchrec_ext.schema import BatchSchema
+from torchrec_ext.schema.validation import listed
 
 _ENCODER = "network."  # prefix of a NextItemModel's encoder weights, and of a NextItemTower's
 
@@ -67,7 +68,7 @@ class LiveModel:
         _check_towers(made)
         self.candidate = candidate or self._names[-1]
         if self.candidate not in made:
-            raise BundleError(f"candidate={self.candidate!r}: is not a tower of the model; they are {', '.join(made)}")
+            raise BundleError(f"candidate={self.candidate!r}: is not a tower of the model; they are {listed(made)}")
         self.names = [*(name for name in made if name != self.candidate), self.candidate]
         self.rounding = max([TOLERANCE, *map(_rounding, model.modules())])
         self.towers = {name: describe_module(made[name], also=also) for name in self.names}

@@ -29,6 +29,7 @@ from torchrec_ext.modules.interaction import InteractionLayer
 from torchrec_ext.modules.layers import Recorded
 from torchrec_ext.modules.tower import check_tables
 from torchrec_ext.retrieval.bundle.operators import OPERATORS, PLACES, run_operator
+from torchrec_ext.schema.validation import listed
 
 _DTYPES = {f"dtype.{name}": getattr(torch, name) for name in ("float32", "float64", "int64", "int32", "bool")}
 _NUMBERS = {"inf": float("inf"), "-inf": float("-inf"), "nan": float("nan")}
@@ -350,7 +351,7 @@ class ProgramTower(Recorded, nn.Module):
         except ValueError as error:
             if not isinstance(error.__cause__, IndexError):
                 raise
-            named = ", ".join(f"'{name}'" for name, (dtype, _) in self._columns.items() if dtype == "int64")
+            named = listed(f"'{name}'" for name, (dtype, _) in self._columns.items() if dtype == "int64")
             raise ValueError(f"columns {named}: an id made of them is no row of its table ({error})") from None
         return torch.cat([result.reshape(len(dense), -1).float() for result in results], dim=1)
 

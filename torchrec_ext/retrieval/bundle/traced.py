@@ -33,6 +33,7 @@ from torchrec_ext.retrieval.bundle.manifest import BundleError
 from torchrec_ext.retrieval.bundle.operators import OPERATORS, PLACES
 from torchrec_ext.retrieval.bundle.program import EXACT_IDS, ProgramTop, ProgramTower
 from torchrec_ext.schema import BatchSchema
+from torchrec_ext.schema.validation import listed
 
 Modules = str | Sequence[str]
 _ROWS = 64  # of the example that is traced, from both tables evenly
@@ -143,12 +144,12 @@ def _paths(model: nn.Module, towers: Mapping[str, Modules]) -> dict[str, list[st
             "candidates, each with the path of its module, or of several"
         )
     paths = {name: [each] if isinstance(each, str) else list(each) for name, each in towers.items()}
-    for name, listed in paths.items():
-        if not name.isidentifier() or not listed:
+    for name, modules in paths.items():
+        if not name.isidentifier() or not modules:
             raise BundleError(f"towers={dict(towers)!r}: '{name}' must be a word, and have a module's path")
-        for path in listed:
+        for path in modules:
             if path not in known:
-                raise BundleError(f"towers: {name}={path!r} is no module of {type(model).__name__}: {', '.join(known)}")
+                raise BundleError(f"towers: {name}={path!r} is no module of {type(model).__name__}: {listed(known)}")
     return paths
 
 
@@ -174,9 +175,9 @@ def _inputs(model: nn.Module, queries: pa.Table, catalogue: pa.Table) -> tuple[s
         missing = [name for name in needed if name not in names]
         if missing:
             raise BundleError(
-                f"model: forward of {type(model).__name__} takes {', '.join(needed)}, of which {', '.join(missing)} "
-                f"is no column; queries have {', '.join(queries.column_names)}, catalogue.features "
-                f"{', '.join(catalogue.column_names)}: name the columns as the arguments"
+                f"model: forward of {type(model).__name__} takes {listed(needed)}, of which {listed(missing)} "
+                f"is no column; queries have {listed(queries.column_names)}, catalogue.features "
+                f"{listed(catalogue.column_names)}: name the columns as the arguments"
             )
     return call, {name: _Column(_tensor(name, names[name][0]), names[name][1]) for name in read}
 
@@ -321,8 +322,9 @@ class _Split:
         sides = {int(self.columns[name].candidate) for name in self.reads[self.result]}
         if sides != {0, 1}:
             table = "catalogue.features" if sides == {0} else "queries"
+            used = listed(sorted(self.reads[self.result]))
             raise BundleError(
-                f"model: forward's logits depend on no column of {table}, but on {sorted(self.reads[self.result])} "
+                f"model: forward's logits depend on no column of {table}, but on {used} "
                 "alone; there is nothing to rank by"
             )
 
@@ -330,7 +332,7 @@ class _Split:
         value, tower = node.meta["val"], self._side(node) or 0
         line = next(filter(None, map(_line, (node, *node.users, *self.pairwise))), "")
         table = "catalogue" if tower else "queries"
-        read = ", ".join(f"'{name}'" for name in sorted(self.reads[node]))
+        read = listed(f"'{name}'" for name in sorted(self.reads[node]))
         if not isinstance(value, Tensor) or not value.dim() or isinstance(value.shape[0], int):
             raise BundleError(
                 f"model: forward{line} combines {read} of the {table} over all rows of the batch, as an in-batch "
@@ -348,9 +350,9 @@ class _Split:
 
     def check(self, paths: Mapping[str, Sequence[str]]) -> None:
         """Refuses modules that read both, or not what their tower reads."""
-        for tower, (name, listed) in enumerate(paths.items()):
+        for tower, (name, modules) in enumerate(paths.items()):
             table = "catalogue.features" if tower else "queries"
-            for path in listed:
+            for path in modules:
                 inside = [node for node in self.reads if _inside(node, path)]
                 mixed = next((node for node in inside if self._side(node) == 2), None)
                 if mixed is not None:
@@ -358,7 +360,7 @@ class _Split:
                         column for column in self.reads[mixed] if self.columns[column].candidate != bool(tower)
                     )
                     raise BundleError(
-                        f"towers: {name}={path!r} reads {', '.join(other)}{_line(mixed)}, "
+                        f"towers: {name}={path!r} reads {listed(other)}{_line(mixed)}, "
                         f"which the {'queries have' if tower else 'catalogue has'}, so its output cannot be "
                         f"{'stored for each candidate' if tower else 'computed once for a query'}; name modules that "
                         f"read columns of {table} alone: the rest of forward is run for each pair"
@@ -366,7 +368,7 @@ class _Split:
                 if not any(self._side(node) == tower for node in inside):
                     raise BundleError(
                         f"towers: {name}={path!r} reads no column of {table} in forward, which are "
-                        f"{', '.join(name for name, each in self.columns.items() if each.candidate == bool(tower))}; "
+                        f"{listed(name for name, each in self.columns.items() if each.candidate == bool(tower))}; "
                         "name its module, the query tower's first, or put the columns into the other table"
                     )
 

@@ -36,6 +36,7 @@ from torchrec_ext.retrieval.onnx.layers import (
     write_onnx,
 )
 from torchrec_ext.retrieval.store.store import EmbeddingStore
+from torchrec_ext.schema.validation import listed
 
 NAME = "onnx.json"
 TOP = "top"
@@ -283,7 +284,7 @@ def check_exportable(towers: Mapping[str, str], skip: Sequence[str] = ()) -> Non
     """
     wrong = [name for name in skip if name not in (*towers, TOP)]
     if wrong:
-        raise ValueError(f"skip: {wrong[0]!r} is none of {', '.join((*towers, TOP))}")
+        raise ValueError(f"skip: {wrong[0]!r} is none of {listed((*towers, TOP))}")
     for name, kind in towers.items():
         if name not in skip and kind not in EXPORTABLE:
             raise ExportError(

@@ -21,6 +21,7 @@ from torchrec_ext.retrieval.scorer.requests import (
     check_id_type,
 )
 from torchrec_ext.retrieval.scorer.user_vectors import UserVectors
+from torchrec_ext.schema.validation import listed
 
 if TYPE_CHECKING:
     from torchrec_ext.retrieval.bundle.bundle import Bundle
@@ -206,7 +207,7 @@ def _check_there(needed: Mapping[str, str], missing: Sequence[str], where: str) 
     if missing:
         raise RequestError(
             f"{where}.{missing[0]}",
-            f"it is missing; the model reads {', '.join(needed)}, of which missing: {', '.join(missing)}",
+            f"it is missing; the model reads {listed(needed)}, of which missing: {listed(missing)}",
         )
 
 
@@ -229,4 +230,4 @@ def _named(unknown: Mapping[str, NDArray[np.bool_]], rows: int) -> list[list[str
 
 def _nearest(name: str, names: Mapping[str, str]) -> str:
     match = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
-    return f"; did you mean {match[0]!r}?" if match else f"; it reads {', '.join(names)}"
+    return f"; did you mean {match[0]!r}?" if match else f"; it reads {listed(names)}"

@@ -26,6 +26,7 @@ from torchrec_ext.retrieval.server.queued_scorer import QueuedScorer
 from torchrec_ext.retrieval.server.responses import ClientGoneError, Refusal, json_response, over_limit
 from torchrec_ext.retrieval.server.settings import Limits
 from torchrec_ext.retrieval.server.telemetry import where
+from torchrec_ext.schema.validation import listed
 
 Parser = Callable[[parsing.Body, Limits], Request]
 _PAGES = {
@@ -263,7 +264,7 @@ class Guard:
             for host in map(str.lower, allowed)
         ):
             message = (
-                f"the header Host names {named[:100]!r}, and this server answers to {', '.join(allowed)}; ask under "
+                f"the header Host names {named[:100]!r}, and this server answers to {listed(allowed)}; ask under "
                 "such a name, or start it with --allowed_hosts"
             )
             raise Refusal(400, "host", message)

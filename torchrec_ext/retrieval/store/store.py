@@ -27,6 +27,7 @@ from torchrec_ext.retrieval.store.versions import (
     publish_version,
     read_store_manifest,
 )
+from torchrec_ext.schema.validation import listed
 
 ROWS, SCALES, LIVE = "rows.bin", "scales.bin", "live.npy"
 _SHARE = 2  # rows of more than 1/2 of the memory that is left stay on disk
@@ -163,7 +164,9 @@ class EmbeddingStore:
 def _of(manifest: dict[str, Any], folder: Path) -> tuple[int, Dtype, str, dict[str, Any]]:
     width, dtype, files = manifest.get("width"), manifest.get("dtype"), manifest["files"]
     if not isinstance(width, int) or dtype not in ROW_FORMATS or not {ROWS, LIVE, "ids.json"} <= set(files):
-        raise StoreError(f"'{folder}' is no embedding store: width {width!r}, dtype {dtype!r}, files {sorted(files)}")
+        raise StoreError(
+            f"'{folder}' is no embedding store: width {width!r}, dtype {dtype!r}, files {listed(sorted(files))}"
+        )
     size, needed = files[ROWS]["bytes"], manifest["rows"] * width * ROW_FORMATS[dtype].numbers.itemsize
     if size != needed:
         raise StoreError(
