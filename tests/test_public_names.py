@@ -10,6 +10,7 @@ import pytest
 
 SUBPACKAGES = ("data", "modules", "models", "distributed", "train", "networks", "retrieval", "adopt", "diagnose")
 PACKAGES = ["torchrec_ext", *(f"torchrec_ext.{name}" for name in SUBPACKAGES)]
+FIRST = ("import torchrec_ext.adopt", "from torchrec_ext.adopt import Rows", "pass")
 
 
 @pytest.mark.unit
@@ -47,16 +48,21 @@ def test_a_name_is_the_same_thing_wherever_it_is_exported() -> None:
     assert len(modules[0].__all__) == 19
 
 
-@pytest.mark.unit
-@pytest.mark.parametrize("first", ["import torchrec_ext.adopt", "from torchrec_ext.adopt import Rows", "pass"])
-def test_the_names_that_a_reader_guesses_are_at_the_top(first: str) -> None:
+@pytest.mark.launch
+def test_the_names_that_a_reader_guesses_are_at_the_top() -> None:
     """``adopt`` is a subpackage too, so the order of imports must not change what the name stands for."""
-    program = f"{first}\nfrom torchrec_ext import adopt, why_slow, LocalSGD, export\n"
-    program += "from torchrec_ext.adopt import CannotAdopt, adopt as function\nimport torchrec_ext.adopt as package\n"
-    program += "assert adopt is package and package.adopt is function and all(map(callable, (why_slow, export)))\n"
-    program += "try:\n    adopt(1, 2, 3)\nexcept CannotAdopt as error:\n    print(error)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.stdout == "model is a int; give an nn.Module, several in an nn.ModuleList\n", done.stderr
+    order = "from torchrec_ext import adopt, why_slow, LocalSGD, export\n"
+    order += "from torchrec_ext.adopt import CannotAdopt, adopt as function\nimport torchrec_ext.adopt as package\n"
+    order += "assert adopt is package and package.adopt is function and all(map(callable, (why_slow, export)))\n"
+    order += "try:\n    adopt(1, 2, 3)\nexcept CannotAdopt as error:\n    print(error, flush=True)\n"
+    programs = [f"{first}\n{order}" for first in FIRST]
+    # Each in a fork of one process that has imported what is not ours, which takes most of the time.
+    forks = f"import os, torchrec\nfor program in {programs!r}:\n"
+    forks += "    if not os.fork():\n        exec(program)\n        os._exit(0)\n    assert not os.wait()[1]\n"
+    done = subprocess.run([sys.executable, "-c", forks], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == ["model is a int; give an nn.Module, several in an nn.ModuleList"] * len(
+        FIRST
+    ), done.stderr
 
 
 @pytest.mark.unit
