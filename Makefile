@@ -9,8 +9,9 @@ VENV := .venv$(addprefix -,$(STACK))
 BIN := $(VENV)/bin
 # `spark` is not among them: PySpark takes 468 MB on disk and needs Java.
 EXTRAS ?= dev,report,data,serve
-# Test files at a time. Most tests wait for processes that they start; each worker holds torch and TorchRec, 0.5 GB.
-WORKERS ?= 2
+# Test files at a time, on two cores. Many tests wait for processes that they start; each worker holds torch and
+# TorchRec, 0.5 GB.
+WORKERS ?= 3
 # Written last, with this folder's path: without it, or in a folder that was moved, the environment is made anew.
 STAMP := $(VENV)/.ready
 # The environment's tools first, whether it is activated or not: the launcher starts `python3` by name.
