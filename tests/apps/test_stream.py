@@ -360,7 +360,6 @@ def test_figures_of_a_ranking_are_refused_where_nothing_is_ranked(folder: Path) 
     check_watched(alone, ranked, ranked.evaluator(schema_of(job, task, model), wrapped, runtime))
 
 
-@pytest.mark.unit
 @pytest.mark.parametrize("recipe", ["stream", "multi_task", "n_tower", "two_tower", "session"])
 def test_the_figures_that_may_be_watched_are_those_of_the_validation(recipe: str) -> None:
     (names,) = run_ranks(figures_of, 1, recipe)

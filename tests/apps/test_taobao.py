@@ -117,7 +117,6 @@ def raw_rows(log: pa.Table, folder: Path, split: str) -> list[dict[str, Any]]:
     return clicks.slice(start, sizes[split]).to_pylist()  # type: ignore[no-any-return]
 
 
-@pytest.mark.unit
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_the_rows_are_those_that_a_count_by_hand_gives(log: pa.Table, folder: Path, split: str) -> None:
     made, raw, past = rows_of(folder, split), raw_rows(log, folder, split), clicks_of(log)
@@ -144,7 +143,6 @@ def test_the_rows_are_those_that_a_count_by_hand_gives(log: pa.Table, folder: Pa
         )
 
 
-@pytest.mark.unit
 def test_a_drawn_row_is_its_click_with_another_item(folder: Path) -> None:
     made = rows_of(folder, "train")
     drawn = np.flatnonzero(made["click"].values == 0)
@@ -160,7 +158,6 @@ def test_a_drawn_row_is_its_click_with_another_item(folder: Path) -> None:
     assert np.abs(share - clicked).max() < 0.02, "as often as items are clicked"
 
 
-@pytest.mark.unit
 def test_the_requests_for_an_audit_are_spread_over_the_training_rows(log: pa.Table, folder: Path) -> None:
     """The first rows of a log have no clicks before them, and would say nothing of sessions."""
     requests, rows = pq.read_table(folder / "raw/requests.parquet"), raw_rows(log, folder, "train")
@@ -176,7 +173,6 @@ def test_the_requests_for_an_audit_are_spread_over_the_training_rows(log: pa.Tab
         assert before
 
 
-@pytest.mark.unit
 def test_a_header_and_parquet_give_the_same_rows(log: pa.Table, folder: Path, tmp_path: Path) -> None:
     names = [*log.column_names[::-1]]
     lines = [",".join(names), *(",".join(str(row[name]) for name in names) for row in log.to_pylist())]

@@ -346,6 +346,7 @@ def cached(runtime: Runtime) -> tuple[list[str], str]:
     return calls, str(error.value)
 
 
+@pytest.mark.launch
 def test_what_asks_for_cached_tables_finds_them_written_back_and_the_caches_empty() -> None:
     ((calls, refusal),) = run_ranks(cached, 1)
     kernels = len(calls) // 2
