@@ -1,10 +1,16 @@
 """The law of a diagnosis: a training that was diagnosed goes on as if it had not been, bit for bit."""
 
-from collections.abc import Callable
+import random
+import sys
+import types
+from collections import UserDict, deque
+from collections.abc import Callable, Iterator
+from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.diagnose.programs import Training, mlp, trained, training
@@ -229,3 +235,136 @@ def test_tensors_without_bytes_as_a_captured_graph_has_them_do_no_harm() -> None
         module.weight.add_(1)
     state.restore()
     assert module.weight.equal(weight)
+
+
+# ------------------------------------------------------------------------------------ what programs keep outside of it
+
+
+class Counters:
+    """Counts on the class itself, and in slots."""
+
+    calls = 0
+    names: ClassVar[list[str]] = []
+
+
+class Slotted:
+    __slots__ = ("history", "steps")
+
+    def __init__(self) -> None:
+        self.steps, self.history = 0, deque([1.0], maxlen=3)
+
+
+LONG = list(range(5_000))
+MODULE = types.ModuleType("users_settings")
+
+
+class Keeping:
+    """A step of a user whose values lie wherever Python has a place for them."""
+
+    def __init__(self) -> None:
+        self.average = {"weight": torch.zeros(320_000)}
+        self.order = np.arange(8)
+        self.slotted = Slotted()
+        self.settings = types.SimpleNamespace(seen=UserDict(steps=0))
+        self.bytes = bytearray(b"0000")
+
+    def __call__(self, x: Tensor) -> None:
+        global LAST
+        self.average["weight"].lerp_(torch.ones(320_000), 0.5)
+        np.random.shuffle(self.order)
+        self.slotted.steps += 1
+        self.slotted.history.append(2.0)
+        self.settings.seen["steps"] += 1
+        self.bytes[0] += 1
+        Counters.calls += 1
+        Counters.names.append("step")
+        MODULE.step += 1
+        MODULE.last = "new"
+        random.shuffle(LONG)
+        LAST = x
+
+    def values(self) -> list[object]:
+        return [
+            self.average["weight"].tolist(),
+            self.order.tolist(),
+            (self.slotted.steps, list(self.slotted.history)),
+            dict(self.settings.seen),
+            bytes(self.bytes),
+            (Counters.calls, list(Counters.names)),
+            {name: value for name, value in vars(MODULE).items() if not name.startswith("__")},
+            list(LONG),
+            "LAST" in globals(),
+        ]
+
+
+@pytest.fixture
+def keeping(monkeypatch: pytest.MonkeyPatch) -> Keeping:
+    MODULE.step, MODULE.__file__ = 3, "users_settings.py"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "users_settings", MODULE)
+    return Keeping()
+
+
+def test_values_are_put_back_wherever_a_program_keeps_them(keeping: Keeping) -> None:
+    before = keeping.values()
+    state = StateCopy(keeping)
+    for _ in range(3):
+        keeping(torch.ones(1))
+    assert all(value != kept for value, kept in zip(keeping.values(), before, strict=True))
+    state.restore_step()
+    assert keeping.values() == before
+    keeping(torch.ones(1))
+    state.restore()
+    assert keeping.values() == before
+
+
+def test_a_loader_in_the_middle_of_an_epoch_is_put_back_at_the_end_alone() -> None:
+    class Shuffled:
+        def __init__(self) -> None:
+            self.order, self.place = np.arange(100), 0
+
+        def __iter__(self) -> Iterator[Tensor]:
+            np.random.shuffle(self.order)
+            for self.place in range(10):
+                yield torch.from_numpy(self.order[self.place * 10 : self.place * 10 + 10].copy())
+
+    loader = Shuffled()
+    state = StateCopy(print, loader=loader)
+    batches = iter(loader)
+    next(batches), next(batches)
+    state.restore_step()
+    assert loader.place == 1
+    assert loader.order.tolist() != list(range(100))
+    state.restore()
+    assert (loader.place, loader.order.tolist()) == (0, list(range(100)))
+
+
+def test_a_large_array_of_a_loader_is_watched_and_named_if_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchrec_ext.diagnose.state._LARGE", 1_000)
+    loader = types.SimpleNamespace(rows=np.zeros(5_000), features=torch.zeros(5_000), small=np.zeros(3))
+    state = StateCopy(print, loader=loader)
+    assert state.changed_data() == []
+    loader.rows += 1
+    loader.features.add_(1)
+    loader.small += 1
+    state.restore()
+    assert loader.small.tolist() == [0.0] * 3
+    assert state.changed_data() == [
+        "an array (5000,) was changed in place and is not put back",
+        "a tensor (5000,) was changed in place and is not put back",
+    ]
+
+
+def test_new_optimizer_state_stays_between_experiments_as_zeros_and_goes_at_the_end() -> None:
+    model, optimizer, loss, batches = mlp()
+    optimizer = torch.optim.Adam(model.parameters())
+    state = StateCopy(model, optimizer)
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    loss(*batches[0]).backward()
+    optimizer.step()
+    state.restore_step()
+    assert all(parameter.equal(kept) for parameter, kept in zip(model.parameters(), weights, strict=True))
+    values = [value for entry in optimizer.state.values() for value in entry.values()]
+    assert values
+    assert not any(value.any() for value in values)
+    state.restore()
+    assert not optimizer.state

@@ -3,27 +3,34 @@
 SmallTables: small tables in place of large ones, for an experiment.
 
 What is reached from a step function, its model, optimizer and loader, through closures, the globals that it names,
-attributes and containers:
+methods, attributes, slots and containers:
 
 * modules: parameters and buffers, which objects they are and what they hold; ``.grad``, the same object or none;
   ``requires_grad``; ``training``; plain attributes such as counters, lists of numbers and tensors; modules in plain
   lists too, where TorchRec keeps the kernels of sharded tables, whose optimizers run inside the backward;
 * optimizers: ``state`` with the identity of its tensors, and its absence; ``param_groups``; plain attributes;
-* other objects of the user, schedulers, gradient scalers, datasets, samplers, loaders: plain attributes, small tensors;
+* other objects of the user, schedulers, gradient scalers, datasets, samplers, loaders: attributes and slots;
+* classes and Python modules of the user: the data that hangs on them, such as counters;
+* tensors, numpy arrays, lists, deques, dicts and sets that hang on any of these, of any length;
 * generators of torch, numpy and ``random``, the global ones and those that hang on any of these objects;
-* the numbers in the closure and the globals of the step function; the number of compute threads.
+* the closure and the globals of the step function; the number of compute threads.
 
-What is not put back: files and sockets; other processes; arrays and tensors that a dataset changes in place; what an
-object keeps outside of Python, as an open cursor. :attr:`StateCopy.notes` names what was seen of these.
+What is not put back: files and sockets; other processes; large arrays of a loader; what an object of a library keeps
+for itself, as an open cursor. :attr:`StateCopy.notes` names what was seen of these, and :meth:`StateCopy.changed_data`
+large arrays that were changed.
 """
 
 from __future__ import annotations
 
+import argparse
+import array
 import functools
+import io
 import random
 import sys
 import sysconfig
 import types
+from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -42,10 +49,13 @@ from torchrec_ext.distributed.runtime import available_memory
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
 _DEPTH = 6  # attributes, closures and containers that are followed from a root
-_MANY = 1_000  # entries above which a container is data, and is neither followed nor copied
-_SMALL = 100_000  # elements of a tensor that is neither a parameter nor an optimizer's, which are copied at any size
+_MANY = 1_000  # entries above which a container is data: it is copied, and its entries are not followed
+_LARGE = 2**26  # bytes of a loader's array or tensor above which it is watched and not copied
+_WATCHED = 4_096  # entries of such an array that are compared
 _TRAINING = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler, Dataset, DataLoader, Sampler)
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_RECORDS = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList)  # the standard library's plain objects
+_CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, property, classmethod, staticmethod)
 _OF_DDP = ("training", "require_forward_param_sync", "require_backward_grad_sync")
 _Restore = Callable[[], None]
 
@@ -55,6 +65,7 @@ class StateCopy:
 
     Args:
         roots: objects from which the rest is reached.
+        loader: what batches come from. It may be in the middle of an epoch, so :meth:`restore_step` leaves it alone.
 
     Attributes:
         modules: modules that are not inside another one, in the order in which they were reached.
@@ -66,21 +77,29 @@ class StateCopy:
         ValueError: there is no memory for the copies.
     """
 
-    def __init__(self, *roots: Any) -> None:
+    def __init__(self, *roots: Any, loader: Any = None) -> None:
         self.notes: list[str] = []
         self.bytes = 0
         self._restores: list[_Restore] = []
+        self._of_loader: list[_Restore] = []
+        self._of_step = self._restores
+        self._keeps_states = False
+        self._watched: list[tuple[str, Callable[[], bool]]] = []
         self._copied: set[int] = set()
         self._whole: set[int] = set()  # addresses of storages that are copied from end to end
         self._keep: list[Any] = []  # so that no id is used twice
-        reached = list(_reach(roots))
+        reached = list(_reach((*roots, loader)))
+        of_loader = {id(each) for each in _reach((loader,), _held_by)}
         modules = [each for each in reached if isinstance(each, nn.Module)]
         inner = {id(child) for module in modules for child in every_module(module) if child is not module}
         self.modules = [module for module in modules if id(module) not in inner]
         self.optimizers = [each for each in reached if isinstance(each, Optimizer)]
+        self._free = available_memory()
         self._check_memory()
         for each in sorted(reached, key=lambda each: not isinstance(each, nn.Module)):  # storages before views of them
+            self._restores = self._of_loader if id(each) in of_loader else self._of_step
             self._copy(each)
+        self._restores = self._of_step
         self._random()
         threads = torch.get_num_threads()
         self._restores.append(lambda: torch.set_num_threads(threads))
@@ -92,7 +111,7 @@ class StateCopy:
         ]
         local = [shard for each in tensors if isinstance(each, Tensor) for shard in _shards(each)]
         host = {_address(each): each for each in local if each.device.type == "cpu" and each.layout == torch.strided}
-        needed, free = sum(each.untyped_storage().nbytes() for each in host.values()), available_memory()
+        needed, free = sum(each.untyped_storage().nbytes() for each in host.values()), self._free
         if needed > 0.8 * free:
             raise ValueError(
                 f"why_slow: a copy of weights and optimizer state, which are put back afterwards, takes "
@@ -102,8 +121,23 @@ class StateCopy:
     def restore(self) -> None:
         """Puts everything back; it may be called several times."""
         with torch.no_grad():
-            for put_back in self._restores:
+            for put_back in (*self._of_step, *self._of_loader):
                 put_back()
+
+    def restore_step(self) -> None:
+        """Puts back what a step changes, between two experiments.
+
+        Optimizer state that was not there stays, as zeros, so that the next step need not make it.
+        """
+        self._keeps_states = True
+        with torch.no_grad():
+            for put_back in self._of_step:
+                put_back()
+        self._keeps_states = False
+
+    def changed_data(self) -> list[str]:
+        """Returns a sentence for each large array that was seen to change, and is not put back."""
+        return [f"{name} was changed in place and is not put back" for name, changed in self._watched if changed()]
 
     def _copy(self, each: Any) -> None:
         if isinstance(each, nn.Module):
@@ -117,10 +151,14 @@ class StateCopy:
         elif isinstance(each, types.FunctionType):
             if not _is_library(each.__module__):
                 self._function(each)
-        elif isinstance(each, Tensor):
+        elif isinstance(each, Tensor | np.ndarray):
             self._value(each)
+        elif isinstance(each, type | types.ModuleType):
+            self._once(each, lambda: self._variables(each))
         elif _followed(each):
-            self._once(each, lambda: self._attributes(vars(each)))
+            self._once(each, lambda: self._object(each))
+        elif isinstance(each, io.IOBase):
+            self.notes.append(f"a file ({getattr(each, 'name', type(each).__name__)}) is read or written for real")
         elif hasattr(each, "__next__"):
             self.notes.append(f"an iterator ({type(each).__name__}) that the step or the loader holds is not rewound")
 
@@ -149,7 +187,7 @@ class StateCopy:
     def _optimizer(self, optimizer: Optimizer) -> None:
         def copy() -> None:
             states = dict(optimizer.state)
-            self._restores.append(lambda: _refill(optimizer.state, states))
+            self._restores.append(lambda: self._put_back_states(optimizer, states))
             for state in states.values():
                 self._mapping(state)
                 for value in state.values():
@@ -163,10 +201,19 @@ class StateCopy:
 
         self._once(optimizer, copy)
 
+    def _put_back_states(self, optimizer: Optimizer, states: dict[Any, Any]) -> None:
+        kept = {}
+        for parameter, state in optimizer.state.items() if self._keeps_states else ():
+            if parameter not in states and all(isinstance(value, Tensor) for value in state.values()):
+                kept[parameter] = state
+                for value in state.values():
+                    value.zero_()
+        _refill(optimizer.state, {**states, **kept})
+
     def _tensor(self, tensor: Tensor) -> None:
         def copy() -> None:
             grad, needs = tensor.grad if tensor.is_leaf else None, tensor.requires_grad
-            kept = None if _address(tensor) in self._whole else tensor.detach().clone()
+            kept = None if _address(tensor) in self._whole or _unwritable(tensor) else tensor.detach().clone()
             if kept is not None:
                 size = tensor.numel() * tensor.element_size()
                 self.bytes += size
@@ -196,7 +243,7 @@ class StateCopy:
     def _mapping(self, mapping: MutableMapping[Any, Any]) -> None:
         values = dict(mapping)
         self._restores.append(lambda: _refill(mapping, values))
-        for value in values.values():
+        for value in values.values() if len(values) <= _MANY else ():
             self._value(value)
 
     def _attributes(self, attributes: dict[str, Any], leave: tuple[str, ...] = ()) -> None:
@@ -212,46 +259,93 @@ class StateCopy:
         for value in values.values():
             self._value(value)
 
+    def _object(self, each: Any) -> None:
+        """Copies the attributes and slots of an object."""
+        if hasattr(each, "__dict__"):
+            self._attributes(vars(each))
+        slots = _slots(each)
+        self._restores.append(lambda: _put_back_slots(each, slots))
+        for value in slots.values():
+            self._value(value)
+
+    def _variables(self, owner: Any) -> None:
+        """Copies the data that hangs on a class or a Python module."""
+        values = _data_of(owner)
+
+        def put_back() -> None:
+            for name in set(_data_of(owner)) - set(values):
+                delattr(owner, name)
+            for name, value in values.items():
+                if vars(owner).get(name) is not value:
+                    setattr(owner, name, value)
+
+        self._restores.append(put_back)
+        for value in values.values():
+            self._value(value)
+
     def _value(self, value: Any) -> None:
-        """Copies what a value holds, where that is small or a tensor."""
+        """Copies what a value holds, if it is data."""
         if isinstance(value, Tensor):
-            if value.requires_grad or value.size().numel() <= _SMALL:  # a ShardedTensor has no numel()
+            if value.requires_grad or self._fits(value.size().numel() * value.element_size()):
                 self._tensor(value)
-        elif isinstance(value, dict | list | set) and len(value) <= _MANY:
+            else:
+                self._once(value, lambda: self._watch(f"a tensor {tuple(value.shape)}", lambda: value._version))
+        elif isinstance(value, np.ndarray):
+            if value.flags.writeable:
+                self._once(value, lambda: self._array(value))
+        elif isinstance(value, dict | list | set | deque | array.array | bytearray):
             self._once(value, lambda: self._container(value))
         elif isinstance(value, tuple) and len(value) <= _MANY:
             for each in value:
                 self._value(each)
 
+    def _fits(self, size: int) -> bool:
+        """Returns whether data of so many bytes is copied: a loader's large data seldom changes."""
+        of_loader = self._restores is self._of_loader
+        return self.bytes + size <= 0.5 * self._free and not (of_loader and size > _LARGE)
+
+    def _array(self, value: np.ndarray[Any, Any]) -> None:
+        if not self._fits(value.nbytes):
+            step = max(1, value.size // _WATCHED)
+            self._watch(f"an array {value.shape}", lambda: value.flat[::step].tobytes())
+            return
+        kept = value.copy()
+        self.bytes += value.nbytes
+        self._restores.append(lambda: np.copyto(value, kept))
+
+    def _watch(self, name: str, look: Callable[[], Any]) -> None:
+        before = look()
+        self._watched.append((name, lambda: look() != before))
+
     def _container(self, value: Any) -> None:
         if isinstance(value, dict):
             self._mapping(value)
             return
-        values = list(value)
+        values = value[:] if isinstance(value, array.array | bytearray) else list(value)
 
         def put_back() -> None:
-            if isinstance(value, list):
-                value[:] = values
-            else:
+            if isinstance(value, set | deque):
                 value.clear()
+            if isinstance(value, set):
                 value.update(values)
+            elif isinstance(value, deque):
+                value.extend(values)
+            else:
+                value[:] = values
 
         self._restores.append(put_back)
-        for each in values if isinstance(value, list) else ():
+        for each in values if isinstance(value, list | deque) and len(value) <= _MANY else ():
             self._value(each)
 
     def _function(self, function: types.FunctionType) -> None:
         def copy() -> None:
             for cell in function.__closure__ or ():
-                if (value := _content(cell)) is not None and isinstance(value, _PLAIN):
+                if (value := _content(cell)) is not None:
                     self._restores.append(functools.partial(setattr, cell, "cell_contents", value))
-            variables = function.__globals__
-            named = {name: variables[name] for name in _names(function.__code__) if name in variables}
-            plain = {name: value for name, value in named.items() if isinstance(value, _PLAIN)}
-            self._restores.append(lambda: variables.update(plain))
+            named = _globals_of(function)
+            self._restores.append(lambda: _put_back_globals(function, named))
             for value in (*named.values(), *map(_content, function.__closure__ or ())):
-                if isinstance(value, dict | list | set):
-                    self._value(value)
+                self._value(value)
 
         self._once(function, copy)
 
@@ -348,45 +442,121 @@ def _content(cell: types.CellType) -> Any:
         return None
 
 
-def _reach(roots: tuple[Any, ...]) -> Iterator[Any]:
+def _reach(roots: tuple[Any, ...], children: Callable[[Any], Iterator[Any]] | None = None) -> Iterator[Any]:
     """Yields the modules, optimizers, generators, functions, tensors and other objects that roots lead to, once."""
     seen: set[int] = set()
-    waiting = [(root, 0) for root in roots]
+    waiting = deque((root, 0) for root in roots)
     while waiting:
-        each, depth = waiting.pop(0)
+        each, depth = waiting.popleft()
         if id(each) in seen or depth > _DEPTH or isinstance(each, _PLAIN):
             continue
         seen.add(id(each))
-        if not isinstance(each, dict | list | tuple | set):
+        if not isinstance(each, dict | list | tuple | set | deque):
             yield each
-        waiting += [(child, depth + 1) for child in _children(each)]
+        waiting.extend((child, depth + 1) for child in (children or _children)(each))
+
+
+def _held_by(each: Any) -> Iterator[Any]:
+    """Yields what hangs on an object itself, and not on its class or on what its methods name."""
+    if isinstance(each, dict):
+        yield from each.values() if len(each) <= _MANY else ()
+    elif isinstance(each, list | tuple | set | deque):
+        yield from each if len(each) <= _MANY else ()
+    elif isinstance(each, _CODE):
+        return
+    elif _followed(each):
+        yield from getattr(each, "__dict__", {}).values()
+        yield from _slots(each).values()
 
 
 def _children(each: Any) -> Iterator[Any]:
-    if isinstance(each, dict):
-        yield from each.values() if len(each) <= _MANY else ()
-    elif isinstance(each, list | tuple | set):
-        yield from each if len(each) <= _MANY else ()
-    elif isinstance(each, types.FunctionType):
+    if isinstance(each, types.FunctionType):
         if _is_library(each.__module__):
             return
         yield from map(_content, each.__closure__ or ())
         yield from each.__defaults__ or ()
         yield from (each.__kwdefaults__ or {}).values()
-        yield from (each.__globals__[name] for name in _names(each.__code__) if name in each.__globals__)
+        yield from _globals_of(each).values()
     elif isinstance(each, types.MethodType):
         yield from (each.__self__, each.__func__)
+    elif isinstance(each, classmethod | staticmethod):
+        yield each.__func__
+    elif isinstance(each, property):
+        yield each.fget
     elif isinstance(each, functools.partial):
         yield from (each.func, each.args, each.keywords)
-    elif _followed(each):
-        yield from vars(each).values()
+    elif isinstance(each, types.ModuleType):
+        yield from _data_of(each).values()
+    elif isinstance(each, type):
+        if _is_users(each.__module__):
+            yield from vars(each).values()
+            yield from each.__bases__
+    else:
+        yield from _held_by(each)
+        yield type(each)
 
 
 def _followed(each: Any) -> bool:
     """Whether an object's attributes are followed: the user's, and of libraries those that take part in training."""
-    if isinstance(each, (type, types.ModuleType, Tensor, *_GENERATORS)) or hasattr(each, "__next__"):
+    if isinstance(each, (*_CODE, Tensor, *_GENERATORS)) or hasattr(each, "__next__"):
         return False
-    return hasattr(each, "__dict__") and (not _is_library(type(each).__module__) or isinstance(each, _TRAINING))
+    has_attributes = hasattr(each, "__dict__") or hasattr(type(each), "__slots__")
+    return has_attributes and (not _is_library(type(each).__module__) or isinstance(each, (*_TRAINING, *_RECORDS)))
+
+
+def _unwritable(tensor: Tensor) -> bool:
+    """Returns whether torch writes nothing into a tensor in place: one of inference mode, or one that is expanded."""
+    expanded = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return expanded or tensor.is_inference()
+
+
+def _slots(each: Any) -> dict[str, Any]:
+    """Returns the slots of an object of the user that hold something."""
+    names = [
+        name
+        for kind in type(each).__mro__
+        if not _is_library(kind.__module__)
+        for name in _as_tuple(vars(kind).get("__slots__", ()))
+    ]
+    return {
+        name: getattr(each, name) for name in names if name not in ("__dict__", "__weakref__") and hasattr(each, name)
+    }
+
+
+def _as_tuple(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _put_back_slots(each: Any, values: dict[str, Any]) -> None:
+    for name in set(_slots(each)) - set(values):
+        object.__delattr__(each, name)
+    for name, value in values.items():
+        object.__setattr__(each, name, value)
+
+
+def _data_of(owner: Any) -> dict[str, Any]:
+    """Returns the variables of a class or a Python module that are data; empty for those of a library."""
+    if not _is_users(owner.__name__ if isinstance(owner, types.ModuleType) else owner.__module__):
+        return {}
+    return {
+        name: value
+        for name, value in vars(owner).items()
+        if not name.startswith("__") and not isinstance(value, _CODE) and not hasattr(type(value), "__get__")
+    }
+
+
+def _globals_of(function: types.FunctionType) -> dict[str, Any]:
+    """Returns the globals that a function names; none of a library's wrapper around a user's function."""
+    variables = function.__globals__
+    if _is_library(variables.get("__name__", "")):
+        return {}
+    return {name: variables[name] for name in _names(function.__code__) if name in variables}
+
+
+def _put_back_globals(function: types.FunctionType, values: dict[str, Any]) -> None:
+    for name in set(_globals_of(function)) - set(values):
+        del function.__globals__[name]
+    function.__globals__.update(values)
 
 
 @functools.cache
@@ -399,6 +569,11 @@ def _is_library(name: str) -> bool:
     return file is None or any(
         folder in file for folder in ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
     )
+
+
+def _is_users(name: str) -> bool:
+    """Whether a module is the user's own, and not this package's either."""
+    return not _is_library(name) and not name.startswith("torchrec_ext")
 
 
 class SmallTables:
