@@ -4,7 +4,16 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from torchrec_ext.diagnose.facts import Between, CollectiveFacts, Facts, LoaderFacts, RankFacts, TableFacts
+from torchrec_ext.diagnose.facts import (
+    Between,
+    CollectiveFacts,
+    Facts,
+    LineFacts,
+    LoaderFacts,
+    RankFacts,
+    TableFacts,
+    WholeTable,
+)
 
 DRIFT = (1.0, 1.03, 0.98, 1.3, 1.01, 0.99, 1.02, 0.97, 1.0)  # of a machine, from round to round; the same for all
 
@@ -73,6 +82,24 @@ RECORDED: dict[str, Facts] = {
         steps(20.0, all_threads=19.8), ops=60, product_s=12e-3, towers=(("Two.user", 0.45), ("Two.item", 0.4))
     ),
     "recompilation": facts(steps(40.0), recompiles=9, ops=60, product_s=10e-3),
+    "debug_modes": facts(steps(9.0, quiet=2.1), ops=100, modes=("anomaly mode",), product_s=1e-3),
+    "python_lines": facts(
+        steps(22.0),
+        ops=60,
+        op_s=1.5e-3,
+        sampled_s=23e-3,
+        lines=(
+            LineFacts(name="train.py:40 in callback", text="requests.post(url, metrics)", seconds=20e-3),
+            LineFacts(name="train.py:31 in step", text="loss = loss_fn(model(x), y)", seconds=2e-3, ops=9, op_s=1.4e-3),
+        ),
+    ),
+    "whole_tables": facts(
+        steps(9.0),
+        ops=60,
+        whole_tables=(WholeTable(line="model.py:9 in forward", rows=60_000, read=256, seconds=3e-3, backward_s=4e-3),),
+    ),
+    "double_precision": facts(steps(12.0), ops=40, double_s=11e-3, double_line="model.py:9 in forward"),
+    "garbage": facts(steps(12.0, gc=5.0), ops=100),
     "between_steps": facts(steps(3.2), between=(Between(name="evaluation", seconds=0.2, steps=20),), ops=60),
 }
 HEALTHY = facts(

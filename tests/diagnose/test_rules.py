@@ -8,10 +8,10 @@ import pytest
 from tests.diagnose.recorded import DRIFT, HEALTHY, RECORDED, ROWS, TABLE, facts, steps
 from torchrec_ext.diagnose import Diagnosis, Gain, rules
 from torchrec_ext.diagnose.facts import DRIFT as MOMENTS
-from torchrec_ext.diagnose.facts import Facts, paired_gain
+from torchrec_ext.diagnose.facts import AllItems, Facts, LineFacts, LoaderFacts, paired_gain
 
 pytestmark = pytest.mark.unit
-CAUSES = [cause for cause in rules.RULES if cause not in ("small_batch", "precision")]
+CAUSES = [cause for cause in rules.RULES if cause not in ("all_items", "small_batch", "precision")]
 
 
 def faults(recorded: Facts) -> list[str]:
@@ -212,20 +212,64 @@ def test_towers_are_told_apart_only_where_cores_are_idle() -> None:
     assert "on 3 ranks" in Diagnosis(three).findings[0].remedies[0].name
 
 
-def test_lines_that_sync_are_timed_where_nothing_else_traces_them() -> None:
-    """1,400 ops of 5 us are 6.2 ms by their price, of a step of 3.1 ms; the lines take 2 ms of it."""
-    priced = RECORDED["host_syncs"]
-    timed = dataclasses.replace(
-        priced, rounds=[{**each, "sync_lines": each["step"] * 2 / 3.1} for each in priced.rounds]
-    )
-    finding = Diagnosis(timed).findings[0]
+def test_lines_that_sync_are_sampled() -> None:
+    """1,400 ops of 5 us are 6.2 ms by their price, of a step of 3.1 ms; the loop is at the line for 2 ms of it."""
+    line = LineFacts(name="train.py:31 in loss", text="total += each.item()", seconds=4e-3, ops=1_400, op_s=1.5e-3)
+    sampled = dataclasses.replace(RECORDED["host_syncs"], lines=(line,), sampled_s=2 * 3.11e-3)
+    finding = Diagnosis(sampled).findings[0]
     gain = finding.remedies[0].gain
     assert (finding.cause, finding.remedies[0].basis) == ("host_syncs", "predicted from the seconds at these lines")
     assert finding.cost == pytest.approx(2 / 3.11, abs=0.01)
     assert gain is not None
     assert gain.low == pytest.approx(3.11 / (1.24 + 0.01) / MOMENTS, rel=0.02)
     assert gain.high == pytest.approx(3.11 / (1.1 + 0.01) * MOMENTS, rel=0.02)
-    assert finding.evidence[-1].startswith("these lines take 2 ms of 3.1 ms")
+    assert finding.evidence[-1] == "these lines take 4 ms of 6.22 ms"
+
+
+def test_nothing_is_wrong_only_if_four_fifths_of_an_iteration_are_explained() -> None:
+    assert rules.explained(HEALTHY) > 0.9
+    unknown = facts(steps(92.0), ops=159, op_s=40e-3, product_s=20e-3)
+    page = " ".join(str(Diagnosis(unknown)).split())
+    assert rules.explained(unknown) == pytest.approx(0.44, abs=0.02)
+    assert "nothing is wrong" not in page
+    assert "56% of an iteration is not explained" in page
+
+
+def test_lines_whose_ops_explain_them_are_no_finding() -> None:
+    """A line that holds 9 of 10 ms with ops that take 7.5 ms; the same line with ops of 2 ms."""
+    line = LineFacts(name="model.py:9 in forward", text="x = self.layers(x)", seconds=9e-3, ops=40, op_s=7.5e-3)
+    busy = facts(steps(10.0), ops=60, op_s=8e-3, lines=(line,), sampled_s=10e-3)
+    assert "python_lines" not in faults(busy)
+    held = dataclasses.replace(busy, op_s=2.5e-3, lines=(dataclasses.replace(line, op_s=2e-3),))
+    assert faults(held) == ["python_lines"]
+
+
+def test_a_softmax_over_all_items_is_an_offer_with_the_sampled_one() -> None:
+    every = AllItems(line="loss.py:3 in loss", items=60_000, seconds=85e-3)
+    finding = next(each for each in rules.findings(dataclasses.replace(HEALTHY, all_items=(every,))))
+    assert (finding.cause, finding.size) == ("all_items", "offer")
+    assert finding.remedies[0].gain is not None
+    assert finding.remedies[0].gain.low < 14.5 < finding.remedies[0].gain.high * 2
+    assert not finding.remedies[0].keeps_mathematics
+    few = AllItems(line="loss.py:3 in loss", items=60_000, seconds=5e-3)
+    assert "all_items" not in [each.cause for each in rules.findings(dataclasses.replace(HEALTHY, all_items=(few,)))]
+
+
+def test_a_loader_that_collates_for_long_is_not_read_row_by_row() -> None:
+    """Rows take 1 ms of a batch, collate_fn 9."""
+    tokenising = LoaderFacts(kind="DataLoader", dataset="Texts", row_calls=256, row_s=4e-6, collate_s=9e-3)
+    line = LineFacts(name="data.py:8 in collate", text="tokens = tokenise(text)", part="data", seconds=9e-3)
+    recorded = facts({**steps(2.0), "data": 10.0}, loader=tokenising, ops=40, lines=(line,), sampled_s=12e-3)
+    finding = Diagnosis(recorded).findings[0]
+    assert finding.cause == "loader_computes"
+    assert finding.title.startswith("collate_fn computes")
+    assert "75% of an iteration is at data.py:8 in collate: tokens = tokenise(text)" in finding.evidence
+
+
+def test_a_loop_that_raises_later_is_a_verdict_of_its_own() -> None:
+    diagnosis = Diagnosis(dataclasses.replace(HEALTHY, not_measured={"loop": "ValueError: 3001 steps (train.py:9)"}))
+    assert diagnosis.verdict == "loop failed"
+    assert "it raised ValueError: 3001 steps (train.py:9)" in " ".join(str(diagnosis).split())
 
 
 def test_launches_on_a_device_are_the_gaps_between_its_kernels() -> None:

@@ -5,6 +5,7 @@ import sys
 import types
 from collections import UserDict, deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -368,3 +369,21 @@ def test_new_optimizer_state_stays_between_experiments_as_zeros_and_goes_at_the_
     assert not any(value.any() for value in values)
     state.restore()
     assert not optimizer.state
+
+
+def test_files_that_a_step_writes_are_named_on_the_page(tmp_path: Path) -> None:
+    model, optimizer, _, batches = mlp()
+    with (tmp_path / "log.csv").open("w", buffering=1) as log:
+
+        def step(x: Tensor, y: Tensor) -> None:
+            optimizer.zero_grad()
+            (model(x) - y).square().mean().backward()
+            optimizer.step()
+            log.write("1.0\n")
+            (tmp_path / "last.json").write_text("{}")
+            torch.save({"weights": [parameter.detach() for parameter in model.parameters()]}, tmp_path / "best.pt")
+
+        notes = why_slow.step(step, batches).facts.notes
+    (note,) = (each for each in notes if each.startswith("the step wrote to files for real"))
+    assert all(str(tmp_path / name) in note for name in ("best.pt", "last.json", "log.csv"))
+    assert not any("wrote to files" in each for each in why_slow(*mlp()).facts.notes)

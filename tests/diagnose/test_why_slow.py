@@ -1,8 +1,11 @@
 """Diagnoses of small programs: with a clock that the program moves, so that the verdict is known; and of bad input."""
 
+import gc
+import itertools
 import re
-import sys
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -13,7 +16,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from tests.diagnose.programs import Clock, mlp, training
 from torchrec_ext.diagnose import Diagnosis, ThreadClock, batches, experiments, why, why_slow
 from torchrec_ext.diagnose.clock import busy_elsewhere
-from torchrec_ext.diagnose.counting import seconds_at
 
 pytestmark = pytest.mark.unit
 
@@ -24,6 +26,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(why, "ThreadClock", lambda: made)
     monkeypatch.setattr(batches, "thread_time", lambda: made.computed)
     monkeypatch.setattr(experiments, "busy_elsewhere", lambda: lambda: 0.0)
+    monkeypatch.setattr(experiments, "SAMPLE_S", 0.0)  # samples are of the real clock
     return made
 
 
@@ -235,6 +238,7 @@ def test_variants_run_in_every_round_and_in_reversed_order_every_other(
     monkeypatch.setattr(experiments.Experiments, "_attempt", noted)
     diagnosed(Costly(clock))
     count = len(set(ran))
+    assert ran.pop(0) == "loop"  # says how many steps a turn has
     rounds = [ran[start : start + count] for start in range(0, len(ran), count)]
     assert len(rounds) == 1 + experiments.FEWEST_ROUNDS  # the first tries each variant
     assert rounds[1] == rounds[0]
@@ -326,40 +330,6 @@ def test_ops_syncs_and_products_are_counted_by_the_users_lines() -> None:
     forward = 2 * 32 * (8 * 16 + 16)
     assert facts.product_flops == 2 * forward + 2 * 32 * 16
     assert dict(facts.layers) == pytest.approx({"0": 8 / 9, "2": 1 / 9})
-
-
-def test_seconds_are_those_of_the_lines_that_sync() -> None:
-    clock = Clock()
-
-    def values(count: int) -> float:
-        clock.compute(100)
-        for _ in range(count):
-            clock.compute(3)  # this line
-        return clock.now
-
-    line = values.__code__.co_firstlineno + 3
-    with seconds_at([f"test_why_slow.py:{line} in values", "backward"], clock) as spent:
-        values(2)
-        clock.compute(50)
-        values(3)
-    assert spent == [pytest.approx(5 * 0.003)]
-    assert sys.gettrace() is None
-
-
-def test_a_step_under_a_debugger_is_diagnosed_by_the_price_of_its_syncs() -> None:
-    _, _, loss, given = mlp()
-
-    def step(x: Tensor, y: Tensor) -> None:
-        loss(x, y).item()
-
-    sys.settrace(lambda *_: None)
-    try:
-        facts = why_slow.step(step, given).facts
-    finally:
-        sys.settrace(None)
-    assert facts.syncs == 1
-    assert facts.not_measured["sync_lines"].startswith("RuntimeError: a debugger or a coverage tool traces the lines")
-    assert why_slow.step(step, given).facts.median("sync_lines") > 0
 
 
 def test_a_device_is_watched_and_a_cpu_has_none(device: torch.device) -> None:
@@ -686,3 +656,203 @@ def test_a_running_iterator_of_persistent_workers_is_left_alone() -> None:
     diagnosis = why_slow(made.model, made.optimizer, made.loss, made.loader)
     assert len(list(running)) == len(made.loader) - 1
     assert diagnosis.facts.loader.workers == 1
+
+
+# ----------------------------------------------------------------------------------- real programs, by the real clock
+
+
+def stepping(model: nn.Module, optimizer: torch.optim.Optimizer, after: Callable[[], object]) -> Callable[..., None]:
+    def step(x: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad()
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+        after()
+
+    return step
+
+
+@pytest.fixture
+def sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experiments, "SAMPLE_S", 0.6)
+
+
+def test_lines_that_hold_a_step_without_ops_are_named(sampled: None) -> None:
+    """A text that is built and sorted, and a lock that is waited for: neither a sleep nor JSON."""
+    model, optimizer, _, given = mlp()
+    lock = threading.Lock()
+    lock.acquire()
+
+    def publish() -> None:
+        lock.acquire(timeout=0.004)
+        sorted(str(number) for number in range(9_000))
+
+    diagnosis = why_slow.step(stepping(model, optimizer, publish), given)
+    assert diagnosis.verdict == "python_lines"
+    assert {line.rpartition(": ")[2][:12] for line in diagnosis.findings[0].remedies[0].lines} == {
+        "lock.acquire",
+        "sorted(str(n",
+    }
+
+
+def test_a_collate_function_that_computes_is_named_with_its_line(sampled: None) -> None:
+    class Numbers(Dataset[str]):
+        def __len__(self) -> int:
+            return 4_096
+
+        def __getitem__(self, row: int) -> str:
+            return " ".join(str(row * number) for number in range(8))
+
+    def collate(texts: list[str]) -> tuple[Tensor, Tensor]:
+        rows = [[float(len(word)) for word in text.split() for _ in range(40)][:8] for text in texts]
+        return torch.tensor(rows), torch.zeros(len(texts), 1)
+
+    model, optimizer, _, _ = mlp()
+    loader = DataLoader(Numbers(), 256, collate_fn=collate)
+    diagnosis = why_slow.step(stepping(model, optimizer, lambda: None), loader)
+    assert diagnosis.verdict == "loader_computes"
+    assert "collate_fn" in diagnosis.findings[0].title
+    assert any("for word in text.split()" in sentence for sentence in diagnosis.findings[0].evidence)
+
+
+def test_a_sum_over_a_whole_table_of_which_a_batch_reads_few_rows_is_named() -> None:
+    table = nn.Embedding(40_000, 16)
+    optimizer = torch.optim.SGD(table.parameters(), 1e-3)
+
+    def loss(ids: Tensor) -> Tensor:
+        penalty = (table.weight * table.weight).mean()
+        return table(ids).square().mean() + penalty
+
+    facts = why_slow(table, optimizer, loss, [torch.arange(64)] * 4).facts
+    (whole,) = facts.whole_tables
+    assert (whole.rows, whole.read) == (40_000, 64)
+    assert "in loss" in whole.line
+    read = why_slow(table, optimizer, lambda ids: table(ids).square().mean(), [torch.arange(64)] * 4).facts
+    assert not read.whole_tables
+
+
+def test_a_sparse_product_is_no_dense_one_and_mixes_all_rows() -> None:
+    """As of a graph: its nodes are all needed, however few a batch names."""
+    nodes = nn.Embedding(5_000, 8)
+    optimizer = torch.optim.SGD(nodes.parameters(), 1e-3)
+    edges = torch.randint(5_000, (2, 20_000))
+    graph = torch.sparse_coo_tensor(edges, torch.ones(20_000), (5_000, 5_000), check_invariants=True).coalesce()
+
+    def loss(ids: Tensor) -> Tensor:
+        return ((graph @ nodes.weight) * 0.5)[ids].square().mean()
+
+    facts = why_slow(nodes, optimizer, loss, [torch.arange(64)] * 4).facts
+    assert facts.product_flops == 0
+    assert not facts.whole_tables
+    assert facts.op_s > 0
+
+
+def test_64_bit_floats_and_a_softmax_over_a_catalogue_are_seen() -> None:
+    layer = nn.Linear(8, 3_000).double()
+    optimizer = torch.optim.SGD(layer.parameters(), 1e-3)
+
+    def loss(x: Tensor) -> Tensor:
+        return -torch.log_softmax(layer(x), 1)[:, 0].mean()
+
+    facts = why_slow(layer, optimizer, loss, [torch.randn(64, 8, dtype=torch.float64)] * 4).facts
+    assert facts.double_s > 0.8 * facts.op_s
+    (every,) = facts.all_items
+    assert every.items == 3_000
+    assert not why_slow(*mlp()).facts.double_s
+
+
+@pytest.mark.parametrize("mode", ["anomaly mode", "a profiler"])
+def test_a_debugging_mode_that_was_left_on_is_named(mode: str) -> None:
+    with torch.autograd.set_detect_anomaly(mode == "anomaly mode"), ExitStack() as stack:
+        if mode == "a profiler":
+            stack.enter_context(torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]))
+        facts = why_slow(*mlp()).facts
+    assert facts.modes == [mode]
+    assert facts.has("quiet", "op")
+    assert not why_slow(*mlp()).facts.modes
+
+
+def test_a_loop_that_raises_in_the_rounds_is_a_verdict_and_not_an_error() -> None:
+    model, optimizer, _, given = mlp()
+    steps = [0]
+
+    def limit() -> None:
+        steps[0] += 1
+        if torch.rand(()) < 2 and next(counter) > 40:
+            raise ValueError("the schedule has 40 steps")
+
+    counter = itertools.count()
+    diagnosis = why_slow.step(stepping(model, optimizer, limit), given)
+    assert diagnosis.verdict == "loop failed"
+    assert "ValueError: the schedule has 40 steps" in str(diagnosis)
+    assert steps == [0]
+
+
+def test_experiments_do_not_disturb_each_other() -> None:
+    """A queue whose place only whole batches keep on its grid, and a schedule of a hundred steps."""
+    model, optimizer, _, given = mlp(rows=64)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=300)
+    queue, place = torch.zeros(256, 8), 0
+
+    def step(x: Tensor, y: Tensor) -> None:
+        nonlocal place
+        optimizer.zero_grad()
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+        schedule.step()
+        queue[place : place + len(x)] = x
+        place = (place + len(x)) % 256
+
+    facts = why_slow.step(step, given).facts
+    assert facts.has("step", "quarter", "quadruple")
+    assert not {"loop", "step"} & set(facts.not_measured)
+    assert (place, schedule.last_epoch) == (0, 0)
+    assert not queue.any()
+
+
+def test_garbage_collections_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    with experiments.garbage_seconds(clock) as spent:
+        gc.callbacks.insert(-1, lambda phase, _: clock.compute(3) if phase == "stop" else None)
+        try:
+            gc.collect()
+        finally:
+            del gc.callbacks[-2]
+        clock.compute(50)
+    assert spent == [pytest.approx(0.003)]
+
+
+def healthy_lstm() -> Any:
+    layers = nn.ModuleList([nn.LSTM(32, 96, batch_first=True), nn.Linear(96, 1)])
+    optimizer = torch.optim.Adam(layers.parameters())
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        return (layers[1](layers[0](x)[0][:, -1]) - y).square().mean()
+
+    return layers, optimizer, loss, [(torch.randn(64, 24, 32), torch.rand(64, 1))] * 4
+
+
+def healthy_images() -> Any:
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    given = [(torch.randn(32, 3, 24, 24), torch.randint(16, (32,)))] * 4
+    return model, optimizer, lambda x, y: nn.functional.cross_entropy(model(x), y), given
+
+
+def healthy_in_batch() -> Any:
+    tables = nn.ModuleList([nn.Embedding(1_500, 64), nn.Embedding(1_500, 64), nn.Linear(64, 64)])
+    optimizer = torch.optim.SGD(tables.parameters(), 1e-2)
+
+    def loss(user: Tensor, item: Tensor) -> Tensor:
+        scores = tables[2](tables[0](user)) @ tables[1](item).t()
+        return nn.functional.cross_entropy(scores, torch.arange(len(user)))
+
+    return tables, optimizer, loss, [(torch.randint(1_500, (1_024,)), torch.randint(1_500, (1_024,)))] * 4
+
+
+@pytest.mark.parametrize("program", [healthy_lstm, healthy_images, healthy_in_batch])
+def test_programs_without_a_fault_have_none_of_the_causes_that_lines_and_ops_show(
+    program: Callable[[], Any], sampled: None
+) -> None:
+    diagnosis = why_slow(*program())
+    seen = {finding.cause for finding in diagnosis.findings if finding.size in ("large", "medium")}
+    assert not seen & {"python_lines", "whole_tables", "double_precision", "garbage", "debug_modes", "loader_computes"}

@@ -5,12 +5,15 @@ The order is reversed every other round. An experiment that cannot be made is le
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import statistics
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -26,17 +29,18 @@ from torchrec_ext.diagnose.clock import ThreadClock, busy_elsewhere
 from torchrec_ext.diagnose.counting import (
     Counted,
     Forwards,
+    OpsOfLine,
     Products,
+    Samples,
     compiled_graphs,
     count_ops,
     described,
     device_spans,
     device_use,
     roofline,
-    seconds_at,
-    time_products,
+    sum_products,
 )
-from torchrec_ext.diagnose.facts import Between, Facts, LoaderFacts, Round, spread
+from torchrec_ext.diagnose.facts import Between, Facts, LineFacts, LoaderFacts, Round, spread
 from torchrec_ext.diagnose.state import SmallTables, StateCopy
 
 MOST_ROUNDS, FEWEST_ROUNDS = 15, 4
@@ -49,6 +53,8 @@ _POOL = 4  # batches that the variants share
 _SMALL_TABLE = 5  # a table is small with so many rows for each id that a step reads, and is made so for the experiment
 _TRIAL = 10.0  # times the step that a first trial may take, before the variant is given up
 _WORKER_S = 3.0
+SAMPLE_S = 1.5  # seconds of the loop in which it is sampled at which lines it is
+_LINES = 20  # that are kept of these
 _IDLE = 0.3  # cores that others may keep busy where more threads are tried
 Step = Callable[..., object]
 
@@ -109,7 +115,10 @@ class Experiments:
         self._spans: Counter[str] = Counter()
         self._iterations, self._steps_of_turn = _ITERATIONS, _STEPS[0]
         self._small: SmallTables | None = None
-        self._sync_lines: Collection[str] = ()
+        self._modes: Sequence[str] = ()
+        self._lines: Sequence[LineFacts] = ()
+        self._sampled_s = 0.0
+        self.saved_files: set[str] = set()
         self._graphs = 0
 
     def _synchronised(self) -> float:
@@ -125,6 +134,7 @@ class Experiments:
         if self._warm_up():
             counted = self._count_ops()
             rounds = self._rounds(busy)
+            self._sample_lines(counted)
         else:
             rounds = self._data_alone()
         worker = self._worker(rounds)
@@ -142,7 +152,16 @@ class Experiments:
             op_lines=counted.lines.most_common(5),
             syncs=sum(counted.syncs.values()),
             sync_lines=counted.syncs.most_common(5),
-            sync_ops=sum(counted.lines[line] for line in counted.syncs),
+            sync_ops=sum(ops.ops for line, ops in counted.own.items() if line.name in counted.syncs),
+            op_s=0.0 if self._cuda else counted.seconds,
+            op_kinds=sorted(counted.kinds.items(), key=lambda each: -each[1])[:5],
+            lines=self._lines,
+            sampled_s=self._sampled_s,
+            whole_tables=() if self._cuda else list(counted.whole_tables()),
+            all_items=() if self._cuda else list(counted.all_items()),
+            double_s=0.0 if self._cuda else sum(counted.double.values()),
+            double_line=max(counted.double, key=counted.double.__getitem__, default=""),
+            modes=self._modes,
             product_s=products.seconds,
             product_flops=products.flops,
             layers=products.layers,
@@ -211,8 +230,12 @@ class Experiments:
         return {"data": data, "sleep": sleep, "step": step, "forward": step - sum(spans.values()), **spans}
 
     def _loop(self) -> Round:
-        made = [self._iterate() for _ in range(self._iterations)]
-        return {name: statistics.fmean([each[name] for each in made]) for name in made[0]}
+        if self._iterations > 1:
+            self._iterate()  # makes anew what the step keeps for later, which was put back
+        with garbage_seconds(self._clock) as collecting:
+            made = [self._iterate() for _ in range(self._iterations)]
+        means = {name: statistics.fmean([each[name] for each in made]) for name in made[0]}
+        return {**means, "gc": collecting[0] / self._iterations}
 
     def _data_alone(self) -> Sequence[Round]:
         """Times the loader where the step cannot be run."""
@@ -238,14 +261,17 @@ class Experiments:
     def _rounds(self, busy: Callable[[], float | None]) -> Sequence[Round]:
         start = time.perf_counter()
         with self._spanning():
-            first = self._loop()
+            loop = Variant("loop", self._loop)
+            first = self._attempt(loop)
+            if not first:
+                return []
             self._choose_iterations(first, start)
             self._busy = busy()
-            variants = [Variant("loop", self._loop), *self._variants(first["step"])]
+            variants = [loop, *self._variants(first["step"])]
             if sum(self._tried(variants, start)) == 0:
                 return [first]
             rounds: list[Round] = []
-            while not self._enough(rounds):
+            while not self._enough(rounds) and "loop" not in self.not_measured:
                 if len(rounds) >= FEWEST_ROUNDS and time.perf_counter() - start > self._budget:
                     break
                 if rounds and time.perf_counter() - start > 3 * self._budget:
@@ -254,9 +280,10 @@ class Experiments:
                 for variant in variants if len(rounds) % 2 == 0 else variants[::-1]:
                     if variant.name not in self.not_measured:
                         made |= self._attempt(variant)
-                rounds.append(made)
+                if "loop" not in self.not_measured:
+                    rounds.append(made)
         self._busy = busy() if self._busy is None else self._busy
-        return rounds
+        return rounds or [first]
 
     @staticmethod
     def _enough(rounds: Sequence[Round]) -> bool:
@@ -296,19 +323,22 @@ class Experiments:
         return spent
 
     def _attempt(self, variant: Variant) -> Round:
+        """Runs a variant, and puts back what its steps changed, so that the next one starts where it did."""
         try:
             return variant.run()
         except Exception as error:
             self.not_measured[variant.name] = described(error)
             return {}
+        finally:
+            self.state.restore_step()
 
     def _variants(self, step: float) -> Iterator[Variant]:
         pool = self._pool
         if self._small is not None and not self._compiled:  # first, since it decides most
             yield Variant("small_tables", self._with_small_tables)
         yield Variant("op", self._yardsticks)
-        if self._sync_lines:
-            yield Variant("sync_lines", self._at_sync_lines)
+        if self._modes:
+            yield Variant("quiet", lambda: {"quiet": self._quietly(lambda: self._timed(self._steps()))})
         yield Variant("ready", lambda: {"ready": self._timed(self._steps())})
         if self._compiled:
             for name in ("quadruple", "quarter", "double", "bf16", "small_tables"):
@@ -392,29 +422,38 @@ class Experiments:
         with self._small:
             return {"small_tables": self._timed(self._steps())}
 
-    def _at_sync_lines(self) -> Round:
-        batches = self._steps()
-        with seconds_at(self._sync_lines) as spent:
-            for batch in batches:
-                self._call(batch)
-        return {"sync_lines": spent[0] / len(batches)}
-
     def _yardsticks(self) -> Round:
+        return self._quietly(self._prices) if self._modes else self._prices()
+
+    def _prices(self) -> Round:
+        """Returns the seconds of bringing a value to Python, and of a tiny op, forward and backward by turns."""
         value = torch.zeros(())
         start = self._thread_clock()
         for _ in range(100):
             value.item()
-        return {"sync": (self._thread_clock() - start) / 100, "op": self._op_price()}
-
-    def _op_price(self) -> float:
-        """Returns the seconds of a tiny op, forward and backward by turns."""
-        value = torch.ones(8, requires_grad=True)
+        sync = (self._thread_clock() - start) / 100
+        source = torch.ones(8, requires_grad=True)
         start = self._thread_clock()
-        made = value
+        made = source
         for _ in range(60):
             made = made * 1.001
-        torch.autograd.grad(made.sum(), value)
-        return (self._thread_clock() - start) / 124
+        torch.autograd.grad(made.sum(), source)
+        return {"sync": sync, "op": (self._thread_clock() - start) / 124}
+
+    def _quietly(self, measure: Callable[[], Any]) -> Any:
+        """Measures without anomaly mode, and in a thread of its own: a profiler watches the thread that began it."""
+        clocks = self._clock, self._thread_clock
+
+        def measured() -> Any:
+            with ThreadClock() as clock:
+                self._clock = self._thread_clock = clock
+                return measure()
+
+        try:
+            with torch.autograd.set_detect_anomaly(False), ThreadPoolExecutor(1) as thread:
+                return thread.submit(measured).result()
+        finally:
+            self._clock, self._thread_clock = clocks
 
     def _begin(self) -> Any:
         """Returns the moment at which a span begins."""
@@ -467,6 +506,8 @@ class Experiments:
         except Exception as error:
             self.not_measured["ops"] = described(error)
             return Counted()
+        finally:
+            self.state.restore_step()
         trained = {id(p) for o in self.state.optimizers for group in o.param_groups for p in group["params"]}
         large = {
             id(module): (facts, module)
@@ -474,11 +515,47 @@ class Experiments:
             if facts.rows > _SMALL_TABLE * facts.read and id(module.weight) in trained and not module.sparse
         }
         counted.tables = large
-        self._sync_lines = tuple(counted.syncs)
+        self._modes = sorted(counted.modes)
         if large:
             reads = [(module, facts.read) for facts, module in large.values()]
             self._small = SmallTables(self.state, reads, _SMALL_TABLE)
         return counted
+
+    def _sample_lines(self, counted: Counted) -> None:
+        """Looks up at which of the user's lines the loop is, for a second."""
+        if self._cuda or self._compiled:
+            self.not_measured["lines"] = "sampled only for eager steps on a CPU, whose ops are timed"
+        elif SAMPLE_S and "step" not in self.not_measured and "loop" not in self.not_measured:
+            self._attempt(Variant("lines", lambda: self._sampled(counted)))
+
+    def _sampled(self, counted: Counted) -> Round:
+        iterations, end = 0, time.perf_counter() + SAMPLE_S
+        of_iterator = self.source.kind == "iterator"  # all that is taken of it is kept
+        with Samples() as samples:
+            while time.perf_counter() < end or not iterations:
+                if of_iterator:
+                    self._call(self._pool[0])
+                else:
+                    self._iterate()
+                iterations += 1
+        self.saved_files = samples.saved
+        self._sampled_s = sum(samples.seconds.values()) / iterations
+        lines = []
+        for (part, line), seconds in samples.seconds.items():
+            ops = counted.own.get(line, OpsOfLine())
+            if line.text:
+                lines.append(
+                    LineFacts(
+                        name=line.name,
+                        text=line.text,
+                        part=part,
+                        seconds=seconds / iterations,
+                        ops=ops.ops,
+                        op_s=ops.seconds,
+                    )
+                )
+        self._lines = sorted(lines, key=lambda each: -each.seconds)[:_LINES]
+        return {}
 
     def _towers(self, rounds: Sequence[Round]) -> Sequence[tuple[str, float]]:
         """Returns sub-networks that do not read each other, with their shares of the forward."""
@@ -528,6 +605,8 @@ class Experiments:
                 return self._worker_turns(self.source.given)  # type: ignore[arg-type]
             except Exception as error:
                 why_not = described(error)
+            finally:
+                self.state.restore_step()
         self.not_measured["worker"] = why_not
         return ()
 
@@ -576,11 +655,7 @@ class Experiments:
         if self._cuda:
             self.not_measured["products"] = "timed on a CPU alone"
             return Products()
-        try:
-            return time_products(counted.products, self._op_price())
-        except Exception as error:
-            self.not_measured["products"] = described(error)
-            return Products()
+        return sum_products(counted.products)
 
     def _between(self, between: Mapping[str, tuple[Callable[[], object], int]]) -> Sequence[Between]:
         made = []
@@ -593,3 +668,20 @@ class Experiments:
                 continue
             made.append(Between(name=name, seconds=self._clock() - start, steps=steps))
         return made
+
+
+@contextmanager
+def garbage_seconds(clock: Callable[[], float]) -> Iterator[list[float]]:
+    """Adds up the seconds of Python's garbage collections of this thread in the one entry of a list."""
+    spent = [0.0]
+    thread = threading.get_ident()
+
+    def collect(phase: str, _: object) -> None:
+        if threading.get_ident() == thread:
+            spent[0] += -clock() if phase == "start" else clock()
+
+    gc.callbacks.append(collect)
+    try:
+        yield spent
+    finally:
+        gc.callbacks.remove(collect)

@@ -88,6 +88,61 @@ class TableFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LineFacts:
+    """A line of the user's own code.
+
+    Args:
+        name: file, number and function, such as ``train.py:31 in step``.
+        text: the line itself.
+        part: ``data`` for a line that makes batches, ``step`` for one of the step.
+        seconds: seconds of an iteration at this line, and in what it calls that is not the user's, as sampled.
+        ops: aten ops that it makes.
+        op_s: seconds inside of these.
+    """
+
+    name: str
+    text: str = ""
+    part: str = "step"
+    seconds: float = 0.0
+    ops: int = 0
+    op_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeTable:
+    """A line that works on all rows of a table of which a step reads few.
+
+    Args:
+        line: the user's line.
+        rows: rows of the table.
+        read: rows that a step looks up.
+        seconds: seconds inside of the line's ops on all rows.
+        backward_s: seconds inside of ops on all rows in backward.
+    """
+
+    line: str
+    rows: int
+    read: int
+    seconds: float
+    backward_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllItems:
+    """A softmax over a large number of items.
+
+    Args:
+        line: the user's line.
+        items: number of items.
+        seconds: seconds of a step inside of ops on a tensor that has a dimension of so many entries.
+    """
+
+    line: str
+    items: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoaderFacts:
     """A loader as it was measured.
 
@@ -199,9 +254,9 @@ class Facts:
         rounds: seconds by experiment, for each round. ``data``: a batch, and of it ``sleep``, asleep or waiting for
             files. ``step``: a step, and of it ``forward`` (with all that is neither of the other two), ``backward``
             and ``optimizer``. Steps in a row on batches that are there: ``ready``; and of these changed: ``quarter``,
-            ``double`` and ``quadruple`` of the batch, ``small_tables``, ``one_thread``, ``all_threads``, ``bf16``.
-            Of a step at lines that bring values to Python: ``sync_lines``. Yardsticks: ``op``, a tiny op, and
-            ``sync``, one ``.item()``.
+            ``double`` and ``quadruple`` of the batch, ``small_tables``, ``one_thread``, ``all_threads``, ``bf16``,
+            ``quiet`` without anomaly mode and profiler. ``gc``: garbage collections of an iteration. Yardsticks:
+            ``op``, a tiny op, and ``sync``, one ``.item()``.
         worker: seconds of the wall clock for a batch and its step as it is, and with a worker process, by turn.
         rows: rows of a batch; 0 where unknown.
         ops: aten ops of a step.
@@ -209,7 +264,16 @@ class Facts:
         syncs: ops of a step that bring a value to Python.
         sync_lines: the user's lines that do so, with their number.
         sync_ops: ops of these lines.
-        product_s: seconds of a step inside matrix products, each timed alone.
+        op_s: seconds of a step inside of ops; 0 where unknown.
+        op_kinds: ops that take most of these, with their seconds.
+        lines: the user's lines at which most of an iteration goes, as sampled.
+        sampled_s: seconds of an iteration while lines were sampled.
+        whole_tables: lines that work on all rows of a table of which few are read.
+        all_items: softmaxes over many items.
+        double_s: seconds of a step inside of ops of 64-bit floats.
+        double_line: the user's line that takes most of these.
+        modes: debugging modes of autograd that are on.
+        product_s: seconds of a step inside matrix products.
         product_flops: floating-point operations of these.
         layers: share of these operations by module.
         tables: tables that a step reads.
@@ -245,6 +309,15 @@ class Facts:
     syncs: int = 0
     sync_lines: Sequence[tuple[str, int]] = ()
     sync_ops: int = 0
+    op_s: float = 0.0
+    op_kinds: Sequence[tuple[str, float]] = ()
+    lines: Sequence[LineFacts] = ()
+    sampled_s: float = 0.0
+    whole_tables: Sequence[WholeTable] = ()
+    all_items: Sequence[AllItems] = ()
+    double_s: float = 0.0
+    double_line: str = ""
+    modes: Sequence[str] = ()
     product_s: float = 0.0
     product_flops: float = 0.0
     layers: Sequence[tuple[str, float]] = ()

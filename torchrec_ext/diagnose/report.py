@@ -21,6 +21,7 @@ from torchrec_ext.diagnose.rules import Finding, Remedy
 from torchrec_ext.train.report.page import Bar, Curve, Lane, card, chart, gains, lanes, page, paragraph, text_table
 
 _WIDTH = 110
+_EXPLAINED = 0.8  # share of an iteration that must be explained before nothing is wrong
 _HELPS = {"yes": "yes", "no": "no, under 5 %", "perhaps": "perhaps", "not known": "not known"}
 
 
@@ -97,10 +98,11 @@ class Diagnosis:
         """The cause that costs most, where it costs .15 of an iteration or more.
 
         Where there is none: ``products`` where matrix products take half of it, else ``healthy``. ``noisy`` where
-        nothing can be said, and ``step failed`` where the step could not be run.
+        nothing can be said, ``step failed`` if the step could not be run, and ``loop failed`` if it raised later.
         """
-        if "step" in self.facts.not_measured:
-            return "step failed"
+        for name in ("step", "loop"):
+            if name in self.facts.not_measured:
+                return f"{name} failed"
         if self.noisy or not self.facts.has("step"):
             return "noisy"
         faults = [finding.cause for finding in self.findings if finding.size in ("large", "medium")]
@@ -274,13 +276,17 @@ def _headline(diagnosis: Diagnosis) -> str:
     facts = diagnosis.facts
     if diagnosis.verdict == "step failed":
         return "the step could not be run"
+    if diagnosis.verdict == "loop failed":
+        return f"the loop does not go on: it raised {facts.not_measured['loop']}"
     if diagnosis.verdict == "noisy":
         return "no verdict"
     if diagnosis.verdict not in ("healthy", "products"):
         return diagnosis.findings[0].title
     layers = ", ".join(f"{name} {share:.0%}" for name, share in facts.layers[:3])
     text = "its matrix products are the step" if diagnosis.verdict == "products" else "no cause of its own stands out"
-    limit = f"nothing is wrong, {text}: it runs at {rules.limit_share(facts):.0%} of this machine's limit"
+    known = rules.explained(facts)
+    nothing = "nothing is wrong" if known >= _EXPLAINED else f"{1 - known:.0%} of an iteration is not explained"
+    limit = f"{nothing}, {text}: it runs at {rules.limit_share(facts):.0%} of this machine's limit"
     return f"{limit}; products by layer: {layers}" if layers else limit
 
 

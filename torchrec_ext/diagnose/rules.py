@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from torchrec_ext.diagnose import rank_rules
-from torchrec_ext.diagnose.facts import DRIFT, Facts, Gain, Round, paired_gain
+from torchrec_ext.diagnose.facts import DRIFT, Facts, Gain, LineFacts, Round, paired_gain
 from torchrec_ext.diagnose.findings import (
     LARGE,
     LEAST,
@@ -30,6 +31,11 @@ IDLE = 0.3  # cores that others may keep busy where the wall clock says what a s
 NOISY = 0.6  # spread of iterations above which there is no verdict
 _LAZY = 1.10  # rows caught up when they are next read, over the step with small tables
 _AT_MOST = 1.5  # times the price of ops that lines may take
+_WORK_AT_MOST = 1.3  # times the work of ops that lines may take, as other moments of the machine do
+_LEAST_LINE = 0.03  # share of an iteration from which on a line is named
+_LEAST_LINES = 0.1  # share of an iteration that such lines take together; what samples say of less is not sure
+_LOOP_OPS = 50  # ops of a line from which on it is a loop
+_SAMPLED_ITEMS = 1_024  # items to which a softmax over all of them is compared
 _FIXED_S = 0.06e-3, 0.25e-3  # seconds of a captured step that does nothing, at least and at most
 # Of the loader's time this stays, at least and at most: where batches are ready, and where they are made from columns.
 _READY, _FROM_COLUMNS = (0.0, 0.01), (0.01, 0.05)
@@ -94,8 +100,11 @@ def _bare(facts: Facts) -> str:
 
 
 def _swept(facts: Facts, each: Round) -> float:
-    """Returns the seconds of a round's step that go with the rows that it does not read."""
-    return max(0.0, each["step"] - _changed(each, "small_tables")) if "small_tables" in each else 0.0
+    """Returns the seconds of a round's step that the optimizer takes for rows that the step does not read."""
+    if "small_tables" not in each:
+        return 0.0
+    by_lines = sum(table.seconds + table.backward_s for table in facts.whole_tables)  # of the user, not the optimizer
+    return max(0.0, each["step"] - _changed(each, "small_tables") - by_lines)
 
 
 def _products(facts: Facts, each: Round) -> float:
@@ -118,9 +127,56 @@ def _threading(each: Round) -> float:
 def _syncing(facts: Facts, each: Round) -> float:
     """Returns the seconds of a round's step that go with values brought to Python, and the ops that make them."""
     price = facts.syncs * each.get("sync", 0.0) + max(0, facts.sync_ops - facts.syncs) * each.get("op", 0.0)
-    if "sync_lines" in each:  # beyond the price of their ops these lines do work that stays
-        price = min(each["sync_lines"], _AT_MOST * price)
+    if facts.lines:  # beyond the price of their ops these lines do work that stays
+        price = min(_sync_seconds(facts, each), _AT_MOST * price)
     return min(price, each["step"])
+
+
+def _sync_seconds(facts: Facts, each: Round) -> float:
+    """Returns the seconds of a round at lines that bring values to Python."""
+    names = {line for line, _ in facts.sync_lines}
+    return sum(_at_line(facts, each, line.seconds) for line in facts.lines if line.name in names)
+
+
+def _at_line(facts: Facts, each: Round, seconds: float) -> float:
+    """Returns sampled seconds as they are of a round's iteration, without its exchange."""
+    own = each.get("data", 0.0) + each["step"] - each.get("wait", 0.0) - each.get("exchange", 0.0)
+    return seconds / facts.sampled_s * own
+
+
+def _without_ops(facts: Facts, each: Round, line: LineFacts) -> float:
+    """Returns the seconds of a round at a line of the step that neither the work nor the price of ops explains."""
+    ops_s = _WORK_AT_MOST * line.op_s + _AT_MOST * line.ops * each["op"]
+    return max(0.0, _at_line(facts, each, line.seconds) - ops_s)
+
+
+def _python_lines(facts: Facts) -> list[tuple[LineFacts, float]]:
+    """Returns the lines of a step that hold it without ops, with their shares of an iteration, the longest first."""
+    if facts.ranks or not facts.has("data", "step", "op"):
+        return []
+    shares = [(line, share_of(facts, partial(_without_ops, facts, line=line))) for line in facts.lines]
+    lines = [(line, share) for line, share in shares if line.part == "step" and share >= _LEAST_LINE]
+    return sorted(lines, key=lambda each: -each[1])
+
+
+def _unexplained(facts: Facts, each: Round) -> float:
+    """Returns the seconds of a round's step at the user's lines that no op explains."""
+    return sum(_without_ops(facts, each, line) for line, _ in _python_lines(facts))
+
+
+def explained(facts: Facts) -> float:
+    """Returns the share of an iteration that is explained: all but what the user's lines take without ops.
+
+    If lines were not sampled, it is the share of the batch, the products, and the price of ops.
+    """
+    if facts.lines:
+        return 1 - share_of(facts, lambda each: _unexplained(facts, each))
+
+    def known(each: Round) -> float:
+        ops_s = max(facts.product_s, facts.op_s) + _launches(facts, each) + _syncing(facts, each)
+        return each.get("data", 0.0) + min(each["step"], ops_s + _swept(facts, each)) + facts.mean_between()
+
+    return share_of(facts, known) if facts.has("step") else 0.0
 
 
 def _captured(facts: Facts, each: Round, *, fast: bool) -> float:
@@ -131,7 +187,7 @@ def _captured(facts: Facts, each: Round, *, fast: bool) -> float:
     """
     base = each["step"]
     if "small_tables" in each:
-        base = min(base, _changed(each, "small_tables") * (1.0 if fast else _LAZY))
+        base = min(base, (base - _swept(facts, each)) * (1.0 if fast else _LAZY))
     products = min(facts.product_s, base)
     price = (1.0 if fast else 0.7) * facts.ops * each.get("op", 0.0)
     rest = max(0.0, base - products - price)
@@ -262,11 +318,14 @@ def row_python(facts: Facts) -> Finding | None:
     data, rows = facts.median("data"), loader.row_calls * loader.row_s
     if facts.median("sleep") >= 0.5 * data or rows + loader.collate_s < 0.5 * data:
         return None
+    if loader.collate_s > rows:
+        return None
     share = rows / (rows + loader.collate_s)  # of the same moment; the batch's time is of others
     evidence = [
         f"{loader.dataset}.__getitem__ is called {loader.row_calls} times a batch, {loader.row_s * 1e6:.0f} us each, "
         f"which is {share:.0%} of making a batch; the rest is collating. A batch takes {in_ms(data)}",
         "it computes and does not wait" + (": no bytes were read from files" if loader.bytes_read == 0 else ""),
+        *_data_lines(facts),
     ]
     ready = Remedy(
         name="__getitems__: all rows of a batch in one call, with whole-array indexing",
@@ -288,11 +347,18 @@ def loader_computes(facts: Facts) -> Finding | None:
     evidence = [
         f"a batch takes {in_ms(data)}, a step {in_ms(facts.median('step'))}; the loader computes and does not wait"
     ]
-    if loader.collate_s > 0.5 * data:
-        evidence.append(f"{in_ms(loader.collate_s)} of it is collate_fn")
+    collates = loader.collate_s > 0.5 * data
+    if collates:
+        rows = loader.row_calls * loader.row_s
+        evidence.append(f"{in_ms(loader.collate_s)} of it is collate_fn; reading {loader.row_calls} rows {in_ms(rows)}")
+    evidence += _data_lines(facts)
     ready = Remedy(
         name="batches ready in time",
-        lines=("make the epoch's batches ahead of the steps, by whole-array operations",),
+        lines=(
+            "do once, before training, what collate_fn does with each batch, such as tokenising"
+            if collates
+            else "make the epoch's batches ahead of the steps, by whole-array operations",
+        ),
         gain=_with_ready(facts, _READY),
         changes=MATH["exact"],
         basis="measured: the step without its loader",
@@ -302,10 +368,20 @@ def loader_computes(facts: Facts) -> Finding | None:
             facts, "loader_computes", "the step waits for its batches", evidence, [_ahead(facts)],
             lambda each: each["data"],
         )  # fmt: skip
-    title = "making a batch takes as long as it does because the loader computes in this thread"
+    title = "the loader computes in the training thread, and the step waits for it"
+    if collates:
+        title = "collate_fn computes in the training thread, and the step waits for it"
     return finding_of(
         facts, "loader_computes", title, evidence, [ready, _worker_remedy(facts, 1)], lambda each: each["data"]
     )
+
+
+def _data_lines(facts: Facts) -> list[str]:
+    """Returns a sentence for each line at which the loader spends its time."""
+    lines = [line for line in facts.lines if line.part == "data" and line.seconds >= 0.1 * facts.sampled_s]
+    return [
+        f"{line.seconds / facts.sampled_s:.0%} of an iteration is at {line.name}: {line.text}" for line in lines[:3]
+    ]
 
 
 def _ahead(facts: Facts) -> Remedy:
@@ -401,10 +477,184 @@ def launches(facts: Facts) -> Finding | None:
         )
     if facts.op_lines:
         evidence.append("most ops: " + "; ".join(f"{line}, {count:,}" for line, count in facts.op_lines[:3]))
-    remedies = [_adopted(facts)]
+    remedies = [*_vectorised(facts), _adopted(facts)]
     return finding_of(
         facts, "launches", "the step is many small ops: Python and dispatch take the time, not the work", evidence,
         remedies, lambda each: _launches(facts, each),
+    )  # fmt: skip
+
+
+def _vectorised(facts: Facts) -> list[Remedy]:
+    """Returns whole-tensor ops in place of a loop of the user's that makes a third of a step's ops."""
+    lines = [each for each in facts.op_lines if each[0] not in ("backward", "optimizer", "step")]
+    if not lines or lines[0][1] < max(_LOOP_OPS, LARGE * facts.ops):
+        return []
+    (line, count), sync_ops = lines[0], facts.sync_ops
+    without = max(0, count - sync_ops)
+    return [
+        Remedy(
+            name="one op on all tensors in place of a loop",
+            lines=(
+                f"{line} makes {count:,} ops: stack what it loops over, or take torch._foreach_*",
+                "torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)  # to clip all gradients at once",
+            ),
+            gain=expected(
+                facts,
+                lambda each: each["data"] + each["step"] - 0.4 * min(_launches(facts, each), without * each["op"]),
+                lambda each: each["data"] + each["step"] - min(0.95 * each["step"], 1.5 * without * each["op"]),
+            ),
+            changes=MATH["rounding"],
+            basis="predicted from the price of its ops",
+        )
+    ]
+
+
+def python_lines(facts: Facts) -> Finding | None:
+    """Lines of the step hold it without ops: sleeps, files, copies, JSON, lists."""
+    lines = _python_lines(facts)
+    if sum(share for _, share in lines) < _LEAST_LINES:
+        return None
+    remedy = Remedy(
+        name="take these lines out of the step, or run them every hundredth step",
+        lines=tuple(f"{line.name}: {line.text[:80]}" for line, _ in lines[:3]),
+        gain=expected(
+            facts,
+            lambda each: each["data"] + each["step"] - 0.8 * _unexplained(facts, each),
+            lambda each: each["data"] + max(0.02 * each["step"], each["step"] - 1.1 * _unexplained(facts, each)),
+        ),
+        changes=MATH["less"],
+        basis="predicted from samples of the line that the loop is at",
+    )
+    evidence = [f"no tensor op explains the time at {line.name}, {share:.0%}: {line.text}" for line, share in lines[:3]]
+    title = f"{lines[0][0].name} holds the step, and not with tensor ops"
+    return finding_of(facts, "python_lines", title, evidence, [remedy], lambda each: _unexplained(facts, each))
+
+
+def debug_modes(facts: Facts) -> Finding | None:
+    """Anomaly mode or a profiler was left on."""
+    if not facts.modes or not facts.has("step"):
+        return None
+    modes = " and ".join(facts.modes)
+
+    def seconds(each: Round) -> float:
+        quiet = each["step"] - _changed(each, "quiet") if "quiet" in each else 0.0
+        return max(quiet, _unexplained(facts, each))
+
+    evidence = [f"{len(facts.modes)} debugging mode is on while the step runs: {modes}"]
+    if facts.has("quiet"):
+        evidence.append(f"without it a step takes {in_ms(facts.median('quiet'))} instead of {_bare(facts)}")
+    remedy = Remedy(
+        name=f"train without {modes}",
+        lines=("torch.autograd.set_detect_anomaly(False)", "leave `with torch.profiler.profile()` after some steps"),
+        gain=expected(facts, lambda each: each["data"] + max(0.02 * each["step"], each["step"] - seconds(each))),
+        changes=MATH["exact"],
+        basis="measured: steps without it" if facts.has("quiet") else "predicted",
+    )
+    return finding_of(facts, "debug_modes", f"{modes} was left on", evidence, [remedy], seconds)
+
+
+def whole_tables(facts: Facts) -> Finding | None:
+    """A line works on all rows of a table of which a step reads few."""
+    if not facts.whole_tables or not facts.has("data", "step"):
+        return None
+    table = max(facts.whole_tables, key=lambda each: each.seconds)
+
+    def seconds(each: Round) -> float:
+        return min(each["step"], sum(one.seconds + one.backward_s for one in facts.whole_tables))
+
+    remedy = Remedy(
+        name="the same on the rows that the batch reads",
+        lines=(f"{table.line}: look the rows up first, as in F.normalize(table(ids)); copy a table seldom",),
+        gain=expected(
+            facts,
+            lambda each: each["data"] + each["step"] - 0.7 * seconds(each),
+            lambda each: each["data"] + max(0.03 * each["step"], each["step"] - 1.3 * seconds(each)),
+        ),
+        changes=MATH["rounding"],
+        basis="predicted from the time of these ops",
+    )
+    evidence = [
+        f"{table.line} works on {table.rows:,} rows for {in_ms(table.seconds)}, and {in_ms(table.backward_s)} in "
+        f"backward; a step looks up {table.read:,} of them"
+    ]
+    return finding_of(
+        facts,
+        "whole_tables",
+        "the step works on whole tables, and reads few of their rows",
+        evidence,
+        [remedy],
+        seconds,
+    )
+
+
+def double_precision(facts: Facts) -> Finding | None:
+    """Ops run in 64 bits."""
+    if not facts.double_s or not facts.has("data", "step"):
+        return None
+
+    def saved(each: Round) -> float:
+        return 0.5 * min(each["step"], facts.double_s)
+
+    remedy = Remedy(
+        name="32-bit floats",
+        lines=("model.float(); x = x.float()  # numpy's arrays are 64-bit unless you say otherwise",),
+        gain=expected(
+            facts,
+            lambda each: each["data"] + each["step"] - 0.5 * saved(each),
+            lambda each: each["data"] + each["step"] - 1.3 * saved(each),
+        ),
+        changes="32-bit products in place of 64-bit ones: quality must be measured",
+        basis="predicted: half of the bits take about half of the time",
+    )
+    evidence = [f"{in_ms(facts.double_s)} of a step are in ops of 64-bit floats, most of them at {facts.double_line}"]
+    return finding_of(facts, "double_precision", "the step computes in 64-bit floats", evidence, [remedy], saved)
+
+
+def garbage(facts: Facts) -> Finding | None:
+    """Python's garbage collector walks over many objects."""
+    if not facts.has("data", "step", "gc"):
+        return None
+    remedy = Remedy(
+        name="fewer objects for the garbage collector to walk over",
+        lines=("import gc; gc.collect(); gc.freeze()  # before the training loop",),
+        gain=expected(
+            facts,
+            lambda each: each["data"] + each["step"] - 0.5 * each["gc"],
+            lambda each: each["data"] + each["step"] - each["gc"],
+        ),
+        changes=MATH["exact"],
+        basis="measured: the seconds of its collections",
+    )
+    evidence = [f"collections take {in_ms(facts.median('gc'))} of an iteration"]
+    return finding_of(
+        facts, "garbage", "Python's garbage collector runs during training", evidence, [remedy], lambda each: each["gc"]
+    )
+
+
+def all_items(facts: Facts) -> Finding | None:
+    """A softmax over all items: an offer, since sampling some of them is another loss."""
+    if not facts.all_items or not facts.has("data", "step"):
+        return None
+    most = max(facts.all_items, key=lambda each: each.seconds)
+    left = _SAMPLED_ITEMS / most.items
+    cost = share_of(facts, lambda each: (1 - left) * min(each["step"], most.seconds))
+    if cost < LARGE:
+        return None
+    remedy = Remedy(
+        name=f"a sampled softmax over {_SAMPLED_ITEMS:,} items",
+        lines=(f"{most.line}: score the positive and {_SAMPLED_ITEMS:,} sampled items, with the logQ correction",),
+        gain=expected(
+            facts,
+            lambda each: each["data"] + each["step"] - 0.7 * (1 - left) * min(each["step"], most.seconds),
+            lambda each: each["data"] + max(0.02, left, 1 - 1.1 * most.seconds / each["step"]) * each["step"],
+        ),
+        changes="another loss: quality must be measured",
+        basis="predicted from the time of ops over all items",
+    )
+    return Finding(
+        cause="all_items", title=f"a softmax over {most.items:,} items is most of the step",
+        evidence=(f"{most.line}: ops over {most.items:,} items take {in_ms(most.seconds)} of a step",),
+        remedies=(remedy,), cost=cost, size="offer",
     )  # fmt: skip
 
 
@@ -417,9 +667,10 @@ def host_syncs(facts: Facts) -> Finding | None:
         f"a step brings {facts.syncs:,} values to Python (.item(), .tolist(), if on a tensor, boolean masks): {lines}",
         f"with the ops that feed them: {facts.sync_ops:,} of {facts.ops:,} ops",
     ]
-    timed = facts.has("sync_lines")
+    timed = bool(facts.lines)
     if timed:
-        evidence.append(f"these lines take {in_ms(facts.median('sync_lines'))} of {_bare(facts)}")
+        seconds = share_of(facts, lambda each: _sync_seconds(facts, each)) * facts.sampled_s
+        evidence.append(f"these lines take {in_ms(seconds)} of {in_ms(facts.sampled_s)}")
     least, most = (0.93, 1.0) if timed else (0.6, 1.3)
     remedy = Remedy(
         name="keep values as tensors, and read one of them every hundred steps",
@@ -631,7 +882,9 @@ RULES: dict[str, Callable[[Facts], Finding | None]] = {
     rule.__name__: rule
     for rule in (
         *(loader_sleeps, row_python, loader_computes, untouched_rows, launches, host_syncs),
-        *(too_many_threads, too_few_threads, sequential_towers, recompilation, between_steps, small_batch, precision),
+        *(debug_modes, python_lines, whole_tables, double_precision, garbage),
+        *(too_many_threads, too_few_threads, sequential_towers, recompilation, between_steps),
+        *(all_items, small_batch, precision),
     )
 }
 

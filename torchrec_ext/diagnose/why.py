@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from torchrec_ext.diagnose.batches import BatchSource, called_with, loader_with,
 from torchrec_ext.diagnose.clock import ThreadClock
 from torchrec_ext.diagnose.collectives import Ranks, agreed
 from torchrec_ext.diagnose.experiments import Experiments, steps_of_turn
+from torchrec_ext.diagnose.files import FilesWritten
 from torchrec_ext.diagnose.ranks import RankExperiments
 from torchrec_ext.diagnose.report import Diagnosis, apply_in_turn
 from torchrec_ext.diagnose.rules import Remedy
@@ -151,7 +153,7 @@ class _WhySlow:
         adopted: Callable[[], AdoptedStep] | None,
     ) -> None:
         """Applies what can be applied without the user's hand, see :func:`apply_in_turn`, and puts everything back."""
-        if diagnosis.verdict == "step failed" or isinstance(batches, Iterator):
+        if diagnosis.verdict in ("step failed", "loop failed") or isinstance(batches, Iterator):
             return
         between_s = diagnosis.facts.mean_between()  # a part of the iterations that gains are predicted of
         state = StateCopy(*roots, batches)
@@ -194,13 +196,14 @@ class _WhySlow:
         between: Mapping[str, tuple[Callable[[], object], int]],
         ranks: Ranks | None,
     ) -> Diagnosis:
-        functions = tuple(function for function, _ in between.values())
-        roots += functions if isinstance(batches, list | tuple) else (*functions, batches)
+        roots += tuple(function for function, _ in between.values())
+        loader = None if isinstance(batches, list | tuple) else batches
         with agreed(ranks):
             _check(budget_s, between)
-            state = StateCopy(*roots)
+            state = StateCopy(*roots, loader=loader)
+        files = FilesWritten()
         try:
-            with ThreadClock() as clock:
+            with ThreadClock() as clock, files:
                 with agreed(ranks):
                     experiments = (
                         Experiments(fn, batches, state, clock, budget_s)
@@ -210,6 +213,10 @@ class _WhySlow:
                 facts = experiments.facts(between)
         finally:
             state.restore()
+        files.paths |= experiments.saved_files
+        notes = [*facts.notes, *filter(None, [files.note()]), *state.changed_data()]
+        facts = dataclasses.replace(facts, notes=notes)
+        roots += (loader,)
         compare = partial(_compare, fn, experiments.source.again(), roots, between_s=facts.mean_between())
         diagnosis = Diagnosis(facts, compare) if ranks is None else Diagnosis(facts, _not_on_ranks, ranks.rank)
         diagnosis.batches = experiments.source.handed_back()
