@@ -1,0 +1,202 @@
+"""The training loop of an unchanged script: found where an optimizer steps, and handed over as a step and its batches.
+
+The script runs until an optimizer has made some steps. The ``for`` loop around that call is read from the script's
+source. Its body becomes a function of a batch that runs in a copy of the loop's variables, so that the frame of the
+script is left alone. What cannot be taken so is refused in one line.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import inspect
+import os
+import runpy
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torchrec_ext.needs_torch  # noqa: F401
+
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader
+
+from torchrec_ext.diagnose.counting import is_users_file
+
+_STEPS = 4  # of an optimizer, after which the loop is taken: what is made in the first step is there
+_BATCH, _LOOP, _NUMBERED = (f"_{name}_of_why_slow" for name in ("batch", "loop", "numbered"))
+_LEAVING = (ast.Return, ast.Yield, ast.YieldFrom, ast.Await, ast.AsyncFor, ast.AsyncWith)
+
+
+class Loop(NamedTuple):
+    """A training loop: a function of a batch, its batches, and its place in the script."""
+
+    step: Callable[[Any], None]
+    batches: Iterable[Any]
+    place: str
+
+
+class _Again:
+    """Batches of a loop whose iterable is made anew in each epoch."""
+
+    def __init__(self, make: Callable[[], Iterable[Any]]) -> None:
+        self._make = make
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._make())
+
+
+class _Numbered:
+    """A batch with its number, as ``enumerate`` gives it."""
+
+    def __init__(self) -> None:
+        self.number = _STEPS
+
+    def __call__(self, batch: Any) -> Iterable[tuple[int, Any]]:
+        self.number += 1
+        return ((self.number, batch),)
+
+
+class _DoneError(BaseException):
+    """Ends the script after its loop was diagnosed; no ``except Exception`` of the script stops it."""
+
+
+def run_script(path: str, args: Sequence[str], diagnose: Callable[[Loop], None]) -> None:
+    """Runs a script until its optimizer has made some steps, and diagnoses the loop around them; then ends the script.
+
+    Args:
+        path: path of the script.
+        args: its arguments.
+        diagnose: called once, in the middle of the script's step.
+
+    Raises:
+        ValueError: there is no such file, it makes too few steps, or its loop cannot be taken.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"{path}: no such file; name a Python script that trains")
+    steps = 0
+
+    def count(*_: object) -> None:
+        nonlocal steps
+        steps += 1
+        if steps == _STEPS:
+            handle.remove()
+            diagnose(find_loop(sys._getframe(1)))
+            raise _DoneError
+
+    handle = register_optimizer_step_pre_hook(count)
+    argv, folder = sys.argv, os.path.dirname(os.path.abspath(path))
+    sys.argv = [path, *args]
+    sys.path.insert(0, folder)
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except _DoneError:
+        return
+    finally:
+        handle.remove()
+        sys.argv = argv
+        sys.path.remove(folder)
+    raise ValueError(f"{path}: it ended after {steps} optimizer steps, and {_STEPS} are needed to see its loop")
+
+
+def find_loop(frame: FrameType | None) -> Loop:
+    """Returns the innermost loop over batches in the user's code around a frame; else one over numbers.
+
+    Raises:
+        ValueError: there is none, or it cannot be taken.
+    """
+    over_numbers: Loop | None = None
+    while frame is not None:
+        if is_users_file(frame.f_code.co_filename):
+            for node in _loops_around(frame):
+                loop = _taken(node, frame)
+                if not isinstance(loop.batches, range):
+                    return loop
+                over_numbers = over_numbers or loop
+        frame = frame.f_back
+    if over_numbers is None:
+        raise ValueError(
+            "no `for` loop of the script is around its optimizer's step (a while loop or a trainer of a library is "
+            "not taken); call why_slow.step(train_step, batches) in the script"
+        )
+    return over_numbers
+
+
+def _loops_around(frame: FrameType) -> list[ast.For]:
+    """Returns the loops of a frame's own code that are around its line, the innermost first."""
+    source = Path(frame.f_code.co_filename).read_text()
+    line, first = frame.f_lineno, frame.f_code.co_firstlineno
+    loops = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.For) and first <= node.lineno <= line <= (node.end_lineno or node.lineno)
+    ]
+    return sorted(loops, key=lambda node: -node.lineno)
+
+
+def _taken(node: ast.For, frame: FrameType) -> Loop:
+    file = frame.f_code.co_filename
+    place = f"{os.path.basename(file)}:{node.lineno}"
+    for child in _own_nodes(node):
+        if isinstance(child, _LEAVING):
+            word = type(child).__name__.lower()
+            raise ValueError(
+                f"{place}: the loop's body has `{word}`, which cannot be taken out of it; make it a function"
+            )
+    variables = {**frame.f_globals, **frame.f_locals}
+    source, numbered = _unwrapped(node.iter, variables)
+    make = eval(compile(ast.Expression(_lambda(source)), file, "eval"), variables)
+    batches = make()
+    named = isinstance(source, ast.Name | ast.Attribute)
+    if not isinstance(batches, DataLoader | list | tuple | range) and not (named and isinstance(batches, Iterator)):
+        batches = _Again(make)
+    variables[_NUMBERED] = _Numbered()
+    exec(compile(_function(node, numbered), file, "exec"), variables)
+    step = variables.pop(_LOOP)
+    step.__code__ = step.__code__.replace(co_name="loop")
+    step.__signature__ = inspect.Signature()  # it takes a batch whole, also one of a single entry
+    return Loop(step, batches, place)
+
+
+def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """Yields the nodes inside of a node, but not those inside of functions that it defines."""
+    for child in ast.iter_child_nodes(node):
+        yield child
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield from _own_nodes(child)
+
+
+def _unwrapped(iterable: ast.expr, variables: dict[str, Any]) -> tuple[ast.expr, bool]:
+    """Returns the iterable inside of ``enumerate`` and tqdm, and whether batches come with a number."""
+    numbered = False
+    while isinstance(iterable, ast.Call) and iterable.args and isinstance(iterable.func, ast.Name | ast.Attribute):
+        function = eval(compile(ast.Expression(iterable.func), "<loop>", "eval"), variables)
+        if function is builtins.enumerate and not numbered:
+            numbered = True
+        elif not str(getattr(function, "__module__", "")).startswith("tqdm"):
+            break
+        iterable = iterable.args[0]
+    return iterable, numbered
+
+
+def _lambda(expression: ast.expr) -> ast.expr:
+    nothing = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
+    return ast.fix_missing_locations(ast.copy_location(ast.Lambda(nothing, expression), expression))
+
+
+def _function(node: ast.For, numbered: bool) -> ast.Module:
+    """Returns ``def loop(batch): for TARGET in (batch,): BODY``. Its variables are global, so that they live on."""
+    nodes = list(ast.walk(node))
+    stored = {each.id for each in nodes if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load)}
+    stored |= {each.name for each in nodes if isinstance(each, ast.FunctionDef | ast.ClassDef)}
+    stored |= {each.name for each in nodes if isinstance(each, ast.ExceptHandler) and each.name}
+    iterable = f"{_NUMBERED}({_BATCH})" if numbered else f"({_BATCH},)"
+    module = ast.parse(f"def {_LOOP}({_BATCH}):\n for _ in {iterable}: pass")
+    function: Any = module.body[0]
+    loop = function.body[0]
+    loop.target, loop.body = node.target, node.body
+    if stored:
+        function.body.insert(0, ast.Global(sorted(stored)))
+    return ast.fix_missing_locations(module)
