@@ -51,6 +51,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from torchrec_ext.diagnose import Diagnosis, why_slow
 from torchrec_ext.diagnose.batches import loader_with
+from torchrec_ext.diagnose.facts import DRIFT
 from torchrec_ext.diagnose.rules import UNDER
 from torchrec_ext.train.report.progress import RunFacts, Window, run_page
 
@@ -353,7 +354,9 @@ def tried(program: Program, diagnosis: Diagnosis) -> dict[str, dict[str, float]]
     for answer, (step, batches) in tries(program).items():
         if answer in useless:
             result = diagnosis.realised(step, batches, seconds=5)
-            made[answer] = {"ratio": result.ratio, "low": result.gain.low}
+            # Both sides were timed by turns, so that the drift between two moments, which a gain allows for, is not
+            # in them.
+            made[answer] = {"ratio": result.ratio, "high": result.gain.high / DRIFT}
     return made
 
 
@@ -412,11 +415,11 @@ def gain(options: Options) -> Iterator[Row]:
 
 
 def no_help(options: Options) -> Iterator[Row]:
-    """Yields the share of what was said to gain under 5 % that did."""
+    """Yields the share of what was said to gain under 5 % whose whole measured interval is under 5 %."""
     right, wrong = 0, []
     for name, result in results([*PLANTED, *HEALTHY], options):
         for answer, gained in result["no-help"].items():
-            if gained["ratio"] < UNDER or gained["low"] < 1:
+            if gained["high"] < UNDER:
                 right += 1
             else:
                 wrong.append(f"{name}, {answer}: {gained['ratio']:.3g}x")
