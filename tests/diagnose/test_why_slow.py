@@ -730,6 +730,16 @@ def test_a_sum_over_a_whole_table_of_which_a_batch_reads_few_rows_is_named() -> 
     assert not read.whole_tables
 
 
+def test_some_rows_of_a_large_batch_are_no_rows_of_a_table() -> None:
+    """A batch of 4,096 rows, of which the loss takes 64."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    given = [torch.randn(4_096, 8)] * 4
+    assert not why_slow(
+        model, optimizer, lambda x: model(x)[torch.arange(64)].square().mean(), given
+    ).facts.whole_tables
+
+
 def test_a_sparse_product_is_no_dense_one_and_mixes_all_rows() -> None:
     """As of a graph: its nodes are all needed, however few a batch names."""
     nodes = nn.Embedding(5_000, 8)

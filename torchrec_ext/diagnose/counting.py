@@ -125,7 +125,7 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in _LOOK_UPS:
             ids = args[1] if isinstance(args[1], Tensor) else args[-1]
             count = max((each.numel() for each in pytree.tree_leaves(ids) if isinstance(each, Tensor)), default=0)
-            if args[0].dim() and count:
+            if args[0].dim() > 1 and args[0].is_floating_point() and count:
                 self.looked_up[len(args[0])] += count
         else:
             rows = {len(each) for each in tensors if each.dim() > 1 and each.is_floating_point()}
@@ -170,11 +170,12 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _entering(self, path: str) -> Callable[[Any, Any], None]:
         return lambda module, args: setattr(self, "_module", path)
 
-    def whole_tables(self) -> Iterator[WholeTable]:
-        """Yields lines that work on all rows of a table of which few are looked up."""
+    def whole_tables(self, tables: Collection[int]) -> Iterator[WholeTable]:
+        """Yields lines that work on all rows of a table of which few are looked up; ``tables`` are numbers of rows."""
         for (rows, line), seconds in self.by_rows.items():
             read = self.looked_up[rows]
-            if rows not in self.mixed and 0 < _WHOLE * read < rows and line not in ("backward", "optimizer"):
+            few = rows in tables and rows not in self.mixed and 0 < _WHOLE * read < rows
+            if few and line not in ("backward", "optimizer"):
                 backward = self.by_rows[rows, "backward"]
                 yield WholeTable(line=line, rows=rows, read=read, seconds=seconds, backward_s=backward)
 

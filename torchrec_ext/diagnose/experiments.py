@@ -143,6 +143,7 @@ class Experiments:
         products = self._products(counted)
         kernels, device_busy = self._on_device(rounds)
         flops, traffic = machine if self._cuda else map(max, machine, roofline())
+        rows_of_tables = {p.shape[0] for module in self._modules for p in module.parameters() if p.dim() > 1}
         parameters = {id(p): p for o in self.state.optimizers for group in o.param_groups for p in group["params"]}
         return Facts(
             rounds=rounds,
@@ -157,7 +158,7 @@ class Experiments:
             op_kinds=sorted(counted.kinds.items(), key=lambda each: -each[1])[:5],
             lines=self._lines,
             sampled_s=self._sampled_s,
-            whole_tables=() if self._cuda else list(counted.whole_tables()),
+            whole_tables=() if self._cuda else list(counted.whole_tables(rows_of_tables)),
             all_items=() if self._cuda else list(counted.all_items()),
             double_s=0.0 if self._cuda else sum(counted.double.values()),
             double_line=max(counted.double, key=counted.double.__getitem__, default=""),

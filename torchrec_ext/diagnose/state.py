@@ -286,7 +286,7 @@ class StateCopy:
     def _value(self, value: Any) -> None:
         """Copies what a value holds, if it is data."""
         if isinstance(value, Tensor):
-            if value.requires_grad or self._fits(value.size().numel() * value.element_size()):
+            if value.requires_grad or self._fits(value.size().numel() * value.dtype.itemsize):
                 self._tensor(value)
             else:
                 self._once(value, lambda: self._watch(f"a tensor {tuple(value.shape)}", lambda: value._version))
