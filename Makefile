@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 EXTRAS ?= dev,report,data,serve
 # Test files at a time, on two cores. Many tests wait for processes that they start; each worker holds torch and
 # TorchRec, 0.5 GB.
-WORKERS ?= 3
+WORKERS ?= 2
 # Written last, with this folder's path: without it, or in a folder that was moved, the environment is made anew.
 STAMP := $(VENV)/.ready
 # The environment's tools first, whether it is activated or not: the launcher starts `python3` by name.
