@@ -12,7 +12,7 @@ from torchrec_ext.diagnose.facts import (
     LoaderFacts,
     RankFacts,
     TableFacts,
-    WholeTable,
+    WholeTableOp,
 )
 
 DRIFT = (1.0, 1.03, 0.98, 1.3, 1.01, 0.99, 1.02, 0.97, 1.0)  # of a machine, from round to round; the same for all
@@ -96,7 +96,9 @@ RECORDED: dict[str, Facts] = {
     "whole_tables": facts(
         steps(9.0),
         ops=60,
-        whole_tables=(WholeTable(line="model.py:9 in forward", rows=60_000, read=256, seconds=3e-3, backward_s=4e-3),),
+        whole_tables=(
+            WholeTableOp(line="model.py:9 in forward", rows=60_000, read=256, seconds=3e-3, backward_s=4e-3),
+        ),
     ),
     "double_precision": facts(steps(12.0), ops=40, double_s=11e-3, double_line="model.py:9 in forward"),
     "garbage": facts(steps(12.0, gc=5.0), ops=100),

@@ -258,7 +258,7 @@ def test_a_softmax_over_all_items_is_an_offer_with_the_sampled_one() -> None:
 def test_a_loader_that_collates_for_long_is_not_read_row_by_row() -> None:
     """Rows take 1 ms of a batch, collate_fn 9."""
     tokenising = LoaderFacts(kind="DataLoader", dataset="Texts", row_calls=256, row_s=4e-6, collate_s=9e-3)
-    line = LineFacts(name="data.py:8 in collate", text="tokens = tokenise(text)", part="data", seconds=9e-3)
+    line = LineFacts(name="data.py:8 in collate", text="tokens = tokenise(text)", phase="data", seconds=9e-3)
     recorded = facts({**steps(2.0), "data": 10.0}, loader=tokenising, ops=40, lines=(line,), sampled_s=12e-3)
     finding = Diagnosis(recorded).findings[0]
     assert finding.cause == "loader_computes"

@@ -11,8 +11,7 @@ from torch.utils.data import DataLoader
 
 from tests.diagnose.recorded import HEALTHY, RECORDED, facts, steps
 from torchrec_ext.diagnose import Diagnosis
-from torchrec_ext.diagnose.__main__ import main
-from torchrec_ext.diagnose.compare import compare_reports
+from torchrec_ext.diagnose.__main__ import compare_reports, main
 from torchrec_ext.diagnose.script import Loop, run_script
 
 pytestmark = pytest.mark.unit
@@ -67,7 +66,7 @@ def test_a_loop_is_taken_with_its_loader_and_a_step_that_trains_on_its_batches(n
     (loop,) = loops
     assert moved == [True]
     assert isinstance(loop.batches, DataLoader)
-    assert loop.place.startswith("train.py:")
+    assert loop.line.startswith("train.py:")
 
 
 def test_a_loop_over_numbers_is_taken_if_there_is_no_other(tmp_path: Path) -> None:

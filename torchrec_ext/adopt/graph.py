@@ -6,7 +6,7 @@ closures and globals hold. A parameter that look-ups alone read is a table.
 
 traced_forward(): the user's function as Dynamo calls it.
 
-refusal(): Dynamo's errors in plain words, with the user's line.
+untraceable(): Dynamo's errors in plain words, with the user's line.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ def traced_call(function: Callable[..., Any], backend: Backend) -> Callable[...,
     """Returns a function that Dynamo traces on its first call and guards on all others."""
     # Dynamo keeps what it has traced by code object: each caller has one of its own.
     code = function.__code__.replace(co_name=f"adopted_{next(_NUMBERS)}")
-    own = FunctionType(code, function.__globals__, code.co_name, None, function.__closure__)
+    traced = FunctionType(code, function.__globals__, code.co_name, None, function.__closure__)
     options: dict[str, Any] = {"fullgraph": True, "dynamic": False, "recompile_limit": _NO_LIMIT}
-    return torch.compile(own, backend=backend, **options)
+    return torch.compile(traced, backend=backend, **options)
 
 
 class Guarded:
@@ -101,7 +101,7 @@ class Guarded:
             raise inner from None
         if inner is not None:
             raise CannotAdopt(f"{type(inner).__name__}: {first_line(inner)}") from error
-        raise refusal(error) from None
+        raise untraceable(error) from None
 
 
 class OneGraphTooMany(CannotAdopt):
@@ -115,7 +115,7 @@ def changed_between_calls() -> str:
     reasons = [text for texts in guard_failures.values() for text in texts]
     guard = first_line(ValueError(reasons[-1])).partition(": ")[2] if reasons else ""
     value = re.findall(r"(?:\['(\w+)'\]|\.(\w+)|'(\w+)')\)? *(?:==|!=|is |in )", guard.partition("#")[0])
-    name = next((part for part in value[-1] if part), "") if value else ""
+    name = next((text for text in value[-1] if text), "") if value else ""
     line = _users_line(reasons[-1]) if reasons else _UNKNOWN
     what = f"'{name}'" if name else "a value"
     return f"{line}: {what} changes from step to step; give it to the step as a tensor"
@@ -134,7 +134,7 @@ _UNKNOWN = "a line that torch does not name"
 _REMEDY_OF_VALUES = "in place of .item(), if and boolean masks take torch.where, or a sum with weights of 0 and 1"
 
 
-def refusal(error: BaseException) -> CannotAdopt:
+def untraceable(error: BaseException) -> CannotAdopt:
     """Returns what Dynamo could not trace in plain words, with the user's line."""
     text = str(error)
     line, what = _users_line(text), first_line(error)
@@ -171,15 +171,15 @@ def _users_line(text: str) -> str:
     return f"{file}:{number} ({code.strip()})"
 
 
-class Input(NamedTuple):
+class GraphInput(NamedTuple):
     """A tensor that a graph reads and that is no parameter which the step moves.
 
     Args:
-        place: its place among the graph's inputs.
-        leaf: its place among the leaves of the batch; None where it is not of the batch.
+        number: index of the tensor among the graph's inputs.
+        leaf: index of the tensor among the leaves of the batch; None if the batch does not hold it.
     """
 
-    place: int
+    number: int
     leaf: int | None
 
 
@@ -233,7 +233,7 @@ class ForwardGraph:
         leaves = {id(leaf): index for index, leaf in enumerate(batch) if isinstance(leaf, Tensor)}
         self.parameters = {names[id(tensor)]: i for i, tensor in enumerate(real) if id(tensor) in names}
         places = set(self.parameters.values())
-        self.inputs = [Input(i, leaves.get(id(each))) for i, each in enumerate(real) if i not in places]
+        self.inputs = [GraphInput(i, leaves.get(id(each))) for i, each in enumerate(real) if i not in places]
         self._check(real, model, with_gradient)
         self._loss = next((node for node in module.graph.nodes if node.target is the_loss), None)
         self.calls = sum(node.op.startswith("call") for node in module.graph.nodes)
@@ -244,7 +244,7 @@ class ForwardGraph:
         for name, index in self.parameters.items():
             self._look_at_readers(name, self._placeholders[index], id(moved[name]) in tables)
         self.reached = self._reached(real)
-        unreached = [Input(index, None) for name, index in self.parameters.items() if name not in self.reached]
+        unreached = [GraphInput(index, None) for name, index in self.parameters.items() if name not in self.reached]
         self.inputs += unreached
         self.parameters = {name: index for name, index in self.parameters.items() if name in self.reached}
         results: Any = module.graph.output_node().args[0]
@@ -253,7 +253,7 @@ class ForwardGraph:
         self.outputs: list[Tensor] = [node.meta["example_value"] for node in results]
 
     def _check(self, real: Sequence[Any], model: nn.Module, with_gradient: Collection[int]) -> None:
-        own = {id(parameter) for parameter in model.parameters()}
+        of_model = {id(parameter) for parameter in model.parameters()}
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         for index, leaf in self.inputs:
             tensor = real[index]
@@ -269,7 +269,7 @@ class ForwardGraph:
                 raise CannotAdopt(
                     "a tensor of the batch requires a gradient, which a captured step does not give; detach it"
                 )
-            if tensor.requires_grad and id(tensor) not in own:
+            if tensor.requires_grad and id(tensor) not in of_model:
                 line = _users_line(next(iter(self._placeholders[index].users)).stack_trace or "")
                 raise CannotAdopt(
                     f"{line} reads a tensor of shape {tuple(tensor.shape)} that requires a gradient and is not the "
@@ -311,7 +311,7 @@ class ForwardGraph:
         """Runs the graph.
 
         Args:
-            tensors: its inputs; of a table the whole weight, of which the shape alone is looked at.
+            tensors: inputs of the graph; the weight of a table gives its shape alone.
             reading: the tables by name, through which look-ups read their rows.
             repeated: see :class:`~torchrec_ext.adopt.source.RepeatedRows`; None where no row of the batch repeats.
 

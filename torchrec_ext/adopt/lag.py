@@ -70,8 +70,8 @@ class Lag:
             parameter = reference()
             if parameter is None:
                 continue
-            own = 1 + sum(storage in lag._storages for lag in _LIVE)
-            if _users_of(parameter) > own:
+            known_users = 1 + sum(storage in lag._storages for lag in _LIVE)
+            if _users_of(parameter) > known_users:
                 return self._names[id(parameter)]
         return ""
 

@@ -177,9 +177,9 @@ class AdoptedSource(StepSource):
 
         def make(resident: Sequence[Tensor], given: Sequence[Tensor]) -> _Values:
             beside = resident[: len(outer)] if on_gpu else given[len(parts) :]
-            found = dict(zip(outer, beside, strict=True))
+            inputs = dict(zip(outer, beside, strict=True))
             if drawn is None:
-                return _Values(graph, found | dict(zip(of_batch, given, strict=False)), RepeatedRows((), {}))
+                return _Values(graph, inputs | dict(zip(of_batch, given, strict=False)), RepeatedRows((), {}))
             args = drawn.resident.assemble(resident[len(resident) - len(columns) :], given[: len(parts)])
             leaves = pytree.tree_leaves(args)
             rows = drawn.resident.rows
@@ -188,8 +188,8 @@ class AdoptedSource(StepSource):
                 for name, leaf in zip(rows.names, leaves, strict=False)
                 if name in rows.repeats and leaf.dim() and len(leaf) == len(parts[0]) * rows.repeats[name]
             }
-            found |= {index: leaves[leaf] for index, leaf in of_batch.items()}
-            return _Values(graph, found, RepeatedRows(args, repeats))
+            inputs |= {index: leaves[leaf] for index, leaf in of_batch.items()}
+            return _Values(graph, inputs, RepeatedRows(args, repeats))
 
         first = parts[0] if parts else None
         count = len(first) if first is not None and first.dim() else 0

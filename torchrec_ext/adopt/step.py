@@ -640,8 +640,8 @@ class AdoptedStep:
         if first:
             rows = set(captured.step.row_tables)
             tables = {name: parameter for name, parameter in self._model.named_parameters() if name in rows}
-            own = {id(parameter) for parameter in tables.values()}
-            late = [tensor for _, p, key, tensor in captured.state if key == "step" or id(p) in own]
+            row_tables = {id(parameter) for parameter in tables.values()}
+            late = [tensor for _, p, key, tensor in captured.state if key == "step" or id(p) in row_tables]
             captured.lag = Lag(captured.source.memory, tables, late)
         self._capture_s += seconds
         self._say(f"... {seconds:.1f} s{f'; {captured.step.describe()}' if first and captured.step.describe() else ''}")

@@ -35,7 +35,7 @@ TOTAL = 2  # index, among the results of a step, of what is summed over the rank
 
 
 class TowerStep(Protocol):
-    """What a local step asks of TowersApart: this rank's towers, and its rows for the shared layers.
+    """Runs this rank's towers for a local step, and gives it the rows for the shared layers.
 
     Attributes:
         runtime: this process's rank and device.
@@ -354,7 +354,7 @@ class TowersSource(AdoptedSource):
         towers, places, top, first, rows = batch
         outputs = [] if towers is None else super().run(tensors, towers)[1]
         self._rows = rows
-        self._outputs = [outputs[place] for place in places]
+        self._outputs = [outputs[index] for index in places]
         self._sent = [torch.cat(self._exchange.outgoing(self._head, self._outputs, rows))]
         self._received = self._exchange.received(self._arrived[0], rows)
         self._weight = self._exchange.weight(rows)

@@ -32,7 +32,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from torchrec_ext.diagnose.facts import AllItems, TableFacts, WholeTable
+from torchrec_ext.diagnose.facts import AllItems, TableFacts, WholeTableOp
 from torchrec_ext.train.report.trace import length, union
 
 _SYNCS = ("_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "masked_select", "equal")
@@ -74,7 +74,7 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.ops = 0
         self.seconds = 0.0
         self.lines: Counter[str] = Counter()
-        self.own: dict[Line, OpsOfLine] = {}
+        self.by_line: dict[SampledLine, OpsOfLine] = {}
         self.kinds: defaultdict[str, float] = defaultdict(float)
         self.syncs: Counter[str] = Counter()
         self.products: dict[Product, list[float]] = {}
@@ -93,17 +93,17 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         seconds = time.perf_counter() - start
         stack = stack_of(sys._getframe(1))
-        line, own = lines_of(stack)
+        line, users_line = lines_of(stack)
         self.ops += 1
         self.seconds += seconds
         self.lines[line] += 1
-        ops_of_line = self.own.setdefault(own, OpsOfLine())
+        ops_of_line = self.by_line.setdefault(users_line, OpsOfLine())
         ops_of_line.ops += 1
         ops_of_line.seconds += seconds
         packet = func._overloadpacket
         self.kinds[packet.__name__] += seconds
         if packet.__name__ in _SYNCS and line not in ("backward", "optimizer"):
-            self.syncs[own.name] += 1
+            self.syncs[users_line.name] += 1
         tensors = [each for each in args if isinstance(each, Tensor)]
         if packet in _PRODUCTS and all(each.is_floating_point() and each.layout == torch.strided for each in tensors):
             flops = flop_registry[packet](*args, **(kwargs or {}), out_val=result)
@@ -115,7 +115,7 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.autograd._profiler_enabled():
             self.modes.add("a profiler")
         in_optimizer = any(_owner(code.co_filename) == "optimizer" for code, _ in stack)  # the user's own class too
-        self._note_sizes(packet, args, result, seconds, "optimizer" if in_optimizer else own.name)
+        self._note_sizes(packet, args, result, seconds, "optimizer" if in_optimizer else users_line.name)
         return result
 
     def _note_sizes(self, packet: Any, args: Any, result: Any, seconds: float, line: str) -> None:
@@ -170,14 +170,14 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _entering(self, path: str) -> Callable[[Any, Any], None]:
         return lambda module, args: setattr(self, "_module", path)
 
-    def whole_tables(self, tables: Collection[int]) -> Iterator[WholeTable]:
+    def whole_tables(self, tables: Collection[int]) -> Iterator[WholeTableOp]:
         """Yields lines that work on all rows of a table of which few are looked up; ``tables`` are numbers of rows."""
         for (rows, line), seconds in self.by_rows.items():
             read = self.looked_up[rows]
             few = rows in tables and rows not in self.mixed and 0 < _WHOLE * read < rows
             if few and line not in ("backward", "optimizer"):
                 backward = self.by_rows[rows, "backward"]
-                yield WholeTable(line=line, rows=rows, read=read, seconds=seconds, backward_s=backward)
+                yield WholeTableOp(line=line, rows=rows, read=read, seconds=seconds, backward_s=backward)
 
     def all_items(self) -> Iterator[AllItems]:
         """Yields softmaxes over so many items that these take time."""
@@ -234,7 +234,7 @@ def best_seconds(call: Callable[[], Any]) -> float:
     return best
 
 
-class Line(NamedTuple):
+class SampledLine(NamedTuple):
     """A line of code, such as ``train.py:31 in step``, and its text."""
 
     name: str
@@ -263,7 +263,7 @@ def _owner(file: str) -> str:
     return "hidden" if file.startswith(_STANDARD_LIBRARY) else "user"
 
 
-def is_users_file(file: str) -> bool:
+def is_script_file(file: str) -> bool:
     """Returns whether a file is neither torch's nor another library's."""
     return _owner(file) == "user"
 
@@ -280,21 +280,21 @@ def stack_of(frame: FrameType | None) -> Stack:
     return stack
 
 
-def lines_of(stack: Stack) -> tuple[str, Line]:
+def lines_of(stack: Stack) -> tuple[str, SampledLine]:
     """Returns the innermost line outside of torch, and the user's own line; ``backward``, ``optimizer`` below these."""
     line = ""
     for code, number in stack:
         owner = _owner(code.co_filename)
         if owner == "optimizer":
-            return line or "optimizer", Line("optimizer")
+            return line or "optimizer", SampledLine("optimizer")
         if owner == "autograd" and code.co_name in ("backward", "grad"):
-            return line or "backward", Line("backward")
+            return line or "backward", SampledLine("backward")
         name = f"{os.path.basename(code.co_filename)}:{number} in {code.co_name}"
         if owner in ("library", "user") and not line:
             line = name
         if owner == "user":
-            return line, Line(name, linecache.getline(code.co_filename, number).strip()[:100])
-    return line or "step", Line(line or "step")
+            return line, SampledLine(name, linecache.getline(code.co_filename, number).strip()[:100])
+    return line or "step", SampledLine(line or "step")
 
 
 def users_line() -> str:
@@ -314,7 +314,7 @@ class Samples:
     """
 
     def __init__(self) -> None:
-        self.seconds: defaultdict[tuple[str, Line], float] = defaultdict(float)
+        self.seconds: defaultdict[tuple[str, SampledLine], float] = defaultdict(float)
         self.saved: set[str] = set()
         self._stacks: defaultdict[Stack, float] = defaultdict(float)
         self._thread = threading.get_ident()

@@ -153,7 +153,7 @@ class Experiments:
             op_lines=counted.lines.most_common(5),
             syncs=sum(counted.syncs.values()),
             sync_lines=counted.syncs.most_common(5),
-            sync_ops=sum(ops.ops for line, ops in counted.own.items() if line.name in counted.syncs),
+            sync_ops=sum(ops.ops for line, ops in counted.by_line.items() if line.name in counted.syncs),
             op_s=0.0 if self._cuda else counted.seconds,
             op_kinds=sorted(counted.kinds.items(), key=lambda each: -each[1])[:5],
             lines=self._lines,
@@ -542,14 +542,14 @@ class Experiments:
         self.saved_files = samples.saved
         self._sampled_s = sum(samples.seconds.values()) / iterations
         lines = []
-        for (part, line), seconds in samples.seconds.items():
-            ops = counted.own.get(line, OpsOfLine())
+        for (phase, line), seconds in samples.seconds.items():
+            ops = counted.by_line.get(line, OpsOfLine())
             if line.text:
                 lines.append(
                     LineFacts(
                         name=line.name,
                         text=line.text,
-                        part=part,
+                        phase=phase,
                         seconds=seconds / iterations,
                         ops=ops.ops,
                         op_s=ops.seconds,

@@ -94,7 +94,7 @@ class LineFacts:
     Args:
         name: file, number and function, such as ``train.py:31 in step``.
         text: the line itself.
-        part: ``data`` for a line that makes batches, ``step`` for one of the step.
+        phase: ``data`` for a line that makes batches, ``step`` for one of the step.
         seconds: seconds of an iteration at this line, and in what it calls that is not the user's, as sampled.
         ops: aten ops that it makes.
         op_s: seconds inside of these.
@@ -102,14 +102,14 @@ class LineFacts:
 
     name: str
     text: str = ""
-    part: str = "step"
+    phase: str = "step"
     seconds: float = 0.0
     ops: int = 0
     op_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class WholeTable:
+class WholeTableOp:
     """A line that works on all rows of a table of which a step reads few.
 
     Args:
@@ -313,7 +313,7 @@ class Facts:
     op_kinds: Sequence[tuple[str, float]] = ()
     lines: Sequence[LineFacts] = ()
     sampled_s: float = 0.0
-    whole_tables: Sequence[WholeTable] = ()
+    whole_tables: Sequence[WholeTableOp] = ()
     all_items: Sequence[AllItems] = ()
     double_s: float = 0.0
     double_line: str = ""

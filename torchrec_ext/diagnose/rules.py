@@ -140,8 +140,8 @@ def _sync_seconds(facts: Facts, each: Round) -> float:
 
 def _at_line(facts: Facts, each: Round, seconds: float) -> float:
     """Returns sampled seconds as they are of a round's iteration, without its exchange."""
-    own = each.get("data", 0.0) + each["step"] - each.get("wait", 0.0) - each.get("exchange", 0.0)
-    return seconds / facts.sampled_s * own
+    iteration_s = each.get("data", 0.0) + each["step"] - each.get("wait", 0.0) - each.get("exchange", 0.0)
+    return seconds / facts.sampled_s * iteration_s
 
 
 def _without_ops(facts: Facts, each: Round, line: LineFacts) -> float:
@@ -155,7 +155,7 @@ def _python_lines(facts: Facts) -> list[tuple[LineFacts, float]]:
     if facts.ranks or not facts.has("data", "step", "op"):
         return []
     shares = [(line, share_of(facts, partial(_without_ops, facts, line=line))) for line in facts.lines]
-    lines = [(line, share) for line, share in shares if line.part == "step" and share >= _LEAST_LINE]
+    lines = [(line, share) for line, share in shares if line.phase == "step" and share >= _LEAST_LINE]
     return sorted(lines, key=lambda each: -each[1])
 
 
@@ -378,7 +378,7 @@ def loader_computes(facts: Facts) -> Finding | None:
 
 def _data_lines(facts: Facts) -> list[str]:
     """Returns a sentence for each line at which the loader spends its time."""
-    lines = [line for line in facts.lines if line.part == "data" and line.seconds >= 0.1 * facts.sampled_s]
+    lines = [line for line in facts.lines if line.phase == "data" and line.seconds >= 0.1 * facts.sampled_s]
     return [
         f"{line.seconds / facts.sampled_s:.0%} of an iteration is at {line.name}: {line.text}" for line in lines[:3]
     ]
@@ -560,7 +560,7 @@ def whole_tables(facts: Facts) -> Finding | None:
     table = max(facts.whole_tables, key=lambda each: each.seconds)
 
     def seconds(each: Round) -> float:
-        return min(each["step"], sum(one.seconds + one.backward_s for one in facts.whole_tables))
+        return min(each["step"], sum(table.seconds + table.backward_s for table in facts.whole_tables))
 
     remedy = Remedy(
         name="the same on the rows that the batch reads",

@@ -23,7 +23,7 @@ import torchrec_ext.needs_torch  # noqa: F401
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
-from torchrec_ext.diagnose.counting import is_users_file
+from torchrec_ext.diagnose.counting import is_script_file
 
 _STEPS = 4  # of an optimizer, after which the loop is taken: what is made in the first step is there
 _BATCH, _LOOP, _NUMBERED = (f"_{name}_of_why_slow" for name in ("batch", "loop", "numbered"))
@@ -31,11 +31,11 @@ _LEAVING = (ast.Return, ast.Yield, ast.YieldFrom, ast.Await, ast.AsyncFor, ast.A
 
 
 class Loop(NamedTuple):
-    """A training loop: a function of a batch, its batches, and its place in the script."""
+    """A training loop: a function of a batch, its batches, and its line in the script."""
 
     step: Callable[[Any], None]
     batches: Iterable[Any]
-    place: str
+    line: str
 
 
 class _Again:
@@ -68,7 +68,7 @@ def run_script(path: str, args: Sequence[str], diagnose: Callable[[Loop], None])
 
     Args:
         path: path of the script.
-        args: its arguments.
+        args: arguments of the script.
         diagnose: called once, in the middle of the script's step.
 
     Raises:
@@ -109,7 +109,7 @@ def find_loop(frame: FrameType | None) -> Loop:
     """
     over_numbers: Loop | None = None
     while frame is not None:
-        if is_users_file(frame.f_code.co_filename):
+        if is_script_file(frame.f_code.co_filename):
             for node in _loops_around(frame):
                 loop = _taken(node, frame)
                 if not isinstance(loop.batches, range):
@@ -138,12 +138,12 @@ def _loops_around(frame: FrameType) -> list[ast.For]:
 
 def _taken(node: ast.For, frame: FrameType) -> Loop:
     file = frame.f_code.co_filename
-    place = f"{os.path.basename(file)}:{node.lineno}"
+    line = f"{os.path.basename(file)}:{node.lineno}"
     for child in _own_nodes(node):
         if isinstance(child, _LEAVING):
             word = type(child).__name__.lower()
             raise ValueError(
-                f"{place}: the loop's body has `{word}`, which cannot be taken out of it; make it a function"
+                f"{line}: the loop's body has `{word}`, which cannot be taken out of it; make it a function"
             )
     variables = {**frame.f_globals, **frame.f_locals}
     source, numbered = _unwrapped(node.iter, variables)
@@ -157,7 +157,7 @@ def _taken(node: ast.For, frame: FrameType) -> Loop:
     step = variables.pop(_LOOP)
     step.__code__ = step.__code__.replace(co_name="loop")
     step.__signature__ = inspect.Signature()  # it takes a batch whole, also one of a single entry
-    return Loop(step, batches, place)
+    return Loop(step, batches, line)
 
 
 def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:

@@ -162,10 +162,12 @@ class RowTable:
         pairs = zip(grads, self.leaves(), strict=True)
         each = torch.cat([torch.zeros_like(leaf) if grad is None else grad for grad, leaf in pairs])
         places = torch.arange(len(ids), dtype=torch.int32, device=ids.device)
-        self.rows.place.index_put_((ids,), places)
-        leader = self.rows.place.index_select(0, ids)
-        at = leader.long()
-        return torch.zeros_like(each).index_add(0, at, each).index_select(0, at), (leader == places)[:, None]
+        self.rows.leader.index_put_((ids,), places)
+        leader = self.rows.leader.index_select(0, ids)
+        leader_index = leader.long()
+        return torch.zeros_like(each).index_add(0, leader_index, each).index_select(0, leader_index), (
+            leader == places
+        )[:, None]
 
 
 TableRows = WholeTable | RowTable

@@ -204,18 +204,18 @@ def slide_on(
 
 
 class RowClock(NamedTuple):
-    """What is known of the rows of a table that is moved row by row.
+    """Tells for each row of a table that is moved row by row how far it is behind.
 
     Args:
         since: last step that each row has made, (rows,) int32.
-        place: index of each row among a step's look-ups, (rows,) int32; any values before and after a step.
+        leader: index of each row among a step's look-ups, (rows,) int32; any values before and after a step.
         slides: how far Adam's rows without a gradient slide, (K,); of other optimizers (1,).
         powers: the tensor (W,) from :func:`reach`; of other optimizers (1,).
         decays: sums of logarithms, (K,) float64, see :func:`decay_on`; (1,) if no row decays.
     """
 
     since: Tensor
-    place: Tensor
+    leader: Tensor
     slides: Tensor
     powers: Tensor
     decays: Tensor
