@@ -89,7 +89,7 @@ RESTARTS = 3  # captures that are given up because the model was changed, before
 SMALL_MS = 5.0  # captured steps up to this may be faster on one thread: .7 ms against 1.7 on two, of 75 k parameters
 _PACE = 64  # steps after which the time for readers of whole tables is looked at again
 _CHECKED = 0.01  # of the time since the capture goes to comparing steps with eager ones
-_CHECKED_AFTER_PAUSE = 0.05  # as long as no more than this does, the first step after a pause is compared too
+_CHECKED_AFTER_PAUSE = 0.01  # and as much to comparing the first steps after pauses
 _PAUSE_S = 0.1  # between two steps
 
 
