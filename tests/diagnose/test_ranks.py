@@ -241,10 +241,20 @@ def _held_still(runtime: Runtime, sharding: str) -> tuple[list[bool], list[bool]
 
         @contextlib.contextmanager
         def watched(self: Any, tables: Any = tables, held: bool = held) -> Iterator[None]:
-            before = [table.clone() for table in tables]
+            before, put_back = [table.clone() for table in tables], self.state.restore_step
             self._fused = self._fused if held else []
-            with stretch(self):
-                yield
+
+            def looked_at() -> None:
+                seen[held].append(_same(before, tables))
+                put_back()
+                before[:] = [table.clone() for table in tables]
+
+            self.state.restore_step = looked_at
+            try:
+                with stretch(self):
+                    yield
+            finally:
+                self.state.restore_step = put_back
             seen[held].append(_same(before, tables))
 
         ranks.RankExperiments._without_exchange = watched  # type: ignore[method-assign]
