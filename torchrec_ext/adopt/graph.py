@@ -15,7 +15,7 @@ import itertools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import FunctionType
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -171,24 +171,6 @@ def _users_line(text: str) -> str:
     return f"{file}:{number} ({code.strip()})"
 
 
-class GraphInput(NamedTuple):
-    """A tensor that a graph reads and that is no parameter which the step moves.
-
-    Args:
-        number: index of the tensor among the graph's inputs.
-        leaf: index of the tensor among the leaves of the batch; None if the batch does not hold it.
-    """
-
-    number: int
-    leaf: int | None
-
-
-class _Source(Protocol):
-    """What Dynamo knows of an input."""
-
-    example: Any
-
-
 class ForwardGraph:
     """One graph of Dynamo's, with the parts that its inputs play.
 
@@ -203,12 +185,10 @@ class ForwardGraph:
     Attributes:
         number: number of the graph.
         parameters: index of each input that is a parameter which optimizers move, by its name.
-        inputs: the other inputs.
         look_ups: the nodes that read a parameter, by its name, where nothing but look-ups does.
         matrices: the line that reads a looked-up parameter otherwise, by its name.
-        calls: number of torch calls.
         reached: names of the parameters that the loss depends on; of a graph without a loss, its outputs.
-        outer: indices of the inputs that are neither the batch's nor parameters which optimizers move.
+        outer: indices of the other inputs.
         of_batch: leaf of the batch by the index of an input.
         outputs: examples of the outputs.
 
@@ -233,10 +213,10 @@ class ForwardGraph:
         leaves = {id(leaf): index for index, leaf in enumerate(batch) if isinstance(leaf, Tensor)}
         self.parameters = {names[id(tensor)]: i for i, tensor in enumerate(real) if id(tensor) in names}
         places = set(self.parameters.values())
-        self.inputs = [GraphInput(i, leaves.get(id(each))) for i, each in enumerate(real) if i not in places]
-        self._check(real, model, with_gradient)
+        others = {i: leaves.get(id(each)) for i, each in enumerate(real) if i not in places}
+        self.of_batch = {index: leaf for index, leaf in others.items() if leaf is not None}
+        self._check({index: real[index] for index in others}, model, with_gradient)
         self._loss = next((node for node in module.graph.nodes if node.target is the_loss), None)
-        self.calls = sum(node.op.startswith("call") for node in module.graph.nodes)
         self.look_ups: dict[str, list[fx.Node]] = {}
         self.matrices: dict[str, str] = {}
         modules = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
@@ -244,19 +224,17 @@ class ForwardGraph:
         for name, index in self.parameters.items():
             self._look_at_readers(name, self._placeholders[index], id(moved[name]) in tables)
         self.reached = self._reached(real)
-        unreached = [GraphInput(index, None) for name, index in self.parameters.items() if name not in self.reached]
-        self.inputs += unreached
         self.parameters = {name: index for name, index in self.parameters.items() if name in self.reached}
         results: Any = module.graph.output_node().args[0]
-        self.outer = [index for index, leaf in self.inputs if leaf is None]
-        self.of_batch = {index: leaf for index, leaf in self.inputs if leaf is not None}
+        known = {*self.parameters.values(), *self.of_batch}
+        self.outer = [index for index in range(len(real)) if index not in known]
         self.outputs: list[Tensor] = [node.meta["example_value"] for node in results]
 
-    def _check(self, real: Sequence[Any], model: nn.Module, with_gradient: Collection[int]) -> None:
+    def _check(self, inputs: Mapping[int, Any], model: nn.Module, with_gradient: Collection[int]) -> None:
         of_model = {id(parameter) for parameter in model.parameters()}
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        for index, leaf in self.inputs:
-            tensor = real[index]
+        for index, tensor in inputs.items():
+            leaf = self.of_batch.get(index)
             if not isinstance(tensor, Tensor):
                 raise CannotAdopt(f"forward reads a {type(tensor).__name__} that changes; give it as a tensor")
             if tensor.device != device or tensor.layout is not torch.strided:
@@ -326,7 +304,7 @@ class ForwardGraph:
 
 def _real(node: fx.Node, example: Any) -> Any:
     """Returns the user's own tensor behind an input of a graph."""
-    source: _Source | None = node.meta.get("grapharg")
+    source = node.meta.get("grapharg")
     return example if source is None else source.example
 
 

@@ -115,7 +115,7 @@ class Lag:
 
         Args:
             parameter: the table.
-            index: an integer, or integers in a list or a tensor.
+            index: an integer or a list of them, alone or with ``:`` for the second dimension.
             value: what is written.
         """
         name = self._names.get(id(parameter))

@@ -88,8 +88,7 @@ CAPTURE_S, CAPTURE_S_PER_CALL = 8.0, 0.4
 RESTARTS = 3  # captures that are given up because the model was changed, before steps stay eager
 SMALL_MS = 5.0  # captured steps up to this may be faster on one thread: .7 ms against 1.7 on two, of 75 k parameters
 _PACE = 64  # steps after which the time for readers of whole tables is looked at again
-_CHECKED = 0.01  # of the time since the capture goes to comparing steps with eager ones
-_CHECKED_AFTER_PAUSE = 0.01  # and as much to comparing the first steps after pauses
+_CHECKED = 0.01  # of the time since the capture goes to comparing steps with eager ones; as much after pauses
 _PAUSE_S = 0.1  # between two steps
 
 
@@ -431,9 +430,12 @@ class AdoptedStep:
 
     def _step(self, batch: AnyBatch) -> tuple[Tensor, Any]:
         """Makes a captured step, or the eager one if there is none for this batch."""
+        if change := self._ended():
+            self._stay_eager(CannotAdopt(f"{change} has changed at step {self._steps:,}"))
+            return self._eager(batch)
+        if change := self._changed():
+            return self._anew(change, batch)
         try:
-            if changed := self._changed():
-                return self._anew(changed, batch)
             self._take_turn()
             start = self._now() if not self._reported else 0.0
             loss, output = self._called(batch)
@@ -646,14 +648,18 @@ class AdoptedStep:
         self._capture_s += seconds
         self._say(f"... {seconds:.1f} s{f'; {captured.step.describe()}' if first and captured.step.describe() else ''}")
 
-    def _changed(self) -> str:
-        """Names what a captured step has fixed, somebody has changed, and Dynamo does not see; empty if nothing."""
+    def _ended(self) -> str:
+        """Names a change after which steps stay eager, and that Dynamo does not see; empty if there is none."""
         if fixed_settings(self._optimizers) != self._settings:
             return "a setting of the optimizer other than lr (OneCycleLR: give cycle_momentum=False)"
         if hook := hook_of_optimizers(self._optimizers):
             return f"a hook of the optimizer ({hook})"
         if any(GLOBAL_HOOKS):
             return "a hook on all modules"
+        return ""
+
+    def _changed(self) -> str:
+        """Names a change after which the step is captured anew, and Dynamo does not see it; empty if there is none."""
         current = self._current
         if current is None or (current.lag.active and self._state_ids() == self._known_state):
             return ""
@@ -682,8 +688,7 @@ class AdoptedStep:
         """Whether this step is compared with the eager one: some always are, and the first after a pause."""
         now = time.perf_counter()
         self._paused = not (captured.lag.active or self._was_eager) or now - self._last > _PAUSE_S
-        share = _CHECKED_AFTER_PAUSE if self._paused else _CHECKED
-        return bool(self._verify) and self._checks_s[self._paused] < share * (now - self._began)
+        return bool(self._verify) and self._checks_s[self._paused] < _CHECKED * (now - self._began)
 
     def _verified(self, captured: _Compared, batch: AnyBatch) -> tuple[Tensor, Any]:
         """Takes a captured step back, makes the eager one, and compares the two; the eager one stays."""
@@ -725,7 +730,7 @@ class AdoptedStep:
         """Gives up the captured steps, because somebody changed what they have fixed, and makes an eager one."""
         self.settle()
         self._restarts += 1
-        if self._restarts > RESTARTS or "of the optimizer" in changed or "hook" in changed:
+        if self._restarts > RESTARTS:
             self._stay_eager(CannotAdopt(f"{changed} has changed at step {self._steps:,}"))
             return self._eager(batch)
         self._say(f"{changed} has changed: eager steps again, until a capture pays")

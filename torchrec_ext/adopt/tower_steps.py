@@ -201,7 +201,6 @@ class LocalStep(AdoptedStep):
     def _take_towers(self, module: GraphModule, examples: list[Tensor]) -> Callable[..., Sequence[Any]]:
         """Receives the graph of this rank's towers."""
         graph, check = self._graph_of(module, examples)
-
         self._tower_graphs[graph.number] = graph, check
         return weakly(self._call_towers, graph.number)
 
@@ -222,7 +221,6 @@ class LocalStep(AdoptedStep):
             self._apart.loss.with_outputs(leaves, spec, received)  # refuses towers that are called in another way
         count = len(leaves)
         graph, check = self._graph_of(module, examples, range(count, count + len(received)))
-
         self._top_graphs[graph.number] = graph, check, count
         return weakly(self._call_graph, graph.number)
 
@@ -358,11 +356,8 @@ class TowersSource(AdoptedSource):
         self._sent = [torch.cat(self._exchange.outgoing(self._head, self._outputs, rows))]
         self._received = self._exchange.received(self._arrived[0], rows)
         self._weight = self._exchange.weight(rows)
-        arrived = {
-            index: self._received[leaf - first]
-            for index, leaf in top.graph.inputs
-            if leaf is not None and leaf >= first
-        }
+        of_batch = top.graph.of_batch.items()
+        arrived = {index: self._received[leaf - first] for index, leaf in of_batch if leaf >= first}
         top = top._replace(tensors=top.tensors | arrived)
         loss, aux = super().run(tensors, top)
         return loss, (self._sent, [each.detach() if isinstance(each, Tensor) else each for each in aux])
