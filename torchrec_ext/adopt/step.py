@@ -45,7 +45,6 @@ from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.adopt.graph import (
     GRAPHS,
     ForwardGraph,
-    Guarded,
     Loss,
     OneGraphTooMany,
     changed_between_calls,
@@ -424,7 +423,6 @@ class AdoptedStep:
         _, doing = engine_for(self._device)
         self._settings = fixed_settings(self._optimizers)
         self._say(f"{doing} ...")
-        self._guarded = Guarded()
         self._traced = traced_forward(self._loss, weakly(self._take_graph))
         self._since = self._steps
 
@@ -463,7 +461,7 @@ class AdoptedStep:
         self._batch = batch
         lag = self._unmarked()
         try:
-            with self._guarded, self._autocast():
+            with self._autocast():
                 return self._traced(*batch.example())
         finally:
             if lag is not None:

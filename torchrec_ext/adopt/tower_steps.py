@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from torchrec_ext.adopt.checks import ForwardWatch, module_line, update_rules
 from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.adopt.exchange import HEADER, OutputExchange, squared_norm
-from torchrec_ext.adopt.graph import ForwardGraph, traced_call
+from torchrec_ext.adopt.graph import ForwardGraph, TracedCall
 from torchrec_ext.adopt.source import AdoptedSource, AnyBatch, GivenBatch, GraphCall
 from torchrec_ext.adopt.step import AdoptedStep, EndOfStepError, StepEngine, weakly
 from torchrec_ext.adopt.subnetworks import UserLoss
@@ -164,7 +164,7 @@ class LocalStep(AdoptedStep):
 
     def _begin_capture(self) -> None:
         super()._begin_capture()
-        self._towers = traced_call(_outputs_of, weakly(self._take_towers))
+        self._towers = TracedCall(_outputs_of, weakly(self._take_towers))
         self._tower_graphs: dict[int, Any] = {}
         self._top_graphs: dict[int, Any] = {}
         self._received: dict[int, list[Tensor]] = {}  # stand for what will arrive, by the rows of a batch
@@ -184,16 +184,15 @@ class LocalStep(AdoptedStep):
         self._rows_of_batch = rows
         lag = self._unmarked()
         try:
-            with self._guarded:
-                if calls:
-                    self._batch = GivenBatch(tuple(call[1:] for call in calls))
-                    outputs = tree_leaves(self._towers([call[0] for call in calls], [call[1:] for call in calls]))
-                    blanks = list(map(id, self._blanks))
-                    self._places = tuple(blanks.index(id(output)) for output in outputs)
-                self._batch = GivenBatch((*share, *received))
-                assert self._traced is not None
-                with apart.loss.standing_in(received):
-                    return self._traced(*share)
+            if calls:
+                self._batch = GivenBatch(tuple(call[1:] for call in calls))
+                outputs = tree_leaves(self._towers([call[0] for call in calls], [call[1:] for call in calls]))
+                blanks = list(map(id, self._blanks))
+                self._places = tuple(blanks.index(id(output)) for output in outputs)
+            self._batch = GivenBatch((*share, *received))
+            assert self._traced is not None
+            with apart.loss.standing_in(received):
+                return self._traced(*share)
         finally:
             if lag is not None:
                 lag.remark()
