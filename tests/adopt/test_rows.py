@@ -18,7 +18,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from torchrec_ext.adopt import CannotAdopt, Evidence, Popular, Rows, Uniform, evidence
 from torchrec_ext.data.negatives.samplers import PopularityNegatives
@@ -249,6 +259,95 @@ def test_of_two_alike_attributes_the_right_one_is_taken(differs: int) -> None:
 def test_a_rare_change_of_a_column_is_written_and_not_taken_for_it() -> None:
     x = np.random.default_rng(0).normal(size=20_000)
     gives_what_the_loader_gives(Listed(lambda d, i: min(d.x[i], d.most), 20_000, x=x, most=x.max() - 1e-9), 1000)
+
+
+def test_all_rows_are_compared_where_that_takes_few_seconds() -> None:
+    """A label that is computed, and is 1 in two rows of 20,000, is no constant."""
+    data = Listed(lambda d, i: (i, float(i in (777, 19_000))), 20_000)
+    rows = gives_what_the_loader_gives(data, 1000)
+    assert "all rows were compared" in rows.describe()
+
+
+class Sampled(NamedTuple):
+    """A loader that Rows.of takes as it is, and how its order is told from another."""
+
+    loader: Callable[[TensorDataset], DataLoader[Any]]
+    holds: Callable[[list[list[int]]], bool]
+
+
+def _third_as_often(batches: list[list[int]]) -> bool:
+    """The first 500 of 1,000 rows are drawn a third as often: 250 of 1,000."""
+    return 200 < sum(row < 500 for batch in batches for row in batch) < 300
+
+
+SAMPLED = {
+    "in order": Sampled(
+        lambda data: DataLoader(data, 64),
+        lambda batches: batches == [[*range(i, min(i + 64, 1000))] for i in range(0, 1000, 64)],
+    ),
+    "shuffled, without the last": Sampled(
+        lambda data: DataLoader(data, 64, shuffle=True, drop_last=True),
+        lambda batches: len({row for batch in batches for row in batch}) == 960 and [*map(len, batches)] == [64] * 15,
+    ),
+    "weighted": Sampled(
+        lambda data: DataLoader(
+            data, 64, sampler=WeightedRandomSampler([1.0] * 500 + [3.0] * 500, 1000, generator=torch.Generator())
+        ),
+        _third_as_often,
+    ),
+    "of a rank": Sampled(
+        lambda data: DataLoader(data, 64, sampler=DistributedSampler(data, 2, 1, shuffle=False)),
+        lambda batches: [row for batch in batches for row in batch] == [*range(1, 1000, 2)],
+    ),
+    "a part": Sampled(
+        lambda data: DataLoader(data, batch_sampler=BatchSampler(SubsetRandomSampler(range(100)), 30, False)),
+        lambda batches: sorted(row for batch in batches for row in batch) == [*range(100)] and len(batches) == 4,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_a_loaders_sampler_and_batches_are_kept(name: str) -> None:
+    loader = SAMPLED[name].loader(TensorDataset(torch.arange(1000)))
+    rows = Rows.of(loader, seed=3)
+    batches = [batch[0].tolist() for batch in rows]
+    assert SAMPLED[name].holds(batches)
+    assert len(rows) == len(loader) == len(batches)
+    again = Rows.of(SAMPLED[name].loader(TensorDataset(torch.arange(1000))), seed=3)
+    next(iter(again))
+    state = again.state_dict()
+    resumed = Rows.of(SAMPLED[name].loader(TensorDataset(torch.arange(1000))), seed=3)
+    resumed.load_state_dict(state)
+    assert [batch[0].tolist() for batch in resumed] == batches[1:]
+    assert ([batch[0].tolist() for batch in rows] == batches) == (name in ("in order", "of a rank"))
+
+
+@pytest.mark.parametrize(
+    ("settings_", "text"),
+    [
+        ({"batch_size": 8}, "Rows.of(loader, batch_size=...): the DataLoader has its own batch_size"),
+        ({"drop_last": True}, "Rows.of(loader, drop_last=...): the DataLoader has its own drop_last"),
+        ({"ranks": 2}, "Rows.of(loader, ranks=...): its WeightedRandomSampler does not say whose rows are whose"),
+    ],
+)
+def test_what_a_loader_says_too_is_refused_beside_it(settings_: dict[str, Any], text: str) -> None:
+    loader = DataLoader(TensorDataset(torch.arange(9)), 3, sampler=WeightedRandomSampler([1.0] * 9, 9))
+    with pytest.raises(CannotAdopt, match=re.escape(text)):
+        Rows.of(loader, **settings_)
+
+
+def test_a_loader_whose_batches_have_no_fixed_size_is_refused() -> None:
+    loader = DataLoader(TensorDataset(torch.arange(3)), batch_sampler=[[0, 1], [2]])
+    with pytest.raises(CannotAdopt, match=re.escape("Rows.of(loader): its list makes batches of no fixed size")):
+        Rows.of(loader)
+
+
+def test_negatives_of_a_row_that_a_sampler_takes_twice_are_refused() -> None:
+    data = Interactions()
+    loader = DataLoader(data, 256, sampler=WeightedRandomSampler([1.0] * len(data), len(data)))
+    rows = Rows.of(loader, negatives=Uniform(ITEMS, exclude=data.known))
+    with pytest.raises(CannotAdopt, match="the loader's sampler takes a row twice in an epoch"):
+        next(iter(rows))
 
 
 def expected_counts(data: Interactions, epochs: int, exclude: bool = True) -> np.ndarray:
@@ -636,10 +735,6 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "no row": (lambda _: TensorDataset(torch.ones(0)), "TensorDataset has 0 rows"),
     "a stream": (lambda _: Stream(), "Stream has no rows by number (an IterableDataset?)"),
     "no length": (lambda _: NoLength(), "NoLength has no __len__"),
-    "a loader": (
-        lambda _: DataLoader(TensorDataset(torch.ones(3))),
-        "Rows.of(loader.dataset, batch_size=loader.batch_size",
-    ),
     "shapes": (
         lambda _: Listed(lambda d, i: torch.ones(i % 2 + 1)),
         "slot 0 of row 1 is float32 (2,), that of the row before float32 (1,)",

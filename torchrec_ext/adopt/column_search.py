@@ -20,7 +20,8 @@ from tqdm import tqdm
 from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.adopt.reading import GETITEMS, DatasetReader, held_by, is_frame, seed_everything, words
 
-COMPARED = 4096  # rows that are compared where a Dataset has more
+COMPARED = 4096  # rows that are compared where a Dataset has more, and reading all takes longer than
+SECONDS = 8.0
 _ROUNDS, _READ_AGAIN = 4, 190
 _CALLS = 8  # of each row whose draws are read
 _MOST_BYTES = 1 << 26  # of the rows that are compared
@@ -262,13 +263,14 @@ class ColumnSearch:
 
     Args:
         reader: reads its rows.
-        compared: number of rows to compare with the Dataset.
+        compared: number of rows to compare with the Dataset; None for all where they are read in :data:`SECONDS`.
     """
 
-    def __init__(self, reader: DatasetReader, compared: int) -> None:
+    def __init__(self, reader: DatasetReader, compared: int | None) -> None:
         self._reader, self._random = reader, np.random.default_rng(0)
         size = sum(leaf.nbytes for leaf in reader.leaves(0))
-        self._compared = max(2, min(reader.num_rows, compared, max(256, _MOST_BYTES // max(size, 1))))
+        self._compared = max(2, min(reader.num_rows, compared or COMPARED, max(256, _MOST_BYTES // max(size, 1))))
+        self._quickly = compared is None
         self._sources = self._with_columns(_sources(reader.dataset, reader.num_rows))
         self._keys = reader.names
         self._refuted: set[SlotPiece] = set()
@@ -279,14 +281,17 @@ class ColumnSearch:
         Raises:
             CannotAdopt: they cannot be written as columns, constants and draws.
         """
+        start = time.perf_counter()
         self._read()
+        seconds_of_all = (time.perf_counter() - start) / len(self._rows) * self._reader.num_rows
         self._check_drawn()
         self._solve()
         while len(rows := np.setdiff1d(np.concatenate([np.zeros(0, np.int64), *self._disputes]), self._rows.numpy())):
             self._read_more(rows)
             self._solve()
         self._result.compared = len(self._rows)
-        while self._written and (refuted := self._wrong_after_writing()):
+        all_too = self._quickly and seconds_of_all < SECONDS and len(self._rows) < self._reader.num_rows
+        while (self._written or all_too) and (refuted := self._wrong_after_writing()):
             self._refuted.add(refuted)
             self._solve()
         if not self._result.columns:  # a batch is as large as what a column gives for it
@@ -456,7 +461,7 @@ class ColumnSearch:
         return self._paths[known]
 
     def _wrong_after_writing(self) -> SlotPiece | None:
-        """Writes what is in no attribute in one pass, and compares everything else; returns a column that was wrong."""
+        """Writes what is in no attribute in one pass, and compares all rows; returns a column that was wrong."""
         reader, start = self._reader, time.perf_counter()
         self._check_memory()
         for name, piece in self._written.items():
@@ -471,6 +476,8 @@ class ColumnSearch:
                 return wrong
         self._check_steady()
         self._result.compared = reader.num_rows
+        if not self._written:
+            return None
         names = ", ".join(f"{self._name(p.slot)} ({words(c.dtype, c.shape[1:])})" for p, c in self._written_columns())
         self._result.notes.append(
             f"rows: {names} in no attribute of {reader.kind}: written in one pass over {reader.num_rows:,} rows "
@@ -483,7 +490,7 @@ class ColumnSearch:
 
     def _blocks(self) -> Iterator[NDArray[np.int64]]:
         starts = range(0, self._reader.num_rows, COMPARED)
-        title = f"rows: writing {', '.join(self._written)}"
+        title = f"rows: writing {', '.join(self._written)}" if self._written else "rows: comparing all"
         with tqdm(total=self._reader.num_rows, desc=title, delay=2.0, unit="row", leave=False) as progress:
             for start in starts:
                 block = np.arange(start, min(start + COMPARED, self._reader.num_rows))

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from torchrec_ext.adopt.errors import CannotAdopt
 
@@ -43,11 +43,6 @@ class DatasetReader:
 
     def __init__(self, dataset: Any) -> None:
         kind = type(dataset).__name__
-        if isinstance(dataset, DataLoader):
-            raise CannotAdopt(
-                "Rows.of takes the Dataset and not its DataLoader: Rows.of(loader.dataset, "
-                "batch_size=loader.batch_size, collate_fn=loader.collate_fn)"
-            )
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
             raise CannotAdopt(
                 f"{kind} has no rows by number (an IterableDataset?): Rows.of needs __len__ and __getitem__; write its "

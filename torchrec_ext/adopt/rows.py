@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, default_collate
 
 from torchrec_ext.adopt.column_search import COMPARED, ColumnSearch, Reading, equal
 from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.adopt.evidence import UNLIKELY, UNSEEN, Evidence, gathered
 from torchrec_ext.adopt.law import Law, NegativeDraws
-from torchrec_ext.adopt.reading import GETITEMS, DatasetReader
+from torchrec_ext.adopt.reading import GETITEMS, DatasetReader, seed_everything
 
 Make = Callable[[dict[str, Tensor]], Any]
 
@@ -103,29 +103,30 @@ class Rows:
         self._notes: list[str] = []
         self._reader: DatasetReader | None = None
         self._reading: Reading | None = None
+        self._sampler: Any = None  # of a loader: yields the rows of each batch, and has a length
         self.repeats: dict[str, int] = {}
         self.names: tuple[str, ...] = ()
 
     @overload
     @classmethod
-    def of(cls, dataset: Any, batch_size: int, negatives: Literal["check"], **settings: Any) -> Evidence: ...
+    def of(cls, dataset: Any, batch_size: int | None, negatives: Literal["check"], **settings: Any) -> Evidence: ...
 
     @overload
     @classmethod
-    def of(cls, dataset: Any, batch_size: int, negatives: Law | None = None, **settings: Any) -> Rows: ...
+    def of(cls, dataset: Any, batch_size: int | None = None, negatives: Law | None = None, **settings: Any) -> Rows: ...
 
     @classmethod
     def of(
         cls,
         dataset: Any,
-        batch_size: int,
+        batch_size: int | None = None,
         negatives: Law | Literal["check"] | None = None,
         *,
         collate_fn: Callable[[list[Any]], Any] | None = None,
-        compared: int = COMPARED,
+        compared: int | None = None,
         **settings: Any,
     ) -> Rows | Evidence:
-        """Returns the rows of a map-style Dataset as columns, unchanged.
+        """Returns the rows of a map-style Dataset, or of a DataLoader over one, as columns, unchanged.
 
         Its source is not read. Rows are: what is equal to an attribute of the Dataset in all rows that are compared is
         that attribute, what is in none is written in one pass, what is equal in all rows is a constant, and integers
@@ -133,26 +134,34 @@ class Rows:
         afterwards as before.
 
         Args:
-            dataset: map-style Dataset of two rows or more.
-            batch_size: rows of a step on each rank.
+            dataset: map-style Dataset of two rows or more, or a DataLoader over one, whose sampler, batch size,
+                drop_last and collate_fn are kept; the sampler is seeded by ``seed`` and the epoch.
+            batch_size: rows of a step on each rank; of a DataLoader its own.
             negatives: law of the draws. ``"check"`` returns what the Dataset's draws say about their law, and what to
                 write.
             collate_fn: the DataLoader's, where it has one: each slot stacked or concatenated.
-            compared: number of rows to compare, with rare values among them; ``len(dataset)`` for all.
+            compared: number of rows to compare, with rare values among them; by default all where they are read in 8 s,
+                otherwise 4,096.
             settings: ``shuffle``, ``drop_last``, ``seed``, ``rank`` and ``ranks``, see :class:`Rows`.
 
         Raises:
             CannotAdopt: the rows have no such form, or the draws contradict the law; the message says why, and the
                 remedy.
         """
-        _check(batch_size=batch_size, compared=compared)
+        sampler, call = None, f"Rows.of(dataset, batch_size={batch_size}"
+        if isinstance(dataset, DataLoader):
+            loader, call = dataset, "Rows.of(loader"
+            sampler, settings = _sampler_of(loader, dict(settings, batch_size=batch_size, collate_fn=collate_fn))
+            batch_size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+            dataset, collate_fn = loader.dataset, loader.collate_fn
+        _check(batch_size=batch_size, compared=COMPARED if compared is None else compared)
         reader = DatasetReader(dataset)
         evidence = None
         with reader.untouched():
             reading = ColumnSearch(reader, compared).run()
             layout = _Layout(reader, reading, collate_fn)
             if reading.drawn is not None:
-                evidence = gathered(reader, reading, f"Rows.of(dataset, batch_size={batch_size}")
+                evidence = gathered(reader, reading, call)
         speaks = not settings.get("rank", 0)
         if speaks and reading.notes:
             print("\n".join(reading.notes), flush=True)
@@ -163,16 +172,19 @@ class Rows:
         if evidence is None and negatives is not None:
             raise CannotAdopt(f"negatives={negatives}: {reader.where} draws nothing; leave negatives out")
         signed = None if evidence is None else _signed(negatives, reader, evidence, settings.get("seed", 0))
+        assert batch_size is not None
         rows = cls(reading.columns, layout.make, batch_size, **settings)
         if signed is not None:
             rows._negatives, rows._notes = signed
             if speaks:
                 print("\n".join(f"rows: {note}" for note in [rows._negatives.describe(), *rows._notes]), flush=True)
         rows._constants, rows._reader, rows._reading = reading.constants, reader, reading
-        rows.names, rows.repeats = layout.names, layout.repeats
+        rows.names, rows.repeats, rows._sampler = layout.names, layout.repeats, sampler
         return rows
 
     def __len__(self) -> int:
+        if self._sampler is not None:
+            return len(self._sampler)
         rows, size = self.num_rows, self.batch_size * self._ranks
         full, rest = divmod(rows, size)
         return full if self._drop_last or (full and rest < self._ranks) else full + (rest > 0)
@@ -239,8 +251,10 @@ class Rows:
     def _batches(self, epoch: int) -> list[Tensor]:
         """Returns this rank's rows in each step of an epoch."""
         order = torch.arange(self.num_rows)
+        key = int(np.random.SeedSequence([self._seed, epoch]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+        if self._sampler is not None:
+            return self._sampled(epoch, key)
         if self._shuffle:
-            key = int(np.random.SeedSequence([self._seed, epoch]).generate_state(1, np.uint64)[0] >> np.uint64(1))
             order = torch.randperm(self.num_rows, generator=torch.Generator().manual_seed(key))
         size, ranks = self.batch_size, self._ranks
         full, rest = divmod(self.num_rows, size * ranks)
@@ -252,6 +266,25 @@ class Rows:
                 batches[-1] = torch.cat([batches[-1], last[self._rank, None]])
         elif not self._drop_last:
             batches.append(last.tensor_split(ranks)[self._rank])
+        return batches
+
+    def _sampled(self, epoch: int, key: int) -> list[Tensor]:
+        """Returns the rows that the loader's sampler draws for each step of an epoch."""
+        assert self._reader is not None
+        with self._reader.untouched(generators_alone=True):
+            seed_everything(key % 2**32)
+            samplers: tuple[Any, ...] = (self._sampler, getattr(self._sampler, "sampler", None))
+            for sampler in samplers:
+                if isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
+                    generator.manual_seed(key)
+                if hasattr(sampler, "set_epoch"):
+                    sampler.set_epoch(epoch)
+            batches = [torch.tensor(list(rows), dtype=torch.int64) for rows in self._sampler]
+        if self._negatives is not None and len(rows := torch.cat(batches).tolist()) > len(set(rows)):
+            raise CannotAdopt(
+                "the loader's sampler takes a row twice in an epoch, whose negatives would be the same; draw them in "
+                "the loss, or take shuffle=True"
+            )
         return batches
 
     def _check_dataset(self) -> None:
@@ -317,10 +350,38 @@ def _checked(columns: Mapping[str, Tensor]) -> int:
     return next(iter(lengths.values()))
 
 
-def _check(**numbers: int) -> None:
+def _check(**numbers: int | None) -> None:
     for name, value in numbers.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name}={value!r}: must be a whole number of 1 or more")
+
+
+def _sampler_of(loader: DataLoader[Any], asked: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Returns a loader's sampler of batches, None where ``shuffle`` says the same, and the settings of its rows.
+
+    Args:
+        loader: the user's DataLoader.
+        asked: what the user gave beside it, by name.
+
+    Raises:
+        CannotAdopt: it says something that the loader says too, or the order has no form.
+    """
+    for name in ("batch_size", "collate_fn", "shuffle", "drop_last"):
+        if asked.pop(name, None) is not None:
+            raise CannotAdopt(f"Rows.of(loader, {name}=...): the DataLoader has its own {name}; leave this one out")
+    sampler, batches = loader.sampler, loader.batch_sampler
+    size = len(loader.dataset) if hasattr(loader.dataset, "__len__") else -1
+    if loader.batch_size is not None and (
+        type(sampler) is SequentialSampler
+        or (type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == size)
+    ):
+        return None, {**asked, "shuffle": type(sampler) is RandomSampler, "drop_last": loader.drop_last}
+    kind = type(batches if loader.batch_size is None else sampler).__name__
+    if batches is None or not (hasattr(batches, "__len__") and hasattr(batches, "batch_size")):
+        raise CannotAdopt(f"Rows.of(loader): its {kind} makes batches of no fixed size; give it batch_size, __len__")
+    if asked.get("ranks", 1) > 1:
+        raise CannotAdopt(f"Rows.of(loader, ranks=...): its {kind} does not say whose rows are whose; leave ranks out")
+    return batches, asked
 
 
 def _signed(law: Law | None, reader: DatasetReader, evidence: Evidence, seed: int) -> tuple[NegativeDraws, list[str]]:
