@@ -215,11 +215,13 @@ class Slow:
         monkeypatch.setattr(running.queued.scorer, "answer", held)
 
 
-def in_background(running: Running, *bodies: Any) -> tuple[list[Any], list[threading.Thread]]:
+def in_background(
+    running: Running, *bodies: Any, path: str = "/v1/recommend"
+) -> tuple[list[Any], list[threading.Thread]]:
     answers: list[Any] = [None] * len(bodies)
 
     def ask(place: int) -> None:
-        answers[place] = running.client().post("/v1/recommend", bodies[place])
+        answers[place] = running.client().post(path, bodies[place])
 
     threads = [threading.Thread(target=ask, args=(place,)) for place in range(len(bodies))]
     for thread in threads:
@@ -315,6 +317,29 @@ def test_items_to_score_are_admitted_by_what_they_cost(bundle: Bundle, monkeypat
         assert "scoring 60 items takes 24,000 ms here, and the limit is 20000 ms; name fewer" in too_many.told
         monkeypatch.setattr(running.queued.scorer._ready, "score_s", 1e-3)
         assert client.post("/v1/score", {**user, "items": ids}).status == 200
+
+
+def test_rows_to_embed_are_admitted_by_what_they_cost(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a row takes is known from the answer before."""
+    with running_server(bundle, limits=Limits(time_ms=20_000)) as running:
+        ready, asked = running.queued.scorer._ready, {"rows": [{"user_id": USER}] * 3}
+        assert running.client().post("/v1/embed", asked).status == 200
+        assert 0 < ready.embed_s["query"] < 1
+        monkeypatch.setitem(ready.embed_s, "query", 4.0)
+        slow = Slow(running, monkeypatch)
+        answers, threads = in_background(running, asked, path="/v1/embed")
+        assert slow.begun.wait(20)
+        refused = running.client().post("/v1/embed", asked)
+        assert (refused.status, refused.json["error"]["limit"]["name"]) == (429, "time_ms")
+        assert "before this one take 12,000 ms and it takes 12,000" in refused.told
+        monkeypatch.setitem(ready.embed_s, "query", 7.0)
+        too_many = running.client().post("/v1/embed", asked)
+        assert too_many.status == 413
+        assert "embedding 3 rows takes 21,000 ms here, and the limit is 20000 ms; give fewer, or" in too_many.told
+        slow.let.set()
+        for thread in threads:
+            thread.join(20)
+        assert answers[0].status == 200
 
 
 def test_a_client_that_goes_away_leaves_the_queue(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,6 +71,8 @@ class ReadyBundle:
         self.digest = bundle.manifest.digest
         self.size = len(bundle.store.ids)
         self.search_s, self.score_s = self._measured()
+        # Of a row of each side's towers, as the latest answer took: their inputs are not known before.
+        self.embed_s = {"query": 0.0, "candidate": 0.0}
 
     def scores(self, request: ScoreRequest, user: ResolvedUser) -> Scores:
         """Answers a request for scores."""
@@ -80,10 +82,12 @@ class ReadyBundle:
 
     def embed(self, request: EmbedRequest) -> Embedded:
         """Answers a request for towers' outputs."""
+        start = time.thread_time()
         if request.side == "query":
             vectors, unknown = self.users.embed_rows(request.rows)
         else:
             vectors, unknown = self.users.embed_candidates(request.rows)
+        self.embed_s[request.side] = (time.thread_time() - start) / len(request.rows)
         return Embedded(vectors=vectors, unknown_features=unknown, bundle=self.digest)
 
     def recommendations(self, wanted: Sequence[PendingRequest], retrieve: int) -> dict[int, Answer | Exception]:
@@ -111,9 +115,9 @@ class ReadyBundle:
         return answers
 
     def cost_s(self, request: Request, retrieve: int) -> float:
-        """Returns the seconds of a request's search and of the top NN over its items, as measured beforehand."""
+        """Returns the seconds of a request's towers, or of its search and the top NN, as measured before."""
         if isinstance(request, EmbedRequest):
-            return 0.0
+            return self.embed_s[request.side] * len(request.rows)
         if isinstance(request, ScoreRequest):
             return self.score_s * len(request.items)
         if request.candidates is not None:
@@ -299,7 +303,7 @@ class Scorer:
         self._ready = ReadyBundle(bundle, self._vectors, self._stage, self._compile)
 
     def cost_s(self, request: Request) -> float:
-        """Returns the seconds of a request's search and of the top NN over its items, as measured beforehand."""
+        """Returns the seconds of a request's towers, or of its search and the top NN, as measured before."""
         return self._ready.cost_s(request, self.retrieve)
 
     def stage_recall(self, k: int = 10, users: int = 64) -> float | None:

@@ -14,6 +14,7 @@ from torchrec_ext.retrieval.scorer.batching import MicroBatcher, QueueFullError
 from torchrec_ext.retrieval.scorer.requests import (
     Answer,
     Embedded,
+    EmbedRequest,
     RecommendRequest,
     Request,
     RequestError,
@@ -166,7 +167,7 @@ class QueuedScorer:
         if cost_ms and waiting_ms + cost_ms > most:
             message = (
                 f"the requests before this one take {waiting_ms:,.0f} ms and it takes {cost_ms:,.0f}, and the limit "
-                f"is {most:g} ms; come back in a second, name fewer items, or add workers"
+                f"is {most:g} ms; come back in a second, ask for less, or add workers"
             )
             raise over_limit("time_ms", most, message, status=429, retry=True)
 
@@ -176,6 +177,8 @@ class QueuedScorer:
             return f"scoring {len(request.items):,} items", "name fewer, in several requests, or start the server with"
         if isinstance(request, RecommendRequest) and request.candidates is not None:
             return f"ranking {len(request.candidates):,} candidates", "name fewer, or start the server with"
+        if isinstance(request, EmbedRequest):
+            return f"embedding {len(request.rows):,} rows", "give fewer, or start the server with"
         items = f"{len(self.scorer.bundle.store.ids):,} items"
         remedy = "name `candidates`, or start the server with --stage dot, an approximate index"
         return f"a search of all {items}", remedy

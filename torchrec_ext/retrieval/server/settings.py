@@ -19,7 +19,7 @@ class Limits:
         k: items of an answer; 422.
         candidates: ids in each list of a request, and items that an index may hand to the top NN; 422.
         rows: rows of one request to embed; 422.
-        queue: requests that may wait in a worker; 429. Requests whose search and top NN, with those before them, take
+        queue: requests that may wait in a worker; 429. Requests whose search, top NN or towers, with those before, take
             longer than ``time_ms`` are refused likewise; 413 where one alone does.
         time_ms: milliseconds from a request's head to its answer; 408 where its body is late, otherwise 503.
         header_bytes: bytes of a request's address and headers; 431.
