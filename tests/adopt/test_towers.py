@@ -239,7 +239,7 @@ def test_towers_apart_equal_one_process(name: str, world_size: int, rows: int, k
 # Captured steps run as traced, op by op, but in the slow test.
 CAPTURED: list[tuple[str, int, int, str, dict[str, Any]]] = [
     ("two", 2, 24, "adam", {"clip_norm": CLIPPED}),
-    ("computed", 2, 25, "plain", {}),
+    pytest.param("computed", 2, 25, "plain", {}, marks=pytest.mark.slow),
     ("large", 2, 24, "plain", {}),
     pytest.param("three", 3, 20, "adam", {}, marks=pytest.mark.slow),
     pytest.param("two", 1, 24, "adam", {"clip_norm": CLIPPED}, marks=pytest.mark.slow),
@@ -681,7 +681,9 @@ def captured_and_disturbed(runtime: Runtime, ways: tuple[Any, Any]) -> dict[str,
     return {"texts": texts, "model": model.state_dict(), "way": step._local.describe()}
 
 
-@pytest.mark.parametrize("ways", [("require", "require"), ("require", "off")], ids=["both", "one"])
+@pytest.mark.parametrize(
+    "ways", [pytest.param(("require", "require"), marks=pytest.mark.slow), ("require", "off")], ids=["both", "one"]
+)
 def test_a_captured_step_that_one_rank_cannot_make_is_made_by_none(ways: tuple[str, str]) -> None:
     """The batch statistics of the tower's normalisation count its steps, also those that another rank ends."""
     model = seeded(Net)

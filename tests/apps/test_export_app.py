@@ -206,6 +206,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+SLOW = ("bst",)
+
+
 @pytest.fixture(scope="module")
 def recommended(root: Path) -> dict[str, Any]:
     recommended: dict[str, Any] = run_ranks(exported, 2, root, timeout_s=240)[0]
@@ -222,7 +225,9 @@ def ranked(bundle: Bundle, user: Any, k: int) -> list[Any]:
     return bundle.store.ids.ids(positions[0][positions[0] >= 0].numpy()).tolist()
 
 
-@pytest.mark.parametrize("name", built_in_recipes())
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in built_in_recipes()]
+)
 def test_every_recipe_is_trained_exported_and_asked(name: str, recommended: dict[str, Any], root: Path) -> None:
     del recommended
     assert name in RECIPES, "a new recipe needs small data of a line above"
@@ -481,6 +486,7 @@ def test_a_run_ends_with_the_bundle_that_its_checkpoint_gives(tmp_path: Path) ->
     assert not onnx or json.loads((tmp_path / "onnx/onnx.json").read_text())["bundle"] == bundles[2].manifest.digest
 
 
+@pytest.mark.slow
 def test_baselines_that_need_too_much_memory_cost_neither_figures_nor_bundle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -69,6 +69,7 @@ def test_without_its_context_it_cannot(with_context: dict[str, Record]) -> None:
     assert 0.7 < blind["auc"] < with_context["test"]["auc"] - 0.05
 
 
+@pytest.mark.slow
 def test_three_towers_learn_the_same_rows_on_two_ranks() -> None:
     overrides = (
         "train.epochs=6",

@@ -110,6 +110,7 @@ def test_the_last_line_says_where_the_steps_time_went_and_the_page_gets_what_is_
     assert (summary["data_wait"], summary["peak_memory_mib"]) == (0.1, 30.0)
 
 
+@pytest.mark.slow
 @pytest.mark.launch  # it trains, which is no unit
 def test_the_page_of_a_resumed_run_shows_the_whole_run(tmp_path: Path) -> None:
     """The uninterrupted run's loss, figures and plan, from the first step on; shares are of all attempts."""

@@ -239,7 +239,7 @@ def test_the_figures_are_named_by_task_and_the_catalogue_is_ranked_where_it_is_a
     ("recipe", "overrides", "sessions", "seeds"),
     [
         pytest.param("bst", ("model.top_widths=256,128", "model.dropout=0"), True, 1, marks=pytest.mark.slow),
-        ("multi_task", (), False, 1),
+        pytest.param("multi_task", (), False, 1, marks=pytest.mark.slow),
         # Of its few conversions one seed learns .78, another .81.
         pytest.param("multi_task", ("model.rows=product", "train.epochs=4"), False, 3, marks=pytest.mark.slow),
     ],

@@ -81,7 +81,9 @@ def served_ranks(
     return ranks
 
 
-@pytest.mark.parametrize("dropout", [(), ("id_dropout=item_id=0.3,user_id=0.2",)], ids=["off", "on"])
+@pytest.mark.parametrize(
+    "dropout", [pytest.param((), marks=pytest.mark.slow), ("id_dropout=item_id=0.3,user_id=0.2",)], ids=["off", "on"]
+)
 def test_the_evaluation_ranks_what_is_served_where_users_and_items_are_new(
     tmp_path: Path, dropout: tuple[str, ...]
 ) -> None:

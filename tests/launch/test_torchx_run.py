@@ -168,6 +168,7 @@ def test_a_bare_torchx_run_in_the_clone_trains_on_two_ranks(tmp_path: Path) -> N
     assert json.loads((run / "config.json").read_text())["name"] == "two_tower"
 
 
+@pytest.mark.slow
 def test_an_id_out_of_range_on_one_rank_is_the_last_line_once(folder: Path) -> None:
     flags = ["--recipe", "my_recipe.py:id_out_of_range", "--set", "loader.batch_size=32"]
     last = failed(folder, *flags, message="feature 'user_id': id 60 in row ").splitlines()[-1]

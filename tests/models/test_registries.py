@@ -73,8 +73,8 @@ ROWS = {"pairwise": ("loader.negatives=4",), "in_batch": ("loader.negatives=0", 
 
 @pytest.mark.parametrize(
     "name",
-    # The default run trains a loss of labels, one of the batch and one of pairs.
-    [pytest.param(name, marks=() if name in ("bce", "in_batch", "bpr") else pytest.mark.slow) for name in LOSSES],
+    # The default run trains a loss of labels and one of the batch.
+    [pytest.param(name, marks=() if name in ("bce", "in_batch") else pytest.mark.slow) for name in LOSSES],
 )
 def test_every_loss_learns_planted_tastes(name: str) -> None:
     kind = LOSSES[name]

@@ -211,6 +211,7 @@ def test_required_steps_are_compiled_after_the_first_and_equal_eager_ones() -> N
     assert eager.lines == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("engine")
 def test_auto_compiles_where_the_rest_of_the_run_pays_for_it_and_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     short = Run("auto", 100)
@@ -331,7 +332,7 @@ def test_members_with_other_rows_read_their_own_batches(age: float, device: str 
     assert all(torch.equal(weights[name], value) for name, value in expected.items())
 
 
-@pytest.mark.parametrize("stopped", [3, 9])
+@pytest.mark.parametrize("stopped", [3, pytest.param(9, marks=pytest.mark.slow)])
 def test_steps_drawn_ahead_go_on_where_they_were_stopped(stopped: int, tmp_path: Path) -> None:
     def loaders() -> list[ChunkLoader]:
         return [resident(0), resident(1)]

@@ -98,7 +98,7 @@ def without_speed(history: dict[str, list[Record]]) -> dict[str, list[Record]]:
     ("optimizers", "stopped"),
     [
         pytest.param((ADAM, OTHER), STEPS + 1, id="adagrad-4"),
-        pytest.param((LAZY, LAZY), 3 * STEPS + 2, id="lazy-11"),
+        pytest.param((LAZY, LAZY), 3 * STEPS + 2, id="lazy-11", marks=pytest.mark.slow),
         pytest.param((ADAM, OTHER), 3 * STEPS + 2, id="adagrad-11", marks=pytest.mark.slow),
         pytest.param((LAZY, LAZY), 2, id="lazy-2", marks=pytest.mark.slow),
     ],

@@ -43,7 +43,7 @@ def rows_of_steps(ranks: list[ChunkLoader]) -> list[list[int]]:
     return [[row for batch in step for row in row_numbers(batch)] for step in zip(*ranks, strict=True)]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     sizes=SIZES,
     batch_size=st.integers(1, 40),

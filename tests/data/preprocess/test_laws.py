@@ -110,6 +110,7 @@ def test_fitting_sees_the_training_rows_alone(duckdb: DuckDB, tmp_path: Path) ->
     assert (tmp_path / "alone/preprocessor.json").read_bytes() == (tmp_path / "again/preprocessor.json").read_bytes()
 
 
+@pytest.mark.slow
 def test_fitted_twice_the_state_is_byte_for_byte_the_same(duckdb: DuckDB, tmp_path: Path) -> None:
     rows = random_rows(4000, seed=7)
     EVERY_STEP.fit(write(rows, tmp_path / "a.parquet"), engine=duckdb).save(tmp_path / "one")

@@ -174,6 +174,7 @@ def test_a_top_nn_of_which_nothing_is_projected_is_equal(interaction: nn.Module,
     assert export_bundle(of(tmp_path, model), tmp_path / "onnx")["top"]["inputs"][0]["shape"] == [8]
 
 
+@pytest.mark.slow
 def test_large_tables_stand_beside_their_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onnx_bundle, "_INLINE", 1000)
     export_bundle(bundle_of(tmp_path / "bundle", "dot"), tmp_path / "onnx")
