@@ -421,6 +421,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "AdamW": lambda: of_pairs(by=adamw, **BIG),
     "Adagrad": lambda: of_pairs(by=adagrad),
     "Adagrad, row by row": lambda: of_pairs(by=adagrad, **BIG),
+    "Adam with a large eps": lambda: of_pairs(by=lambda model: adam(model, eps=1e-2), **BIG),
     "Adagrad with l2": lambda: of_pairs(by=lambda model: adagrad(model, weight_decay=0.1), **BIG),
     "Adagrad, sparse": lambda: of_pairs(by=adagrad, sparse=True, **BIG),
     "SGD": lambda: of_pairs(by=sgd, **BIG),

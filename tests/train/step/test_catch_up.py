@@ -1,5 +1,6 @@
 """Rows that catch up in closed form end where dense Adam ends, however rare their gradients and whatever the rates."""
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor
 from torchrec_ext.distributed.optim.config import Choice
 from torchrec_ext.train.config import Schedule
 from torchrec_ext.train.step import update_rules as catch_up
-from torchrec_ext.train.step.update_rules import caught_up, decay_on, has_closed_form, row_clock, slide_on
+from torchrec_ext.train.step.update_rules import caught_up, decay_on, row_clock, slide_on, without_closed_form
 
 pytestmark = pytest.mark.unit
 ROWS, DIM, STEPS = 200, 4, 400
@@ -117,7 +118,16 @@ def test_a_row_that_never_had_a_gradient_stays_even_without_eps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("betas", "closed"), [((0.9, 0.999), True), ((0.9, 0.81), False), ((0.9, 0.5), False), ((0.0, 0.0), False)]
+    ("choice", "why"),
+    [
+        (adam(), ""),
+        (adam(betas=(0.9, 0.81)), "betas=(0.9, 0.81)"),
+        (adam(betas=(0.9, 0.5)), "betas=(0.9, 0.5)"),
+        (adam(betas=(0.0, 0.0)), "betas=(0, 0)"),
+        (adam(eps=1e-3), "eps=0.001"),
+        (dataclasses.replace(adam(), l2=0.1), "L2 draws at each row in each step; AdamW's decay does not"),
+        (dataclasses.replace(adam(), kind="sgd", l2=0.1), ""),
+    ],
 )
-def test_sums_that_do_not_converge_have_no_closed_form(betas: tuple[float, float], closed: bool) -> None:
-    assert has_closed_form(betas) is closed
+def test_what_has_no_closed_form_is_named(choice: Choice, why: str) -> None:
+    assert without_closed_form(choice) == why

@@ -38,11 +38,11 @@ from torchrec_ext.train.step.update_rules import (
     caught_up,
     decay_of,
     decay_on,
-    has_closed_form,
     lags,
     row_clock,
     slide_on,
     stepped,
+    without_closed_form,
 )
 
 
@@ -403,21 +403,20 @@ class StepMemory:
                     self._most = min(self._most, SLIDES - 1)
 
     def _by_row(self, moved: UpdatedParameter, lookups: int, rule: Callable[[int, int], bool]) -> bool:
-        if moved.choice.kind == "adam" and not has_closed_form(moved.choice.betas):
+        if without_closed_form(moved.choice):
             return False
-        if moved.choice.l2 and moved.choice.kind != "sgd":
-            return False  # it draws at every row in every step, and of Adam and Adagrad there is no closed form
         if self._clips and not moved.sharded:
             return False  # its gradient counts for the norm, once for each row
         return rule(len(moved.weight), lookups)
 
     def describe(self) -> str:
         """Returns a line that says how each table is moved."""
-        ways = {
-            "moved whole": [name for name in self.tables if name not in self._rows],
-            "moved row by row": self.row_tables,
-        }
-        return "; ".join(f"{way}: {', '.join(names)}" for way, names in ways.items() if names)
+        ways: dict[str, list[str]] = {}
+        for name, moved in self.tables.items():
+            reason = without_closed_form(moved.choice)
+            way = "moved row by row" if name in self._rows else f"moved whole{f' ({reason})' if reason else ''}"
+            ways.setdefault(way, []).append(name)
+        return "; ".join(f"{way}: {', '.join(names)}" for way, names in sorted(ways.items(), reverse=True))
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns all tensors by name."""

@@ -136,10 +136,22 @@ SLIDES = 1 << 18  # steps that are kept: whoever makes more brings every row up 
 _ROUNDING = 2.0**-25  # of float32: a smaller share of 1 is nothing
 
 
-def has_closed_form(betas: tuple[float, float]) -> bool:
-    """Whether the sum over skipped steps converges within a few thousand: b1 below .999 sqrt(b2), and b2 not 0."""
-    beta1, beta2 = betas
-    return beta2 > 0 and beta1 < 0.999 * math.sqrt(beta2)
+_MOST_EPS = 1e-4  # above, taking it as it counts at the first skipped step moves a row by 1e-3 and more
+
+
+def without_closed_form(choice: Choice) -> str:
+    """Says why the rows that a step does not read cannot be updated later at once; empty if they can.
+
+    Adam's sum over skipped steps converges within a few thousand if b1 is below .999 sqrt(b2), and b2 is not 0.
+    """
+    beta1, beta2 = choice.betas
+    if choice.kind == "adam" and not (beta2 > 0 and beta1 < 0.999 * math.sqrt(beta2)):
+        return f"betas=({beta1:g}, {beta2:g})"
+    if choice.kind == "adam" and choice.eps > _MOST_EPS:
+        return f"eps={choice.eps:g}"
+    if choice.l2 and choice.kind != "sgd":
+        return "L2 draws at each row in each step; AdamW's decay does not"
+    return ""
 
 
 def reach(betas: tuple[float, float]) -> Tensor:
