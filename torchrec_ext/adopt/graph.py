@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import re
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import CodeType, FunctionType
 from typing import Any
@@ -105,7 +106,9 @@ class TracedCall:
             if entry.guard_manager.check(values):
                 return self._call_of(entry.code)(*args)
         try:
-            with self._settings:
+            with self._settings, warnings.catch_warnings():
+                # A page about what it cannot trace, which an error says in a line.
+                warnings.filterwarnings("ignore", module=r"torch\._dynamo")
                 return self._compiled(*args)
         except TorchDynamoException as error:
             inner = getattr(error, "inner_exception", None)
