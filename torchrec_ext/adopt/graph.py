@@ -363,6 +363,7 @@ class _Runner(fx.Interpreter):
         self, module: fx.GraphModule, tables: Mapping[fx.Node, str], reading: Mapping[str, Reader], repeated: Any
     ) -> None:
         super().__init__(module, garbage_collect_values=False)
+        self.extra_traceback = False  # it would add lines to a message
         self._tables, self._reading, self._repeated = tables, reading, repeated
 
     def run_node(self, n: fx.Node) -> Any:
