@@ -477,6 +477,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "int32 ids": int32,
     "a hook on a module": lambda: changed(lambda model, _: model.user.register_forward_hook(lambda *_: None)),
     "kept by forward": lambda: of(Remembering),
+    "a loss of one element": lambda: beside(lambda model, loss: lambda *batch: loss(*batch).view(1)),
     "a float beside": lambda: beside(lambda model, loss: lambda *batch: (loss(*batch), {"n": 3.0})),
     "an object in the batch": lambda: drawn(lambda batch: (*batch, object())),
 }
@@ -584,6 +585,13 @@ def test_after_100_compiled_steps_too(name: str, compiled: None, monkeypatch: py
     # At ten times the rate, rounding has grown to 1e-5 by then.
     monkeypatch.setattr(sys.modules[__name__], "RATE", 0.1)
     check(name, 100)
+
+
+def test_a_step_is_captured_while_autograd_looks_for_anomalies(capsys: pytest.CaptureFixture[str]) -> None:
+    with torch.autograd.set_detect_anomaly(True):
+        check("Adam, row by row", 7)
+        assert torch.is_anomaly_enabled()
+    assert "set_detect_anomaly is on" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -301,7 +301,7 @@ class ForwardWatch(TorchFunctionMode):
 
 
 def loss_and_output(result: Any) -> tuple[Tensor, Any]:
-    """Returns the loss, (), and the output of what a user's loss function returned.
+    """Returns the loss, (), and the output of what a user's loss function returned, whose loss may be (1,) or (1, 1).
 
     Raises:
         CannotAdopt: it is neither a loss nor a tuple of a loss and something else.
@@ -312,9 +312,9 @@ def loss_and_output(result: Any) -> tuple[Tensor, Any]:
             f"the loss function returned a {type(loss).__name__}; return the loss, a tensor of one number, or a "
             "tuple of it and whatever else, such as (loss, {'scores': scores})"
         )
-    if loss.dim():
+    if loss.numel() != 1:
         raise CannotAdopt(f"the loss has the shape {tuple(loss.shape)}; return one number, such as its .mean()")
-    return loss, output
+    return (loss.reshape(()) if loss.dim() else loss), output  # backward takes any tensor of one number
 
 
 def tensor_leaves(tree: Any) -> Iterator[Tensor]:

@@ -423,6 +423,11 @@ class AdoptedStep:
         _, doing = engine_for(self._device)
         self._settings = fixed_settings(self._optimizers)
         self._say(f"{doing} ...")
+        if torch.is_anomaly_enabled():
+            self._note(
+                "torch.autograd.set_detect_anomaly is on, in which eager steps take several times as long; captured "
+                "steps do not look for NaN in gradients, and stop at a loss that is not finite"
+            )
         self._traced = traced_forward(self._loss, weakly(self._take_graph))
         self._since = self._steps
 
