@@ -15,10 +15,10 @@ import inspect
 import itertools
 import sys
 import tempfile
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import MagicMock
 
 import numpy as np
 import torch
@@ -172,7 +172,7 @@ def _rechub_case(name: str, size: Size, rows: int, batches: list[tuple[Any, ...]
         trainer = trainers.MTLTrainer(kind(*multi_task[name]), two + two[:1] if name == "ESMM" else two)
         return _trained_by(trainer, functools.partial(_rechub_tasks, trainer), batches)
     if name == "RQVAEModel":
-        rqvae = importlib.import_module("torch_rechub.trainers.rqvae_trainer").RQVAETrainer
+        rqvae = importlib.import_module("torch_rechub.trainers.rqvae_trainer").Trainer
         trainer = rqvae(kind(64, [32, 32], 16, [48], sk_epsilons=[0.0, 0.003]))
         return _trained_by(trainer, functools.partial(_rechub_rqvae, trainer), batches)
     sizes = {"d_model": 64, "n_heads": 2, "n_layers": 2, "max_seq_len": size.length}
@@ -200,7 +200,7 @@ def _rechub_ctr(trainer: Any, batch: dict[str, Tensor]) -> Tensor:
 def _rechub_match(trainer: Any, answer: str, batch: dict[str, Tensor]) -> Tensor:
     scores = trainer.model(batch)
     if trainer.mode == 1:
-        loss = trainer.criterion(*scores)
+        loss = trainer.criterion(*(each.flatten() for each in scores))  # SASRec's are lists, which BPRLoss refuses
     elif trainer.mode == 2:
         loss = trainer.criterion(scores, batch[answer] if answer else torch.zeros(len(scores), dtype=torch.long))
     else:
@@ -282,6 +282,8 @@ def _deepctr_loss(model: Any, tasks: int, x: Tensor, y: Tensor) -> Tensor:
 
 # FuxiCTR
 
+_RAY = "ray.data.datasource.filename_provider"
+
 
 def fuxictr_names(folder: Path) -> list[str]:
     files = sorted((folder / "model_zoo").rglob("*.py"))
@@ -290,8 +292,8 @@ def fuxictr_names(folder: Path) -> list[str]:
 
 def fuxictr(name: str, size: Size, count: int) -> Callable[[], Case]:
     """Models of FuxiCTR's model_zoo, as far as its distribution has them, with the loop of BaseModel.fit."""
-    for unused in ("polars", "h5py", "ray"):  # which its metrics and loaders import
-        sys.modules.setdefault(unused, types.ModuleType(unused))
+    for unused in ("polars", "h5py", *itertools.accumulate(_RAY.split("."), "{}.{}".format)):
+        sys.modules.setdefault(unused, MagicMock())  # which its metrics and its own loaders import
     rows, draw = size.rows or 256, torch.Generator().manual_seed(1)
     from fuxictr.features import FeatureMap
 
