@@ -143,7 +143,10 @@ def study(library: str, name: str, args: argparse.Namespace) -> Result:
         return {"verdict": "left out", "why": str(error)}
     except Exception as error:
         traceback.print_exc()
-        return {"verdict": "failed", "why": f"{type(error).__name__}: {error}"}
+        return {
+            "verdict": "failed",
+            "why": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+        }
     seed_all(1)
     result: Result = {"random": not torch.equal(drawn, torch.get_rng_state())}
     case = fresh()
@@ -155,7 +158,10 @@ def study(library: str, name: str, args: argparse.Namespace) -> Result:
         return result | {"verdict": "differs" if "differs from the eager one" in why else "eager", "why": why}
     except Exception as error:
         traceback.print_exc()
-        return result | {"verdict": "raised", "why": f"{type(error).__name__}: {error}"}
+        return result | {
+            "verdict": "raised",
+            "why": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+        }
     controls = []
     for change in (rounded, half_eps):
         control = change(fresh())

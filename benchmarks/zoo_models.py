@@ -294,7 +294,7 @@ def fuxictr(name: str, size: Size, count: int) -> Callable[[], Case]:
     """Models of FuxiCTR's model_zoo, as far as its distribution has them, with the loop of BaseModel.fit."""
     for unused in ("polars", "h5py", *itertools.accumulate(_RAY.split("."), "{}.{}".format)):
         sys.modules.setdefault(unused, MagicMock())  # which its metrics and its own loaders import
-    rows, draw = size.rows or 256, torch.Generator().manual_seed(1)
+    rows, draw, length = size.rows or 256, torch.Generator().manual_seed(1), 60  # they look for 50 of more
     from fuxictr.features import FeatureMap
 
     features = FeatureMap("zoo", tempfile.gettempdir())
@@ -306,7 +306,7 @@ def fuxictr(name: str, size: Size, count: int) -> Callable[[], Case]:
     features.set_column_index()
 
     def batch() -> tuple[Any, ...]:
-        hist = padded(draw, size.items, rows, size.length).flip(1)
+        hist = padded(draw, size.items, rows, length).flip(1)
         items = torch.cat([hist, ids(draw, size.items, rows, 1)], 1).flatten()
         label = torch.randint(2, (rows,), generator=draw)
         of_user = {"label": label, "user_id": ids(draw, size.users, rows)}
@@ -317,7 +317,7 @@ def fuxictr(name: str, size: Size, count: int) -> Callable[[], Case]:
     def case() -> Case:
         kind = getattr(importlib.import_module(f"model_zoo.LongCTR.{name}.{name}"), name)
         of_trainer = {"optimizer": "adam", "loss": "binary_cross_entropy", "verbose": 0, "model_root": ""}
-        model = kind(features, embedding_dim=16, metrics=["AUC"], **of_trainer)
+        model = kind(features, embedding_dim=16, metrics=["AUC"], parallel_dnn_hidden_units=[64, 32], **of_trainer)
         model.train()
         limit = inspect.signature(model.fit).parameters["max_gradient_norm"].default
         loss = functools.partial(_fuxictr_loss, model)
@@ -336,6 +336,9 @@ _RECBOLE_UNBUILT = {
     "lightgbm": "is a lightgbm.Booster, no nn.Module",
     "xgboost": "is an xgboost.Booster, no nn.Module",
     "KGAT": "needs the package dgl",
+    "KGIN": "needs the package torch_scatter",
+    "MCCLK": "needs the package torch_scatter",
+    "NCEPLRec": "learns without gradients",
 }
 
 
@@ -352,7 +355,7 @@ def recbole(name: str, size: Size, count: int) -> Callable[[], Case]:
     import yaml
     from recbole.config import Config
     from recbole.data import create_dataset, data_preparation
-    from recbole.utils import ModelType, get_model, get_trainer
+    from recbole.utils import KGDataLoaderState, ModelType, get_model, get_trainer
 
     kind = get_model(name)
     if kind.type == ModelType.TRADITIONAL:
@@ -376,17 +379,16 @@ def recbole(name: str, size: Size, count: int) -> Callable[[], Case]:
     if name in ("KSR", "GRU4RecKG"):
         settings["load_col"] |= {"ent": ["ent_id", "ent_emb"], "rel": ["rel_id", "rel_emb"]}
         settings["load_col"] |= {"kg": ["head_id", "relation_id", "tail_id"], "link": ["item_id", "entity_id"]}
+        settings["eval_args"] = {"split": {"LS": "valid_and_test"}, "order": "TO", "mode": "full"}
         settings |= {"additional_feat_suffix": ["ent", "rel"], "alias_of_entity_id": ["ent_id"]}
         settings |= {"preload_weight": {"ent_id": "ent_emb", "rel_id": "rel_emb"}, "alias_of_relation_id": ["rel_id"]}
     sys.argv = sys.argv[:1]  # which Config reads
     config = Config(name, "zoo", config_dict=settings)
     dataset = create_dataset(config)
     loader, *_ = data_preparation(config, dataset)
-    training = loader.dataset
-    if kind.type == ModelType.KNOWLEDGE and name in ("MKR", "KGAT"):
-        from recbole.utils import KGDataLoaderState
-
-        loader.set_mode(KGDataLoaderState.RS)
+    training = loader._dataset  # as its run_recbole takes it
+    if kind.type == ModelType.KNOWLEDGE:
+        loader.set_mode(KGDataLoaderState.RS if name == "MKR" else KGDataLoaderState.RSKG)
     found = [dict(each.interaction) for each in itertools.islice(loader, count + 1)]
     shapes = {key: value.shape for key, value in found[0].items()}
     alike = [(each,) for each in found if {key: value.shape for key, value in each.items()} == shapes]
