@@ -114,6 +114,11 @@ def half_eps(case: Any) -> Any:
     return case
 
 
+def named(error: Exception) -> str:
+    """Returns an error's kind and the first line of its text."""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+
+
 def study(library: str, name: str, args: argparse.Namespace) -> Result:
     """Trains one model both ways."""
     import torch
