@@ -647,6 +647,13 @@ class Masking(Pairs):
         return scores + scores[scores > 0].sum()
 
 
+class Lists(Pairs):
+    def forward(self, user: Tensor, item: Tensor) -> Tensor:
+        nodes = [row.unique() for row in torch.stack([user, item], 1)]
+        lists = torch.tensor([row.tolist() + (2 - len(row)) * [0] for row in nodes])
+        return super().forward(lists[:, 0], lists[:, 1])
+
+
 class Unique(Pairs):
     def forward(self, user: Tensor, item: Tensor) -> Tensor:
         return super().forward(user, item) + len(torch.unique(user))
@@ -767,6 +774,7 @@ REFUSED: dict[str, tuple[Callable[[], Case], str]] = {
     "item": (lambda: of(Reading), r"test_step.py:\d+ \(return scores .*item\(\)\) depends on values"),
     "mask": (lambda: of(Masking), r"test_step.py:\d+ \(return scores .*\) depends on values"),
     "unique": (lambda: of(Unique), r"test_step.py:\d+ \(return super.*\) depends on values"),
+    "lists of values": (lambda: of(Lists), r"test_step.py:\d+ \(.*tolist\(\).*\) depends on values"),
     "random": (lambda: of(Noisy), r"test_step.py:\d+ \(.*random.random.*\) cannot be traced by torch.compile"),
     "numpy": (lambda: of(NumpyNoise), r"test_step.py:\d+ \(.*np.random.normal.*\) depends on values"),
     "weights written": (lambda: of(Rewriting), "writes into a weight or into the batch"),

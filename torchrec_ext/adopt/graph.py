@@ -24,7 +24,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-from torch._dynamo.exc import TorchDynamoException
 
 from torchrec_ext.adopt.checks import is_users_file, loss_and_output
 from torchrec_ext.adopt.errors import CannotAdopt
@@ -74,6 +73,10 @@ def traced_forward(loss: Loss, backend: Backend) -> Callable[..., tuple[Tensor, 
     return TracedCall(run, backend)
 
 
+# Modules of torch's whose errors say that a call cannot be traced; Dynamo lets those of sizes through as they are.
+_TRACERS = ("torch._dynamo", "torch._subclasses", "torch.fx.experimental")
+
+
 class TracedCall:
     """A function that Dynamo traces on its first call and guards on all others.
 
@@ -113,7 +116,9 @@ class TracedCall:
                 # A page about what it cannot trace, which an error says in a line.
                 warnings.filterwarnings("ignore", module=r"torch\._dynamo")
                 return self._compiled(*args)
-        except TorchDynamoException as error:
+        except Exception as error:
+            if not type(error).__module__.startswith(_TRACERS):
+                raise
             inner = getattr(error, "inner_exception", None)
             if isinstance(inner, CannotCaptureError):
                 raise inner from None
