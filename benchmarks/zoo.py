@@ -1,4 +1,4 @@
-"""Every model class of four recommender packages under adopt(), each with its own trainer's defaults.
+"""Every model class of four recommender packages, and seven repositories' scripts, under adopt(), each as it trains.
 
     python benchmarks/zoo.py [--only recbole DeepFM ...] [--jobs 1] [--uncompiled] [--quick] [--results FILE]
 
@@ -122,7 +122,7 @@ def named(error: Exception) -> str:
 def study(library: str, name: str, args: argparse.Namespace) -> Result:
     """Trains one model both ways."""
     import torch
-    from zoo_models import LIBRARIES, CannotBuildError, Size
+    from zoo_models import CannotBuildError, Size
 
     import torchrec_ext.adopt.step as adopted
     from torchrec_ext.adopt import CannotAdopt, adopt
@@ -133,7 +133,7 @@ def study(library: str, name: str, args: argparse.Namespace) -> Result:
     size = Size(rows=64, length=10) if args.quick else Size()
     try:
         seed_all(0)
-        make = LIBRARIES[library].build(name, size, STEPS)
+        make = _libraries()[library].build(name, size, STEPS)
 
         def fresh() -> Any:
             seed_all(0)
@@ -259,10 +259,11 @@ def summary(results: list[Result]) -> Result:
     return {"counts": counts, "reasons": ranked, "gain": statistics.median(gains) if gains else None}
 
 
-def _libraries() -> list[str]:
+def _libraries() -> dict[str, Any]:
     from zoo_models import LIBRARIES
+    from zoo_scripts import SCRIPTS
 
-    return list(LIBRARIES)
+    return {**LIBRARIES, "scripts": SCRIPTS}
 
 
 def main() -> None:
@@ -281,12 +282,10 @@ def main() -> None:
         return child(*args.child, args)
     install(args.packages)
     sys.path.append(str(args.packages))
-    from zoo_models import LIBRARIES
-
-    models = [(library, name) for library, each in LIBRARIES.items() for name in each.names(args.packages)]
+    models = [(library, name) for library, each in _libraries().items() for name in each.names(args.packages)]
     chosen = [pair for pair in models if not args.only or set(pair) & set(args.only)]
     if unknown := set(args.only) - {word for pair in models for word in pair}:
-        parser.error(f"--only: {', '.join(sorted(unknown))}: neither a package nor a model; packages: {_libraries()}")
+        parser.error(f"--only: {', '.join(sorted(unknown))}: neither a package nor a model; packages: {list(_libraries())}")
     with ThreadPoolExecutor(args.jobs) as pool:
         results = list(pool.map(lambda pair: run(*pair, args), chosen))
     made = summary(results)
