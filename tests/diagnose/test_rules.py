@@ -244,6 +244,24 @@ def test_lines_whose_ops_explain_them_are_no_finding() -> None:
     assert faults(held) == ["python_lines"]
 
 
+def test_what_is_left_of_a_step_bounds_the_gain_of_a_cut() -> None:
+    """Of a step of 10 ms a line takes 9.4: the rest is known to be .6 ms, and does not go with the line."""
+    line = LineFacts(name="train.py:9 in log", text="mean = np.mean(losses)", seconds=9.4e-3)
+    recorded = facts(steps(10.0, op=1e-6), ops=60, lines=(line,), sampled_s=10.01e-3)
+    (finding,) = (each for each in rules.findings(recorded) if each.cause == "python_lines")
+    gain = finding.remedies[0].gain
+    assert gain is not None
+    assert gain.low < 10 / 0.6 < gain.high < 2 * 10 / 0.6
+
+
+def test_collections_that_are_seldom_and_long_count_by_their_mean() -> None:
+    """One round of ten has a collection of 60 ms for each of its steps."""
+    rounds = [{"data": 0.0, "step": 2e-3 + seconds, "gc": seconds} for seconds in [0.0] * 9 + [60e-3]]
+    (finding,) = (each for each in rules.findings(Facts(rounds=rounds)) if each.cause == "garbage")
+    assert finding.size == "large"
+    assert "6 ms of an iteration" in finding.evidence[0]
+
+
 def test_a_softmax_over_all_items_is_an_offer_with_the_sampled_one() -> None:
     every = AllItems(line="loss.py:3 in loss", items=60_000, seconds=85e-3)
     finding = next(each for each in rules.findings(dataclasses.replace(HEALTHY, all_items=(every,))))

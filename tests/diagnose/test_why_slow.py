@@ -3,9 +3,11 @@
 import gc
 import itertools
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from tests.diagnose.programs import Clock, mlp, training
-from torchrec_ext.diagnose import Diagnosis, ThreadClock, batches, experiments, why, why_slow
+from torchrec_ext.diagnose import Diagnosis, ThreadClock, batches, counting, experiments, why, why_slow
 from torchrec_ext.diagnose.clock import busy_elsewhere
 
 pytestmark = pytest.mark.unit
@@ -730,6 +732,21 @@ def test_a_sum_over_a_whole_table_of_which_a_batch_reads_few_rows_is_named() -> 
     assert not read.whole_tables
 
 
+def test_a_copy_of_a_table_whose_read_rows_alone_move_is_named_and_is_no_traffic() -> None:
+    table = nn.Embedding(40_000, 16, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), 1e-3)
+    kept: list[Tensor] = []
+
+    def loss(ids: Tensor) -> Tensor:
+        kept[:] = [table.weight.detach().clone()]
+        return table(ids).square().mean()
+
+    facts = why_slow(table, optimizer, loss, [torch.arange(64)] * 4).facts
+    (whole,) = facts.whole_tables
+    assert (whole.rows, whole.read) == (40_000, 64)
+    assert facts.parameters == 64 * 16
+
+
 def test_some_rows_of_a_large_batch_are_no_rows_of_a_table() -> None:
     """A batch of 4,096 rows, of which the loss takes 64."""
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
@@ -779,6 +796,69 @@ def test_a_debugging_mode_that_was_left_on_is_named(mode: str) -> None:
     assert facts.modes == [mode]
     assert facts.has("quiet", "op")
     assert not why_slow(*mlp()).facts.modes
+
+
+def test_anomaly_mode_that_the_step_switches_on_is_off_where_it_is_left_out() -> None:
+    _, optimizer, loss, given = mlp()
+    seen: set[bool] = set()
+
+    def noting(into: set[bool]) -> Iterator[None]:  # what a generator holds is not put back
+        while True:
+            into.add(torch.is_anomaly_enabled())
+            yield
+
+    note = noting(seen)
+
+    def watched(x: Tensor, y: Tensor) -> Tensor:
+        next(note)
+        return loss(x, y)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad()
+        with torch.autograd.detect_anomaly(check_nan=False):
+            watched(x, y).backward()
+        optimizer.step()
+
+    assert why_slow.step(step, given).facts.has("quiet")
+    assert seen == {True, False}
+    assert not torch.is_anomaly_enabled()
+
+
+def test_a_call_that_holds_python_is_sampled_for_as_long_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 5 ms a call holds Python for the last 4: a sampler that wakes meanwhile sees it at its end alone."""
+    clock = Clock()
+
+    def wait(seconds: float) -> bool:
+        clock.now += max(0.0, seconds)
+        place = clock.now % 5e-3
+        holds = place >= 1e-3
+        if holds:
+            clock.now += 5e-3 - place
+        monkeypatch.setattr(counting.sys, "_current_frames", lambda: {samples._thread: holding if holds else other})
+        return clock.now > 10
+
+    def frame() -> Any:
+        return sys._getframe()
+
+    holding, other = frame(), sys._getframe()
+    monkeypatch.setattr(counting, "time", SimpleNamespace(perf_counter=clock))
+    samples = counting.Samples()
+    monkeypatch.setattr(samples._stop, "wait", wait)
+    samples._sample()
+    shares = {stack[0][0].co_name: seconds / clock.now for stack, seconds in samples._stacks.items()}
+    assert shares["frame"] == pytest.approx(0.8, abs=0.03)
+
+
+def test_seconds_of_ops_are_no_longer_than_their_step() -> None:
+    """Others had the cores while ops were timed, which took twice as long as a step does."""
+    counted = counting.count_ops(lambda: torch.ones(64, 64) @ torch.ones(64, 64), [])
+    whole = counted.seconds
+    counted.scale_to(whole / 2)
+    assert counted.seconds == pytest.approx(whole / 2)
+    assert sum(counted.kinds.values()) == pytest.approx(whole / 2)
+    assert sum(ops.seconds for ops in counted.by_line.values()) == pytest.approx(whole / 2)
+    counted.scale_to(whole)
+    assert counted.seconds == pytest.approx(whole / 2)
 
 
 def test_a_loop_that_raises_in_the_rounds_is_a_verdict_and_not_an_error() -> None:

@@ -131,7 +131,7 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
             rows = {len(each) for each in tensors if each.dim() > 1 and each.is_floating_point()}
             rows = {count for count in rows if count >= _LARGE_SIZE}
             if any(each.layout != torch.strided for each in tensors):
-                self.mixed |= rows
+                self.mixed |= rows if "mm" in name else set()  # a sparse gradient mixes nothing
             elif rows and packet not in _PRODUCTS and name not in _LOOK_UP_BACKWARDS and line != "optimizer":
                 for count in rows:
                     self.by_rows[count, line] += seconds
@@ -170,13 +170,25 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _entering(self, path: str) -> Callable[[Any, Any], None]:
         return lambda module, args: setattr(self, "_module", path)
 
+    def scale_to(self, step: float) -> None:
+        """Makes the seconds of all ops no longer than a step takes: ops were timed once, while others may have run."""
+        factor = min(1.0, step / self.seconds) if self.seconds else 1.0
+        self.seconds *= factor
+        for held in (self.kinds, self.by_rows, self.by_size, self.double):
+            for key in held:
+                held[key] *= factor
+        for ops in self.by_line.values():
+            ops.seconds *= factor
+        for times in self.products.values():
+            times[:] = [seconds * factor for seconds in times]
+
     def whole_tables(self, tables: Collection[int]) -> Iterator[WholeTableOp]:
         """Yields lines that work on all rows of a table of which few are looked up; ``tables`` are numbers of rows."""
         for (rows, line), seconds in self.by_rows.items():
             read = self.looked_up[rows]
             few = rows in tables and rows not in self.mixed and 0 < _WHOLE * read < rows
             if few and line not in ("backward", "optimizer"):
-                backward = self.by_rows[rows, "backward"]
+                backward = self.by_rows.get((rows, "backward"), 0.0)
                 yield WholeTableOp(line=line, rows=rows, read=read, seconds=seconds, backward_s=backward)
 
     def all_items(self) -> Iterator[AllItems]:
@@ -336,15 +348,14 @@ class Samples:
             self.seconds["data" if taken else "step", lines_of(stack)[1]] += seconds
 
     def _sample(self) -> None:
-        before = time.perf_counter()
         generator = random.Random(0)  # a step of a regular length is not always met at the same line
-        while not self._stop.wait(
-            generator.uniform(0.2, 1.8) * _SAMPLE_EVERY_S
-        ):  # little is done here, since the loop waits for it
+        due = time.perf_counter()
+        while not self._stop.wait(due - time.perf_counter()):  # little is done here, since the loop waits for it
             frame = sys._current_frames().get(self._thread)
-            now = time.perf_counter()
-            self._stacks[tuple(stack_of(frame))] += now - before
-            before = now
+            now, past = time.perf_counter(), due
+            while due <= now:  # moments are set beforehand: a call that holds Python has all that fall into it
+                due += generator.uniform(0.2, 1.8) * _SAMPLE_EVERY_S
+            self._stacks[tuple(stack_of(frame))] += due - past
             while frame is not None and frame.f_code is not torch.save.__code__:
                 frame = frame.f_back
             if frame is not None and isinstance(frame.f_locals.get("f"), str | os.PathLike):

@@ -118,6 +118,7 @@ class Experiments:
         self._modes: Sequence[str] = ()
         self._lines: Sequence[LineFacts] = ()
         self._sampled_s = 0.0
+        self._still = 0  # numbers in rows of tables with sparse gradients that a step does not move
         self.saved_files: set[str] = set()
         self._graphs = 0
 
@@ -134,6 +135,8 @@ class Experiments:
         if self._warm_up():
             counted = self._count_ops()
             rounds = self._rounds(busy)
+            if rounds and not self._cuda:
+                counted.scale_to(statistics.median([each["step"] for each in rounds]))
             self._sample_lines(counted)
         else:
             rounds = self._data_alone()
@@ -168,7 +171,7 @@ class Experiments:
             layers=products.layers,
             tables=tables,
             towers=self._towers(rounds),
-            parameters=sum(p.size().numel() for p in parameters.values()),  # a ShardedTensor has no numel()
+            parameters=sum(p.size().numel() for p in parameters.values()) - self._still,  # ShardedTensor has no numel()
             optimizers=[type(each).__name__ for each in self.state.optimizers],
             loader=self._loader(),
             kernels=kernels,
@@ -442,7 +445,10 @@ class Experiments:
         return {"sync": sync, "op": (self._thread_clock() - start) / 124}
 
     def _quietly(self, measure: Callable[[], Any]) -> Any:
-        """Measures without anomaly mode, and in a thread of its own: a profiler watches the thread that began it."""
+        """Measures without anomaly mode, and in a thread of its own: a profiler watches the thread that began it.
+
+        A step that switches anomaly mode on by itself does not do so meanwhile.
+        """
         clocks = self._clock, self._thread_clock
 
         def measured() -> Any:
@@ -450,11 +456,13 @@ class Experiments:
                 self._clock = self._thread_clock = clock
                 return measure()
 
-        try:
-            with torch.autograd.set_detect_anomaly(False), ThreadPoolExecutor(1) as thread:
+        with torch.autograd.set_detect_anomaly(False), ThreadPoolExecutor(1) as thread, ExitStack() as stack:
+            stack.callback(setattr, torch, "set_anomaly_enabled", torch.set_anomaly_enabled)
+            setattr(torch, "set_anomaly_enabled", lambda *_: None)  # noqa: B010
+            try:
                 return thread.submit(measured).result()
-        finally:
-            self._clock, self._thread_clock = clocks
+            finally:
+                self._clock, self._thread_clock = clocks
 
     def _begin(self) -> Any:
         """Returns the moment at which a span begins."""
@@ -509,6 +517,9 @@ class Experiments:
             return Counted()
         finally:
             self.state.restore_step()
+        self._still = sum(
+            max(0, facts.rows - facts.read) * facts.dim for facts, module in counted.tables.values() if module.sparse
+        )
         trained = {id(p) for o in self.state.optimizers for group in o.param_groups for p in group["params"]}
         large = {
             id(module): (facts, module)

@@ -277,7 +277,7 @@ class Facts:
         product_flops: floating-point operations of these.
         layers: share of these operations by module.
         tables: tables that a step reads.
-        parameters: number of parameters that are trained.
+        parameters: number of parameters that are trained; of tables with sparse gradients, those that a step reads.
         optimizers: names of the optimizers' classes.
         loader: source of the batches.
         kernels: kernels and copies that a step runs on a CUDA device.

@@ -32,6 +32,7 @@ NOISY = 0.6  # spread of iterations above which there is no verdict
 _LAZY = 1.10  # rows caught up when they are next read, over the step with small tables
 _AT_MOST = 1.5  # times the price of ops that lines may take
 _WORK_AT_MOST = 1.3  # times the work of ops that lines may take, as other moments of the machine do
+_REST, _REST_LEAST = 0.6, 0.02  # shares of the rest of a step, and of the step, that stay at least
 _LEAST_LINE = 0.03  # share of an iteration from which on a line is named
 _LEAST_LINES = 0.1  # share of an iteration that such lines take together; what samples say of less is not sure
 _LOOP_OPS = 50  # ops of a line from which on it is a loop
@@ -205,6 +206,23 @@ def _with_ready(facts: Facts, shares: tuple[float, float]) -> Gain | None:
     least, most = shares
     return expected(
         facts, lambda each: _alone(each) + most * each["data"], lambda each: _alone(each) + least * each["data"]
+    )
+
+
+def _without(facts: Facts, seconds: Callable[[Round], float], least: float, most: float) -> Gain | None:
+    """Returns the speed-up of an iteration without such seconds of its step, of which a share goes, least and most.
+
+    The rest of the step is known too, so that little of it goes however much these seconds are.
+    """
+
+    def fastest(each: Round) -> float:
+        left = each["step"] - seconds(each)
+        return max(each["step"] - most * seconds(each), _REST * left, _REST_LEAST * each["step"])
+
+    return expected(
+        facts,
+        lambda each: each["data"] + each["step"] - least * seconds(each),
+        lambda each: each["data"] + fastest(each),
     )
 
 
@@ -517,11 +535,7 @@ def python_lines(facts: Facts) -> Finding | None:
     remedy = Remedy(
         name="take these lines out of the step, or run them every hundredth step",
         lines=tuple(f"{line.name}: {line.text[:80]}" for line, _ in lines[:3]),
-        gain=expected(
-            facts,
-            lambda each: each["data"] + each["step"] - 0.8 * _unexplained(facts, each),
-            lambda each: each["data"] + max(0.02 * each["step"], each["step"] - 1.1 * _unexplained(facts, each)),
-        ),
+        gain=_without(facts, lambda each: _unexplained(facts, each), 0.85, 1.1),
         changes=MATH["less"],
         basis="predicted from samples of the line that the loop is at",
     )
@@ -546,7 +560,7 @@ def debug_modes(facts: Facts) -> Finding | None:
     remedy = Remedy(
         name=f"train without {modes}",
         lines=("torch.autograd.set_detect_anomaly(False)", "leave `with torch.profiler.profile()` after some steps"),
-        gain=expected(facts, lambda each: each["data"] + max(0.02 * each["step"], each["step"] - seconds(each))),
+        gain=_without(facts, seconds, 1.0, 1.0),
         changes=MATH["exact"],
         basis="measured: steps without it" if facts.has("quiet") else "predicted",
     )
@@ -565,11 +579,7 @@ def whole_tables(facts: Facts) -> Finding | None:
     remedy = Remedy(
         name="the same on the rows that the batch reads",
         lines=(f"{table.line}: look the rows up first, as in F.normalize(table(ids)); copy a table seldom",),
-        gain=expected(
-            facts,
-            lambda each: each["data"] + each["step"] - 0.7 * seconds(each),
-            lambda each: each["data"] + max(0.03 * each["step"], each["step"] - 1.3 * seconds(each)),
-        ),
+        gain=_without(facts, seconds, 0.7, 1.3),
         changes=MATH["rounding"],
         basis="predicted from the time of these ops",
     )
@@ -598,11 +608,7 @@ def double_precision(facts: Facts) -> Finding | None:
     remedy = Remedy(
         name="32-bit floats",
         lines=("model.float(); x = x.float()  # numpy's arrays are 64-bit unless you say otherwise",),
-        gain=expected(
-            facts,
-            lambda each: each["data"] + each["step"] - 0.5 * saved(each),
-            lambda each: each["data"] + each["step"] - 1.3 * saved(each),
-        ),
+        gain=_without(facts, saved, 0.5, 1.3),
         changes="32-bit products in place of 64-bit ones: quality must be measured",
         basis="predicted: half of the bits take about half of the time",
     )
@@ -614,18 +620,17 @@ def garbage(facts: Facts) -> Finding | None:
     """Python's garbage collector walks over many objects."""
     if not facts.has("data", "step", "gc"):
         return None
+    mean = sum(each["gc"] for each in facts.rounds) / len(facts.rounds)  # a long one comes in few of the rounds
+    rounds = [{**each, "step": max(0.0, each["step"] - each["gc"]) + mean, "gc": mean} for each in facts.rounds]
+    facts = replace(facts, rounds=rounds)
     remedy = Remedy(
         name="fewer objects for the garbage collector to walk over",
         lines=("import gc; gc.collect(); gc.freeze()  # before the training loop",),
-        gain=expected(
-            facts,
-            lambda each: each["data"] + each["step"] - 0.5 * each["gc"],
-            lambda each: each["data"] + each["step"] - each["gc"],
-        ),
+        gain=_without(facts, lambda each: each["gc"], 0.5, 1.0),
         changes=MATH["exact"],
         basis="measured: the seconds of its collections",
     )
-    evidence = [f"collections take {in_ms(facts.median('gc'))} of an iteration"]
+    evidence = [f"collections take {in_ms(mean)} of an iteration, by the mean of {len(rounds)} rounds"]
     return finding_of(
         facts, "garbage", "Python's garbage collector runs during training", evidence, [remedy], lambda each: each["gc"]
     )
@@ -636,18 +641,17 @@ def all_items(facts: Facts) -> Finding | None:
     if not facts.all_items or not facts.has("data", "step"):
         return None
     most = max(facts.all_items, key=lambda each: each.seconds)
-    left = _SAMPLED_ITEMS / most.items
-    cost = share_of(facts, lambda each: (1 - left) * min(each["step"], most.seconds))
+
+    def seconds(each: Round) -> float:
+        return (1 - _SAMPLED_ITEMS / most.items) * min(each["step"], most.seconds)
+
+    cost = share_of(facts, seconds)
     if cost < LARGE:
         return None
     remedy = Remedy(
         name=f"a sampled softmax over {_SAMPLED_ITEMS:,} items",
         lines=(f"{most.line}: score the positive and {_SAMPLED_ITEMS:,} sampled items, with the logQ correction",),
-        gain=expected(
-            facts,
-            lambda each: each["data"] + each["step"] - 0.7 * (1 - left) * min(each["step"], most.seconds),
-            lambda each: each["data"] + max(0.02, left, 1 - 1.1 * most.seconds / each["step"]) * each["step"],
-        ),
+        gain=_without(facts, seconds, 0.8, 1.1),
         changes="another loss: quality must be measured",
         basis="predicted from the time of ops over all items",
     )
@@ -675,11 +679,7 @@ def host_syncs(facts: Facts) -> Finding | None:
     remedy = Remedy(
         name="keep values as tensors, and read one of them every hundred steps",
         lines=("total += loss.detach()  # in place of loss.item(); total.item() where it is printed",),
-        gain=expected(
-            facts,
-            lambda each: each["data"] + each["step"] - least * _syncing(facts, each),
-            lambda each: each["data"] + max(0.05 * each["step"], each["step"] - most * _syncing(facts, each)),
-        ),
+        gain=_without(facts, lambda each: _syncing(facts, each), least, most),
         changes=MATH["exact"],
         basis="predicted from the seconds at these lines"
         if timed
