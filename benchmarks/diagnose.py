@@ -13,9 +13,12 @@ verdict is that cause, see `diagnose_traceml.py`.
 `gain`: remedies that are made here by hand, each measured by turns beside the step as it was; ours is the share whose
 gain lies in the interval that was predicted before; beside it the median and the widest of the intervals' half widths,
 as a share of their middle.
-`no-help`: what the diagnosis says gains under 5 %, tried: another batch size, precision or a worker, by turns beside
-the step as it was; ours is the share that gained under 5 %, or no more than the turns are spread.
+`no-help`: what the diagnosis says gains under 5 %, tried: another batch size, precision, a worker, another number of
+threads and `torch.compile`, by turns beside the step as it was, and DDP, two processes by turns with one on all cores;
+ours is the share whose whole measured interval is under 5 %.
 `overhead`: what every run measures of its own time, and its page, as a share of the seconds of its steps.
+`others`, `others-healthy`: programs that no rule was written for, see `diagnose_others.py`: right first verdicts,
+predicted intervals that held, and healthy ones with a finding above "small".
 `foreign`: programs that nobody here wrote, see `diagnose_foreign.py`: a verdict each, and what `apply=True` gained.
 `end-to-end`: the small Contextual NCF from its user's script to ours, remedy after remedy, and their product.
 `--quick` diagnoses a few of the programs, once.
@@ -40,18 +43,21 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import diagnose_foreign
+import diagnose_others
 import diagnose_traceml
 import numpy as np
 import rank_programs
 import torch
+import torch.distributed as dist
 from harness import Options, Row, command_line, last_json, row
 from small_model_baseline import BATCH, NEGATIVES, SHAPES, Interactions, PlainNCF, Positives, positives
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from torchrec_ext.diagnose import Diagnosis, why_slow
 from torchrec_ext.diagnose.batches import loader_with
-from torchrec_ext.diagnose.facts import DRIFT
+from torchrec_ext.diagnose.facts import DRIFT, paired_gain
 from torchrec_ext.diagnose.rules import UNDER
 from torchrec_ext.train.report.progress import RunFacts, Window, run_page
 
@@ -336,10 +342,29 @@ def realised(name: str, program: Program, diagnosis: Diagnosis) -> list[dict[str
     return made
 
 
+def on_threads(program: Program) -> Callable[..., None]:
+    """The step on one thread where it has several, else on all cores."""
+    step, before = usual(program), torch.get_num_threads()
+    threads = 1 if before > 1 else len(os.sched_getaffinity(0))
+
+    def changed(*batch: Tensor) -> None:
+        torch.set_num_threads(threads)
+        try:
+            step(*batch)
+        finally:
+            torch.set_num_threads(before)
+
+    return changed
+
+
 def tries(program: Program) -> dict[str, tuple[Callable[..., None], Any]]:
     """What people try on a program, by the name of its answer: a step and its batches."""
     step = usual(program)
-    made: dict[str, tuple[Callable[..., None], Any]] = {"mixed precision": (in_bf16(program), program.batches)}
+    made: dict[str, tuple[Callable[..., None], Any]] = {
+        "mixed precision": (in_bf16(program), program.batches),
+        "other thread numbers": (on_threads(program), program.batches),
+        "torch.compile": (usual(program, torch.compile(program.loss)), program.batches),
+    }
     if isinstance(program.batches, list):
         made["a larger batch"] = step, four_at_once(program)
     elif isinstance(program.batches, DataLoader):
@@ -347,7 +372,58 @@ def tries(program: Program) -> dict[str, tuple[Callable[..., None], Any]]:
     return made
 
 
-def tried(program: Program, diagnosis: Diagnosis) -> dict[str, dict[str, float]]:
+class WithLoss(nn.Module):
+    """A model whose forward is a loss, so that DDP sees all of a step's forward."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        self.model, self.loss = program.model, program.loss
+
+    def forward(self, *batch: Tensor) -> Tensor:
+        """Returns the mean loss."""
+        return self.loss(*batch)
+
+
+def on_two_ranks(name: str, seed: int, seconds: float) -> None:
+    """Times a program on one rank, while the other one sleeps, and on both with half of the batch each, by turns."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(seed)
+    program = made_of(name)
+    alone, together = usual(program), usual(program, DistributedDataParallel(WithLoss(program)))
+    if isinstance(program.batches, DataLoader):
+        loader = program.batches
+        rows = (loader.batch_size or 2) // 2
+        halves: Any = DataLoader(loader.dataset, rows, shuffle=True, collate_fn=loader.collate_fn)
+    else:
+        halves = [tuple(column[: len(column) // 2] for column in batch) for batch in program.batches]
+    sides = [(alone, repeated(program.batches), (0,)), (together, repeated(halves), (0, 1))]
+    turns: list[list[float]] = []
+    until = time.perf_counter() + seconds
+    more = torch.ones(1)
+    while more.item():
+        turn = []
+        for step, batches, ranks in sides:
+            dist.barrier()
+            start, steps = time.perf_counter(), 8 if turns else 2
+            for batch in itertools.islice(batches, steps if dist.get_rank() in ranks else 0):
+                step(*batch)
+            dist.barrier()
+            turn.append((time.perf_counter() - start) / steps)
+        turns.append(turn)
+        more.fill_(len(turns) < 6 or (time.perf_counter() < until and len(turns) < 16))
+        dist.broadcast(more, 0)
+    if dist.get_rank() == 0:
+        ratios = [before / after for before, after in turns[1:]]
+        print(json.dumps({"ratio": statistics.median(ratios), "high": paired_gain(ratios).high / DRIFT}), flush=True)
+    dist.destroy_process_group()
+
+
+def repeated(batches: Any) -> Iterator[Any]:
+    while True:
+        yield from batches
+
+
+def tried(name: str, seed: int, program: Program, diagnosis: Diagnosis) -> dict[str, dict[str, float]]:
     """Returns what came of trying what the diagnosis says gains under 5 %."""
     useless = {answer.name for answer in diagnosis.answers if answer.helps == "no"}
     made = {}
@@ -357,14 +433,21 @@ def tried(program: Program, diagnosis: Diagnosis) -> dict[str, dict[str, float]]
             # Both sides were timed by turns, so that the drift between two moments, which a gain allows for, is not
             # in them.
             made[answer] = {"ratio": result.ratio, "high": result.gain.high / DRIFT}
+    if "DDP on this machine" in useless and len(os.sched_getaffinity(0)) > 1:
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        made["DDP on this machine"] = last_json([*launch, __file__, "--ddp", name, seed, 5.0], limit_s=LIMIT_S)
     return made
+
+
+def made_of(name: str) -> Program:
+    return PLANTED[name][0]() if name in PLANTED else HEALTHY[name]()
 
 
 def case(name: str, seed: int, budget_s: float, rows: Collection[str]) -> None:
     """Diagnoses a program in this process; its verdict, and what else the rows ask for, is the last line."""
     torch.manual_seed(seed)
     np.random.seed(seed)
-    program = PLANTED[name][0]() if name in PLANTED else HEALTHY[name]()
+    program = made_of(name)
     start = time.perf_counter()
     diagnosis = why_slow(
         program.model, program.optimizer, program.loss, program.batches, budget_s=budget_s, **program.more
@@ -374,7 +457,7 @@ def case(name: str, seed: int, budget_s: float, rows: Collection[str]) -> None:
     above = [finding.cause for finding in diagnosis.findings if finding.size in ("large", "medium")]
     made = {"verdict": diagnosis.verdict, "above": above, "seconds": seconds, "noisy": diagnosis.noisy}
     made["gain"] = realised(name, program, diagnosis) if "gain" in rows else []
-    made["no-help"] = tried(program, diagnosis) if "no-help" in rows else {}
+    made["no-help"] = tried(name, seed, program, diagnosis) if "no-help" in rows else {}
     print(json.dumps(made))
 
 
@@ -523,6 +606,8 @@ ROWS = {
     "no-help": no_help,
     "overhead": overhead,
     "foreign": diagnose_foreign.foreign,
+    "others": diagnose_others.others,
+    "others-healthy": diagnose_others.others_healthy,
     "end-to-end": diagnose_foreign.end_to_end,
 }
 QUICK = ("400 tiny ops", "an imbalanced table", "an MLP", "2 ranks: two towers")
@@ -534,7 +619,9 @@ if "--studies" in sys.argv:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--case"]:
+    if sys.argv[1:2] == ["--ddp"]:
+        on_two_ranks(sys.argv[2], int(sys.argv[3]), float(sys.argv[4]))
+    elif sys.argv[1:2] == ["--case"]:
         case(sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), sys.argv[5:])
     else:
         command_line(__doc__, ROWS, turns=5, studies=STUDIES)
