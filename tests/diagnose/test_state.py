@@ -1,5 +1,6 @@
 """The law of a diagnosis: a training that was diagnosed goes on as if it had not been, bit for bit."""
 
+import os
 import random
 import sys
 import types
@@ -281,6 +282,7 @@ class Keeping:
         Counters.names.append("step")
         MODULE.step += 1
         MODULE.last = "new"
+        os.environ["STEPS_OF_A_TEST"] += "1"
         random.shuffle(LONG)
         LAST = x
 
@@ -293,6 +295,7 @@ class Keeping:
             bytes(self.bytes),
             (Counters.calls, list(Counters.names)),
             {name: value for name, value in vars(MODULE).items() if not name.startswith("__")},
+            os.environ["STEPS_OF_A_TEST"],
             list(LONG),
             "LAST" in globals(),
         ]
@@ -302,6 +305,7 @@ class Keeping:
 def keeping(monkeypatch: pytest.MonkeyPatch) -> Keeping:
     MODULE.step, MODULE.__file__ = 3, "users_settings.py"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "users_settings", MODULE)
+    monkeypatch.setenv("STEPS_OF_A_TEST", "0")
     return Keeping()
 
 

@@ -13,7 +13,7 @@ methods, attributes, slots and containers:
 * classes and Python modules of the user: the data that hangs on them, such as counters;
 * tensors, numpy arrays, lists, deques, dicts and sets that hang on any of these, of any length;
 * generators of torch, numpy and ``random``, the global ones and those that hang on any of these objects;
-* the closure and the globals of the step function; the number of compute threads.
+* the closure and the globals of the step function; the number of compute threads; environment variables.
 
 What is not put back: files and sockets; other processes; large arrays of a loader; what an object of a library keeps
 for itself, as an open cursor. :attr:`StateCopy.notes` names what was seen of these, and :meth:`StateCopy.changed_data`
@@ -106,7 +106,8 @@ class StateCopy:
         self._restores = self._of_step
         self._random()
         threads = torch.get_num_threads()
-        self._restores.append(lambda: torch.set_num_threads(threads))
+        environment = dict(os.environ)
+        self._restores += [lambda: torch.set_num_threads(threads), lambda: _put_back_environment(environment)]
 
     def _check_memory(self) -> None:
         tensors = [tensor for root in self.modules for module in every_module(root) for tensor in _held(module)]
@@ -425,6 +426,13 @@ def _refill(mapping: MutableMapping[Any, Any], values: dict[Any, Any]) -> None:
     for key, value in values.items():
         if key not in mapping or mapping[key] is not value:
             mapping[key] = value
+
+
+def _put_back_environment(values: dict[str, str]) -> None:
+    if os.environ != values:
+        os.environ.update(values)
+        for name in set(os.environ) - set(values):
+            del os.environ[name]
 
 
 def _discard(_: object) -> None:
