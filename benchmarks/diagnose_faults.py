@@ -186,17 +186,36 @@ def callback() -> Case:
     return Case(training(model, lambda loss: time.sleep(0.02)), batches_of(64), training(model))
 
 
-def norms_read() -> Case:
-    model = mlp(64, *[256] * 5, 1)
+def figures_read() -> Case:
+    """Four figures of each weight, gradient and moment."""
+    model = mlp(64, 64, 64, 1)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     figures: dict[str, list[float]] = {}
+    count = 0
 
-    def log(loss: Tensor) -> None:
+    def trained(x: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad()
+        F.binary_cross_entropy_with_logits(model(x), y).backward()
+        optimizer.step()
+
+    def log() -> None:
         for name, each in model.named_parameters():
-            grad = each.grad
-            if grad is not None:
-                figures[name] = [grad.norm().item(), grad.mean().item(), grad.std().item(), grad.abs().max().item()]
+            for held in (each.detach(), each.grad, optimizer.state[each]["exp_avg"]):
+                if held is not None:
+                    figures[name] = [held.norm().item(), held.mean().item(), held.amax().item(), held.amin().item()]
 
-    return Case(training(model, log), batches_of(64, 64), training(model))
+    def step(x: Tensor, y: Tensor) -> None:
+        trained(x, y)
+        log()
+
+    def seldom(x: Tensor, y: Tensor) -> None:
+        nonlocal count
+        trained(x, y)
+        count += 1
+        if count % 100 == 0:
+            log()
+
+    return Case(step, batches_of(64), seldom)
 
 
 class Rows(nn.Module):
@@ -452,7 +471,7 @@ FAULTS: dict[str, Fault] = {
     "rows of a pandas frame": Fault(data_frame, ("row_python",), "__getitems__"),
     "CSV lines parsed in an IterableDataset": Fault(csv_lines, ("loader_computes",), "batches ready"),
     "a callback that sleeps": Fault(callback, ("python_lines",), "take these lines"),
-    "figures of gradients read one by one": Fault(norms_read, ("host_syncs",), "keep values"),
+    "figures read one by one": Fault(figures_read, ("host_syncs",), "keep values"),
     "a deep copy of the model in each step": Fault(copied, ("python_lines", "whole_tables"), ""),
     "vectors written as JSON in each step": Fault(json_lines, ("python_lines",), "take these lines"),
     "a checkpoint every tenth step": Fault(saved, ("python_lines",), "take these lines"),

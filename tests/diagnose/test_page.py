@@ -12,8 +12,8 @@ import pytest
 from tests.browser import DESK, colours, needs_chromium, shown
 from tests.diagnose.recorded import HEALTHY, RECORDED
 from torchrec_ext.diagnose import Diagnosis
+from torchrec_ext.diagnose.findings import Finding, Remedy
 from torchrec_ext.diagnose.report import apply_in_turn, realised_by
-from torchrec_ext.diagnose.rules import Finding, Remedy
 
 pytestmark = pytest.mark.unit
 

@@ -7,6 +7,7 @@ import pytest
 
 from tests.diagnose.recorded import HEALTHY, HEALTHY_RANKS, ON_RANKS, RECORDED, ranks
 from torchrec_ext.diagnose import Diagnosis, rank_rules, rules
+from torchrec_ext.diagnose.answers import answers
 from torchrec_ext.diagnose.facts import Facts, TableFacts
 
 pytestmark = pytest.mark.unit
@@ -87,11 +88,11 @@ def test_ranks_on_several_hosts_are_named_with_their_hosts() -> None:
 def test_ranks_are_compared_with_a_single_one() -> None:
     """Two ranks that exchange for 30 ms after 5 of computing are slower than one that computes twice."""
     recorded, _ = ON_RANKS["latency"]
-    (answer,) = (each for each in rules.answers(recorded) if each.name == "one rank, not 2")
+    (answer,) = (each for each in answers(recorded) if each.name == "one rank, not 2")
     assert answer.helps == "yes"
     assert answer.gain is not None
     assert answer.gain.low <= 35.01 / (2 * 5.01) <= answer.gain.high
-    names = [each.name for each in rules.answers(recorded)]
+    names = [each.name for each in answers(recorded)]
     assert names == [
         *("loader workers", "other thread numbers", "one rank, not 2", "a larger batch", "mixed precision"),
         "torch.compile",

@@ -6,7 +6,8 @@ import json
 import pytest
 
 from tests.diagnose.recorded import DRIFT, HEALTHY, RECORDED, ROWS, TABLE, facts, steps
-from torchrec_ext.diagnose import Diagnosis, Gain, rules
+from torchrec_ext.diagnose import Diagnosis, Gain, costs, rules
+from torchrec_ext.diagnose.answers import answers
 from torchrec_ext.diagnose.facts import DRIFT as MOMENTS
 from torchrec_ext.diagnose.facts import AllItems, Facts, LineFacts, LoaderFacts, paired_gain
 
@@ -38,7 +39,7 @@ def test_nothing_is_wrong_with_a_step_that_is_its_products() -> None:
     assert diagnosis.verdict == "products"
     assert {finding.size for finding in diagnosis.findings} <= {"small", "offer"}
     # 6.5e9 operations at 8e10 a second and 28 bytes of 1.2 M parameters at 2e10, of 92.01 ms.
-    assert rules.limit_share(HEALTHY) == pytest.approx((6.5e9 / 8e10 + 28 * 1.2e6 / 2e10) / 0.09201, rel=1e-6)
+    assert costs.limit_share(HEALTHY) == pytest.approx((6.5e9 / 8e10 + 28 * 1.2e6 / 2e10) / 0.09201, rel=1e-6)
     assert "90% of this machine's limit" in str(diagnosis)
     assert "products by layer: 2 80%, 0 20%" in str(diagnosis)
 
@@ -103,13 +104,13 @@ def test_remedies_name_the_lines_to_paste() -> None:
 
 
 def answer(recorded: Facts, name: str) -> rules.Answer:
-    (made,) = (each for each in rules.answers(recorded) if each.name == name)
+    (made,) = (each for each in answers(recorded) if each.name == name)
     return made
 
 
 def test_six_things_that_people_try_are_answered() -> None:
     for recorded in (*RECORDED.values(), HEALTHY):
-        assert [each.name for each in rules.answers(recorded)] == [
+        assert [each.name for each in answers(recorded)] == [
             "loader workers",
             "other thread numbers",
             "DDP on this machine",
@@ -227,10 +228,10 @@ def test_lines_that_sync_are_sampled() -> None:
 
 
 def test_nothing_is_wrong_only_if_four_fifths_of_an_iteration_are_explained() -> None:
-    assert rules.explained(HEALTHY) > 0.9
+    assert costs.explained(HEALTHY) > 0.9
     unknown = facts(steps(92.0), ops=159, op_s=40e-3, product_s=20e-3)
     page = " ".join(str(Diagnosis(unknown)).split())
-    assert rules.explained(unknown) == pytest.approx(0.44, abs=0.02)
+    assert costs.explained(unknown) == pytest.approx(0.44, abs=0.02)
     assert "nothing is wrong" not in page
     assert "56% of an iteration is not explained" in page
 
@@ -306,8 +307,8 @@ def test_seconds_that_go_with_threads_are_no_launches() -> None:
     recorded = facts(steps(20.0, one_thread=10.0, op=0.12), threads=8, ops=100, product_s=4e-3)
     diagnosis = Diagnosis(recorded)
     assert diagnosis.verdict == "too_many_threads"
-    costs = {finding.cause: finding.cost for finding in diagnosis.findings}
-    assert costs["launches"] == pytest.approx((20 - 4 - 10) / 20.01, abs=0.03)
+    shares = {finding.cause: finding.cost for finding in diagnosis.findings}
+    assert shares["launches"] == pytest.approx((20 - 4 - 10) / 20.01, abs=0.03)
 
 
 def test_a_cause_that_every_round_confirms_stands_however_far_rounds_are_spread() -> None:
@@ -328,7 +329,7 @@ def test_large_tables_that_no_experiment_looked_at_are_not_called_healthy() -> N
 
 
 def test_capturing_takes_longer_with_more_ops() -> None:
-    few, many = (rules.capture_seconds(facts(steps(5.0), ops=ops)) for ops in (100, 2_000))
+    few, many = (costs.capture_seconds(facts(steps(5.0), ops=ops)) for ops in (100, 2_000))
     assert many[0] > 4 * few[0]
     assert f"about {few[0]:.0f}" == "about 4"
 

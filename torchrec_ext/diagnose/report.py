@@ -13,11 +13,11 @@ from html import escape
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torchrec_ext.diagnose import rules
+from torchrec_ext.diagnose import costs, rules
+from torchrec_ext.diagnose.answers import answers
 from torchrec_ext.diagnose.facts import Facts, Gain, paired_gain
-from torchrec_ext.diagnose.findings import UNDER
+from torchrec_ext.diagnose.findings import UNDER, Finding, Remedy
 from torchrec_ext.diagnose.rank_rules import table_of
-from torchrec_ext.diagnose.rules import Finding, Remedy
 from torchrec_ext.train.report.page import Bar, Curve, Lane, card, chart, gains, lanes, page, paragraph, text_table
 
 _WIDTH = 110
@@ -87,7 +87,7 @@ class Diagnosis:
     def __init__(self, facts: Facts, compare: Compare | None = None, rank: int = 0) -> None:
         self.facts, self._compare, self._rank = facts, compare, rank
         self.findings = rules.findings(facts)
-        self.answers = rules.answers(facts)
+        self.answers = answers(facts)
         self.noisy = rules.too_noisy(facts) if facts.rounds else "nothing could be measured"
         self.batches: Iterable[Any] = ()
         self.proof: list[Realised] = []
@@ -116,7 +116,7 @@ class Diagnosis:
         made = {
             "verdict": self.verdict,
             "noisy": self.noisy,
-            "limit_share": rules.limit_share(self.facts),
+            "limit_share": costs.limit_share(self.facts),
             "findings": [dataclasses.asdict(finding) for finding in self.findings],
             "answers": [dataclasses.asdict(answer) for answer in self.answers],
             "proof": [dataclasses.asdict(each) for each in self.proof],
@@ -284,9 +284,9 @@ def _headline(diagnosis: Diagnosis) -> str:
         return diagnosis.findings[0].title
     layers = ", ".join(f"{name} {share:.0%}" for name, share in facts.layers[:3])
     text = "its matrix products are the step" if diagnosis.verdict == "products" else "no cause of its own stands out"
-    known = rules.explained(facts)
+    known = costs.explained(facts)
     nothing = "nothing is wrong" if known >= _EXPLAINED else f"{1 - known:.0%} of an iteration is not explained"
-    limit = f"{nothing}, {text}: it runs at {rules.limit_share(facts):.0%} of this machine's limit"
+    limit = f"{nothing}, {text}: it runs at {costs.limit_share(facts):.0%} of this machine's limit"
     return f"{limit}; products by layer: {layers}" if layers else limit
 
 
@@ -299,7 +299,7 @@ def _times(facts: Facts) -> list[str]:
     parts = [f"{name} {facts.median(name) * 1e3:.3g} ms" for name in names]
     if facts.between:
         parts.append(f"between steps {facts.mean_between() * 1e3:.3g} ms")
-    limit = rules.limit_share(facts)
+    limit = costs.limit_share(facts)
     text = (
         f"an iteration takes {whole * 1e3:.3g} ms: {', '.join(parts)}; {len(facts.rounds)} rounds in "
         f"{facts.seconds:.0f} s, {facts.threads} thread(s) on {facts.cores} core(s)"
@@ -408,7 +408,7 @@ def _rank_lanes(ranks: Iterable[Any]) -> str:
 
 def _roofline(facts: Facts) -> str:
     """Draws operations a second over operations for each byte: what this machine can do, and what the step does."""
-    needed = max(rules.traffic(facts), 1.0)
+    needed = max(costs.traffic(facts), 1.0)
     whole = statistics.median([facts.iteration(each) for each in facts.rounds])
     intensity, speed = facts.product_flops / needed, facts.product_flops / whole
     ridge = facts.flops_per_s / facts.bytes_per_s

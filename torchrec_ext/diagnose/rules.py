@@ -1,45 +1,45 @@
-"""Rules: from facts about a training step to its causes, and to what will help and what will not.
+"""Rules: from facts about a training step to its causes, ranked by their cost.
 
-Each rule is a pure function of :class:`Facts`; causes are ranked by their cost.
+Each rule is a pure function of :class:`Facts`. Those about batches and about the step itself have files of their own;
+here are those about cores, about what runs beside steps, and offers.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 
 from torchrec_ext.diagnose import rank_rules
-from torchrec_ext.diagnose.facts import DRIFT, Facts, Gain, LineFacts, Round, paired_gain
+from torchrec_ext.diagnose.costs import (
+    bare_step,
+    busy_text,
+    changed_seconds,
+)
+from torchrec_ext.diagnose.facts import Facts, Round
 from torchrec_ext.diagnose.findings import (
     LARGE,
     LEAST,
     MATH,
     UNDER,
-    Answer,
-    Helps,
+    Finding,
+    Remedy,
     expected,
     finding_of,
     in_ms,
-    share_of,
 )
-from torchrec_ext.diagnose.findings import Finding as Finding
-from torchrec_ext.diagnose.findings import Remedy as Remedy
+from torchrec_ext.diagnose.loader_rules import IDLE, loader_computes, loader_sleeps, row_python
+from torchrec_ext.diagnose.step_rules import (
+    all_items,
+    debug_modes,
+    double_precision,
+    garbage,
+    host_syncs,
+    launches,
+    python_lines,
+    untouched_rows,
+    whole_tables,
+)
 
-IDLE = 0.3  # cores that others may keep busy where the wall clock says what a second process gains
 NOISY = 0.6  # spread of iterations above which there is no verdict
-_LAZY = 1.10  # rows caught up when they are next read, over the step with small tables
-_AT_MOST = 1.5  # times the price of ops that lines may take
-_WORK_AT_MOST = 1.3  # times the work of ops that lines may take, as other moments of the machine do
-_REST, _REST_LEAST = 0.6, 0.02  # shares of the rest of a step, and of the step, that stay at least
-_LEAST_LINE = 0.03  # share of an iteration from which on a line is named
-_LEAST_LINES = 0.1  # share of an iteration that such lines take together; what samples say of less is not sure
-_LOOP_OPS = 50  # ops of a line from which on it is a loop
-_SAMPLED_ITEMS = 1_024  # items to which a softmax over all of them is compared
-_FIXED_S = 0.06e-3, 0.25e-3  # seconds of a captured step that does nothing, at least and at most
-# Of the loader's time this stays, at least and at most: where batches are ready, and where they are made from columns.
-_READY, _FROM_COLUMNS = (0.0, 0.01), (0.01, 0.05)
 
 
 def findings(facts: Facts) -> tuple[Finding, ...]:
@@ -78,629 +78,16 @@ def too_noisy(facts: Facts) -> str:
     )
 
 
-# ----------------------------------------------------------------------------------------------- what a step is made of
-
-
-def _alone(each: Round) -> float:
-    """Returns the seconds of a round's step without its loader in between, which leaves caches cold."""
-    return min(each["step"], each.get("ready") or each["step"])
-
-
-def _warm(each: Round) -> float:
-    return _alone(each) / each["step"] if each["step"] else 1.0
-
-
-def _changed(each: Round, name: str) -> float:
-    """Returns the seconds of a round's step, changed, between batches of its loader: variants run without these."""
-    return each[name] * (each["step"] / each["ready"] if each.get("ready") else 1.0)
-
-
-def _bare(facts: Facts) -> str:
-    """Returns the time of a step as variants are timed: without the loader in between."""
-    return in_ms(facts.median("ready") or facts.median("step"))
-
-
-def _swept(facts: Facts, each: Round) -> float:
-    """Returns the seconds of a round's step that the optimizer takes for rows that the step does not read."""
-    if "small_tables" not in each:
-        return 0.0
-    by_lines = sum(table.seconds + table.backward_s for table in facts.whole_tables)  # of the user, not the optimizer
-    return max(0.0, each["step"] - _changed(each, "small_tables") - by_lines)
-
-
-def _products(facts: Facts, each: Round) -> float:
-    return min(facts.product_s, each["step"] - _swept(facts, each))
-
-
-def _launches(facts: Facts, each: Round) -> float:
-    """Returns the seconds of a round's step that are the price of its ops, not their work."""
-    rest = each["step"] - _swept(facts, each) - _products(facts, each) - _syncing(facts, each) - _threading(each)
-    if facts.device_busy is not None:  # what the device waits for is what the host takes beyond its kernels
-        return max(0.0, min(rest, (1 - facts.device_busy) * each["step"]))
-    return max(0.0, min(rest, (facts.ops - facts.sync_ops) * each.get("op", 0.0)))
-
-
-def _threading(each: Round) -> float:
-    """Returns the seconds of a round's step that its threads cost, which raise the price of an op too."""
-    return max(0.0, each["step"] - _changed(each, "one_thread")) if "one_thread" in each else 0.0
-
-
-def _syncing(facts: Facts, each: Round) -> float:
-    """Returns the seconds of a round's step that go with values brought to Python, and the ops that make them."""
-    price = facts.syncs * each.get("sync", 0.0) + max(0, facts.sync_ops - facts.syncs) * each.get("op", 0.0)
-    if facts.lines:  # beyond the price of their ops these lines do work that stays
-        price = min(_sync_seconds(facts, each), _AT_MOST * price)
-    return min(price, each["step"])
-
-
-def _sync_seconds(facts: Facts, each: Round) -> float:
-    """Returns the seconds of a round at lines that bring values to Python."""
-    names = {line for line, _ in facts.sync_lines}
-    return sum(_at_line(facts, each, line.seconds) for line in facts.lines if line.name in names)
-
-
-def _at_line(facts: Facts, each: Round, seconds: float) -> float:
-    """Returns sampled seconds as they are of a round's iteration, without its exchange."""
-    iteration_s = each.get("data", 0.0) + each["step"] - each.get("wait", 0.0) - each.get("exchange", 0.0)
-    return seconds / facts.sampled_s * iteration_s
-
-
-def _without_ops(facts: Facts, each: Round, line: LineFacts) -> float:
-    """Returns the seconds of a round at a line of the step that neither the work nor the price of ops explains."""
-    ops_s = _WORK_AT_MOST * line.op_s + _AT_MOST * line.ops * each["op"]
-    return max(0.0, _at_line(facts, each, line.seconds) - ops_s)
-
-
-def _python_lines(facts: Facts) -> list[tuple[LineFacts, float]]:
-    """Returns the lines of a step that hold it without ops, with their shares of an iteration, the longest first."""
-    if facts.ranks or not facts.has("data", "step", "op"):
-        return []
-    shares = [(line, share_of(facts, partial(_without_ops, facts, line=line))) for line in facts.lines]
-    lines = [(line, share) for line, share in shares if line.phase == "step" and share >= _LEAST_LINE]
-    return sorted(lines, key=lambda each: -each[1])
-
-
-def _unexplained(facts: Facts, each: Round) -> float:
-    """Returns the seconds of a round's step at the user's lines that no op explains."""
-    return sum(_without_ops(facts, each, line) for line, _ in _python_lines(facts))
-
-
-def explained(facts: Facts) -> float:
-    """Returns the share of an iteration that is explained: all but what the user's lines take without ops.
-
-    If lines were not sampled, it is the share of the batch, the products, and the price of ops.
-    """
-    if facts.lines:
-        return 1 - share_of(facts, lambda each: _unexplained(facts, each))
-
-    def known(each: Round) -> float:
-        ops_s = max(facts.product_s, facts.op_s) + _launches(facts, each) + _syncing(facts, each)
-        return each.get("data", 0.0) + min(each["step"], ops_s + _swept(facts, each)) + facts.mean_between()
-
-    return share_of(facts, known) if facts.has("step") else 0.0
-
-
-def _captured(facts: Facts, each: Round, *, fast: bool) -> float:
-    """Returns the most, or the least, seconds of a step that is captured with its rows moved when they are read.
-
-    One fused program launches no ops, and what is neither product nor launch takes a quarter to four fifths of its
-    time: what prototypes measured.
-    """
-    base = each["step"]
-    if "small_tables" in each:
-        base = min(base, (base - _swept(facts, each)) * (1.0 if fast else _LAZY))
-    products = min(facts.product_s, base)
-    price = (1.0 if fast else 0.7) * facts.ops * each.get("op", 0.0)
-    rest = max(0.0, base - products - price)
-    made = products * (0.9 if fast else 1.0) + (0.25 if fast else 0.8) * rest
-    return min(base, max(made, _FIXED_S[0] if fast else _FIXED_S[1]))
-
-
-def capture_seconds(facts: Facts) -> tuple[float, float]:
-    """Returns the seconds that capturing a step takes, at least and at most: it grows with its ops."""
-    return 3 + 0.015 * facts.ops, 8 + 0.06 * facts.ops
-
-
-def _with_ready(facts: Facts, shares: tuple[float, float]) -> Gain | None:
-    """Returns the speed-up of a loader of whose time such shares stay, at least and at most."""
-    least, most = shares
-    return expected(
-        facts, lambda each: _alone(each) + most * each["data"], lambda each: _alone(each) + least * each["data"]
-    )
-
-
-def _without(facts: Facts, seconds: Callable[[Round], float], least: float, most: float) -> Gain | None:
-    """Returns the speed-up of an iteration without such seconds of its step, of which a share goes, least and most.
-
-    The rest of the step is known too, so that little of it goes however much these seconds are.
-    """
-
-    def fastest(each: Round) -> float:
-        left = each["step"] - seconds(each)
-        return max(each["step"] - most * seconds(each), _REST * left, _REST_LEAST * each["step"])
-
-    return expected(
-        facts,
-        lambda each: each["data"] + each["step"] - least * seconds(each),
-        lambda each: each["data"] + fastest(each),
-    )
-
-
-ADOPT = (
-    "from torchrec_ext.adopt import adopt",
-    "step = adopt(model, optimizer, loss)  # loss(*batch) -> the mean loss",
-    "loss, _ = step(*batch)  # in place of zero_grad, loss, backward, step",
-)
-ROWS = (
-    "from torchrec_ext.adopt import Rows, adopt",
-    "rows = Rows.of(dataset, batch_size={batch}, negatives=...)  # sign the law of the draws that it proposes",
-    "step = adopt(model, optimizer, loss, rows=rows)  # batches are made inside the step",
-)
-
-
-def _by_rank(facts: Facts, remedy: Remedy) -> Remedy:
-    """Returns a remedy of adopt as it is on several ranks: adopt takes no DDP."""
-    if not facts.ranks or facts.recipe:
-        return remedy
-    return replace(
-        remedy,
-        lines=(*remedy.lines, "# on each rank, with DDP's model.module; average the ranks' weights every few steps"),
-        changes=f"{remedy.changes}; weights are averaged in place of gradients: quality must be measured",
-    )
-
-
-def _adopted(facts: Facts) -> Remedy:
-    low, high = capture_seconds(facts)
-    lazily = facts.has("small_tables")
-    remedy = Remedy(
-        name="the step captured"
-        if facts.recipe
-        else "adopt: the step captured" + (", rows moved when they are next read" if lazily else ""),
-        lines=("--set train.compile=require",) if facts.recipe else ADOPT,
-        gain=expected(
-            facts,
-            lambda each: each["data"] + _captured(facts, each, fast=False),
-            lambda each: each["data"] + _captured(facts, each, fast=True),
-        ),
-        changes=MATH["rounding"],
-        basis=f"predicted, not tried; capturing takes about {low:.0f} to {high:.0f} s once"
-        + ("; values brought to Python must be taken out first" if facts.syncs else ""),
-    )
-    return _by_rank(facts, remedy)
-
-
-def _rows_and_adopt(facts: Facts) -> Remedy:
-    remedy = Remedy(
-        name="Rows.of and adopt: batches made from columns inside the captured step",
-        lines=tuple(line.format(batch=facts.loader.row_calls or "...") for line in ROWS),
-        gain=expected(
-            facts,
-            lambda each: _FROM_COLUMNS[1] * each["data"] + _warm(each) * _captured(facts, each, fast=False),
-            lambda each: _warm(each) * _captured(facts, each, fast=True),
-        ),
-        changes=f"{MATH['rounding']}, and {MATH['draws']}",
-        basis="predicted, not tried",
-    )
-    return _by_rank(facts, remedy)
-
-
-# ------------------------------------------------------------------------------------------------------------ the rules
-
-
-def loader_sleeps(facts: Facts) -> Finding | None:
-    """The loader waits for files, a network or a sleep."""
-    if not facts.has("data", "sleep") or facts.median("sleep") < 0.5 * facts.median("data"):
-        return None
-    loader, data, sleep = facts.loader, facts.median("data"), facts.median("sleep")
-    evidence = [
-        f"{in_ms(sleep)} of the {in_ms(data)} that a batch takes, this thread slept or waited, and did not compute"
-    ]
-    if loader.workers:
-        evidence.append(f"{loader.workers} worker(s) make the batches, and are slower than the step")
-    elif loader.bytes_read:
-        evidence.append(f"{loader.bytes_read:,.0f} bytes were read from files for a batch")
-    wanted = loader.workers + max(1, math.ceil(data / max(facts.median("step"), 1e-4)))
-    remedies = [
-        Remedy(
-            name="batches ready in time",
-            lines=("read the source once, before the first step, or a block ahead of the steps",),
-            gain=_with_ready(facts, _READY),
-            changes=MATH["exact"],
-            basis="measured: the step without its loader",
-        )
-    ]
-    workers = _worker_remedy(facts, min(wanted, 16))
-    if workers.gain is not None and wanted > 1 and not loader.workers:
-        workers = replace(
-            workers,
-            gain=Gain(workers.gain.low, max(workers.gain.high, remedies[0].gain.high if remedies[0].gain else 0.0)),
-            basis="between one real worker, which was tried, and batches that are always ready",
-        )
-    remedies.append(workers)
-    if facts.recipe:
-        evidence, remedies = (
-            ["a thread builds batches ahead (loader.prefetch), and is slower than the step"],
-            [_ahead(facts)],
-        )
-    return finding_of(
-        facts, "loader_sleeps", "the loader waits, and the step waits for the loader", evidence, remedies,
-        lambda each: each["data"],
-    )  # fmt: skip
-
-
-def row_python(facts: Facts) -> Finding | None:
-    """A Dataset is read row by row in Python."""
-    loader = facts.loader
-    if not facts.has("data", "sleep") or not loader.row_calls or loader.workers:
-        return None
-    data, rows = facts.median("data"), loader.row_calls * loader.row_s
-    if facts.median("sleep") >= 0.5 * data or rows + loader.collate_s < 0.5 * data:
-        return None
-    if loader.collate_s > rows:
-        return None
-    share = rows / (rows + loader.collate_s)  # of the same moment; the batch's time is of others
-    evidence = [
-        f"{loader.dataset}.__getitem__ is called {loader.row_calls} times a batch, {loader.row_s * 1e6:.0f} us each, "
-        f"which is {share:.0%} of making a batch; the rest is collating. A batch takes {in_ms(data)}",
-        "it computes and does not wait" + (": no bytes were read from files" if loader.bytes_read == 0 else ""),
-        *_data_lines(facts),
-    ]
-    ready = Remedy(
-        name="__getitems__: all rows of a batch in one call, with whole-array indexing",
-        lines=("def __getitems__(self, rows): ...  # in the Dataset; torch calls it with the batch's row numbers",),
-        gain=_with_ready(facts, _FROM_COLUMNS),
-        changes=MATH["draws"],
-        basis="predicted from the step without its loader",
-    )
-    remedies = [_rows_and_adopt(facts), ready, _worker_remedy(facts, 1)]
-    title = "the Dataset is read row by row in Python" + (", from memory" if loader.bytes_read == 0 else "")
-    return finding_of(facts, "row_python", title, evidence, remedies, lambda each: each["data"])
-
-
-def loader_computes(facts: Facts) -> Finding | None:
-    """Batches are made by code that computes, but not row by row."""
-    if not facts.has("data", "sleep") or row_python(facts) or loader_sleeps(facts):
-        return None
-    loader, data = facts.loader, facts.median("data")
-    evidence = [
-        f"a batch takes {in_ms(data)}, a step {in_ms(facts.median('step'))}; the loader computes and does not wait"
-    ]
-    collates = loader.collate_s > 0.5 * data
-    if collates:
-        rows = loader.row_calls * loader.row_s
-        evidence.append(f"{in_ms(loader.collate_s)} of it is collate_fn; reading {loader.row_calls} rows {in_ms(rows)}")
-    evidence += _data_lines(facts)
-    ready = Remedy(
-        name="batches ready in time",
-        lines=(
-            "do once, before training, what collate_fn does with each batch, such as tokenising"
-            if collates
-            else "make the epoch's batches ahead of the steps, by whole-array operations",
-        ),
-        gain=_with_ready(facts, _READY),
-        changes=MATH["exact"],
-        basis="measured: the step without its loader",
-    )
-    if facts.recipe:
-        return finding_of(
-            facts, "loader_computes", "the step waits for its batches", evidence, [_ahead(facts)],
-            lambda each: each["data"],
-        )  # fmt: skip
-    title = "the loader computes in the training thread, and the step waits for it"
-    if collates:
-        title = "collate_fn computes in the training thread, and the step waits for it"
-    return finding_of(
-        facts, "loader_computes", title, evidence, [ready, _worker_remedy(facts, 1)], lambda each: each["data"]
-    )
-
-
-def _data_lines(facts: Facts) -> list[str]:
-    """Returns a sentence for each line at which the loader spends its time."""
-    lines = [line for line in facts.lines if line.phase == "data" and line.seconds >= 0.1 * facts.sampled_s]
-    return [
-        f"{line.seconds / facts.sampled_s:.0%} of an iteration is at {line.name}: {line.text}" for line in lines[:3]
-    ]
-
-
-def _ahead(facts: Facts) -> Remedy:
-    """Returns more batches ahead of a recipe's steps, which help where their thread has a core, up to its pace."""
-    return Remedy(
-        name="more batches and blocks of files ahead, or fewer negatives to draw",
-        lines=("--set loader.prefetch=8 --set loader.read_ahead=2",),
-        gain=expected(
-            facts, lambda each: each["data"] + each["step"], lambda each: max(each["step"], 0.5 * each["data"])
-        ),
-        changes=MATH["exact"],
-        basis="bounds: nothing, or no wait where the thread that builds batches has a core of its own",
-    )
-
-
-def _worker_remedy(facts: Facts, workers: int) -> Remedy:
-    gain, basis = worker_gain(facts)
-    return Remedy(
-        name=f"DataLoader with {workers} worker{'s' if workers > 1 else ''}",
-        lines=(f"DataLoader(..., num_workers={workers}, persistent_workers=True)",),
-        gain=gain,
-        changes=f"{MATH['draws']} where the Dataset draws: each worker has a seed of its own",
-        basis=basis,
-    )
-
-
-def worker_gain(facts: Facts) -> tuple[Gain | None, str]:
-    """Returns the speed-up by one worker process, and how it is known."""
-    if facts.worker:
-        gain = paired_gain([before / after for before, after in facts.worker])
-        # The wall clock sees the neighbours too, and no worker hides more than the loader's whole time.
-        bound = expected(facts, lambda each: max(_alone(each), each["data"]))
-        most = bound.high if bound is not None else gain.high
-        low, basis = gain.low, "measured with one real worker, by the wall clock"
-        if facts.busy is not None and facts.busy > IDLE:
-            low = low / 2
-            basis += (
-                f"; others keep {facts.busy:.1f} cores busy, where a second process also gets a second share of them"
-            )
-        return Gain(min(low, most), min(gain.high, most)), basis
-    if not facts.has("data", "step"):
-        return None, facts.not_measured.get("worker", "not measured")
-    if facts.loader.workers:
-        return None, f"{facts.loader.workers} are there already"
-    # At best the loader's time disappears behind the step; at worst it only moves, and what it sends is copied twice.
-    gain = facts.gain(lambda each: 1.2 * each["data"] + each["step"], lambda each: max(_alone(each), each["data"]))
-    return gain, f"bounds, since no worker was tried: {facts.not_measured.get('worker', 'not measured')}"
-
-
-def untouched_rows(facts: Facts) -> Finding | None:
-    """A dense optimizer moves rows of tables that the step did not read."""
-    if not facts.has("step", "small_tables") or not facts.tables:
-        return None
-    table = max(facts.tables, key=lambda each: each.rows * each.dim)
-    mover = " and ".join(facts.optimizers) or "the optimizer"
-    rows, read = sum(each.rows for each in facts.tables), sum(each.read for each in facts.tables)
-    evidence = [
-        f"{mover} moves all {facts.parameters:,} parameters in every step: the tables have "
-        f"{rows:,} rows, of which a step reads at most {read:,} (largest: {table.name}, {table.rows:,} x {table.dim})",
-        f"with tables that hold only the rows of a few batches the step takes {in_ms(facts.median('small_tables'))} "
-        f"instead of {_bare(facts)}",
-    ]
-    lazily = Remedy(
-        name="SparseAdam on tables with sparse=True",
-        lines=("nn.Embedding(..., sparse=True)", "torch.optim.SparseAdam(tables)  # and Adam for the layers"),
-        gain=expected(
-            facts,
-            lambda each: each["data"] + min(each["step"], 3.0 * _changed(each, "small_tables")),
-            lambda each: each["data"] + _changed(each, "small_tables"),
-        ),
-        changes="another optimizer: rows that are seldom read end elsewhere, and quality must be measured",
-        basis="predicted from the step with small tables",
-    )
-    return finding_of(
-        facts, "untouched_rows", "the optimizer sweeps rows that the step never read", evidence,
-        [_adopted(facts), lazily], lambda each: _swept(facts, each),
-    )  # fmt: skip
-
-
-def launches(facts: Facts) -> Finding | None:
-    """The step is made of many tiny ops, whose price is Python and dispatch, not work."""
-    if not facts.has("step", "op") or not facts.ops:
-        return None
-    price = facts.median("op")
-    evidence = [
-        f"a step runs {facts.ops:,} ops, {price * 1e6:.1f} us each on this machine before any work: "
-        f"{in_ms(facts.ops * price)} of {in_ms(facts.median('step'))}; matrix products take {in_ms(facts.product_s)}"
-    ]
-    if facts.device_busy is not None:
-        evidence.append(
-            f"the device runs {facts.kernels:,} kernels and copies a step, for {facts.device_busy:.0%} of the time; it "
-            "waits in the gaps between them"
-        )
-    if facts.op_lines:
-        evidence.append("most ops: " + "; ".join(f"{line}, {count:,}" for line, count in facts.op_lines[:3]))
-    remedies = [*_vectorised(facts), _adopted(facts)]
-    return finding_of(
-        facts, "launches", "the step is many small ops: Python and dispatch take the time, not the work", evidence,
-        remedies, lambda each: _launches(facts, each),
-    )  # fmt: skip
-
-
-def _vectorised(facts: Facts) -> list[Remedy]:
-    """Returns whole-tensor ops in place of a loop of the user's that makes a third of a step's ops."""
-    lines = [each for each in facts.op_lines if each[0] not in ("backward", "optimizer", "step")]
-    if not lines or lines[0][1] < max(_LOOP_OPS, LARGE * facts.ops):
-        return []
-    (line, count), sync_ops = lines[0], facts.sync_ops
-    without = max(0, count - sync_ops)
-    return [
-        Remedy(
-            name="one op on all tensors in place of a loop",
-            lines=(
-                f"{line} makes {count:,} ops: stack what it loops over, or take torch._foreach_*",
-                "torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)  # to clip all gradients at once",
-            ),
-            gain=expected(
-                facts,
-                lambda each: each["data"] + each["step"] - 0.4 * min(_launches(facts, each), without * each["op"]),
-                lambda each: each["data"] + each["step"] - min(0.95 * each["step"], 1.5 * without * each["op"]),
-            ),
-            changes=MATH["rounding"],
-            basis="predicted from the price of its ops",
-        )
-    ]
-
-
-def python_lines(facts: Facts) -> Finding | None:
-    """Lines of the step hold it without ops: sleeps, files, copies, JSON, lists."""
-    lines = _python_lines(facts)
-    if sum(share for _, share in lines) < _LEAST_LINES:
-        return None
-    remedy = Remedy(
-        name="take these lines out of the step, or run them every hundredth step",
-        lines=tuple(f"{line.name}: {line.text[:80]}" for line, _ in lines[:3]),
-        gain=_without(facts, lambda each: _unexplained(facts, each), 0.85, 1.1),
-        changes=MATH["less"],
-        basis="predicted from samples of the line that the loop is at",
-    )
-    evidence = [f"no tensor op explains the time at {line.name}, {share:.0%}: {line.text}" for line, share in lines[:3]]
-    title = f"{lines[0][0].name} holds the step, and not with tensor ops"
-    return finding_of(facts, "python_lines", title, evidence, [remedy], lambda each: _unexplained(facts, each))
-
-
-def debug_modes(facts: Facts) -> Finding | None:
-    """Anomaly mode or a profiler was left on."""
-    if not facts.modes or not facts.has("step"):
-        return None
-    modes = " and ".join(facts.modes)
-
-    def seconds(each: Round) -> float:
-        quiet = each["step"] - _changed(each, "quiet") if "quiet" in each else 0.0
-        return max(quiet, _unexplained(facts, each))
-
-    evidence = [f"{len(facts.modes)} debugging mode is on while the step runs: {modes}"]
-    if facts.has("quiet"):
-        evidence.append(f"without it a step takes {in_ms(facts.median('quiet'))} instead of {_bare(facts)}")
-    remedy = Remedy(
-        name=f"train without {modes}",
-        lines=("torch.autograd.set_detect_anomaly(False)", "leave `with torch.profiler.profile()` after some steps"),
-        gain=_without(facts, seconds, 1.0, 1.0),
-        changes=MATH["exact"],
-        basis="measured: steps without it" if facts.has("quiet") else "predicted",
-    )
-    return finding_of(facts, "debug_modes", f"{modes} was left on", evidence, [remedy], seconds)
-
-
-def whole_tables(facts: Facts) -> Finding | None:
-    """A line works on all rows of a table of which a step reads few."""
-    if not facts.whole_tables or not facts.has("data", "step"):
-        return None
-    table = max(facts.whole_tables, key=lambda each: each.seconds)
-
-    def seconds(each: Round) -> float:
-        return min(each["step"], sum(table.seconds + table.backward_s for table in facts.whole_tables))
-
-    remedy = Remedy(
-        name="the same on the rows that the batch reads",
-        lines=(f"{table.line}: look the rows up first, as in F.normalize(table(ids)); copy a table seldom",),
-        gain=_without(facts, seconds, 0.7, 1.3),
-        changes=MATH["rounding"],
-        basis="predicted from the time of these ops",
-    )
-    evidence = [
-        f"{table.line} works on {table.rows:,} rows for {in_ms(table.seconds)}, and {in_ms(table.backward_s)} in "
-        f"backward; a step looks up {table.read:,} of them"
-    ]
-    return finding_of(
-        facts,
-        "whole_tables",
-        "the step works on whole tables, and reads few of their rows",
-        evidence,
-        [remedy],
-        seconds,
-    )
-
-
-def double_precision(facts: Facts) -> Finding | None:
-    """Ops run in 64 bits."""
-    if not facts.double_s or not facts.has("data", "step"):
-        return None
-
-    def saved(each: Round) -> float:
-        return 0.5 * min(each["step"], facts.double_s)
-
-    remedy = Remedy(
-        name="32-bit floats",
-        lines=("model.float(); x = x.float()  # numpy's arrays are 64-bit unless you say otherwise",),
-        gain=_without(facts, saved, 0.5, 1.3),
-        changes="32-bit products in place of 64-bit ones: quality must be measured",
-        basis="predicted: half of the bits take about half of the time",
-    )
-    evidence = [f"{in_ms(facts.double_s)} of a step are in ops of 64-bit floats, most of them at {facts.double_line}"]
-    return finding_of(facts, "double_precision", "the step computes in 64-bit floats", evidence, [remedy], saved)
-
-
-def garbage(facts: Facts) -> Finding | None:
-    """Python's garbage collector walks over many objects."""
-    if not facts.has("data", "step", "gc"):
-        return None
-    mean = sum(each["gc"] for each in facts.rounds) / len(facts.rounds)  # a long one comes in few of the rounds
-    rounds = [{**each, "step": max(0.0, each["step"] - each["gc"]) + mean, "gc": mean} for each in facts.rounds]
-    facts = replace(facts, rounds=rounds)
-    remedy = Remedy(
-        name="fewer objects for the garbage collector to walk over",
-        lines=("import gc; gc.collect(); gc.freeze()  # before the training loop",),
-        gain=_without(facts, lambda each: each["gc"], 0.5, 1.0),
-        changes=MATH["exact"],
-        basis="measured: the seconds of its collections",
-    )
-    evidence = [f"collections take {in_ms(mean)} of an iteration, by the mean of {len(rounds)} rounds"]
-    return finding_of(
-        facts, "garbage", "Python's garbage collector runs during training", evidence, [remedy], lambda each: each["gc"]
-    )
-
-
-def all_items(facts: Facts) -> Finding | None:
-    """A softmax over all items: an offer, since sampling some of them is another loss."""
-    if not facts.all_items or not facts.has("data", "step"):
-        return None
-    most = max(facts.all_items, key=lambda each: each.seconds)
-
-    def seconds(each: Round) -> float:
-        return (1 - _SAMPLED_ITEMS / most.items) * min(each["step"], most.seconds)
-
-    cost = share_of(facts, seconds)
-    if cost < LARGE:
-        return None
-    remedy = Remedy(
-        name=f"a sampled softmax over {_SAMPLED_ITEMS:,} items",
-        lines=(f"{most.line}: score the positive and {_SAMPLED_ITEMS:,} sampled items, with the logQ correction",),
-        gain=_without(facts, seconds, 0.8, 1.1),
-        changes="another loss: quality must be measured",
-        basis="predicted from the time of ops over all items",
-    )
-    return Finding(
-        cause="all_items", title=f"a softmax over {most.items:,} items is most of the step",
-        evidence=(f"{most.line}: ops over {most.items:,} items take {in_ms(most.seconds)} of a step",),
-        remedies=(remedy,), cost=cost, size="offer",
-    )  # fmt: skip
-
-
-def host_syncs(facts: Facts) -> Finding | None:
-    """The step brings values to Python, one by one."""
-    if not facts.has("step", "sync") or not facts.syncs:
-        return None
-    lines = "; ".join(f"{line}, {count:,}" for line, count in facts.sync_lines[:3])
-    evidence = [
-        f"a step brings {facts.syncs:,} values to Python (.item(), .tolist(), if on a tensor, boolean masks): {lines}",
-        f"with the ops that feed them: {facts.sync_ops:,} of {facts.ops:,} ops",
-    ]
-    timed = bool(facts.lines)
-    if timed:
-        seconds = share_of(facts, lambda each: _sync_seconds(facts, each)) * facts.sampled_s
-        evidence.append(f"these lines take {in_ms(seconds)} of {in_ms(facts.sampled_s)}")
-    least, most = (0.93, 1.0) if timed else (0.6, 1.3)
-    remedy = Remedy(
-        name="keep values as tensors, and read one of them every hundred steps",
-        lines=("total += loss.detach()  # in place of loss.item(); total.item() where it is printed",),
-        gain=_without(facts, lambda each: _syncing(facts, each), least, most),
-        changes=MATH["exact"],
-        basis="predicted from the seconds at these lines"
-        if timed
-        else "predicted from the price of an op and of .item() on this machine",
-    )
-    return finding_of(
-        facts, "host_syncs", "the step waits for values that Python wants to see", evidence, [remedy],
-        lambda each: _syncing(facts, each),
-    )  # fmt: skip
-
-
 def too_many_threads(facts: Facts) -> Finding | None:
     """One thread is faster than those that are set."""
     if not facts.has("step", "one_thread"):
         return None
-    gain = facts.gain(lambda each: each["data"] + _changed(each, "one_thread"))
+    gain = facts.gain(lambda each: each["data"] + changed_seconds(each, "one_thread"))
     if gain.low < UNDER:
         return None
     evidence = [
-        f"a step takes {_bare(facts)} on {facts.threads} threads and {in_ms(facts.median('one_thread'))} on "
-        f"one; this process may use {facts.cores} core(s){_busy_text(facts)}"
+        f"a step takes {bare_step(facts)} on {facts.threads} threads and {in_ms(facts.median('one_thread'))} on "
+        f"one; this process may use {facts.cores} core(s){busy_text(facts)}"
     ]
     remedy = Remedy(
         name="one thread",
@@ -711,7 +98,7 @@ def too_many_threads(facts: Facts) -> Finding | None:
     )
     return finding_of(
         facts, "too_many_threads", "more threads than the step can use", evidence, [remedy],
-        lambda each: each["step"] - _changed(each, "one_thread"),
+        lambda each: each["step"] - changed_seconds(each, "one_thread"),
     )  # fmt: skip
 
 
@@ -719,11 +106,11 @@ def too_few_threads(facts: Facts) -> Finding | None:
     """All cores are faster than the threads that are set."""
     if not facts.has("step", "all_threads"):
         return None
-    gain = facts.gain(lambda each: each["data"] + _changed(each, "all_threads"))
+    gain = facts.gain(lambda each: each["data"] + changed_seconds(each, "all_threads"))
     if gain.low < UNDER:
         return None
     evidence = [
-        f"a step takes {_bare(facts)} on {facts.threads} thread(s) and {in_ms(facts.median('all_threads'))} "
+        f"a step takes {bare_step(facts)} on {facts.threads} thread(s) and {in_ms(facts.median('all_threads'))} "
         f"on {facts.cores}"
     ]
     lines = (f"torch.set_num_threads({facts.cores})", f"--threads {facts.cores}  # with torchx run")
@@ -734,7 +121,7 @@ def too_few_threads(facts: Facts) -> Finding | None:
         "cores stay idle",
         evidence,
         [remedy],
-        lambda each: each["step"] - _changed(each, "all_threads"),
+        lambda each: each["step"] - changed_seconds(each, "all_threads"),
     )
 
 
@@ -752,7 +139,7 @@ def sequential_towers(facts: Facts) -> Finding | None:
         return saved * (each["forward"] + each["backward"])
 
     def beyond_threads(each: Round) -> float:  # which take the same cores, and need no exchange
-        by_threads = each["step"] - _changed(each, "all_threads") if "all_threads" in each else 0.0
+        by_threads = each["step"] - changed_seconds(each, "all_threads") if "all_threads" in each else 0.0
         return max(0.0, hidden(each) - max(0.0, by_threads))
 
     lines: tuple[str, ...] = (f"rec.train.hybrid -j 1x{at_once}  # and --set plan.towers=auto",)
@@ -777,7 +164,7 @@ def sequential_towers(facts: Facts) -> Finding | None:
     evidence = [
         "none reads what another one returns: "
         + ", ".join(f"{name} ({share:.0%} of the forward)" for name, share in facts.towers),
-        f"{facts.threads} thread(s) on {facts.cores} core(s){_busy_text(facts)}",
+        f"{facts.threads} thread(s) on {facts.cores} core(s){busy_text(facts)}",
     ]
     title = "sub-networks that do not read each other run one after the other, and cores stay idle"
     return finding_of(facts, "sequential_towers", title, evidence, [remedy], beyond_threads)
@@ -829,26 +216,25 @@ def between_steps(facts: Facts) -> Finding | None:
 
 def small_batch(facts: Facts) -> Finding | None:
     """A row costs much less in a larger batch: an offer, since it changes what is learned."""
-    remedies = _batch_remedies(facts)
+    remedies = larger_batches(facts)
     if not remedies or not (gain := remedies[-1].gain) or gain.low < 1.15:
         return None
-    evidence = [
-        f"a step of {facts.rows:,} rows takes {_bare(facts)}, of four times as many {in_ms(facts.median('quadruple'))}"
-    ]
+    larger = in_ms(facts.median("quadruple"))
+    evidence = [f"a step of {facts.rows:,} rows takes {bare_step(facts)}, of four times as many {larger}"]
     return Finding(
         cause="small_batch", title="a row costs less in a larger batch", evidence=tuple(evidence),
         remedies=tuple(remedies), cost=1 - 1 / gain.middle, size="offer",
     )  # fmt: skip
 
 
-def _batch_remedies(facts: Facts) -> list[Remedy]:
+def larger_batches(facts: Facts) -> list[Remedy]:
     """Returns larger batches: speed-ups for each row, with the loader as fast for each row as now."""
     made = []
     for name, times in (("double", 2), ("quadruple", 4)):
         if facts.has("step", name):
 
             def seconds(each: Round, name: str = name, times: int = times) -> float:
-                return each["data"] + _changed(each, name) / times
+                return each["data"] + changed_seconds(each, name) / times
 
             made.append(
                 Remedy(
@@ -866,10 +252,10 @@ def precision(facts: Facts) -> Finding | None:
     """Products of 16 bits are faster: an offer, since they round."""
     if not facts.has("step", "bf16"):
         return None
-    gain = facts.gain(lambda each: each["data"] + _changed(each, "bf16"))
+    gain = facts.gain(lambda each: each["data"] + changed_seconds(each, "bf16"))
     if gain.low < 1.1:
         return None
-    evidence = [f"a step takes {_bare(facts)}, under bf16 autocast {in_ms(facts.median('bf16'))}"]
+    evidence = [f"a step takes {bare_step(facts)}, under bf16 autocast {in_ms(facts.median('bf16'))}"]
     lines = ('with torch.autocast("cpu", torch.bfloat16): loss = ...', "--set train.amp=bf16  # with torchx run")
     remedy = Remedy(name="bf16 autocast", lines=lines, gain=gain, changes=MATH["precision"], basis="measured")
     return Finding(
@@ -887,156 +273,3 @@ RULES: dict[str, Callable[[Facts], Finding | None]] = {
         *(all_items, small_batch, precision),
     )
 }
-
-
-# ----------------------------------------------------------------------------------- what will help and what will not
-
-
-def limit_share(facts: Facts) -> float:
-    """Returns the share of this machine's limit at which iterations run: products and traffic that must be, by all.
-
-    Products at the rate of a large product measured here, and the parameters that a step reads, each read and written
-    once with its gradient and two moments, at the rate of a large copy.
-    """
-    if not facts.has("step") or not facts.flops_per_s or not facts.bytes_per_s:
-        return 0.0
-    needed = facts.product_flops / facts.flops_per_s + traffic(facts) / facts.bytes_per_s
-    return min(1.0, share_of(facts, lambda _: needed))
-
-
-def traffic(facts: Facts) -> float:
-    """Returns the bytes of parameters, gradients and moments that a step must read and write."""
-    tables = sum(each.rows * each.dim for each in facts.tables)
-    read = sum(min(each.rows, each.read) * each.dim for each in facts.tables)
-    return 4 * 7 * (max(0, facts.parameters - tables) + read)
-
-
-def answers(facts: Facts) -> tuple[Answer, ...]:
-    """Returns what each thing that people try would gain: workers, threads, DDP, batch, precision, compile."""
-    return tuple(make(facts) for make in (_workers, _threads, _ddp, _larger_batch, _mixed_precision, _compile))
-
-
-def _answer(name: str, gain: Gain | None, why: str) -> Answer:
-    helps: Helps = "not known"
-    if gain is not None:
-        # What the machine drifts between two moments widens an interval, and says nothing about the remedy.
-        helps = "no" if gain.high / DRIFT < UNDER else "yes" if gain.low >= UNDER else "perhaps"
-    return Answer(name=name, gain=gain, helps=helps, why=why)
-
-
-def _workers(facts: Facts) -> Answer:
-    if facts.has("data", "step") and share_of(facts, lambda each: each["data"]) < 0.02:
-        hidden = Gain(1.0, facts.gain(_alone).high / DRIFT)
-        return _answer(
-            "loader workers", hidden, f"a batch takes {in_ms(facts.median('data'))}: there is nothing to hide"
-        )
-    gain, basis = worker_gain(facts)
-    return _answer("loader workers", gain, basis + (
-        "; the rows are in memory, so a worker runs the same Python elsewhere and sends what it made"
-        if facts.loader.row_calls and facts.loader.bytes_read == 0 else ""
-    ))  # fmt: skip
-
-
-def _busy_text(facts: Facts) -> str:
-    return f", and others keep {facts.busy:.1f} cores busy" if facts.busy is not None and facts.busy >= 0.1 else ""
-
-
-def _threads(facts: Facts) -> Answer:
-    tried = [name for name in ("one_thread", "all_threads") if facts.has("step", name)]
-    if not tried:
-        why = facts.not_measured.get("all_threads", "not measured")
-        return _answer("other thread numbers", None, f"not tried: {why}")
-    numbers = {"one_thread": 1, "all_threads": facts.cores}
-    gains = {name: facts.gain(lambda each, name=name: each["data"] + _changed(each, name)) for name in tried}  # type: ignore[misc]
-    best = max(tried, key=lambda name: gains[name].middle)
-    return _answer(
-        "other thread numbers", gains[best],
-        f"measured: {numbers[best]} thread(s) in place of {facts.threads}{_busy_text(facts)}",
-    )  # fmt: skip
-
-
-def _ddp(facts: Facts) -> Answer:
-    name = "DDP on this machine"
-    if facts.ranks:
-        return _one_rank(facts)
-    if facts.cores < 2:
-        return _answer(name, Gain(0.5, 1.0), "this process has one core: two processes would share it")
-    if facts.recipe:
-        return _answer(
-            name, None, "not predicted for recipes: rec.train.hybrid -j 1x2 prints rows a second of two ranks"
-        )
-    if not facts.has("data", "step", "quarter", "op"):
-        return _answer(name, None, facts.not_measured.get("quarter", "not measured"))
-    dense = 4 * facts.parameters
-    # Half the batch in each of two processes; gradients of all parameters cross memory four to twelve times.
-    exchange = dense / max(facts.bytes_per_s, 1e9)
-
-    def half(each: Round, *, fast: bool) -> float:
-        step = (
-            (2 * each["step"] + _changed(each, "quarter")) / 3
-            if not fast
-            else _changed(each, "quarter") + (each["step"] - _changed(each, "quarter")) / 3
-        )
-        latency = 100 * each["op"] * (1 if fast else 6)
-        return 0.5 * each["data"] + step + exchange * (4 if fast else 12) + latency
-
-    gain = facts.gain(lambda each: 1.25 * half(each, fast=False), lambda each: half(each, fast=True))
-    why = f"predicted for 2 processes at the same batch in all, which exchange {dense / 2**20:,.1f} MiB a step"
-    if facts.busy is not None and facts.cores - facts.busy < 1.7:
-        gain, why = Gain(gain.low / 2, gain.high), f"{why}{_busy_text(facts)}"
-    return _answer(name, gain, why)
-
-
-def _one_rank(facts: Facts) -> Answer:
-    """Answers the other way round where there are several ranks already."""
-    size = len(facts.ranks)
-    seconds = [each.alone_s for each in facts.ranks if each.alone_s]
-    if not seconds:
-        why = facts.not_measured.get("one rank alone", "not measured")
-        return _answer(f"one rank, not {size}", None, why)
-    why = (
-        f"measured: a rank takes {in_ms(sum(seconds) / len(seconds))} for its step without exchange while the others "
-        f"sleep; one rank would make {size} of these. What DDP over {size} ranks gains is the inverse"
-    )
-    return _answer(f"one rank, not {size}", rank_rules.one_rank(facts), why)
-
-
-def _larger_batch(facts: Facts) -> Answer:
-    remedies = _batch_remedies(facts)
-    if not remedies:
-        return _answer("a larger batch", None, facts.not_measured.get("quadruple", "not measured"))
-    return _answer("a larger batch", remedies[-1].gain, f"measured: {remedies[-1].name}, by row; {MATH['batch']}")
-
-
-def _mixed_precision(facts: Facts) -> Answer:
-    if not facts.has("step", "bf16"):
-        return _answer("mixed precision", None, facts.not_measured.get("bf16", "not measured"))
-    gain = facts.gain(lambda each: each["data"] + _changed(each, "bf16"))
-    return _answer("mixed precision", gain, f"measured: bf16 autocast; {MATH['precision']}")
-
-
-def _compile(facts: Facts) -> Answer:
-    if not facts.has("data", "step", "op") or not facts.ops:
-        return _answer("torch.compile", None, facts.not_measured.get("ops", "not measured"))
-
-    if facts.recipe:
-        remedy = _adopted(facts)
-        return _answer("torch.compile", remedy.gain, f"{remedy.lines[0]}: {remedy.basis}")
-    if facts.syncs:
-        why = f"a graph ends at each of the {facts.syncs:,} values that the step brings to Python; take these out first"
-        return _answer("torch.compile", None, why)
-
-    # The optimizer and rows that are not read stay as they are where model and loss alone are compiled.
-    def seconds(each: Round, *, fast: bool) -> float:
-        kept = each.get("optimizer", 0.0)
-        inside = max(0.0, each["step"] - kept)
-        products = min(facts.product_s, inside)
-        share = inside / each["step"] if each["step"] else 0.0
-        price = (1.0 if fast else 0.5) * share * facts.ops * each["op"]
-        rest = max(0.0, inside - products - price)
-        return each["data"] + kept + min(inside * (1.0 if fast else 1.1), products + (0.4 if fast else 1.0) * rest)
-
-    gain = facts.gain(lambda each: seconds(each, fast=False), lambda each: seconds(each, fast=True))
-    low, high = capture_seconds(facts)
-    why = f"predicted, not tried: model and loss compiled, about {low:.0f} to {high:.0f} s of compiling"
-    return _answer("torch.compile", gain, why)

@@ -22,9 +22,9 @@ from torchrec_ext.diagnose.batches import BatchSource, called_with, loader_with,
 from torchrec_ext.diagnose.clock import ThreadClock
 from torchrec_ext.diagnose.collectives import Ranks, agreed
 from torchrec_ext.diagnose.experiments import Experiments, steps_of_turn
+from torchrec_ext.diagnose.findings import Remedy
 from torchrec_ext.diagnose.ranks import RankExperiments
 from torchrec_ext.diagnose.report import Diagnosis, apply_in_turn
-from torchrec_ext.diagnose.rules import Remedy
 from torchrec_ext.diagnose.state import FilesWritten, StateCopy
 
 _PROOF_S = 10.0  # seconds of the wall clock in which a remedy is measured

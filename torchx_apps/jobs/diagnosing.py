@@ -23,9 +23,9 @@ from torchrec_ext.diagnose import Diagnosis, StateCopy, ThreadClock
 from torchrec_ext.diagnose.collectives import Collectives, Ranks, RanksFailedError
 from torchrec_ext.diagnose.experiments import Experiments
 from torchrec_ext.diagnose.facts import LoaderFacts
+from torchrec_ext.diagnose.findings import Remedy
 from torchrec_ext.diagnose.ranks import RankExperiments
 from torchrec_ext.diagnose.report import apply_in_turn
-from torchrec_ext.diagnose.rules import Remedy
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import synchronised

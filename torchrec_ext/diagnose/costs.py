@@ -1,0 +1,266 @@
+"""Costs: the seconds of a round that a cause takes of a step, and what a remedy leaves of it.
+
+Shared by rules and answers; pure functions of :class:`Facts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from torchrec_ext.diagnose.facts import Facts, Gain, LineFacts, Round
+from torchrec_ext.diagnose.findings import (
+    MATH,
+    Remedy,
+    expected,
+    in_ms,
+    share_of,
+)
+
+_LAZY = 1.10  # rows caught up when they are next read, over the step with small tables
+_AT_MOST = 1.5  # times the price of ops that lines may take
+_WORK_AT_MOST = 1.3  # times the work of ops that lines may take, as other moments of the machine do
+_REST, _REST_LEAST = 0.6, 0.02  # shares of the rest of a step, and of the step, that stay at least
+_LEAST_LINE = 0.03  # share of an iteration from which on a line is named
+_FIXED_S = 0.06e-3, 0.25e-3  # seconds of a captured step that does nothing, at least and at most
+# Of the loader's time this stays, at least and at most: where batches are ready, and where they are made from columns.
+READY, FROM_COLUMNS = (0.0, 0.01), (0.01, 0.05)
+
+
+def alone_seconds(each: Round) -> float:
+    """Returns the seconds of a round's step without its loader in between, which leaves caches cold."""
+    return min(each["step"], each.get("ready") or each["step"])
+
+
+def warm_share(each: Round) -> float:
+    """Returns the share of its time that a step takes without its loader in between."""
+    return alone_seconds(each) / each["step"] if each["step"] else 1.0
+
+
+def changed_seconds(each: Round, name: str) -> float:
+    """Returns the seconds of a round's step, changed, between batches of its loader: variants run without these."""
+    return each[name] * (each["step"] / each["ready"] if each.get("ready") else 1.0)
+
+
+def bare_step(facts: Facts) -> str:
+    """Returns the time of a step as variants are timed: without the loader in between."""
+    return in_ms(facts.median("ready") or facts.median("step"))
+
+
+def swept_seconds(facts: Facts, each: Round) -> float:
+    """Returns the seconds of a round's step that the optimizer takes for rows that the step does not read."""
+    if "small_tables" not in each:
+        return 0.0
+    by_lines = sum(table.seconds + table.backward_s for table in facts.whole_tables)  # of the user, not the optimizer
+    return max(0.0, each["step"] - changed_seconds(each, "small_tables") - by_lines)
+
+
+def _products(facts: Facts, each: Round) -> float:
+    return min(facts.product_s, each["step"] - swept_seconds(facts, each))
+
+
+def launch_seconds(facts: Facts, each: Round) -> float:
+    """Returns the seconds of a round's step that are the price of its ops, not their work."""
+    rest = (
+        each["step"]
+        - swept_seconds(facts, each)
+        - _products(facts, each)
+        - sync_seconds(facts, each)
+        - _threading(each)
+    )
+    if facts.device_busy is not None:  # what the device waits for is what the host takes beyond its kernels
+        return max(0.0, min(rest, (1 - facts.device_busy) * each["step"]))
+    return max(0.0, min(rest, (facts.ops - facts.sync_ops) * each.get("op", 0.0)))
+
+
+def _threading(each: Round) -> float:
+    """Returns the seconds of a round's step that its threads cost, which raise the price of an op too."""
+    return max(0.0, each["step"] - changed_seconds(each, "one_thread")) if "one_thread" in each else 0.0
+
+
+def sync_seconds(facts: Facts, each: Round) -> float:
+    """Returns the seconds of a round's step that go with values brought to Python, and the ops that make them."""
+    price = facts.syncs * each.get("sync", 0.0) + max(0, facts.sync_ops - facts.syncs) * each.get("op", 0.0)
+    if facts.lines:  # beyond the price of their ops these lines do work that stays
+        price = min(sync_line_seconds(facts, each), _AT_MOST * price)
+    return min(price, each["step"])
+
+
+def sync_line_seconds(facts: Facts, each: Round) -> float:
+    """Returns the seconds of a round at lines that bring values to Python."""
+    names = {line for line, _ in facts.sync_lines}
+    return sum(_at_line(facts, each, line.seconds) for line in facts.lines if line.name in names)
+
+
+def _at_line(facts: Facts, each: Round, seconds: float) -> float:
+    """Returns sampled seconds as they are of a round's iteration, without its exchange."""
+    iteration_s = each.get("data", 0.0) + each["step"] - each.get("wait", 0.0) - each.get("exchange", 0.0)
+    return seconds / facts.sampled_s * iteration_s
+
+
+def _without_ops(facts: Facts, each: Round, line: LineFacts) -> float:
+    """Returns the seconds of a round at a line of the step that neither the work nor the price of ops explains."""
+    ops_s = _WORK_AT_MOST * line.op_s + _AT_MOST * line.ops * each["op"]
+    return max(0.0, _at_line(facts, each, line.seconds) - ops_s)
+
+
+def held_lines(facts: Facts) -> list[tuple[LineFacts, float]]:
+    """Returns the lines of a step that hold it without ops, with their shares of an iteration, the longest first."""
+    if facts.ranks or not facts.has("data", "step", "op"):
+        return []
+    shares = [(line, share_of(facts, partial(_without_ops, facts, line=line))) for line in facts.lines]
+    lines = [(line, share) for line, share in shares if line.phase == "step" and share >= _LEAST_LINE]
+    return sorted(lines, key=lambda each: -each[1])
+
+
+def unexplained_seconds(facts: Facts, each: Round) -> float:
+    """Returns the seconds of a round's step at the user's lines that no op explains."""
+    return sum(_without_ops(facts, each, line) for line, _ in held_lines(facts))
+
+
+def explained(facts: Facts) -> float:
+    """Returns the share of an iteration that is explained: all but what the user's lines take without ops.
+
+    If lines were not sampled, it is the share of the batch, the products, and the price of ops.
+    """
+    if facts.lines:
+        return 1 - share_of(facts, lambda each: unexplained_seconds(facts, each))
+
+    def known(each: Round) -> float:
+        ops_s = max(facts.product_s, facts.op_s) + launch_seconds(facts, each) + sync_seconds(facts, each)
+        return each.get("data", 0.0) + min(each["step"], ops_s + swept_seconds(facts, each)) + facts.mean_between()
+
+    return share_of(facts, known) if facts.has("step") else 0.0
+
+
+def captured_seconds(facts: Facts, each: Round, *, fast: bool) -> float:
+    """Returns the most, or the least, seconds of a step that is captured with its rows moved when they are read.
+
+    One fused program launches no ops, and what is neither product nor launch takes a quarter to four fifths of its
+    time: what prototypes measured.
+    """
+    base = each["step"]
+    if "small_tables" in each:
+        base = min(base, (base - swept_seconds(facts, each)) * (1.0 if fast else _LAZY))
+    products = min(facts.product_s, base)
+    price = (1.0 if fast else 0.7) * facts.ops * each.get("op", 0.0)
+    rest = max(0.0, base - products - price)
+    made = products * (0.9 if fast else 1.0) + (0.25 if fast else 0.8) * rest
+    return min(base, max(made, _FIXED_S[0] if fast else _FIXED_S[1]))
+
+
+def capture_seconds(facts: Facts) -> tuple[float, float]:
+    """Returns the seconds that capturing a step takes, at least and at most: it grows with its ops."""
+    return 3 + 0.015 * facts.ops, 8 + 0.06 * facts.ops
+
+
+def gain_of_ready(facts: Facts, shares: tuple[float, float]) -> Gain | None:
+    """Returns the speed-up of a loader of whose time such shares stay, at least and at most."""
+    least, most = shares
+    return expected(
+        facts,
+        lambda each: alone_seconds(each) + most * each["data"],
+        lambda each: alone_seconds(each) + least * each["data"],
+    )
+
+
+def gain_without(facts: Facts, seconds: Callable[[Round], float], least: float, most: float) -> Gain | None:
+    """Returns the speed-up of an iteration without such seconds of its step, of which a share goes, least and most.
+
+    The rest of the step is known too, so that little of it goes however much these seconds are.
+    """
+
+    def fastest(each: Round) -> float:
+        left = each["step"] - seconds(each)
+        return max(each["step"] - most * seconds(each), _REST * left, _REST_LEAST * each["step"])
+
+    return expected(
+        facts,
+        lambda each: each["data"] + each["step"] - least * seconds(each),
+        lambda each: each["data"] + fastest(each),
+    )
+
+
+ADOPT = (
+    "from torchrec_ext.adopt import adopt",
+    "step = adopt(model, optimizer, loss)  # loss(*batch) -> the mean loss",
+    "loss, _ = step(*batch)  # in place of zero_grad, loss, backward, step",
+)
+ROWS = (
+    "from torchrec_ext.adopt import Rows, adopt",
+    "rows = Rows.of(dataset, batch_size={batch}, negatives=...)  # sign the law of the draws that it proposes",
+    "step = adopt(model, optimizer, loss, rows=rows)  # batches are made inside the step",
+)
+
+
+def _by_rank(facts: Facts, remedy: Remedy) -> Remedy:
+    """Returns a remedy of adopt as it is on several ranks: adopt takes no DDP."""
+    if not facts.ranks or facts.recipe:
+        return remedy
+    return replace(
+        remedy,
+        lines=(*remedy.lines, "# on each rank, with DDP's model.module; average the ranks' weights every few steps"),
+        changes=f"{remedy.changes}; weights are averaged in place of gradients: quality must be measured",
+    )
+
+
+def capture_remedy(facts: Facts) -> Remedy:
+    """Returns adopt as a remedy; of a recipe, its flag."""
+    low, high = capture_seconds(facts)
+    lazily = facts.has("small_tables")
+    remedy = Remedy(
+        name="the step captured"
+        if facts.recipe
+        else "adopt: the step captured" + (", rows moved when they are next read" if lazily else ""),
+        lines=("--set train.compile=require",) if facts.recipe else ADOPT,
+        gain=expected(
+            facts,
+            lambda each: each["data"] + captured_seconds(facts, each, fast=False),
+            lambda each: each["data"] + captured_seconds(facts, each, fast=True),
+        ),
+        changes=MATH["rounding"],
+        basis=f"predicted, not tried; capturing takes about {low:.0f} to {high:.0f} s once"
+        + ("; values brought to Python must be taken out first" if facts.syncs else ""),
+    )
+    return _by_rank(facts, remedy)
+
+
+def rows_remedy(facts: Facts) -> Remedy:
+    """Returns adopt with batches that are made from columns inside of the step."""
+    remedy = Remedy(
+        name="Rows.of and adopt: batches made from columns inside the captured step",
+        lines=tuple(line.format(batch=facts.loader.row_calls or "...") for line in ROWS),
+        gain=expected(
+            facts,
+            lambda each: FROM_COLUMNS[1] * each["data"] + warm_share(each) * captured_seconds(facts, each, fast=False),
+            lambda each: warm_share(each) * captured_seconds(facts, each, fast=True),
+        ),
+        changes=f"{MATH['rounding']}, and {MATH['draws']}",
+        basis="predicted, not tried",
+    )
+    return _by_rank(facts, remedy)
+
+
+def limit_share(facts: Facts) -> float:
+    """Returns the share of this machine's limit at which iterations run: products and traffic that must be, by all.
+
+    Products at the rate of a large product measured here, and the parameters that a step reads, each read and written
+    once with its gradient and two moments, at the rate of a large copy.
+    """
+    if not facts.has("step") or not facts.flops_per_s or not facts.bytes_per_s:
+        return 0.0
+    needed = facts.product_flops / facts.flops_per_s + traffic(facts) / facts.bytes_per_s
+    return min(1.0, share_of(facts, lambda _: needed))
+
+
+def traffic(facts: Facts) -> float:
+    """Returns the bytes of parameters, gradients and moments that a step must read and write."""
+    tables = sum(each.rows * each.dim for each in facts.tables)
+    read = sum(min(each.rows, each.read) * each.dim for each in facts.tables)
+    return 4 * 7 * (max(0, facts.parameters - tables) + read)
+
+
+def busy_text(facts: Facts) -> str:
+    """Returns how many cores others keep busy, as a part of a sentence; empty for none."""
+    return f", and others keep {facts.busy:.1f} cores busy" if facts.busy is not None and facts.busy >= 0.1 else ""

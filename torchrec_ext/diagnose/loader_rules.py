@@ -1,0 +1,189 @@
+"""Rules about batches: a loader that waits, that reads row by row, or that computes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from torchrec_ext.diagnose.costs import (
+    FROM_COLUMNS,
+    READY,
+    alone_seconds,
+    gain_of_ready,
+    rows_remedy,
+)
+from torchrec_ext.diagnose.facts import Facts, Gain, paired_gain
+from torchrec_ext.diagnose.findings import (
+    MATH,
+    Finding,
+    Remedy,
+    expected,
+    finding_of,
+    in_ms,
+)
+
+IDLE = 0.3  # cores that others may keep busy where the wall clock says what a second process gains
+
+
+def loader_sleeps(facts: Facts) -> Finding | None:
+    """The loader waits for files, a network or a sleep."""
+    if not facts.has("data", "sleep") or facts.median("sleep") < 0.5 * facts.median("data"):
+        return None
+    loader, data, sleep = facts.loader, facts.median("data"), facts.median("sleep")
+    evidence = [
+        f"{in_ms(sleep)} of the {in_ms(data)} that a batch takes, this thread slept or waited, and did not compute"
+    ]
+    if loader.workers:
+        evidence.append(f"{loader.workers} worker(s) make the batches, and are slower than the step")
+    elif loader.bytes_read:
+        evidence.append(f"{loader.bytes_read:,.0f} bytes were read from files for a batch")
+    wanted = loader.workers + max(1, math.ceil(data / max(facts.median("step"), 1e-4)))
+    remedies = [
+        Remedy(
+            name="batches ready in time",
+            lines=("read the source once, before the first step, or a block ahead of the steps",),
+            gain=gain_of_ready(facts, READY),
+            changes=MATH["exact"],
+            basis="measured: the step without its loader",
+        )
+    ]
+    workers = _worker_remedy(facts, min(wanted, 16))
+    if workers.gain is not None and wanted > 1 and not loader.workers:
+        workers = replace(
+            workers,
+            gain=Gain(workers.gain.low, max(workers.gain.high, remedies[0].gain.high if remedies[0].gain else 0.0)),
+            basis="between one real worker, which was tried, and batches that are always ready",
+        )
+    remedies.append(workers)
+    if facts.recipe:
+        evidence, remedies = (
+            ["a thread builds batches ahead (loader.prefetch), and is slower than the step"],
+            [_ahead(facts)],
+        )
+    return finding_of(
+        facts, "loader_sleeps", "the loader waits, and the step waits for the loader", evidence, remedies,
+        lambda each: each["data"],
+    )  # fmt: skip
+
+
+def row_python(facts: Facts) -> Finding | None:
+    """A Dataset is read row by row in Python."""
+    loader = facts.loader
+    if not facts.has("data", "sleep") or not loader.row_calls or loader.workers:
+        return None
+    data, rows = facts.median("data"), loader.row_calls * loader.row_s
+    if facts.median("sleep") >= 0.5 * data or rows + loader.collate_s < 0.5 * data:
+        return None
+    if loader.collate_s > rows:
+        return None
+    share = rows / (rows + loader.collate_s)  # of the same moment; the batch's time is of others
+    evidence = [
+        f"{loader.dataset}.__getitem__ is called {loader.row_calls} times a batch, {loader.row_s * 1e6:.0f} us each, "
+        f"which is {share:.0%} of making a batch; the rest is collating. A batch takes {in_ms(data)}",
+        "it computes and does not wait" + (": no bytes were read from files" if loader.bytes_read == 0 else ""),
+        *_data_lines(facts),
+    ]
+    ready = Remedy(
+        name="__getitems__: all rows of a batch in one call, with whole-array indexing",
+        lines=("def __getitems__(self, rows): ...  # in the Dataset; torch calls it with the batch's row numbers",),
+        gain=gain_of_ready(facts, FROM_COLUMNS),
+        changes=MATH["draws"],
+        basis="predicted from the step without its loader",
+    )
+    remedies = [rows_remedy(facts), ready, _worker_remedy(facts, 1)]
+    title = "the Dataset is read row by row in Python" + (", from memory" if loader.bytes_read == 0 else "")
+    return finding_of(facts, "row_python", title, evidence, remedies, lambda each: each["data"])
+
+
+def loader_computes(facts: Facts) -> Finding | None:
+    """Batches are made by code that computes, but not row by row."""
+    if not facts.has("data", "sleep") or row_python(facts) or loader_sleeps(facts):
+        return None
+    loader, data = facts.loader, facts.median("data")
+    evidence = [
+        f"a batch takes {in_ms(data)}, a step {in_ms(facts.median('step'))}; the loader computes and does not wait"
+    ]
+    collates = loader.collate_s > 0.5 * data
+    if collates:
+        rows = loader.row_calls * loader.row_s
+        evidence.append(f"{in_ms(loader.collate_s)} of it is collate_fn; reading {loader.row_calls} rows {in_ms(rows)}")
+    evidence += _data_lines(facts)
+    ready = Remedy(
+        name="batches ready in time",
+        lines=(
+            "do once, before training, what collate_fn does with each batch, such as tokenising"
+            if collates
+            else "make the epoch's batches ahead of the steps, by whole-array operations",
+        ),
+        gain=gain_of_ready(facts, READY),
+        changes=MATH["exact"],
+        basis="measured: the step without its loader",
+    )
+    if facts.recipe:
+        return finding_of(
+            facts, "loader_computes", "the step waits for its batches", evidence, [_ahead(facts)],
+            lambda each: each["data"],
+        )  # fmt: skip
+    title = "the loader computes in the training thread, and the step waits for it"
+    if collates:
+        title = "collate_fn computes in the training thread, and the step waits for it"
+    return finding_of(
+        facts, "loader_computes", title, evidence, [ready, _worker_remedy(facts, 1)], lambda each: each["data"]
+    )
+
+
+def _data_lines(facts: Facts) -> list[str]:
+    """Returns a sentence for each line at which the loader spends its time."""
+    lines = [line for line in facts.lines if line.phase == "data" and line.seconds >= 0.1 * facts.sampled_s]
+    return [
+        f"{line.seconds / facts.sampled_s:.0%} of an iteration is at {line.name}: {line.text}" for line in lines[:3]
+    ]
+
+
+def _ahead(facts: Facts) -> Remedy:
+    """Returns more batches ahead of a recipe's steps, which help where their thread has a core, up to its pace."""
+    return Remedy(
+        name="more batches and blocks of files ahead, or fewer negatives to draw",
+        lines=("--set loader.prefetch=8 --set loader.read_ahead=2",),
+        gain=expected(
+            facts, lambda each: each["data"] + each["step"], lambda each: max(each["step"], 0.5 * each["data"])
+        ),
+        changes=MATH["exact"],
+        basis="bounds: nothing, or no wait where the thread that builds batches has a core of its own",
+    )
+
+
+def _worker_remedy(facts: Facts, workers: int) -> Remedy:
+    gain, basis = worker_gain(facts)
+    return Remedy(
+        name=f"DataLoader with {workers} worker{'s' if workers > 1 else ''}",
+        lines=(f"DataLoader(..., num_workers={workers}, persistent_workers=True)",),
+        gain=gain,
+        changes=f"{MATH['draws']} where the Dataset draws: each worker has a seed of its own",
+        basis=basis,
+    )
+
+
+def worker_gain(facts: Facts) -> tuple[Gain | None, str]:
+    """Returns the speed-up by one worker process, and how it is known."""
+    if facts.worker:
+        gain = paired_gain([before / after for before, after in facts.worker])
+        # The wall clock sees the neighbours too, and no worker hides more than the loader's whole time.
+        bound = expected(facts, lambda each: max(alone_seconds(each), each["data"]))
+        most = bound.high if bound is not None else gain.high
+        low, basis = gain.low, "measured with one real worker, by the wall clock"
+        if facts.busy is not None and facts.busy > IDLE:
+            low = low / 2
+            basis += (
+                f"; others keep {facts.busy:.1f} cores busy, where a second process also gets a second share of them"
+            )
+        return Gain(min(low, most), min(gain.high, most)), basis
+    if not facts.has("data", "step"):
+        return None, facts.not_measured.get("worker", "not measured")
+    if facts.loader.workers:
+        return None, f"{facts.loader.workers} are there already"
+    # At best the loader's time disappears behind the step; at worst it only moves, and what it sends is copied twice.
+    gain = facts.gain(
+        lambda each: 1.2 * each["data"] + each["step"], lambda each: max(alone_seconds(each), each["data"])
+    )
+    return gain, f"bounds, since no worker was tried: {facts.not_measured.get('worker', 'not measured')}"
