@@ -187,7 +187,7 @@ def callback() -> Case:
 
 
 def figures_read() -> Case:
-    """Four figures of each weight, gradient and moment."""
+    """Five figures of each weight, its gradient and its moments."""
     model = mlp(64, 64, 64, 1)
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     figures: dict[str, list[float]] = {}
@@ -200,9 +200,11 @@ def figures_read() -> Case:
 
     def log() -> None:
         for name, each in model.named_parameters():
-            for held in (each.detach(), each.grad, optimizer.state[each]["exp_avg"]):
+            moments = optimizer.state[each]
+            for held in (each.detach(), each.grad, moments["exp_avg"], moments["exp_avg_sq"]):
                 if held is not None:
-                    figures[name] = [held.norm().item(), held.mean().item(), held.amax().item(), held.amin().item()]
+                    of_all = (held.norm(), held.mean(), held.amax(), held.amin(), held.sum())
+                    figures[name] = [figure.item() for figure in of_all]
 
     def step(x: Tensor, y: Tensor) -> None:
         trained(x, y)
@@ -308,7 +310,8 @@ def collected() -> Case:
     kept: list[Any] = []
 
     def keep(loss: Tensor) -> None:  # what lives until the next collection, as of a log or a replay buffer
-        kept.append([{"loss": loss.detach()} for _ in range(2_000)])
+        value = loss.detach()
+        kept.append([{"loss": value} for _ in range(2_000)])
         del kept[:-200]
 
     trained = training(model, keep)
@@ -472,7 +475,7 @@ FAULTS: dict[str, Fault] = {
     "CSV lines parsed in an IterableDataset": Fault(csv_lines, ("loader_computes",), "batches ready"),
     "a callback that sleeps": Fault(callback, ("python_lines",), "take these lines"),
     "figures read one by one": Fault(figures_read, ("host_syncs",), "keep values"),
-    "a deep copy of the model in each step": Fault(copied, ("python_lines", "whole_tables"), ""),
+    "a deep copy of the model in each step": Fault(copied, ("python_lines", "whole_tables"), "the same on the rows"),
     "vectors written as JSON in each step": Fault(json_lines, ("python_lines",), "take these lines"),
     "a checkpoint every tenth step": Fault(saved, ("python_lines",), "take these lines"),
     "the mean of a list of 200,000": Fault(mean_of_list, ("python_lines",), "take these lines"),

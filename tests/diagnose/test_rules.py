@@ -9,7 +9,8 @@ from tests.diagnose.recorded import DRIFT, HEALTHY, RECORDED, ROWS, TABLE, facts
 from torchrec_ext.diagnose import Diagnosis, Gain, costs, rules
 from torchrec_ext.diagnose.answers import answers
 from torchrec_ext.diagnose.facts import DRIFT as MOMENTS
-from torchrec_ext.diagnose.facts import AllItems, Facts, LineFacts, LoaderFacts, paired_gain
+from torchrec_ext.diagnose.facts import AllItems, Facts, LineFacts, LoaderFacts, WholeTableOp, paired_gain
+from torchrec_ext.diagnose.findings import Answer
 
 pytestmark = pytest.mark.unit
 CAUSES = [cause for cause in rules.RULES if cause not in ("all_items", "small_batch", "precision")]
@@ -103,7 +104,7 @@ def test_remedies_name_the_lines_to_paste() -> None:
     assert "12,400,000 rows, of which a step reads at most 1,024" in " ".join(text.split())
 
 
-def answer(recorded: Facts, name: str) -> rules.Answer:
+def answer(recorded: Facts, name: str) -> Answer:
     (made,) = (each for each in answers(recorded) if each.name == name)
     return made
 
@@ -253,6 +254,42 @@ def test_what_is_left_of_a_step_bounds_the_gain_of_a_cut() -> None:
     gain = finding.remedies[0].gain
     assert gain is not None
     assert gain.low < 10 / 0.6 < gain.high < 2 * 10 / 0.6
+
+
+def test_a_copy_of_a_table_costs_all_that_its_line_takes_and_is_one_cause() -> None:
+    """A deep copy: 4 ms in its ops, 9 ms at its line, which gives memory back too."""
+    copied = WholeTableOp(line="train.py:9 in step", rows=200_000, read=256, seconds=4e-3)
+    line = LineFacts(name="train.py:9 in step", text="best = copy.deepcopy(model)", seconds=9e-3, ops=10, op_s=4e-3)
+    recorded = facts(steps(10.0), ops=60, lines=(line,), sampled_s=10.01e-3, whole_tables=(copied,))
+    assert faults(recorded) == ["whole_tables"]
+    (finding,) = (each for each in rules.findings(recorded) if each.cause == "whole_tables")
+    assert finding.cost == pytest.approx(0.9, abs=0.01)
+    gain = finding.remedies[0].gain
+    assert gain is not None
+    assert gain.low < 10 < gain.high
+
+
+def test_rows_that_are_not_read_cost_no_more_than_their_optimizer_explains() -> None:
+    """A step of 66 ms was timed as 50 with small tables, and its optimizer takes 1 ms: the rest is no sweep."""
+    recorded = facts(steps(66.0, small_tables=50.0, optimizer=1.0), tables=(TABLE,), ops=60)
+    assert "untouched_rows" not in [finding.cause for finding in rules.findings(recorded)]
+
+
+def test_what_a_step_takes_outside_of_its_ops_goes_with_a_softmax_over_all_items() -> None:
+    """Its ops take 50 of 55 ms inside of ops, and 66 ms with the memory that they take and give back."""
+    every = AllItems(line="loss.py:3 in loss", items=60_000, seconds=50e-3)
+    recorded = facts(steps(66.0), ops=40, op_s=55e-3, product_s=20e-3, all_items=(every,))
+    (finding,) = (each for each in rules.findings(recorded) if each.cause == "all_items")
+    gain = finding.remedies[0].gain
+    assert gain is not None
+    assert gain.low < 66 / (66 - 60) < 66 / 4 < gain.high
+
+
+def test_ops_that_feed_values_to_python_are_no_loop_to_stack() -> None:
+    read = {"sync_lines": (("train.py:5 in log", 120),), "syncs": 120, "sync_ops": 240}
+    recorded = facts(steps(4.0, op=0.008), ops=320, op_lines=(("train.py:5 in log", 240),), **read)
+    names = [remedy.name for finding in rules.findings(recorded) for remedy in finding.remedies]
+    assert not [name for name in names if name.startswith("one op on all tensors")]
 
 
 def test_collections_that_are_seldom_and_long_count_by_their_mean() -> None:

@@ -19,6 +19,7 @@ from torchrec_ext.diagnose.findings import (
 )
 
 _LAZY = 1.10  # rows caught up when they are next read, over the step with small tables
+_SWEEPS = 3.0  # times the optimizer's own seconds that rows which are not read cost, with their gradients
 _AT_MOST = 1.5  # times the price of ops that lines may take
 _WORK_AT_MOST = 1.3  # times the work of ops that lines may take, as other moments of the machine do
 _REST, _REST_LEAST = 0.6, 0.02  # shares of the rest of a step, and of the step, that stay at least
@@ -52,8 +53,26 @@ def swept_seconds(facts: Facts, each: Round) -> float:
     """Returns the seconds of a round's step that the optimizer takes for rows that the step does not read."""
     if "small_tables" not in each:
         return 0.0
-    by_lines = sum(table.seconds + table.backward_s for table in facts.whole_tables)  # of the user, not the optimizer
-    return max(0.0, each["step"] - changed_seconds(each, "small_tables") - by_lines)
+    by_lines = whole_table_seconds(facts, each)  # of the user, not the optimizer
+    swept = max(0.0, each["step"] - changed_seconds(each, "small_tables") - by_lines)
+    most = _SWEEPS * each["optimizer"] if each.get("optimizer") else swept
+    return min(swept, most)
+
+
+def whole_table_seconds(facts: Facts, each: Round) -> float:
+    """Returns the seconds of a round's step at lines that work on whole tables.
+
+    Those are the seconds inside of these ops; and if lines were sampled, also what the line takes besides its ops, as
+    for memory that it gives back.
+    """
+    sampled = {line.name: line for line in facts.lines if line.phase == "step"}
+    spent = 0.0
+    for table in facts.whole_tables:
+        seconds, line = table.seconds, sampled.get(table.line)
+        if line is not None:
+            seconds = max(seconds, _at_line(facts, each, line.seconds) - (line.op_s - table.seconds))
+        spent += seconds + table.backward_s
+    return min(each["step"], spent)
 
 
 def _products(facts: Facts, each: Round) -> float:
@@ -109,7 +128,9 @@ def held_lines(facts: Facts) -> list[tuple[LineFacts, float]]:
     """Returns the lines of a step that hold it without ops, with their shares of an iteration, the longest first."""
     if facts.ranks or not facts.has("data", "step", "op"):
         return []
-    shares = [(line, share_of(facts, partial(_without_ops, facts, line=line))) for line in facts.lines]
+    tables = {table.line for table in facts.whole_tables}  # which are a cause of their own
+    others = [line for line in facts.lines if line.name not in tables]
+    shares = [(line, share_of(facts, partial(_without_ops, facts, line=line))) for line in others]
     lines = [(line, share) for line, share in shares if line.phase == "step" and share >= _LEAST_LINE]
     return sorted(lines, key=lambda each: -each[1])
 

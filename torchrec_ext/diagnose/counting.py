@@ -174,7 +174,8 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Makes the seconds of all ops no longer than a step takes: ops were timed once, while others may have run."""
         factor = min(1.0, step / self.seconds) if self.seconds else 1.0
         self.seconds *= factor
-        for held in (self.kinds, self.by_rows, self.by_size, self.double):
+        sums: list[dict[Any, float]] = [self.kinds, self.by_rows, self.by_size, self.double]
+        for held in sums:
             for key in held:
                 held[key] *= factor
         for ops in self.by_line.values():
