@@ -285,6 +285,16 @@ def test_what_a_step_takes_outside_of_its_ops_goes_with_a_softmax_over_all_items
     assert gain.low < 66 / (66 - 60) < 66 / 4 < gain.high
 
 
+def test_a_loop_goes_with_all_of_its_lines_and_their_backward() -> None:
+    """A loop of two lines: 4,000 of 6,900 ops, 2,800 of them in backward; by hand it went 23 times as fast."""
+    lines = (("train.py:9 in loss", 3_200), ("backward", 2_800), ("train.py:8 in loss", 800), ("optimizer", 40))
+    recorded = facts(steps(34.0, op=0.0077), ops=6_870, op_lines=lines)
+    (finding,) = (each for each in rules.findings(recorded) if each.cause == "launches")
+    gain = finding.remedies[0].gain
+    assert gain is not None
+    assert 1.5 < gain.low < 23 < gain.high
+
+
 def test_ops_that_feed_values_to_python_are_no_loop_to_stack() -> None:
     read = {"sync_lines": (("train.py:5 in log", 120),), "syncs": 120, "sync_ops": 240}
     recorded = facts(steps(4.0, op=0.008), ops=320, op_lines=(("train.py:5 in log", 240),), **read)

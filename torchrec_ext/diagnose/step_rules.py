@@ -94,9 +94,16 @@ def _vectorised(facts: Facts) -> list[Remedy]:
     if not lines or lines[0][1] < max(_LOOP_OPS, LARGE * facts.ops):
         return []
     line, count = lines[0]
-    without = count - facts.sync_ops  # those that feed values to Python are another cause's
+    function = line.rpartition(" in ")[2]
+    of_loop = sum(ops for name, ops in lines if name.rpartition(" in ")[2] == function)
+    without = of_loop - facts.sync_ops  # those that feed values to Python are another cause's
     if without < _LOOP_OPS:
         return []
+    backward = dict(facts.op_lines).get("backward", 0) * of_loop / sum(ops for _, ops in lines)
+
+    def price(each: Round, ops: float) -> float:
+        return launch_seconds(facts, each) * min(1.0, ops / facts.ops)
+
     return [
         Remedy(
             name="one op on all tensors in place of a loop",
@@ -106,8 +113,8 @@ def _vectorised(facts: Facts) -> list[Remedy]:
             ),
             gain=expected(
                 facts,
-                lambda each: each["data"] + each["step"] - 0.4 * min(launch_seconds(facts, each), without * each["op"]),
-                lambda each: each["data"] + each["step"] - min(0.95 * each["step"], 1.5 * without * each["op"]),
+                lambda each: each["data"] + each["step"] - 0.7 * price(each, without),
+                lambda each: each["data"] + max(0.02 * each["step"], each["step"] - price(each, without + backward)),
             ),
             changes=MATH["rounding"],
             basis="predicted from the price of its ops",
