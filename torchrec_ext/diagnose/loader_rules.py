@@ -22,6 +22,7 @@ from torchrec_ext.diagnose.findings import (
     in_ms,
 )
 
+WORKERS = "DataLoader with"  # how the name of a remedy of workers begins; their number follows
 IDLE = 0.3  # cores that others may keep busy where the wall clock says what a second process gains
 
 
@@ -156,7 +157,7 @@ def _ahead(facts: Facts) -> Remedy:
 def _worker_remedy(facts: Facts, workers: int) -> Remedy:
     gain, basis = worker_gain(facts)
     return Remedy(
-        name=f"DataLoader with {workers} worker{'s' if workers > 1 else ''}",
+        name=f"{WORKERS} {workers} worker{'s' if workers > 1 else ''}",
         lines=(f"DataLoader(..., num_workers={workers}, persistent_workers=True)",),
         gain=gain,
         changes=f"{MATH['draws']} where the Dataset draws: each worker has a seed of its own",

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from torchrec_ext.diagnose import costs, rules
-from torchrec_ext.diagnose.answers import answers
 from torchrec_ext.diagnose.facts import Facts, Gain, paired_gain
 from torchrec_ext.diagnose.findings import UNDER, Finding, Remedy
 from torchrec_ext.diagnose.rank_rules import table_of
@@ -87,7 +86,7 @@ class Diagnosis:
     def __init__(self, facts: Facts, compare: Compare | None = None, rank: int = 0) -> None:
         self.facts, self._compare, self._rank = facts, compare, rank
         self.findings = rules.findings(facts)
-        self.answers = answers(facts)
+        self.answers = rules.answers(facts)
         self.noisy = rules.too_noisy(facts) if facts.rounds else "nothing could be measured"
         self.batches: Iterable[Any] = ()
         self.proof: list[Realised] = []

@@ -1,45 +1,53 @@
-"""Rules: from facts about a training step to its causes, ranked by their cost.
+"""Rules: from facts about a training step to its causes, ranked by their cost, and to what will help and what not.
 
-Each rule is a pure function of :class:`Facts`. Those about batches and about the step itself have files of their own;
-here are those about cores, about what runs beside steps, and offers.
+Each rule is a pure function of :class:`Facts`. Those about batches have a file of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 from torchrec_ext.diagnose import rank_rules
 from torchrec_ext.diagnose.costs import (
+    alone_seconds,
     bare_step,
     busy_text,
+    capture_remedy,
+    capture_seconds,
     changed_seconds,
+    gain_without,
+    held_lines,
+    launch_seconds,
+    swept_seconds,
+    sync_line_seconds,
+    sync_seconds,
+    unexplained_seconds,
+    whole_table_seconds,
 )
-from torchrec_ext.diagnose.facts import Facts, Round
+from torchrec_ext.diagnose.facts import DRIFT, Facts, Gain, Round
 from torchrec_ext.diagnose.findings import (
     LARGE,
     LEAST,
     MATH,
     UNDER,
+    Answer,
     Finding,
+    Helps,
     Remedy,
     expected,
     finding_of,
     in_ms,
+    share_of,
 )
-from torchrec_ext.diagnose.loader_rules import IDLE, loader_computes, loader_sleeps, row_python
-from torchrec_ext.diagnose.step_rules import (
-    all_items,
-    debug_modes,
-    double_precision,
-    garbage,
-    host_syncs,
-    launches,
-    python_lines,
-    untouched_rows,
-    whole_tables,
-)
+from torchrec_ext.diagnose.loader_rules import IDLE, loader_computes, loader_sleeps, row_python, worker_gain
 
+ONE_THREAD, ALL_CORES = "one thread", "all cores"  # names of remedies
 NOISY = 0.6  # spread of iterations above which there is no verdict
+_LEAST_LINES = 0.1  # share of an iteration that such lines take together; what samples say of less is not sure
+_LOOP_OPS = 50  # ops of a line from which on it is a loop
+_SAMPLED_ITEMS = 1_024  # items to which a softmax over all of them is compared
 
 
 def findings(facts: Facts) -> tuple[Finding, ...]:
@@ -78,6 +86,262 @@ def too_noisy(facts: Facts) -> str:
     )
 
 
+# the step itself
+
+
+def untouched_rows(facts: Facts) -> Finding | None:
+    """A dense optimizer moves rows of tables that the step did not read."""
+    if not facts.has("step", "small_tables") or not facts.tables:
+        return None
+    table = max(facts.tables, key=lambda each: each.rows * each.dim)
+    mover = " and ".join(facts.optimizers) or "the optimizer"
+    rows, read = sum(each.rows for each in facts.tables), sum(each.read for each in facts.tables)
+    evidence = [
+        f"{mover} moves all {facts.parameters:,} parameters in every step: the tables have "
+        f"{rows:,} rows, of which a step reads at most {read:,} (largest: {table.name}, {table.rows:,} x {table.dim})",
+        f"with tables that hold only the rows of a few batches the step takes {in_ms(facts.median('small_tables'))} "
+        f"instead of {bare_step(facts)}",
+    ]
+    lazily = Remedy(
+        name="SparseAdam on tables with sparse=True",
+        lines=("nn.Embedding(..., sparse=True)", "torch.optim.SparseAdam(tables)  # and Adam for the layers"),
+        gain=expected(
+            facts,
+            lambda each: each["data"] + min(each["step"], 3.0 * changed_seconds(each, "small_tables")),
+            lambda each: each["data"] + changed_seconds(each, "small_tables"),
+        ),
+        changes="another optimizer: rows that are seldom read end elsewhere, and quality must be measured",
+        basis="predicted from the step with small tables",
+    )
+    return finding_of(
+        facts, "untouched_rows", "the optimizer sweeps rows that the step never read", evidence,
+        [capture_remedy(facts), lazily], lambda each: swept_seconds(facts, each),
+    )  # fmt: skip
+
+
+def launches(facts: Facts) -> Finding | None:
+    """The step is made of many tiny ops, whose price is Python and dispatch, not work."""
+    if not facts.has("step", "op") or not facts.ops:
+        return None
+    price = facts.median("op")
+    evidence = [
+        f"a step runs {facts.ops:,} ops, {price * 1e6:.1f} us each on this machine before any work: "
+        f"{in_ms(facts.ops * price)} of {in_ms(facts.median('step'))}; matrix products take {in_ms(facts.product_s)}"
+    ]
+    if facts.device_busy is not None:
+        evidence.append(
+            f"the device runs {facts.kernels:,} kernels and copies a step, for {facts.device_busy:.0%} of the time; it "
+            "waits in the gaps between them"
+        )
+    if facts.op_lines:
+        evidence.append("most ops: " + "; ".join(f"{line}, {count:,}" for line, count in facts.op_lines[:3]))
+    remedies = [*_vectorised(facts), capture_remedy(facts)]
+    return finding_of(
+        facts, "launches", "the step is many small ops: Python and dispatch take the time, not the work", evidence,
+        remedies, lambda each: launch_seconds(facts, each),
+    )  # fmt: skip
+
+
+def _vectorised(facts: Facts) -> list[Remedy]:
+    """Returns whole-tensor ops in place of a loop of the user's that makes a third of a step's ops."""
+    lines = [each for each in facts.op_lines if each[0] not in ("backward", "optimizer", "step")]
+    if not lines or lines[0][1] < max(_LOOP_OPS, LARGE * facts.ops):
+        return []
+    line, count = lines[0]
+    function = line.rpartition(" in ")[2]
+    of_loop = sum(ops for name, ops in lines if name.rpartition(" in ")[2] == function)
+    without = of_loop - facts.sync_ops  # those that feed values to Python are another cause's
+    if without < _LOOP_OPS:
+        return []
+    backward = dict(facts.op_lines).get("backward", 0) * of_loop / sum(ops for _, ops in lines)
+
+    def price(each: Round, ops: float) -> float:
+        return launch_seconds(facts, each) * min(1.0, ops / facts.ops)
+
+    return [
+        Remedy(
+            name="one op on all tensors in place of a loop",
+            lines=(
+                f"{line} makes {count:,} ops: stack what it loops over, or take torch._foreach_*",
+                "torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)  # to clip all gradients at once",
+            ),
+            gain=expected(
+                facts,
+                lambda each: each["data"] + each["step"] - 0.7 * price(each, without),
+                lambda each: each["data"] + max(0.02 * each["step"], each["step"] - price(each, without + backward)),
+            ),
+            changes=MATH["rounding"],
+            basis="predicted from the price of its ops",
+        )
+    ]
+
+
+def python_lines(facts: Facts) -> Finding | None:
+    """Lines of the step hold it without ops: sleeps, files, copies, JSON, lists."""
+    lines = held_lines(facts)
+    if sum(share for _, share in lines) < _LEAST_LINES:
+        return None
+    remedy = Remedy(
+        name="take these lines out of the step, or run them every hundredth step",
+        lines=tuple(f"{line.name}: {line.text[:80]}" for line, _ in lines[:3]),
+        gain=gain_without(facts, lambda each: unexplained_seconds(facts, each), 0.85, 1.1),
+        changes=MATH["less"],
+        basis="predicted from samples of the line that the loop is at",
+    )
+    evidence = [f"no tensor op explains the time at {line.name}, {share:.0%}: {line.text}" for line, share in lines[:3]]
+    title = f"{lines[0][0].name} holds the step, and not with tensor ops"
+    return finding_of(facts, "python_lines", title, evidence, [remedy], lambda each: unexplained_seconds(facts, each))
+
+
+def debug_modes(facts: Facts) -> Finding | None:
+    """Anomaly mode or a profiler was left on."""
+    if not facts.modes or not facts.has("step"):
+        return None
+    modes = " and ".join(facts.modes)
+
+    def seconds(each: Round) -> float:
+        quiet = each["step"] - changed_seconds(each, "quiet") if "quiet" in each else 0.0
+        return max(quiet, unexplained_seconds(facts, each))
+
+    evidence = [f"{len(facts.modes)} debugging mode is on while the step runs: {modes}"]
+    if facts.has("quiet"):
+        evidence.append(f"without it a step takes {in_ms(facts.median('quiet'))} instead of {bare_step(facts)}")
+    remedy = Remedy(
+        name=f"train without {modes}",
+        lines=("torch.autograd.set_detect_anomaly(False)", "leave `with torch.profiler.profile()` after some steps"),
+        gain=gain_without(facts, seconds, 1.0, 1.0),
+        changes=MATH["exact"],
+        basis="measured: steps without it" if facts.has("quiet") else "predicted",
+    )
+    return finding_of(facts, "debug_modes", f"{modes} was left on", evidence, [remedy], seconds)
+
+
+def whole_tables(facts: Facts) -> Finding | None:
+    """A line works on all rows of a table of which a step reads few."""
+    if not facts.whole_tables or not facts.has("data", "step"):
+        return None
+    table = max(facts.whole_tables, key=lambda each: each.seconds)
+    seconds = partial(whole_table_seconds, facts)
+    remedy = Remedy(
+        name="the same on the rows that the batch reads",
+        lines=(f"{table.line}: look the rows up first, as in F.normalize(table(ids)); copy a table seldom",),
+        gain=gain_without(facts, seconds, 0.8, 1.3),
+        changes=MATH["rounding"],
+        basis="predicted from the time of these ops",
+    )
+    evidence = [
+        f"{table.line} works on {table.rows:,} rows for {in_ms(table.seconds)}, and {in_ms(table.backward_s)} in "
+        f"backward; a step looks up {table.read:,} of them"
+    ]
+    return finding_of(
+        facts,
+        "whole_tables",
+        "the step works on whole tables, and reads few of their rows",
+        evidence,
+        [remedy],
+        seconds,
+    )
+
+
+def double_precision(facts: Facts) -> Finding | None:
+    """Ops run in 64 bits."""
+    if not facts.double_s or not facts.has("data", "step"):
+        return None
+
+    def saved(each: Round) -> float:
+        return 0.5 * min(each["step"], facts.double_s)
+
+    remedy = Remedy(
+        name="32-bit floats",
+        lines=("model.float(); x = x.float()  # numpy's arrays are 64-bit unless you say otherwise",),
+        gain=gain_without(facts, saved, 0.5, 1.3),
+        changes="32-bit products in place of 64-bit ones: quality must be measured",
+        basis="predicted: half of the bits take about half of the time",
+    )
+    evidence = [f"{in_ms(facts.double_s)} of a step are in ops of 64-bit floats, most of them at {facts.double_line}"]
+    return finding_of(facts, "double_precision", "the step computes in 64-bit floats", evidence, [remedy], saved)
+
+
+def garbage(facts: Facts) -> Finding | None:
+    """Python's garbage collector walks over many objects."""
+    if not facts.has("data", "step", "gc"):
+        return None
+    mean = sum(each["gc"] for each in facts.rounds) / len(facts.rounds)  # a long one comes in few of the rounds
+    rounds = [{**each, "step": max(0.0, each["step"] - each["gc"]) + mean, "gc": mean} for each in facts.rounds]
+    facts = replace(facts, rounds=rounds)
+    remedy = Remedy(
+        name="fewer objects for the garbage collector to walk over",
+        lines=("import gc; gc.collect(); gc.freeze()  # before the training loop",),
+        gain=gain_without(facts, lambda each: each["gc"], 0.5, 1.0),
+        changes=MATH["exact"],
+        basis="measured: the seconds of its collections",
+    )
+    evidence = [f"collections take {in_ms(mean)} of an iteration, by the mean of {len(rounds)} rounds"]
+    return finding_of(
+        facts, "garbage", "Python's garbage collector runs during training", evidence, [remedy], lambda each: each["gc"]
+    )
+
+
+def all_items(facts: Facts) -> Finding | None:
+    """A softmax over all items: an offer, since sampling some of them is another loss."""
+    if not facts.all_items or not facts.has("data", "step"):
+        return None
+    most = max(facts.all_items, key=lambda each: each.seconds)
+
+    def seconds(each: Round) -> float:
+        # What a step takes outside of its ops, as for memory of such sizes, goes with them.
+        outside = max(1.0, each["step"] / facts.op_s) if facts.op_s else 1.0
+        return (1 - _SAMPLED_ITEMS / most.items) * min(each["step"], outside * most.seconds)
+
+    cost = share_of(facts, seconds)
+    if cost < LARGE:
+        return None
+    remedy = Remedy(
+        name=f"a sampled softmax over {_SAMPLED_ITEMS:,} items",
+        lines=(f"{most.line}: score the positive and {_SAMPLED_ITEMS:,} sampled items, with the logQ correction",),
+        gain=gain_without(facts, seconds, 0.8, 1.1),
+        changes="another loss: quality must be measured",
+        basis="predicted from the time of ops over all items",
+    )
+    return Finding(
+        cause="all_items", title=f"a softmax over {most.items:,} items is most of the step",
+        evidence=(f"{most.line}: ops over {most.items:,} items take {in_ms(most.seconds)} of a step",),
+        remedies=(remedy,), cost=cost, size="offer",
+    )  # fmt: skip
+
+
+def host_syncs(facts: Facts) -> Finding | None:
+    """The step brings values to Python, one by one."""
+    if not facts.has("step", "sync") or not facts.syncs:
+        return None
+    lines = "; ".join(f"{line}, {count:,}" for line, count in facts.sync_lines[:3])
+    evidence = [
+        f"a step brings {facts.syncs:,} values to Python (.item(), .tolist(), if on a tensor, boolean masks): {lines}",
+        f"with the ops that feed them: {facts.sync_ops:,} of {facts.ops:,} ops",
+    ]
+    timed = bool(facts.lines)
+    if timed:
+        seconds = share_of(facts, lambda each: sync_line_seconds(facts, each)) * facts.sampled_s
+        evidence.append(f"these lines take {in_ms(seconds)} of {in_ms(facts.sampled_s)}")
+    least, most = (0.93, 1.25) if timed else (0.6, 1.3)
+    remedy = Remedy(
+        name="keep values as tensors, and read one of them every hundred steps",
+        lines=("total += loss.detach()  # in place of loss.item(); total.item() where it is printed",),
+        gain=gain_without(facts, lambda each: sync_seconds(facts, each), least, most),
+        changes=MATH["exact"],
+        basis="predicted from the seconds at these lines"
+        if timed
+        else "predicted from the price of an op and of .item() on this machine",
+    )
+    return finding_of(
+        facts, "host_syncs", "the step waits for values that Python wants to see", evidence, [remedy],
+        lambda each: sync_seconds(facts, each),
+    )  # fmt: skip
+
+
+# cores, what runs beside steps, and offers
+
+
 def too_many_threads(facts: Facts) -> Finding | None:
     """One thread is faster than those that are set."""
     if not facts.has("step", "one_thread"):
@@ -90,7 +354,7 @@ def too_many_threads(facts: Facts) -> Finding | None:
         f"one; this process may use {facts.cores} core(s){busy_text(facts)}"
     ]
     remedy = Remedy(
-        name="one thread",
+        name=ONE_THREAD,
         lines=("torch.set_num_threads(1)", "OMP_NUM_THREADS=1 python ...", "--threads 1  # with torchx run"),
         gain=gain,
         changes=MATH["rounding"],
@@ -114,7 +378,7 @@ def too_few_threads(facts: Facts) -> Finding | None:
         f"on {facts.cores}"
     ]
     lines = (f"torch.set_num_threads({facts.cores})", f"--threads {facts.cores}  # with torchx run")
-    remedy = Remedy(name="all cores", lines=lines, gain=gain, changes=MATH["rounding"], basis="measured")
+    remedy = Remedy(name=ALL_CORES, lines=lines, gain=gain, changes=MATH["rounding"], basis="measured")
     return finding_of(
         facts,
         "too_few_threads",
@@ -273,3 +537,133 @@ RULES: dict[str, Callable[[Facts], Finding | None]] = {
         *(all_items, small_batch, precision),
     )
 }
+
+
+# what will help and what will not
+
+
+def answers(facts: Facts) -> tuple[Answer, ...]:
+    """Returns what each thing that people try would gain: workers, threads, DDP, batch, precision, compile."""
+    return tuple(make(facts) for make in (_workers, _threads, _ddp, _larger_batch, _mixed_precision, _compile))
+
+
+def _answer(name: str, gain: Gain | None, why: str) -> Answer:
+    helps: Helps = "not known"
+    if gain is not None:
+        # What the machine drifts between two moments widens an interval, and says nothing about the remedy.
+        helps = "no" if gain.high / DRIFT < UNDER else "yes" if gain.low >= UNDER else "perhaps"
+    return Answer(name=name, gain=gain, helps=helps, why=why)
+
+
+def _workers(facts: Facts) -> Answer:
+    if facts.has("data", "step") and share_of(facts, lambda each: each["data"]) < 0.02:
+        hidden = Gain(1.0, facts.gain(alone_seconds).high / DRIFT)
+        return _answer(
+            "loader workers", hidden, f"a batch takes {in_ms(facts.median('data'))}: there is nothing to hide"
+        )
+    gain, basis = worker_gain(facts)
+    return _answer("loader workers", gain, basis + (
+        "; the rows are in memory, so a worker runs the same Python elsewhere and sends what it made"
+        if facts.loader.row_calls and facts.loader.bytes_read == 0 else ""
+    ))  # fmt: skip
+
+
+def _threads(facts: Facts) -> Answer:
+    tried = [name for name in ("one_thread", "all_threads") if facts.has("step", name)]
+    if not tried:
+        why = facts.not_measured.get("all_threads", "not measured")
+        return _answer("other thread numbers", None, f"not tried: {why}")
+    numbers = {"one_thread": 1, "all_threads": facts.cores}
+    gains = {name: facts.gain(lambda each, name=name: each["data"] + changed_seconds(each, name)) for name in tried}  # type: ignore[misc]
+    best = max(tried, key=lambda name: gains[name].middle)
+    return _answer(
+        "other thread numbers", gains[best],
+        f"measured: {numbers[best]} thread(s) in place of {facts.threads}{busy_text(facts)}",
+    )  # fmt: skip
+
+
+def _ddp(facts: Facts) -> Answer:
+    name = "DDP on this machine"
+    if facts.ranks:
+        return _one_rank(facts)
+    if facts.cores < 2:
+        return _answer(name, Gain(0.5, 1.0), "this process has one core: two processes would share it")
+    if facts.recipe:
+        return _answer(
+            name, None, "not predicted for recipes: rec.train.hybrid -j 1x2 prints rows a second of two ranks"
+        )
+    if not facts.has("data", "step", "quarter", "op"):
+        return _answer(name, None, facts.not_measured.get("quarter", "not measured"))
+    dense = 4 * facts.parameters
+    # Half the batch in each of two processes; gradients of all parameters cross memory four to twelve times.
+    exchange = dense / max(facts.bytes_per_s, 1e9)
+
+    def half(each: Round, *, fast: bool) -> float:
+        step = (
+            (2 * each["step"] + changed_seconds(each, "quarter")) / 3
+            if not fast
+            else changed_seconds(each, "quarter") + (each["step"] - changed_seconds(each, "quarter")) / 3
+        )
+        latency = 100 * each["op"] * (1 if fast else 6)
+        return 0.5 * each["data"] + step + exchange * (4 if fast else 12) + latency
+
+    gain = facts.gain(lambda each: 1.25 * half(each, fast=False), lambda each: half(each, fast=True))
+    why = f"predicted for 2 processes at the same batch in all, which exchange {dense / 2**20:,.1f} MiB a step"
+    if facts.busy is not None and facts.cores - facts.busy < 1.7:
+        gain, why = Gain(gain.low / 2, gain.high), f"{why}{busy_text(facts)}"
+    return _answer(name, gain, why)
+
+
+def _one_rank(facts: Facts) -> Answer:
+    """Answers the other way round where there are several ranks already."""
+    size = len(facts.ranks)
+    seconds = [each.alone_s for each in facts.ranks if each.alone_s]
+    if not seconds:
+        why = facts.not_measured.get("one rank alone", "not measured")
+        return _answer(f"one rank, not {size}", None, why)
+    why = (
+        f"measured: a rank takes {in_ms(sum(seconds) / len(seconds))} for its step without exchange while the others "
+        f"sleep; one rank would make {size} of these. What DDP over {size} ranks gains is the inverse"
+    )
+    return _answer(f"one rank, not {size}", rank_rules.one_rank(facts), why)
+
+
+def _larger_batch(facts: Facts) -> Answer:
+    remedies = larger_batches(facts)
+    if not remedies:
+        return _answer("a larger batch", None, facts.not_measured.get("quadruple", "not measured"))
+    return _answer("a larger batch", remedies[-1].gain, f"measured: {remedies[-1].name}, by row; {MATH['batch']}")
+
+
+def _mixed_precision(facts: Facts) -> Answer:
+    if not facts.has("step", "bf16"):
+        return _answer("mixed precision", None, facts.not_measured.get("bf16", "not measured"))
+    gain = facts.gain(lambda each: each["data"] + changed_seconds(each, "bf16"))
+    return _answer("mixed precision", gain, f"measured: bf16 autocast; {MATH['precision']}")
+
+
+def _compile(facts: Facts) -> Answer:
+    if not facts.has("data", "step", "op") or not facts.ops:
+        return _answer("torch.compile", None, facts.not_measured.get("ops", "not measured"))
+
+    if facts.recipe:
+        remedy = capture_remedy(facts)
+        return _answer("torch.compile", remedy.gain, f"{remedy.lines[0]}: {remedy.basis}")
+    if facts.syncs:
+        why = f"a graph ends at each of the {facts.syncs:,} values that the step brings to Python; take these out first"
+        return _answer("torch.compile", None, why)
+
+    # The optimizer and rows that are not read stay as they are where model and loss alone are compiled.
+    def seconds(each: Round, *, fast: bool) -> float:
+        kept = each.get("optimizer", 0.0)
+        inside = max(0.0, each["step"] - kept)
+        products = min(facts.product_s, inside)
+        share = inside / each["step"] if each["step"] else 0.0
+        price = (1.0 if fast else 0.5) * share * facts.ops * each["op"]
+        rest = max(0.0, inside - products - price)
+        return each["data"] + kept + min(inside * (1.0 if fast else 1.1), products + (0.4 if fast else 1.0) * rest)
+
+    gain = facts.gain(lambda each: seconds(each, fast=False), lambda each: seconds(each, fast=True))
+    low, high = capture_seconds(facts)
+    why = f"predicted, not tried: model and loss compiled, about {low:.0f} to {high:.0f} s of compiling"
+    return _answer("torch.compile", gain, why)

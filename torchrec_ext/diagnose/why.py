@@ -23,8 +23,10 @@ from torchrec_ext.diagnose.clock import ThreadClock
 from torchrec_ext.diagnose.collectives import Ranks, agreed
 from torchrec_ext.diagnose.experiments import Experiments, steps_of_turn
 from torchrec_ext.diagnose.findings import Remedy
+from torchrec_ext.diagnose.loader_rules import WORKERS
 from torchrec_ext.diagnose.ranks import RankExperiments
 from torchrec_ext.diagnose.report import Diagnosis, apply_in_turn
+from torchrec_ext.diagnose.rules import ALL_CORES, ONE_THREAD
 from torchrec_ext.diagnose.state import FilesWritten, StateCopy
 
 _PROOF_S = 10.0  # seconds of the wall clock in which a remedy is measured
@@ -242,10 +244,10 @@ def _with_remedy(
     """Returns a step and its batches with a remedy, and the lines of it; None where the user must write it."""
     fn, batches = given
     lines = "\n".join(remedy.lines)
-    if remedy.name == "one thread" or remedy.name == "all cores":
-        threads = 1 if remedy.name == "one thread" else len(os.sched_getaffinity(0))
+    if remedy.name in (ONE_THREAD, ALL_CORES):
+        threads = 1 if remedy.name == ONE_THREAD else len(os.sched_getaffinity(0))
         return (_on_threads(fn, threads), batches), remedy.lines[0]
-    if remedy.name.startswith("DataLoader with") and isinstance(batches, DataLoader):
+    if remedy.name.startswith(WORKERS) and isinstance(batches, DataLoader):
         workers = int(remedy.name.split()[2])
         return (fn, loader_with(batches, num_workers=workers, prefetch_factor=2)), lines
     if remedy.name.startswith("adopt: the step captured") and adopted is not None:
