@@ -71,8 +71,13 @@ def whole_table_seconds(facts: Facts, each: Round) -> float:
         seconds, line = table.seconds, sampled.get(table.line)
         if line is not None:
             seconds = max(seconds, _at_line(facts, each, line.seconds) - (line.op_s - table.seconds))
-        spent += seconds + table.backward_s
+        spent += seconds + table.backward_s * beyond_ops(facts, each)
     return min(each["step"], spent)
+
+
+def beyond_ops(facts: Facts, each: Round) -> float:
+    """Returns how many times as long as its ops a step takes: memory of large sizes is given back outside of them."""
+    return max(1.0, each["step"] / facts.op_s) if facts.op_s else 1.0
 
 
 def _products(facts: Facts, each: Round) -> float:

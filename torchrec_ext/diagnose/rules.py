@@ -13,6 +13,7 @@ from torchrec_ext.diagnose import rank_rules
 from torchrec_ext.diagnose.costs import (
     alone_seconds,
     bare_step,
+    beyond_ops,
     busy_text,
     capture_remedy,
     capture_seconds,
@@ -289,9 +290,8 @@ def all_items(facts: Facts) -> Finding | None:
     most = max(facts.all_items, key=lambda each: each.seconds)
 
     def seconds(each: Round) -> float:
-        # What a step takes outside of its ops, as for memory of such sizes, goes with them.
-        outside = max(1.0, each["step"] / facts.op_s) if facts.op_s else 1.0
-        return (1 - _SAMPLED_ITEMS / most.items) * min(each["step"], outside * most.seconds)
+        spent = most.seconds * beyond_ops(facts, each)
+        return (1 - _SAMPLED_ITEMS / most.items) * min(each["step"], spent)
 
     cost = share_of(facts, seconds)
     if cost < LARGE:
