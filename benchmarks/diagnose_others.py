@@ -40,7 +40,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
-from torchrec_ext.data.datasets.catalog import cache_folder
 from torchrec_ext.diagnose import why_slow
 
 LIMIT_S = 300.0  # of a clone or of pip
@@ -56,6 +55,8 @@ def brought(source: str) -> Path:
     Raises:
         RuntimeError: it cannot be cloned.
     """
+    from torchrec_ext.data.datasets.catalog import cache_folder  # not beside the numpy that recommenders bring
+
     folder = cache_folder() / source.replace("/", "-")
     if folder.is_dir():
         return folder

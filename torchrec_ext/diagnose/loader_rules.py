@@ -104,9 +104,9 @@ def loader_computes(facts: Facts) -> Finding | None:
     evidence = [
         f"a batch takes {in_ms(data)}, a step {in_ms(facts.median('step'))}; the loader computes and does not wait"
     ]
-    collates = loader.collate_s > 0.5 * data
+    rows = loader.row_calls * loader.row_s
+    collates = loader.collate_s > max(rows, 0.25 * data)  # both of one moment; the batch's time is of others
     if collates:
-        rows = loader.row_calls * loader.row_s
         evidence.append(f"{in_ms(loader.collate_s)} of it is collate_fn; reading {loader.row_calls} rows {in_ms(rows)}")
     evidence += _data_lines(facts)
     ready = Remedy(
