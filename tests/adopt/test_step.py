@@ -378,6 +378,17 @@ def normalised(layer: nn.Module) -> Case:
     return case(made.model, made.loss, batch=made.batch)
 
 
+class NormOfLists(nn.Module):
+    """Normalises the last dimension of lists (B, L, D), which torch's layer expects in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(D)
+
+    def forward(self, lists: Tensor) -> Tensor:
+        return self.norm(lists.transpose(1, 2)).transpose(1, 2)  # type: ignore[no-any-return]
+
+
 class Rest(nn.Module):
     """A network with a layer that no batch reaches."""
 
@@ -465,6 +476,7 @@ CASES: dict[str, Callable[[], Case]] = {
     ),
     "dropout": lambda: normalised(nn.Dropout(0.3)),
     "batch norm": lambda: normalised(nn.BatchNorm1d(4)),
+    "batch norm of lists": lambda: listed(NormOfLists(), by=sgd),
     "layer norm": lambda: normalised(nn.LayerNorm(4)),
     "machine": machine,
     "loss module": loss_module,

@@ -116,6 +116,9 @@ def traced(step: Step, tensors: list[Tensor]) -> torch.fx.GraphModule:
         op = getattr(error, "func", "aten._local_scalar_dense")  # float(), if and .item() of a tensor
         raise CannotCaptureError(f"{op} at {line_of(error)} depends on values that a step computes") from None
     for node in graph.graph.nodes:
+        # Kernels may return other strides than in a trace, as batch normalisation over what was transposed does.
+        if node.target is torch.ops.aten.view.default:
+            node.target = torch.ops.aten.reshape.default
         if depends_on_values(node.meta.get("val")):
             raise CannotCaptureError(
                 f"{node.target} depends on values that a step computes, as .item() and boolean masks do; take "
@@ -126,6 +129,7 @@ def traced(step: Step, tensors: list[Tensor]) -> torch.fx.GraphModule:
                 f"ranks meet in every step ({node.target}), as in batch normalisation or a softmax over the candidates "
                 "of all ranks; launch one rank (-j 1x1)"
             )
+    graph.recompile()
     return graph
 
 
