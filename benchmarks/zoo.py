@@ -285,7 +285,9 @@ def main() -> None:
     models = [(library, name) for library, each in _libraries().items() for name in each.names(args.packages)]
     chosen = [pair for pair in models if not args.only or set(pair) & set(args.only)]
     if unknown := set(args.only) - {word for pair in models for word in pair}:
-        parser.error(f"--only: {', '.join(sorted(unknown))}: neither a package nor a model; packages: {list(_libraries())}")
+        parser.error(
+            f"--only: {', '.join(sorted(unknown))}: neither a package nor a model; packages: {list(_libraries())}"
+        )
     with ThreadPoolExecutor(args.jobs) as pool:
         results = list(pool.map(lambda pair: run(*pair, args), chosen))
     made = summary(results)

@@ -1,4 +1,4 @@
-"""Scripts of six repositories as they train their models, on generated data: the builders `scripts` of zoo.py.
+"""Scripts of seven repositories as they train their models, on generated data: the builders `scripts` of zoo.py.
 
 Models, losses and optimizers are those of each repository's own training script. A script that begins to train when it
 is imported gives its classes and functions alone. The repositories are cloned with git into the folder of the
@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
+import itertools
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -29,12 +32,22 @@ REPOSITORIES = {
     "SASRec.pytorch": ("pmixer/SASRec.pytorch", "fde8a9c08febc2c898dc269b1d98ab762c50d2be"),
     "BERT4Rec-VAE-Pytorch": ("jaywonchung/BERT4Rec-VAE-Pytorch", "f66f2534ebfd937778c7174b5f9f216efdebe5de"),
     "rtdl": ("yandex-research/rtdl", "4ca77be57aae445648df63e9ef3a5566b1f0a835"),
+    "FuxiCTR": ("reczoo/FuxiCTR", "0245987fdc1d43c36164ea496a02324885a8557a"),
     "examples": ("pytorch/examples", "77f55b912142e11fcfdf5b530231fb9c52f181e8"),
 }
 FACTORIZATION = (
     *("lr", "fm", "hofm", "ffm", "fnn", "wd", "ipnn", "opnn", "dcn"),
     *("nfm", "ncf", "fnfm", "dfm", "xdfm", "afm", "afi", "afn"),
 )
+
+# FuxiCTR's models that its distribution lacks; the second row reads lists of ids.
+RANKING = (
+    *("AFM", "AFN", "AOANet", "APG_DeepFM", "AutoInt", "CCPM", "DCN", "DCNv2", "DESTINE", "DLRM", "DNN", "DSSM"),
+    *("DeepCrossing", "DeepFM", "DeepIM", "EDCN", "EulerNet", "FFM", "FGCNN", "FLEN", "FM", "FiBiNET", "FiGNN"),
+    *("FinalMLP", "FinalNet", "FmFM", "FwFM", "GDCN", "HFM", "HOFM", "InterHAt", "LR", "LorentzFM", "MaskNet"),
+    *("MMoE", "NFM", "ONN", "PLE", "PNN", "PPNet", "QNN", "SAM", "ShareBottom", "WideDeep", "WuKong", "xDeepFM"),
+)
+LISTS = ("BST", "DIEN", "DIN", "DMIN", "DMR", "TransAct")
 
 
 def repository(name: str) -> Path:
@@ -197,6 +210,56 @@ def tabular(name: str, size: Size, count: int) -> Callable[[], Case]:
     return case
 
 
+def fuxictr(name: str, size: Size, count: int) -> Callable[[], Case]:
+    """Models of FuxiCTR's repository at the defaults of their classes, with the loop of BaseModel.fit."""
+    name = name.removeprefix("FuxiCTR ")
+    folder, draw, rows = repository("FuxiCTR"), torch.Generator().manual_seed(1), size.rows or 256
+    without("polars", "h5py", "keras_preprocessing", "keras_preprocessing.sequence")
+    without(*itertools.accumulate(["ray", "data", "datasource", "filename_provider"], "{}.{}".format))
+    from fuxictr.features import FeatureMap
+
+    file = next(file for file in (folder / "model_zoo").rglob(f"src/{name}.py") if "_tf" not in str(file))
+    kind = getattr(definitions(file), name)
+    features = FeatureMap("zoo", tempfile.gettempdir())
+    of_item = {"item_id": size.items, "cate_id": 100}
+    for column, high in {"user_id": size.users, **of_item, "btag": 9}.items():
+        source = "item" if column in of_item else "user"
+        spec = {"type": "categorical", "source": source, "vocab_size": high, "padding_idx": 0}
+        features.features[column] = spec
+    lists = {"click": "item_id", "neg_click": "item_id", "cate": "cate_id", "neg_cate": "cate_id"}
+    of_name = [] if name not in LISTS else [*lists] if name in ("DIEN", "DMIN") else ["click", "cate"]
+    for column, shared in ((column, lists[column]) for column in of_name):
+        spec = {"type": "sequence", "source": "user", "vocab_size": of_item[shared], "padding_idx": 0}
+        features.features[f"{column}_history"] = {**spec, "max_len": size.length, "share_embedding": shared}
+    features.labels, features.default_emb_dim = ["label"], 10
+    features.num_fields = features.get_num_fields()
+    features.set_column_index()
+
+    def batch() -> tuple[dict[str, Tensor]]:
+        label = torch.randint(2, (rows,), generator=draw)
+        values = {"label": label}
+        for column, spec in features.features.items():
+            high = spec["vocab_size"]
+            is_list = spec["type"] == "sequence"
+            values[column] = padded(draw, high, rows, size.length) if is_list else ids(draw, high, rows)
+        return (values,)
+
+    batches = [batch() for _ in range(count)]
+
+    def case() -> Case:
+        of_trainer = {"optimizer": "adam", "loss": "binary_crossentropy", "verbose": 0, "model_root": "", "gpu": -1}
+        model = kind(features, metrics=["AUC"], task="binary_classification", **of_trainer)
+        model.train()
+        limit = inspect.signature(model.fit).parameters["max_gradient_norm"].default
+
+        def loss(values: dict[str, Tensor]) -> Tensor:
+            return model.compute_loss(model(values), model.get_labels(values))  # type: ignore[no-any-return]
+
+        return Case(model, [model.optimizer], loss, batches, limit)
+
+    return case
+
+
 def example(name: str, size: Size, count: int) -> Callable[[], Case]:
     """Scripts of pytorch/examples with their own losses."""
     folder, draw, rows = repository("examples"), torch.Generator().manual_seed(1), size.rows or 128
@@ -261,6 +324,7 @@ def apart(name: str, size: Size, count: int) -> Callable[[], Case]:
 BUILDERS: dict[str, Callable[[str, Size, int], Callable[[], Case]]] = {
     **dict.fromkeys(FACTORIZATION, factorization),
     **dict.fromkeys(("GMF", "MLP", "NeuMF-end"), neural_filtering),
+    **dict.fromkeys([f"FuxiCTR {name}" for name in (*RANKING, *LISTS)], fuxictr),
     "SASRec": self_attention,
     "BERT4Rec": masked_items,
     "FTTransformer": tabular,

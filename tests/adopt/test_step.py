@@ -1199,6 +1199,46 @@ def test_a_captured_step_that_differs_from_the_eager_one_is_refused(monkeypatch:
     assert farthest(states(plain), states(made)) == 0
 
 
+class Differences(nn.Module):
+    """Reads directions of differences that are little above rounding: a change of the last bit turns them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.item, self.top = nn.Embedding(ITEMS, D), nn.Linear(D, 1)
+        self.register_buffer("anchor", self.item.weight.detach() * (1 + 2e-6 * torch.rand(ITEMS, D)))
+
+    def forward(self, user: Tensor, item: Tensor) -> Tensor:
+        anchor: Tensor = self.anchor  # type: ignore[assignment]
+        return self.top(F.normalize(self.item(item) - F.embedding(item, anchor))).squeeze(1)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("share", [1.0, 1.01])
+def test_a_step_that_rounding_changes_is_compared_within_what_rounding_changes(
+    share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A captured step that rounds weights another way is the eager one; one whose dense weights are off is not."""
+
+    def rounded(graph: torch.fx.GraphModule, examples: Any) -> Any:
+        def run(*tensors: Tensor) -> Any:
+            item = next(tensor for tensor in tensors if tensor.shape == (ITEMS, D) and tensor.abs().max() > 1)
+            item.mul_(1 + 2.0**-23 * torch.randint(-1, 2, item.shape))
+            result = graph(*tensors)
+            next(tensor for tensor in tensors if tensor.shape == (1, D)).mul_(share)
+            return result
+
+        return run
+
+    def make() -> Case:
+        torch.manual_seed(0)
+        model = Differences()
+        return case(model, logistic(model), batch=lambda g: pairs(g, USERS, ITEMS), optimizers=adam(model, lr=1e-8))
+
+    monkeypatch.setattr(adopted, "compile_graph", rounded)
+    monkeypatch.setattr(adopted, "WATCHED", 2)
+    *_, step = with_adopt(make, 9, compile="auto")
+    assert ("differs from the eager one" in step.describe()) == (share != 1)
+
+
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_loss_that_is_not_finite_ends_the_run_with_its_step(captured: bool) -> None:
     made = made_anew(of_pairs)

@@ -14,8 +14,9 @@ import linecache
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -129,7 +130,7 @@ def _fault_of_table(module: nn.Embedding | nn.EmbeddingBag) -> str:
 def _fault_of_parameter(parameter: nn.Parameter) -> str:
     if type(parameter) not in (nn.Parameter, Tensor):
         return f"is a {type(parameter).__name__}, not a plain parameter; run one forward first if it is lazy"
-    if parameter.dtype != torch.float32:
+    if parameter.dtype != torch.float32 and parameter.requires_grad:
         return (
             f"is {parameter.dtype}; weights are trained in torch.float32: call model.float(), and give "
             "autocast=lambda: torch.autocast('cpu', torch.bfloat16) to compute in 16 bits"
@@ -358,15 +359,20 @@ def step_difference(
     before: Mapping[str, Tensor],
     captured: Mapping[str, Tensor],
     *results: Any,
+    noise: Mapping[str, float] = MappingProxyType({}),
 ) -> str:
     """Names what differs by more than rounding between a captured and an eager step, whose tensors are in the memory.
+
+    ``noise`` says how far rounding of the weights moves the gradient of a parameter, and of ``loss`` the loss: within
+    ten times that they do not differ.
 
     A gradient that is nothing but rounding, as of a bias before batch normalisation, is a step of Adam's full size in
     any direction: weights are compared where their gradient counts.
     """
     (loss, output), (eager_loss, eager_output), factor = results
     near, floor = _NEAR * factor, _FLOOR * factor
-    if abs(float(loss - eager_loss)) > near * max(abs(float(eager_loss)), 1e-3):
+    most = near * max(abs(float(eager_loss)), 1e-3) + 10 * noise.get("loss", 0.0)
+    if abs(float(loss - eager_loss)) > most:
         return f"the loss, {float(loss):.7g}, not {float(eager_loss):.7g}"
     eager = _held(memory, outer)
     pulls = {moved.name: _pull(moved, before, eager) for moved in memory.moved}
@@ -377,12 +383,15 @@ def step_difference(
             continue
         # Without state it is seen by how far the weight moves, which is rounded as the weight is.
         rounding = 0.0 if moved.state else _ROUNDING * float(eager[moved.name].abs().max())
+        rounding += 10 * noise.get(moved.name, 0.0)
         if float((pull - other).abs().max()) > near * float(pull.abs().max()) + floor * greatest + rounding:
             return f"the gradient of '{moved.name}'"
-        counts = pull.abs() > 100 * floor * greatest
+        counts = pull.abs() > 100 * max(floor * greatest, noise.get(moved.name, 0.0))
         step = (eager[moved.name] - before[moved.name]).abs().max()
-        off = ((eager[moved.name] - captured[moved.name]).abs() * counts).max()
-        if float(off) > 0.05 * float(step) + 1e-6 * float(eager[moved.name].abs().max()):
+        # A gradient that is rounding makes a step of full size in any direction, and no longer one.
+        share = torch.where(counts, 0.05, 2.5)
+        off = ((eager[moved.name] - captured[moved.name]).abs() / share).max()
+        if float(off) > float(step) + 2e-5 * float(eager[moved.name].abs().max()):
             return f"the weights of '{moved.name}'"
     for name in eager:
         if name.startswith("outer ") and not torch.allclose(
@@ -403,6 +412,40 @@ def _alike(tensor: Tensor, other: Tensor, near: float) -> bool:
         return True
     scale = max(float(tensor.float().abs().max()), 1e-3)
     return not float((tensor - other).abs().max()) > near * scale
+
+
+@torch.no_grad()
+def response_to_rounding(
+    memory: StepMemory, outer: Sequence[Tensor], before: Mapping[str, Tensor], step: Callable[[], Tensor]
+) -> dict[str, float]:
+    """Returns how far a step's gradients move if weights change by rounding, by parameter, and of ``loss`` the loss.
+
+    Args:
+        memory: the step's memory.
+        outer: see :func:`contents`.
+        before: what the memory held before the step.
+        step: makes the step on the memory, and returns its loss.
+    """
+    now, draw = contents(memory, outer), torch.Generator(memory.device).manual_seed(0)
+    losses, made = [], []
+    try:
+        for shifted in (False, True):
+            write_back(memory, outer, before)
+            begun = dict(before)
+            for moved in memory.moved if shifted else ():
+                shift = torch.randint(-1, 2, moved.weight.shape, generator=draw, device=memory.device)
+                moved.weight.mul_(1 + 2.0**-23 * shift)
+                begun[moved.name] = moved.weight.clone()
+            losses.append(float(step()))
+            memory.settle()
+            after = _held(memory, outer)
+            made.append({moved.name: _pull(moved, begun, after).clone() for moved in memory.moved})
+    finally:
+        memory.settle()
+        write_back(memory, outer, now)
+    first, second = made
+    noise = {name: float((pull - second[name]).abs().max()) for name, pull in first.items() if pull.numel()}
+    return {"loss": abs(losses[1] - losses[0]), **noise}
 
 
 def _pull(moved: UpdatedParameter, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Tensor:

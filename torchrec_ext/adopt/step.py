@@ -37,6 +37,7 @@ from torchrec_ext.adopt.checks import (
     hook_of_optimizers,
     loss_and_output,
     module_line,
+    response_to_rounding,
     step_difference,
     update_rules,
     write_back,
@@ -649,6 +650,7 @@ class AdoptedStep:
             late = [tensor for _, p, key, tensor in captured.state if key == "step" or id(p) in row_tables]
             captured.lag = Lag(captured.source.memory, tables, late)
         self._capture_s += seconds
+        self._began = time.perf_counter()
         self._say(f"... {seconds:.1f} s{f'; {captured.step.describe()}' if first and captured.step.describe() else ''}")
 
     def _ended(self) -> str:
@@ -716,6 +718,9 @@ class AdoptedStep:
         results = (captured.loss, captured.outputs), eager
         factor = 300.0 if self._in_autocast() else 1.0
         far = step_difference(memory, outer, before, after, *results, factor)
+        if far and isinstance(captured.call, GraphCall):
+            noise = self._response_to_rounding(captured, before)
+            far = step_difference(memory, outer, before, after, *results, factor, noise=noise)
         moved = {each.name for each in memory.moved}
         for name, (_, _, parameter, _) in update_rules(self._model, self._optimizers).items():
             if name not in moved and parameter.grad is not None:
@@ -728,6 +733,23 @@ class AdoptedStep:
         else:
             self._checks_s[self._paused] += time.perf_counter() - began
         return eager
+
+    def _response_to_rounding(self, captured: _Compared, before: Mapping[str, Tensor]) -> dict[str, float]:
+        """Returns how far rounding moves the gradients of the step that is compared, from its ops run one by one."""
+        current, random = self._current, random_state(self._device)
+        assert current is not None
+        given = current.source.inputs(captured.call)
+
+        def step() -> Tensor:
+            set_random_state(self._device, captured.before.random)
+            return current.step(given)[0]
+
+        current.engine.plain = True
+        try:
+            return response_to_rounding(current.source.memory, captured.call.outer(), before, step)
+        finally:
+            current.engine.plain = False
+            set_random_state(self._device, random)
 
     def _anew(self, changed: str, batch: AnyBatch) -> tuple[Tensor, Any]:
         """Gives up the captured steps, because somebody changed what they have fixed, and makes an eager one."""
