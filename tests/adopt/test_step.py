@@ -681,6 +681,24 @@ class NumpyNoise(Pairs):
         return super().forward(user, item) + float(np.random.normal())
 
 
+class OverAGraph(Pairs):
+    """LightGCN's product: the neighbours of each item, by a sparse matrix."""
+
+    def forward(self, user: Tensor, item: Tensor) -> Tensor:
+        matrix = NEIGHBOURS
+        items = torch.sparse.mm(matrix, self.item.weight)
+        return (self.user(user) * F.embedding(item, items)).sum(1)
+
+
+NEIGHBOURS = torch.eye(FEW).to_sparse()
+
+
+class Packed(Pairs):
+    def forward(self, user: Tensor, item: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(self.item(item)[:, None], torch.ones(B), batch_first=True)
+        return packed.data.sum(1) + super().forward(user, item)
+
+
 class Rewriting(Pairs):
     def forward(self, user: Tensor, item: Tensor) -> Tensor:
         with torch.no_grad():
@@ -788,6 +806,14 @@ REFUSED: dict[str, tuple[Callable[[], Case], str]] = {
     "unique": (lambda: of(Unique), r"test_step.py:\d+ \(return super.*\) depends on values"),
     "lists of values": (lambda: of(Lists), r"test_step.py:\d+ \(.*tolist\(\).*\) depends on values"),
     "random": (lambda: of(Noisy), r"test_step.py:\d+ \(.*random.random.*\) cannot be traced by torch.compile"),
+    "sparse matrix": (
+        lambda: of(OverAGraph),
+        r"test_step.py:\d+ \(items = .*\) reads a sparse matrix, .*product is F.embedding_bag\(columns, dense, row_starts, ",
+    ),
+    "packed": (
+        lambda: of(Packed),
+        r"test_step.py:\d+ \(packed = .*\) cannot be traced by torch.compile \(it leaves out pack_padded_seq",
+    ),
     "numpy": (lambda: of(NumpyNoise), r"test_step.py:\d+ \(.*np.random.normal.*\) depends on values"),
     "weights written": (lambda: of(Rewriting), "writes into a weight or into the batch"),
     "backward": (lambda: beside(lambda model, loss: backward(of_pairs()._replace(loss=loss))), r"calls backward\(\)"),

@@ -187,6 +187,13 @@ def untraceable(error: BaseException) -> CannotAdopt:
         )
     if any(word in text.lower() for word in _VALUES):
         return CannotAdopt(values_needed(line))
+    if "sparse tensor" in text.lower():
+        return CannotAdopt(
+            f"{line} reads a sparse matrix, which torch.compile does not take; its product is "
+            "F.embedding_bag(columns, dense, row_starts, mode='sum', per_sample_weights=values)"
+        )
+    if skipped := re.search(r"the function `(\w+)` in file", text):
+        what = f"it leaves out {skipped[1]}()"
     return CannotAdopt(f"{line} cannot be traced by torch.compile ({what[:80]}); move it out of the loss and forward")
 
 
