@@ -98,10 +98,11 @@ def difference(one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[float, flo
 def rounded(case: Any) -> Any:
     """Changes the weights of a case by rounding."""
     import torch
+    from torch import Tensor
 
     draw = torch.Generator().manual_seed(2)
     with torch.no_grad():
-        for weight in case.model.parameters():
+        for weight in filter(Tensor.is_floating_point, case.model.parameters()):
             weight.mul_(1 + 2.0**-23 * torch.randint(-1, 2, weight.shape, generator=draw))
     return case
 
