@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from diagnose_faults import FAULTS, Case, Fault, mlp
-from harness import ROOT, Options, Row, last_json, output, row
+from harness import ROOT, Options, Row, checkout, last_json, row
 from rank_programs import SLOW
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -42,7 +42,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 
 from torchrec_ext.diagnose import why_slow
 
-LIMIT_S = 300.0  # of a clone or of pip
+LIMIT_S = 300.0  # of pip
 TORCHBENCH = "pytorch/benchmark@0e83c440a51cd63464fee34724d01b7c814ce39b"
 EXAMPLES = "pytorch/examples@77f55b912142e11fcfdf5b530231fb9c52f181e8"
 TRACEML = "traceopt-ai/traceml@d5cec51180c4c828f195656890ef5bc91c3cc4d4"
@@ -50,25 +50,10 @@ SOURCES = {"TorchBench's": TORCHBENCH, "examples'": EXAMPLES, "TraceML's": TRACE
 
 
 def brought(source: str) -> Path:
-    """Returns the folder of a repository at a commit, which it clones where the cache folder has none.
-
-    Raises:
-        RuntimeError: it cannot be cloned.
-    """
+    """Returns the folder of a repository at a commit in the cache folder; raises as :func:`checkout`."""
     from torchrec_ext.data.datasets.catalog import cache_folder  # not beside the numpy that recommenders bring
 
-    folder = cache_folder() / source.replace("/", "-")
-    if folder.is_dir():
-        return folder
-    name, commit = source.split("@")
-    partial = folder.with_suffix(".partial")
-    git = ["git", "-C", partial]
-    output(["git", "init", "--quiet", partial], limit_s=LIMIT_S)
-    fetch = ["fetch", "--quiet", "--depth=1", f"https://github.com/{name}.git", commit]
-    output([*git, *fetch], limit_s=LIMIT_S)
-    output([*git, "checkout", "--quiet", "FETCH_HEAD"], limit_s=LIMIT_S)
-    partial.rename(folder)
-    return folder
+    return checkout(source, cache_folder() / source.replace("/", "-"))
 
 
 class _Named(type):

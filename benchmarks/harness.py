@@ -471,6 +471,24 @@ def last_json(command: Sequence[object], *, limit_s: float = LIMIT_S, **environm
     return json.loads(output(command, limit_s=limit_s, **environment).splitlines()[-1])
 
 
+def checkout(source: str, folder: Path, *, limit_s: float = 300.0) -> Path:
+    """Returns ``folder`` with a public repository in it, ``OWNER/NAME@COMMIT``, which is cloned if it is not there.
+
+    Raises:
+        RuntimeError: it cannot be cloned.
+    """
+    if folder.is_dir():
+        return folder
+    name, commit = source.split("@")
+    partial = folder.with_suffix(".partial")  # a clone that was interrupted is no checkout
+    git = ["git", "-C", partial]
+    output(["git", "init", "--quiet", partial], limit_s=limit_s)
+    output([*git, "fetch", "--quiet", "--depth=1", f"https://github.com/{name}.git", commit], limit_s=limit_s)
+    output([*git, "checkout", "--quiet", "FETCH_HEAD"], limit_s=limit_s)
+    partial.rename(folder)
+    return folder
+
+
 def output(command: Sequence[object], *, limit_s: float = LIMIT_S, **environment: str) -> str:
     """Runs a command in a process of its own and returns what it printed.
 

@@ -11,7 +11,6 @@ import ast
 import importlib
 import inspect
 import itertools
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -23,17 +22,18 @@ from unittest.mock import MagicMock
 import numpy as np
 import torch
 import torch.nn.functional as F
+from harness import checkout
 from torch import Tensor, nn
 from zoo_models import CannotBuildError, Case, Library, Size, ids, padded
 
 REPOSITORIES = {
-    "pytorch-fm": ("rixwew/pytorch-fm", "f74ad19771eda104e99874d19dc892e988ec53fa"),
-    "NCF": ("guoyang9/NCF", "89ff06ffcd2bca6bb773b54925265c208a28d318"),
-    "SASRec.pytorch": ("pmixer/SASRec.pytorch", "fde8a9c08febc2c898dc269b1d98ab762c50d2be"),
-    "BERT4Rec-VAE-Pytorch": ("jaywonchung/BERT4Rec-VAE-Pytorch", "f66f2534ebfd937778c7174b5f9f216efdebe5de"),
-    "rtdl": ("yandex-research/rtdl", "4ca77be57aae445648df63e9ef3a5566b1f0a835"),
-    "FuxiCTR": ("reczoo/FuxiCTR", "0245987fdc1d43c36164ea496a02324885a8557a"),
-    "examples": ("pytorch/examples", "77f55b912142e11fcfdf5b530231fb9c52f181e8"),
+    "pytorch-fm": "rixwew/pytorch-fm@f74ad19771eda104e99874d19dc892e988ec53fa",
+    "NCF": "guoyang9/NCF@89ff06ffcd2bca6bb773b54925265c208a28d318",
+    "SASRec.pytorch": "pmixer/SASRec.pytorch@fde8a9c08febc2c898dc269b1d98ab762c50d2be",
+    "BERT4Rec-VAE-Pytorch": "jaywonchung/BERT4Rec-VAE-Pytorch@f66f2534ebfd937778c7174b5f9f216efdebe5de",
+    "rtdl": "yandex-research/rtdl@4ca77be57aae445648df63e9ef3a5566b1f0a835",
+    "FuxiCTR": "reczoo/FuxiCTR@0245987fdc1d43c36164ea496a02324885a8557a",
+    "examples": "pytorch/examples@77f55b912142e11fcfdf5b530231fb9c52f181e8",
 }
 FACTORIZATION = (
     *("lr", "fm", "hofm", "ffm", "fnn", "wd", "ipnn", "opnn", "dcn"),
@@ -52,16 +52,11 @@ LISTS = ("BST", "DIEN", "DIN", "DMIN", "DMR", "TransAct")
 
 def repository(name: str) -> Path:
     """Returns a checkout of a repository, and puts it first on the path."""
-    owner, commit = REPOSITORIES[name]
     packages = next(Path(path) for path in sys.path if (Path(path) / "torch_rechub").exists())
-    folder = packages / "scripts" / name
-    if not folder.exists():
-        clone = ["git", "clone", "--quiet", f"https://github.com/{owner}", str(folder)]
-        try:
-            subprocess.run(clone, check=True, capture_output=True)
-            subprocess.run(["git", "-C", str(folder), "checkout", "--quiet", commit], check=True, capture_output=True)
-        except (OSError, subprocess.CalledProcessError):
-            raise CannotBuildError(f"the repository {owner} cannot be cloned") from None
+    try:
+        folder = checkout(REPOSITORIES[name], packages / "scripts" / name)
+    except RuntimeError:
+        raise CannotBuildError(f"the repository {REPOSITORIES[name]} cannot be cloned") from None
     sys.path.insert(0, str(folder))
     return folder
 

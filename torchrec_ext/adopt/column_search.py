@@ -20,8 +20,8 @@ from tqdm import tqdm
 from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.adopt.reading import GETITEMS, DatasetReader, held_by, is_frame, seed_everything, words
 
-COMPARED = 4096  # rows that are compared where a Dataset has more, and reading all takes longer than
-SECONDS = 8.0
+COMPARED = 4096  # rows that are compared if reading all would take too long
+SECONDS = 8.0  # that reading all rows may take
 _ROUNDS, _READ_AGAIN = 4, 190
 _CALLS = 8  # of each row whose draws are read
 _MOST_BYTES = 1 << 26  # of the rows that are compared

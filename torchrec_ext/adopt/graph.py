@@ -95,7 +95,7 @@ class TracedCall:
         self._compiled = torch.compile(self._function, backend=backend, **options)
         cells = zip(code.co_freevars, self._function.__closure__ or (), strict=True)
         self._closure = {name: cell.cell_contents for name, cell in cells}
-        self._traced: dict[CodeType, Callable[..., Any]] = {}
+        self._calls: dict[CodeType, Callable[..., Any]] = {}
         # Made once: a patch takes 4 us, and to make one 20.
         self._settings = torch._dynamo.config.patch(skip_nnmodule_hook_guards=False, allow_rnn=True)
 
@@ -135,10 +135,10 @@ class TracedCall:
         return named | self._closure
 
     def _call_of(self, code: CodeType) -> Callable[..., Any]:
-        if code not in self._traced:
-            own = self._function
-            self._traced[code] = FunctionType(code, own.__globals__, code.co_name, None, own.__closure__)
-        return self._traced[code]
+        if code not in self._calls:
+            function = self._function
+            self._calls[code] = FunctionType(code, function.__globals__, code.co_name, None, function.__closure__)
+        return self._calls[code]
 
 
 class OneGraphTooMany(CannotAdopt):

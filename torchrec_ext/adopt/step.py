@@ -718,6 +718,7 @@ class AdoptedStep:
         results = (captured.loss, captured.outputs), eager
         factor = 300.0 if self._in_autocast() else 1.0
         far = step_difference(memory, outer, before, after, *results, factor)
+        # Of towers apart a call is another: its step cannot be made again without the other ranks.
         if far and isinstance(captured.call, GraphCall):
             noise = self._response_to_rounding(captured, before)
             far = step_difference(memory, outer, before, after, *results, factor, noise=noise)

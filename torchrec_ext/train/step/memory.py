@@ -416,7 +416,8 @@ class StepMemory:
             reason = without_closed_form(moved.choice)
             way = "moved row by row" if name in self._rows else f"moved whole{f' ({reason})' if reason else ''}"
             ways.setdefault(way, []).append(name)
-        return "; ".join(f"{way}: {', '.join(names)}" for way, names in sorted(ways.items(), reverse=True))
+        whole_first = sorted(ways.items(), reverse=True)
+        return "; ".join(f"{way}: {', '.join(names)}" for way, names in whole_first)
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns all tensors by name."""
