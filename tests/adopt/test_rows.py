@@ -6,7 +6,7 @@ import collections
 import itertools
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -24,6 +24,7 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     IterableDataset,
+    Sampler,
     Subset,
     SubsetRandomSampler,
     TensorDataset,
@@ -336,10 +337,30 @@ def test_what_a_loader_says_too_is_refused_beside_it(settings_: dict[str, Any], 
         Rows.of(loader, **settings_)
 
 
-def test_a_loader_whose_batches_have_no_fixed_size_is_refused() -> None:
-    loader = DataLoader(TensorDataset(torch.arange(3)), batch_sampler=[[0, 1], [2]])
-    with pytest.raises(CannotAdopt, match=re.escape("Rows.of(loader): its list makes batches of no fixed size")):
+class Endless(Sampler[int]):
+    """A sampler without a length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count()
+
+
+NO_FIXED_SIZE: dict[str, Callable[[Dataset], DataLoader[Any]]] = {
+    "list": lambda data: DataLoader(data, batch_sampler=[[0, 1], [2]]),
+    "Endless": lambda data: DataLoader(data, 2, sampler=Endless()),
+}
+
+
+@pytest.mark.parametrize("kind", NO_FIXED_SIZE)
+def test_a_loader_whose_batches_have_no_fixed_size_is_refused(kind: str) -> None:
+    loader = NO_FIXED_SIZE[kind](TensorDataset(torch.arange(3)))
+    with pytest.raises(CannotAdopt, match=re.escape(f"Rows.of(loader): its {kind} makes batches of no fixed size")):
         Rows.of(loader)
+
+
+def test_a_row_of_a_sampler_that_is_not_there_is_named() -> None:
+    rows = Rows.of(DataLoader(TensorDataset(torch.arange(8)), 2, sampler=[1, 99]))
+    with pytest.raises(CannotAdopt, match="the loader's sampler gives row 99: must be 0 to 7"):
+        next(iter(rows))
 
 
 def test_negatives_of_a_row_that_a_sampler_takes_twice_are_refused() -> None:

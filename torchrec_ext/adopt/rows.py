@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, default_collate
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
 from torchrec_ext.adopt.column_search import COMPARED, ColumnSearch, Reading, equal
 from torchrec_ext.adopt.errors import CannotAdopt
@@ -280,6 +280,9 @@ class Rows:
                 if hasattr(sampler, "set_epoch"):
                     sampler.set_epoch(epoch)
             batches = [torch.tensor(list(rows), dtype=torch.int64) for rows in self._sampler]
+        outside = [row for batch in batches for row in batch.tolist() if not 0 <= row < self.num_rows]
+        if outside:
+            raise CannotAdopt(f"the loader's sampler gives row {outside[0]}: must be 0 to {self.num_rows - 1}")
         if self._negatives is not None and len(rows := torch.cat(batches).tolist()) > len(set(rows)):
             raise CannotAdopt(
                 "the loader's sampler takes a row twice in an epoch, whose negatives would be the same; draw them in "
@@ -377,7 +380,11 @@ def _sampler_of(loader: DataLoader[Any], asked: dict[str, Any]) -> tuple[Any, di
     ):
         return None, {**asked, "shuffle": type(sampler) is RandomSampler, "drop_last": loader.drop_last}
     kind = type(batches if loader.batch_size is None else sampler).__name__
-    if batches is None or not (hasattr(batches, "__len__") and hasattr(batches, "batch_size")):
+    try:
+        fixed = hasattr(batches, "batch_size") and len(batches) >= 0  # type: ignore[arg-type]
+    except TypeError:  # its sampler has no length
+        fixed = False
+    if not fixed and not isinstance(loader.dataset, IterableDataset):  # which is refused for what it is
         raise CannotAdopt(f"Rows.of(loader): its {kind} makes batches of no fixed size; give it batch_size, __len__")
     if asked.get("ranks", 1) > 1:
         raise CannotAdopt(f"Rows.of(loader, ranks=...): its {kind} does not say whose rows are whose; leave ranks out")
