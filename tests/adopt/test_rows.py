@@ -467,7 +467,10 @@ PLANTED: dict[str, tuple[str, str | None]] = {
 }
 
 
-@pytest.mark.parametrize("sampler", PLANTED)
+@pytest.mark.parametrize(
+    "sampler",
+    [pytest.param(name, marks=() if index % 2 else pytest.mark.slow) for index, name in enumerate(PLANTED)],
+)
 def test_a_law_that_is_not_that_of_the_draws_is_refused_with_its_p_value(sampler: str) -> None:
     """The message names what contradicts it, and the law to sign, where the package has it: as a line to paste."""
     dataset = Interactions(sampler)

@@ -240,7 +240,7 @@ def test_towers_apart_equal_one_process(name: str, world_size: int, rows: int, k
 CAPTURED: list[tuple[str, int, int, str, dict[str, Any]]] = [
     ("two", 2, 24, "adam", {"clip_norm": CLIPPED}),
     pytest.param("computed", 2, 25, "plain", {}, marks=pytest.mark.slow),
-    ("large", 2, 24, "plain", {}),
+    pytest.param("large", 2, 24, "plain", {}, marks=pytest.mark.slow),
     pytest.param("three", 3, 20, "adam", {}, marks=pytest.mark.slow),
     pytest.param("two", 1, 24, "adam", {"clip_norm": CLIPPED}, marks=pytest.mark.slow),
     pytest.param("two", 2, 24, "adam", {"compiled": True}, marks=pytest.mark.slow),

@@ -48,6 +48,7 @@ def placed(runtime: Runtime, folder: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_every_rank_gets_the_same_plan_and_the_folder_the_measured_step(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'torchrec-ext[report]'")
     first, second = run_ranks(placed, 2, str(tmp_path), timeout_s=300)

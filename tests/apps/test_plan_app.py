@@ -188,6 +188,7 @@ def test_small_tables_are_whole_where_ranks_are_cpus(capsys: pytest.CaptureFixtu
     assert "foreseen to be faster" not in shown, "the cost model counts bytes, and the rule stands against it"
 
 
+@pytest.mark.slow
 @pytest.mark.launch
 def test_as_a_user_runs_it(tmp_path: Path) -> None:
     torchx = str(Path(sys.executable).with_name("torchx"))

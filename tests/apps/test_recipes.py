@@ -96,7 +96,7 @@ IN_BATCH = (
     ("recipe", "overrides"),
     [
         ("ncf", ("loader.batch_size=512", "train.epochs=6", "optimizer.tables_lr=0.01", "optimizer.dense_lr=0.01")),
-        ("two_tower", IN_BATCH),
+        pytest.param("two_tower", IN_BATCH, marks=pytest.mark.slow),
         pytest.param(
             "two_tower", (*IN_BATCH, "loader.sampling=mixed", "loader.shared_negatives=256"), marks=pytest.mark.slow
         ),

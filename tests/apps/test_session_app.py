@@ -71,6 +71,7 @@ def test_the_planted_successors_are_found_and_no_more_than_there_is_to_find(
         assert outcome["validation"][name] == pytest.approx(outcome["test"][name], abs=0.05)
 
 
+@pytest.mark.slow
 def test_in_bfloat16_they_are_found_too(by_ranks: dict[int, list[dict[str, Any]]]) -> None:
     (half,) = run_ranks(trained, 1, apply_overrides(PLANTED, ["train.amp=bf16"]))
     for name in ("hr@10", "ndcg@10"):

@@ -468,6 +468,7 @@ def test_a_run_that_was_stopped_in_mid_epoch_goes_on_as_if_it_had_not(folder: Pa
     assert whole == again
 
 
+@pytest.mark.slow
 def test_a_run_is_not_resumed_or_exported_with_the_ids_of_another_preprocessor(
     folder: Path, log: Path, tmp_path: Path
 ) -> None:

@@ -173,6 +173,7 @@ def test_the_requests_for_an_audit_are_spread_over_the_training_rows(log: pa.Tab
         assert before
 
 
+@pytest.mark.slow
 def test_a_header_and_parquet_give_the_same_rows(log: pa.Table, folder: Path, tmp_path: Path) -> None:
     names = [*log.column_names[::-1]]
     lines = [",".join(names), *(",".join(str(row[name]) for name in names) for row in log.to_pylist())]
@@ -330,7 +331,8 @@ def merged_tables(model: Any) -> list[Any]:
     return merged(table for tower in model.towers.values() for table in tower.tables)
 
 
-@pytest.mark.parametrize("recipe", [pytest.param("bst", marks=pytest.mark.slow), "multi_task"])
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["bst", "multi_task"])
 def test_two_ranks_see_each_row_once_and_a_stopped_run_goes_on_as_if_it_had_not(
     recipe: str, folder: Path, tmp_path: Path
 ) -> None:

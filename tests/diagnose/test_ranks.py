@@ -411,6 +411,7 @@ def _left_alone(runtime: Runtime) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.launch
 def test_no_rank_waits_in_a_collective_without_a_future() -> None:
     for text in run_ranks(_left_alone, 2):

@@ -51,8 +51,19 @@ def everything(made: Training) -> list[object]:
     ]
 
 
-@pytest.mark.parametrize("diagnose", [by_parts, by_step, applied], ids=["by parts", "by step", "applied"])
-@pytest.mark.parametrize("when", [(0,), (13,), (0, 7, 20)], ids=["before the first step", "in an epoch", "often"])
+WAYS = {"by parts": by_parts, "by step": by_step, "applied": applied}
+MOMENTS = {"before the first step": (0,), "in an epoch": (13,), "often": (0, 7, 20)}
+
+
+@pytest.mark.parametrize(
+    ("diagnose", "when"),
+    [
+        # Each way and each moment once in the default run.
+        pytest.param(diagnose, when, id=f"{moment}-{way}", marks=() if first == second else pytest.mark.slow)
+        for first, (way, diagnose) in enumerate(WAYS.items())
+        for second, (moment, when) in enumerate(MOMENTS.items())
+    ],
+)
 def test_a_diagnosed_training_goes_on_bit_for_bit(
     diagnose: Callable[[Training], object], when: tuple[int, ...]
 ) -> None:

@@ -787,7 +787,7 @@ def test_64_bit_floats_and_a_softmax_over_a_catalogue_are_seen() -> None:
     assert not why_slow(*mlp()).facts.double_s
 
 
-@pytest.mark.parametrize("mode", ["anomaly mode", "a profiler"])
+@pytest.mark.parametrize("mode", [pytest.param("anomaly mode", marks=pytest.mark.slow), "a profiler"])
 def test_a_debugging_mode_that_was_left_on_is_named(mode: str) -> None:
     with torch.autograd.set_detect_anomaly(mode == "anomaly mode"), ExitStack() as stack:
         if mode == "a profiler":
@@ -939,7 +939,9 @@ def healthy_in_batch() -> Any:
     return tables, optimizer, loss, [(torch.randint(1_500, (1_024,)), torch.randint(1_500, (1_024,)))] * 4
 
 
-@pytest.mark.parametrize("program", [healthy_lstm, healthy_images, healthy_in_batch])
+@pytest.mark.parametrize(
+    "program", [healthy_lstm, healthy_images, pytest.param(healthy_in_batch, marks=pytest.mark.slow)]
+)
 def test_programs_without_a_fault_have_none_of_the_causes_that_lines_and_ops_show(
     program: Callable[[], Any], sampled: None
 ) -> None:

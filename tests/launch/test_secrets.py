@@ -66,6 +66,7 @@ def test_what_is_submitted_does_not_hold_the_secrets(scheduler: list[str], words
     assert PLANTED not in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_job_shows_the_secrets_to_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     settings = [f"--set={item}" for item in TINY]

@@ -197,6 +197,7 @@ def clicked(runtime: Runtime) -> tuple[float, float]:
     return auc(*columns, runtime), auc(popular, *columns[1:], runtime)
 
 
+@pytest.mark.slow
 def test_clicks_are_learned_with_the_loader_and_the_loop_of_the_other_recipes() -> None:
     """Every rank pads, draws negatives and sees users without a history."""
     (learned, popular), other = run_ranks(clicked, 2)

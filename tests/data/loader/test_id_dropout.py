@@ -240,8 +240,8 @@ def share_of_unseen_above_seen(rate: float, sampling: str) -> float:
     return float((scores[:, new[1:], None] > scores[:, None, ~new[1:]]).mean())
 
 
-@pytest.mark.parametrize("sampling", ["batch", "mixed"])
-@pytest.mark.parametrize("rate", [0.1, 0.3])
+@pytest.mark.parametrize("sampling", [pytest.param("batch", marks=pytest.mark.slow), "mixed"])
+@pytest.mark.parametrize("rate", [0.1, pytest.param(0.3, marks=pytest.mark.slow)])
 def test_the_unknown_row_is_pushed_down_as_often_as_it_is_pulled_up(rate: float, sampling: str) -> None:
     """While it was nobody's negative each unseen item stood above each trained one, for every user."""
     assert 0.35 < share_of_unseen_above_seen(rate, sampling) < 0.65

@@ -37,6 +37,7 @@ def duckdb() -> Iterator[DuckDB]:
     engine.close()
 
 
+@pytest.mark.slow
 def test_requests_agree_with_files_on_many_rows_in_their_order(duckdb: DuckDB, tmp_path: Path) -> None:
     rows = random_rows(3000, seed=1)
     files = [

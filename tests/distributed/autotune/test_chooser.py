@@ -319,6 +319,7 @@ def two_ranks() -> list[dict[str, Any]]:
     return run_ranks(decided, 2, timeout_s=300)
 
 
+@pytest.mark.slow
 def test_all_ranks_decide_alike_and_train_by_it(two_ranks: list[dict[str, Any]]) -> None:
     first, second = two_ranks
     for name in ("config", "text", "candidates"):
@@ -341,12 +342,14 @@ def test_all_ranks_decide_alike_and_train_by_it(two_ranks: list[dict[str, Any]])
     assert taken.trial_ms is not None
 
 
+@pytest.mark.slow
 def test_a_shared_table_keeps_towers_together(two_ranks: list[dict[str, Any]]) -> None:
     flat, apart = two_ranks[0]["shared"]
     assert flat == ("data_parallel", "row_wise", "")
     assert apart[2].startswith("the towers user and item share table 'item'")
 
 
+@pytest.mark.slow
 def test_tables_that_fit_nowhere_are_refused_on_every_rank(two_ranks: list[dict[str, Any]]) -> None:
     assert two_ranks[0]["memory"] == two_ranks[1]["memory"]
     assert "no sharding plan fits" in two_ranks[0]["memory"]

@@ -597,6 +597,7 @@ def test_a_manifest_that_is_no_plain_file_of_some_size_is_refused_at_once(
         EmbeddingStore.open(tmp_path / "store")
 
 
+@pytest.mark.slow
 def test_it_loads_without_a_process_group_and_without_faiss(pristine: Path) -> None:
     program = f"""
 import sys

@@ -213,6 +213,7 @@ def test_a_top_nn_stores_the_items_half_of_its_first_layer(tmp_path: Path) -> No
     torch.testing.assert_close(bundle.projected.rows(torch.arange(ITEMS)), half, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_table_of_both_towers_is_kept_once_and_in_a_byte_a_number_where_asked(tmp_path: Path) -> None:
     _, trained = exported("sessions", tmp_path / "trained")
     assert trained.architecture.tables == {"items/weight": "tables/000.safetensors"}

@@ -128,6 +128,7 @@ def test_contextual_ncf_is_equal(tmp_path: Path) -> None:
     np.testing.assert_allclose(found, bundle.embed_query({"user_id": [7], "hour": [9], "age": [0.3]}), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_weights_attention_fp16_and_a_table_of_two_towers_are_equal(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     lengths = contents()["users"].features["history"].combine_chunks().value_lengths().to_pylist()
@@ -165,7 +166,7 @@ def test_weights_attention_fp16_and_a_table_of_two_towers_are_equal(tmp_path: Pa
     "interaction",
     [
         pytest.param(DeepCross([8, 8]), marks=pytest.mark.slow, id="DeepCross"),
-        pytest.param(DeepFM([8, 8]), id="DeepFM"),
+        pytest.param(DeepFM([8, 8]), marks=pytest.mark.slow, id="DeepFM"),
     ],
 )
 def test_a_top_nn_of_which_nothing_is_projected_is_equal(interaction: nn.Module, tmp_path: Path) -> None:

@@ -146,7 +146,8 @@ def every_way(runtime: Runtime, folder: str) -> dict[str, dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_a_run_ends_with_the_weights_of_its_best_evaluation(world_size: int, tmp_path: Path) -> None:
     found = run_ranks(every_way, world_size, str(tmp_path), timeout_s=300)[0]
     ended = found.pop("again")

@@ -163,7 +163,8 @@ def test_any_plan_loads_into_any_other(tmp_path: Path) -> None:
     assert count == 4 * 4
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_copies_of_tables_and_placed_towers_load_as_any_other(world_size: int, tmp_path: Path) -> None:
     count = 0
     kinds = ("row_wise_adagrad",) if world_size == 2 else ("sgd", "adagrad", "row_wise_adagrad")
