@@ -185,6 +185,8 @@ def load_labelled(config: LabelledConfig) -> LabelledData:
 def planted_context(*, rows: int = 60_000, users: int = 300, items: int = 200, seed: int = 0) -> LabelledData:
     """Generates clicks whose log-odds are a user's taste for an item's kind, moved by the hour; the weekday is noise.
 
+    The column ``weight``, 1 or 2 by the weekday, is read where ``loader.weight`` names it.
+
     The answer: no score can order the rows better than the log-odds themselves, whose AUC and log loss on the test rows
     are in ``best``.
 
@@ -203,7 +205,8 @@ def planted_context(*, rows: int = 60_000, users: int = 300, items: int = 200, s
     logits += 2 * evening[ids["item_id"]] * np.cos(2 * np.pi * ids["hour"] / 24) - 1
     chance = 1 / (1 + np.exp(-logits))
     label = (rng.random(rows) < chance).astype(np.float32)
-    everything = Chunk({name: Column(values) for name, values in ids.items()} | {"label": Column(label)})
+    numbers = {"label": label, "weight": (1 + ids["weekday"] % 2).astype(np.float32)}
+    everything = Chunk({name: Column(values) for name, values in (ids | numbers).items()})
     tenth = rows // 10
     test = slice(rows - tenth, rows)
     train, unknown = everything.slice(0, rows - 2 * tenth), columns  # the row after those of the ids

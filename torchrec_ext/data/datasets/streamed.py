@@ -555,18 +555,19 @@ def planted_folder(folder: Path, *, seed: int = 0, rows: int = 60_000) -> dict[s
         rows: number of rows of all splits together.
     """
     data = planted_context(rows=rows, seed=seed)
-    names = [name for name in data.train if name != "label"]
+    numbers = ("label", "weight")
+    names = [name for name in data.train if name not in numbers]
     steps, states = [], []
     for name in names:
         ids = data.trained(name)
         steps.append(Categorify(column=name))
         states.append(Vocabulary(pa.array(ids), pa.array(np.zeros(len(ids), np.int64))))
-    raw = dict.fromkeys(names, "int64") | {"label": "float32"}
-    fitted = FittedPreprocessor(steps=tuple(steps), keep=("label",), raw=raw, states=tuple(states))
+    raw = dict.fromkeys(names, "int64") | dict.fromkeys(numbers, "float32")
+    fitted = FittedPreprocessor(steps=tuple(steps), keep=numbers, raw=raw, states=tuple(states))
     rows_of = {}
     for split in _SPLITS:
         chunk: Chunk = getattr(data, split)
-        rows_of[split] = {name: chunk[name].values.tolist() for name in (*names, "label")}
+        rows_of[split] = {name: chunk[name].values.tolist() for name in (*names, *numbers)}
     requests = data.train.slice(0, 1_000)
     asked = pa.table({name: requests[name].values for name in names})
     roles = {"label": "label", "weight": None, "user": "user_id", "item": "item_id"}
@@ -639,6 +640,7 @@ def planted_log_folder(folder: Path, *, seed: int = 0, sessions: bool = True) ->
         "category_id": (shown % categories).tolist(),
         "click": click.tolist(),
         "conversion": (click * log.bought[clicks]).tolist(),
+        "weight": (1.0 + shown % 2).tolist(),
     }
     rows |= _past(columns, clicks, length)
     cuts = [0, int(0.8 * len(clicks)), int(0.9 * len(clicks)), len(clicks)]
@@ -657,8 +659,9 @@ def planted_log_folder(folder: Path, *, seed: int = 0, sessions: bool = True) ->
         values = np.unique(np.array(splits["train"][step.writes[0]], np.int64))
         vocabularies.append(Vocabulary(pa.array(values), pa.array(np.zeros(len(values), np.int64))))
     labels = ("click", "conversion")
-    raw = dict.fromkeys(columns, "int64") | dict.fromkeys(labels, "float32")
-    fitted = FittedPreprocessor(steps=steps, keep=labels, raw=raw, states=({}, *vocabularies))
+    numbers = (*labels, "weight")
+    raw = dict.fromkeys(columns, "int64") | dict.fromkeys(numbers, "float32")
+    fitted = FittedPreprocessor(steps=steps, keep=numbers, raw=raw, states=({}, *vocabularies))
     names = fitted.request_columns
     requests = pa.table(
         {name: splits["train"][name][-1_000:] for name in names if name not in ("item_id", "category_id")}
