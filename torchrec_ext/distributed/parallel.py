@@ -38,7 +38,7 @@ from torchrec_ext.distributed.plan.planner import on_own_device, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime, calm_gloo
 from torchrec_ext.distributed.sharders import Codecs, sharders
 from torchrec_ext.distributed.table_copies import copies_of_tables, refuse_unaveraged
-from torchrec_ext.distributed.tables import collections, initialise_tables, table_configs
+from torchrec_ext.distributed.tables import collections, initialise_tables, tables_of
 from torchrec_ext.distributed.tower_parallel.lookups import host_look_ups
 from torchrec_ext.distributed.tower_parallel.sharder import ShardedTowers, TowerSharder
 
@@ -171,7 +171,7 @@ def _without_kernel(
     model: nn.Module, plan: ShardingPlan, choices: Mapping[str, Choice], device: str
 ) -> dict[str, Choice]:
     """Returns the optimizers of sharded tables that no kernel runs; refuses optimizers that nothing runs."""
-    tables = {table.name: table for _, collection in collections(model) for table in table_configs(collection)}
+    tables = {table.name: table for table in tables_of(model)}
     modules = [module for module in plan.plan.values() if isinstance(module, EmbeddingModuleShardingPlan)]
     planned = {n: sharding.sharding_type for module in modules for n, sharding in module.items() if n in tables}
     kinds = shardings([tables[name] for name in planned], choices, planned, device)

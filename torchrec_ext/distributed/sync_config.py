@@ -133,6 +133,11 @@ class SyncConfig:
         """Whether rows of the next batch are looked up before this one's backward; see :class:`EveryStep`."""
         return bool(MODES.facts(self.mode).looks_ahead)
 
+    @property
+    def takes_local_steps(self) -> bool:
+        """Whether the dense layers of ranks differ between two exchanges."""
+        return not (self.agrees_every_step or self.looks_ahead)
+
     def table_ranks(self, world_size: int) -> int:
         """Returns the number of ranks that shard one copy of the tables.
 

@@ -51,6 +51,11 @@ def table_configs(collection: nn.Module) -> list[BaseEmbeddingConfig]:
     return list(collection._embedding_bag_configs if pooled else collection._embedding_configs)  # type: ignore[arg-type]
 
 
+def tables_of(module: nn.Module) -> list[BaseEmbeddingConfig]:
+    """Returns the configurations of all tables of a module, in the order of its collections."""
+    return [table for _, collection in collections(module) for table in table_configs(collection)]
+
+
 def kernels_by_table(collection: nn.Module) -> dict[str, str]:
     """Returns TorchRec's compute kernel of each table of a sharded collection by name; nothing for an unsharded one."""
     plan = getattr(collection, "module_sharding_plan", {})

@@ -234,7 +234,7 @@ def _request_of_recipe(options: argparse.Namespace, job: Job, cluster: Cluster) 
     from torchx_apps.jobs.placing import merge_lookups
 
     task = job.task(job.data, progress=True)
-    rows = math.ceil(job.loader.batch_size / cluster.world_size) * (1 + job.loader.negatives)
+    rows = job.loader.rank_rows(cluster.world_size)
     plan, optimizer = job.plan, job.optimizer
     plan = with_flags(plan, options)
     if options.optimizer:

@@ -33,7 +33,7 @@ from torchrec_ext.distributed.plan.planner import free_tables, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime, available_memory, peak_resident
 from torchrec_ext.distributed.sharders import codecs_of
 from torchrec_ext.distributed.streams import on_streams
-from torchrec_ext.distributed.tables import collections, table_configs
+from torchrec_ext.distributed.tables import tables_of
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.config import LOSSES
 from torchrec_ext.schema import BatchSchema
@@ -277,8 +277,8 @@ def _check_scores(job: Job, task: Task, samples: int, runtime: Runtime) -> None:
     loss = getattr(job.model, "loss", None)
     if loss not in LOSSES or not LOSSES[loss].shared:
         return
-    apart = job.sync.mode in ("local_sgd", "diloco") and runtime.world_size > 1
-    if LOSSES[loss].catalogue and apart and hasattr(job.model, "tower_widths"):
+    local_steps = job.sync.takes_local_steps and runtime.world_size > 1
+    if LOSSES[loss].catalogue and local_steps and hasattr(job.model, "tower_widths"):
         raise ValueError(
             f"sync.mode={job.sync.mode} with model.loss=catalogue: item towers drift apart between exchanges, so one "
             "softmax cannot compare them; set sync.mode=every_step, or model.loss=in_batch"
@@ -324,7 +324,7 @@ def _check_catalogue(job: Job, task: Task, runtime: Runtime) -> None:
 
 def plan_job(job: Job, model: nn.Module, decision: Decision | None, runtime: Runtime) -> tuple[ShardingPlan, str]:
     """Plans the model's tables; returns the plan, and the text that explains it."""
-    rows = -(-job.loader.batch_size // runtime.world_size) * (1 + job.loader.negatives)
+    rows = job.loader.rank_rows(runtime.world_size)
     constraints, whole = free_tables(model, runtime, job.plan, job.optimizer, job.sync, measured=decision is not None)
     plan = plan_sharding(
         model,
@@ -556,7 +556,7 @@ def _begin_with(
     together = CheckpointRanks(runtime)
     path = find_checkpoint("start.path=", job.start.path, together)
     check_ids_stay(path, task, together, later=True)
-    configs = [table for _, collection in collections(model) for table in table_configs(collection)]
+    configs = tables_of(model)
     features = {table.name: schema.feature(table.feature_names[0]) for table in configs}
     cold = {name: feature.oov_id for name, feature in features.items() if feature is not None}
     differences = begin_with(path, model, optimizer, together, job.start, cold)
@@ -568,7 +568,7 @@ def _solved(
     job: Job, task: Task, model: DistributedModelParallel, table: str, form: str, runtime: Runtime
 ) -> torch.Tensor:
     """Returns the vectors of EASE or ALS for a table, which rank 0 solves for. Collective."""
-    configs = [each for _, collection in collections(model) for each in table_configs(collection) if each.name == table]
+    configs = [config for config in tables_of(model) if config.name == table]
     forms: ClosedForms | None = getattr(task, "closed_forms", None)
     if forms is None:
         raise ValueError(

@@ -103,6 +103,15 @@ class LoaderConfig:
             )
         self._check_sampling()
 
+    def rank_rows(self, world_size: int) -> int:
+        """Returns the number of rows of each rank's batch, with negatives and padding.
+
+        Example:
+            >>> LoaderConfig(batch_size=100, negatives=4).rank_rows(3)
+            170
+        """
+        return -(-self.batch_size // world_size) * (1 + self.negatives)
+
     def _check_sampling(self) -> None:
         sampler = NEGATIVES.facts(self.sampling)
         if sampler.shared and (self.negatives or not self.shared_negatives):

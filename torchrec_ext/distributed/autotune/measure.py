@@ -43,7 +43,7 @@ from torchrec_ext.distributed.plan.tower_plan import TowerPlan
 from torchrec_ext.distributed.plan.towers import draft_towers, find_towers
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sharders import codecs_of, sharders
-from torchrec_ext.distributed.tables import collections, initialise_tables, table_configs
+from torchrec_ext.distributed.tables import collections, initialise_tables, table_configs, tables_of
 from torchrec_ext.distributed.tower_parallel.lookups import sharing_groups
 from torchrec_ext.distributed.tower_parallel.sharder import shard_tower, tower_sharders
 from torchrec_ext.modules.shared_tables import SharedTables
@@ -183,7 +183,7 @@ def measure(
         PlanError: a table cannot be sharded as asked.
     """
     watch = Stopwatch(runtime)
-    tables = [table for _, collection in collections(flat.model) for table in table_configs(collection)]
+    tables = tables_of(flat.model)
     dense = sum(4 * flat.model.get_parameter(name).numel() for name in dense_layers(flat.model))
     pooled = 4 * sum(table.embedding_dim * table.num_features() for table in tables) * len(flat.batch)
     towers = {} if apart is None else tower_costs(apart, runtime, watch, _everywhere(config, shardings[0]), optimizer)

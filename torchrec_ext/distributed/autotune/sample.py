@@ -23,7 +23,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_ext.batch import SharedRows, TowerBatch
 from torchrec_ext.distributed.plan.measurements import Line
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.distributed.tables import collections, table_configs
+from torchrec_ext.distributed.tables import collections, table_configs, tables_of
 
 BYTES = 64 * 2**20  # size of all tables of a sample together: twice a large cache, and quick to fill
 
@@ -65,7 +65,7 @@ class Sample:
 
 def _most_rows(model: nn.Module) -> int:
     """Returns how many rows of each table may be kept so that all together take :data:`BYTES` or less."""
-    tables = [table for _, collection in collections(model) for table in table_configs(collection)]
+    tables = tables_of(model)
     low, high = 1, max((table.num_embeddings for table in tables), default=1)
     while low < high:
         middle = (low + high + 1) // 2

@@ -24,7 +24,7 @@ from torchrec_ext.distributed.plan.devices import Cluster as Cluster
 from torchrec_ext.distributed.plan.draft import Draft, PlanError
 from torchrec_ext.distributed.plan.explain import bytes_per_weight, ranges, size_text
 from torchrec_ext.distributed.sharders import OFF_THE_GPU
-from torchrec_ext.distributed.tables import collections, table_configs
+from torchrec_ext.distributed.tables import collections, tables_of
 
 _MOST_TRIED = 128  # devices on which a kernel is tried
 _DENSE_STATE = {"adam": 2, "adagrad": 1, "sgd": 0}  # numbers for each weight
@@ -81,7 +81,7 @@ def forecast(draft: Draft, model: nn.Module, cluster: Cluster, optimizer: Optimi
         cluster: devices that the plan was made for.
         optimizer: optimizers of tables and dense layers.
     """
-    tables = {table.name: table for _, collection in collections(model) for table in table_configs(collection)}
+    tables = {table.name: table for table in tables_of(model)}
     choices = optimizer.for_tables(model)
     dense = _dense_bytes(model, optimizer)
     ranks = [RankForecast(rank=rank, dense=dense) for rank in range(cluster.world_size)]

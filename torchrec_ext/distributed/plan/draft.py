@@ -39,7 +39,7 @@ from torchrec_ext.distributed.sharders import (
     refused_because,
     sharders,
 )
-from torchrec_ext.distributed.tables import collections, table_configs
+from torchrec_ext.distributed.tables import tables_of
 
 
 def refusal(
@@ -276,7 +276,7 @@ class Request(NamedTuple):
         Raises:
             PlanError: a table cannot be sharded as asked.
         """
-        tables = [table for _, collection in collections(model) for table in table_configs(collection)]
+        tables = tables_of(model)
         # TorchRec's planner counts the state of the optimizer that a table names, and none where it names none.
         choices = declare_table_optimizer(model, optimizer)
         asked = config.choices([table.name for table in tables])

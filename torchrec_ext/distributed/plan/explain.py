@@ -11,7 +11,7 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
 from torchrec_ext.distributed.plan.devices import GB as GB
 from torchrec_ext.distributed.plan.tower_plan import TowerPlan
-from torchrec_ext.distributed.tables import ROWS_PER_LOOKUP, collections, row_by_row, table_configs
+from torchrec_ext.distributed.tables import ROWS_PER_LOOKUP, row_by_row, tables_of
 
 MB = 1024**2
 _HOMES = {"fused_uvm": "in host memory", "fused_uvm_caching": "in host memory", "key_value": "on the SSD"}
@@ -149,7 +149,7 @@ def _planned(plan: ShardingPlan, model: nn.Module) -> Iterator[tuple[BaseEmbeddi
     # By name: a plan may have other paths for tables that several towers share.
     modules = [module for module in plan.plan.values() if isinstance(module, EmbeddingModuleShardingPlan)]
     shardings = {name: sharding for module in modules for name, sharding in module.items()}
-    for table in (table for _, collection in collections(model) for table in table_configs(collection)):
+    for table in tables_of(model):
         if table.name in shardings:
             yield table, shardings[table.name]
 

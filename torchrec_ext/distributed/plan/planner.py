@@ -38,7 +38,7 @@ from torchrec_ext.distributed.plan.towers import draft_towers, tower_placement
 from torchrec_ext.distributed.runtime import Runtime, available_memory
 from torchrec_ext.distributed.sharders import BY_HOST, OFF_THE_GPU, free_to_shard, refused_because
 from torchrec_ext.distributed.sync import SyncConfig
-from torchrec_ext.distributed.tables import collections, table_configs
+from torchrec_ext.distributed.tables import tables_of
 
 
 def plan_sharding(
@@ -117,7 +117,7 @@ def refuse_unplaced(model: nn.Module, config: PlanConfig, placement: TowerPlacem
         PlanError: a sharding type by host, a kernel off the GPU or quantised communication, with towers on ranks of
             their own or several copies of the tables; or the kernel key_value.
     """
-    tables = [table.name for _, collection in collections(model) for table in table_configs(collection)]
+    tables = [table.name for table in tables_of(model)]
     for name, choice in config.choices(tables).items():
         if choice.kernel == "key_value":
             raise PlanError(
@@ -168,7 +168,7 @@ def small_tables_whole(
     """
     if runtime.world_size == 1 or runtime.device.type != "cpu" or config.towers != "data_parallel":
         return {}
-    tables = [table for _, collection in collections(model) for table in table_configs(collection)]
+    tables = tables_of(model)
     asked = config.choices([table.name for table in tables]).values()
     weights = sum(table.num_embeddings * table.embedding_dim for table in tables)
     whole = ShardingType.DATA_PARALLEL.value
@@ -217,7 +217,7 @@ def _sharded(model: nn.Module, config: PlanConfig, device: str) -> dict[str, Par
     A table that ``config`` names data_parallel stays so; semi_sync refuses it by name later, and so does quantised
     communication where all tables are.
     """
-    tables = [table.name for _, collection in collections(model) for table in table_configs(collection)]
+    tables = [table.name for table in tables_of(model)]
     asked = config.choices(tables).items()
     free = [name for name, choice in asked if choice.sharding == "auto" and choice.kernel != "dense"]
     return {name: ParameterConstraints(sharding_types=free_to_shard(device)) for name in free}

@@ -21,7 +21,7 @@ from torchrec_ext.distributed.placement import PlacementError, TowerPlacement
 from torchrec_ext.distributed.plan.draft import PlanError, Request, draft
 from torchrec_ext.distributed.plan.tower_plan import TowerPlan
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.distributed.tables import collections, table_configs
+from torchrec_ext.distributed.tables import collections, tables_of
 from torchrec_ext.distributed.tower_parallel.lookups import sharing_groups, towers_by_host
 from torchrec_ext.modules.shared_tables import SharedTables, look_ups, readers
 from torchrec_ext.modules.tower import Towers
@@ -146,7 +146,7 @@ def draft_towers(
     for name in sorted(towers, key=lambda name: -_weights(held[name])):  # the largest while there is most room
         members = placement.ranks[name]
         tower_ranks = _ranks_of(runtime, members)
-        names = [table.name for _, collection in collections(held[name]) for table in table_configs(collection)]
+        names = [table.name for table in tables_of(held[name])]
         tower_request = request.on(names, tower_ranks, {**_possible(request), **constraints})
         rows = -(-batch_size * runtime.world_size // len(members))
         tables[name] = {}
@@ -161,7 +161,7 @@ def draft_towers(
         plans = {path: drafted.plan.get_plan_for_module(path) for path, _ in collections(held[name])}
         tables[name] = {path: _over_all(plan, members, runtime) for path, plan in plans.items()}
     rest = _only(model, [path for path, _ in collections(model) if not _in_towers(model, path)])
-    others = [table.name for _, collection in collections(rest) for table in table_configs(collection)]
+    others = [table.name for table in tables_of(rest)]
     modules: dict[str, Any] = {}
     if others:
         other_request = request.on(others, runtime, constraints)
@@ -188,7 +188,7 @@ def _in_towers(model: nn.Module, path: str) -> bool:
 
 
 def _weights(tower: nn.Module) -> int:
-    tables = [table for _, collection in collections(tower) for table in table_configs(collection)]
+    tables = tables_of(tower)
     return sum(table.num_embeddings * table.embedding_dim for table in tables)
 
 
