@@ -1,74 +1,94 @@
-"""The house stays in order: what tools/house.py measures, and that it finds what it looks for."""
+"""The house stays in order: one meaning for each public name, no circle of imports, no message longer than it may be.
 
-from pathlib import Path
+ruff checks docstrings and the length of lines, and tests/test_layering.py who may import whom.
+"""
+
+import ast
+from collections import defaultdict
 
 import pytest
 
-from tools.house import MEASURES, House, is_fragment
+from tests.test_layering import ROOT, imported, sources
 
-ROOT = Path(__file__).parents[1]
-MANY = ("modules with one importer", "variables called")
-ZERO = [name for name in MEASURES if not name.startswith(MANY)]
+LONGEST_MESSAGE = 200
+MODULES = {name: ast.parse(source) for name, source in sources().items()}
 
-
-@pytest.fixture(scope="module")
-def house() -> House:
-    return House(ROOT)
+pytestmark = pytest.mark.unit
 
 
-@pytest.mark.unit
-@pytest.mark.parametrize("measure", ZERO)
-def test_none_is_left(house: House, measure: str) -> None:
-    assert MEASURES[measure](house) == []
+def message_length(node: ast.AST) -> int:
+    """Returns the length of a literal text, in which a value in braces counts as 8; 0 for other nodes."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return len(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return sum(message_length(part) if isinstance(part, ast.Constant) else 8 for part in node.values)
+    if isinstance(node, ast.BinOp):
+        return message_length(node.left) + message_length(node.right)
+    return 0
 
 
-@pytest.mark.unit
-def test_few_modules_serve_one_sibling_alone_and_few_names_mean_nothing(house: House) -> None:
-    assert len(MEASURES["modules with one importer, in their folder"](house)) < 20
-    assert len(MEASURES["variables called by a word of no meaning"](house)) < 100
+def long_messages(tree: ast.AST) -> list[int]:
+    """The lines of errors and warnings whose message is longer than it may be."""
+    lines = []
+    for node in ast.walk(tree):
+        is_warning = isinstance(node, ast.Call) and ast.unparse(node.func).endswith("warn")
+        if isinstance(node, ast.Raise) or is_warning:
+            longest = max(message_length(part) for part in ast.walk(node))
+            if longest > LONGEST_MESSAGE:
+                lines.append(node.lineno)
+    return lines
 
 
-MADE_UP = {
-    "torchrec_ext/__init__.py": "",
-    "torchrec_ext/a.py": '"""A."""\n\nfrom torchrec_ext import b\n\n\nclass Bags:\n    """Of the batch."""\n',
-    "torchrec_ext/b.py": '"""B."""\n\n\ndef Bags(own):\n    import torchrec_ext.a\n' + "# " + "x" * 120 + "\n",
-    "torchrec_ext/c.py": '"""C."""\n\nraise ValueError(\n    f"{C}' + "x" * 100 + '"\n    "' + "y" * 93 + '"\n)\n',
-    "components/a.py": '"""A."""\n\n\ndef train():\n    """Trains.\n\n    Args:\n        rows: of a table\n    """\n',
-}
+def on_circles(graph: dict[str, set[str]]) -> set[str]:
+    """The modules that import themselves by way of others."""
+
+    def reachable(start: str) -> set[str]:
+        seen: set[str] = set()
+        waiting = [*graph[start]]
+        while waiting:
+            module = waiting.pop()
+            if module not in seen:
+                seen.add(module)
+                waiting += graph.get(module, ())
+        return seen
+
+    return {module for module in graph if module in reachable(module)}
 
 
-@pytest.mark.unit
-def test_each_measure_finds_what_it_looks_for(tmp_path: Path) -> None:
-    for name, text in MADE_UP.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    house = House(tmp_path)
-    found = {name: [(path, line) for path, line, _ in measure(house)] for name, measure in MEASURES.items()}
-    both = [("torchrec_ext/a.py", 6), ("torchrec_ext/b.py", 4)]
-    assert found == {
-        "modules with one importer, in their folder": [("torchrec_ext/a.py", 1), ("torchrec_ext/b.py", 1)],
-        "public names defined more than once": both,
-        "of them classes": [],
-        "circles of files": [("torchrec_ext/a.py", 1)],
-        "fragments in docstrings and argument lines": [("torchrec_ext/a.py", 6), ("components/a.py", 4)],
-        "variables called by a word of no meaning": [("torchrec_ext/b.py", 4)],
-        "public classes and functions without a docstring": [("torchrec_ext/b.py", 4)],
-        "lines over 120 characters": [("torchrec_ext/b.py", 6)],
-        "messages over 200 characters": [("torchrec_ext/c.py", 3)],
-    }
+def imports() -> dict[str, set[str]]:
+    """By module the modules of ours that it imports, also inside functions; packages export lazily and are left out."""
+    packages = {name for name in MODULES if (ROOT / name.replace(".", "/") / "__init__.py").exists()}
+    graph = {}
+    for name, source in sources().items():
+        if name in packages:
+            continue
+        found = {target for _, target in imported(name, source, is_package=False)}
+        found |= {target.rpartition(".")[0] for target in found}
+        graph[name] = {target for target in found if target in MODULES and target not in packages and target != name}
+    return graph
 
 
-@pytest.mark.unit
-@pytest.mark.parametrize(
-    ("sentence", "fragment"),
-    [
-        ("Of the bundle.", True),
-        ("As it was.", True),
-        ("The same, by rank.", True),
-        ("", True),
-        ("Returns matplotlib's Figure.", False),
-        ("(B, D) float32, the outputs of a tower.", False),
-    ],
-)
-def test_a_fragment_is_known_by_its_first_word(sentence: str, fragment: bool) -> None:
-    assert is_fragment(sentence) == fragment
+def test_a_public_class_or_function_is_defined_once() -> None:
+    places = defaultdict(list)
+    for module, tree in MODULES.items():
+        if not module.startswith("torchrec_ext"):
+            continue  # a component has the name of its app's main
+        for node in tree.body:  # type: ignore[attr-defined]
+            public = isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_")
+            if public and node.name != "main":
+                places[node.name].append(module)
+    assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    assert on_circles(imports()) == set()
+
+
+def test_no_message_is_longer_than_it_may_be() -> None:
+    assert {module: lines for module, tree in MODULES.items() if (lines := long_messages(tree))} == {}
+
+
+def test_the_checks_find_what_they_look_for() -> None:
+    assert on_circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == {"b", "c"}
+    assert long_messages(ast.parse(f"raise ValueError(f'{{value}}{'x' * 193}')")) == [1]
+    assert long_messages(ast.parse(f"warnings.warn('{'x' * 200}')")) == []
