@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from torchrec_ext.modules.config import INTERACTIONS
 from torchrec_ext.modules.interaction import (
     HIDDEN_FLOATS,
     INTERACTIONS,
@@ -141,7 +142,7 @@ def test_crossing_layers_are_those_of_the_paper(low_rank: int | None) -> None:
         (lambda: Cosine([4, 4], temperature=0), "temperature=0: must be greater than 0"),
         (
             lambda: interaction_layer("bilinear", [4, 4]),  # type: ignore[arg-type]
-            "interaction='bilinear': must be one of top_nn, dot, cosine, gmf, dcn, fm, deepfm",
+            f"interaction='bilinear': must be one of {', '.join(INTERACTIONS)}",
         ),
     ],
 )

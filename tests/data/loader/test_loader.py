@@ -15,6 +15,7 @@ from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.datasets.synthetic import planted
 from torchrec_ext.data.loader import in_memory
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig, labelled_rows, training_loader
+from torchrec_ext.data.negatives.registry import NEGATIVES
 from torchrec_ext.data.negatives.samplers import PopularityNegatives, UniformNegatives
 from torchrec_ext.schema import BatchSchema, DataError
 
@@ -305,7 +306,7 @@ def test_labelled_rows_are_the_same_at_every_call_and_hold_no_positive_as_a_nega
     [
         ({"batch_size": 0}, r"loader\.batch_size=0: must be 1 or more"),
         ({"negatives": -1}, r"loader\.negatives=-1: must be 0 or more"),
-        ({"sampling": "soft"}, r"loader\.sampling='soft': must be one of uniform, popularity, hard, mixed"),
+        ({"sampling": "soft"}, rf"loader\.sampling='soft': must be one of {', '.join(NEGATIVES)}"),
         ({"frequency": "known"}, r"loader\.frequency='known': must be one of counted, estimated"),
         ({"hard_share": 1.0}, r"loader\.hard_share=1\.0: must be above 0 and below 1"),
         (
