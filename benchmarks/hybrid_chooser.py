@@ -1,10 +1,10 @@
-"""Rows `chooser` and `plan` of hybrid.py: what plan.towers=auto chooses and predicts, and a plan for absent devices.
+"""Rows `chooser` and `plan` of hybrid.py: what plan.towers=auto chooses, and a plan for absent devices.
 
-`chooser`: ten generated shapes of two towers on two ranks. For each the chooser measures and decides, as a command does
+`chooser`: ten generated shapes of two towers on two ranks. For each the chooser tries and decides, as a command does
 before its training; then every candidate trains by `train()` with the whole model, all in turn. `ours` of the first row
 counts the shapes where the taken one was the fastest, or slower by less than 5 %, by which two equal candidates differ
 from run to run; `strict` those where it was the fastest by any difference. The second row is the greatest difference of
-a taken candidate's foreseen step from the measured one, as a share of the measured one.
+a taken candidate's tried step from the measured one, as a share of the measured one.
 
 `plan`: `python -m torchx_apps.plan` for 64 devices, 300 M x 64 and 12 M x 64, from the command to its end, and its peak
 memory.
@@ -24,7 +24,7 @@ from hybrid_training import Side, training
 from torchrec import EmbeddingBagConfig, PoolingType
 
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.distributed.autotune.choose import Candidate, Decision, as_config, auto_plan
+from torchrec_ext.distributed.autotune.choose import Candidate, as_config, auto_plan
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.runtime import Runtime
@@ -121,9 +121,8 @@ def batches(shape: Shape, made: TowerModel, runtime: Runtime, count: int = 4) ->
     ]
 
 
-def side(shape: Shape, runtime: Runtime, own: list[TowerBatch], decision: Decision, one: Candidate) -> Side:
-    config = as_config(AUTO, one)
-    return training(model(shape), runtime, own, config, OPTIMIZER, measured=decision.measurements)
+def side(shape: Shape, runtime: Runtime, own: list[TowerBatch], one: Candidate) -> Side:
+    return training(model(shape), runtime, own, as_config(AUTO, one), OPTIMIZER)
 
 
 def decided(runtime: Runtime, options: Options, count: int) -> list[dict[str, Any]]:
@@ -137,21 +136,21 @@ def decided(runtime: Runtime, options: Options, count: int) -> list[dict[str, An
         took = time.perf_counter() - start
         possible = [one for one in decision.candidates if not one.refused]
         names = [f"{one.towers} {one.sharding}" for one in possible]
-        sides = {name: side(shape, runtime, own, decision, one) for name, one in zip(names, possible, strict=True)}
+        sides = {name: side(shape, runtime, own, one) for name, one in zip(names, possible, strict=True)}
         trainings = Trainings(sides, before=dist.barrier)
-        steps = min(max(int(IN_A_ROW_MS / decision.taken.ms), 2), 20)
+        steps = min(max(int(IN_A_ROW_MS / decision.taken.trial_ms), 2), 20)
         times = trainings.seconds_per_step(steps, options.turns, warm_up=2)
         trainings.close()
-        foreseen = {name: (one.trial_ms, one.model_ms) for name, one in zip(names, possible, strict=True)}
+        foreseen = {name: one.trial_ms for name, one in zip(names, possible, strict=True)}
         made.append({"took": took, "foreseen": foreseen, "seconds": times})
     return made
 
 
 def chooser(options: Options) -> Iterator[Row]:
-    """Which candidate is taken, and how near its foreseen step is to the measured one."""
+    """Which candidate is taken, and how near its tried step is to the measured one."""
     count = 3 if options.quick else SHAPES
     ranks = on_ranks(decided, 2, options, count)
-    best, strict, errors, of_model = 0, 0, [], []
+    best, strict, errors = 0, 0, []
     for index in range(count):
         one = ranks[0][index]
         turns = slowest([rank[index]["seconds"] for rank in ranks])
@@ -159,11 +158,8 @@ def chooser(options: Options) -> Iterator[Row]:
         taken, fastest = next(iter(ms)), min(ms, key=lambda name: ms[name])
         strict += taken == fastest
         best += ms[taken] <= CLOSE * ms[fastest]
-        errors.append(abs(one["foreseen"][taken][0] / ms[taken] - 1))
-        of_model += [
-            abs(model_ms / ms[name] - 1) for name, (_, model_ms) in one["foreseen"].items() if model_ms is not None
-        ]
-        steps = ", ".join(f"{name} {_text(one['foreseen'][name])} measured {ms[name]:.1f}" for name in ms)
+        errors.append(abs(one["foreseen"][taken] / ms[taken] - 1))
+        steps = ", ".join(f"{name} tried {one['foreseen'][name]:.1f} measured {ms[name]:.1f}" for name in ms)
         print(f"shape {index}, decided in {one['took']:.1f} s: {steps}; fastest {fastest}", file=sys.stderr)
     yield row("chooser", best, "shapes", better="more", required=0.9 * count, of=count, strict=strict)
     yield row(
@@ -173,15 +169,7 @@ def chooser(options: Options) -> Iterator[Row]:
         required=0.25,
         median=round(statistics.median(errors), 3),
         within=sum(error <= 0.25 for error in errors),
-        cost_model_median=round(statistics.median(of_model), 3) if of_model else None,
         seconds=round(statistics.median(one["took"] for one in ranks[0]), 1),
-    )
-
-
-def _text(foreseen: tuple[float | None, float | None]) -> str:
-    trial, model_ms = foreseen
-    return " ".join(
-        f"{what} {value:.1f}" for what, value in (("tried", trial), ("cost model", model_ms)) if value is not None
     )
 
 

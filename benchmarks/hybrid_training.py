@@ -11,7 +11,6 @@ from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
-from torchrec_ext.distributed.plan.measurements import Measurements
 from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.loop import TrainConfig, train
@@ -28,7 +27,6 @@ def training(
     optimizer: OptimizerConfig,
     *,
     config: TrainConfig | None = None,
-    measured: Measurements | None = None,
 ) -> Side:
     """Shards ``model``, and returns the side that trains it by `train()`, with its checks, gate and pipeline.
 
@@ -39,9 +37,8 @@ def training(
         plan: sharding of tables and towers.
         optimizer: optimizers of tables and dense layers.
         config: settings of the loop; a command's where not given.
-        measured: measurements for the planner's cost model.
     """
-    sharding = plan_sharding(model, runtime, plan, optimizer=optimizer, batch_size=len(batches[0]), measured=measured)
+    sharding = plan_sharding(model, runtime, plan, optimizer=optimizer, batch_size=len(batches[0]))
     sharded, own = hybrid_parallel(model, runtime, plan=sharding, optimizer=optimizer)
     settings = config or TrainConfig(epochs=1)
     return lambda stop: train(sharded, own, Repeated(batches), runtime, settings, stop=stop)

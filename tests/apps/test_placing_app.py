@@ -97,5 +97,5 @@ def test_as_a_user_runs_it(tmp_path: Path) -> None:
     assert "measured ms" not in before
     assert "taken" in before
     assert "measured ms" in after
-    assert "one process alone would take about" in (tmp_path / "run/plan.txt").read_text()
+    assert " ms a step" in (tmp_path / "run/plan.txt").read_text()
     assert json.loads((tmp_path / "run/placement.json").read_text())["measured_ms"] > 0

@@ -47,7 +47,7 @@ def merge_lookups(job: Job, model: nn.Module, world_size: int) -> None:
 
 
 def place_towers(job: Job, task: Task, model: Any, runtime: Runtime) -> tuple[Job, Decision | None]:
-    """Measures placements of the towers where ``plan.towers`` is ``auto`` and there are several ranks. Collective.
+    """Tries placements of the towers where ``plan.towers`` is ``auto`` and there are several ranks. Collective.
 
     Returns:
         The job with the placement that was chosen, and the decision; the job as it is and None where none was needed.
@@ -88,7 +88,7 @@ def why_on_every_rank(job: Job) -> str:
 
 
 def report_steps(folder: RunFolder, decision: Decision, history: Sequence[Record]) -> None:
-    """Prints the measured time of a step beside the predicted times, and writes ``placement.json``.
+    """Prints the measured time of a step next to those of the trials, and writes ``placement.json``.
 
     Args:
         folder: the run's folder.

@@ -334,7 +334,6 @@ def plan_job(job: Job, model: nn.Module, decision: Decision | None, runtime: Run
         batch_size=rows,
         constraints=constraints,
         table_copies=job.sync.table_copies,
-        measured=decision.measurements if decision else None,
     )
     captured = rows if runtime.world_size == 1 and job.train.compile == "require" else 0
     text = explain(plan, model, job.sync.table_ranks(runtime.world_size), captured_rows=captured)

@@ -1,30 +1,35 @@
-"""Trials: runs whole steps of a sample of the model under several plans, in turn."""
+"""Trials: runs whole steps of a sample of the model under several plans, in turn, on all ranks at the same time."""
 
 from __future__ import annotations
 
 import copy
 import gc
 import itertools
+import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Protocol
 
+import torch
+import torch.distributed as dist
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from typing_extensions import Self
 
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.distributed.autotune.sample import Sample, Stopwatch
+from torchrec_ext.distributed.autotune.sample import Sample
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
-from torchrec_ext.distributed.plan.measurements import Measurements
 from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sharders import codecs_of
 
 _WARM_UP = 2  # steps that fill the pipeline
+_IN_A_ROW_S = 0.1  # of one plan before it is the next one's turn
+_ROUNDS = (5, 15)
 
 
 class StepRunner(Protocol):
@@ -57,25 +62,21 @@ class Trials:
 
     def __init__(self, runtime: Runtime, optimizer: OptimizerConfig, steps: Steps = plain_steps) -> None:
         self._runtime, self._optimizer, self._make = runtime, optimizer, steps
-        self._watch = Stopwatch(runtime)
         self._pipelines: list[StepRunner] = []
         self._steps: dict[PlanConfig, Callable[[], object]] = {}
 
-    def add(self, sample: Sample, config: PlanConfig, measured: Measurements | None = None) -> None:
+    def add(self, sample: Sample, config: PlanConfig) -> None:
         """Shards ``sample`` by the plan that ``config`` asks for, and fills its pipeline. Collective.
 
         Args:
             sample: sample of the model.
             config: plan settings, under which :meth:`ms` finds the trial.
-            measured: measurements for the planner's cost model.
 
         Raises:
             ValueError: there is no such plan.
         """
         model = copy.deepcopy(sample.model)
-        plan = plan_sharding(
-            model, self._runtime, config, optimizer=self._optimizer, batch_size=len(sample.batch), measured=measured
-        )
+        plan = plan_sharding(model, self._runtime, config, optimizer=self._optimizer, batch_size=len(sample.batch))
         sharded, optimizer = hybrid_parallel(
             model, self._runtime, plan=plan, optimizer=self._optimizer, codecs=codecs_of(config)
         )
@@ -88,8 +89,49 @@ class Trials:
         self._steps[config] = lambda: pipeline.progress(endless)
 
     def ms(self, configs: Sequence[PlanConfig], seconds: float) -> list[float]:
-        """Returns the ms of a step under each config, in about ``seconds`` for each, equal on all ranks. Collective."""
-        return self._watch.in_turn([self._steps[config] for config in configs], seconds)
+        """Returns the median of the ms of a step under each config, equal on all ranks. Collective.
+
+        A few steps of each are made in a row, round by round: a machine's speed varies by a fifth within seconds, which
+        affects all configs alike this way.
+
+        Args:
+            configs: configs of added samples.
+            seconds: approximate time to spend on each.
+        """
+        steps = [self._steps[config] for config in configs]
+        first_s = [self._slowest(self._mean_s(step)) for step in steps]
+        in_a_row = [min(max(int(_IN_A_ROW_S / max(spent, 1e-6)), 1), 8) for spent in first_s]
+        round_s = sum(spent * count for spent, count in zip(first_s, in_a_row, strict=True))
+        # Computed from times that are equal on all ranks, so that all ranks make equally many rounds.
+        rounds = min(max(int(seconds * len(steps) / max(round_s, 1e-6)), _ROUNDS[0]), _ROUNDS[1])
+        samples: list[list[float]] = [[] for _ in steps]
+        for _ in range(rounds):
+            for step, count, times in zip(steps, in_a_row, samples, strict=True):
+                if dist.is_initialized():
+                    dist.barrier()
+                times.append(self._mean_s(step, count))
+        return [1e3 * statistics.median(map(self._slowest, times)) for times in samples]
+
+    def _mean_s(self, step: Callable[[], object], count: int = 1) -> float:
+        """Returns the mean seconds of ``count`` steps."""
+        self._wait_for_device()
+        start = time.perf_counter()
+        for _ in range(count):
+            step()
+        self._wait_for_device()
+        return (time.perf_counter() - start) / count
+
+    def _wait_for_device(self) -> None:
+        if self._runtime.device.type == "cuda":
+            torch.cuda.synchronize(self._runtime.device)
+
+    def _slowest(self, seconds: float) -> float:
+        """Returns the greatest number of seconds of all ranks."""
+        if self._runtime.world_size == 1:
+            return seconds
+        slowest = torch.tensor(seconds, dtype=torch.float64, device=self._runtime.device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return float(slowest)
 
     def __enter__(self) -> Self:
         return self

@@ -32,7 +32,6 @@ from torchrec_ext.distributed.placement import TowerPlacement
 from torchrec_ext.distributed.plan.config import PlanConfig, TableChoice
 from torchrec_ext.distributed.plan.devices import GB
 from torchrec_ext.distributed.plan.draft import PlanError, Request, draft, refuse_exchange
-from torchrec_ext.distributed.plan.measurements import Measurements
 from torchrec_ext.distributed.plan.tower_plan import TowerPlan
 from torchrec_ext.distributed.plan.towers import draft_towers, tower_placement
 from torchrec_ext.distributed.runtime import Runtime, available_memory
@@ -50,7 +49,6 @@ def plan_sharding(
     batch_size: int = 512,
     constraints: Mapping[str, ParameterConstraints] | None = None,
     table_copies: int = 1,
-    measured: Measurements | None = None,
 ) -> ShardingPlan:
     """Plans the sharding of ``model`` on the ranks of this job with TorchRec's planner. Collective.
 
@@ -65,8 +63,6 @@ def plan_sharding(
         constraints: TorchRec's own constraints by table name, for what ``config`` cannot express; they win.
         table_copies: copies of the tables, see :class:`SyncConfig`; the plan is made for one copy, on the first
             R / table_copies ranks.
-        measured: measurements of these ranks, from which TorchRec's cost model takes the speed of network and memory in
-            place of its guess.
 
     Raises:
         PlanError: the tables do not fit, or cannot be sharded as asked.
@@ -90,7 +86,7 @@ def plan_sharding(
         try:
             usable = int(_capacity(config, runtime) * (1 - config.reserve))
             host = int(available_memory() / runtime.local_world_size * (1 - config.reserve))
-            topology = functools.partial(_topology, host=host, measured=measured)
+            topology = functools.partial(_topology, host=host)
             if placement is None:
                 drafted = draft(model, request, topology(on_copy, usable), batch_size)
                 refuse_exchange(drafted, request.tables, config, on_copy.world_size)
@@ -257,23 +253,13 @@ def _on_own_device(plan: ModuleShardingPlan, runtime: Runtime) -> ModuleSharding
     return EmbeddingModuleShardingPlan(shardings)
 
 
-def _topology(runtime: Runtime, capacity: int, host: int, measured: Measurements | None) -> Topology:
+def _topology(runtime: Runtime, capacity: int, host: int) -> Topology:
     """Returns the topology of ranks with ``capacity`` bytes for tables each; GPUs with ``host`` bytes beside them."""
     on_gpu = runtime.device.type == "cuda"
-    rate = None if measured is None else measured.memory_rate or None
     return TopologyFactory.create_topology(
         TrainerConfig(world_size=runtime.world_size, local_world_size=runtime.local_world_size),
-        HardwareConfig(
-            hbm_cap_bytes=capacity if on_gpu else None,
-            ddr_cap_bytes=host if on_gpu else capacity,
-            hbm_mem_bw=rate if on_gpu else None,
-            ddr_mem_bw=None if on_gpu else rate,
-        ),
-        KernelConfig(
-            compute_device=runtime.device.type,
-            generalized_comms_bandwidths=None if measured is None else measured.bandwidths(),
-            use_hardware_based_bandwidth=measured is not None,
-        ),
+        HardwareConfig(hbm_cap_bytes=capacity if on_gpu else None, ddr_cap_bytes=host if on_gpu else capacity),
+        KernelConfig(compute_device=runtime.device.type),
     )
 
 
