@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchrec_ext.modules.config import INTERACTIONS
 from torchrec_ext.modules.interaction import (
     HIDDEN_FLOATS,
     INTERACTIONS,
