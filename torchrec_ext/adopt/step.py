@@ -198,6 +198,7 @@ class AdoptedStep:
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._steps, self._restarts, self._notes, self._broken = 0, 0, set[str](), ""
         self._pending: Tensor | None = None
+        self._swept = dict[str, str]()  # tables that somebody reads after each step, by name, with the reason
         catch_up(list(model.parameters()))  # behind another step, perhaps
         self._rows, self._resident = rows, None if rows is None else RowsOnDevice(rows, self._device)
         self._begin()
@@ -226,7 +227,7 @@ class AdoptedStep:
         self._known_state: list[int] = []
         self._began = self._last = time.perf_counter()
         self._checks_s = [0.0, 0.0]  # of steps that were compared, and of those after a pause
-        self._paused, self._paced_before = False, 0.0
+        self._paused, self._paced_before = False, (0.0, 0)
         self._too_many, self._was_eager = 0, True
         self._reported, self._capture_s, self._since, self._stale_grads = False, 0.0, 0, True
 
@@ -353,7 +354,7 @@ class AdoptedStep:
         """Says when a capture will start, so that a run that ends before it is no surprise."""
         seconds = median_step(self._eager_seconds)
         expected = self._expected_capture_s
-        first = two_digits(expected / seconds)
+        first = two_digits(self._steps - len(self._eager_seconds) + expected / seconds)
         self._say(
             f"eager steps take {1e3 * seconds:.3g} ms; graph capture (about {expected:.0f} s) starts near step "
             f"{first:,}. compile='require' captures at step 3, compile='off' never"
@@ -571,7 +572,7 @@ class AdoptedStep:
 
     def _as_layers(self) -> dict[str, str]:
         """Names tables that are moved as dense layers, each with the reason."""
-        return {}
+        return self._swept
 
     def _source_of(self, memory: StepMemory) -> AdoptedSource:
         return AdoptedSource(self._model, memory, self._clip_norm)
@@ -830,13 +831,19 @@ class AdoptedStep:
         )
 
     def _check_pace(self) -> None:
-        """Goes back to eager steps if others read whole tables so often that updating these eats the gain."""
+        """Moves tables whole if somebody reads them after most steps, and goes back to eager steps if that is no gain.
+
+        Updating all rows is then most of a step, and takes longer than to move the table as a dense layer.
+        """
         assert self._current is not None
         lag = self._current.lag
-        settling = (lag.seconds - self._paced_before) / _PACE
-        self._paced_before = lag.seconds
+        seconds, count = self._paced_before
+        self._paced_before = lag.seconds, lag.count
+        settling, reads = (lag.seconds - seconds) / _PACE, lag.count - count
         eager, captured = median_step(self._eager_seconds), median_step(self._captured_seconds)
-        if captured + settling < eager or not settling:
+        rows = self._current.step.row_tables
+        often = bool(rows) and reads > _PACE // 2 and settling > captured
+        if not settling or not (often or captured + settling >= eager):
             return
         who = lag.holder()
         cause = f"the memory of '{who}' is held by a kept .data, state_dict or numpy array" if who else lag.reader
@@ -844,7 +851,12 @@ class AdoptedStep:
             f"{cause}: all rows are updated after each step for it, {1e3 * (captured + settling):.3g} ms a step with "
             f"them, eager {1e3 * eager:.3g} ms"
         )
-        if self._compile == "auto":
+        if often:
+            self._swept |= dict.fromkeys(rows, f"all of it is read after each step, {cause}")
+            self._say(f"{text}; tables are moved whole from the next capture on")
+            self.settle()
+            self._begin()
+        elif self._compile == "auto":
             self._stay_eager(CannotAdopt(text))
         else:
             self._note(text)

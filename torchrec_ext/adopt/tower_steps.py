@@ -150,7 +150,8 @@ class LocalStep(AdoptedStep):
     def _as_layers(self) -> dict[str, str]:
         top = set(map(id, self._apart.top))
         reason = "outside of the towers, where its gradient is summed over the ranks"
-        return {name: reason for name, parameter in self._model.named_parameters() if id(parameter) in top}
+        layers = {name: reason for name, parameter in self._model.named_parameters() if id(parameter) in top}
+        return super()._as_layers() | layers
 
     def _source_of(self, memory: StepMemory) -> AdoptedSource:
         return TowersSource(self._apart, self._model, memory, self._clip_norm)
