@@ -1329,6 +1329,25 @@ def test_a_table_that_is_moved_as_a_dense_layer_is_said_with_its_reason() -> Non
     assert re.search(text, step.describe())
 
 
+@pytest.mark.parametrize("term", ["item.norm(2) ** 2", "(item**2).sum()", "item.square().sum()", "(item * item).sum()"])
+@pytest.mark.parametrize(
+    ("by", "remedy"), [(adam, "the decay of AdamW has one"), (sgd, "weight_decay of SGD, twice the factor")]
+)
+def test_an_l2_term_of_the_loss_is_said_with_line_and_remedy(term: str, by: Callable[..., Any], remedy: str) -> None:
+    made = of_pairs(USERS, by=by)
+    model: Any = made.model
+    terms: dict[str, Callable[[Tensor], Tensor]] = {
+        "item.norm(2) ** 2": lambda item: item.norm(2) ** 2,
+        "(item**2).sum()": lambda item: (item**2).sum(),
+        "item.square().sum()": lambda item: item.square().sum(),
+        "(item * item).sum()": lambda item: (item * item).sum(),
+    }
+    penalised = lambda *batch: made.loss(*batch) + 1e-3 * terms[term](model.item.weight)  # noqa: E731
+    *_, step = with_adopt(lambda: made._replace(loss=penalised), 4)
+    line = rf"item.weight \(\S*test_step.py:\d+ \(.*{re.escape(term)},?\) is an L2 term over all rows, which .*{remedy}"
+    assert re.search(line, step.describe()), step.describe()
+
+
 @pytest.mark.parametrize("name", ["AdamW", "SGD with l2", "clipped"])
 def test_decay_of_all_rows_and_a_limited_norm_leave_tables_row_by_row(name: str) -> None:
     *_, step = with_adopt(CASES[name], 3)

@@ -231,6 +231,7 @@ class ForwardGraph:
         parameters: index of each input that is a parameter which optimizers move, by its name.
         look_ups: the nodes that read a parameter, by its name, where nothing but look-ups does.
         matrices: the line that reads a looked-up parameter otherwise, by its name.
+        penalties: those of them that are squared or whose norm is taken, and nothing else.
         reached: names of the parameters that the loss depends on; of a graph without a loss, its outputs.
         outer: indices of the other inputs.
         of_batch: leaf of the batch by the index of an input.
@@ -263,6 +264,7 @@ class ForwardGraph:
         self._loss = next((node for node in module.graph.nodes if node.target is the_loss), None)
         self.look_ups: dict[str, list[fx.Node]] = {}
         self.matrices: dict[str, str] = {}
+        self.penalties: set[str] = set()
         modules = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
         tables = {id(module.weight) for module in modules}
         for name, index in self.parameters.items():
@@ -310,6 +312,8 @@ class ForwardGraph:
             self.look_ups[name] = readers
         elif others and (is_table or len(others) < len(readers)):
             self.matrices[name] = _users_line(others[0].stack_trace or "")
+            if all(_is_penalty(node, parameter) for node in others):
+                self.penalties.add(name)
 
     def _reached(self, real: Sequence[Tensor]) -> set[str]:
         """Returns the names of the parameters on which the loss depends, by a backward without values."""
@@ -369,6 +373,15 @@ def _is_look_up(node: fx.Node, parameter: fx.Node) -> bool:
             f"{line} looks up with max_norm or scale_grad_by_freq, which have no captured form; leave them out"
         )
     return bool(named.get("mode", "mean") != "max")
+
+
+def _is_penalty(node: fx.Node, parameter: fx.Node) -> bool:
+    """Whether a node squares a parameter or takes its norm, as an L2 term of a loss does."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    rest = [*node.args[1:], *node.kwargs.values()]
+    if name == "mul":
+        return rest == [parameter]
+    return name.removeprefix("linalg_") in ("pow", "square", "norm", "vector_norm") and rest in ([], [2], ["fro"])
 
 
 class _Runner(fx.Interpreter):

@@ -90,6 +90,13 @@ SMALL_MS = 5.0  # captured steps up to this may be faster on one thread: .7 ms a
 _PACE = 64  # steps after which the time for readers of whole tables is looked at again
 _CHECKED = 0.01  # of the time since the capture goes to comparing steps with eager ones; as much after pauses
 _PAUSE_S = 0.1  # between two steps
+# How an L2 term of the loss is written so that a table is moved row by row, by the kind of optimizer.
+_WITHOUT_CLOSED_FORM = "which has no closed form for rows that are not read; the decay of AdamW has one"
+_PENALTIES = {
+    "sgd": "which weight_decay of SGD, twice the factor of the square, does row by row",
+    "adam": _WITHOUT_CLOSED_FORM,
+    "adagrad": _WITHOUT_CLOSED_FORM,
+}
 
 
 def adopt(
@@ -532,7 +539,12 @@ class AdoptedStep:
         if not reached:
             raise CannotAdopt("the loss does not depend on a parameter that an optimizer moves")
         looked_up = {name for graph in graphs for name in graph.look_ups}
-        not_tables = {name: line for graph in graphs for name, line in graph.matrices.items()} | self._as_layers()
+        not_tables = dict[str, str]()
+        for graph in graphs:
+            for name, line in graph.matrices.items():
+                term = f" is an L2 term over all rows, {_PENALTIES[rules[name][3].kind]}"
+                not_tables[name] = line + term * (name in graph.penalties)
+        not_tables |= self._as_layers()
         moved, state = [], []
         for name, (number, index, parameter, choice) in rules.items():
             if name not in reached:
