@@ -55,6 +55,7 @@ class Model(nn.Module):
         self.user, self.item = nn.Embedding(USERS, D), nn.Embedding(ITEMS, D)
         self.top = nn.Sequential(nn.Linear(2 * D, 4), nn.Tanh(), nn.Linear(4, 1))
         self.register_buffer("tau", torch.ones(()))
+        self.mask = torch.tensor([False, True, False])
         self.factor: Callable[[], Any] = lambda: 1.0
 
     def forward(self, user: Tensor, item: Tensor) -> Tensor:
@@ -295,6 +296,7 @@ MODEL: dict[str, Program] = {
     "a buffer in place": in_model(lambda m: m.tau.fill_(0.3), lambda m: m.tau),
     "a buffer's data": in_model(lambda m: put(m.tau, "data", torch.tensor(0.3)), lambda m: m.tau),
     "another buffer": in_model(lambda m: put(m, "tau", torch.tensor(0.3)), lambda m: m.tau),
+    "a mask": in_model(lambda m: m.mask.fill_(True), lambda m: torch.arange(3.0).masked_select(m.mask).sum()),
     "eval mode": in_model(lambda m: m.eval(), lambda m: 1.0 if m.training else 0.3),
     "a part in eval mode": in_model(lambda m: m.top.eval(), lambda m: 1.0 if m.top.training else 0.3),
     "a layer appended": in_model(lambda m: m.top.append(Scale())),
@@ -526,7 +528,7 @@ PROGRAMS: dict[str, Program] = {**PYTHON, **MODEL, **OPTIMIZER, **TENSORS, **REA
 OFTEN = {  # in the default run; the others are in the slow one
     *("a class", "__getattr__", "one key of 80", "the environment", "a numpy number", "random numbers of an object"),
     *("a layer appended", "a matrix read from now on", "state cleared", "the user's own step", "a hook on a gradient"),
-    *("a teacher's data", "a teacher that shares memory", "counts beside the loss"),
+    *("a teacher's data", "a teacher that shares memory", "counts beside the loss", "a mask"),
 }
 
 

@@ -400,6 +400,27 @@ class Rest(nn.Module):
         return self.used(*ids)  # type: ignore[no-any-return]
 
 
+class Products(nn.Module):
+    """Products of all pairs of fields (B, F, D), cut out of a matrix (B, F, F) by a mask that is always the same."""
+
+    def __init__(self, kept: bool) -> None:
+        super().__init__()
+        self.user, self.item, self.top = nn.Embedding(FEW, D), nn.Embedding(FEW, D), nn.Linear(3 + D, 1)
+        self.kept = torch.ones(3, 3).triu(1).bool() if kept else None
+
+    def forward(self, user: Tensor, item: Tensor) -> Tensor:
+        fields = torch.stack([self.user(user), self.item(item), self.item(user)], 1)
+        mask = torch.ones(3, 3).triu(1).bool() if self.kept is None else self.kept
+        products = torch.masked_select(fields @ fields.transpose(1, 2), mask).view(-1, 3)
+        first = fields.masked_select((torch.arange(3) == 0)[:, None]).view(len(user), -1)
+        return self.top(F.dropout(torch.cat([products, first], 1), 0.0)).squeeze(1)  # type: ignore[no-any-return]
+
+
+def products(kept: bool) -> Case:
+    model = Products(kept)
+    return case(model, logistic(model))
+
+
 def unused() -> Case:
     model = Rest()
     return case(model, logistic(model))
@@ -486,6 +507,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "dict": dictionary,
     "experts": experts,
     "unused layer": unused,
+    "a mask that is kept": lambda: products(True),
+    "a mask that forward makes": lambda: products(False),
     "int32 ids": int32,
     "a hook on a module": lambda: changed(lambda model, _: model.user.register_forward_hook(lambda *_: None)),
     "kept by forward": lambda: of(Remembering),
@@ -580,7 +603,7 @@ SELDOM = {  # variants of others, left to the slow run
     *("in-batch softmax", "tied to the output", "loss module", "dict"),
     *("Adam with l2", "Adagrad with l2", "Adagrad, sparse", "padding", "bags, weighted", "frozen table"),
     *("ragged, mean", "ragged, sum, padding", "ragged, ends"),
-    *("raw parameters", "subclass", "weight norm", "penalty on all", "int32 ids"),
+    *("raw parameters", "subclass", "weight norm", "penalty on all", "int32 ids", "a mask that forward makes"),
 }
 
 
@@ -657,6 +680,20 @@ class Masking(Pairs):
     def forward(self, user: Tensor, item: Tensor) -> Tensor:
         scores = super().forward(user, item)
         return scores + scores[scores > 0].sum()
+
+
+class Selecting(Pairs):
+    """Selects by a mask of the batch, or of random numbers."""
+
+    drawn = False
+
+    def forward(self, user: Tensor, item: Tensor) -> Tensor:
+        mask = torch.rand(D) < 0.5 if self.drawn else (user > FEW // 2)[:, None]
+        return super().forward(user, item) + self.user(user).masked_select(mask).sum()
+
+
+class SelectingAtRandom(Selecting):
+    drawn = True
 
 
 class Lists(Pairs):
@@ -803,6 +840,8 @@ REFUSED: dict[str, tuple[Callable[[], Case], str]] = {
     "branch": (lambda: of(Branching), r"test_step.py:\d+ \(if scores.sum\(\) > 0:\) depends on values"),
     "item": (lambda: of(Reading), r"test_step.py:\d+ \(return scores .*item\(\)\) depends on values"),
     "mask": (lambda: of(Masking), r"test_step.py:\d+ \(return scores .*\) depends on values"),
+    "a mask of the batch": (lambda: of(Selecting), r"test_step.py:\d+ \(.*masked_select.*\) depends on values"),
+    "a random mask": (lambda: of(SelectingAtRandom), r"test_step.py:\d+ \(.*masked_select.*\) depends on values"),
     "unique": (lambda: of(Unique), r"test_step.py:\d+ \(return super.*\) depends on values"),
     "lists of values": (lambda: of(Lists), r"test_step.py:\d+ \(.*tolist\(\).*\) depends on values"),
     "random": (lambda: of(Noisy), r"test_step.py:\d+ \(.*random.random.*\) cannot be traced by torch.compile"),

@@ -251,6 +251,19 @@ def fixed_settings(optimizers: Sequence[torch.optim.Optimizer]) -> list[list[Any
     ]
 
 
+def random_state(device: torch.device) -> Tensor:
+    """Returns the state of torch's random numbers on a device."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def set_random_state(device: torch.device, state: Tensor) -> None:
+    """Sets what :func:`random_state` returned."""
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
+
+
 class ForwardWatch(TorchFunctionMode):
     """Surrounds the forward of one eager step, and notes what no graph shows.
 
@@ -262,25 +275,26 @@ class ForwardWatch(TorchFunctionMode):
         args: the batch.
         calls: number of torch calls.
         random: whether the forward draws random numbers.
+        selects: whether the forward calls masked_select.
         problem: what stands in the way of a captured step; empty if nothing was seen.
     """
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...]) -> None:
         super().__init__()
-        self.args, self.calls, self.random, self.problem = args, 0, False, ""
+        self.args, self.calls, self.random, self.selects, self.problem = args, 0, False, False, ""
         self._parameters = list(model.parameters())
         self._written = [*self._parameters, *tensor_leaves(args)]
-        self._cuda = self._parameters[0].is_cuda
+        self._device = self._parameters[0].device
 
     def __enter__(self) -> ForwardWatch:
-        self._drawn, self._grads = self._random_state(), [parameter.grad for parameter in self._parameters]
+        self._drawn, self._grads = random_state(self._device), [parameter.grad for parameter in self._parameters]
         self._versions = [tensor._version for tensor in self._written]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         super().__exit__(kind, *error)  # type: ignore[no-untyped-call]
-        self.random = not torch.equal(self._drawn, self._random_state())
+        self.random = not torch.equal(self._drawn, random_state(self._device))
         pairs = zip(self._parameters, self._grads, strict=True)
         if any(parameter.grad is not grad for parameter, grad in pairs):
             self.problem = "the loss function calls backward(); return the loss, and leave it to the step"
@@ -290,13 +304,12 @@ class ForwardWatch(TorchFunctionMode):
                 "into a copy"
             )
 
-    def _random_state(self) -> Tensor:
-        return torch.cuda.get_rng_state() if self._cuda else torch.get_rng_state()
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Counts one call."""
         self.calls += 1
-        if getattr(func, "__name__", "") == "backward" or func is torch.autograd.backward:
+        name = getattr(func, "__name__", "")
+        self.selects |= name == "masked_select"
+        if name == "backward" or func is torch.autograd.backward:
             self.problem = "the loss function calls backward(); return the loss, and leave it to the step"
         return func(*args, **(kwargs or {}))
 

@@ -24,8 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch.overrides import TorchFunctionMode
 
-from torchrec_ext.adopt.checks import is_users_file, loss_and_output
+from torchrec_ext.adopt.checks import is_users_file, loss_and_output, random_state
 from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.train.step.captured import Reader, depends_on_values, first_line
 from torchrec_ext.train.step.lowering import CannotCaptureError
@@ -58,16 +59,53 @@ def the_loss(loss: Tensor) -> Tensor:
     return loss.clone()
 
 
-def traced_forward(loss: Loss, backend: Backend) -> Callable[..., tuple[Tensor, Any]]:
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+def the_mask(mask: Tensor) -> Tensor:
+    """Marks a mask in a graph whose number of entries is a constant, so that the mask must be one too."""
+    return mask.clone()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _entries(mask: Tensor) -> int:
+    """Counts the entries of a mask: Dynamo calls it with the values of its example."""
+    return int(mask.sum())
+
+
+class ConstantMasks(TorchFunctionMode):
+    """Has masked_select be traced as index_select, whose size does not depend on values if the mask is a constant."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls ``func``, but for masked_select."""
+        kwargs = kwargs or {}
+        return _selected(*args, **kwargs) if is_masked_select(func) else func(*args, **kwargs)
+
+
+def is_masked_select(func: Any) -> bool:
+    """Whether a call of torch's selects by a mask."""
+    return func is torch.masked_select or func is Tensor.masked_select
+
+
+def _selected(input: Tensor, mask: Tensor) -> Tensor:  # noqa: A002
+    shape = torch.broadcast_shapes(input.shape, mask.shape)  # type: ignore[no-untyped-call]
+    # Of the dimensions that the mask has: along the others each slice of the input has the same places.
+    once = the_mask(mask).expand(shape[len(shape) - mask.dim() :]).flatten()
+    places = torch.nonzero_static(once, size=_entries(once)).squeeze(1)
+    return input.expand(shape).reshape(-1, len(once)).index_select(1, places).flatten()
+
+
+def traced_forward(loss: Loss, backend: Backend, *, masks: bool) -> Callable[..., tuple[Tensor, Any]]:
     """Returns the user's function of a batch, which Dynamo traces on its first call and guards on all others.
 
     Args:
         loss: takes a batch and returns the loss, (), or a tuple of the loss and a tree of tensors.
         backend: takes a graph and examples of its inputs, and returns what is called in place of the graph.
+        masks: whether it selects by masks, see :class:`ConstantMasks`.
     """
+    mode = ConstantMasks() if masks else nullcontext()
 
     def run(*batch: Any) -> tuple[Tensor, Any]:
-        value, output = loss_and_output(loss(*batch))
+        with mode:
+            value, output = loss_and_output(loss(*batch))
         return the_loss(value), output
 
     return TracedCall(run, backend)
@@ -232,6 +270,7 @@ class ForwardGraph:
         look_ups: the nodes that read a parameter, by its name, where nothing but look-ups does.
         matrices: the line that reads a looked-up parameter otherwise, by its name.
         penalties: those of them that are squared or whose norm is taken, and nothing else.
+        masks: the inputs of masks that must stay as they are, by their index: the line that selects, and the value.
         reached: names of the parameters that the loss depends on; of a graph without a loss, its outputs.
         outer: indices of the other inputs.
         of_batch: leaf of the batch by the index of an input.
@@ -269,6 +308,7 @@ class ForwardGraph:
         tables = {id(module.weight) for module in modules}
         for name, index in self.parameters.items():
             self._look_at_readers(name, self._placeholders[index], id(moved[name]) in tables)
+        self.masks = self._masks(real)
         self.reached = self._reached(real)
         self.parameters = {name: index for name, index in self.parameters.items() if name in self.reached}
         results: Any = module.graph.output_node().args[0]
@@ -314,6 +354,33 @@ class ForwardGraph:
             self.matrices[name] = _users_line(others[0].stack_trace or "")
             if all(_is_penalty(node, parameter) for node in others):
                 self.penalties.add(name)
+
+    def _masks(self, real: Sequence[Any]) -> dict[int, tuple[str, Tensor]]:
+        """Returns the inputs that decide how many entries a mask has.
+
+        Raises:
+            CannotAdopt: a mask depends on the batch, on a weight that is moved, or on random numbers.
+        """
+        masks: dict[int, tuple[str, Tensor]] = {}
+        changing = {*self.of_batch, *self.parameters.values()}
+        for mask in (node for node in self._module.graph.nodes if node.target is the_mask):
+            line, before = _users_line(mask.stack_trace or ""), _ancestors(mask)
+            inputs = [index for index, node in enumerate(self._placeholders) if node in before]
+            if changing & set(inputs) or self._draws(before, real):
+                raise CannotAdopt(values_needed(line))
+            masks |= {index: (line, real[index].detach().clone()) for index in inputs}
+        return masks
+
+    def _draws(self, nodes: Collection[fx.Node], real: Sequence[Any]) -> bool:
+        """Whether some nodes of the graph draw random numbers."""
+        runner, device = fx.Interpreter(self._module), real[0].device
+        runner.env = dict(zip(self._placeholders, real, strict=True))
+        with torch._guards.tracing(None), torch.no_grad(), torch.random.fork_rng():
+            before = random_state(device)
+            for node in self._module.graph.nodes:
+                if node in nodes and node.op != "placeholder":
+                    runner.env[node] = runner.run_node(node)
+            return not torch.equal(before, random_state(device))
 
     def _reached(self, real: Sequence[Tensor]) -> set[str]:
         """Returns the names of the parameters on which the loss depends, by a backward without values."""
@@ -373,6 +440,16 @@ def _is_look_up(node: fx.Node, parameter: fx.Node) -> bool:
             f"{line} looks up with max_norm or scale_grad_by_freq, which have no captured form; leave them out"
         )
     return bool(named.get("mode", "mean") != "max")
+
+
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    """Returns all nodes that a node depends on."""
+    found, left = set[fx.Node](), [node]
+    while left:
+        new = set(left.pop().all_input_nodes) - found
+        found |= new
+        left += new
+    return found
 
 
 def _is_penalty(node: fx.Node, parameter: fx.Node) -> bool:

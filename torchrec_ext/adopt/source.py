@@ -22,19 +22,6 @@ from torchrec_ext.train.step.captured import Reader, StepInputs, StepSource
 from torchrec_ext.train.step.memory import StepMemory
 
 
-def random_state(device: torch.device) -> Tensor:
-    """Returns the state of torch's random numbers on a device."""
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def set_random_state(device: torch.device, state: Tensor) -> None:
-    """Sets what :func:`random_state` returned."""
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
-
-
 class GroupSettings(Mapping[str, Any]):
     """A group of an optimizer's settings by its index: load_state_dict puts other dicts in their place."""
 

@@ -37,7 +37,9 @@ from torchrec_ext.adopt.checks import (
     hook_of_optimizers,
     loss_and_output,
     module_line,
+    random_state,
     response_to_rounding,
+    set_random_state,
     step_difference,
     update_rules,
     write_back,
@@ -61,8 +63,6 @@ from torchrec_ext.adopt.source import (
     GraphCall,
     GroupSettings,
     RowsOnDevice,
-    random_state,
-    set_random_state,
 )
 from torchrec_ext.train.config import Compile
 from torchrec_ext.train.guards.finite import TrainingDivergedError
@@ -225,7 +225,8 @@ class AdoptedStep:
         """Begins to watch eager steps, before the first step and after a change of the model."""
         self._eager_seconds: list[float] = []
         self._captured_seconds: list[float] = []
-        self._calls, self._random = 0, False  # torch calls of a forward, and whether it draws random numbers
+        # Torch calls of a forward, whether it draws random numbers, and whether it selects by masks.
+        self._calls, self._random, self._selects = 0, False, False
         self._traced: Callable[..., tuple[Tensor, Any]] | None = None
         self._parts: dict[Any, _Captured] = {}  # by the parameters that a step moves, and those moved row by row
         self._graphs: dict[int, tuple[ForwardGraph, Callable[[Sequence[Tensor]], None], _Captured]] = {}
@@ -423,7 +424,7 @@ class AdoptedStep:
         loss, output = self._eager(GivenBatch(args), watch)
         # Time is not taken of this step.
         self._eager_seconds.append(self._eager_seconds[-1])
-        self._calls, self._random = watch.calls, watch.random
+        self._calls, self._random, self._selects = watch.calls, watch.random, watch.selects
         if watch.problem:
             self._stay_eager(CannotAdopt(watch.problem))
         return loss, output
@@ -437,7 +438,7 @@ class AdoptedStep:
                 "torch.autograd.set_detect_anomaly is on, in which eager steps take several times as long; captured "
                 "steps do not look for NaN in gradients, and stop at a loss that is not finite"
             )
-        self._traced = traced_forward(self._loss, weakly(self._take_graph))
+        self._traced = traced_forward(self._loss, weakly(self._take_graph), masks=self._selects)
         self._since = self._steps
 
     def _step(self, batch: AnyBatch) -> tuple[Tensor, Any]:
@@ -530,6 +531,9 @@ class AdoptedStep:
                     raise _ExchangedError(f"'{name}'")
                 if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
                     raise CannotAdopt(f"{module_line(self._model, name)} {HOOK_ON_GRADIENT}")
+            for index, (line, value) in graph.masks.items():
+                if not torch.equal(tensors[index], value):
+                    raise _ExchangedError(f"the mask of {line}")
 
         return check
 
