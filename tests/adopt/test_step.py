@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import networkx
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -416,6 +417,13 @@ class Products(nn.Module):
         return self.top(F.dropout(torch.cat([products, first], 1), 0.0)).squeeze(1)  # type: ignore[no-any-return]
 
 
+def of_a_package() -> Case:
+    """A loss with a helper of a package whose functions Dynamo leaves out by its name."""
+    made = of_pairs()
+    weights = [0.5, [1.0, (0.25, 0.75)]]
+    return case(made.model, lambda *batch: made.loss(*batch) * networkx.utils.flatten(weights)[2], batch=made.batch)
+
+
 def products(kept: bool) -> Case:
     model = Products(kept)
     return case(model, logistic(model))
@@ -507,6 +515,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "dict": dictionary,
     "experts": experts,
     "unused layer": unused,
+    "a helper of a package": of_a_package,
     "a mask that is kept": lambda: products(True),
     "a mask that forward makes": lambda: products(False),
     "int32 ids": int32,

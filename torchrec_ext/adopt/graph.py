@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import re
+import sysconfig
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
@@ -134,8 +135,14 @@ class TracedCall:
         cells = zip(code.co_freevars, self._function.__closure__ or (), strict=True)
         self._closure = {name: cell.cell_contents for name, cell in cells}
         self._calls: dict[CodeType, Callable[..., Any]] = {}
+        self._set(dont_skip_tracing=False)
+
+    def _set(self, *, dont_skip_tracing: bool) -> None:
         # Made once: a patch takes 4 us, and to make one 20.
-        self._settings = torch._dynamo.config.patch(skip_nnmodule_hook_guards=False, allow_rnn=True)
+        self._settings = torch._dynamo.config.patch(
+            skip_nnmodule_hook_guards=False, allow_rnn=True, dont_skip_tracing=dont_skip_tracing
+        )
+        self._skips = not dont_skip_tracing
 
     def __call__(self, *args: Any) -> Any:
         """Calls the graph whose guards hold, or has Dynamo trace one.
@@ -160,6 +167,10 @@ class TracedCall:
             inner = getattr(error, "inner_exception", None)
             if isinstance(inner, CannotCaptureError):
                 raise inner from None
+            # Dynamo leaves out packages as pandas whole, and of these also what it can trace.
+            if self._skips and (skipped := _SKIPPED.search(str(error))) and _is_of_a_package(skipped[2]):
+                self._set(dont_skip_tracing=True)
+                return self(*args)
             if inner is not None:
                 raise CannotAdopt(f"{type(inner).__name__}: {first_line(inner)}") from error
             raise untraceable(error) from None
@@ -196,6 +207,15 @@ def changed_between_calls() -> str:
     return f"{line}: {what} changes from step to step; give it to the step as a tensor"
 
 
+_SKIPPED = re.compile(r"the function `(\w+)` in file `([^`]+)`")
+
+
+def _is_of_a_package(file: str) -> bool:
+    """Whether a file is neither torch's nor of Python's own library."""
+    own = sysconfig.get_paths()["stdlib"]
+    return is_users_file(file) and ("site-packages" in file or not file.startswith(own))
+
+
 _VALUES = (
     "data-dependent",
     "data dependent",
@@ -230,7 +250,7 @@ def untraceable(error: BaseException) -> CannotAdopt:
             f"{line} reads a sparse matrix, which torch.compile does not take; its product is "
             "F.embedding_bag(columns, dense, row_starts, mode='sum', per_sample_weights=values)"
         )
-    if skipped := re.search(r"the function `(\w+)` in file", text):
+    if skipped := _SKIPPED.search(text):
         what = f"it leaves out {skipped[1]}()"
     return CannotAdopt(f"{line} cannot be traced by torch.compile ({what[:80]}); move it out of the loss and forward")
 
