@@ -212,8 +212,8 @@ _SKIPPED = re.compile(r"the function `(\w+)` in file `([^`]+)`")
 
 def _is_of_a_package(file: str) -> bool:
     """Whether a file is neither torch's nor of Python's own library."""
-    own = sysconfig.get_paths()["stdlib"]
-    return is_users_file(file) and ("site-packages" in file or not file.startswith(own))
+    standard = sysconfig.get_paths()["stdlib"]
+    return is_users_file(file) and ("site-packages" in file or not file.startswith(standard))
 
 
 _VALUES = (
@@ -289,7 +289,7 @@ class ForwardGraph:
         parameters: index of each input that is a parameter which optimizers move, by its name.
         look_ups: the nodes that read a parameter, by its name, where nothing but look-ups does.
         matrices: the line that reads a looked-up parameter otherwise, by its name.
-        penalties: those of them that are squared or whose norm is taken, and nothing else.
+        penalties: names of the matrices that are only squared, or whose norm is taken, as in an L2 term.
         masks: the inputs of masks that must stay as they are, by their index: the line that selects, and the value.
         reached: names of the parameters that the loss depends on; of a graph without a loss, its outputs.
         outer: indices of the other inputs.
@@ -464,12 +464,12 @@ def _is_look_up(node: fx.Node, parameter: fx.Node) -> bool:
 
 def _ancestors(node: fx.Node) -> set[fx.Node]:
     """Returns all nodes that a node depends on."""
-    found, left = set[fx.Node](), [node]
+    ancestors, left = set[fx.Node](), [node]
     while left:
-        new = set(left.pop().all_input_nodes) - found
-        found |= new
+        new = set(left.pop().all_input_nodes) - ancestors
+        ancestors |= new
         left += new
-    return found
+    return ancestors
 
 
 def _is_penalty(node: fx.Node, parameter: fx.Node) -> bool:
