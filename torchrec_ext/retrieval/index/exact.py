@@ -1,4 +1,4 @@
-"""Exact indexes: every candidate is compared, or ruled out by an 8-bit copy of the rows, so that no result is missed.
+"""Exact indexes: compare every candidate, or rule it out by an 8-bit copy of the rows, so that no result is missed.
 
 TopK keeps the greatest scores over blocks of candidates, exact to the last tie.
 """
@@ -19,11 +19,11 @@ from torchrec_ext.retrieval.index.projection import Projection
 from torchrec_ext.retrieval.store.store import EmbeddingStore
 
 Floats = NDArray[np.float32]
-_SAMPLE = 8_192  # scores of the first block that set the first threshold
+_SAMPLE = 8_192  # scores of the first block, to estimate the first threshold
 
 
 class TopK:
-    """Keeps the K greatest scores of each query over blocks of scores; among equal scores the smaller position wins.
+    """Keeps the K greatest scores of each query over blocks of scores. Among equal scores the smaller position wins.
 
     Args:
         queries: number of queries, Q.
@@ -35,12 +35,12 @@ class TopK:
         self._best = [_Best(k) for _ in range(queries)]
 
     def add(self, start: int, scores: Tensor) -> None:
-        """Adds scores (Q, n) of the positions from ``start`` on, in ascending order; -inf is left out."""
+        """Adds scores (Q, n) of the positions from ``start`` on; call it in ascending order. -inf is skipped."""
         for best, row in zip(self._best, scores.numpy(), strict=True):
             best.add(start, row)
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """Returns scores (Q, K), descending, and positions (Q, K); -inf and -1 where fewer than K are left."""
+        """Returns scores (Q, K), descending, and positions (Q, K), padded with -inf and -1."""
         scores = np.full((len(self._best), self._k), -np.inf, np.float32)
         positions = np.full((len(self._best), self._k), -1)
         for row, best in enumerate(self._best):
@@ -59,37 +59,37 @@ class _Best:
     def __init__(self, k: int) -> None:
         self._k = k
         self._threshold = -np.inf
-        self._kept: list[tuple[NDArray[np.int64], Floats]] = []
+        self._candidates: list[tuple[NDArray[np.int64], Floats]] = []
         self._waiting = 0
 
     def add(self, start: int, scores: Floats) -> None:
-        if not self._kept and len(scores) > self._k:
+        if not self._candidates and len(scores) > self._k:
             # The K-th of some of them is no greater than that of all, and takes a tenth of the time.
-            some = scores[:: max(1, len(scores) // max(_SAMPLE, 8 * self._k))]
-            self._threshold = float(np.nextafter(_kth(some, self._k), np.float32(-np.inf)))
+            sample = scores[:: max(1, len(scores) // max(_SAMPLE, 8 * self._k))]
+            self._threshold = float(np.nextafter(_kth(sample, self._k), np.float32(-np.inf)))
         indices = np.flatnonzero(scores > self._threshold)
         if not len(indices):
             return
         greater = scores[indices]
-        if len(greater) > self._k:  # many of one score, or scores that rise with the position
+        if len(greater) > self._k:  # many equal scores, or scores that rise with the position
             kth = _kth(greater, self._k)
             indices, greater = indices[greater >= kth], greater[greater >= kth]
-            self._threshold = float(kth)  # so many stand before what comes
-        self._kept.append((indices + start, greater))
+            self._threshold = float(kth)  # K scores precede the later positions, so equal later ones lose
+        self._candidates.append((indices + start, greater))
         self._waiting += len(indices)
         if self._waiting > 2 * self._k:
             self.result()
 
     def result(self) -> tuple[NDArray[np.int64], Floats]:
-        """Returns positions and scores, K or fewer, the greatest first; all others are forgotten."""
-        if not self._kept:
+        """Returns positions and scores, K or fewer, greatest first, and forgets all others."""
+        if not self._candidates:
             return np.empty(0, np.int64), np.empty(0, np.float32)
-        positions, scores = (np.concatenate(arrays) for arrays in zip(*self._kept, strict=True))
+        positions, scores = (np.concatenate(arrays) for arrays in zip(*self._candidates, strict=True))
         order = np.argsort(-scores, kind="stable")[: self._k]  # equal scores stay in the order of their positions
         positions, scores = positions[order], scores[order]
         if len(scores) == self._k:
             self._threshold = float(scores[-1])
-        self._kept, self._waiting = [(positions, scores)], 0
+        self._candidates, self._waiting = [(positions, scores)], 0
         return positions, scores
 
 
@@ -126,17 +126,19 @@ class Blockwise:
             self.source.check()
         with torch.inference_mode():
             prepared = self._prepared(queries)
-            shown = self.live if allowed is None else allowed if self.live is None else allowed & self.live
-            hidden = None if shown is None else ~shown
-            hide = [positions.numpy() for positions in excluded or ()]
+            candidate_mask = self.live if allowed is None else allowed if self.live is None else allowed & self.live
+            hidden = None if candidate_mask is None else ~candidate_mask
+            excluded_positions = [positions.numpy() for positions in excluded or ()]
             if self._bounds is None:
-                return self._of_all(prepared, k, hidden, hide)
+                return self._search_all(prepared, k, hidden, excluded_positions)
             results = []
-            bounded = self._bounds.greatest(self._factors(prepared).numpy(), k, self._gathered, hidden, hide)
+            bounded = self._bounds.greatest(
+                self._factors(prepared).numpy(), k, self._gathered, hidden, excluded_positions
+            )
             for row, best in enumerate(bounded):
                 query = prepared[row : row + 1]
                 if best is None:
-                    results.append(self._of_all(query, k, hidden, hide[row : row + 1]))
+                    results.append(self._search_all(query, k, hidden, excluded_positions[row : row + 1]))
                     continue
                 positions, products = (torch.from_numpy(array)[None] for array in best)
                 scores = pad_candidates(products + self._constant(query), k, -torch.inf)
@@ -144,11 +146,11 @@ class Blockwise:
         return torch.cat([scores for scores, _ in results]), torch.cat([positions for _, positions in results])
 
     def quantize(self) -> bool:
-        """Keeps a copy of the rows in 8 bits, by which a search passes over most rows and reads a quarter as much.
+        """Adds an 8-bit copy of the rows. Searches then skip most rows and read a quarter of the bytes.
 
-        Results stay exact: see :class:`~torchrec_ext.retrieval.index.bounds.ScoreBounds`. No copy is kept where a score
-        is not a product of query and row, for fewer than 2^20 numbers or more than 2^29, or where it does not pay on
-        this processor.
+        Results stay exact: see :class:`~torchrec_ext.retrieval.index.bounds.ScoreBounds`. No copy is kept if scores are
+        not products of query and row, for fewer than 2^20 numbers or more than 2^29, or if a trial on this processor is
+        not faster.
 
         Returns:
             Whether a copy is kept.
@@ -166,25 +168,25 @@ class Blockwise:
         """Whether :meth:`quantize` keeps a copy."""
         return self._bounds is not None
 
-    def _of_all(
-        self, prepared: Tensor, k: int, hidden: Tensor | None, hide: Sequence[NDArray[np.int64]]
+    def _search_all(
+        self, prepared: Tensor, k: int, hidden: Tensor | None, excluded_positions: Sequence[NDArray[np.int64]]
     ) -> tuple[Tensor, Tensor]:
         best = TopK(len(prepared), min(k, max(1, self.size)))
-        # One buffer for all blocks: fresh memory for each costs as much as finding the greatest scores in it.
+        # One buffer for all blocks: allocating one per block costs as much as finding its greatest scores.
         buffer = torch.empty(len(prepared) * min(self._rows, self.size))
         for start, stop in self.blocks():
             scores = buffer[: len(prepared) * (stop - start)].view(len(prepared), -1)
             self._scores(prepared, start, stop, scores)
             if hidden is not None:
                 scores.masked_fill_(hidden[start:stop], -torch.inf)
-            for row, positions in zip(scores.numpy(), hide, strict=False):
+            for row, positions in zip(scores.numpy(), excluded_positions, strict=False):
                 row[positions[(positions >= start) & (positions < stop)] - start] = -np.inf
             best.add(start, scores)
         best_scores, best_positions = best.result()
         return pad_candidates(best_scores, k, -torch.inf), pad_candidates(best_positions, k, -1)
 
     def _gathered(self, positions: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Returns the (N, D) rows at positions (N,) as they are compared."""
+        """Returns the (N, D) rows at positions (N,), normalised for a cosine."""
         if isinstance(self.source, Tensor):
             rows = self.source.numpy().take(positions, axis=0)
         elif self.source.format.exact:
@@ -196,22 +198,22 @@ class Blockwise:
         return rows
 
     def blocks(self) -> list[tuple[int, int]]:
-        """Returns first and last + 1 of the positions that are read together, block by block."""
+        """Returns the first and last + 1 position of each block."""
         return [(start, min(start + self._rows, self.size)) for start in range(0, self.size, self._rows)]
 
     def _prepared(self, queries: Tensor) -> Tensor:
         raise NotImplementedError
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Returns (stop - start, D) rows as they are compared: normalised for a cosine."""
+        """Returns (stop - start, D) rows, normalised for a cosine."""
         return self._block(start, stop)
 
     def _factors(self, prepared: Tensor) -> Tensor:
-        """Returns the (Q, D) factors of the rows, where scores are products."""
+        """Returns the (Q, D) factors of the rows, for scores that are products."""
         return prepared
 
     def _constant(self, prepared: Tensor) -> Tensor | float:
-        """Returns the (Q,) summands of the products."""
+        """Returns the (Q,) constants to add to the products."""
         return 0.0
 
     def _scores(self, queries: Tensor, start: int, stop: int, out: Tensor) -> None:
@@ -225,7 +227,7 @@ class Blockwise:
 def check_request(
     queries: Tensor, k: int, size: int, allowed: Tensor | None, excluded: Sequence[Tensor] | None
 ) -> None:
-    """Raises ValueError for arguments that an index's ``search`` does not take."""
+    """Validates the arguments of an index's ``search``; raises ValueError."""
     # Numpy's calls take a fraction of torch's.
     if queries.dim() != 2 or not len(queries) or not np.isfinite(queries.numpy()).all():
         raise ValueError(f"queries: shape {tuple(queries.shape)}; must be (Q, D) finite numbers, Q at least 1")
@@ -250,14 +252,14 @@ def pad_candidates(values: Tensor, k: int, value: float) -> Tensor:
     return torch.nn.functional.pad(values, (0, k - values.shape[1]), value=value)
 
 
-_BLOCK = 2**24  # bytes of float32 rows that are read at a time, once
-_DECODED = 2**20  # bytes of rows in other formats: decoded, they stay in the cache
+_BLOCK = 2**24  # bytes of float32 rows read at a time
+_DECODED = 2**20  # bytes of rows in other formats, so that the decoded rows stay in the cache
 _PAIRS = 2**17  # floats of pairs at a time through a network: a core's share of the second-level cache
 _EPS = 1e-12  # as in torch.nn.functional.normalize
 
 
 class Index(Protocol):
-    """An index finds the positions of the greatest scores.
+    """Finds the positions of the greatest scores.
 
     Attributes:
         metric: ``dot``, ``cosine`` or ``top_nn``, whose scores are the model's own and final.
@@ -270,15 +272,15 @@ class Index(Protocol):
     def search(
         self, queries: Tensor, k: int, *, allowed: Tensor | None = None, excluded: Sequence[Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Returns scores (Q, K), descending, and positions (Q, K) int64; -inf and -1 where fewer than K are left.
+        """Returns scores (Q, K), descending, and positions (Q, K) int64, padded with -inf and -1.
 
-        Filters act inside the search: it returns K where K are left. Equal scores are in the order of positions.
+        Filters act inside the search, so it returns K results if K candidates pass. Ties are in the order of positions.
 
         Args:
             queries: (Q, D) outputs of the query towers.
-            k: results per query, 1 or more; more than there are gives all.
-            allowed: (I,) bool, whether a position may be returned, such as the items of a category.
-            excluded: positions to leave out of each query's results, such as items that the user has taken.
+            k: results per query, 1 or more; the rest is padding if there are fewer.
+            allowed: (I,) bool, True for positions to return, such as the items of a category.
+            excluded: positions to leave out of each query's results, such as items the user has taken.
 
         Raises:
             ValueError: queries of another width or with numbers that are not finite, a wrong k or filter.
@@ -287,10 +289,10 @@ class Index(Protocol):
 
 
 class ExactIndex(Blockwise):
-    """Searches every candidate by dot product or cosine, in blocks of a memory-mapped store; nothing is built.
+    """Searches every candidate by dot product or cosine, in blocks of a memory-mapped store, without building anything.
 
     Args:
-        source: store, whose tombstones are never returned, or vectors (I, D).
+        source: store, or vectors (I, D). A store's tombstones are never returned.
         metric: ``dot`` or ``cosine``: that of the model's loss.
 
     Example:
@@ -329,7 +331,7 @@ class ExactIndex(Blockwise):
 
 
 class ScoredIndex(Blockwise):
-    """Searches every candidate by the model's own interaction, from projected rows: exact retrieval under a top NN.
+    """Searches every candidate by the model's own interaction over projected rows: exact retrieval under a top NN.
 
     Args:
         projection: projection of the interaction.
@@ -372,14 +374,14 @@ def _bytes(source: EmbeddingStore | Tensor) -> int:
 
 def _products(queries: Tensor, rows: Tensor, out: Tensor) -> None:
     """Fills ``out`` (Q, N) with the products of queries (Q, D) and rows (N, D)."""
-    if len(queries) == 1:  # numpy's product with a vector takes 1.2 times as long
+    if len(queries) == 1:  # numpy's matrix-vector product takes 1.2 times as long
         torch.mv(rows, queries[0], out=out[0])
     else:
         torch.mm(queries, rows.T, out=out)
 
 
 def check_metric(metric: str) -> None:
-    """Raises ValueError for a metric by which vectors cannot be searched."""
+    """Raises ValueError unless the metric is dot or cosine."""
     if metric not in ("dot", "cosine"):
         remedy = (
             "a top NN is searched by ScoredIndex" if metric == "top_nn" else f"one of {', '.join(get_args(Metric)[:2])}"

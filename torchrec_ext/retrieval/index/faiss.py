@@ -1,4 +1,4 @@
-"""FaissIndex: FAISS's indexes, their recall measured when they are built, with filters inside the search."""
+"""FaissIndex: FAISS's indexes with measured recall, and with filters inside the search."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LINKS = 32  # of a node of HNSW's graph
 
 
 def faiss_module() -> Any:
-    """Returns the package FAISS.
+    """Imports the package FAISS.
 
     Raises:
         ValueError: FAISS is not installed.
@@ -37,14 +37,14 @@ def faiss_module() -> Any:
 
 
 class FaissKind:
-    """Makes and searches FAISS's flat index, which compares a query with every vector.
+    """Creates and searches FAISS's flat index: a query is compared with every vector.
 
-    A subclass, with a line in :data:`FAISS_KINDS`, is another value of ``index``.
+    To add a value of ``index``, write a subclass and add it to :data:`FAISS_KINDS`.
 
     Attributes:
-        name: what manifests and commands call it.
-        may_lift: whether a product may be searched faster with the vectors :func:`lifted`.
-        refined: candidates that are scored exactly for each result that is asked for.
+        name: name in manifests and commands.
+        may_lift: whether a search by product may be faster over :func:`lifted` vectors.
+        refined: candidates to score exactly for each requested result.
     """
 
     name = "flat"
@@ -56,7 +56,7 @@ class FaissKind:
         return faiss.IndexFlat(width, metric)
 
     def settings(self, count: int, k: int) -> list[int]:
-        """Returns the settings for a search of ``k`` among ``count``, from the cheapest to the one that finds most."""
+        """Returns the settings for a search of ``k`` among ``count``, from the cheapest to the most thorough."""
         return [0]
 
     def parameters(self, faiss: Any, setting: int, k: int, options: Mapping[str, Any]) -> Any:
@@ -64,12 +64,12 @@ class FaissKind:
         return faiss.SearchParameters(**options)
 
     def cost(self, index: Any, setting: int, queries: NDArray[np.float32]) -> float:
-        """Returns what a search costs, beside one of the same kind with another setting."""
+        """Returns the relative cost of a search at a setting, for comparison within this kind."""
         return 0.0
 
 
 class HnswKind(FaissKind):
-    """A graph of neighbours; its setting is ``efSearch``, the nodes that a search keeps open."""
+    """A graph of neighbours. Its setting is ``efSearch``, the number of open nodes of a search."""
 
     name = "hnsw"
     may_lift = True
@@ -87,12 +87,12 @@ class HnswKind(FaissKind):
         return faiss.SearchParametersHNSW(efSearch=max(setting, k), **options)
 
     def cost(self, index: Any, setting: int, queries: NDArray[np.float32]) -> float:
-        """Returns the setting."""
+        """Returns the setting as the cost."""
         return setting
 
 
 class IvfKind(FaissKind):
-    """Lists of vectors around centres; its setting is ``nprobe``, the lists that a search reads."""
+    """Lists of vectors around centres. Its setting is ``nprobe``, the number of lists to read."""
 
     name = "ivf"
     may_lift = True
@@ -110,13 +110,13 @@ class IvfKind(FaissKind):
         return faiss.SearchParametersIVF(nprobe=setting, **options)
 
     def cost(self, index: Any, setting: int, queries: NDArray[np.float32]) -> float:
-        """Returns the vectors that a query is compared with, in the mean."""
+        """Returns the mean number of vectors compared with a query."""
         sizes = np.array([index.invlists.list_size(number) for number in range(index.nlist)])
         return float(sizes[index.quantizer.search(queries, setting)[1]].sum() / len(queries))
 
 
 class PqKind(IvfKind):
-    """Lists of product-quantised vectors, whose best candidates are scored exactly."""
+    """Lists of product-quantised vectors; the best candidates are scored exactly."""
 
     name = "pq"
     may_lift = False
@@ -134,14 +134,14 @@ FAISS_KINDS: dict[str, FaissKind] = {each.name: each for each in (FaissKind(), I
 def filled_index(
     faiss: Any, kind: Kind, vectors: NDArray[np.float32], *, lift: bool = False, k: int = 1
 ) -> tuple[Any, list[int]]:
-    """Returns a filled index, and its settings from the cheapest to the one that finds most.
+    """Builds and fills an index; also returns its settings, from the cheapest to the most thorough.
 
     Args:
         faiss: the package.
         kind: name in :data:`FAISS_KINDS`.
-        vectors: (I, D) that are indexed.
-        lift: index the vectors :func:`lifted`, by distance.
-        k: neighbours that will be asked for, which HNSW needs room for.
+        vectors: (I, D) vectors to index.
+        lift: index :func:`lifted` vectors, by distance.
+        k: neighbours per search; HNSW needs room for them.
     """
     rows = lifted(vectors, norm=float(np.sqrt(np.einsum("id,id->i", vectors, vectors).max()))) if lift else vectors
     count, width = rows.shape
@@ -153,10 +153,10 @@ def filled_index(
 
 
 def lifted(vectors: NDArray[np.float32], norm: float = 0.0) -> NDArray[np.float32]:
-    """Returns (N, D + 1): vectors with a column that gives all of them one norm, queries with a column of zeros.
+    """Adds a column (N, D + 1): vectors get equal norms by it, queries get zeros.
 
-    The nearest by distance are then those of the greatest product (Bachrach et al. 2014). Lists and graphs are made for
-    distances: by products, vectors of small norm are nobody's neighbours, and no path leads to them.
+    The nearest vectors by distance are then those with the greatest products (Bachrach et al. 2014). Lists and graphs
+    are designed for distances: by product, a vector of small norm is nobody's neighbour, so no path leads to it.
 
     Args:
         vectors: (N, D) vectors or queries.
@@ -175,7 +175,7 @@ def _lists(count: int) -> int:
 
 
 def _codes(count: int, width: int) -> tuple[int, int]:
-    """Returns codes per vector, one for two numbers where that divides the width, and bits per code.
+    """Returns the number of codes per vector, one for two numbers if that divides the width, and bits per code.
 
     FAISS asks for 39 training points per value of a code.
     """
@@ -184,7 +184,7 @@ def _codes(count: int, width: int) -> tuple[int, int]:
 
 
 def selector(allowed: Tensor | None, excluded: Tensor | None) -> list[Any]:
-    """Returns FAISS's filter as the last object of a list, after those that it refers to and that must stay alive."""
+    """Returns FAISS's filter as the last object of a list, after the objects it refers to; keep all of them alive."""
     faiss, filters = faiss_module(), []
     if allowed is not None:
         filters.append(faiss.IDSelectorBitmap(np.packbits(allowed.numpy(), bitorder="little")))
@@ -205,18 +205,18 @@ def rescored(
     *,
     cosine: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Scores candidates by their stored rows; returns the best K as ``Index.search`` does.
+    """Scores candidates by their stored rows and returns the best K, like ``Index.search``.
 
-    It runs in numpy: for one query and 100 candidates torch's calls took eight times as long as the arithmetic.
+    It uses numpy: for one query and 100 candidates, torch's call overhead was eight times the arithmetic.
 
     Args:
         source: store, or vectors (I, D).
         queries: (Q, D), normalised for a cosine.
-        candidates: (Q, C) positions, which are sorted in place; -1 stands for none.
+        candidates: (Q, C) positions, -1 for none; sorted in place.
         k: results per query, K.
         cosine: whether rows are normalised before they are compared.
     """
-    candidates.sort(axis=1)  # of equal scores the smaller position comes first
+    candidates.sort(axis=1)  # so that the stable sort below puts the smaller position first among ties
     rows = _rows(source, np.maximum(candidates, 0))
     scores: NDArray[np.float32] = np.matmul(rows, queries[:, :, None])[:, :, 0]
     if cosine:
@@ -246,20 +246,20 @@ def _padded(best: NDArray[Any], k: int, value: float) -> Tensor:
 
 _FILE, _SETTING = "faiss.index", "setting.json"
 _QUERIES = 512
-_AT_ONCE = 128  # queries in one search while a setting is chosen
-_TRIED = 50_000  # vectors on which both ways to index a product are tried; of 20,000 they are too much alike
+_AT_ONCE = 128  # queries in one search while choosing a setting
+_TRIAL_ROWS = 50_000  # rows for the trial of both ways to index a product; with 20,000 their costs are too similar
 
 
 class FaissIndex:
-    """One of FAISS's indexes over a store, at the cheapest setting that reaches a recall with 95 % confidence.
+    """One of FAISS's indexes over a store, at the cheapest setting with the required recall (95 % confidence).
 
-    For a product, ivf and hnsw index the vectors as they are or :func:`lifted`, whichever is cheaper to search at that
-    recall. Candidates are scored again from the stored rows, so that scores are those of :class:`ExactIndex`, and a
-    product-quantised index is refined. Where a filter leaves fewer than K candidates although more items are left, the
+    For a product, ivf and hnsw index either the plain or the :func:`lifted` vectors, whichever are cheaper to search at
+    that recall. Candidates are scored again from the stored rows: scores equal those of :class:`ExactIndex`, and a
+    product-quantised index is refined. If a filter leaves fewer than K candidates although more items are allowed, the
     query is searched exactly.
 
     Attributes:
-        measured_recall: share of the exact nearest K that it returns, over queries that did not choose the setting.
+        measured_recall: share of the exact nearest K in its results, over queries not used to choose the setting.
         setting: ``nprobe`` of ivf and pq, ``efSearch`` of hnsw; 0 of flat.
         lifted: whether the vectors are indexed :func:`lifted`.
     """
@@ -283,14 +283,14 @@ class FaissIndex:
         k: int = 100,
         queries: Tensor | None = None,
     ) -> FaissIndex:
-        """Builds an index and keeps the cheapest setting whose recall against exact search reaches ``recall``.
+        """Builds an index and chooses its cheapest setting with at least ``recall`` against exact search.
 
         Args:
             source: store, or vectors (I, D).
             metric: ``dot`` or ``cosine``, that of the model's loss.
             kind: ``flat``, ``ivf``, ``hnsw``, or ``pq``: product-quantised lists, an eighth of the memory.
             recall: recall to reach, above 0 and up to 1.
-            k: number of neighbours by which the recall is measured.
+            k: number of neighbours for the recall.
             queries: (Q, D) outputs of the query tower, Q at least 2; rows of the store where not given. Half of them
                 choose the setting, and the other half measure its recall.
 
@@ -306,24 +306,27 @@ class FaissIndex:
             )
         exact = ExactIndex(source, metric)
         vectors = torch.cat([exact.rows(start, stop) for start, stop in exact.blocks()])
-        asked = _asked(vectors) if queries is None else queries
-        lift = metric == "dot" and FAISS_KINDS[kind].may_lift and cls._lift_pays(vectors, kind, recall, k, asked)
-        return cls._tuned(source, vectors, metric, kind, recall, k, asked, lift)
+        tuning_queries = _sample_queries(vectors) if queries is None else queries
+        lift = (
+            metric == "dot" and FAISS_KINDS[kind].may_lift and cls._lift_pays(vectors, kind, recall, k, tuning_queries)
+        )
+        return cls._tuned(source, vectors, metric, kind, recall, k, tuning_queries, lift)
 
     @classmethod
     def _lift_pays(cls, vectors: Tensor, kind: Kind, recall: float, k: int, queries: Tensor) -> bool:
-        """Measures on some vectors whether :func:`lifted` ones are cheaper to search at a recall; norms decide that."""
-        some = vectors[:: -(-len(vectors) // _TRIED)].contiguous()
-        near = min(k, max(10, k * len(some) // len(vectors)))  # neighbours as close as K of all
+        """Measures on a sample whether :func:`lifted` vectors, depending on their norms, are cheaper at a recall."""
+        sample = vectors[:: -(-len(vectors) // _TRIAL_ROWS)].contiguous()
+        # As close in the sample as K neighbours are among all.
+        sample_k = min(k, max(10, k * len(sample) // len(vectors)))
         costs = []
         for lift in (False, True):
             try:
-                tried = cls._tuned(some, some, "dot", kind, recall, near, queries, lift)
-            except ValueError:  # it does not reach the recall
+                trial = cls._tuned(sample, sample, "dot", kind, recall, sample_k, queries, lift)
+            except ValueError:  # this way does not reach the recall
                 costs.append((float("inf"), 0.0))
             else:
-                asked = lifted(queries.numpy()) if lift else queries.numpy()
-                costs.append((FAISS_KINDS[kind].cost(tried._index, tried.setting, asked), -tried.measured_recall))
+                query_rows = lifted(queries.numpy()) if lift else queries.numpy()
+                costs.append((FAISS_KINDS[kind].cost(trial._index, trial.setting, query_rows), -trial.measured_recall))
         return costs[1] < costs[0]
 
     @classmethod
@@ -345,7 +348,7 @@ class FaissIndex:
         return built
 
     def _tune(self, settings: Sequence[int], recall: float, queries: Tensor) -> None:
-        """Bisects the settings, from the cheapest on, by half of the queries, and confirms the choice by the others."""
+        """Bisects the settings with half of the queries, then confirms the choice with the other half."""
         if len(queries) < 2:
             raise ValueError(
                 f"queries: {len(queries)}; needs 2 or more, one half to choose a setting and one to measure it"
@@ -353,21 +356,21 @@ class FaissIndex:
         halves = [torch.split(half, _AT_ONCE) for half in (queries[::2], queries[1::2])]
         truths = [torch.cat([self._exact.search(block, self.k)[1] for block in half]) for half in halves]
 
-        def reached(index: int, half: int) -> Tensor:
+        def recalls_at(index: int, half: int) -> Tensor:
             """Returns (Q,) recalls of a half's queries at a setting."""
             self.setting = settings[index]
             results = torch.cat([self._search(block, self.k, None)[1] for block in halves[half]])
-            there = (truths[half][:, :, None] == results[:, None, :]).any(dim=2) & (truths[half] >= 0)
-            return there.sum(dim=1) / (truths[half] >= 0).sum(dim=1).clamp(min=1)
+            hits = (truths[half][:, :, None] == results[:, None, :]).any(dim=2) & (truths[half] >= 0)
+            return hits.sum(dim=1) / (truths[half] >= 0).sum(dim=1).clamp(min=1)
 
         low, high = 0, len(settings) - 1
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if float(reached(middle, 0).mean()) >= recall else (middle + 1, high)
-        recalls = reached(low, 1)
-        while _at_least(recalls) < recall and low + 1 < len(settings):
+            low, high = (low, middle) if float(recalls_at(middle, 0).mean()) >= recall else (middle + 1, high)
+        recalls = recalls_at(low, 1)
+        while _recall_lower_bound(recalls) < recall and low + 1 < len(settings):
             low += 1
-            recalls = reached(low, 1)
+            recalls = recalls_at(low, 1)
         measured = float(recalls.mean())
         if measured < recall:
             raise ValueError(
@@ -387,43 +390,55 @@ class FaissIndex:
                 "outputs"
             )
         live = self._exact.live
-        shown = live if allowed is None else allowed if live is None else allowed & live
-        if shown is None and excluded is None:
-            return self._filled(queries, k, *self._search(queries, k, None), None, None)
+        candidate_mask = live if allowed is None else allowed if live is None else allowed & live
+        if candidate_mask is None and excluded is None:
+            return self._fill_from_exact(queries, k, *self._search(queries, k, None), None, None)
         results = []
         for row, query in enumerate(queries[:, None]):
-            out = None if excluded is None else [excluded[row]]
-            left = self._search(query, k, selector(shown, None if out is None else out[0]))
-            results.append(self._filled(query, k, *left, allowed, out))
+            excluded_here = None if excluded is None else [excluded[row]]
+            found_rows = self._search(
+                query, k, selector(candidate_mask, None if excluded_here is None else excluded_here[0])
+            )
+            results.append(self._fill_from_exact(query, k, *found_rows, allowed, excluded_here))
         return torch.cat([scores for scores, _ in results]), torch.cat([positions for _, positions in results])
 
-    def _filled(
+    def _fill_from_exact(
         self,
         queries: Tensor,
         k: int,
         scores: Tensor,
         positions: Tensor,
         allowed: Tensor | None,
-        out: Sequence[Tensor] | None,
+        excluded_sets: Sequence[Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
-        """Returns results, replaced by those of the exact search where there are fewer than K."""
-        if int(positions.numpy()[:, -1].min()) < 0:  # the last are the worst
+        """Replaces results with fewer than K entries by those of the exact search."""
+        if int(positions.numpy()[:, -1].min()) < 0:  # results are sorted, so a short one ends with -1
             short = positions[:, -1] < 0
-            wanted = None if out is None else [each for each, few in zip(out, short.tolist(), strict=True) if few]
-            scores[short], positions[short] = self._exact.search(queries[short], k, allowed=allowed, excluded=wanted)
+            excluded_of_short = (
+                None
+                if excluded_sets is None
+                else [each for each, few in zip(excluded_sets, short.tolist(), strict=True) if few]
+            )
+            scores[short], positions[short] = self._exact.search(
+                queries[short], k, allowed=allowed, excluded=excluded_of_short
+            )
         return scores, positions
 
-    def _search(self, queries: Tensor, k: int, shown: Any) -> tuple[Tensor, Tensor]:
+    def _search(self, queries: Tensor, k: int, filters: Any) -> tuple[Tensor, Tensor]:
         faiss = faiss_module()
-        asked = (normalize(queries) if self.metric == "cosine" else queries).numpy()
+        query_rows = (normalize(queries) if self.metric == "cosine" else queries).numpy()
         kind = FAISS_KINDS[self.kind]
-        many = min(self.size, k * kind.refined)
-        parameters = kind.parameters(faiss, self.setting, many, {} if shown is None else {"sel": shown[-1]})
-        candidates = self._index.search(lifted(asked) if self.lifted else asked, many, params=parameters)[1]
-        return rescored(self._exact.source, asked, candidates, k, cosine=self.metric == "cosine")
+        candidate_count = min(self.size, k * kind.refined)
+        parameters = kind.parameters(
+            faiss, self.setting, candidate_count, {} if filters is None else {"sel": filters[-1]}
+        )
+        candidates = self._index.search(
+            lifted(query_rows) if self.lifted else query_rows, candidate_count, params=parameters
+        )[1]
+        return rescored(self._exact.source, query_rows, candidates, k, cosine=self.metric == "cosine")
 
     def save(self, folder: Path) -> None:
-        """Writes the index and its setting to ``folder``, which is made."""
+        """Creates ``folder`` and writes the index and its setting to it."""
         folder.mkdir(parents=True, exist_ok=True)
         faiss_module().write_index(self._index, str(folder / _FILE))
         saved = {
@@ -437,11 +452,11 @@ class FaissIndex:
 
     @classmethod
     def load(cls, folder: Path, source: EmbeddingStore | Tensor) -> FaissIndex:
-        """Opens the index that :meth:`save` wrote, over the vectors that it was built from.
+        """Opens an index written by :meth:`save`, over the vectors it was built from.
 
-        FAISS's native parser reads the file, and a digest only proves that it is as its author made it: load no index
-        of an author whom you do not trust. It is not built again from the vectors, since every worker would build it
-        at every start, and its recall would not be the measured one.
+        FAISS's native parser reads the file, and a digest only proves that the file is unchanged: load no index from
+        an author you do not trust. The index is not rebuilt from the vectors, because every worker would do so at every
+        start, and the recall would differ from the measured one.
 
         Raises:
             StoreError: the index is missing or damaged, or of another number or width of vectors.
@@ -462,10 +477,10 @@ class FaissIndex:
         return opened
 
 
-def _at_least(recalls: Tensor) -> float:
-    """Returns what the mean recall over all queries is at least, with 95 % confidence, by that of (Q,) of them."""
+def _recall_lower_bound(recalls: Tensor) -> float:
+    """Returns a 95 % lower confidence bound of the mean recall, from a sample (Q,)."""
     return float(recalls.mean() - 1.645 * recalls.std(correction=0) / len(recalls) ** 0.5)
 
 
-def _asked(vectors: Tensor) -> Tensor:
+def _sample_queries(vectors: Tensor) -> Tensor:
     return vectors[torch.linspace(0, len(vectors) - 1, min(_QUERIES, max(2, len(vectors)))).long()]

@@ -1,7 +1,7 @@
-"""Projections: the layers of an interaction that read the candidate alone, applied beforehand and stored.
+"""Projections: an interaction's layers for the candidate alone, applied beforehand and stored.
 
-Layers that read the query alone, with context that is constant in a request, run once per request. What is left is
-computed for each pair.
+Layers for the query alone, with context that is constant in a request, run once per request. The remaining layers run
+for each pair.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from torchrec_ext.modules.interaction import Cosine, DotProduct, FactorizationMa
 class Projection(nn.Module):
     """Splits an interaction into query, candidate and pair; together they equal its ``forward`` within 1e-6.
 
-    This class leaves everything to the pair: right for any interaction with ``score_all``, or with ``forward`` alone.
+    This base class leaves everything to the pair. It works for any interaction with ``score_all`` or ``forward``.
 
     Args:
-        interaction: module whose weights are copied, in evaluation mode.
+        interaction: module to copy, with its weights, into evaluation mode.
         width: D2, the output width of the candidate tower.
 
     Attributes:
-        query_width: Hq, the width of :meth:`query`'s result; None where a pair's layers cannot be compiled.
-        query_inputs: D1, the width of :meth:`query`'s input; None where ``query_width`` is.
-        width: width of :meth:`candidates`' rows, which a store holds.
+        query_width: Hq, the width of :meth:`query`'s result; None if a pair's layers cannot be compiled.
+        query_inputs: D1, the width of :meth:`query`'s input; None if ``query_width`` is None.
+        width: width of the stored rows, the results of :meth:`candidates`.
         projected: whether these rows differ from the tower's output.
-        linear: whether :meth:`score` is a dot product with :meth:`query`'s first ``width`` numbers plus its last one,
-            so that the greatest scores can be searched as products.
+        linear: whether :meth:`score` is a dot product with :meth:`query`'s first ``width`` numbers plus its last one.
+            If so, the greatest scores can be searched as products.
     """
 
     interaction: Any
@@ -52,7 +52,7 @@ class Projection(nn.Module):
         return query
 
     def query_of_one(self, query: Tensor) -> Tensor:
-        """Returns what :meth:`query` does, within rounding, for one query (D1,), in less time where there is a way."""
+        """Computes :meth:`query` for one query (D1,), equal within rounding and faster if a shortcut exists."""
         return self.query(query)
 
     def candidates(self, candidates: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ class Projection(nn.Module):
         return candidates
 
     def score(self, query: Tensor, candidates: Tensor) -> Tensor:
-        """Returns (N,) logits of a query (Hq,) with candidates (N, width), both as the methods above return them.
+        """Returns (N,) logits of a query (Hq,) from :meth:`query` with candidates (N, width) from :meth:`candidates`.
 
         Several queries, each with N candidates, give (B, N) from (B, Hq) and (B, N, width).
         """
@@ -71,12 +71,12 @@ class Projection(nn.Module):
         return self.interaction([query.expand(len(candidates), -1), candidates])  # type: ignore[no-any-return]
 
     def score_in_place(self, query: Tensor, candidates: Tensor) -> Tensor:
-        """Returns what :meth:`score` does for one query (Hq,), to the last bit, and may overwrite ``candidates``."""
+        """Computes :meth:`score` for one query (Hq,), equal to the last bit; may overwrite ``candidates``."""
         return self.score(query, candidates)
 
 
 class _Linear(Projection):
-    """Interactions that are linear in the candidate: a query is its weights and, last, a constant."""
+    """Interactions linear in the candidate: a query consists of weights and, last, a constant."""
 
     linear = True
 
@@ -108,7 +108,7 @@ class _GMF(_Linear):
 
 
 class _FM(_Linear):
-    """The linear term and the products among query towers are the constant; the rest is linear in the candidate."""
+    """The linear term and the products among query towers form the constant; the rest is linear in the candidate."""
 
     def __init__(self, interaction: nn.Module, width: int) -> None:
         super().__init__(interaction, width)
@@ -127,21 +127,21 @@ class _FM(_Linear):
 class _TopMLP(Projection):
     """The first layer is linear over the concatenation, so its halves are applied to query and candidate separately.
 
-    Where the layer is wider than the candidate tower's output, that output is stored and its half applied when it is
-    scored. Normalisation after the first layer sees the sum of both halves, as in training.
+    If the layer is wider than the candidate tower's output, the plain output is stored and its half is applied when
+    scoring. Normalisation after the first layer sees the sum of both halves, as in training.
     """
 
     def __init__(self, interaction: nn.Module, width: int) -> None:
         super().__init__(interaction, width)
         layers = self.interaction.mlp
         first: nn.Linear = layers[0]
-        left, right = torch.split(first.weight, [first.in_features - width, width], dim=1)
-        self.left, self.right, self.bias = left.contiguous(), right.contiguous(), first.bias
+        query_half, candidate_half = torch.split(first.weight, [first.in_features - width, width], dim=1)
+        self.left, self.right, self.bias = query_half.contiguous(), candidate_half.contiguous(), first.bias
         self.rest, self.last = layers[1:-1], layers[-1] if len(layers) > 1 else None
         self.projected = first.out_features <= width
         self.width = first.out_features if self.projected else width
         self.query_width, self.query_inputs = first.out_features, first.in_features - width
-        # What score_in_place() reads, without a module's look-up of attributes.
+        # For score_in_place(): plain attributes, because a module's attribute look-up is slow.
         self._layers = tuple(self.rest)
         self._weight: Any = None if self.last is None else self.last.weight[0]
         self._by_numpy = type(self.interaction.activation) in (nn.ReLU, nn.Identity)
@@ -169,11 +169,11 @@ class _TopMLP(Projection):
         if self.last is None:
             return hidden[..., 0]
         hidden = self.rest(hidden.flatten(0, -2)).view(*hidden.shape[:-1], -1)
-        # A product with one column: as a sum it is fused with what comes before, and no faster as a product anyway.
+        # The last layer has one column: written as a sum, the compiler fuses it, and uncompiled it is no slower.
         return (hidden * self.last.weight[0]).sum(dim=-1) + self.last.bias  # type: ignore[no-any-return]
 
     def score_in_place(self, query: Tensor, candidates: Tensor) -> Tensor:
-        """See :meth:`Projection.score_in_place`: no layer's output takes memory of its own, which would be mapped."""
+        """See :meth:`Projection.score_in_place`: in-place layers avoid allocating, and mapping, fresh memory."""
         if not self.projected or self.last is None:
             return self.score(query, candidates)
         hidden = candidates.add_(query)
@@ -186,7 +186,7 @@ class _TopMLP(Projection):
 
 
 class _NCF(Projection):
-    """The towers have applied their columns of the MLP's first layer; the GMF half's weights go to the query."""
+    """The towers already apply their columns of the MLP's first layer; the GMF half's weights go to the query."""
 
     def __init__(self, interaction: nn.Module, width: int) -> None:
         super().__init__(interaction, width)
@@ -217,11 +217,11 @@ _KINDS: dict[type[nn.Module], type[Projection]] = {
 
 
 def projection(interaction: nn.Module, width: int) -> Projection:
-    """Returns the projection of an interaction; its store holds the narrower of candidate output and half layer.
+    """Returns the projection of an interaction; it stores the narrower of candidate output and half layer.
 
     Args:
-        interaction: interaction of a trained model; later changes of its weights are not seen. Interactions of other
-            classes than ours, and those whose layers multiply query and candidate, are left to the pair.
+        interaction: interaction of a trained model; its weights are copied. Interactions of other classes than ours,
+            and those whose layers multiply query and candidate, are left to the pair.
         width: D2, the candidate tower's ``out_features``; the candidate tower is the interaction's last.
 
     Example:
@@ -235,7 +235,7 @@ def projection(interaction: nn.Module, width: int) -> Projection:
 
 
 def _in_order(interaction: Reordered) -> TopMLP:
-    """Returns a reordered top NN without its wrapper: the columns of its first layer take the outputs' order."""
+    """Unwraps a reordered top NN by permuting the columns of its first layer."""
     top: TopMLP = copy.deepcopy(interaction.interaction)  # type: ignore[assignment]
     first: nn.Linear = top.mlp[0]  # type: ignore[assignment]
     columns = torch.split(first.weight.data, [interaction.widths[tower] for tower in interaction.order], dim=1)

@@ -14,17 +14,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-_LONGEST = 1024  # bytes that an id may have
-_BLOCK = 2**14  # strings that are hashed at a time
-_WORD = 8  # bytes that the hash takes at a time
+_LONGEST = 1024  # most bytes of an id
+_BLOCK = 2**14  # strings hashed at a time
+_WORD = 8  # bytes hashed at a time
 _KEY_BYTES = 16
 _SIP = (0x736F6D6570736575, 0x646F72616E646F6D, 0x6C7967656E657261, 0x7465646279746573)  # SipHash's own constants
 
 
 def hashed(offsets: NDArray[np.int64], content: NDArray[np.uint8], key: bytes) -> NDArray[np.uint64]:
-    """Hashes N strings, alike on every machine, by SipHash-1-3 (Aumasson and Bernstein 2012).
+    """Hashes N strings by SipHash-1-3 (Aumasson and Bernstein 2012), with the same result on every machine.
 
-    Nobody who does not know the key can choose strings that have one hash.
+    Without the key, nobody can choose strings with equal hashes.
 
     Args:
         offsets: (N + 1,) begin of each string in ``content``, and the end of the last.
@@ -39,32 +39,33 @@ def hashed(offsets: NDArray[np.int64], content: NDArray[np.uint8], key: bytes) -
         row = int(lengths.argmax())
         raise ValueError(f"ids: row {row} has {lengths[row]:,} bytes; an id may have {_LONGEST:,}")
     blocks = [slice(start, start + _BLOCK) for start in range(0, len(lengths), _BLOCK)]
-    hashes = [_hashed_block(offsets[:-1][rows], lengths[rows], content, key) for rows in blocks]
+    hashes = [_hash_block(offsets[:-1][rows], lengths[rows], content, key) for rows in blocks]
     return np.concatenate(hashes) if hashes else np.zeros(0, np.uint64)
 
 
-def _hashed_block(
+def _hash_block(
     starts: NDArray[np.int64], lengths: NDArray[np.int64], content: NDArray[np.uint8], key: bytes
 ) -> NDArray[np.uint64]:
     begin, end = int(starts[0]), int(starts[-1] + lengths[-1])
-    padded = np.zeros(end - begin + _WORD, np.uint8)  # so that the last word can be read whole
+    # The last word is read in full, so it needs bytes behind the last string.
+    padded = np.zeros(end - begin + _WORD, np.uint8)
     padded[: end - begin] = content[begin:end]
     words: NDArray[np.uint64] = np.ndarray((end - begin + 1,), "<u8", padded, strides=(1,))  # one from each byte on
     halves = np.frombuffer(key, "<u8").tolist()
     state = [np.full(len(starts), constant ^ halves[index % 2], np.uint64) for index, constant in enumerate(_SIP)]
     ends = lengths.astype(np.uint64) << np.uint64(56)  # the last word of a string has its length as highest byte
     for number in range(int(lengths.max()) // _WORD + 1):
-        left = lengths - _WORD * number
-        rows: Any = slice(None) if left.min() >= 0 else np.flatnonzero(left >= 0)
+        remaining = lengths - _WORD * number
+        rows: Any = slice(None) if remaining.min() >= 0 else np.flatnonzero(remaining >= 0)
         word = words[starts[rows] - begin + _WORD * number]
-        last = np.flatnonzero(left[rows] < _WORD)
-        bits = left[rows][last].astype(np.uint64) << np.uint64(3)
+        last = np.flatnonzero(remaining[rows] < _WORD)
+        bits = remaining[rows][last].astype(np.uint64) << np.uint64(3)
         word[last] = (word[last] & ((_ONE << bits) - _ONE)) | ends[rows][last]
-        mixed = [each[rows] for each in state]
-        mixed[3] ^= word
-        mixed = _mix(*mixed)
-        mixed[0] ^= word
-        for before, after in zip(state, mixed, strict=True):
+        active_state = [each[rows] for each in state]
+        active_state[3] ^= word
+        active_state = _mix(*active_state)
+        active_state[0] ^= word
+        for before, after in zip(state, active_state, strict=True):
             before[rows] = after
     state[2] ^= np.uint64(0xFF)
     for _ in range(3):
@@ -80,20 +81,20 @@ def _mix(a: Hashes, b: Hashes, c: Hashes, d: Hashes) -> list[Hashes]:
     """Applies one round of SipHash to the four words of N states."""
     a = a + b
     c = c + d
-    b = _rotated(b, *_BY_13) ^ a
-    d = _rotated(d, *_BY_16) ^ c
-    a = _rotated(a, *_BY_32) + d
+    b = _rotate(b, *_BY_13) ^ a
+    d = _rotate(d, *_BY_16) ^ c
+    a = _rotate(a, *_BY_32) + d
     c = c + b
-    d = _rotated(d, *_BY_21) ^ a
-    b = _rotated(b, *_BY_17) ^ c
-    return [a, b, _rotated(c, *_BY_32), d]
+    d = _rotate(d, *_BY_21) ^ a
+    b = _rotate(b, *_BY_17) ^ c
+    return [a, b, _rotate(c, *_BY_32), d]
 
 
 _BY_13, _BY_16, _BY_17, _BY_21, _BY_32 = ((np.uint64(bits), np.uint64(64 - bits)) for bits in (13, 16, 17, 21, 32))
 
 
-def _rotated(values: Hashes, left: np.uint64, right: np.uint64) -> Hashes:
-    return (values << left) | (values >> right)
+def _rotate(values: Hashes, left_shift: np.uint64, right_shift: np.uint64) -> Hashes:
+    return (values << left_shift) | (values >> right_shift)
 
 
 Int64 = NDArray[np.int64]
@@ -105,18 +106,18 @@ _STRINGS = {
     "sorted": np.dtype(np.uint64),
     "order": np.dtype(np.int64),
 }
-_KEYS = 8  # keys that are tried where two strings have one hash, which is next to impossible
+_KEYS = 8  # keys to try if two strings share a hash, which is next to impossible
 
 
 class IdMap:
     """Maps ids, int64 or str, to *positions*, the rows 0 to I - 1 of a catalogue, and back.
 
-    Integers are looked up by bisection of a sorted copy, or by arithmetic where they are consecutive; strings by
-    bisection of their 64-bit hashes, and then compared. No Python object is made per id, and a map that was opened
-    reads memory-mapped files, shared with every other process that opens them.
+    Integers are looked up by bisection of a sorted copy, or by arithmetic if they are consecutive. Strings are looked
+    up by bisection of their 64-bit hashes and then compared. No Python object is created per id. An opened map reads
+    memory-mapped files, shared with every other process that opens them.
 
     Args:
-        arrays: arrays that :meth:`save` writes, by the name of their file.
+        arrays: arrays by file name, as :meth:`save` writes them.
         key: key of the strings' hash.
 
     Example:
@@ -142,20 +143,20 @@ class IdMap:
         Raises:
             ValueError: ids of another type than int64 or str, or an id at two positions.
         """
-        given = checked_ids(ids)
-        return cls._of_strings(given) if isinstance(given, pa.Array) else cls._of_integers(given)
+        values = checked_ids(ids)
+        return cls._build_from_strings(values) if isinstance(values, pa.Array) else cls._build_from_integers(values)
 
     @classmethod
-    def _of_integers(cls, ids: Int64) -> IdMap:
+    def _build_from_integers(cls, ids: Int64) -> IdMap:
         if np.all(ids[1:] > ids[:-1]):
             return cls({"ids": ids})
         order = np.argsort(ids, kind="stable")
         ascending = ids[order]
-        _no_two(np.flatnonzero(ascending[1:] == ascending[:-1]), order, lambda position: ids[position])
+        _refuse_duplicates(np.flatnonzero(ascending[1:] == ascending[:-1]), order, lambda position: ids[position])
         return cls({"ids": ids, "sorted": ascending, "order": order})
 
     @classmethod
-    def _of_strings(cls, strings: pa.LargeStringArray) -> IdMap:
+    def _build_from_strings(cls, strings: pa.LargeStringArray) -> IdMap:
         offsets, content = _buffers(strings)
         for attempt in range(_KEYS):
             key = _key_of(offsets, content, attempt)
@@ -164,7 +165,7 @@ class IdMap:
             ascending = hashes[order]
             twins = np.flatnonzero(ascending[1:] == ascending[:-1])
             same = _equal(strings.take(pa.array(order[twins])), strings.take(pa.array(order[twins + 1])))
-            _no_two(twins[same], order, lambda position: strings[position].as_py())
+            _refuse_duplicates(twins[same], order, lambda position: strings[position].as_py())
             if not len(twins):
                 arrays: dict[str, NDArray[Any]] = {
                     "offsets": offsets,
@@ -187,27 +188,27 @@ class IdMap:
         Raises:
             ValueError: ids of another type than the catalogue's.
         """
-        given = checked_ids(ids)
-        kind = "str" if isinstance(given, pa.Array) else "int64"
-        if len(given) and kind != self.kind:
+        values = checked_ids(ids)
+        kind = "str" if isinstance(values, pa.Array) else "int64"
+        if len(values) and kind != self.kind:
             raise ValueError(
-                f"ids: {given[0]!s} and {len(given) - 1} more are {kind}, this catalogue's are {self.kind}; convert "
+                f"ids: {values[0]!s} and {len(values) - 1} more are {kind}, this catalogue's are {self.kind}; convert "
                 "them"
             )
-        if not len(given) or not len(self):
-            return np.full(len(given), -1, np.int64)
-        return self._of_known_strings(given) if self.kind == "str" else self._of_known_integers(given)
+        if not len(values) or not len(self):
+            return np.full(len(values), -1, np.int64)
+        return self._string_positions(values) if self.kind == "str" else self._integer_positions(values)
 
-    def _of_known_integers(self, ids: Int64) -> Int64:
+    def _integer_positions(self, ids: Int64) -> Int64:
         if self._first is not None:
-            positions: Int64 = ids - self._first  # what is far below wraps around, and is beyond the last one then
+            positions: Int64 = ids - self._first  # a far smaller id wraps around to a position beyond the last
             positions[positions.view(np.uint64) >= len(self)] = -1
             return positions
         ascending = self.arrays.get("sorted", self.arrays["ids"])
         index = np.minimum(np.searchsorted(ascending, ids), len(ascending) - 1)
         return np.where(ascending[index] == ids, self.arrays["order"][index] if "order" in self.arrays else index, -1)
 
-    def _of_known_strings(self, ids: pa.LargeStringArray) -> Int64:
+    def _string_positions(self, ids: pa.LargeStringArray) -> Int64:
         hashes = hashed(*_buffers(ids), self.key)
         index = np.minimum(np.searchsorted(self.arrays["sorted"], hashes), len(self) - 1)
         positions = self.arrays["order"][index]
@@ -215,7 +216,7 @@ class IdMap:
         return np.where(same, positions, -1)
 
     def ids(self, positions: Int64 | Sequence[int] | None = None) -> NDArray[Any]:
-        """Returns the ids at positions (N,), or all ids, as int64 or str objects.
+        """Returns the ids at positions (N,), or all ids by default, as int64 or str objects.
 
         Raises:
             ValueError: a position outside 0 to I - 1.
@@ -233,24 +234,24 @@ class IdMap:
         return self.arrays["ids"][rows]
 
     def extended(self, ids: Ids) -> IdMap:
-        """Returns a map with further ids at the positions after the last.
+        """Returns a map with further ids appended after the last position.
 
         Raises:
             ValueError: as :meth:`build`.
         """
-        more = checked_ids(ids)
+        new_ids = checked_ids(ids)
         if not len(self):
             return IdMap.build(ids)
-        if (self.kind == "str") != isinstance(more, pa.Array):
+        if (self.kind == "str") != isinstance(new_ids, pa.Array):
             raise ValueError(
                 f"ids: {ids[0]!s} and {len(ids) - 1} more are no {self.kind}, as this catalogue's are; convert them"
             )
         if self.kind == "str":
-            return IdMap.build(pa.concat_arrays([self._strings, more]))
-        return IdMap.build(np.concatenate([self.arrays["ids"], more]))
+            return IdMap.build(pa.concat_arrays([self._strings, new_ids]))
+        return IdMap.build(np.concatenate([self.arrays["ids"], new_ids]))
 
     def check(self) -> None:
-        """Refuses arrays that would map an id to another position than its own, or to two.
+        """Refuses arrays with an id mapped to a wrong position, or to two positions.
 
         Raises:
             ValueError: the message names the array and the entry.
@@ -284,9 +285,9 @@ class IdMap:
 
     @classmethod
     def open(cls, folder: Path) -> IdMap:
-        """Opens the map that :meth:`save` wrote, memory-mapped.
+        """Opens a map written by :meth:`save`, memory-mapped.
 
-        A map of strings from before they were hashed under a key is built again, in the memory of this process.
+        Older maps hash strings without a key: such a map is rebuilt in the memory of this process.
 
         Raises:
             ValueError: a file that is missing or damaged.
@@ -312,11 +313,11 @@ class IdMap:
 
 
 def _check_arrays(arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Refuses arrays of other types or lengths, which would be read beyond their end."""
-    wanted = _STRINGS if "offsets" in arrays else _INTEGERS
+    """Refuses wrong types and lengths, to prevent reads beyond an array's end."""
+    expected_types = _STRINGS if "offsets" in arrays else _INTEGERS
     types = {name: array.dtype for name, array in arrays.items() if array.ndim == 1}
-    if types not in (wanted, {name: kind for name, kind in wanted.items() if name == "ids"}):
-        raise ValueError(f"its arrays are {types}, must be {wanted}")
+    if types not in (expected_types, {name: kind for name, kind in expected_types.items() if name == "ids"}):
+        raise ValueError(f"its arrays are {types}, must be {expected_types}")
     rows = len(arrays["offsets"]) - 1 if "offsets" in arrays else len(arrays["ids"])
     if any(len(array) != rows for name, array in arrays.items() if name in ("sorted", "order")):
         raise ValueError(f"its arrays have {[len(array) for array in arrays.values()]} entries, of {rows} ids")
@@ -333,12 +334,12 @@ def checked_ids(ids: Ids) -> Int64 | pa.LargeStringArray:
     if isinstance(ids, pa.Array):
         return ids
     if type(ids) is list and ids and type(ids[0]) is int:
-        try:  # a third of numpy's time, for a request's ids
+        try:  # takes a third of numpy's time for the ids of a request
             return np.frombuffer(struct.pack(f"{len(ids)}q", *ids), np.int64)
-        except struct.error:  # some are no such numbers
+        except struct.error:  # some ids are not int64 numbers
             pass
     texts = isinstance(ids, list | tuple) and len(ids) and isinstance(ids[0], str)
-    # A numpy array of texts would have the width of the longest for each.
+    # A numpy string array would give every id the width of the longest.
     array = np.array(ids, dtype=object) if texts else np.asarray(ids)
     if array.ndim != 1:
         raise ValueError(f"ids: shape {array.shape}; must be (N,), one id for each row")
@@ -360,21 +361,21 @@ def checked_ids(ids: Ids) -> Int64 | pa.LargeStringArray:
 
 
 def _buffers(strings: pa.LargeStringArray) -> tuple[Int64, NDArray[np.uint8]]:
-    """Returns the begin of each string with the end of the last, and the bytes of all."""
+    """Returns the offsets (N + 1,) of strings, and their bytes."""
     _, offsets, content = strings.buffers()
     return np.frombuffer(offsets, np.int64)[: len(strings) + 1], np.frombuffer(content or b"", np.uint8)
 
 
 def _key_of(offsets: Int64, content: NDArray[np.uint8], attempt: int) -> bytes:
-    """Returns a key that the ids decide together, so that equal ids give equal files, and none is known beforehand."""
+    """Derives a key from all ids: equal ids give equal files, and nobody knows the key beforehand."""
     digest = hashlib.blake2b(digest_size=_KEY_BYTES, salt=attempt.to_bytes(_KEY_BYTES, "little"))
     digest.update(np.diff(offsets).astype("<i8").tobytes())
     digest.update(content[offsets[0] : offsets[-1]].tobytes())
     return digest.digest()
 
 
-def _equal(left: pa.Array, right: pa.Array) -> NDArray[np.bool_]:
-    return pc.equal(left, right).to_numpy(zero_copy_only=False).astype(bool)  # type: ignore[no-any-return]
+def _equal(first: pa.Array, second: pa.Array) -> NDArray[np.bool_]:
+    return pc.equal(first, second).to_numpy(zero_copy_only=False).astype(bool)  # type: ignore[no-any-return]
 
 
 def _first_of_consecutive(arrays: dict[str, NDArray[Any]]) -> int | None:
@@ -383,8 +384,8 @@ def _first_of_consecutive(arrays: dict[str, NDArray[Any]]) -> int | None:
     return int(ids[0]) if consecutive else None
 
 
-def _no_two(twins: Int64, order: Int64, name: Callable[[int], object]) -> None:
-    """Raises ValueError where ``twins`` has an index of a sorted id that equals the next one."""
+def _refuse_duplicates(twins: Int64, order: Int64, name: Callable[[int], object]) -> None:
+    """Raises ValueError for the first of ``twins``: indices of sorted ids equal to their successor."""
     if len(twins):
         index = int(twins[0])
         first, second = sorted((int(order[index]), int(order[index + 1])))

@@ -1,4 +1,4 @@
-"""RedisStore: vectors by id in a Redis, for users' vectors that are fresher than any file."""
+"""RedisStore: vectors by id in a Redis, if users' vectors must be fresher than any file."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ class StoreUnreachable(StoreError, ConnectionError):  # noqa: N818  named after 
 
 
 class RedisStore:
-    """Vectors that one tower made, by id; those of another tower are under other keys and never mixed in.
+    """Vectors of one tower by id. Keys contain the tower's digest, so vectors of two towers never mix.
 
-    A connection is made by the first call, and again by the call after one that lost it.
+    The first call connects. If a call loses the connection, the next call reconnects.
 
     Args:
         url: address such as ``redis://localhost:6379/0``, ``rediss://`` for TLS, or ``unix://`` with a path.
         tower: digest of the tower; the version in every key.
-        name: word that every key begins with, such as ``user``.
+        name: first word of every key, such as ``user``.
         expiry_s: seconds after which a vector is forgotten, or None for never.
         timeout_s: seconds for a connection and for an answer.
         batch: ids in one command.
-        width: D of the tower's vectors, where known. A value that is not a finite vector of that width then counts as
-            missing, and no more of it is read than a vector has; otherwise values of several widths are an error.
+        width: D of the tower's vectors, if known. Any value other than a finite vector of that width then counts as
+            missing, and no more bytes than a vector's are read. Without it, values of several widths are an error.
 
     Attributes:
-        where: address without its password, for messages.
-        malformed: number of values so far that were not vectors of the width.
+        where: address without its password, for error messages.
+        malformed: number of values so far other than finite vectors of the width.
 
     Raises:
         ValueError: an empty digest, a wrong address, times or a batch that are not positive, or the package is
@@ -73,7 +73,7 @@ class RedisStore:
             self._redis = redis.Redis.from_url(
                 url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=Retry(NoBackoff(), 1)
             )
-        except ValueError:  # whose words may hold a part of the password
+        except ValueError:  # its message may contain a part of the password
             raise ValueError(
                 f"url={self.where!r}: is not the address of a Redis; write redis://HOST:PORT/DB, rediss:// for TLS, or "
                 "unix:// with a path, and : / ? # @ in a password as %3A %2F %3F %23 %40"
@@ -85,15 +85,15 @@ class RedisStore:
         self.malformed = 0
 
     def find(self, ids: Sequence[int] | Sequence[str]) -> tuple[Tensor, NDArray[np.bool_]]:
-        """Returns vectors (B, D) float32, zeros where there is none, and (B,) whether each exists; one round trip.
+        """Finds vectors (B, D) float32, zeros if missing, and (B,) whether each exists, in one round trip.
 
         Raises:
             StoreUnreachable: no answer in time.
             StoreError: stored values have different widths, and ``width`` is not known.
         """
         if self._width is not None:
-            return self._of_width(ids, self._width)
-        values = [value for batch in self._batched("mget", self._keys(ids)) for value in batch]
+            return self._find_vectors(ids, self._width)
+        values = [value for batch in self._send_batches("mget", self._keys(ids)) for value in batch]
         exists = np.array([value is not None for value in values], dtype=np.bool_)
         sizes = {len(value) for value in values if value is not None}
         if len(sizes) > 1 or any(size % 4 for size in sizes):
@@ -106,11 +106,13 @@ class RedisStore:
         )
         return torch.from_numpy(vectors.copy()), exists
 
-    def _of_width(self, ids: Sequence[int] | Sequence[str], width: int) -> tuple[Tensor, NDArray[np.bool_]]:
+    def _find_vectors(self, ids: Sequence[int] | Sequence[str], width: int) -> tuple[Tensor, NDArray[np.bool_]]:
         keys, size = self._keys(ids), 4 * width
         # Only the first bytes, since a value of gigabytes would delay all; a key of another type gives an error of its
         # own in the answer.
-        values = self._piped(lambda pipe: [pipe.getrange(key, 0, size) for key in keys], passed="WRONGTYPE")
+        values = self._send_pipeline(
+            lambda pipe: [pipe.getrange(key, 0, size) for key in keys], allowed_error="WRONGTYPE"
+        )
         vectors, exists = np.zeros((len(keys), width), "<f4"), np.zeros(len(keys), np.bool_)
         for row, value in enumerate(values):
             if isinstance(value, bytes) and len(value) == size:
@@ -138,23 +140,25 @@ class RedisStore:
                 pipe.set(keys[row], rows[row].tobytes(), px=self._expiry_ms)
 
         for start in range(0, len(keys), self._batch):
-            self._piped(lambda pipe, start=start: write(pipe, range(start, min(start + self._batch, len(keys)))))  # type: ignore[misc]
+            self._send_pipeline(
+                lambda pipe, start=start: write(pipe, range(start, min(start + self._batch, len(keys))))
+            )  # type: ignore[misc]
 
     def delete(self, ids: Sequence[int] | Sequence[str]) -> int:
-        """Deletes vectors, and returns how many there were.
+        """Deletes vectors and returns their number.
 
         Raises:
             StoreUnreachable: no answer in time.
         """
-        return sum(self._batched("delete", self._keys(ids)))
+        return sum(self._send_batches("delete", self._keys(ids)))
 
     def check(self) -> None:
-        """Fails at once where the Redis does not answer.
+        """Checks at once whether the Redis answers.
 
         Raises:
             StoreUnreachable: no answer in time.
         """
-        self._piped(lambda pipe: pipe.ping())
+        self._send_pipeline(lambda pipe: pipe.ping())
 
     def close(self) -> None:
         """Closes the connections."""
@@ -163,27 +167,29 @@ class RedisStore:
     def _keys(self, ids: Sequence[int] | Sequence[str]) -> list[str]:
         return [f"{self._prefix}{each}" for each in ids]
 
-    def _batched(self, command: str, keys: list[str]) -> list[Any]:
-        """Returns the answers to a command over batches of keys, in one round trip."""
+    def _send_batches(self, command: str, keys: list[str]) -> list[Any]:
+        """Runs a command over batches of keys and returns the answers, in one round trip."""
         batches = [keys[start : start + self._batch] for start in range(0, len(keys), self._batch)]
-        return self._piped(lambda pipe: [getattr(pipe, command)(*batch) for batch in batches]) if keys else []
+        return self._send_pipeline(lambda pipe: [getattr(pipe, command)(*batch) for batch in batches]) if keys else []
 
-    def _piped(self, fill: Callable[[Any], object], *, passed: str | None = None) -> list[Any]:
-        """Sends the commands that ``fill`` adds to a pipeline, and returns the answers, in one round trip.
+    def _send_pipeline(self, fill: Callable[[Any], object], *, allowed_error: str | None = None) -> list[Any]:
+        """Fills a pipeline with commands and returns their answers, in one round trip.
 
         Args:
             fill: adds commands.
-            passed: begin of errors that are returned among the answers and not raised.
+            allowed_error: first word of errors to return among the answers instead of raising.
         """
         try:
             with self._redis.pipeline(transaction=False) as pipe:
                 fill(pipe)
-                answers = list(pipe.execute(raise_on_error=passed is None))
+                answers = list(pipe.execute(raise_on_error=allowed_error is None))
             for answer in answers:
-                if isinstance(answer, Exception) and not str(answer).startswith(passed or ""):
+                if isinstance(answer, Exception) and not str(answer).startswith(allowed_error or ""):
                     raise answer
             return answers
-        except redis.exceptions.AuthenticationError as error:  # a ConnectionError too, although the server answers
+        except (
+            redis.exceptions.AuthenticationError
+        ) as error:  # a subclass of ConnectionError, although the server does answer
             raise StoreError(f"{self.where} refuses: {error}") from None
         except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, OSError) as error:
             raise StoreUnreachable(f"{self.where} does not answer ({error}); is redis-server running there?") from None
@@ -195,5 +201,5 @@ def _without_password(url: str) -> str:
     """Returns the address without the user and password before the host's @, and without the options."""
     scheme, mark, rest = url.partition("://")
     host, _, options = rest.partition("?")
-    # A password with a ? and an @ in it leaves no way to tell where the host begins.
+    # If a password contains both ? and @, the begin of the host is ambiguous: hide everything.
     return f"{scheme}{mark}{'...' if '@' in options else host.rpartition('@')[2]}"

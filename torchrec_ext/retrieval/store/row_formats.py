@@ -13,7 +13,7 @@ QUERIES, K = 64, 100
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """Loss by storing rows in fewer bits, against the same rows in fp32.
+    """Difference between rows stored in fewer bits and the same rows in fp32.
 
     Args:
         greatest: greatest absolute difference of a number.
@@ -31,7 +31,7 @@ class Loss:
     rows: int
 
     def with_more(self, other: Loss) -> Loss:
-        """Returns the loss of both sets of rows; the recall stays that of the first."""
+        """Merges the losses of two sets of rows; keeps the recall of the first."""
         rows = self.rows + other.rows
         mean = (self.mean * self.rows + other.mean * other.rows) / max(1, rows)
         return Loss(greatest=max(self.greatest, other.greatest), mean=mean, recall=self.recall, k=self.k, rows=rows)
@@ -42,7 +42,7 @@ class Loss:
 
 
 class RowFormat:
-    """Keeps a store's rows as they are, in 32 bits; a subclass is another format, and another value of ``--store``.
+    """Stores rows unchanged, in 32 bits. Each subclass is another format, and another value of ``--store``.
 
     Attributes:
         name: what manifests and commands call it.
@@ -62,11 +62,11 @@ class RowFormat:
         return self.numbers is torch.float32
 
     def encode(self, vectors: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns rows (N, D) float32 as they are stored, and their (N,) scales where they are ``scaled``."""
+        """Converts rows (N, D) float32 to the stored type; also returns (N,) scales if the format is ``scaled``."""
         return vectors.to(self.numbers), None
 
     def rounding(self, greatest: float) -> float:
-        """Returns what storing may change a number by, in rows whose greatest absolute number is ``greatest``."""
+        """Returns the largest rounding error in a row with largest absolute number ``greatest``."""
         return 0.0
 
 
@@ -78,7 +78,7 @@ class HalfRows(RowFormat):
     greatest = 65504.0
 
     def rounding(self, greatest: float) -> float:
-        """Returns half of the distance between two numbers in 16 bits."""
+        """Returns half of the distance between neighbouring 16-bit numbers."""
         return max(greatest * 2**-11, 2**-25)
 
 
@@ -104,7 +104,7 @@ ROW_FORMATS: dict[str, RowFormat] = {each.name: each for each in (RowFormat(), H
 
 
 def row_format(dtype: Dtype) -> RowFormat:
-    """Returns the row format of a name.
+    """Returns a row format by name.
 
     Raises:
         ValueError: there is none of this name.
@@ -115,29 +115,29 @@ def row_format(dtype: Dtype) -> RowFormat:
 
 
 def encode(vectors: Tensor, dtype: Dtype) -> tuple[Tensor, Tensor | None]:
-    """Returns rows (N, D) as a store keeps them, and for int8 their (N,) scales.
+    """Converts rows (N, D) to the type on disk; also returns (N,) scales for int8.
 
     Raises:
         ValueError: a number that is not finite, or greater than the format holds; it names the row.
     """
-    kept = ROW_FORMATS[dtype]
-    wrong = ~(vectors.abs() <= kept.greatest)  # NaN compares false
+    target_format = ROW_FORMATS[dtype]
+    wrong = ~(vectors.abs() <= target_format.greatest)  # NaN compares false
     if wrong.any():
         row, column = (int(index) for index in wrong.nonzero()[0])
         rule = "must be finite"
         if vectors[row].isfinite().all():
-            rule = f"{dtype} holds up to {kept.greatest:,.0f}; use fp32 or int8"
+            rule = f"{dtype} holds up to {target_format.greatest:,.0f}; use fp32 or int8"
         raise ValueError(f"vectors: row {row}, column {column} is {vectors[row, column]:g}; {rule}")
-    return kept.encode(vectors)
+    return target_format.encode(vectors)
 
 
 def decode(rows: Tensor, scales: Tensor | None) -> Tensor:
-    """Returns (N, D) float32 from what :func:`encode` returned."""
+    """Converts the results of :func:`encode` back to (N, D) float32."""
     return rows.float() if scales is None else rows.float().mul_(scales[:, None])
 
 
 def greatest_loss(vectors: Tensor, dtype: Dtype) -> float:
-    """Returns what rounding to ``dtype`` may change a number of ``vectors`` (N, D) by."""
+    """Returns the largest error of rounding ``vectors`` (N, D) to ``dtype``."""
     return ROW_FORMATS[dtype].rounding(float(vectors.abs().max()) if vectors.numel() else 0.0)
 
 
@@ -161,18 +161,18 @@ class LossMeter:
             self._greatest = max(self._greatest, float(difference.max()))
             self._sum += float(difference.sum(dtype=torch.float64))
         if self.queries is not None:
-            self._best[0] = self._merged(self._best[0], self.queries @ vectors.T)
-            self._best[1] = self._merged(self._best[1], self.queries @ stored.T)
+            self._best[0] = self._merge_best(self._best[0], self.queries @ vectors.T)
+            self._best[1] = self._merge_best(self._best[1], self.queries @ stored.T)
         self._numbers += difference.numel()
         self._rows += len(vectors)
 
-    def _merged(self, best: tuple[Tensor, Tensor] | None, scores: Tensor) -> tuple[Tensor, Tensor]:
+    def _merge_best(self, best: tuple[Tensor, Tensor] | None, scores: Tensor) -> tuple[Tensor, Tensor]:
         values, rows = scores.topk(min(self.k, scores.shape[1]), dim=1)
         rows = rows + self._rows
         if best is not None:
             values, rows = torch.cat([best[0], values], dim=1), torch.cat([best[1], rows], dim=1)
-        kept, order = values.topk(min(self.k, values.shape[1]), dim=1)
-        return kept, rows.gather(1, order)
+        best_values, order = values.topk(min(self.k, values.shape[1]), dim=1)
+        return best_values, rows.gather(1, order)
 
     def loss(self) -> Loss:
         """Returns the loss of all rows so far."""

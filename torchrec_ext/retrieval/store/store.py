@@ -30,13 +30,13 @@ from torchrec_ext.retrieval.store.versions import (
 from torchrec_ext.schema.validation import listed
 
 ROWS, SCALES, LIVE = "rows.bin", "scales.bin", "live.npy"
-_SHARE = 2  # rows of more than 1/2 of the memory that is left stay on disk
-_PIECE = 2**22  # bytes that are mapped at a time, about 1 ms in which no other thread runs
-_POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14, which Python's mmap does not name
+_SHARE = 2  # rows larger than 1/2 of the free memory stay on disk
+_PIECE = 2**22  # bytes mapped at a time: the call holds the interpreter lock, for about 1 ms
+_POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14; Python's mmap has no name for it
 
 
 class EmbeddingStore:
-    """One version of a store, read-only. A reader keeps its version, whatever is written after it was opened.
+    """One version of a store, read-only. A reader keeps its version when a newer one is written.
 
     Attributes:
         ids: map of ids to positions, the rows 0 to I - 1, and back.
@@ -61,12 +61,12 @@ class EmbeddingStore:
     """
 
     def __init__(self, folder: Path, *, verify: bool = False) -> None:
-        """Opens the version in ``folder`` itself; :meth:`open` follows the pointer."""
+        """Opens the version in ``folder`` itself. To follow the pointer to the current version, use :meth:`open`."""
         self.folder = folder
         manifest = read_store_manifest(folder)
         check_version_files(folder, manifest["files"], verify=verify)
         self.manifest = manifest
-        self.width, self.dtype, self.tower, self.loss = _of(manifest, folder)
+        self.width, self.dtype, self.tower, self.loss = _check_layout(manifest, folder)
         self.format = ROW_FORMATS[self.dtype]
         self.version, self.digest = folder.name, str(manifest["digest"])
         count = int(manifest["rows"])
@@ -74,11 +74,11 @@ class EmbeddingStore:
         self.live: NDArray[np.bool_] = np.asarray(np.load(folder / LIVE, mmap_mode="r", allow_pickle=False))
         if len(self.ids) != count or self.live.shape != (count,) or self.live.dtype != np.bool_:
             raise StoreError(f"'{folder}' is damaged: {count} rows, {len(self.ids)} ids; write the store again")
-        self._descriptor, rows, matrix = _mapped(folder / ROWS, self.format.numbers, count * self.width)
+        self._descriptor, rows, matrix = _map_numbers(folder / ROWS, self.format.numbers, count * self.width)
         self._matrix = matrix.view(count, self.width)
-        _, scales, numbers = _mapped(folder / SCALES, torch.float32, count) if self.format.scaled else (None,) * 3
+        _, scales, numbers = _map_numbers(folder / SCALES, torch.float32, count) if self.format.scaled else (None,) * 3
         self.scales: Tensor | None = numbers
-        self._maps: list[mmap.mmap] = [mapped for mapped in (rows, scales) if mapped is not None]
+        self._maps: list[mmap.mmap] = [mapping for mapping in (rows, scales) if mapping is not None]
         self._bytes = count * self.width * self._matrix.element_size()
 
     @classmethod
@@ -98,7 +98,7 @@ class EmbeddingStore:
             try:
                 return cls(folder / name, verify=verify)
             except (StoreError, OSError, ValueError):
-                if current(folder) == name:  # else it was replaced and removed meanwhile
+                if current(folder) == name:  # otherwise a writer replaced and removed it meanwhile: try again
                     raise
         raise StoreError(
             f"'{folder}' changes faster than it can be opened; keep more versions with prune_store(keep=...)"
@@ -113,7 +113,7 @@ class EmbeddingStore:
         return bool(self.live.all())
 
     def matrix(self) -> Tensor:
-        """Returns (I, D) as stored, memory-mapped and read-only; int8 rows are still to be multiplied by ``scales``."""
+        """Returns the stored (I, D) rows, memory-mapped and read-only. Multiply int8 rows by ``scales``."""
         return self._matrix
 
     def rows(self, positions: Tensor) -> Tensor:
@@ -138,20 +138,20 @@ class EmbeddingStore:
         return rows if self.format.exact else decode(rows, None if self.scales is None else self.scales[start:stop])
 
     def populate(self) -> bool:
-        """Reads the rows into memory and maps their pages, so that the first that are asked for cost what others do.
+        """Reads the rows into memory and maps their pages, so that the first requests are as fast as later ones.
 
         Returns:
-            False where they are left on disk: they would take more than half of the memory that is left.
+            False if the rows stay on disk because they would take more than half of the free memory.
         """
         if sum(map(len, self._maps)) > available_memory() // _SHARE:
             return False
         self.check()
-        for mapped in self._maps:
-            _populate(mapped)
+        for mapping in self._maps:
+            _populate(mapping)
         return True
 
     def check(self) -> None:
-        """Raises StoreError where the file of rows was cut off after opening: reading it would end the process."""
+        """Raises StoreError if the file of rows was truncated after opening: reading it would end the process."""
         size = os.fstat(self._descriptor.fileno()).st_size
         if size < self._bytes:
             raise StoreError(
@@ -161,49 +161,50 @@ class EmbeddingStore:
             )
 
 
-def _of(manifest: dict[str, Any], folder: Path) -> tuple[int, Dtype, str, dict[str, Any]]:
+def _check_layout(manifest: dict[str, Any], folder: Path) -> tuple[int, Dtype, str, dict[str, Any]]:
     width, dtype, files = manifest.get("width"), manifest.get("dtype"), manifest["files"]
     if not isinstance(width, int) or dtype not in ROW_FORMATS or not {ROWS, LIVE, "ids.json"} <= set(files):
         raise StoreError(
             f"'{folder}' is no embedding store: width {width!r}, dtype {dtype!r}, files {listed(sorted(files))}"
         )
-    size, needed = files[ROWS]["bytes"], manifest["rows"] * width * ROW_FORMATS[dtype].numbers.itemsize
-    if size != needed:
+    file_bytes, needed_bytes = files[ROWS]["bytes"], manifest["rows"] * width * ROW_FORMATS[dtype].numbers.itemsize
+    if file_bytes != needed_bytes:
         raise StoreError(
-            f"'{folder / ROWS}' has {size:,} bytes, {manifest['rows']:,} rows of {width} {dtype} need {needed:,}"
+            f"'{folder / ROWS}' has {file_bytes:,} bytes, {manifest['rows']:,} rows of {width} {dtype} need "
+            f"{needed_bytes:,}"
         )
     return width, dtype, str(manifest.get("tower", "")), dict(manifest.get("loss") or {})
 
 
-def _mapped(path: Path, dtype: torch.dtype, numbers: int) -> tuple[Any, mmap.mmap | None, Tensor]:
-    """Returns the open file, its mapping, and its numbers, which are read from the page cache when they are used."""
+def _map_numbers(path: Path, dtype: torch.dtype, numbers: int) -> tuple[Any, mmap.mmap | None, Tensor]:
+    """Maps a file of numbers; returns the open file, its mapping (None if empty), and the numbers."""
     stream = path.open("rb")
     if not numbers:
         return stream, None, torch.empty(0, dtype=dtype)
-    mapped = mmap.mmap(stream.fileno(), numbers * dtype.itemsize, access=mmap.ACCESS_READ)
+    mapping = mmap.mmap(stream.fileno(), numbers * dtype.itemsize, access=mmap.ACCESS_READ)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        return stream, mapped, torch.frombuffer(mapped, dtype=dtype, count=numbers)
+        return stream, mapping, torch.frombuffer(mapping, dtype=dtype, count=numbers)
 
 
-def _populate(mapped: mmap.mmap) -> None:
-    """Reads a mapped file from first to last and enters its pages into this process's page table."""
-    mapped.madvise(mmap.MADV_WILLNEED)
-    for start in range(0, len(mapped), _PIECE):
-        length = min(_PIECE, len(mapped) - start)
+def _populate(mapping: mmap.mmap) -> None:
+    """Reads a mapped file from start to end and enters its pages into this process's page table."""
+    mapping.madvise(mmap.MADV_WILLNEED)
+    for start in range(0, len(mapping), _PIECE):
+        length = min(_PIECE, len(mapping) - start)
         try:
-            mapped.madvise(_POPULATE_READ, start, length)
-        except OSError:  # an older kernel, or another one: a byte of each page
-            bytes(memoryview(mapped)[start : start + length : mmap.PAGESIZE])
+            mapping.madvise(_POPULATE_READ, start, length)
+        except OSError:  # older Linux, or another kernel: read one byte of each page instead
+            bytes(memoryview(mapping)[start : start + length : mmap.PAGESIZE])
 
 
 def refresh_store(
     folder: Path | str, ids: Ids, vectors: NDArray[Any] | Tensor, *, deleted: Ids = (), tower: str | None = None
 ) -> EmbeddingStore:
-    """Writes a version in which ``ids`` have ``vectors`` and ``deleted`` are tombstones, and makes it the current one.
+    """Writes a new current version: sets the ``vectors`` of ``ids`` and marks ``deleted`` ids as tombstones.
 
-    Positions stay what they were: a known id keeps its row (a tombstone that comes back, too), new ids are appended,
-    deleted ones keep a row that is not live. The cost is a copy of the rows, not the tower's run over them.
+    Positions do not change: an existing id keeps its row, even if it was deleted before. New ids are appended. Deleted
+    ids keep a row that is not live. The rows are copied; the tower does not run over them again.
 
     Args:
         folder: folder of the store.
@@ -218,73 +219,76 @@ def refresh_store(
     """
     folder = Path(folder)
     with new_version(folder) as path:
-        old = EmbeddingStore.open(folder)
-        if tower is not None and tower != old.tower:
+        current_store = EmbeddingStore.open(folder)
+        if tower is not None and tower != current_store.tower:
             raise StoreError(
-                f"'{folder}' holds vectors of the tower {old.tower[:12] or 'unnamed'}, these are of {tower[:12]}: rows "
-                "of two towers do not compare; embed the whole catalogue anew with write_store"
+                f"'{folder}' holds vectors of the tower {current_store.tower[:12] or 'unnamed'}, these are of "
+                f"{tower[:12]}: rows of two towers do not compare; embed the whole catalogue anew with write_store"
             )
-        block = _checked(old, ids, vectors)
-        kept, positions = _placed(old.ids, ids)
-        gone = _known(old.ids, deleted, positions)
-        rows, scales = encode(block, old.dtype)
-        _patched(old.folder / ROWS, path / ROWS, rows, positions, len(kept))
+        block = _as_block(current_store, ids, vectors)
+        id_map, positions = _assign_positions(current_store.ids, ids)
+        tombstones = _tombstone_positions(current_store.ids, deleted, positions)
+        rows, scales = encode(block, current_store.dtype)
+        _copy_with_rows(current_store.folder / ROWS, path / ROWS, rows, positions, len(id_map))
         if scales is not None:
-            _patched(old.folder / SCALES, path / SCALES, scales[:, None], positions, len(kept))
-        kept.save(path)
-        live = np.concatenate([old.live, np.ones(len(kept) - len(old), np.bool_)])
-        live[positions], live[gone] = True, False
+            _copy_with_rows(current_store.folder / SCALES, path / SCALES, scales[:, None], positions, len(id_map))
+        id_map.save(path)
+        live = np.concatenate([current_store.live, np.ones(len(id_map) - len(current_store), np.bool_)])
+        live[positions], live[tombstones] = True, False
         np.save(path / LIVE, live)
-        content = {key: old.manifest[key] for key in ("width", "dtype", "tower")}
-        content |= {"rows": len(kept), "loss": _loss(old, block, decode(rows, scales))}
+        content = {key: current_store.manifest[key] for key in ("width", "dtype", "tower")}
+        content |= {"rows": len(id_map), "loss": _merge_loss(current_store, block, decode(rows, scales))}
         return EmbeddingStore(publish_version(path, content, {}))
 
 
-def _checked(old: EmbeddingStore, ids: Ids, vectors: NDArray[Any] | Tensor) -> Tensor:
+def _as_block(old_store: EmbeddingStore, ids: Ids, vectors: NDArray[Any] | Tensor) -> Tensor:
     block = torch.as_tensor(vectors).detach().to("cpu", torch.float32)
     if not len(ids):
-        block = block.reshape(0, old.width)
-    if block.dim() != 2 or block.shape != (len(ids), old.width):
+        block = block.reshape(0, old_store.width)
+    if block.dim() != 2 or block.shape != (len(ids), old_store.width):
         raise ValueError(
-            f"vectors: shape {tuple(block.shape)}; {len(ids)} ids of this store need ({len(ids)}, {old.width})"
+            f"vectors: shape {tuple(block.shape)}; {len(ids)} ids of this store need ({len(ids)}, {old_store.width})"
         )
     return block
 
 
-def _placed(known: IdMap, ids: Ids) -> tuple[IdMap, NDArray[np.int64]]:
-    """Returns the map with the new ids at its end, and the position of each of ``ids``."""
+def _assign_positions(id_map: IdMap, ids: Ids) -> tuple[IdMap, NDArray[np.int64]]:
+    """Appends the new ids to the map; also returns the position of each of ``ids``."""
     if not len(ids):
-        return known, np.zeros(0, np.int64)
-    IdMap.build(ids)  # refuses an id that is named twice
-    new = known.positions(ids) < 0
-    if new.any():
-        known = known.extended(np.asarray(ids)[new])
-    return known, known.positions(ids)
+        return id_map, np.zeros(0, np.int64)
+    IdMap.build(ids)  # refuses an id that occurs twice
+    is_new = id_map.positions(ids) < 0
+    if is_new.any():
+        id_map = id_map.extended(np.asarray(ids)[is_new])
+    return id_map, id_map.positions(ids)
 
 
-def _known(old: IdMap, deleted: Ids, written: NDArray[np.int64]) -> NDArray[np.int64]:
-    gone = old.positions(deleted)
-    for wrong, why in ((gone < 0, "is not in the store"), (np.isin(gone, written), "is also among the ids to write")):
+def _tombstone_positions(id_map: IdMap, deleted: Ids, written_positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    positions = id_map.positions(deleted)
+    for wrong, why in (
+        (positions < 0, "is not in the store"),
+        (np.isin(positions, written_positions), "is also among the ids to write"),
+    ):
         if wrong.any():
             raise ValueError(f"deleted: {np.asarray(deleted)[wrong][0]!s} {why}; leave it out")
-    return gone
+    return positions
 
 
-def _patched(source: Path, target: Path, rows: Tensor, positions: NDArray[np.int64], count: int) -> None:
-    """Copies a file of ``count`` rows and writes ``rows`` (N, W) to their ``positions``."""
+def _copy_with_rows(source: Path, target: Path, rows: Tensor, positions: NDArray[np.int64], count: int) -> None:
+    """Copies a file, extends it to ``count`` rows, and writes ``rows`` (N, W) at ``positions``."""
     shutil.copyfile(source, target)
     width = rows.shape[1] * rows.element_size()
     with target.open("r+b") as stream:
         stream.truncate(count * width)
     if len(rows):
-        mapped = np.memmap(target, np.uint8, mode="r+", shape=(count, width))
-        mapped[positions] = rows.contiguous().view(torch.uint8).numpy().reshape(len(rows), width)
-        mapped.flush()
+        file_rows = np.memmap(target, np.uint8, mode="r+", shape=(count, width))
+        file_rows[positions] = rows.contiguous().view(torch.uint8).numpy().reshape(len(rows), width)
+        file_rows.flush()
 
 
-def _loss(old: EmbeddingStore, block: Tensor, stored: Tensor) -> dict[str, Any] | None:
-    if not old.loss:
+def _merge_loss(old_store: EmbeddingStore, block: Tensor, stored: Tensor) -> dict[str, Any] | None:
+    if not old_store.loss:
         return None
     meter = LossMeter()
     meter.add(block, stored)
-    return Loss(**old.loss).with_more(meter.loss()).as_dict()
+    return Loss(**old_store.loss).with_more(meter.loss()).as_dict()

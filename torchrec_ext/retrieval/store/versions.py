@@ -1,4 +1,4 @@
-"""Versions of a folder: each whole or not there, one of them current, which is swapped while others read."""
+"""Versions of a folder: each is complete or absent, and one is current. Writers replace it under its readers."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 _POINTER = "CURRENT"
 _NAME = re.compile(r"v(\d{8})")
-_TRIES = 20  # attempts to open a version that a writer is just replacing and removing
-_MOST_BYTES = 2**20  # limit of a manifest, which lists a dozen files
+_TRIES = 20  # attempts to open a version while a writer replaces and removes it
+_MOST_BYTES = 2**20  # limit of a manifest; it lists a dozen files
 
 
 class StoreError(ValueError):
@@ -36,13 +36,13 @@ class StoreError(ValueError):
 
 
 def versions(folder: Path) -> list[str]:
-    """Returns the names of the whole versions, the oldest first."""
+    """Returns the names of the complete versions, oldest first."""
     entries = folder.iterdir() if folder.is_dir() else []
     return sorted(path.name for path in entries if _NAME.fullmatch(path.name) and (path / MANIFEST).exists())
 
 
 def current(folder: Path) -> str:
-    """Returns the name of the version that a reader opens.
+    """Returns the name of the current version.
 
     Raises:
         StoreError: no version was ever written there.
@@ -82,36 +82,36 @@ def read_store_manifest(folder: Path) -> dict[str, Any]:
 
 
 def check_version_files(folder: Path, files: dict[str, dict[str, Any]], *, verify: bool) -> None:
-    """Compares the files' sizes, with ``verify`` also their content, with the manifest.
+    """Checks the files' sizes against the manifest, and with ``verify`` their content too.
 
     Raises:
         StoreError: a file is missing, cut off or changed.
     """
-    for name, wanted in files.items():
+    for name, entry in files.items():
         path = folder / name
         try:
-            measured = {**wanted, "bytes": path.stat().st_size}
-            if verify and measured == wanted:
+            measured = {**entry, "bytes": path.stat().st_size}
+            if verify and measured == entry:
                 measured = measure_file(path)
         except OSError as error:
             raise StoreError(f"'{path}' cannot be read: {error.strerror or error}; write the store again") from None
-        if wrong := difference(measured, wanted):
+        if wrong := difference(measured, entry):
             raise StoreError(f"'{path}' {wrong}; write the store again")
 
 
 @contextlib.contextmanager
 def new_version(folder: Path) -> Iterator[Path]:
-    """Yields a folder for the next version, which :func:`publish_version` makes the current one.
+    """Yields a folder for the next version; call :func:`publish_version` to make it the current one.
 
-    The folder is removed where the block raises.
+    The folder is removed if the block raises.
 
     Raises:
         StoreError: another process is writing, or the disk refuses.
     """
-    with _locked(folder):
+    with _lock(folder):
         last = max((int(name[1:]) for name in os.listdir(folder) if _NAME.fullmatch(name)), default=0)
-        for left in folder.glob("*.partial"):
-            shutil.rmtree(left)
+        for leftover in folder.glob("*.partial"):
+            shutil.rmtree(leftover)
         path = folder / f"v{last + 1:08d}.partial"
         try:
             path.mkdir()
@@ -127,17 +127,17 @@ def new_version(folder: Path) -> Iterator[Path]:
 
 
 def publish_version(path: Path, content: dict[str, Any], digests: dict[str, str]) -> Path:
-    """Makes the files in ``path`` the current version and returns its folder.
+    """Publishes the files in ``path`` as the current version and returns its folder.
 
     Args:
         path: folder from :func:`new_version`.
         content: values of the manifest, without files and format.
-        digests: SHA-256 of files that are known already, by name; the other files are read.
+        digests: SHA-256 by file name, if already computed; the other files are read.
     """
     files = {}
     for name, file in files_below(path).items():
-        known = {"bytes": file.stat().st_size, "sha256": digests[name]} if name in digests else None
-        files[name] = known or measure_file(file)
+        entry = {"bytes": file.stat().st_size, "sha256": digests[name]} if name in digests else None
+        files[name] = entry or measure_file(file)
         sync_to_disk(file)
     write_whole(path / MANIFEST, sealed_json({"format": FORMAT, **content, "files": files}, "digest"))
     final = path.with_suffix("")
@@ -147,7 +147,7 @@ def publish_version(path: Path, content: dict[str, Any], digests: dict[str, str]
 
 
 def prune_store(folder: Path | str, keep: int = 2) -> list[str]:
-    """Removes all but the newest ``keep`` versions and the current one, and returns the names of those removed.
+    """Removes all but the newest ``keep`` versions and the current one; returns the removed names.
 
     Readers keep a version that they have open.
 
@@ -157,21 +157,21 @@ def prune_store(folder: Path | str, keep: int = 2) -> list[str]:
     if keep < 1:
         raise ValueError(f"keep={keep}: must be 1 or more, the current version stays")
     folder = Path(folder)
-    with _locked(folder):
-        old = [name for name in versions(folder)[:-keep] if name != current(folder)]
-        for name in old:
+    with _lock(folder):
+        old_versions = [name for name in versions(folder)[:-keep] if name != current(folder)]
+        for name in old_versions:
             (folder / name / MANIFEST).unlink()
             shutil.rmtree(folder / name)
-    return old
+    return old_versions
 
 
 def attempts() -> range:
-    """Returns the attempts to follow the pointer, where the version that it names is gone again."""
+    """Counts the attempts to follow the pointer, in case a version is removed before it is open."""
     return range(_TRIES)
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _lock(folder: Path) -> Iterator[None]:
     lock = lock_folder(
         str(folder),
         ".lock",

@@ -31,16 +31,16 @@ def write_store(
     tower: str = "",
     queries: Tensor | None = None,
 ) -> EmbeddingStore:
-    """Writes a new version below ``folder`` and makes it the current one; readers of the one before it keep theirs.
+    """Writes a new current version below ``folder``. Readers of an earlier version keep theirs.
 
-    Positions are in the order of the blocks. One block is in memory at a time, besides all ids.
+    Positions follow the order of the blocks. Only one block is in memory at a time, plus all ids.
 
     Args:
-        folder: folder of the store, made where it is missing.
+        folder: folder of the store; created if missing.
         blocks: (ids, vectors): (N,) int64 or str, and (N, D) numbers.
         dtype: row format on disk.
         tower: digest of the tower that made the vectors.
-        queries: (Q, D) by which the recall of fp16 and int8 is measured; rows of the first block where not given.
+        queries: (Q, D) to measure the recall of fp16 and int8; by default rows of the first block.
 
     Raises:
         ValueError: an id twice, blocks of different widths, a number that is not finite; no version is made.
@@ -52,20 +52,20 @@ def write_store(
         with RowWriter(path, dtype, queries) as writer:
             for ids, vectors in blocks:
                 writer.add(ids, vectors)
-        kept = IdMap.build(writer.ids)
-        kept.save(path)
-        np.save(path / LIVE, np.ones(len(kept), np.bool_))
+        id_map = IdMap.build(writer.ids)
+        id_map.save(path)
+        np.save(path / LIVE, np.ones(len(id_map), np.bool_))
         loss = None if writer.meter is None else writer.meter.loss().as_dict()
-        content = {"rows": len(kept), "width": writer.width, "dtype": dtype, "tower": tower, "loss": loss}
+        content = {"rows": len(id_map), "width": writer.width, "dtype": dtype, "tower": tower, "loss": loss}
         return EmbeddingStore(publish_version(path, content, writer.digests))
 
 
 class RowWriter:
-    """Encodes blocks and appends them to the files of a version, digesting as it writes.
+    """Encodes blocks, appends them to the files of a version, and computes the files' digests.
 
     Attributes:
         width: D; 0 before the first block.
-        meter: measures what fp16 and int8 lose; None for fp32.
+        meter: measures the rounding loss of fp16 and int8; None for fp32.
     """
 
     def __init__(self, folder: Path, dtype: Dtype, queries: Tensor | None = None) -> None:
@@ -83,10 +83,11 @@ class RowWriter:
         Raises:
             ValueError: see :func:`write_store`; rows are counted from the first block.
         """
-        block = self._checked(vectors, len(ids))
+        block = self._as_block(vectors, len(ids))
         if len(ids):
-            given = ids if isinstance(ids, pa.Array) else np.array(ids)  # a copy: blocks may be reused
-            self._ids.append(checked_ids(given))
+            # A copy, since the caller may reuse the block's memory.
+            own_ids = ids if isinstance(ids, pa.Array) else np.array(ids)
+            self._ids.append(checked_ids(own_ids))
         try:
             rows, scales = encode(block, self.dtype)
         except ValueError as error:
@@ -99,7 +100,7 @@ class RowWriter:
             self._write(SCALES, scales)
         self._rows += len(block)
 
-    def _checked(self, vectors: NDArray[Any] | Tensor, count: int) -> Tensor:
+    def _as_block(self, vectors: NDArray[Any] | Tensor, count: int) -> Tensor:
         block = torch.as_tensor(vectors).detach().to("cpu", torch.float32)
         if block.dim() != 2 or len(block) != count:
             raise ValueError(f"vectors: shape {tuple(block.shape)} for {count} ids; must be ({count}, D)")
@@ -145,7 +146,7 @@ class RowWriter:
 
 
 Rows = TypeVar("Rows")
-_ROWS = 65_536  # rows that are copied at a time when shares are joined
+_ROWS = 65_536  # rows copied at a time when joining shares
 
 
 def embed(
@@ -160,10 +161,10 @@ def embed(
     barrier: Callable[[], object] | None = None,
     shares: Path | None = None,
 ) -> EmbeddingStore:
-    """Runs a tower over a streamed catalogue and writes its outputs to a store, whose positions ascend with the ids.
+    """Runs a tower over a streamed catalogue and writes its outputs to a store, in ascending order of ids.
 
-    Each rank is given any share of the catalogue; the store is alike for any number of ranks and any shares. One block
-    is in memory at a time, besides all ids.
+    Each rank gets any share of the catalogue. The store is the same for any number of ranks and any shares. Only one
+    block is in memory at a time, plus all ids.
 
     Args:
         tower: function from a block's rows, such as a ``TowerBatch``, to (N, D); in evaluation mode.
@@ -187,47 +188,48 @@ def embed(
         raise ValueError(
             f"rank={rank}, world_size={world_size}: rank is 0 to world_size - 1, and several ranks need a barrier"
         )
-    embedded = _embedded(tower, blocks)
-    if world_size == 1 and row_format(dtype).exact:  # other formats are rounded once, from the tower's own outputs
-        store = write_store(folder, embedded, tower=digest)
-        return store if _ascend(store.ids) else _joined([store], folder, dtype, digest)
+    embedded_blocks = _embed_blocks(tower, blocks)
+    # Other formats go through fp32 shares, so that rows are rounded once.
+    if world_size == 1 and row_format(dtype).exact:
+        store = write_store(folder, embedded_blocks, tower=digest)
+        return store if _ascend(store.ids) else _join_shares([store], folder, dtype, digest)
     folders = [(shares or folder.parent) / f"{folder.name}.share{each}" for each in range(world_size)]
-    write_store(folders[rank], embedded, tower=digest)
+    write_store(folders[rank], embedded_blocks, tower=digest)
     wait = barrier or (lambda: None)
     wait()
     if rank == 0:
-        _joined([EmbeddingStore.open(share) for share in folders], folder, dtype, digest)
+        _join_shares([EmbeddingStore.open(share) for share in folders], folder, dtype, digest)
         for share in folders:
             shutil.rmtree(share)
     wait()
     return EmbeddingStore.open(folder)
 
 
-def _embedded(tower: Callable[[Rows], Tensor], blocks: Iterable[tuple[Ids, Rows]]) -> Iterator[Block]:
+def _embed_blocks(tower: Callable[[Rows], Tensor], blocks: Iterable[tuple[Ids, Rows]]) -> Iterator[Block]:
     for ids, rows in blocks:
         with torch.inference_mode():
             yield ids, tower(rows)
 
 
 def _ascend(ids: IdMap) -> bool:
-    named = ids.ids()
-    return bool(np.all(named[1:] > named[:-1]))
+    id_values = ids.ids()
+    return bool(np.all(id_values[1:] > id_values[:-1]))
 
 
-def _joined(shares: Sequence[EmbeddingStore], folder: Path, dtype: Dtype, digest: str) -> EmbeddingStore:
-    """Writes the rows of all shares to one store in the order of the ids; they are read block by block."""
-    filled = [share for share in shares if len(share)]
-    ids = np.concatenate([share.ids.ids() for share in filled] or [np.zeros(0, np.int64)])
+def _join_shares(shares: Sequence[EmbeddingStore], folder: Path, dtype: Dtype, digest: str) -> EmbeddingStore:
+    """Merges all shares into one store, in ascending order of ids; reads them block by block."""
+    filled_shares = [share for share in shares if len(share)]
+    ids = np.concatenate([share.ids.ids() for share in filled_shares] or [np.zeros(0, np.int64)])
     order = np.argsort(ids, kind="stable")
-    ends = np.cumsum([len(share) for share in filled])
+    ends = np.cumsum([len(share) for share in filled_shares])
 
     def rows(positions: np.ndarray) -> Tensor:
         owner = np.searchsorted(ends, positions, side="right")
-        vectors = torch.empty(len(positions), filled[0].width)
-        for number, share in enumerate(filled):
-            here = np.flatnonzero(owner == number)
+        vectors = torch.empty(len(positions), filled_shares[0].width)
+        for number, share in enumerate(filled_shares):
+            indices = np.flatnonzero(owner == number)
             first = ends[number] - len(share)
-            vectors[torch.from_numpy(here)] = share.rows(torch.from_numpy(positions[here] - first))
+            vectors[torch.from_numpy(indices)] = share.rows(torch.from_numpy(positions[indices] - first))
         return vectors
 
     blocks = (order[start : start + _ROWS] for start in range(0, len(order), _ROWS))
