@@ -1,4 +1,4 @@
-"""MicroBatcher: concurrent requests go through one function together, after a bounded queue."""
+"""MicroBatcher: collects concurrent requests in a bounded queue and answers them in batches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class QueueFullError(RuntimeError):
 
 @dataclass(frozen=True)
 class _Waiting(Generic[Asked, Answered]):
-    asked: Asked
+    request: Asked
     answer: Future[Answered]
     cost_s: float
 
@@ -33,19 +33,19 @@ class _Waiting(Generic[Asked, Answered]):
 class MicroBatcher(Generic[Asked, Answered]):
     """Answers requests in batches, in a thread of its own.
 
-    While one batch runs, the next collects, so batches grow with the load and a lone caller waits for nobody.
-    ``max_wait_ms`` makes every batch wait for more requests; it pays only where a further request costs next to
-    nothing. Where it costs as much as the first, ``max_cost_s`` ends the batch; requests without cost overtake those
-    that wait for the next.
+    The next batch collects while one runs, so batches grow with the load and a lone caller waits for nobody.
+    ``max_wait_ms`` makes every batch wait for more requests. This pays only if a further request costs next to nothing.
+    If each request costs as much as the first, limit a batch by ``max_cost_s``. Requests without cost overtake those
+    postponed to the next batch.
 
     Args:
-        answer: function from a batch to one answer each, in order; the caller's future raises an answer that is an
-            exception.
+        answer: function from a batch to one answer each, in order. If an answer is an exception, the caller's future
+            raises it.
         max_batch: requests in one batch, 1 or more.
-        max_wait_ms: milliseconds for which the first of a batch waits for others, 0 or more.
+        max_wait_ms: milliseconds that the first request of a batch waits for others, 0 or more.
         capacity: requests that may wait, 1 or more.
-        cost_s: estimates the seconds that a request adds to its batch; 0 where not given.
-        max_cost_s: seconds of cost in a batch, which has one request at least.
+        cost_s: estimates the seconds that a request adds to its batch; 0 by default.
+        max_cost_s: most seconds of cost in a batch of two or more requests.
 
     Raises:
         ValueError: an argument is out of range.
@@ -80,7 +80,7 @@ class MicroBatcher(Generic[Asked, Answered]):
         self._running_s = 0.0
         self._change = threading.Condition()
         self._closing = False
-        self._begun: float | None = None
+        self._batch_start: float | None = None
         self._thread = threading.Thread(target=self._run, name="micro-batcher", daemon=True)
         self._thread.start()
 
@@ -96,12 +96,12 @@ class MicroBatcher(Generic[Asked, Answered]):
 
     @property
     def busy_s(self) -> float:
-        """Seconds for which the current batch has been running; 0 without one."""
-        begun = self._begun
-        return 0.0 if begun is None else time.monotonic() - begun
+        """Running time of the current batch in seconds; 0 without one."""
+        start = self._batch_start
+        return 0.0 if start is None else time.monotonic() - start
 
     def submit(self, asked: Asked) -> Future[Answered]:
-        """Queues a request and returns its future answer; cancelling that removes a request that still waits.
+        """Queues a request and returns a future of its answer. Cancel the future to remove a waiting request.
 
         Raises:
             QueueFullError: ``capacity`` requests are waiting.
@@ -129,23 +129,23 @@ class MicroBatcher(Generic[Asked, Answered]):
 
     def _run(self) -> None:
         while batch := self._next():
-            asked, futures = [each.asked for each in batch], [each.answer for each in batch]
-            self._begun = time.monotonic()
-            answers = self._answered(asked)
-            self._begun = None
+            requests, futures = [each.request for each in batch], [each.answer for each in batch]
+            self._batch_start = time.monotonic()
+            answers = self._answer_batch(requests)
+            self._batch_start = None
             for future, answer in zip(futures, answers, strict=True):
                 if isinstance(answer, Exception):
                     future.set_exception(answer)
                 else:
                     future.set_result(answer)
 
-    def _answered(self, asked: Sequence[Asked]) -> Sequence[Answered | Exception]:
-        """Answers a batch; if that fails, one by one, so that each request gets its own error."""
+    def _answer_batch(self, requests: Sequence[Asked]) -> Sequence[Answered | Exception]:
+        """Answers a batch. If it fails, answers one by one, so that each request gets its own error."""
         try:
-            answers = self._answer(asked)
-            assert len(answers) == len(asked), "one answer each"
+            answers = self._answer(requests)
+            assert len(answers) == len(requests), "one answer each"
         except Exception as error:
-            return [error] if len(asked) == 1 else [self._answered([each])[0] for each in asked]
+            return [error] if len(requests) == 1 else [self._answer_batch([each])[0] for each in requests]
         return answers
 
     def _next(self) -> list[_Waiting[Asked, Answered]]:
@@ -158,20 +158,20 @@ class MicroBatcher(Generic[Asked, Answered]):
                     end = time.monotonic() + self._max_wait_s
                     full = lambda: len(self._waiting) >= self._max_batch or self._closing  # noqa: E731
                     self._change.wait_for(full, timeout=max(0.0, end - time.monotonic()))
-                batch = self._taken()
+                batch = self._take_batch()
                 if batch or (self._closing and not self._waiting):
                     return batch
 
-    def _taken(self) -> list[_Waiting[Asked, Answered]]:
-        """Takes the first requests that fit into one batch out of the queue, without cancelled ones."""
+    def _take_batch(self) -> list[_Waiting[Asked, Answered]]:
+        """Removes the first requests from the queue that fit into one batch; drops cancelled ones."""
         batch: list[_Waiting[Asked, Answered]] = []
-        left: deque[_Waiting[Asked, Answered]] = deque()
+        later: deque[_Waiting[Asked, Answered]] = deque()
         while self._waiting and len(batch) < self._max_batch:
             waiting = self._waiting.popleft()
             if batch and waiting.cost_s and self._running_s + waiting.cost_s > self._max_cost_s:
-                left.append(waiting)
+                later.append(waiting)
             elif waiting.answer.set_running_or_notify_cancel():
                 batch.append(waiting)
                 self._running_s += waiting.cost_s
-        self._waiting = left + self._waiting
+        self._waiting = later + self._waiting
         return batch

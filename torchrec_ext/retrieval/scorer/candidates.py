@@ -1,6 +1,6 @@
 """CandidateScorer: gathers stored rows and runs the top NN over them, compiled to one C++ call by AOTInductor.
 
-For some hundred rows Python's work around the arithmetic would be the greater share of the time.
+For some hundred rows, Python's overhead would exceed the time of the arithmetic.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from torchrec_ext.retrieval.store.row_formats import decode
 from torchrec_ext.retrieval.store.store import EmbeddingStore
 
 Compiled = Callable[[Tensor, Tensor], tuple[Tensor, bool]]
-_EXAMPLE = 4  # positions to trace with; the program takes 2 or more
+_EXAMPLE = 4  # positions in the traced example; the program takes 2 or more
 
 
 def compiled_scores(projection: Projection, matrix: Tensor, scales: Tensor | None) -> Compiled | None:
-    """Compiles the scores of a query with stored rows.
+    """Compiles the scoring of a query with stored rows.
 
-    The machine code is kept in torch's own cache folder (``TORCHINDUCTOR_CACHE_DIR``) under a digest of operations and
-    weights, so that other workers, and a server that starts again, load it; only from a folder of this user.
+    The machine code is cached in torch's own cache folder (``TORCHINDUCTOR_CACHE_DIR``) under a digest of operations
+    and weights. Other workers, and a restarted server, load it from there, but only if the folder belongs to this user.
 
     Args:
         projection: projection of the interaction.
@@ -42,9 +42,9 @@ def compiled_scores(projection: Projection, matrix: Tensor, scales: Tensor | Non
         scales: (I,) scales of int8 rows, or None.
 
     Returns:
-        A function of the query towers' outputs (D1,) and positions (N,) that returns scores (N,) and whether a position
-        is out of range. None where the interaction is not projected, since it runs in blocks of its own, and for fewer
-        than two rows.
+        A function from the query towers' outputs (D1,) and positions (N,) to scores (N,) and whether a position is out
+        of range. None if the interaction is not projected, because it runs in blocks of its own, and for fewer than
+        two rows.
 
     Raises:
         ValueError: the cache folder is another user's, or others may write to it.
@@ -52,26 +52,26 @@ def compiled_scores(projection: Projection, matrix: Tensor, scales: Tensor | Non
     """
     if projection.query_inputs is None or len(matrix) < 2:
         return None
-    folder = _of_this_user(Path(cache_dir()) / "torchrec_ext")
-    stored = [matrix] if scales is None else [matrix, scales]
+    folder = _private_folder(Path(cache_dir()) / "torchrec_ext")
+    stored_rows = [matrix] if scales is None else [matrix, scales]
     example = (torch.zeros(projection.query_inputs), torch.zeros(_EXAMPLE, dtype=torch.int64))
     rows = Dim("rows", min=2)
     with torch.no_grad():
         program = export(
             _Scores(projection, scales is not None),
-            (*example, *stored),
-            dynamic_shapes=(None, {0: Dim("candidates", min=2)}, tuple({0: rows} for _ in stored)),
+            (*example, *stored_rows),
+            dynamic_shapes=(None, {0: Dim("candidates", min=2)}, tuple({0: rows} for _ in stored_rows)),
         )
     run = torch._inductor.aoti_load_package(str(_package(program, folder))).loader.run
 
-    def scored(query: Tensor, positions: Tensor) -> tuple[Tensor, bool]:
+    def score(query: Tensor, positions: Tensor) -> tuple[Tensor, bool]:
         if len(positions) == 1:
-            scores, outside = run([query, positions.repeat(2), *stored])
+            scores, outside = run([query, positions.repeat(2), *stored_rows])
             return scores[:1], bool(outside)
-        scores, outside = run([query, positions, *stored])
+        scores, outside = run([query, positions, *stored_rows])
         return scores, bool(outside)
 
-    return scored
+    return score
 
 
 class _Scores(nn.Module):
@@ -79,17 +79,17 @@ class _Scores(nn.Module):
         super().__init__()
         self._projection, self._scaled = projection, scaled
 
-    def forward(self, query: Tensor, positions: Tensor, *stored: Tensor) -> tuple[Tensor, Tensor]:
-        # A wrong position reads nothing outside and raises nothing: an exception in an OpenMP thread ends the process.
-        inside = positions.clamp(0, stored[0].shape[0] - 1)
-        rows = stored[0][inside].float()
+    def forward(self, query: Tensor, positions: Tensor, *stored_rows: Tensor) -> tuple[Tensor, Tensor]:
+        # Clamp wrong positions instead of raising: an exception in an OpenMP thread ends the process.
+        inside = positions.clamp(0, stored_rows[0].shape[0] - 1)
+        rows = stored_rows[0][inside].float()
         if self._scaled:
-            rows = rows * stored[1][inside][:, None]
+            rows = rows * stored_rows[1][inside][:, None]
         return self._projection.score(self._projection.query(query), rows), (inside != positions).any()
 
 
 def _package(program: ExportedProgram, folder: Path) -> Path:
-    """Returns the file with the machine code of a program, compiled unless it exists."""
+    """Returns the file with a program's machine code; compiles it if the file is missing."""
     path = folder / f"{_key(program)}.pt2"
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=folder) as temporary:
@@ -98,8 +98,8 @@ def _package(program: ExportedProgram, folder: Path) -> Path:
     return path
 
 
-def _of_this_user(folder: Path) -> Path:
-    """Makes a folder that only this user writes: its files are run, and anybody can guess torch's path in /tmp."""
+def _private_folder(folder: Path) -> Path:
+    """Creates a folder writable by this user alone, because its files are run and torch's path in /tmp is public."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     parent, status = os.stat(folder.parent), os.lstat(folder)
     _check_owner(folder.parent, parent, bool(parent.st_mode & stat.S_IWOTH) and not parent.st_mode & stat.S_ISVTX)
@@ -110,17 +110,17 @@ def _of_this_user(folder: Path) -> Path:
     return folder
 
 
-def _check_owner(folder: Path, about: os.stat_result, shared: bool) -> None:
-    if shared or about.st_uid not in (0, os.geteuid()):
+def _check_owner(folder: Path, status: os.stat_result, is_unsafe: bool) -> None:
+    if is_unsafe or status.st_uid not in (0, os.geteuid()):
         raise ValueError(
-            f"compiled code is not loaded from '{folder}', user {about.st_uid}'s with mode "
-            f"{stat.S_IMODE(about.st_mode):o}: only user {os.geteuid()} must own and write it; remove it, or name "
+            f"compiled code is not loaded from '{folder}', user {status.st_uid}'s with mode "
+            f"{stat.S_IMODE(status.st_mode):o}: only user {os.geteuid()} must own and write it; remove it, or name "
             "another in TORCHINDUCTOR_CACHE_DIR"
         )
 
 
 def _key(program: ExportedProgram) -> str:
-    """Returns a digest of all that decides the machine code: operations, weights, torch and the processor."""
+    """Returns a digest of everything in the machine code: operations, weights, torch and the processor."""
     digest = hashlib.sha256(f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}\n{program}".encode())
     for name, value in sorted({**program.state_dict, **program.constants}.items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
@@ -134,14 +134,14 @@ Compile = Literal["auto", "off"]
 class CandidateScorer:
     """Scores one query with candidates of a store; safe to call from several threads.
 
-    Rows are read in the memory-mapped file, into memory when the scorer is made: compiled, they are gathered, summed
-    with the query's half and put through the network in one pass, and no copy of them is written. Without a compiler
-    the same runs operation by operation, and a warning says so once. Both are equal within 1e-5.
+    The constructor reads the rows of the memory-mapped file into memory. Compiled code gathers rows, adds the query's
+    half and runs the network in one pass, without writing a copy of the rows. Without a compiler the same runs
+    operation by operation, and a warning says so once. Both are equal within 1e-5.
 
     Args:
         projection: projection of the interaction.
         store: store of the catalogue's ``projection.candidates(...)``.
-        compile: ``auto`` or ``off``; compiling takes some 10 seconds, and the result is kept on disk: see
+        compile: ``auto`` or ``off``; compiling takes some 10 seconds, and the result is cached on disk: see
             :func:`~torchrec_ext.retrieval.scorer.candidates.compiled_scores`.
 
     Attributes:
@@ -168,7 +168,7 @@ class CandidateScorer:
 
     @property
     def compiled(self) -> bool:
-        """Whether it runs compiled; an interaction that is not projected does not."""
+        """Whether scoring runs compiled; it never does for an interaction without a projection."""
         return self._compiled is not None
 
     def __call__(self, query: Tensor, positions: Tensor) -> Tensor:
@@ -186,7 +186,7 @@ class CandidateScorer:
             if not outside:
                 return scores
         rows_wanted = positions.numpy()
-        if rows_wanted.view(np.uint64).max() >= self._size:  # -1 is the greatest of all there
+        if rows_wanted.view(np.uint64).max() >= self._size:  # as unsigned numbers, negative positions are the greatest
             wrong = rows_wanted[(rows_wanted < 0) | (rows_wanted >= self._size)][0]
             raise ValueError(f"positions: {wrong} is not a row of this store, which has {self._size}")
         query = self.projection.query_of_one(query)
@@ -198,11 +198,11 @@ class CandidateScorer:
         return self.projection.score_in_place(query, rows)
 
     def _buffer(self, count: int) -> Tensor:
-        """Returns this thread's buffer for rows, so that no request waits for pages to be mapped."""
-        kept: Tensor | None = getattr(self._buffers, "rows", None)
-        if kept is None or len(kept) < count:
-            kept = self._buffers.rows = torch.empty(1 << (count - 1).bit_length(), self.store.width)
-        return kept[:count]
+        """Returns this thread's reusable buffer for rows: mapping fresh pages would delay each request."""
+        buffer: Tensor | None = getattr(self._buffers, "rows", None)
+        if buffer is None or len(buffer) < count:
+            buffer = self._buffers.rows = torch.empty(1 << (count - 1).bit_length(), self.store.width)
+        return buffer[:count]
 
     def _compile(self) -> Compiled | None:
         try:

@@ -19,7 +19,7 @@ Source = Literal["live", "store", "redis"]
 
 
 class RequestError(ValueError):
-    """A request cannot be answered as it is; ``field`` names its wrong field."""
+    """A request has a wrong field, named by ``field``."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
@@ -33,12 +33,12 @@ def check_id_type(field: str, given: Id, kind: str) -> None:
         RequestError: the message names the id.
     """
     if isinstance(given, str) != (kind == "str"):
-        what, wanted = ("a string", "whole numbers") if isinstance(given, str) else ("a whole number", "strings")
-        raise RequestError(field, f"{str(given)[:100]!r} is {what}; ids here are {wanted}")
+        what, expected = ("a string", "whole numbers") if isinstance(given, str) else ("a whole number", "strings")
+        raise RequestError(field, f"{str(given)[:100]!r} is {what}; ids here are {expected}")
 
 
 class UnavailableError(RuntimeError):
-    """A store that the answer needs cannot be reached now; the same request may be answered later."""
+    """A required store is out of reach. The same request may succeed later."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,19 +46,19 @@ class RecommendRequest:
     """Asks for the best items of a user.
 
     Args:
-        user: raw features by column. The id alone where the bundle knows the users; features beside it take precedence
-            over those that are known.
-        k: number of items, 1 or more. Where fewer are left, all of them are answered.
-        candidates: ids to choose among; the whole catalogue where not given.
-        retrieve: number of items that the index hands to the top NN, at least ``k``; the scorer's where not given.
+        user: raw features by column. The id alone suffices if the bundle has a table of users; features next to the id
+            take precedence over the table's.
+        k: number of items, 1 or more. If fewer are left, the answer has all of them.
+        candidates: ids to choose among; by default the whole catalogue.
+        retrieve: number of items from the index for the top NN, at least ``k``; by default the scorer's setting.
         exclude: ids to leave out.
-        allowed: ids that alone may be answered.
-        categories: names of categories; only items of one of them are answered.
-        exclude_seen: leave out the items that the user has taken, where the bundle knows them.
-        vector: ``live`` always runs the user tower; ``auto`` takes a stored vector where there is one and no feature is
-            given.
-        titles: answer the items' titles too.
-        liked: number of the user's liked items to answer too.
+        allowed: answer only these ids.
+        categories: answer only items of one of these categories.
+        exclude_seen: leave out the items the user has taken, if the bundle knows them.
+        vector: ``live`` always runs the user tower; ``auto`` takes a stored vector if one exists and the request has no
+            features.
+        titles: also return the items' titles.
+        liked: number of the user's liked items to return as well.
 
     Raises:
         RequestError: ``k`` or ``retrieve`` below 1, or an empty list of candidates.
@@ -82,8 +82,8 @@ class RecommendRequest:
             if value is not None and value < least:
                 raise RequestError(name, f"{value}: must be {least} or more")
         for name in ("candidates", "allowed"):
-            given = getattr(self, name)
-            if given is not None and not len(given):
+            ids = getattr(self, name)
+            if ids is not None and not len(ids):
                 why = "the list is empty, so nothing could be answered; leave it out for the whole catalogue"
                 raise RequestError(name, why)
 
@@ -135,8 +135,8 @@ class ColdStart:
     """Says how much of a user was not in training.
 
     Args:
-        unknown_user: whether the bundle does not know the user's id, or none was given.
-        unknown_features: columns whose value took the out-of-vocabulary row.
+        unknown_user: whether the user's id is missing, or unknown to the bundle.
+        unknown_features: columns with a value mapped to the out-of-vocabulary row.
         vector: source of the user's vector.
     """
 
@@ -152,12 +152,12 @@ class Recommendation:
     Args:
         items: (K,) ids, the best first.
         scores: (K,) logits.
-        asked: ``k`` of the request; K is smaller where fewer items are left.
+        asked: ``k`` of the request; K is smaller if fewer items are left.
         cold: how much of the user was not in training.
         unknown_items: ids of the request that the catalogue lacks. Candidates among them are scored as the unknown
             item.
-        titles: (K,) titles, where asked for and known.
-        liked: ids of items that the user liked, the latest first, where asked for and known.
+        titles: (K,) titles, if requested and known.
+        liked: ids of items the user liked, the latest first, if requested and known.
         liked_titles: titles of the liked items.
         bundle: digest of the bundle that answered.
     """
@@ -185,7 +185,7 @@ class Scores:
 
 @dataclass(frozen=True, kw_only=True)
 class Embedded:
-    """(B, D) outputs of towers, and for each row the columns whose value took the out-of-vocabulary row."""
+    """(B, D) outputs of towers, and each row's columns with a value mapped to the out-of-vocabulary row."""
 
     vectors: Tensor
     unknown_features: list[list[str]]
@@ -196,7 +196,7 @@ Request = RecommendRequest | ScoreRequest | EmbedRequest
 Answer = Recommendation | Scores | Embedded
 
 
-_NAMED = 5  # ids that a message names
+_MOST_NAMES = 5  # most ids in a message
 
 
 @dataclass(frozen=True)
@@ -204,11 +204,11 @@ class Selection:
     """Filters of one request, as positions of the catalogue.
 
     Args:
-        candidates: (N,) positions to choose among, with all filters applied, -1 for an unknown item; None for the whole
+        candidates: (N,) positions to choose among after all filters, -1 for an unknown item; None for the whole
             catalogue.
-        given: (N,) index of each in the request's candidates.
-        allowed: (I,) bool, whether a position may be answered, or None for all; unused beside ``candidates``.
-        excluded: positions to leave out; unused beside ``candidates``.
+        given: (N,) index of each of ``candidates`` in the request's candidates.
+        allowed: (I,) bool, True for positions to choose among, or None for all; None if ``candidates`` is set.
+        excluded: positions to leave out; already applied if ``candidates`` is set.
         unknown: ids of the request that the catalogue lacks.
     """
 
@@ -220,42 +220,42 @@ class Selection:
 
 
 def selection(request: RecommendRequest, bundle: Bundle, row: int) -> Selection:
-    """Returns the filters of a request by the user in ``row`` of the bundle's users, -1 for an unknown one.
+    """Converts a request's filters to positions, for the user in ``row`` of the bundle's users, -1 if unknown.
 
     Raises:
-        RequestError: a category that no item has, a candidate given twice, or ids of another type than the catalogue's.
+        RequestError: an unknown category, a repeated candidate, or ids of another type than the catalogue's.
     """
     excluded, unknown = positions_of(bundle, "exclude", request.exclude)
     excluded = excluded[excluded >= 0] if unknown else excluded
     if request.exclude_seen and bundle.users is not None and row >= 0:
-        seen = torch.from_numpy(bundle.users.seen(row))
-        excluded = torch.cat([excluded, seen]) if len(excluded) else seen
+        seen_positions = torch.from_numpy(bundle.users.seen(row))
+        excluded = torch.cat([excluded, seen_positions]) if len(excluded) else seen_positions
     allowed = None
     if request.allowed is not None:
-        positions, more = positions_of(bundle, "allowed", request.allowed)
+        positions, more_unknown = positions_of(bundle, "allowed", request.allowed)
         allowed = _mask(positions[positions >= 0], len(bundle.store.ids))
-        unknown += more
+        unknown += more_unknown
     if request.categories:
         category = _in_categories(bundle, request.categories)
         allowed = category if allowed is None else allowed & category
     if request.candidates is None:
         return Selection(None, None, allowed, excluded, unknown)
-    candidates, more = positions_of(bundle, "candidates", request.candidates, once=True)
-    left = _left(candidates, allowed, excluded, len(bundle.store.ids))
-    return Selection(candidates[left], left, None, excluded, unknown + more)
+    candidates, more_unknown = positions_of(bundle, "candidates", request.candidates, once=True)
+    indices = _remaining_indices(candidates, allowed, excluded, len(bundle.store.ids))
+    return Selection(candidates[indices], indices, None, excluded, unknown + more_unknown)
 
 
 def positions_of(bundle: Bundle, field: str, ids: Sequence[Id], *, once: bool = False) -> tuple[Tensor, list[Id]]:
-    """Returns (N,) positions of ids, -1 for ids that the catalogue lacks or has removed, and the list of these.
+    """Returns (N,) positions of ids, -1 for missing or removed ids, and the list of those ids.
 
     Args:
         bundle: bundle with the catalogue.
         field: field of the request, for messages.
-        ids: ids that are all int or all str.
-        once: refuse an id that is given twice.
+        ids: ids, all int or all str.
+        once: refuse repeated ids.
 
     Raises:
-        RequestError: ids of another type than the catalogue's, or an id given twice.
+        RequestError: ids of another type than the catalogue's, or a repeated id.
     """
     if not len(ids):
         return torch.empty(0, dtype=torch.int64), []
@@ -267,22 +267,22 @@ def positions_of(bundle: Bundle, field: str, ids: Sequence[Id], *, once: bool = 
     if not bundle.store.all_live:
         positions[(positions >= 0) & ~bundle.store.live[positions]] = -1
     if once and len(set(ids)) < len(ids):
-        raise RequestError(field, f"{_twice(ids)} more than once; give each candidate once")
+        raise RequestError(field, f"{_list_duplicates(ids)} more than once; give each candidate once")
     if positions.min() >= 0:
         return torch.from_numpy(positions), []
     return torch.from_numpy(positions), [ids[index] for index in np.flatnonzero(positions < 0).tolist()]
 
 
-def _twice(ids: Sequence[Id]) -> str:
-    """Names the ids that are given more than once, in the order of their second occurrence."""
-    seen: set[Id] = set()
-    twice: dict[Id, None] = {}
+def _list_duplicates(ids: Sequence[Id]) -> str:
+    """Lists repeated ids for a message, in the order of their second occurrence."""
+    earlier_ids: set[Id] = set()
+    duplicates: dict[Id, None] = {}
     for each in ids:
-        if each in seen:
-            twice[each] = None
-        seen.add(each)
-    named = ", ".join(repr(each) for each in list(twice)[:_NAMED])
-    return f"{named} and {len(twice) - _NAMED} others" if len(twice) > _NAMED else named
+        if each in earlier_ids:
+            duplicates[each] = None
+        earlier_ids.add(each)
+    names = ", ".join(repr(each) for each in list(duplicates)[:_MOST_NAMES])
+    return f"{names} and {len(duplicates) - _MOST_NAMES} others" if len(duplicates) > _MOST_NAMES else names
 
 
 def _mask(positions: Tensor, size: int) -> Tensor:
@@ -298,8 +298,8 @@ def _in_categories(bundle: Bundle, names: Sequence[str]) -> Tensor:
         raise RequestError("categories", str(error)) from None
 
 
-def _left(candidates: Tensor, allowed: Tensor | None, excluded: Tensor, size: int) -> Tensor:
-    """Returns the indices of the candidates that the filters leave; an unknown item is never among allowed ones."""
+def _remaining_indices(candidates: Tensor, allowed: Tensor | None, excluded: Tensor, size: int) -> Tensor:
+    """Applies the filters and returns the indices of the remaining candidates; ``allowed`` drops unknown items."""
     stays = torch.ones(size, dtype=torch.bool) if allowed is None else allowed.clone()
     stays[excluded] = False
     keep: NDArray[np.bool_] = np.where(candidates < 0, allowed is None, stays.numpy()[candidates])

@@ -1,4 +1,4 @@
-"""Scorer: ranks ids for requests by a bundle's stored embeddings, query tower and top NN; no candidate tower runs."""
+"""Scorer: ranks ids by a bundle's stored embeddings, query tower and top NN, without the candidate tower."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class PendingRequest:
-    """A recommendation that is being made: its index in the batch, its user and its filters."""
+    """A recommendation in progress: its index in the batch, its user and its filters."""
 
     index: int
     request: RecommendRequest
@@ -58,7 +58,7 @@ class PendingRequest:
 
 
 class ReadyBundle:
-    """One bundle, ready to answer: all that an answer needs, which never changes; see :class:`Scorer` for arguments."""
+    """One bundle with everything an answer needs, immutable; see :class:`Scorer` for arguments."""
 
     def __init__(self, bundle: Bundle, vectors: Sequence[UserVectors], stage: Stage, compile: Compile) -> None:  # noqa: A002
         self.bundle = bundle
@@ -66,18 +66,18 @@ class ReadyBundle:
         self.populated = self._score.populated
         self.index = _first_stage(bundle, stage)
         if isinstance(self.index, Blockwise):
-            self.index.quantize()  # here, where no request waits for it
+            self.index.quantize()  # now, before any request waits for it
         self.users = UserLookup(bundle, vectors)
         self.digest = bundle.manifest.digest
         self.size = len(bundle.store.ids)
-        self.search_s, self.score_s = self._measured()
-        # Of a row of each side's towers, as the latest answer took: their inputs are not known before.
+        self.search_s, self.score_s = self._measure_seconds()
+        # Seconds per row of each side's towers, from the latest answer: there are no inputs to measure with before.
         self.embed_s = {"query": 0.0, "candidate": 0.0}
 
     def scores(self, request: ScoreRequest, user: ResolvedUser) -> Scores:
         """Answers a request for scores."""
         positions, unknown = positions_of(self.bundle, "items", request.items)
-        logits = _finite(self._logits(user.vector, positions), user)
+        logits = _require_finite(self._logits(user.vector, positions), user)
         return Scores(scores=logits.tolist(), cold=user.cold, bundle=self.digest, unknown_items=unknown)
 
     def embed(self, request: EmbedRequest) -> Embedded:
@@ -93,13 +93,14 @@ class ReadyBundle:
     def recommendations(self, wanted: Sequence[PendingRequest], retrieve: int) -> dict[int, Answer | Exception]:
         """Returns the answers by their indices.
 
-        Requests that may be answered with any item share one search; each of the others has one of its own.
+        Requests without ``candidates`` and ``allowed`` items share one search. Each request with ``allowed`` items gets
+        its own.
         """
         answers: dict[int, Answer | Exception] = {}
         groups: dict[int, list[PendingRequest]] = {}
         for pending in wanted:
             if pending.selection.candidates is not None:
-                answers[pending.index] = guarded(self._ranked, pending, pending.selection.candidates)
+                answers[pending.index] = guarded(self._rank, pending, pending.selection.candidates)
             else:
                 groups.setdefault(-1 if pending.selection.allowed is None else pending.index, []).append(pending)
         for group in groups.values():
@@ -111,11 +112,11 @@ class ReadyBundle:
                     continue
                 scores, positions = (result[row, : widths[row]] for result in results)
                 exists = positions >= 0
-                answers[pending.index] = guarded(self._ranked, pending, positions[exists], scores[exists])
+                answers[pending.index] = guarded(self._rank, pending, positions[exists], scores[exists])
         return answers
 
     def cost_s(self, request: Request, retrieve: int) -> float:
-        """Returns the seconds of a request's towers, or of its search and the top NN, as measured before."""
+        """Estimates a request's seconds from measured times of its towers, or of its search and the top NN."""
         if isinstance(request, EmbedRequest):
             return self.embed_s[request.side] * len(request.rows)
         if isinstance(request, ScoreRequest):
@@ -126,8 +127,8 @@ class ReadyBundle:
         return self.search_s + self.score_s * handed_on
 
     @torch.inference_mode()
-    def _measured(self) -> tuple[float, float]:
-        """Returns the thread's seconds for a search with one query, and for one row of the top NN."""
+    def _measure_seconds(self) -> tuple[float, float]:
+        """Measures a search with one query, and one row of the top NN, in seconds of this thread."""
         if not self.size:
             return 0.0, 0.0
         query = torch.randn(1, self.bundle.query_width, generator=torch.Generator().manual_seed(0))
@@ -142,18 +143,18 @@ class ReadyBundle:
         scores, positions = self.index.search(queries, k, allowed=filters[0].allowed, excluded=excluded)
         return scores, positions
 
-    def _ranked(self, pending: PendingRequest, positions: Tensor, scores: Tensor | None = None) -> Recommendation:
-        """Ranks positions and answers the best ``k``; equal scores keep their order, which the index has chosen."""
+    def _rank(self, pending: PendingRequest, positions: Tensor, scores: Tensor | None = None) -> Recommendation:
+        """Ranks positions and returns the best ``k``; ties keep the order of the index."""
         request = pending.request
         if scores is None or not self._final:
             scores = self._logits(pending.user.vector, positions)
         best = scores.sort(descending=True, stable=True).indices[: request.k]
-        _finite(scores[best], pending.user)
-        ranked, given = positions[best].numpy(), pending.selection.given
-        if given is None or request.candidates is None:
+        _require_finite(scores[best], pending.user)
+        ranked, request_indices = positions[best].numpy(), pending.selection.given
+        if request_indices is None or request.candidates is None:
             items = self._ids(ranked)
-        else:  # the request's own ids, since an unknown item has no position
-            items = [request.candidates[index] for index in given[best].tolist()]
+        else:  # use the request's own ids, because an unknown item has no position
+            items = [request.candidates[index] for index in request_indices[best].tolist()]
         liked = self._liked(pending)
         return Recommendation(
             items=items,
@@ -169,7 +170,7 @@ class ReadyBundle:
 
     @cached_property
     def _final(self) -> bool:
-        """Whether the index already searches by the model's own score."""
+        """Whether the index searches by the model's own score, so that no top NN follows."""
         return bool(self.index.metric == "top_nn")
 
     @cached_property
@@ -184,20 +185,20 @@ class ReadyBundle:
         """Returns (N,) logits of a user's vector (1, Dq) with positions (N,), -1 for the unknown item."""
         if positions.numpy().min(initial=0) >= 0:
             return self._score(vector[0], positions)
-        known, projection = positions >= 0, self.bundle.projection
+        is_known, projection = positions >= 0, self.bundle.projection
         scores = projection.score(projection.query(vector)[0], self._unknown).repeat(len(positions))
-        scores[known] = self._score(vector[0], positions[known])
+        scores[is_known] = self._score(vector[0], positions[is_known])
         return scores
 
     def _titles(self, positions: Int64) -> list[str]:
-        """Returns titles of positions (N,), empty for an unknown item; an empty list where no item has one."""
-        known = positions >= 0
-        texts = iter(self.bundle.items.titles_of(positions[known]))
-        titles = [next(texts, "") if exists else "" for exists in known.tolist()]
+        """Returns titles of positions (N,), empty for an unknown item; an empty list if no item has a title."""
+        is_known = positions >= 0
+        texts = iter(self.bundle.items.titles_of(positions[is_known]))
+        titles = [next(texts, "") if exists else "" for exists in is_known.tolist()]
         return titles if any(titles) else []
 
     def _liked(self, pending: PendingRequest) -> Int64:
-        """Returns positions of the user's liked items that the request asks for, the latest first."""
+        """Returns positions of the requested number of the user's liked items, the latest first."""
         users, count = self.bundle.users, pending.request.liked
         if not count or users is None or pending.user.row < 0:
             return np.empty(0, np.int64)
@@ -207,8 +208,8 @@ class ReadyBundle:
         return self.bundle.store.ids.ids(positions).tolist()  # type: ignore[no-any-return]
 
 
-def _finite(scores: Tensor, user: ResolvedUser) -> Tensor:
-    """Returns scores, which JSON can hold only if they are finite."""
+def _require_finite(scores: Tensor, user: ResolvedUser) -> Tensor:
+    """Raises RequestError unless all scores are finite, because JSON has no infinity; returns them."""
     if not np.isfinite(scores.numpy()).all():
         why = "a feature is too large" if user.cold.vector == "live" else "the stored vector is; embed the user again"
         raise RequestError("user", f"the scores are beyond float32: {why}")
@@ -216,7 +217,7 @@ def _finite(scores: Tensor, user: ResolvedUser) -> Tensor:
 
 
 def _least_seconds(function: Callable[[], object]) -> float:
-    """Returns the thread's seconds for a call, the shorter of two."""
+    """Returns the thread's seconds for a call, the shorter of two calls."""
     seconds = []
     for _ in range(2):
         start = time.thread_time()
@@ -240,7 +241,7 @@ def _first_stage(bundle: Bundle, stage: Stage) -> Index:
 def guarded(
     function: Callable[Given, Made], *arguments: Given.args, **options: Given.kwargs
 ) -> Made | RequestError | UnavailableError:
-    """Returns the result of ``function``, or this request's own error; a store that was cut off is unavailable."""
+    """Calls ``function``; returns its result or the request's own error. A truncated store counts as unavailable."""
     try:
         return function(*arguments, **options)
     except RequestError as error:
@@ -252,23 +253,23 @@ def guarded(
 class Scorer:
     """Answers requests with one bundle, and with another from the moment :meth:`swap` returns.
 
-    A request runs the query tower once (or takes a stored vector), searches the index for candidates under its filters
-    (or takes given ones), and scores these by the top NN over their stored embeddings; the candidate tower does not
-    run. Several requests share one pass through the tower and one search. Any number of threads may ask and swap: one
-    bundle makes the whole answer, which has its digest.
+    A request runs the query tower once (or takes a stored vector). It searches the index for candidates under its
+    filters (or takes the request's candidates). The top NN then scores these over their stored embeddings; the
+    candidate tower does not run. Several requests share one pass through the tower and one search. Any number of
+    threads may ask and swap: each answer comes from one bundle and has its digest.
 
     Args:
         bundle: bundle that answers.
-        vectors: stores of users' vectors, in the order in which they are asked.
-        retrieve: number of candidates that the first stage hands to the top NN, where the request does not say.
-        stage: first stage of a model with a top NN: ``exact`` scores the whole catalogue by the top NN; ``dot`` and
-            ``cosine`` rank the towers' outputs by that product first, which takes a fraction of the time and misses
-            items, as :meth:`stage_recall` measures. Other models are searched by their own score.
-        compile: ``auto`` compiles the top NN, in 10 s where its weights are new on this machine; it pays for many
+        vectors: stores of users' vectors, in the order to ask them.
+        retrieve: number of candidates from the first stage for the top NN, unless the request sets it.
+        stage: first stage of a model with a top NN. ``exact`` scores the whole catalogue by the top NN. ``dot`` and
+            ``cosine`` first rank the towers' outputs by that product. This takes a fraction of the time but misses
+            items; see :meth:`stage_recall`. Other models are searched by their own score.
+        compile: ``auto`` compiles the top NN, in 10 s if its weights are new on this machine. It pays for many
             candidates in one request. See :class:`~torchrec_ext.retrieval.scorer.candidates.CandidateScorer`.
 
     Raises:
-        ValueError: ``retrieve`` below 1, or a ``stage`` for towers whose outputs have different widths.
+        ValueError: ``retrieve`` below 1, or ``stage`` is a product but the towers' outputs have different widths.
     """
 
     def __init__(
@@ -290,31 +291,31 @@ class Scorer:
 
     @property
     def bundle(self) -> Bundle:
-        """Bundle that answers now."""
+        """Current bundle."""
         return self._ready.bundle
 
     @property
     def populated(self) -> bool:
-        """Whether the stored rows were read into memory; if not, the first requests for each read the disk."""
+        """Whether the stored rows were read into memory. If not, the first request for a row reads the disk."""
         return self._ready.populated
 
     def swap(self, bundle: Bundle) -> None:
-        """Answers with ``bundle`` from now on; requests that have begun end with the one before."""
+        """Replaces the bundle. Requests in progress finish with the previous one."""
         self._ready = ReadyBundle(bundle, self._vectors, self._stage, self._compile)
 
     def cost_s(self, request: Request) -> float:
-        """Returns the seconds of a request's towers, or of its search and the top NN, as measured before."""
+        """Estimates a request's seconds from measured times of its towers, or of its search and the top NN."""
         return self._ready.cost_s(request, self.retrieve)
 
     def stage_recall(self, k: int = 10, users: int = 64) -> float | None:
-        """Measures the share of the ``k`` best items by the model's own score that the first stage hands on.
+        """Measures the first stage's recall of the ``k`` best items by the model's own score.
 
         Args:
             k: number of best items.
-            users: number of known users that are asked for.
+            users: number of users from the bundle's table to measure with.
 
         Returns:
-            The share, or None where nothing can be missed, or no user is known to measure it on.
+            The recall, or None if the first stage is exact or the bundle has no users to measure with.
         """
         ready, bundle = self._ready, self._ready.bundle
         if ready.index is bundle.index or bundle.users is None:
@@ -330,7 +331,7 @@ class Scorer:
 
         Raises:
             RequestError: the request cannot be answered as it is.
-            UnavailableError: the store of the user's vector is out of reach, and the user's features are not known.
+            UnavailableError: the store of the user's vector is out of reach, and the user's features are unknown.
         """
         return cast(Recommendation, self._answer(request))
 
@@ -350,13 +351,15 @@ class Scorer:
 
     @torch.inference_mode()
     def answer(self, requests: Sequence[Request]) -> list[Answer | Exception]:
-        """Returns one answer for each request, in order; one that cannot be answered gets its own error."""
+        """Returns one answer or error for each request, in order."""
         ready = self._ready
         answers: dict[int, Answer | Exception] = {}
-        asked = [(index, request) for index, request in enumerate(requests) if not isinstance(request, EmbedRequest)]
-        users = ready.users.find([request for _, request in asked])
-        wanted: list[PendingRequest] = []
-        for (index, request), user in zip(asked, users, strict=True):
+        user_requests = [
+            (index, request) for index, request in enumerate(requests) if not isinstance(request, EmbedRequest)
+        ]
+        users = ready.users.find([request for _, request in user_requests])
+        pending_requests: list[PendingRequest] = []
+        for (index, request), user in zip(user_requests, users, strict=True):
             if isinstance(user, Exception):
                 answers[index] = user
             elif isinstance(request, ScoreRequest):
@@ -366,8 +369,8 @@ class Scorer:
                 if isinstance(filters, Exception):
                     answers[index] = filters
                 else:
-                    wanted.append(PendingRequest(index, request, user, filters))
-        answers |= ready.recommendations(wanted, self.retrieve)
+                    pending_requests.append(PendingRequest(index, request, user, filters))
+        answers |= ready.recommendations(pending_requests, self.retrieve)
         for index, each in enumerate(requests):
             if isinstance(each, EmbedRequest):
                 answers[index] = guarded(ready.embed, each)

@@ -1,4 +1,4 @@
-"""Stored vectors of users: a store in a folder, or a Redis that others refresh and that may be out of reach."""
+"""Stored vectors of users: a store in a folder, or a Redis refreshed by others and possibly out of reach."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class UserVectors(Protocol):
 
     source: Source
 
-    malformed: int  # values so far that were not vectors of the width
+    malformed: int  # number of values so far other than vectors of the width
 
     @property
     def available(self) -> bool:
-        """Whether the store could be reached at the last attempt."""
+        """Whether the store answered the last attempt."""
         ...
 
     def find(self, ids: Sequence[Id], *, tower: str, width: int | None = None) -> tuple[Tensor, NDArray[np.bool_]]:
@@ -39,8 +39,8 @@ class UserVectors(Protocol):
 
         Args:
             ids: (B,) ids of users.
-            tower: digest of the tower that must have made the vectors.
-            width: Dq, where known.
+            tower: required digest of the vectors' tower.
+            width: Dq, if known.
 
         Raises:
             UnavailableError: the store cannot be reached.
@@ -65,19 +65,19 @@ class StoredVectors:
             return torch.empty(len(ids), 0), np.zeros(len(ids), dtype=bool)
         try:
             positions = np.asarray(store.ids.positions(cast(Sequence[int], ids)))
-        except ValueError:  # ids of another type are nobody's here
+        except ValueError:  # no user here has ids of another type
             return torch.empty(len(ids), 0), np.zeros(len(ids), dtype=bool)
-        there = (positions >= 0) & np.asarray(store.live)[positions]
+        exists = (positions >= 0) & np.asarray(store.live)[positions]
         vectors = torch.zeros(len(ids), store.width)
-        vectors[torch.from_numpy(there)] = store.rows(torch.from_numpy(positions[there]))
-        return vectors, there
+        vectors[torch.from_numpy(exists)] = store.rows(torch.from_numpy(positions[exists]))
+        return vectors, exists
 
 
 class FolderVectors:
-    """Users' vectors in the current version of a store; a newer version is taken within a second.
+    """Users' vectors in the current version of a store; picks up a newer version within a second.
 
     Args:
-        folder: folder that ``rec.embed --tower query`` wrote.
+        folder: folder written by ``rec.embed --tower query``.
         retry_s: seconds between two looks for a newer version.
 
     Raises:
@@ -98,7 +98,7 @@ class FolderVectors:
 
     @property
     def tower(self) -> str:
-        """Digest of the tower that made the vectors."""
+        """Digest of the vectors' tower."""
         return self._store.tower
 
     def find(self, ids: Sequence[Id], *, tower: str, width: int | None = None) -> VectorsAndMask:
@@ -113,7 +113,7 @@ class FolderVectors:
             ) from None
 
     def _look(self) -> None:
-        """Opens a newer version; where that is damaged or half removed, the open one stays."""
+        """Opens a newer version; keeps the open one if the newer is damaged or half removed."""
         self._next = time.monotonic() + self._retry_s
         try:
             if current(self._folder) != self._store.version:
@@ -124,7 +124,7 @@ class FolderVectors:
 
 
 class Remote(Protocol):
-    """A store elsewhere of one tower's vectors by id; ``malformed`` counts values that were not such vectors."""
+    """A remote store of one tower's vectors by id; ``malformed`` counts values other than such vectors."""
 
     malformed: int
 
@@ -134,14 +134,14 @@ class Remote(Protocol):
 
 
 class RemoteVectors:
-    """Users' vectors in a remote store behind a circuit breaker, so that requests do not wait for it one by one.
+    """Users' vectors in a remote store behind a circuit breaker: after a failure, requests do not wait one by one.
 
     Args:
-        connect: function from a tower's digest and the width of its vectors, where known, to the store of them; it
-            makes no connection.
-        failures: errors that say that the store is out of reach.
+        connect: function from a tower's digest and the width of its vectors, if known, to their store. It must not
+            connect yet.
+        failures: exception types of a store out of reach.
         source: name of the store in answers.
-        retry_s: seconds after a failure for which the store is not asked.
+        retry_s: seconds without requests to the store after a failure.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class RemoteVectors:
 
     @property
     def available(self) -> bool:
-        """Whether the store answered at the last attempt."""
+        """Whether the store answered the last request."""
         return self._until == 0.0
 
     def find(self, ids: Sequence[Id], *, tower: str, width: int | None = None) -> VectorsAndMask:
@@ -190,7 +190,7 @@ class RemoteVectors:
 
 
 def user_vectors(folder: Path | None, redis: str | None, tower: str) -> list[UserVectors]:
-    """Returns the stores of users' vectors in the order in which a server asks them: a Redis, then a folder.
+    """Returns the stores of users' vectors in the server's order: a Redis, then a folder.
 
     Args:
         folder: folder of a store, or None.
@@ -198,7 +198,7 @@ def user_vectors(folder: Path | None, redis: str | None, tower: str) -> list[Use
         tower: digest of the query towers of the server's first bundle.
 
     Raises:
-        ValueError: there is no store, it is of another tower, or the Redis has no address.
+        ValueError: there is no store, it has vectors of another tower, or the Redis address is wrong.
     """
     stores: list[UserVectors] = [*redis_vectors(redis)]
     if folder is not None:
@@ -227,5 +227,5 @@ def redis_vectors(url: str | None) -> list[RemoteVectors]:
         raise ValueError(f"--redis needs the package {error.name}: pip install 'torchrec-ext[retrieval]'") from None
     from torchrec_ext.retrieval.store.redis import RedisStore
 
-    RedisStore(url, tower="any").close()  # a wrong address is refused now
+    RedisStore(url, tower="any").close()  # refuses a wrong address at start instead of at the first request
     return [RemoteVectors(lambda tower, width: RedisStore(url, tower=tower, width=width), (StoreError,))]

@@ -1,4 +1,4 @@
-"""UserLookup: a request's user as a vector, stored or by the query tower, which runs once for a batch of users."""
+"""UserLookup: turns a request's user into a vector, stored or by the query tower, in one pass for a batch of users."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class ResolvedUser:
-    """A user: vector (1, Dq), how much was not in training, and the row in the bundle's users, -1 if unknown."""
+    """A user: vector (1, Dq), cold-start flags, and the row in the bundle's users, -1 if unknown."""
 
     vector: Tensor
     cold: ColdStart
@@ -58,24 +58,24 @@ class UserLookup:
         return [results[index] for index in range(len(requests))]
 
     def embed_rows(self, rows: Sequence[Mapping[str, Any]]) -> tuple[Tensor, list[list[str]]]:
-        """Returns (B, Dq) outputs for rows of raw features, and for each row the columns that are unknown.
+        """Embeds rows of raw features into (B, Dq); also returns each row's columns with unknown values.
 
         Raises:
             RequestError: the message names the row and the column.
         """
-        known = [self._row(row, f"rows[{index}]") for index, row in enumerate(rows)]
-        columns = self._columns(rows, known, [f"rows[{index}]" for index in range(len(rows))])
+        user_rows = [self._row(row, f"rows[{index}]") for index, row in enumerate(rows)]
+        columns = self._columns(rows, user_rows, [f"rows[{index}]" for index in range(len(rows))])
         vectors, unknown = _run(self._bundle.embed_with_unknown, columns, "rows")
-        return _finite(vectors, "rows"), _named(unknown, len(rows))
+        return _require_finite(vectors, "rows"), _unknown_columns(unknown, len(rows))
 
     def embed_candidates(self, rows: Sequence[Mapping[str, Any]]) -> tuple[Tensor, list[list[str]]]:
-        """Returns (B, Dc) outputs for rows of an item's raw features; raises as :meth:`embed_rows`."""
-        needed = self._bundle.candidate_columns
+        """Embeds rows of items' raw features into (B, Dc); returns and raises as :meth:`embed_rows`."""
+        column_types = self._bundle.candidate_columns
         for index, row in enumerate(rows):
             _check_finite(row, f"rows[{index}]")
-            _check_there(needed, [name for name in needed if name not in row], f"rows[{index}]")
-        columns = {name: [row[name] for row in rows] for name in needed}
-        return _finite(_run(self._bundle.embed_candidates, columns, "rows"), "rows"), [[] for _ in rows]
+            _check_missing(column_types, [name for name in column_types if name not in row], f"rows[{index}]")
+        columns = {name: [row[name] for row in rows] for name in column_types}
+        return _require_finite(_run(self._bundle.embed_candidates, columns, "rows"), "rows"), [[] for _ in rows]
 
     def _rows(
         self, requests: Sequence[RecommendRequest | ScoreRequest], results: dict[int, ResolvedUser | Exception]
@@ -93,16 +93,16 @@ class UserLookup:
         users = self._bundle.users
         if users is None or users.key not in user:
             return -1
-        given = user[users.key]
-        if given is None:  # a row of nobody that is known, as logs have them
+        user_id = user[users.key]
+        if user_id is None:  # logs have rows without a user: nobody known
             return -1
-        if type(given) not in (int, str):
+        if type(user_id) not in (int, str):
             raise RequestError(
-                f"{where}.{users.key}", f"{type(given).__name__} is not an id; ids are whole numbers or strings"
+                f"{where}.{users.key}", f"{type(user_id).__name__} is not an id; ids are whole numbers or strings"
             )
-        check_id_type(f"{where}.{users.key}", given, users.ids.kind)
+        check_id_type(f"{where}.{users.key}", user_id, users.ids.kind)
         try:
-            return int(users.ids.positions([given])[0])
+            return int(users.ids.positions([user_id])[0])
         except (ValueError, OverflowError) as error:
             raise RequestError(f"{where}.{users.key}", str(error)) from None
 
@@ -112,48 +112,48 @@ class UserLookup:
         rows: Sequence[int],
         results: dict[int, ResolvedUser | Exception],
     ) -> None:
-        """Fills in users whose vector is stored; a store out of reach is passed over where the features are known."""
+        """Fills in users with a stored vector; users with known features do not need a reachable store."""
         if not self._vectors:
             return
-        wanted = [
+        pending = [
             index
             for index, request in enumerate(requests)
             if index not in results and request.vector == "auto" and set(request.user) == {self.key}
-            if request.user[self.key] is not None  # type: ignore[index]  # None is no id, and would spoil its neighbours'
+            if request.user[self.key] is not None  # type: ignore[index]  # None is not an id and would spoil the others' type
         ]
-        failed: UnavailableError | None = None
-        for store in self._vectors if wanted else ():
-            ids = [requests[index].user[self.key] for index in wanted]  # type: ignore[index]
+        failure: UnavailableError | None = None
+        for store in self._vectors if pending else ():
+            ids = [requests[index].user[self.key] for index in pending]  # type: ignore[index]
             try:
-                vectors, there = store.find(ids, tower=self._bundle.query_digest, width=self._bundle.query_width)
+                vectors, exists = store.find(ids, tower=self._bundle.query_digest, width=self._bundle.query_width)
             except UnavailableError as error:
-                failed = error
+                failure = error
                 continue
-            for number in np.flatnonzero(there & vectors.isfinite().all(dim=1).numpy()).tolist():
-                index = wanted[number]
+            for number in np.flatnonzero(exists & vectors.isfinite().all(dim=1).numpy()).tolist():
+                index = pending[number]
                 cold = ColdStart(unknown_user=rows[index] < 0, vector=store.source)
                 results[index] = ResolvedUser(vectors[number : number + 1], cold, rows[index])
-            wanted = [index for index in wanted if index not in results]
-        if failed is not None:
-            results |= {index: failed for index in wanted if rows[index] < 0}
+            pending = [index for index in pending if index not in results]
+        if failure is not None:
+            results |= {index: failure for index in pending if rows[index] < 0}
 
     def _embed(self, users: Sequence[Mapping[str, Any]], rows: Sequence[int]) -> list[ResolvedUser | Exception]:
-        """Embeds all users at once; where that fails, one by one, so that each gets its own error."""
+        """Embeds all users at once. If it fails, embeds one by one, so that each gets its own error."""
         if not users:
             return []
         try:
             columns = self._columns(users, rows, ["user"] * len(users))
             vectors, masks = _run(self._bundle.embed_with_unknown, columns, "user")
-            unknown = _named(masks, len(_finite(vectors, "user")))
+            unknown = _unknown_columns(masks, len(_require_finite(vectors, "user")))
         except RequestError as error:
             if len(users) == 1:
                 return [error]
             return [self._embed([user], [row])[0] for user, row in zip(users, rows, strict=True)]
-        known = self._bundle.users is not None
+        has_users = self._bundle.users is not None
         return [
             ResolvedUser(
                 vectors if len(rows) == 1 else vectors[index : index + 1],
-                ColdStart(unknown_user=known and row < 0, unknown_features=unknown[index]),
+                ColdStart(unknown_user=has_users and row < 0, unknown_features=unknown[index]),
                 row,
             )
             for index, row in enumerate(rows)
@@ -162,29 +162,31 @@ class UserLookup:
     def _columns(
         self, users: Sequence[Mapping[str, Any]], rows: Sequence[int], where: Sequence[str]
     ) -> dict[str, list[Any]]:
-        """Returns the raw columns of the query towers: the request's values, over those known of the user."""
-        needed = self._bundle.request_columns
+        """Merges the raw columns of the query towers: the request's values override the user's stored ones."""
+        column_types = self._bundle.request_columns
         table = self._bundle.users
-        known: dict[str, list[Any]] = {}
-        complete = all(needed.keys() <= user.keys() for user in users)
-        if table is not None and not complete:  # nothing is read where the requests have all columns
-            known = {name: list(column) for name, column in table.rows(np.asarray(rows, np.int64)).items()}
-        columns: dict[str, list[Any]] = {name: known.get(name, [None] * len(users)) for name in needed}
+        user_columns: dict[str, list[Any]] = {}
+        complete = all(column_types.keys() <= user.keys() for user in users)
+        if table is not None and not complete:  # skips the read if the requests have all columns
+            user_columns = {name: list(column) for name, column in table.rows(np.asarray(rows, np.int64)).items()}
+        columns: dict[str, list[Any]] = {name: user_columns.get(name, [None] * len(users)) for name in column_types}
         for index, user in enumerate(users):
             for name in user:
                 if name in columns:
                     columns[name][index] = user[name]
                 elif name != self.key:
-                    why = f"the model reads no such column{_nearest(name, needed)}"
+                    why = f"the model reads no such column{_nearest(name, column_types)}"
                     raise RequestError(f"{where[index]}.{name}", why)
             _check_finite(user, where[index])
-            # The features of an unknown user stand for a user who is an id and nothing else; beside features they would
-            # hide a mistake.
-            filled = table is not None and (rows[index] >= 0 or set(user) == {self.key})
+            # The default features of an unknown user apply only to a request with nothing but an id. Next to other
+            # features they would hide a missing column.
+            has_user_row = table is not None and (rows[index] >= 0 or set(user) == {self.key})
             missing = [
-                name for name in needed if name not in user and name != self.key and not (filled and name in known)
+                name
+                for name in column_types
+                if name not in user and name != self.key and not (has_user_row and name in user_columns)
             ]
-            _check_there(needed, missing, where[index])
+            _check_missing(column_types, missing, where[index])
         return columns
 
 
@@ -197,17 +199,17 @@ def _run(
         raise RequestError(where, str(error)) from None
 
 
-def _finite(vectors: Tensor, where: str) -> Tensor:
+def _require_finite(vectors: Tensor, where: str) -> Tensor:
     if not np.isfinite(vectors.numpy()).all():
         raise RequestError(where, "the tower's output is not finite: a feature is too large")
     return vectors
 
 
-def _check_there(needed: Mapping[str, str], missing: Sequence[str], where: str) -> None:
+def _check_missing(column_types: Mapping[str, str], missing: Sequence[str], where: str) -> None:
     if missing:
         raise RequestError(
             f"{where}.{missing[0]}",
-            f"it is missing; the model reads {listed(needed)}, of which missing: {listed(missing)}",
+            f"it is missing; the model reads {listed(column_types)}, of which missing: {listed(missing)}",
         )
 
 
@@ -218,14 +220,14 @@ def _check_finite(row: Mapping[str, Any], where: str) -> None:
                 raise RequestError(f"{where}.{name}", f"{number}: must be a finite number")
 
 
-def _named(unknown: Mapping[str, NDArray[np.bool_]], rows: int) -> list[list[str]]:
-    """Returns for each row the names of the columns that are unknown there."""
-    named: list[list[str]] = [[] for _ in range(rows)]
+def _unknown_columns(unknown: Mapping[str, NDArray[np.bool_]], rows: int) -> list[list[str]]:
+    """Returns for each row the names of its columns with unknown values."""
+    names: list[list[str]] = [[] for _ in range(rows)]
     for name, mask in unknown.items():
-        for row, missed in enumerate(mask.tolist()):
-            if missed:
-                named[row].append(name)
-    return named
+        for row, is_unknown in enumerate(mask.tolist()):
+            if is_unknown:
+                names[row].append(name)
+    return names
 
 
 def _nearest(name: str, names: Mapping[str, str]) -> str:

@@ -1,6 +1,6 @@
-"""ASGI application of a worker: its routes, and a guard that checks host and token, counts, times and logs requests.
+"""ASGI application of a worker: its routes, and a guard to check host and token and to count, time and log requests.
 
-worker.py imports this file late, since the supervisor starts without Starlette and torch.
+worker.py imports this file late, because the supervisor runs without Starlette and torch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PAGES = {
     "/static/icon.svg": ("icon.svg", "image/svg+xml"),
 }
 _REFUSED = "a bundle was refused; the log of the server says why, and so does this page to those who bear its token"
-_SAMPLE = 200  # users whose ids the page offers
+_SAMPLE = 200  # number of user ids offered by the page
 
 
 def application(queued: QueuedScorer) -> Guard:
@@ -63,7 +63,7 @@ class _Endpoints:
         self._queued = queued
 
     def asking(self, parse: Parser) -> Callable[[HttpRequest], Any]:
-        """Returns the handler of requests that the scorer answers."""
+        """Returns a handler: parses a request and answers it by the scorer."""
         queued, limits = self._queued, self._queued.settings.limits
 
         async def handle(request: HttpRequest) -> Response:
@@ -75,7 +75,7 @@ class _Endpoints:
         return handle
 
     async def bundle(self, request: HttpRequest) -> Response:
-        """Describes the live bundle for people and the page; with ids of users only if no stranger can ask."""
+        """Describes the live bundle for people and the page. Includes user ids only if the server is private."""
         bundle, users = self._queued.scorer.bundle, self._queued.scorer.bundle.users
         sample = []
         if users is not None and self._queued.settings.is_private:
@@ -96,20 +96,20 @@ class _Endpoints:
         )
 
     async def healthy(self, request: HttpRequest) -> Response:
-        """Says that the process runs."""
+        """Reports a running process."""
         return json_response({"status": "ok"})
 
     async def ready(self, request: HttpRequest) -> Response:
-        """Says whether to send requests here, and which bundle answers; why one was refused, with the token alone."""
+        """Reports readiness and the live bundle; the reason of a refused bundle only with the token."""
         queued = self._queued
-        refused, ending = queued.refused, queued.lingering or queued.draining
-        if refused is not None and not queued.bears_token(request.headers.get("authorization", "")):
-            refused = _REFUSED
+        reason, ending = queued.refused, queued.lingering or queued.draining
+        if reason is not None and not queued.bears_token(request.headers.get("authorization", "")):
+            reason = _REFUSED
         return json_response(
             {
                 "status": "draining" if ending else "ready",
                 "bundle": queued.scorer.bundle.manifest.digest,
-                "refused": refused,
+                "refused": reason,
                 "vectors": {store.source: store.available for store in queued.vectors},
             },
             status=503 if ending else 200,
@@ -136,7 +136,7 @@ def _static(name: str, kind: str) -> Callable[[HttpRequest], Any]:
 
 
 async def _content(request: HttpRequest, limits: Limits, deadline: float) -> bytes:
-    """Returns the whole body, or refuses it as soon as it is too long; uvicorn skips the rest."""
+    """Reads the body; refuses it as soon as it is too long or too late. uvicorn skips the rest."""
     kind = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
     if kind != "application/json":
         raise Refusal(
@@ -152,7 +152,7 @@ async def _content(request: HttpRequest, limits: Limits, deadline: float) -> byt
         try:
             message = await asyncio.wait_for(request.receive(), max(0.0, deadline - time.monotonic()))
         except asyncio.TimeoutError:
-            raise _never_ends(limits) from None
+            raise _body_too_late(limits) from None
         if message["type"] == "http.disconnect":
             raise ClientGoneError
         body += message.get("body", b"")
@@ -169,8 +169,8 @@ def _too_long(limits: Limits) -> Refusal:
     return over_limit("body_bytes", limits.body_bytes, message, status=413)
 
 
-def _never_ends(limits: Limits) -> Refusal:
-    """Returns the refusal of a body that is late, whose rest is not skipped; :func:`too_late` is the server's fault."""
+def _body_too_late(limits: Limits) -> Refusal:
+    """Returns the refusal of a late body (a late answer: :func:`too_late`); it closes the connection."""
     message = f"the body has not come within {limits.time_ms:g} ms, which is the limit; send it at once, and to its end"
     return over_limit("time_ms", limits.time_ms, message, status=408, headers={"Connection": "close"})
 
@@ -199,8 +199,8 @@ def _cold(cold: ColdStart) -> dict[str, Any]:
     return {"unknown_user": cold.unknown_user, "unknown_features": list(cold.unknown_features), "vector": cold.vector}
 
 
-_ALWAYS = ("/healthz", "/readyz", "/metrics")  # paths that are answered while the worker drains, too
-_CLIENT_GONE = 499  # as nginx counts it; never sent
+_ALWAYS = ("/healthz", "/readyz", "/metrics")  # paths with answers even while the worker drains
+_CLIENT_GONE = 499  # nginx's status for the metrics; never sent
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src "
     "'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -211,12 +211,12 @@ _RAW_HEADERS = [(name.lower().encode(), value.encode()) for name, value in _HEAD
 
 
 class Guard:
-    """ASGI application around another: admits requests, turns errors into answers, counts, times and logs.
+    """ASGI middleware: admits requests, turns errors into answers, counts, times and logs.
 
     Args:
         app: application that answers.
         queued: state, token, metrics and log of the worker.
-        routes: known paths; all others are counted and logged as one, so that no log has a caller's text.
+        routes: known paths; all others are counted and logged as "other", so that no log has a caller's text.
     """
 
     def __init__(self, app: ASGIApp, queued: QueuedScorer, routes: frozenset[str]) -> None:
@@ -229,9 +229,9 @@ class Guard:
             return
         start = time.perf_counter()
         queued, status, path = self._queued, 0, scope["path"]
-        scope["app"] = self  # Starlette's routes then raise for 404 and 405
+        scope["app"] = self  # makes Starlette's routes raise for 404 and 405
 
-        async def answered(message: Message) -> None:
+        async def send_counted(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -243,28 +243,28 @@ class Guard:
         queued.in_flight += 1
         try:
             self._admit(path, Headers(scope=scope))
-            if queued.settings.token is None or self._guarded(path):
+            if queued.settings.token is None or self._needs_token(path):
                 scope["state"][ADMITTED] = True
-            await self._app(scope, receive, answered)
+            await self._app(scope, receive, send_counted)
         except ClientGoneError:
             status = _CLIENT_GONE
         except Exception as error:
             if status:
                 raise
-            await self._refusal(error).response()(scope, receive, answered)
+            await self._refusal(error).response()(scope, receive, send_counted)
         finally:
             queued.in_flight -= 1
             self._note(scope["method"], path, status, time.perf_counter() - start)
 
     def _admit(self, path: str, headers: Headers) -> None:
-        """Raises the refusal of a request with a wrong host or token, or while the worker drains."""
-        named, allowed = _host(headers.get("host", "")), self._queued.settings.allowed_hosts
+        """Refuses requests with a wrong host or token, and most requests while the worker drains."""
+        host_name, allowed = _host(headers.get("host", "")), self._queued.settings.allowed_hosts
         if not any(
-            host in ("*", named) or (host.startswith("*.") and named.endswith(host[1:]))
+            host in ("*", host_name) or (host.startswith("*.") and host_name.endswith(host[1:]))
             for host in map(str.lower, allowed)
         ):
             message = (
-                f"the header Host names {named[:100]!r}, and this server answers to {listed(allowed)}; ask under "
+                f"the header Host names {host_name[:100]!r}, and this server answers to {listed(allowed)}; ask under "
                 "such a name, or start it with --allowed_hosts"
             )
             raise Refusal(400, "host", message)
@@ -272,15 +272,15 @@ class Guard:
             raise Refusal(
                 503, "draining", "this server is about to end; ask again, another one will answer", retry=True
             )
-        if self._queued.settings.token is not None and self._guarded(path):
-            given = headers.get("authorization", "")
-            if not self._queued.bears_token(given):
-                words = "the token is wrong" if given else "there is no token"
+        if self._queued.settings.token is not None and self._needs_token(path):
+            authorization = headers.get("authorization", "")
+            if not self._queued.bears_token(authorization):
+                words = "the token is wrong" if authorization else "there is no token"
                 message = f"{words}; send the header `Authorization: Bearer TOKEN`"
                 raise Refusal(401, "unauthorized", message, headers={"WWW-Authenticate": "Bearer"})
 
     @staticmethod
-    def _guarded(path: str) -> bool:
+    def _needs_token(path: str) -> bool:
         return path.startswith("/v1/") or path == "/metrics"
 
     def _refusal(self, error: Exception) -> Refusal:
@@ -312,7 +312,7 @@ class Guard:
 
 
 def _host(header: str) -> str:
-    """Returns the name or address in a header Host, without port; an IPv6 address without brackets.
+    """Returns the name or address in a Host header, without port; an IPv6 address without brackets.
 
     Example:
         >>> _host("recs.example.com:8000"), _host("[::1]:8000"), _host("[::1")

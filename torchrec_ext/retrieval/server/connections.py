@@ -1,4 +1,4 @@
-"""Connections: limits of an unknown client: bytes of a request's head, seconds of silence, number of connections."""
+"""Connections: limits for unknown clients: bytes of a request's head, seconds of silence, number of connections."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from torchrec_ext.retrieval.server.responses import Refusal, over_limit
 from torchrec_ext.retrieval.server.settings import Limits
 
-_PIPELINED = 16  # requests of a connection that wait for the one before them; each takes memory without a token
-ADMITTED = "admitted"  # key in the state of a request's scope: it had the token, or none is asked for
+_PIPELINED = 16  # waiting requests of one connection; each takes memory even without a token
+ADMITTED = "admitted"  # key in the state of a request's scope: it has the token, or none is required
 
 
 class Connections:
-    """Holds the connections of one worker to its limits, before and after the token is asked for.
+    """Enforces the connection limits of one worker, before and after the token check.
 
-    A head beyond ``header_bytes`` is answered with 431. A connection is closed where its first byte, or the rest of a
-    head, does not come within ``header_ms``, and where its answer stays unread for so long. Where one more than
-    ``connections`` is opened, the one that has been idle longest is closed, first among those without an admitted
-    request; where all have a request under way, the new one is answered with 503. Of requests that a client sends
-    before it has an answer, 16 wait; those after them are dropped, and the last answer closes the connection.
+    A head beyond ``header_bytes`` is answered with 431. A connection is closed if its first byte, or the rest of a
+    head, does not arrive within ``header_ms``, or if its answer stays unread for as long. If more than ``connections``
+    are open, the longest idle one is closed, first among those without an admitted request. If all have a request in
+    progress, the new one is answered with 503. Of the requests a client sends before it has an answer, 16 wait. Later
+    ones are dropped, and the last answer closes the connection.
 
     Args:
         limits: limits of the server.
@@ -31,33 +31,35 @@ class Connections:
 
     def __init__(self, limits: Limits, closed: Callable[[str], None]) -> None:
         self.limits, self.closed = limits, closed
-        self._unknown: dict[BoundedProtocol, None] = {}  # idle, without an admitted request; the longest idle first
-        self._known: dict[BoundedProtocol, None] = {}  # idle, with one
+        self._idle_unadmitted: dict[
+            BoundedProtocol, None
+        ] = {}  # idle, without an admitted request; the longest idle first
+        self._idle_admitted: dict[BoundedProtocol, None] = {}  # idle, with one
 
     def protocol(self) -> type[BoundedProtocol]:
-        """Returns the class that uvicorn makes for every connection: its argument ``http``."""
+        """Returns the protocol class for uvicorn's argument ``http``, one instance per connection."""
         return type("BoundedProtocol", (BoundedProtocol,), {"worker": self})
 
     def opened(self, connection: BoundedProtocol) -> None:
         """Makes room for a new connection, or closes it."""
         if len(connection.connections) > self.limits.connections:
-            longest = next(iter(self._unknown), None) or next(iter(self._known), None)
+            longest = next(iter(self._idle_unadmitted), None) or next(iter(self._idle_admitted), None)
             if longest is None:
                 connection.answer(_busy(self.limits), "connections")
                 connection.transport.close()
                 return
             self.busy(longest)
             longest.close("connections")
-        self._unknown[connection] = None
+        self._idle_unadmitted[connection] = None
 
     def busy(self, connection: BoundedProtocol) -> None:
-        """Notes that a connection has a request under way, or is gone."""
-        self._unknown.pop(connection, None)
-        self._known.pop(connection, None)
+        """Marks a connection as busy with a request, or as gone."""
+        self._idle_unadmitted.pop(connection, None)
+        self._idle_admitted.pop(connection, None)
 
     def idle(self, connection: BoundedProtocol, admitted: bool) -> None:
-        """Notes that a connection's request has been answered."""
-        (self._known if admitted else self._unknown)[connection] = None
+        """Marks a connection as idle after an answer."""
+        (self._idle_admitted if admitted else self._idle_unadmitted)[connection] = None
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -66,10 +68,10 @@ class BoundedProtocol(HttpToolsProtocol):
     worker: ClassVar[Connections]
     _timer: asyncio.TimerHandle | None = None
     _stage: str | None = "head"  # awaited piece of a message: its head, its body, or none
-    _timed: tuple[int, str | None] = (0, None)  # the message and stage that the timer is for
+    _timer_key: tuple[int, str | None] = (0, None)  # message and stage of the running timer
     _messages = _calls = 0
-    _parsed = 0  # bytes of the head, or of trailers, that the parser has handed on
-    _held = 0  # bytes that the parser has taken since
+    _head_bytes = 0  # bytes of the head, or of trailers, passed on by the parser
+    _pending_bytes = 0  # bytes given to the parser since its last callback
     _refused = _admitted = _full = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:
@@ -86,14 +88,14 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Feeds the parser; bytes after a refused head are dropped until the time is over."""
+        """Feeds the parser; drops bytes after a refused head until the timer closes the connection."""
         if self._refused:
             return
         calls, self._stage = self._calls, self._stage or "head"
         super().data_received(data)
-        # The parser copies a growing header with every piece, and calls nobody before the header's end.
-        self._held = 0 if self._calls != calls else self._held + len(data)
-        if not self._refused and self._parsed + self._held > self.worker.limits.header_bytes:
+        # The parser makes no callback before a header's end, so a growing header must be counted here.
+        self._pending_bytes = 0 if self._calls != calls else self._pending_bytes + len(data)
+        if not self._refused and self._head_bytes + self._pending_bytes > self.worker.limits.header_bytes:
             self._refuse()
         if not self.transport.is_closing():
             self._time()
@@ -102,8 +104,8 @@ class BoundedProtocol(HttpToolsProtocol):
         """Called when a head begins."""
         if len(self.pipeline) >= _PIPELINED:
             self._full = True
-            raise ValueError("too many requests wait")  # the parser hands it on as its own error
-        self._messages, self._parsed, self._stage = self._messages + 1, 0, "head"
+            raise ValueError("too many requests wait")  # the parser reports it as its own error
+        self._messages, self._head_bytes, self._stage = self._messages + 1, 0, "head"
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -123,7 +125,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Called for a piece of the body, which the application holds to its own limit."""
+        """Called for a piece of the body; the application limits the body itself."""
         self._calls += 1
         super().on_body(body)
 
@@ -145,9 +147,9 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._full:
             self._refused = True
             self._stage = None
-            self.cycle.keep_alive = False  # of the last request that waits
+            self.cycle.keep_alive = False  # of the last waiting request
             self.worker.closed("pipelined")
-        elif self._parsed > self.worker.limits.header_bytes:
+        elif self._head_bytes > self.worker.limits.header_bytes:
             self._refuse()
         else:
             super().send_400_response(msg)
@@ -173,18 +175,18 @@ class BoundedProtocol(HttpToolsProtocol):
         self.worker.closed(why)
 
     def close(self, why: str) -> None:
-        """Ends the connection, whatever is under way."""
+        """Aborts the connection, even with a request in progress."""
         self.worker.closed(why)
         self.transport.abort()
 
     def _count(self, size: int) -> None:
         self._calls += 1
-        self._parsed += size
-        if self._parsed > self.worker.limits.header_bytes:
-            raise ValueError("the head is too long")  # the parser hands it on as its own error
+        self._head_bytes += size
+        if self._head_bytes > self.worker.limits.header_bytes:
+            raise ValueError("the head is too long")  # the parser reports it as its own error
 
     def _refuse(self) -> None:
-        """Answers 431; a client that is still sending would lose that if the connection were closed at once."""
+        """Answers 431, without closing at once: a client still sending would lose the answer."""
         self._refused = True
         if self.cycle is not None and not self.cycle.response_complete:
             self.close("header_bytes")
@@ -193,15 +195,15 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.write_eof()
 
     def _time(self) -> None:
-        """Starts the timer for the next piece of the message, unless it runs already."""
-        if self._timed == (self._messages, self._stage):
+        """Starts the timer for the next piece of the message, unless it is running."""
+        if self._timer_key == (self._messages, self._stage):
             return
-        self._timed = (self._messages, self._stage)
+        self._timer_key = (self._messages, self._stage)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if self._stage is not None:
-            limits = self.worker.limits  # a late body is answered by the application
+            limits = self.worker.limits  # the application itself answers a late body
             wait_ms = limits.header_ms + (limits.time_ms if self._stage == "body" else 0.0)
             self._timer = self.loop.call_later(wait_ms / 1e3, self.close, "silent")
 

@@ -120,7 +120,7 @@ def _embed(limits: Limits) -> Schema:
 
 
 def _user(bundle: Bundle) -> Schema:
-    """Returns the schema of raw features; where the bundle knows its users the id alone suffices."""
+    """Returns the schema of raw features; only the id is required if the bundle has a table of users."""
     columns = {name: _column(kind) for name, kind in bundle.request_columns.items()}
     if bundle.users is None:
         return _object(columns, required=list(columns))

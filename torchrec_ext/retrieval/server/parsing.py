@@ -1,4 +1,4 @@
-"""Parses JSON bodies into requests and checks every field's name, type and limit, without a loop over candidates."""
+"""Parses JSON bodies into requests. Checks every field's name, type and limit, without a loop over candidates."""
 
 from __future__ import annotations
 
@@ -40,23 +40,23 @@ def recommend_request(body: Body, limits: Limits) -> RecommendRequest:
     """Returns the request in a body.
 
     Raises:
-        Refusal: 422, which names the field, the value and the rule, or the limit.
+        Refusal: 422; the message names the field, the value and the rule, or the limit.
     """
-    return _built(RecommendRequest, body, _RECOMMEND, limits)
+    return _build(RecommendRequest, body, _RECOMMEND, limits)
 
 
 def score_request(body: Body, limits: Limits) -> ScoreRequest:
     """Returns the request in a body; raises as :func:`recommend_request`."""
-    return _built(ScoreRequest, body, _SCORE, limits)
+    return _build(ScoreRequest, body, _SCORE, limits)
 
 
 def embed_request(body: Body, limits: Limits) -> EmbedRequest:
     """Returns the request in a body; raises as :func:`recommend_request`."""
-    return _built(EmbedRequest, body, _EMBED, limits)
+    return _build(EmbedRequest, body, _EMBED, limits)
 
 
-def _built(kind: Callable[..., Asked], body: Body, readers: Readers, limits: Limits) -> Asked:
-    _only(body, readers)
+def _build(kind: Callable[..., Asked], body: Body, readers: Readers, limits: Limits) -> Asked:
+    _check_fields(body, readers)
     values = {name: readers[name](name, value, limits) for name, value in body.items()}
     for name in _REQUIRED[kind]:
         if name not in values:
@@ -67,11 +67,11 @@ def _built(kind: Callable[..., Asked], body: Body, readers: Readers, limits: Lim
         raise Refusal(422, "invalid", str(error), field=error.field) from None
 
 
-def _only(body: Body, known: Mapping[str, object]) -> None:
+def _check_fields(body: Body, fields: Mapping[str, object]) -> None:
     for name in body:
-        if name not in known:
-            match = get_close_matches(name[:_NAME], list(known), n=1, cutoff=0.5)
-            question = f"did you mean {match[0]!r}?" if match else f"there are {', '.join(known)}"
+        if name not in fields:
+            match = get_close_matches(name[:_NAME], list(fields), n=1, cutoff=0.5)
+            question = f"did you mean {match[0]!r}?" if match else f"there are {', '.join(fields)}"
             raise Refusal(422, "invalid", f"{name[:_NAME]}: there is no such field; {question}", field=name[:_NAME])
 
 
@@ -156,10 +156,10 @@ def _features(name: str, value: Any, limits: Limits) -> Mapping[str, Any]:
     if type(value) is not dict:
         raise _wrong(name, value, 'an object of features by column, such as {"user_id": 1}')
     for column, feature in value.items():
-        if len(column) > _NAME:  # the search for similar names would take time that grows with its length
-            shown = f"{name}.{column[:_NAME]}"
+        if len(column) > _NAME:  # the search for similar names slows down with the length
+            field = f"{name}.{column[:_NAME]}"
             raise Refusal(
-                422, "invalid", f"{shown}: a name of {len(column)} characters; the limit is {_NAME}", field=shown
+                422, "invalid", f"{field}: a name of {len(column)} characters; the limit is {_NAME}", field=field
             )
         if type(feature) is dict or (type(feature) is list and set(map(type, feature)) & {dict, list}):
             raise Refusal(

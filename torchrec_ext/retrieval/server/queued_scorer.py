@@ -1,4 +1,4 @@
-"""QueuedScorer: a worker's scorer behind its queue, with the state of its bundle, metrics and log."""
+"""QueuedScorer: a worker's scorer behind a queue, with the state of its bundle, metrics and log."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from torchrec_ext.retrieval.server.telemetry import Log, Metrics
 if TYPE_CHECKING:
     from torchrec_ext.retrieval.bundle.bundle import Bundle
 
-_LOG_EVERY_S = 60.0  # events that every request may cause are counted each time, and logged this seldom
-_SLICES = 4  # one batch may search for a quarter of the time limit, before others come in between
-_STAGE_RECALL = 0.5  # below, most of the items that the top NN would have put first are never scored
+_LOG_EVERY_S = 60.0  # events that any request may cause are counted each time but logged at most this often
+_SLICES = 4  # one batch may take a quarter of the time limit, so that others get their turn
+_STAGE_RECALL = 0.5  # below, the top NN never scores most of its own best items
 
 
 class QueuedScorer:
-    """The scorer of one worker, which handlers ask through a bounded queue.
+    """The scorer of one worker behind a bounded queue for the handlers.
 
     Args:
         settings: limits and the other settings of the server.
@@ -48,8 +48,8 @@ class QueuedScorer:
     Attributes:
         lingering: whether the worker is about to end and still takes requests.
         draining: whether the worker is about to end and takes no more requests.
-        in_flight: requests that are not answered yet.
-        refused: reason why the newest bundle does not answer, or None.
+        in_flight: number of requests without an answer yet.
+        refused: reason for refusing the newest bundle, or None.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class QueuedScorer:
         )
 
     def bears_token(self, authorization: str) -> bool:
-        """Returns whether a header has the token; False where the server asks for none."""
+        """Returns whether a header has the token; False if the server has no token."""
         token = self.settings.token
         expected = f"Bearer {token}".encode()
         return token is not None and hmac.compare_digest(authorization.encode("latin-1", "replace"), expected)
@@ -87,14 +87,14 @@ class QueuedScorer:
         self._batcher.close()
 
     def swap(self, bundle: Bundle) -> None:
-        """Answers with another bundle from now on."""
+        """Replaces the live bundle."""
         self.scorer.swap(bundle)
         self.refused = None
         self.metrics.swaps.labels("loaded").inc()
         self.log_bundle()
 
     def log_bundle(self) -> None:
-        """Logs the bundle that answers, with the recall of its first stage, and stored rows that are not in memory."""
+        """Logs the live bundle and its first stage's recall; warns about rows on disk and a low recall."""
         recall = self.scorer.stage_recall()
         measured = {} if recall is None else {"stage": self.settings.stage, "stage_recall_at_10": round(recall, 4)}
         self.log("bundle_loaded", digest=self.scorer.bundle.manifest.digest, **measured)
@@ -106,7 +106,7 @@ class QueuedScorer:
             self.log("stage_unsuitable", why=f"{recall:.0%} of the top NN's 10 best are handed on to it; {remedy}")
 
     def refuse(self, why: str) -> None:
-        """Goes on with the live bundle, and logs why another one is refused."""
+        """Keeps the live bundle and logs the reason for refusing another one."""
         self.refused = why
         self.metrics.swaps.labels("refused").inc()
         self.log("bundle_refused", why=why, serving=self.scorer.bundle.manifest.digest)
@@ -116,8 +116,8 @@ class QueuedScorer:
 
         Args:
             request: request to answer.
-            receive: ASGI's receive of the connection; a client that goes away removes its request from the queue.
-            deadline: time of ``time.monotonic`` by which the answer must come.
+            receive: ASGI's receive of the connection; if the client goes away, its request leaves the queue.
+            deadline: latest time of the answer, by ``time.monotonic``.
 
         Raises:
             Refusal: 413, 422, 429 or 503.
@@ -150,12 +150,12 @@ class QueuedScorer:
             gone.cancel()
 
     def _cost_s(self, request: Request) -> float:
-        """Returns a request's seconds; 0 where a whole queue of such requests is answered in time."""
+        """Estimates a request's seconds; 0 if a full queue of such requests fits into the time limit."""
         cost_s, limits = self.scorer.cost_s(request), self.settings.limits
         return cost_s if cost_s * limits.queue > limits.time_ms / 1e3 else 0.0
 
     def _admit(self, request: Request) -> None:
-        """Raises the refusal of a request that could not be answered in time, and would keep others from it."""
+        """Refuses a request that cannot finish in time, because it would also delay others."""
         cost_ms, most = 1e3 * self._cost_s(request), self.settings.limits.time_ms
         if cost_ms > most:
             what, remedy = self._costly(request)
@@ -172,7 +172,7 @@ class QueuedScorer:
             raise over_limit("time_ms", most, message, status=429, retry=True)
 
     def _costly(self, request: Request) -> tuple[str, str]:
-        """Returns what takes long in a request, and what to do instead."""
+        """Describes a request's slow operation and the remedy."""
         if isinstance(request, ScoreRequest):
             return f"scoring {len(request.items):,} items", "name fewer, in several requests, or start the server with"
         if isinstance(request, RecommendRequest) and request.candidates is not None:
@@ -205,7 +205,7 @@ class QueuedScorer:
                 self.log("vectors_malformed", source=source, so_far=total, why=why)
 
     def busy_s(self) -> float:
-        """Returns the seconds that the batch in the scorer has taken so far."""
+        """Returns the running time of the current batch in seconds."""
         return self._batcher.busy_s
 
     def waiting(self) -> int:
@@ -214,7 +214,7 @@ class QueuedScorer:
 
 
 def too_late(time_ms: float) -> Refusal:
-    """Returns the refusal of a request that took longer than it may."""
+    """Returns the refusal of a request beyond its time limit."""
     message = f"no answer within {time_ms:g} ms, which is the limit; come back in a second, or ask for fewer items"
     return over_limit("time_ms", time_ms, message, status=503, retry=True)
 

@@ -1,4 +1,4 @@
-"""JSON answers, and Refusal: the answer with a status of 400 or more to a request that is refused."""
+"""JSON answers, and Refusal: an answer with a status of 400 or more."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))  # ASCII: a 
 
 
 def json_response(content: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """Returns a response of compact JSON that must not be cached."""
+    """Returns an uncacheable response of compact JSON."""
     return Response(
         _ENCODER.encode(content).encode("ascii"),
         status_code=status,
@@ -25,15 +25,15 @@ RETRY_AFTER_S = 1
 
 
 class Refusal(Exception):  # noqa: N818  (an answer to a caller is not an error of ours)
-    """The answer to a request that is refused.
+    """The answer to a refused request.
 
     Args:
         status: HTTP status.
         code: one word for programs.
         message: problem and remedy, for people.
-        field: field of the request that is wrong, or None.
-        limit: name and value of the limit that was passed, or None.
-        retry: whether the same request may be answered later.
+        field: wrong field of the request, or None.
+        limit: name and value of the exceeded limit, or None.
+        retry: whether the same request may succeed later.
         headers: further headers.
     """
 
@@ -74,9 +74,9 @@ def over_limit(
     retry: bool = False,
     headers: Mapping[str, str] | None = None,
 ) -> Refusal:
-    """Returns the refusal of a request that passes a limit of the server."""
+    """Returns the refusal of a request beyond a limit of the server."""
     return Refusal(status, "over_limit", message, field=field, limit=(name, value), retry=retry, headers=headers)
 
 
 class ClientGoneError(Exception):
-    """The client has gone, so that nobody waits for the answer."""
+    """The client has disconnected and needs no answer."""

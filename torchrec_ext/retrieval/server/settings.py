@@ -1,4 +1,4 @@
-"""Settings of the server, and the limits that it holds its callers to."""
+"""Settings of the server, and its limits for callers."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-# Names under which a service that listens on a loopback address is called.
+# Host names of a loopback address.
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits of a caller; an answer beyond one has the given status and names the limit, its value and the remedy.
+    """Limits for callers; a request beyond one gets the status below, the limit's name and value, and a remedy.
 
     Args:
         body_bytes: bytes of a request's body; 413.
         k: items of an answer; 422.
-        candidates: ids in each list of a request, and items that an index may hand to the top NN; 422.
+        candidates: ids in each list of a request, and items from the index for the top NN; 422.
         rows: rows of one request to embed; 422.
-        queue: requests that may wait in a worker; 429. Requests whose search, top NN or towers, with those before, take
-            longer than ``time_ms`` are refused likewise; 413 where one alone does.
-        time_ms: milliseconds from a request's head to its answer; 408 where its body is late, otherwise 503.
+        queue: waiting requests in a worker; 429. A request is also refused with 429 if its search, top NN or towers,
+            together with the requests before it, take longer than ``time_ms``; with 413 if it alone takes longer.
+        time_ms: milliseconds from a request's head to its answer; 408 if its body is late, otherwise 503.
         header_bytes: bytes of a request's address and headers; 431.
-        header_ms: milliseconds for a connection's first byte, for the rest of a request's head, and for an answer to be
-            read; then the connection is closed.
+        header_ms: milliseconds for a connection's first byte, for the rest of a request's head, and for the client to
+            read an answer; then the connection is closed.
         connections: connections of a worker; see :class:`~torchrec_ext.retrieval.server.connections.Connections`.
 
     Raises:
@@ -53,34 +53,34 @@ class ServerConfig:
 
     Args:
         bundle: folder of a bundle or of a run that ended with one, a symbolic link to it, or a text file with its path.
-            Every ``watch_s`` it is looked up: where it leads to another bundle, that is loaded beside the live one and
-            takes its place.
-        workers: number of processes, 1 or more. Each has an interpreter of its own; all map the same files.
+            The server checks it every ``watch_s``. If it leads to another bundle, the server loads that one next to the
+            live one and then replaces it.
+        workers: number of processes, 1 or more. Each has its own interpreter; all map the same files.
         threads: torch's threads in a worker.
         limits: limits of callers.
-        retrieve: number of items that the first stage hands to the top NN, where the request does not say.
+        retrieve: number of items from the first stage for the top NN, unless the request sets it.
         stage: first stage; see :class:`~torchrec_ext.retrieval.scorer.scorer.Scorer`.
         compile: whether the top NN is compiled; see :class:`~torchrec_ext.retrieval.scorer.scorer.Scorer`.
-        max_batch: requests that a worker answers together.
-        max_wait_ms: milliseconds for which a request waits for others; see
+        max_batch: most requests in one batch of a worker.
+        max_wait_ms: milliseconds that a request waits for others; see
             :class:`~torchrec_ext.retrieval.scorer.batching.MicroBatcher`.
-        token: token that callers must send, or None; not empty.
-        allowed_hosts: hosts that the header Host may name, with or without a port: names, addresses,
-            ``*.example.com``, or ``*`` for all. A foreign page in a browser on this machine reaches a loopback address
-            under the page's own name, and is refused by this.
-        vectors: folder of a store with users' vectors, as ``rec.embed --tower query`` writes one, or None.
-        redis: address of a Redis that holds users' vectors, such as ``redis://host:6379/0``, or None.
-        watch_s: seconds between two looks at ``bundle``.
-        linger_s: seconds after SIGTERM for which a worker still answers everything, while ``/readyz`` says 503 and each
-            answer closes its connection. A balancer that removes a server some seconds late, and leaves the connections
-            that it has, loses no request so.
-        drain_s: seconds, after those, for which a worker that is about to end still answers new requests with
-            503, so that a load balancer notices.
-        drain_limit_s: seconds after ``linger_s`` after which a worker ends, whatever is in flight.
-        hang_s: seconds without a heartbeat of a worker, or with one batch, after which another takes its place; more
-            than ``limits.time_ms``, beyond which no batch is begun.
-        start_s: seconds within which a worker must have loaded the bundle and answer; otherwise it is replaced.
-        log_requests: log a line for each request, and not only for events.
+        token: token required from callers, or None; not empty.
+        allowed_hosts: valid values of the Host header, with or without a port: names, addresses, ``*.example.com``, or
+            ``*`` for all. This refuses foreign web pages in a browser on this machine, because they reach a loopback
+            address under the page's own name.
+        vectors: folder of a store with users' vectors, written by ``rec.embed --tower query``, or None.
+        redis: address of a Redis with users' vectors, such as ``redis://host:6379/0``, or None.
+        watch_s: seconds between two checks of ``bundle``.
+        linger_s: seconds after SIGTERM in which a worker still answers everything, while ``/readyz`` says 503 and each
+            answer closes its connection. A load balancer may then remove the server some seconds late without losing
+            requests.
+        drain_s: seconds after ``linger_s`` in which an ending worker answers new requests with 503, so that a load
+            balancer notices.
+        drain_limit_s: seconds after ``linger_s`` until a worker ends, even with requests in flight.
+        hang_s: seconds without a heartbeat of a worker, or with the same batch, until it is replaced. It must be more
+            than ``limits.time_ms``.
+        start_s: seconds for a worker to load the bundle and become ready; then it is replaced.
+        log_requests: log a line for each request, not only for events.
 
     Raises:
         ValueError: a number out of range, or an empty token.
@@ -109,7 +109,7 @@ class ServerConfig:
 
     @property
     def is_private(self) -> bool:
-        """Whether callers bear a token, or must be on this machine: only loopback names are allowed hosts."""
+        """Whether callers need a token or must be on this machine (all allowed hosts are loopback names)."""
         return self.token is not None or set(self.allowed_hosts) <= set(LOOPBACK)
 
     def __post_init__(self) -> None:

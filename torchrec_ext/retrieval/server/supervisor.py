@@ -1,4 +1,4 @@
-"""Supervisor: binds the socket, keeps workers alive, forwards signals, ends when they have drained. No torch."""
+"""Supervisor: binds the socket, keeps workers alive, forwards signals, ends after they have drained. No torch."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from pathlib import Path
 from torchrec_ext.retrieval.server.settings import ServerConfig
 from torchrec_ext.retrieval.server.worker import ALIVE, FAILED, SERVING, run_worker
 
-_SPAWN = multiprocessing.get_context("spawn")  # a fork would copy the threads' locks
+_SPAWN = multiprocessing.get_context("spawn")  # a fork would copy locks held by other threads
 _TICK_S = 0.2
 _LONGEST_PAUSE_S = 30.0
-_STARTING_S = 2.0  # seconds in which a worker that does not answer yet must end on SIGTERM
+_STARTING_S = 2.0  # seconds for a worker that is not ready yet to end on SIGTERM
 _CUT_OFF = (
     "a file of the bundle was cut off while it was served (SIGBUS); put it right, and from now on write bundles to new "
     "folders and point the server there"
@@ -36,7 +36,7 @@ _REASONS = {
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Returns a socket on which several processes can accept; port 0 takes a free one.
+    """Opens the socket shared by all workers; port 0 takes a free port.
 
     Raises:
         ValueError: the port is in use or may not be used, or there is no such address here.
@@ -45,9 +45,9 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
     except (OSError, OverflowError) as error:
-        known = _REASONS.get(getattr(error, "errno", None) or 0, str(error))
+        reason = _REASONS.get(getattr(error, "errno", None) or 0, str(error))
         raise ValueError(
-            f"--host {host} --port {port}: {known}; give another, or --port 0 for any that is free"
+            f"--host {host} --port {port}: {reason}; give another, or --port 0 for any that is free"
         ) from None
 
 
@@ -56,11 +56,11 @@ class _Worker:
     process: SpawnProcess
     pipe: Connection
     digest: str = ""
-    failed: str = ""
-    started: float = field(default_factory=time.monotonic)
-    heard: float = field(default_factory=time.monotonic)  # time of the last heartbeat
-    hung: bool = False  # whether it was killed because it hung
-    again: float | None = None  # time at which its successor starts, once it has ended
+    failure: str = ""
+    start_time: float = field(default_factory=time.monotonic)
+    last_heartbeat: float = field(default_factory=time.monotonic)  # time of the last heartbeat
+    hung: bool = False  # whether the supervisor killed it for hanging
+    restart_time: float | None = None  # start time of its successor, after its end
 
 
 class Supervisor:
@@ -77,7 +77,7 @@ class Supervisor:
         self._workers: list[_Worker] = []
         self._signals: list[int] = []
         self._pause_s = 0.0
-        self._last_good: Path | None = None  # folder of the bundle that a worker has served last
+        self._last_good: Path | None = None  # folder of the bundle most recently served by a worker
 
     def run(self, ready: Callable[[str], None]) -> int:
         """Runs the workers until SIGTERM or SIGINT.
@@ -86,7 +86,7 @@ class Supervisor:
             ready: called once, with the digest of the bundle, when all workers answer.
 
         Returns:
-            0 where every worker drained and ended well, otherwise 1.
+            0 if every worker drained and ended without an error, otherwise 1.
 
         Raises:
             ValueError: a worker could not begin, with the reason: a refused bundle, a missing package.
@@ -97,9 +97,9 @@ class Supervisor:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = shared
         try:
             self._workers = [self._start() for _ in range(self._settings.workers)]
-            if self._begun():
+            if self._wait_until_ready():
                 ready(self._workers[0].digest)
-                self._keep()
+                self._keep_alive()
             return self._end()
         finally:
             for worker in self._workers:
@@ -113,39 +113,40 @@ class Supervisor:
         theirs.close()
         return _Worker(process, ours)
 
-    def _begun(self) -> bool:
-        """Waits until all workers answer, and replaces those that hang; returns False where a signal came first."""
+    def _wait_until_ready(self) -> bool:
+        """Waits until all workers are ready and replaces hanging ones; returns False if a signal comes first."""
         while not all(worker.digest for worker in self._workers):
-            if self._asked_to_end():
+            if self._should_end():
                 return False
             for index, worker in enumerate(self._workers):
-                ended = not worker.process.is_alive()  # asked first: its last messages can still be read
+                # Check before reading: an ended worker's last messages are still in the pipe.
+                ended = not worker.process.is_alive()
                 self._hear(worker)
                 self._end_if_hanging(worker)
                 if worker.hung:
                     self._replace(index, worker)
-                elif worker.failed or ended:
+                elif worker.failure or ended:
                     raise ValueError(
-                        worker.failed or f"a worker ended with status {worker.process.exitcode} before it could answer"
+                        worker.failure or f"a worker ended with status {worker.process.exitcode} before it could answer"
                     )
         return True
 
     def _hear(self, worker: _Worker, patience_s: float = _TICK_S) -> None:
-        """Reads a worker's messages: ready, failed, heartbeat, and which bundle it serves."""
+        """Reads a worker's messages: ready, failed, heartbeat, and its served bundle."""
         try:
-            while worker.pipe.poll(0.0 if worker.digest or worker.failed else patience_s):
+            while worker.pipe.poll(0.0 if worker.digest or worker.failure else patience_s):
                 kind, text = worker.pipe.recv()
-                worker.heard = time.monotonic()
+                worker.last_heartbeat = time.monotonic()
                 if kind == SERVING:
                     self._last_good = Path(text)
                 elif kind != ALIVE:
-                    worker.failed, worker.digest = (text, "") if kind == FAILED else ("", text)
+                    worker.failure, worker.digest = (text, "") if kind == FAILED else ("", text)
         except (EOFError, OSError):
             worker.process.join(1.0)
 
-    def _keep(self) -> None:
-        """Replaces workers that end, until a signal: at once where one had lived, otherwise after growing pauses."""
-        while not self._asked_to_end():
+    def _keep_alive(self) -> None:
+        """Replaces ended workers until a signal: at once after a long life, otherwise after growing pauses."""
+        while not self._should_end():
             alive = [worker.process.sentinel for worker in self._workers if worker.process.is_alive()]
             if alive:
                 wait(alive, timeout=_TICK_S)
@@ -158,10 +159,10 @@ class Supervisor:
                     self._replace(index, worker)
 
     def _end_if_hanging(self, worker: _Worker) -> None:
-        """Kills a worker that hangs, by SIGKILL, since it handles no other signal."""
+        """Kills a hanging worker by SIGKILL, because it handles no other signal."""
         now = time.monotonic()
-        silent_s, starting = now - worker.heard, not worker.digest
-        hangs = silent_s > self._settings.hang_s or (starting and now - worker.started > self._settings.start_s)
+        silent_s, starting = now - worker.last_heartbeat, not worker.digest
+        hangs = silent_s > self._settings.hang_s or (starting and now - worker.start_time > self._settings.start_s)
         if hangs and worker.process.is_alive():
             self._log("worker_hangs", worker=worker.process.pid, silent_s=round(silent_s, 1), starting=starting)
             worker.process.kill()
@@ -172,19 +173,19 @@ class Supervisor:
         from torchrec_ext.retrieval.server.telemetry import forget_worker
 
         now = time.monotonic()
-        if worker.again is None:
-            lived = now - worker.started > _LONGEST_PAUSE_S
+        if worker.restart_time is None:
+            lived = now - worker.start_time > _LONGEST_PAUSE_S
             self._pause_s = 0.0 if lived else min(max(1.0, 2 * self._pause_s), _LONGEST_PAUSE_S)
-            worker.again = now + self._pause_s
+            worker.restart_time = now + self._pause_s
             status = worker.process.exitcode
-            why = worker.failed or (_CUT_OFF if status == -signal.SIGBUS else None)
+            why = worker.failure or (_CUT_OFF if status == -signal.SIGBUS else None)
             self._log("worker_ended", worker=worker.process.pid, status=status, why=why)
             forget_worker(worker.process.pid or 0)
-        if now >= worker.again:
+        if now >= worker.restart_time:
             worker.pipe.close()
             self._workers[index] = self._start()
 
-    def _asked_to_end(self) -> bool:
+    def _should_end(self) -> bool:
         while signal.SIGHUP in self._signals:
             self._signals.remove(signal.SIGHUP)
             self._send_signal(signal.SIGHUP)
@@ -192,27 +193,30 @@ class Supervisor:
 
     def _send_signal(self, number: int) -> None:
         for worker in self._workers:
-            takes_it = worker.digest or number != signal.SIGHUP  # SIGHUP ends a worker that does not answer yet
+            takes_it = worker.digest or number != signal.SIGHUP  # SIGHUP would end a worker that is not ready yet
             if worker.process.is_alive() and takes_it:
                 os.kill(worker.process.pid or 0, number)
 
     def _end(self) -> int:
-        """Lets the workers drain; a second signal ends them at once."""
-        asked = len(self._signals)
+        """Lets the workers drain; kills them at a second signal."""
+        signal_count = len(self._signals)
         self._send_signal(signal.SIGTERM)
-        begun = time.monotonic()
-        end = begun + self._settings.linger_s + self._settings.drain_limit_s + 10
+        start = time.monotonic()
+        end = start + self._settings.linger_s + self._settings.drain_limit_s + 10
         while any(worker.process.is_alive() for worker in self._workers):
-            if time.monotonic() > end or len(self._signals) > asked:
+            if time.monotonic() > end or len(self._signals) > signal_count:
                 self._log("killed", workers=sum(worker.process.is_alive() for worker in self._workers))
                 return 1
             for worker in self._workers:
                 self._hear(worker, 0.0)
                 self._end_if_hanging(worker)
-                if not worker.digest and time.monotonic() > begun + _STARTING_S:  # it hangs, and has no request to lose
+                # It is not ready, so no request is lost.
+                if not worker.digest and time.monotonic() > start + _STARTING_S:
                     worker.process.kill()
             wait([worker.process.sentinel for worker in self._workers if worker.process.is_alive()], timeout=_TICK_S)
-        statuses = [worker.process.exitcode for worker in self._workers if worker.digest and worker.again is None]
+        statuses = [
+            worker.process.exitcode for worker in self._workers if worker.digest and worker.restart_time is None
+        ]
         self._log("ended", statuses=statuses)
         return 1 if any(statuses) else 0
 

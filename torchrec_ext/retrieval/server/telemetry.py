@@ -1,4 +1,4 @@
-"""Telemetry of the server: Prometheus metrics summed over workers, and JSON log lines that say nothing of users."""
+"""Telemetry of the server: Prometheus metrics summed over workers, and JSON log lines without data of users."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHARED = "PROMETHEUS_MULTIPROC_DIR"  # folder of all workers' metrics; prometheu
 
 
 class Metrics:
-    """Metrics of this process; :meth:`page` sums over all workers where ``PROMETHEUS_MULTIPROC_DIR`` is set."""
+    """Metrics of this process; :meth:`page` sums over all workers if ``PROMETHEUS_MULTIPROC_DIR`` is set."""
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
@@ -65,14 +65,14 @@ class Metrics:
 
 
 def forget_worker(pid: int) -> None:
-    """Removes the gauges of an ended worker from the page; its counts stay."""
+    """Removes the gauges of an ended worker from the page; keeps its counts."""
     multiprocess.mark_process_dead(pid)
 
 
 class Log:
     """Writes lines of JSON: ``time`` (UTC), ``event``, ``pid`` and the values of the event.
 
-    Values never hold ids, features, addresses, paths as typed, or messages of errors in which these could occur.
+    Values never contain ids, features, addresses, paths as typed, or error messages, because those may contain them.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:

@@ -1,7 +1,7 @@
-"""One worker: a process with an interpreter of its own that answers on the socket which all workers share.
+"""One worker: a process with its own interpreter, answering on the socket shared by all workers.
 
-The supervisor imports this file without torch, so torch and Starlette are imported in functions. Watcher looks where
-the bundle is: a new one is loaded beside the live one and takes its place, a broken one is reported and left.
+The supervisor imports this file without torch, so torch and Starlette are imported inside functions. Watcher follows
+the pointer to the bundle: it loads a new one next to the live one and replaces it. A broken bundle is reported.
 """
 
 from __future__ import annotations
@@ -30,40 +30,40 @@ if TYPE_CHECKING:
     from torchrec_ext.retrieval.server.queued_scorer import QueuedScorer
 
 READY, FAILED, ALIVE, SERVING = "ready", "failed", "alive", "serving"
-# A thread may keep others from running Python for so long; Python's 5 ms would delay a request that arrives while the
-# one before it runs.
+# A thread may hold the interpreter lock for this long. Python's default of 5 ms would delay a request that arrives
+# during another one.
 _SWITCH_S = 5e-4
 _OWN_FILES = 256  # open files of a worker: two bundles during a swap, Redis, metrics and logs
-_BEATS = 10  # heartbeats in the time after which a worker counts as hanging
+_BEATS = 10  # heartbeats per hang_s
 
 
 def run_worker(
     settings: ServerConfig, listening: socket.socket, parent: Connection, last_good: Path | None = None
 ) -> None:
-    """Loads the bundle, reports that to the parent, and answers until SIGTERM.
+    """Loads the bundle, reports the result to the parent, and answers until SIGTERM.
 
-    The process ends with 0, or with 1 where it cannot begin. SIGHUP looks for another bundle at once. SIGINT, which a
-    terminal sends to all processes, is left to the parent.
+    The process ends with 0, or with 1 if it cannot begin. SIGHUP checks for another bundle at once. A terminal sends
+    SIGINT to all processes; it is left to the parent.
 
     Args:
         settings: settings of the server.
-        listening: socket that all workers share.
+        listening: socket shared by all workers.
         parent: pipe to the supervisor.
-        last_good: folder of the bundle that another worker has served last, which this one begins with; it then looks
-            where ``settings.bundle`` leads, as every worker does. None for the first workers.
+        last_good: folder of the bundle most recently served by another worker; this one begins with it, and then
+            watches ``settings.bundle`` like every worker. None for the first workers.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the server takes it over
-    failed: str | None = None
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the server installs its own handler
+    failure: str | None = None
     with _heartbeats(parent, settings.hang_s / _BEATS):
         try:
-            queued, watch = _prepared(settings, last_good)
+            queued, watch = _prepare(settings, last_good)
         except Exception as error:
-            failed = str(error) if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {error}"
+            failure = str(error) if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {error}"
         else:
             queued.log_bundle()
-    if failed is not None:
-        parent.send((FAILED, failed))
+    if failure is not None:
+        parent.send((FAILED, failure))
         sys.exit(1)
     watch.start()
     try:
@@ -83,20 +83,20 @@ def _heartbeats(parent: Connection, every_s: float) -> Iterator[None]:
             with contextlib.suppress(OSError):  # the parent has gone
                 parent.send((ALIVE, ""))
 
-    beating = threading.Thread(target=beat, daemon=True)
-    beating.start()
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
     try:
         yield
     finally:
         ending.set()
-        beating.join()  # the pipe is not for two threads at a time
+        thread.join()  # two threads must not use the pipe at once
 
 
-def _prepared(settings: ServerConfig, last_good: Path | None) -> tuple[QueuedScorer, Any]:
+def _prepare(settings: ServerConfig, last_good: Path | None) -> tuple[QueuedScorer, Any]:
     import torch
-    import uvicorn  # noqa: F401  before the garbage collector freezes what is imported
+    import uvicorn  # noqa: F401  import it before the garbage collector freezes all modules
 
-    logging.getLogger("torch").setLevel(logging.ERROR)  # silences warnings to its developers when TorchRec is imported
+    logging.getLogger("torch").setLevel(logging.ERROR)  # silences developer warnings during TorchRec's import
 
     import torchrec_ext.retrieval.server.application  # noqa: F401
     from torchrec_ext.retrieval.bundle.bundle import Bundle
@@ -104,8 +104,8 @@ def _prepared(settings: ServerConfig, last_good: Path | None) -> tuple[QueuedSco
     from torchrec_ext.retrieval.server.queued_scorer import QueuedScorer
     from torchrec_ext.retrieval.server.telemetry import resident_bytes
 
-    # Imported modules stay. To search them for garbage takes the collector 0.2 s, in which no request is answered; it
-    # still searches the objects that are made from here on, such as bundles, which come and go.
+    # Imported modules never become garbage, but searching them takes the collector 0.2 s, in which no request is
+    # answered. It still searches later objects, such as bundles.
     gc.collect()
     gc.freeze()
     allow_files(settings.limits.connections)
@@ -121,37 +121,37 @@ def _prepared(settings: ServerConfig, last_good: Path | None) -> tuple[QueuedSco
             os.kill(os.getpid(), signal.SIGTERM)
 
     def queue_of(pointer: Path) -> tuple[QueuedScorer, Identity]:
-        loaded = identity(pointer)  # before loading, so that a pointer that moves on meanwhile is noticed
+        loaded_identity = identity(pointer)  # taken before loading, to notice a pointer that moves during the load
         bundle = Bundle.load(bundle_folder(pointer))
         vectors = user_vectors(settings.vectors, settings.redis, bundle.query_digest)
-        return QueuedScorer(settings, bundle, vectors=vectors), loaded
+        return QueuedScorer(settings, bundle, vectors=vectors), loaded_identity
 
     try:
-        queued, loaded = queue_of(last_good or settings.bundle)
+        queued, loaded_identity = queue_of(last_good or settings.bundle)
     except (ValueError, OSError):
         if last_good is None:
             raise
-        queued, loaded = queue_of(settings.bundle)  # the last good one was removed or changed meanwhile
-    watcher = Watcher(settings.bundle, Bundle.load, queued.swap, queued.refuse, tick, settings.watch_s, loaded)
+        queued, loaded_identity = queue_of(settings.bundle)  # the last good bundle was removed or changed meanwhile
+    watcher = Watcher(settings.bundle, Bundle.load, queued.swap, queued.refuse, tick, settings.watch_s, loaded_identity)
     signal.signal(signal.SIGHUP, lambda *_: watcher.look())
     return queued, watcher
 
 
 def allow_files(connections: int) -> None:
-    """Raises this process's limit of open files, so that it can hold a number of connections.
+    """Raises this process's limit of open files to fit a number of connections.
 
     Raises:
         ValueError: the hard limit is lower.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = connections + _OWN_FILES
-    if hard != resource.RLIM_INFINITY and needed > hard:
+    required_files = connections + _OWN_FILES
+    if hard != resource.RLIM_INFINITY and required_files > hard:
         raise ValueError(
             f"--max-connections {connections}: a process here may open {hard} files, {_OWN_FILES} of which a worker "
             f"keeps for itself; give {max(1, hard - _OWN_FILES)} or fewer, or raise the limit (ulimit -Hn)"
         )
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    if soft != resource.RLIM_INFINITY and soft < required_files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (required_files, hard))
 
 
 def _server(queued: QueuedScorer, parent: Connection) -> Any:
@@ -160,11 +160,11 @@ def _server(queued: QueuedScorer, parent: Connection) -> Any:
     settings = queued.settings
 
     class Server(uvicorn.Server):
-        """uvicorn's server, which drains before it ends, and ends with 0."""
+        """uvicorn's server, extended to drain before it ends and to end with status 0."""
 
         _ending_since: float | None = None
         _beat = 0.0
-        _served: Path | None = None
+        _served_folder: Path | None = None
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
@@ -183,15 +183,15 @@ def _server(queued: QueuedScorer, parent: Connection) -> Any:
             if self._ending_since is not None:
                 passed = time.monotonic() - self._ending_since - settings.linger_s
                 queued.draining = passed >= 0
-                done = passed >= settings.drain_s and not queued.in_flight
-                self.should_exit = done or passed >= settings.drain_limit_s
+                is_drained = passed >= settings.drain_s and not queued.in_flight
+                self.should_exit = is_drained or passed >= settings.drain_limit_s
             return bool(await super().on_tick(counter))
 
         def _tell_served(self) -> None:
-            """Tells the supervisor which bundle answers, so that a worker that takes this one's place has it too."""
+            """Tells the supervisor the live bundle, so that a replacement of this worker starts with it."""
             folder = queued.scorer.bundle.folder
-            if folder != self._served:
-                self._served = folder
+            if folder != self._served_folder:
+                self._served_folder = folder
                 with contextlib.suppress(OSError):  # the parent has gone, which the watcher notices
                     parent.send((SERVING, str(folder)))
 
@@ -219,7 +219,7 @@ def uvicorn_config(queued: QueuedScorer) -> Any:
         lifespan="off",
         ws="none",
         log_config=None,
-        log_level="error",  # otherwise each request that is not HTTP writes a line
+        log_level="error",  # otherwise every malformed HTTP request writes a line
         access_log=False,
         proxy_headers=False,
         server_header=False,
@@ -230,7 +230,7 @@ def uvicorn_config(queued: QueuedScorer) -> Any:
 
 Identity = tuple[object, ...]
 _LONGEST_POINTER = 4096
-_OF_A_RUN = "bundle"  # name, from torchx_apps.jobs.training, of the bundle that a run ends with
+_OF_A_RUN = "bundle"  # folder name of a run's bundle, from torchx_apps.jobs.training
 
 
 def bundle_folder(pointer: Path) -> Path:
@@ -242,9 +242,9 @@ def bundle_folder(pointer: Path) -> Path:
     target = pointer
     if pointer.is_file():
         with pointer.open("rb") as file:
-            written = file.read(_LONGEST_POINTER).decode(errors="replace").strip()
-        target = pointer.parent / written if written else pointer
-    if not os.path.isdir(target):  # also False for a name that no file can have
+            text = file.read(_LONGEST_POINTER).decode(errors="replace").strip()
+        target = pointer.parent / text if text else pointer
+    if not os.path.isdir(target):  # unlike Path.is_dir(), returns False for an invalid name
         what = (
             "there is no such file or folder"
             if target == pointer
@@ -258,33 +258,33 @@ def bundle_folder(pointer: Path) -> Path:
 
 
 def identity(pointer: Path) -> Identity:
-    """Returns a value that changes with the bundle that ``pointer`` leads to, and with its files; never raises."""
+    """Fingerprints the bundle behind ``pointer`` by its files' inodes, sizes and times; never raises."""
     try:
         folder = bundle_folder(pointer)
-        seen = []
+        entries = []
         for parent, folders, names in os.walk(folder):
             folders.sort()
             for name in sorted(names):
-                about = os.stat(os.path.join(parent, name))
-                seen.append((parent, name, about.st_ino, about.st_size, about.st_mtime_ns))
-        return (str(folder), *seen)
+                status = os.stat(os.path.join(parent, name))
+                entries.append((parent, name, status.st_ino, status.st_size, status.st_mtime_ns))
+        return (str(folder), *entries)
     except (OSError, ValueError) as error:
         return (type(error).__name__,)
 
 
 class Watcher(threading.Thread):
-    """Looks at ``pointer`` every ``every_s`` seconds, and at once after :meth:`look`.
+    """Checks ``pointer`` every ``every_s`` seconds, and at once after :meth:`look`.
 
-    A change is acted on when the next look finds it unchanged, so that a bundle that is being written is not read half.
+    A change takes effect when the next check finds the same state, so that a half-written bundle is not loaded.
 
     Args:
         pointer: see :func:`bundle_folder`.
-        load: loads the bundle of a folder; an exception is the reason for refusing the folder.
-        swap: takes a loaded bundle; an exception is the reason for refusing the bundle.
-        refuse: called with the reason where a bundle is refused.
-        tick: called at every look; its OSErrors are ignored.
-        every_s: seconds between two looks.
-        loaded: :func:`identity` of the bundle that answers, from before it was loaded; the current one where not given.
+        load: loads the bundle of a folder; raises to refuse the folder.
+        swap: takes a loaded bundle; raises to refuse it.
+        refuse: called with the reason if a bundle is refused.
+        tick: called at every check; its OSErrors are ignored.
+        every_s: seconds between two checks.
+        loaded: :func:`identity` of the live bundle, taken before it was loaded; by default the current one.
     """
 
     def __init__(
@@ -302,11 +302,11 @@ class Watcher(threading.Thread):
         self._load, self._swap, self._refuse = load, swap, refuse
         self._wake = threading.Event()
         self._ending = False
-        self._acted = identity(pointer) if loaded is None else loaded
+        self._last_identity = identity(pointer) if loaded is None else loaded
 
     def look(self) -> None:
-        """Looks now, and tries again a bundle that was refused before."""
-        self._acted = ()
+        """Checks now, and retries a bundle that was refused before."""
+        self._last_identity = ()
         self._wake.set()
 
     def end(self) -> None:
@@ -315,8 +315,8 @@ class Watcher(threading.Thread):
         self._wake.set()
 
     def run(self) -> None:
-        """Looks until :meth:`end`."""
-        before = self._acted
+        """Checks until :meth:`end`."""
+        before = self._last_identity
         while True:
             self._wake.wait(self._every_s)
             at_once = self._wake.is_set()
@@ -326,8 +326,8 @@ class Watcher(threading.Thread):
             with contextlib.suppress(OSError):  # such as too many open files for a moment
                 self._tick()
             now = identity(self._pointer)
-            if now != self._acted and (now == before or at_once):
-                self._acted = now
+            if now != self._last_identity and (now == before or at_once):
+                self._last_identity = now
                 self._act()
             before = now
 
