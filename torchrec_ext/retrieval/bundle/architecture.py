@@ -1,8 +1,8 @@
-"""Modules as JSON and back: a class by its name in a list, its constructor's arguments as numbers, names and lists.
+"""Modules as JSON and back: a class by its name in a fixed list, with its constructor's arguments.
 
-Every description is checked against that list and against limits before anything is made, and modules are made on the
-meta device: a file can name no import, run no code and take no memory. Their weights are then memory-mapped from the
-bundle's safetensors files.
+Every description is checked against that list and against limits before anything is constructed. Modules are
+constructed on the meta device, so a file can import nothing, run no code and take no memory. Their weights are then
+memory-mapped from the bundle's safetensors files.
 """
 
 from __future__ import annotations
@@ -46,58 +46,61 @@ INTERACTIONS: tuple[type[nn.Module], ...] = (
 _MODULES = {kind.__name__: kind for kind in (*TOWERS, *INTERACTIONS, SessionEncoder)}
 _TABLES = {kind.__name__: kind for kind in (EmbeddingBagConfig, EmbeddingConfig)}
 _TABLE_FIELDS = ("name", "feature_names", "num_embeddings", "embedding_dim", "data_type", "pooling")
-_INITIAL = ("init_fn", "weight_init_max", "weight_init_min")  # of a table's first values, which are not needed again
-_REPEATED = ("layers", "tasks", "heads")  # arguments that say how many modules are made
+# About a table's initial values, which its weights replace.
+_INITIAL = ("init_fn", "weight_init_max", "weight_init_min")
+_REPEATED = ("layers", "tasks", "heads")  # arguments that set a number of submodules
 _MOST_REPEATED, _WIDEST, _LONGEST, _DEEPEST = 256, 2**24, 4096, 16
 _MOST_ROWS = 2**48
 
 
 def describe_module(module: nn.Module | Made, *, also: Sequence[type[nn.Module]] = ()) -> dict[str, Any]:
-    """Returns a module as JSON values: its class by name, and the arguments it was made with.
+    """Describes a module as JSON values: its class by name, and its constructor's arguments.
 
     Args:
-        module: one of this package's towers and interactions, or the record of how one was made.
-        also: further classes that may occur, each ``Recorded``; give them to :func:`rebuild` too.
+        module: one of this package's towers and interactions, or the record of its construction.
+        also: further allowed classes, each ``Recorded``; pass them to :func:`rebuild` too.
 
     Raises:
-        BundleError: another class, or an argument that cannot be written down; the message names it and the remedy.
+        BundleError: another class, or an argument without a JSON form; the message names it and the remedy.
     """
-    made = module if isinstance(module, Made) else how_made(module)
-    name = made.kind.__name__
-    if _known(also).get(name) is not made.kind:
+    record = module if isinstance(module, Made) else how_made(module)
+    name = record.kind.__name__
+    if _allowed_classes(also).get(name) is not record.kind:
         raise BundleError(
-            f"module {made.kind.__module__}.{made.kind.__qualname__}: not one of the classes that a bundle can name "
-            f"({listed(sorted(_MODULES))}); put Recorded before nn.Module among its bases, and give it to the "
+            f"module {record.kind.__module__}.{record.kind.__qualname__}: not one of the classes that a bundle can "
+            f"name ({listed(sorted(_MODULES))}); put Recorded before nn.Module among its bases, and give it to the "
             f"export and to Bundle.load as also=[{name}]"
         )
-    if made.arguments is None:
+    if record.arguments is None:
         raise BundleError(
             f"module {name}: does not remember its arguments; put torchrec_ext.modules.layers.Recorded before "
             "nn.Module among its bases"
         )
     arguments = {
-        key: _written(f"{name}({key}=", value, also) for key, value in made.arguments.items() if key != "device"
+        key: _describe_value(f"{name}({key}=", value, also)
+        for key, value in record.arguments.items()
+        if key != "device"
     }
     return {"class": name, "arguments": arguments}
 
 
 def rebuild(description: Any, *, also: Sequence[type[nn.Module]] = ()) -> nn.Module:
-    """Makes a module from its description, on the meta device: without weights, and without memory.
+    """Constructs a module from its description on the meta device, without weights or memory.
 
     Args:
-        description: result of :func:`describe_module`, perhaps from a stranger's file.
-        also: further classes that the description may name.
+        description: result of :func:`describe_module`; it may come from an untrusted file.
+        also: further classes allowed in the description.
 
     Raises:
         BundleError: the description names another class, an unknown argument, or a value beyond a limit.
     """
-    module = _read("architecture", description, also, 0)
+    module = _build_value("architecture", description, also, 0)
     if not isinstance(module, nn.Module):
-        raise BundleError(f"architecture: {_short(description)} describes no module; export the bundle again")
+        raise BundleError(f"architecture: {_shorten(description)} describes no module; export the bundle again")
     return module
 
 
-def _known(also: Sequence[type[nn.Module]]) -> dict[str, type[nn.Module]]:
+def _allowed_classes(also: Sequence[type[nn.Module]]) -> dict[str, type[nn.Module]]:
     for kind in also:
         if kind.__name__ in _MODULES or not issubclass(kind, Recorded):
             raise BundleError(
@@ -106,25 +109,25 @@ def _known(also: Sequence[type[nn.Module]]) -> dict[str, type[nn.Module]]:
     return {**_MODULES, **{kind.__name__: kind for kind in also}}
 
 
-def _written(where: str, value: Any, also: Sequence[type[nn.Module]]) -> Any:
+def _describe_value(where: str, value: Any, also: Sequence[type[nn.Module]]) -> Any:
     if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
         return value
     if isinstance(value, nn.Module):
         return describe_module(value, also=also)
     if isinstance(value, EmbeddingBagConfig | EmbeddingConfig):
-        return _written_table(where, value)
+        return _describe_table(where, value)
     if isinstance(value, Compression):
         return {"class": "Compression", "arguments": dataclasses.asdict(value)}
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {"mapping": {key: _written(where, each, also) for key, each in value.items()}}
+        return {"mapping": {key: _describe_value(where, each, also) for key, each in value.items()}}
     if isinstance(value, list | tuple):
-        return [_written(where, each, also) for each in value]
+        return [_describe_value(where, each, also) for each in value]
     raise BundleError(
-        f"{where}{_short(value)}): a {type(value).__name__} cannot be written down; use numbers, names and lists"
+        f"{where}{_shorten(value)}): a {type(value).__name__} cannot be written down; use numbers, names and lists"
     )
 
 
-def _written_table(where: str, table: EmbeddingBagConfig | EmbeddingConfig) -> dict[str, Any]:
+def _describe_table(where: str, table: EmbeddingBagConfig | EmbeddingConfig) -> dict[str, Any]:
     plain = type(table)(num_embeddings=1, embedding_dim=1, feature_names=[])
     for field in dataclasses.fields(table):
         if field.name not in (*_TABLE_FIELDS, *_INITIAL) and getattr(table, field.name) != getattr(plain, field.name):
@@ -137,7 +140,7 @@ def _written_table(where: str, table: EmbeddingBagConfig | EmbeddingConfig) -> d
     return {"class": type(table).__name__, "arguments": fields}
 
 
-def _read(where: str, value: Any, also: Sequence[type[nn.Module]], depth: int) -> Any:
+def _build_value(where: str, value: Any, also: Sequence[type[nn.Module]], depth: int) -> Any:
     if depth > _DEEPEST:
         raise BundleError(f"{where}: nested deeper than {_DEEPEST}; export the bundle again")
     if isinstance(value, list):
@@ -145,30 +148,32 @@ def _read(where: str, value: Any, also: Sequence[type[nn.Module]], depth: int) -
             raise BundleError(
                 f"{where}: a list of {len(value):,} entries, at most {_LONGEST:,} are read; export the bundle again"
             )
-        return [_read(where, each, also, depth + 1) for each in value]
+        return [_build_value(where, each, also, depth + 1) for each in value]
     if not isinstance(value, dict):
         return value
     if set(value) == {"mapping"} and isinstance(value["mapping"], dict):
-        return {key: _read(f"{where}.{key}", each, also, depth + 1) for key, each in value["mapping"].items()}
+        return {key: _build_value(f"{where}.{key}", each, also, depth + 1) for key, each in value["mapping"].items()}
     if (
         set(value) != {"class", "arguments"}
         or not isinstance(value["class"], str)
         or not isinstance(value["arguments"], dict)
     ):
         raise BundleError(
-            f"{where}: {_short(value)} is neither a class with arguments nor a mapping; export the bundle again"
+            f"{where}: {_shorten(value)} is neither a class with arguments nor a mapping; export the bundle again"
         )
     name = value["class"]
-    arguments = {key: _read(f"{where}.{name}.{key}", each, also, depth + 1) for key, each in value["arguments"].items()}
-    return _made(where, name, arguments, _known(also))
+    arguments = {
+        key: _build_value(f"{where}.{name}.{key}", each, also, depth + 1) for key, each in value["arguments"].items()
+    }
+    return _construct(where, name, arguments, _allowed_classes(also))
 
 
-def _made(where: str, name: str, arguments: dict[str, Any], known: Mapping[str, type[nn.Module]]) -> Any:
-    kind: Any = known.get(name) or {**_TABLES, "Compression": Compression}.get(name)
+def _construct(where: str, name: str, arguments: dict[str, Any], classes: Mapping[str, type[nn.Module]]) -> Any:
+    kind: Any = classes.get(name) or {**_TABLES, "Compression": Compression}.get(name)
     if kind is None:
         raise BundleError(
             f"{where}: class {name!r} is not one that a bundle may name "
-            f"({listed(sorted({*known, *_TABLES, 'Compression'}))}); if it is your own, give it to Bundle.load as "
+            f"({listed(sorted({*classes, *_TABLES, 'Compression'}))}); if it is your own, give it to Bundle.load as "
             "also=[...]"
         )
     _check_sizes(f"{where}.{name}", arguments, table=name in _TABLES)
@@ -182,7 +187,7 @@ def _made(where: str, name: str, arguments: dict[str, Any], known: Mapping[str, 
             return kind(**arguments)
     except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, IndexError, ZeroDivisionError) as error:
         raise BundleError(
-            f"{where}: {name} cannot be made of {_short(arguments)}: {error}; export the bundle again"
+            f"{where}: {name} cannot be made of {_shorten(arguments)}: {error}; export the bundle again"
         ) from None
 
 
@@ -197,16 +202,16 @@ def _check_sizes(where: str, arguments: Mapping[str, Any], *, table: bool) -> No
                 )
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Returns the tensors of a safetensors file, memory-mapped; the format holds no code, and sizes are checked.
+    """Reads the tensors of a safetensors file, memory-mapped. The format holds no code, and sizes are checked.
 
     Raises:
-        BundleError: there is no such file, or it is of another format.
+        BundleError: the file is missing, or of another format.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -218,7 +223,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def fill_dense(where: Path, module: nn.Module, tensors: Mapping[str, Tensor], tables: Sequence[str]) -> None:
-    """Puts weights in the place of those on the meta device, but for the tables, which are mapped already.
+    """Replaces meta weights by real ones, except the tables' (see :func:`map_tables`).
 
     Args:
         where: path of the weights, for messages.
@@ -227,30 +232,30 @@ def fill_dense(where: Path, module: nn.Module, tensors: Mapping[str, Tensor], ta
         tables: names of the tables' weights.
 
     Raises:
-        BundleError: a weight is missing, too many, or of another shape.
+        BundleError: a weight is missing, unexpected, or of another shape.
     """
-    wanted = {name: value for name, value in module.state_dict().items() if name not in tables}
-    for name in sorted({*wanted, *tensors}):
-        if name not in tensors or name not in wanted:
-            which = "is missing" if name in wanted else "belongs to no module"
+    expected = {name: value for name, value in module.state_dict().items() if name not in tables}
+    for name in sorted({*expected, *tensors}):
+        if name not in tensors or name not in expected:
+            problem = "is missing" if name in expected else "belongs to no module"
             raise BundleError(
-                f"{where}: weight '{name}' {which}: these weights are of another model; export the bundle again"
+                f"{where}: weight '{name}' {problem}: these weights are of another model; export the bundle again"
             )
-        if wanted[name].shape != tensors[name].shape or wanted[name].dtype != tensors[name].dtype:
+        if expected[name].shape != tensors[name].shape or expected[name].dtype != tensors[name].dtype:
             raise BundleError(
                 f"{where}: weight '{name}' is {tuple(tensors[name].shape)} {tensors[name].dtype}, the architecture "
-                f"needs {tuple(wanted[name].shape)} {wanted[name].dtype}; export the bundle again"
+                f"needs {tuple(expected[name].shape)} {expected[name].dtype}; export the bundle again"
             )
     module.load_state_dict(dict(tensors), strict=False, assign=True)
 
 
 class Int8Table(nn.Module):
-    """A table whose rows are whole numbers times a scale of the row, in the place of an EmbeddingBag or an Embedding.
+    """An int8 table with a scale per row; replaces an EmbeddingBag or an Embedding.
 
-    Only the rows that are read become float32.
+    Only the rows of a look-up are converted to float32.
 
     Args:
-        holder: module that it replaces, for its pooling.
+        holder: replaced module, for its pooling.
         rows: (N, D) int8.
         scales: (N,) float32.
     """
@@ -270,7 +275,7 @@ class Int8Table(nn.Module):
         offsets: Tensor | None = None,
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
-        """Returns what the replaced module returns: rows by id, or (B, D) bags that end where the next begins."""
+        """Looks up rows by id, or (B, D) pooled bags, like the replaced module."""
         rows = self.rows(input)
         if self._mode is None:
             return rows
@@ -285,7 +290,7 @@ class Int8Table(nn.Module):
 
 
 def map_tables(folder: Path, model: nn.Module, files: Mapping[str, str]) -> None:
-    """Puts the memory-mapped rows of every table in the place of those on the meta device.
+    """Replaces the meta weights of every table by memory-mapped rows.
 
     Args:
         folder: folder of the bundle.
@@ -305,10 +310,10 @@ def map_tables(folder: Path, model: nn.Module, files: Mapping[str, str]) -> None
             _replace(model, holder, Int8Table(holder, rows, scales))
             continue
         if rows is None or rows.shape != weight.shape or rows.dtype != weight.dtype:
-            held = "no tensor 'weight'" if rows is None else f"{tuple(rows.shape)} {rows.dtype}"
+            content = "no tensor 'weight'" if rows is None else f"{tuple(rows.shape)} {rows.dtype}"
             raise BundleError(
-                f"{path}: {held}, table '{name}' is {tuple(weight.shape)} {weight.dtype}: it is of another model, or "
-                "was cast; export the bundle again"
+                f"{path}: {content}, table '{name}' is {tuple(weight.shape)} {weight.dtype}: it is of another model, "
+                "or was cast; export the bundle again"
             )
         holder.weight = nn.Parameter(rows, requires_grad=False)
 

@@ -1,6 +1,6 @@
-"""Audit: pairs of a query and a candidate whose logits a bundle must reproduce, kept in it with their logits.
+"""Audit: pairs of a query and a candidate, saved in a bundle with the logits it must reproduce.
 
-LiveModel is the trained model as towers with the candidate's last: what is exported, and what an audit compares with.
+LiveModel is the trained model as towers, the candidate's last. It is exported, and an audit compares with it.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ _ENCODER = "network."  # prefix of a NextItemModel's encoder weights, and of a N
 
 
 class LiveModel:
-    """A trained TowerModel or NextItemModel, sharded or not, or a user's own module as a TracedModel.
+    """A trained TowerModel or NextItemModel, sharded or not, or a user's module as a TracedModel.
 
     Args:
         model: result of ``hybrid_parallel``, any DistributedModelParallel, or an unsharded model.
-        candidate: name of the candidate tower; the last one where not given.
-        also: further classes among its towers, or of its interaction.
+        candidate: name of the candidate tower; by default the last.
+        also: further allowed classes of its towers and its interaction.
 
     Attributes:
-        rounding: share of the greatest logit by which its own may differ from those of its weights on one rank.
+        rounding: share of the greatest logit by which sharding may change a logit.
 
     Raises:
-        BundleError: the model is of another class, has no tower of candidates alone, or a class that has no name here.
+        BundleError: the model is of another class, has no tower for candidates alone, or contains an unknown class.
     """
 
     def __init__(self, model: nn.Module, *, candidate: str | None = None, also: Sequence[type[nn.Module]] = ()) -> None:
@@ -63,15 +63,15 @@ class LiveModel:
                 "towers stand apart, or name a module's own towers: towers={'user': PATH, 'item': PATH}"
             )
         self.module: TowerModel | NextItemModel | TracedModel = unwrapped
-        made = as_towers(unwrapped) if isinstance(unwrapped, NextItemModel) else unwrapped.made_of
-        self._names = list(made)
-        _check_towers(made)
+        records = as_towers(unwrapped) if isinstance(unwrapped, NextItemModel) else unwrapped.made_of
+        self._names = list(records)
+        _check_towers(records)
         self.candidate = candidate or self._names[-1]
-        if self.candidate not in made:
-            raise BundleError(f"candidate={self.candidate!r}: is not a tower of the model; they are {listed(made)}")
-        self.names = [*(name for name in made if name != self.candidate), self.candidate]
+        if self.candidate not in records:
+            raise BundleError(f"candidate={self.candidate!r}: is not a tower of the model; they are {listed(records)}")
+        self.names = [*(name for name in records if name != self.candidate), self.candidate]
         self.rounding = max([TOLERANCE, *map(_rounding, model.modules())])
-        self.towers = {name: describe_module(made[name], also=also) for name in self.names}
+        self.towers = {name: describe_module(records[name], also=also) for name in self.names}
         self._order = [self.names.index(name) for name in self._names]
         inner = unwrapped.interaction
         self.metric: Metric = (inner.metric if isinstance(inner, InteractionLayer) else None) or "top_nn"
@@ -84,16 +84,16 @@ class LiveModel:
 
     @property
     def reordered(self) -> bool:
-        """Whether the bundle's interaction takes the towers in another order than the model's does."""
+        """Whether the bundle's interaction takes the towers in another order than the model's."""
         return self.names != self._names
 
     def schema(self) -> BatchSchema:
-        """Returns the schema of the model's batches, without the labels of further tasks, which a request has not."""
+        """Returns the schema of the model's batches, without labels of further tasks: requests have none."""
         return dataclasses.replace(self.module.schema(), tasks=())
 
     @torch.no_grad()
     def logits(self, batch: TowerBatch) -> Tensor:
-        """Returns (B,) logits of the trained model; where it is sharded, every rank calls it."""
+        """Returns (B,) logits of the trained model. If it is sharded, call this on every rank."""
         device = next((value.device for value in self.module.parameters()), torch.device("cpu"))
         batch = batch.to(device)
         if not isinstance(self.module, NextItemModel):
@@ -120,23 +120,23 @@ class LiveModel:
 
 
 def _rounding(module: nn.Module) -> float:
-    """Returns what a sharded collection that sends embeddings in fewer bits may change of a logit."""
+    """Returns the largest relative change of a logit by a collection's quantized communication."""
     registry: Mapping[str, Any] = getattr(module, "qcomm_codecs_registry", None) or {}
     kinds = {codecs.forward.quantized_dtype for codecs in registry.values()} - {torch.float32}
     # Four times the rounding of one number; integers have a scale for each few numbers.
     return max((4 * torch.finfo(kind).eps if kind.is_floating_point else LOGIT_SHARE for kind in kinds), default=0.0)
 
 
-def _check_towers(made: Mapping[str, Made]) -> None:
-    for name, tower in made.items():
+def _check_towers(records: Mapping[str, Made]) -> None:
+    for name, tower in records.items():
         if issubclass(tower.kind, SessionTower) and (tower.arguments or {}).get("target"):
             raise BundleError(
                 f"tower '{name}': its target item is a step of its sequence, so the item has no vector of its own; "
                 "make the model by bst(), whose target has a tower, or rank candidates with the model itself"
             )
-    if len(made) < 2:
+    if len(records) < 2:
         raise BundleError(
-            f"model: has the tower {', '.join(made)} alone; serving needs one of the query and one of the candidates"
+            f"model: has the tower {', '.join(records)} alone; serving needs one of the query and one of the candidates"
         )
 
 
@@ -149,7 +149,7 @@ _QUERIES, _CANDIDATES, _EXPECTED = (f"{FOLDER}/{name}.arrow" for name in ("queri
 
 @dataclass(frozen=True)
 class Audit:
-    """P pairs of a query and a candidate, by which a bundle is compared with the trained model.
+    """P pairs of a query and a candidate, to compare a bundle with the trained model.
 
     Args:
         queries: P rows of raw columns of the query towers.
@@ -165,14 +165,14 @@ class Audit:
 
     @classmethod
     def choose(cls, queries: pa.Table, candidates: pa.Table, ids: IdMap, pairs: int = PAIRS) -> Audit:
-        """Chooses pairs evenly over both tables, the last row of each among them; alike on every rank."""
+        """Chooses pairs evenly over both tables, including the last row of each; equal on every rank."""
         rows = np.linspace(0, len(queries) - 1, pairs).round().astype(np.int64)
         positions = np.linspace(0, len(candidates) - 1, pairs).round().astype(np.int64)
         mixed = positions[np.random.default_rng(0).permutation(pairs)]
         return cls(queries.take(pa.array(rows)), candidates.take(pa.array(mixed)), mixed, ids.ids(mixed))
 
     def of_model(self, live: LiveModel, query: Columns, candidate: Columns) -> Tensor:
-        """Returns (P,) logits of the trained model; where it is sharded, every rank calls it."""
+        """Returns (P,) logits of the trained model. If it is sharded, call this on every rank."""
         queries, candidates = query.read(self.queries.to_pydict()), candidate.read(self.candidates.to_pydict())
         batch = live.schema().assemble(
             {**queries.sparse, **candidates.sparse},
@@ -187,7 +187,7 @@ class Audit:
         return logits(query, query.read(self.queries.to_pydict()), vectors, interaction), vectors
 
     def write(self, folder: Path, expected: Tensor) -> None:
-        """Writes the pairs with the logits that the bundle's own towers gave."""
+        """Writes the pairs, with their logits from the bundle's own towers."""
         (folder / FOLDER).mkdir()
         write_table(folder / _QUERIES, self.queries)
         write_table(folder / _CANDIDATES, self.candidates)
@@ -204,51 +204,52 @@ class Audit:
             raise BundleError(f"{folder / FOLDER}: its files have different numbers of rows; export the bundle again")
         if not len(expected):
             raise BundleError(f"{folder / FOLDER}: has no pairs, so nothing is proven by it; export the bundle again")
-        ids, positions, known = (expected[name].to_numpy() for name in ("id", "position", "logit"))
-        return cls(queries, candidates, positions.copy(), ids), torch.from_numpy(known.astype(np.float32))
+        ids, positions, expected_logits = (expected[name].to_numpy() for name in ("id", "position", "logit"))
+        return cls(queries, candidates, positions.copy(), ids), torch.from_numpy(expected_logits.astype(np.float32))
 
 
 @torch.no_grad()
 def logits(query: RowEncoder, read: Read, candidates: Tensor, interaction: nn.Module) -> Tensor:
-    """Returns (B,) logits of B rows, each with one candidate's vector of (B, Dc)."""
+    """Returns (B,) logits of B query rows, each with its candidate's vector in (B, Dc)."""
     return interaction([*query.outputs(read), candidates]).float()  # type: ignore[no-any-return]
 
 
 def largest_difference(values: Tensor, expected: Tensor) -> float:
-    """Returns the greatest absolute difference; infinity where a number is not finite."""
+    """Returns the greatest absolute difference; infinity if any number is not finite."""
     if not bool(torch.isfinite(values).all()) or not bool(torch.isfinite(expected).all()):
         return float("inf")
     return float((values - expected).abs().max())
 
 
 def tolerance(expected: Tensor, share: float = TOLERANCE) -> float:
-    """Returns by how much logits of this size may differ: ``share`` of the greatest, or of 1."""
+    """Returns the allowed difference of logits: ``share`` of the greatest logit, or of 1."""
     return share * max(1.0, float(expected.abs().max()))
 
 
 def check_logits(where: str, values: Tensor, expected: Tensor, remedy: str, share: float = TOLERANCE) -> float:
-    """Returns the greatest difference of logits from those that are expected.
+    """Returns the greatest difference between actual and expected logits.
 
     Raises:
         BundleError: the difference is beyond the tolerance, ``share`` of the greatest.
     """
-    apart, allowed = largest_difference(values, expected), tolerance(expected, share)
-    if not apart <= allowed:
+    difference, allowed = largest_difference(values, expected), tolerance(expected, share)
+    if not difference <= allowed:
         raise BundleError(
-            f"{where}: {len(expected)} logits differ by up to {apart:.3g}, at most {allowed:.3g} is rounding; {remedy}"
+            f"{where}: {len(expected)} logits differ by up to {difference:.3g}, at most {allowed:.3g} is rounding; "
+            f"{remedy}"
         )
-    return apart
+    return difference
 
 
 def check_store(where: Path, store: EmbeddingStore, audit: Audit, vectors: Tensor, lost: float) -> None:
-    """Refuses a store that does not hold the vectors of the audit's candidates under their ids.
+    """Refuses a store unless it holds the audit's vectors under the candidates' ids.
 
     Args:
         where: path of the store, for the message.
         store: store of the bundle.
         audit: pairs of the bundle.
-        vectors: (P, width) that the store should hold.
-        lost: greatest difference between both at the export, because of the store's type.
+        vectors: (P, width) expected vectors.
+        lost: greatest difference between both at the export, due to the store's row format.
 
     Raises:
         BundleError: the store is of another tower, of another catalogue, or its ids are of other rows.
@@ -267,10 +268,11 @@ def check_store(where: Path, store: EmbeddingStore, audit: Audit, vectors: Tenso
             f"{where}: its manifest says that {store.dtype} lost {lost:.3g} of a number, where rounding loses "
             f"{most:.3g} at most; export the bundle again"
         )
-    apart = largest_difference(store.rows(torch.from_numpy(audit.positions)), vectors)
+    difference = largest_difference(store.rows(torch.from_numpy(audit.positions)), vectors)
     allowed = 1.01 * lost + tolerance(vectors)
-    if not apart <= allowed:
+    if not difference <= allowed:
         raise BundleError(
-            f"{where}: the vectors of {len(audit.positions)} audited items differ by {apart:.3g} from this bundle's "
-            f"(at most {allowed:.3g}): the store is stale, or of another tower or catalogue; embed the catalogue again"
+            f"{where}: the vectors of {len(audit.positions)} audited items differ by {difference:.3g} from this "
+            f"bundle's (at most {allowed:.3g}): the store is stale, or of another tower or catalogue; embed the "
+            "catalogue again"
         )

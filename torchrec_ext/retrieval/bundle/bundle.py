@@ -1,4 +1,4 @@
-"""Bundle: a trained model ready to answer: towers apart, top NN, preprocessing, stored vectors, index, each checked."""
+"""Bundle: a trained model for serving: towers, top NN, preprocessing, stored vectors and index, all checked."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from torchrec_ext.sealed import existing_folder
 
 STORE, PROJECTED, USERS, ITEMS = "store", "projected", "users", "items.arrow"
 _ANEW = "export the bundle again"
-_BLOCK = 2**20  # numbers that are looked at together: what is made of them stays in the cache
+_BLOCK = 2**20  # numbers checked at a time, so that temporaries stay in the cache
 
 
 class Bundle:
-    """A loaded bundle, which never changes; any number of threads may read it.
+    """A loaded, immutable bundle; any number of threads may read it.
 
-    It needs no process group, no GPU, and FAISS only where its index is one of FAISS's.
+    It needs no process group and no GPU. It needs FAISS only if its index is one of FAISS's.
 
     Attributes:
         folder: folder of the bundle.
@@ -51,11 +51,11 @@ class Bundle:
         query: names of the query towers, in order.
         candidate: name of the candidate tower.
         interaction: module over the outputs [*query towers, candidate].
-        projection: the interaction, whose layers for candidates alone are applied beforehand.
+        projection: the interaction with its layers for candidates alone applied beforehand.
         store: the candidate tower's vectors by position; its ``ids`` are the catalogue's.
-        projected: projected rows of the vectors, by position; the store itself where nothing is projected.
+        projected: projected rows of the vectors, by position; the store itself if nothing is projected.
         index: index over the store.
-        users: users as they were known at the export, or None.
+        users: table of users from the export, or None.
         items: titles and categories by position.
     """
 
@@ -86,18 +86,18 @@ class Bundle:
 
     @classmethod
     def load(cls, folder: Path | str, *, verify: bool = True, also: Sequence[type[nn.Module]] = ()) -> Bundle:
-        """Reads a bundle, and refuses files that do not belong together.
+        """Loads a bundle and checks that its files belong together.
 
         Args:
-            folder: folder that :func:`torchrec_ext.retrieval.exporting.export.export` wrote.
+            folder: folder written by :func:`torchrec_ext.retrieval.exporting.export.export`.
             verify: read every file and compare its digest (about 1 s for each GB), check its values (a tenth of that),
                 and compute the audit batch again. Without, only names, sizes, towers and metric are compared.
-            also: further classes that the bundle may name, as at the export. Nothing else that it names is imported
-                or run.
+            also: further classes allowed in the bundle, as at the export. Nothing else named in it is imported or
+                run.
 
         Raises:
-            BundleError: a file is missing, unlisted, cut or changed, belongs to another bundle, or holds a value that
-                cannot be answered with; the message names it and the remedy.
+            BundleError: a file is missing, unlisted, truncated or changed, belongs to another bundle, or holds an
+                unusable value; the message names it and the remedy.
         """
         folder = existing_folder(Path(folder))
         try:
@@ -113,32 +113,32 @@ class Bundle:
 
     @property
     def encoders(self) -> tuple[RowEncoder, RowEncoder]:
-        """Encoder of the query towers, and that of the candidate tower."""
+        """Encoders of the query towers and of the candidate tower."""
         return self._query, self._candidate
 
     @property
     def schema(self) -> BatchSchema:
-        """The columns that the query towers read."""
+        """Schema of the query towers' columns."""
         return self._query.columns.schema
 
     @property
     def metric(self) -> str:
-        """``dot``, ``cosine``, or ``top_nn`` where the interaction is another one."""
+        """``dot``, ``cosine``, or ``top_nn`` for any other interaction."""
         return self.architecture.metric
 
     @cached_property
     def query_digest(self) -> str:
-        """Digest of all that decides the query towers' vectors."""
+        """Digest of everything behind the query towers' vectors: weights, architecture and preprocessing."""
         return tower_digest(self.architecture, self.query, self.manifest.content["files"])
 
     @cached_property
     def candidate_digest(self) -> str:
-        """Digest of all that decides the candidate tower's vectors."""
+        """Digest of everything behind the candidate tower's vectors: weights, architecture and preprocessing."""
         return tower_digest(self.architecture, [self.candidate], self.manifest.content["files"])
 
     @property
     def projection_digest(self) -> str:
-        """Digest of the candidate tower and the interaction, which decide a projected row."""
+        """Digest of the candidate tower and the interaction, and so of the projected rows."""
         return projection_digest(self.architecture, self.manifest.content["files"])
 
     @property
@@ -148,12 +148,12 @@ class Bundle:
 
     @property
     def request_columns(self) -> dict[str, str]:
-        """Types, such as ``int64`` or ``list<int64>``, of the raw columns that :meth:`embed_query` needs."""
+        """Types, such as ``int64`` or ``list<int64>``, of the raw columns for :meth:`embed_query`."""
         return self._query.request_columns
 
     @property
     def candidate_columns(self) -> dict[str, str]:
-        """Types of the raw columns that :meth:`embed_candidates` needs."""
+        """Types of the raw columns for :meth:`embed_candidates`."""
         return self._candidate.request_columns
 
     def embed_query(self, rows: Rows) -> Tensor:
@@ -166,8 +166,8 @@ class Bundle:
 
     def embed_with_unknown(self, rows: Rows) -> tuple[Tensor, dict[str, NDArray[np.bool_]]]:
         """Returns the results of :meth:`embed_query` and :meth:`unknown`, reading the rows once."""
-        read = self._query.read(rows)
-        return self._query.vectors(read), read.unknown
+        columns = self._query.read(rows)
+        return self._query.vectors(columns), columns.unknown
 
     def embed_candidates(self, rows: Rows) -> Tensor:
         """Returns (B, Dc) outputs of the candidate tower for B raw rows of items; raises as :meth:`embed_query`."""
@@ -179,7 +179,7 @@ class Bundle:
 
     @cached_property
     def unknown_candidate(self) -> Tensor:
-        """(Dc,) output of the candidate tower for an item of which nothing is known."""
+        """(Dc,) output of the candidate tower for an item without any known feature."""
         return self._candidate.unknown()
 
     def audit(self) -> None:
@@ -193,16 +193,16 @@ class Bundle:
         audits.check_logits(
             f"{self.folder}: the audit batch", logits, expected, f"its towers are not those that were proven; {_ANEW}"
         )
-        lost = self.manifest.content["audit"]["store_difference"]
-        audits.check_store(self.folder / STORE, self.store, pairs, vectors, lost)
+        rounding = self.manifest.content["audit"]["store_difference"]
+        audits.check_store(self.folder / STORE, self.store, pairs, vectors, rounding)
         if self.projected is not self.store:
-            lost = self.manifest.content["audit"]["projected_difference"]
+            rounding = self.manifest.content["audit"]["projected_difference"]
             audits.check_store(
-                self.folder / PROJECTED, self.projected, pairs, self.projection.candidates(vectors), lost
+                self.folder / PROJECTED, self.projected, pairs, self.projection.candidates(vectors), rounding
             )
 
     def _open_store(self, name: str, tower: str, width: int) -> EmbeddingStore:
-        store, listed = EmbeddingStore.open(self.folder / name), self.manifest.content[name]
+        store, entry = EmbeddingStore.open(self.folder / name), self.manifest.content[name]
         where = self.folder / name
         if store.tower != tower:
             raise BundleError(
@@ -210,8 +210,8 @@ class Bundle:
                 "store of another model, or of other preprocessing; embed the catalogue with this bundle's tower, or "
                 f"{_ANEW}"
             )
-        needed = {"digest": listed["digest"], "dtype": listed["dtype"], "width": width}
-        for what, value in needed.items():
+        expected = {"digest": entry["digest"], "dtype": entry["dtype"], "width": width}
+        for what, value in expected.items():
             if getattr(store, what) != value:
                 raise BundleError(
                     f"{where}: {what} {getattr(store, what)}, this bundle needs {value}: it is another version of the "
@@ -240,10 +240,10 @@ class Bundle:
             )
 
     def _check_values(self) -> None:
-        """Refuses a bundle that holds a value by which a request would fail, or be answered wrongly.
+        """Refuses a bundle with values that would make requests fail or be answered wrongly.
 
-        A digest says who wrote a value, not that it can be used. Every array is read once, block by block, in place:
-        about a tenth of what its digests cost.
+        A digest proves that a value is unchanged, not that it is usable. Every array is read once, block by block, in
+        place. This takes about a tenth of the time for the digests.
         """
         for encoder in self.encoders:
             _check_weights(self.folder, encoder.model)
@@ -258,11 +258,11 @@ class Bundle:
 def _check_weights(folder: Path, module: nn.Module) -> None:
     tables = {id(weight): name for name, _, weight in values_by_table(module)}
     for name, holder, _ in values_by_table(module):
-        row = _not_finite(holder.scales) if isinstance(holder, Int8Table) else None
+        row = _first_nonfinite_row(holder.scales) if isinstance(holder, Int8Table) else None
         if row is not None:
             raise BundleError(f"{folder}: table '{name}', row {row}: its scale is NaN or infinity; {_ANEW}")
     for name, weight in module.state_dict(keep_vars=True).items():
-        row = _not_finite(weight) if weight.is_floating_point() else None
+        row = _first_nonfinite_row(weight) if weight.is_floating_point() else None
         if row is not None:
             what = f"table '{tables[id(weight)]}'" if id(weight) in tables else f"weight '{name}'"
             raise BundleError(
@@ -276,10 +276,10 @@ def _check_store(where: Path, store: EmbeddingStore) -> None:
         raise BundleError(
             f"{where}: {LIVE} says of none of its {len(store):,} items that it is live, or holds no yes or no; {_ANEW}"
         )
-    row = None if store.scales is None else _not_finite(store.scales)
+    row = None if store.scales is None else _first_nonfinite_row(store.scales)
     if row is not None:
         raise BundleError(f"{where / store.version / SCALES}: row {row}: NaN or infinity; {_ANEW}")
-    row = _not_finite(store.matrix()) if store.matrix().is_floating_point() else None
+    row = _first_nonfinite_row(store.matrix()) if store.matrix().is_floating_point() else None
     if row is not None:
         raise BundleError(
             f"{where}: the vector of item {store.ids.ids([row])[0]} (row {row}) holds NaN or infinity; {_ANEW}"
@@ -290,8 +290,8 @@ def _check_store(where: Path, store: EmbeddingStore) -> None:
         raise BundleError(f"{where}: {error}; {_ANEW}") from None
 
 
-def _not_finite(values: Tensor) -> int | None:
-    """Returns the first row with NaN or infinity, or None. A NaN is the least and the greatest value at once."""
+def _first_nonfinite_row(values: Tensor) -> int | None:
+    """Returns the first row with NaN or infinity, or None."""
     rows = values.detach().reshape(len(values), -1) if values.dim() else values.detach().reshape(1, 1)
     step = max(1, _BLOCK // max(1, rows.shape[1]))
     for start in range(0, len(rows), step):
@@ -304,7 +304,7 @@ def _not_finite(values: Tensor) -> int | None:
 def _check_users(
     where: Path, users: UserTable, query: RowEncoder, items: int, context: Mapping[str, list[Any]]
 ) -> None:
-    """Checks users' ids, positions and features; ``context`` holds the other columns of one of the audit's requests."""
+    """Checks users' ids, positions and features; ``context`` has the other columns of one audited request."""
     try:
         users.ids.check()
     except ValueError as error:
@@ -319,13 +319,13 @@ def _check_users(
                     f"to {bounds['max']} and {values.null_count} nulls; must be 0 to {items - 1}, of the {items:,} "
                     f"items; {_ANEW}"
                 )
-    odd = {row for name, column in users.features() if name in query.request_columns for row in _odd_rows(column)}
-    for row in sorted(odd):
-        who, known = f"user {users.ids.ids([row])[0]} (row {row})" if row < len(users) else "", row
+    odd_rows = {row for name, column in users.features() if name in query.request_columns for row in _odd_rows(column)}
+    for row in sorted(odd_rows):
+        who, table_row = f"user {users.ids.ids([row])[0]} (row {row})" if row < len(users) else "", row
         if row == len(users):
-            who, known = "the user of whom nothing is known", -1
+            who, table_row = "the user of whom nothing is known", -1
         try:
-            query.read({**context, **users.rows([known])})
+            query.read({**context, **users.rows([table_row])})
         except (ValueError, TypeError, OverflowError) as error:
             raise BundleError(
                 f"{where}: {who}: {error}; a request for such a user would be refused: give users finite features and "
@@ -342,32 +342,32 @@ def _chunks(column: pa.ChunkedArray) -> Iterator[tuple[int, Any]]:
 
 
 def _odd_rows(column: pa.ChunkedArray) -> Iterator[int]:
-    """Yields the first row with a null, with NaN and with infinity: all others of the kind are read alike."""
-    seen: set[str] = set()
+    """Yields one row with a null, one with NaN and one with infinity: all others of a kind are read alike."""
+    found_kinds: set[str] = set()
     for first, chunk in _chunks(column):
-        values = chunk.flatten() if _listed(chunk) else chunk
-        for kind, mask in _kinds(values):
+        values = chunk.flatten() if _is_list(chunk) else chunk
+        for kind, mask in _special_masks(values):
             index = int(pc.index(mask, True).as_py())
-            if index >= 0 and kind not in seen:
-                seen.add(kind)
+            if index >= 0 and kind not in found_kinds:
+                found_kinds.add(kind)
                 yield first + _row_of(chunk, index)
 
 
-def _kinds(values: Any) -> Iterator[tuple[str, Any]]:
-    """Yields masks of the values that are null, NaN or infinite, but for kinds that cannot occur."""
+def _special_masks(values: Any) -> Iterator[tuple[str, Any]]:
+    """Yields masks of null, NaN and infinite values; skips kinds that do not occur."""
     if values.null_count:
         yield "null", values.is_null()
     if pa.types.is_floating(values.type) and len(values):
-        numbers: NDArray[Any] = values.to_numpy(zero_copy_only=False)  # in which a null is NaN
+        numbers: NDArray[Any] = values.to_numpy(zero_copy_only=False)  # null becomes NaN here
         if not np.isfinite(numbers.min()) or not np.isfinite(numbers.max()):
             yield "nan", pc.is_nan(values)
             yield "inf", pc.is_inf(values)
 
 
 def _row_of(chunk: Any, index: int) -> int:
-    """Returns the row of a value in a chunk, which may be one of lists."""
-    return int(pc.list_parent_indices(chunk)[index].as_py()) if _listed(chunk) else index
+    """Returns the row of a value in a chunk of values or lists."""
+    return int(pc.list_parent_indices(chunk)[index].as_py()) if _is_list(chunk) else index
 
 
-def _listed(chunk: Any) -> bool:
+def _is_list(chunk: Any) -> bool:
     return hasattr(chunk.type, "value_type")

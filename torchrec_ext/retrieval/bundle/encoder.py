@@ -1,6 +1,6 @@
-"""RowEncoder: the query towers or the candidate tower of a bundle, from raw columns to vectors.
+"""RowEncoder: encodes raw columns into vectors by the query towers or the candidate tower of a bundle.
 
-PlainTower looks up the tables column by column, without the KeyedJaggedTensor of a batch, as one request needs.
+PlainTower serves single requests: it looks up the tables column by column, without the KeyedJaggedTensor of a batch.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from torchrec_ext.schema import DataError, Jagged, SparseFeature
 from torchrec_ext.sealed import json_digest
 
 _OF_NUMPY = (torch.float32, torch.float16, torch.int8)
-_BEGIN = torch.zeros(1, dtype=torch.int64)  # offsets of one bag, which ends where the values do
+_BEGIN = torch.zeros(1, dtype=torch.int64)  # offsets of one bag of all values
 _MODES = {PoolingType.SUM: "sum", PoolingType.MEAN: "mean"}
 
 
 class PlainTower:
-    """Computes what a :class:`Tower` does in evaluation, in a third of its time for one row or less.
+    """Computes a :class:`Tower` in evaluation, for one row in at most a third of the time.
 
-    TorchRec's collections pack the ids of all features, look them up and take the result apart again, which pays for a
-    batch; here tables are read one by one. One row through linear layers and ReLU is computed by numpy, whose calls
-    cost less than torch's; it equals the row of a batch within rounding. Columns must have been checked: every id is a
-    row of its table.
+    TorchRec's collections pack the ids of all features, look them up and split the result again. This pays for a batch;
+    here tables are read one by one. For one row, linear layers and ReLU run in numpy, because its calls cost less than
+    torch's. The result equals the row of a batch within rounding. Check columns beforehand: every id must be a row of
+    its table.
 
     Args:
-        tower: tower with its weights, for which :func:`is_plain` is true.
+        tower: tower with its weights; :func:`is_plain` must be true for it.
     """
 
     def __init__(self, tower: Tower) -> None:
@@ -67,15 +67,15 @@ class PlainTower:
         self._arrays = [] if self._layers is None else [_arrays(table) for _, table, _ in self._tables]
 
     def __call__(self, sparse: Mapping[str, Jagged], dense: Mapping[str, Tensor]) -> Tensor:
-        """Returns (B, D) outputs from the columns of B rows, as ``BatchSchema.assemble`` takes them."""
-        if self._layers is not None and self._of_one(sparse, dense):
+        """Returns (B, D) outputs of B rows, from columns as for ``BatchSchema.assemble``."""
+        if self._layers is not None and self._is_single_row(sparse, dense):
             return torch.from_numpy(self._row(sparse, dense, self._layers)[None])
-        inputs = [_looked_up(table, sparse[name], mode).float() for name, table, mode in self._tables]
+        inputs = [_look_up(table, sparse[name], mode).float() for name, table, mode in self._tables]
         inputs += [dense[name][:, None] for name in self._dense]
         rows = torch.cat(inputs, dim=1)
         return self._mlp(rows if self._compress is None else self._compress(rows))  # type: ignore[no-any-return]
 
-    def _of_one(self, sparse: Mapping[str, Jagged], dense: Mapping[str, Tensor]) -> bool:
+    def _is_single_row(self, sparse: Mapping[str, Jagged], dense: Mapping[str, Tensor]) -> bool:
         if not self._tables:
             return len(dense[self._dense[0]]) == 1
         bags = sparse[self._tables[0][0]]
@@ -90,10 +90,10 @@ class PlainTower:
             if bags.lengths is None:  # a bag of one is its row
                 inputs.append(rows[ids[0]] if scales is None else rows[ids[0]] * scales[ids[0]])
                 continue
-            taken = rows.take(ids, axis=0) if scales is None else rows.take(ids, axis=0) * scales[ids, None]
-            total = np.add.reduce(taken, axis=0, dtype=np.float32)
+            bag_rows = rows.take(ids, axis=0) if scales is None else rows.take(ids, axis=0) * scales[ids, None]
+            total = np.add.reduce(bag_rows, axis=0, dtype=np.float32)
             pooled = total / np.float32(len(ids)) if mode == "mean" and len(ids) else total
-            inputs.append(pooled.astype(taken.dtype, copy=False))  # rounded to half as torch's are
+            inputs.append(pooled.astype(bag_rows.dtype, copy=False))  # half precision is rounded once, as in torch
         row: Floats = np.concatenate([*inputs, *(dense[name].numpy() for name in self._dense)], dtype=np.float32)
         for layer in layers:
             row = layer(row)
@@ -105,13 +105,13 @@ _Layer = Callable[[Floats], Floats]
 
 
 def _arrays(table: nn.Module) -> tuple[NDArray[Any], Floats | None]:
-    """Returns a table's rows, and their scales where they have some."""
+    """Returns a table's rows, and their scales if it is int8."""
     weight: Any = table.weight
     return weight.detach().numpy(), table.scales.numpy() if isinstance(table, Int8Table) else None
 
 
 def _numpy_layers(network: nn.Module) -> list[_Layer] | None:
-    """Returns a tower's layers as functions of one row; None where one is not linear, ReLU or without effect."""
+    """Returns a tower's layers as numpy functions of one row; None if any is neither linear, ReLU nor an identity."""
     layers = [_numpy_layer(layer) for layer in network] if type(network) is Layers else [None]
     return None if None in layers else layers  # type: ignore[return-value]
 
@@ -127,11 +127,11 @@ def _numpy_layer(layer: nn.Module) -> _Layer | None:
 
 
 def is_plain(tower: nn.Module) -> bool:
-    """Returns whether a tower is a :class:`Tower` without attention over bags, weighted bags or shared tables."""
+    """Returns whether a tower is a :class:`Tower` without attention pooling, weighted bags or shared tables."""
     return type(tower) is Tower and not (tower.lists or tower.weights or tower.released_tables)
 
 
-def _looked_up(table: nn.Module, bags: Jagged, mode: str) -> Tensor:
+def _look_up(table: nn.Module, bags: Jagged, mode: str) -> Tensor:
     """Returns (B, D) pooled rows."""
     weight: Any = table.weight
     if isinstance(table, Int8Table):
@@ -158,10 +158,10 @@ class Architecture:
         interaction: description of the interaction.
         metric: ``dot``, ``cosine`` or ``top_nn``.
         tables: file of each table by the table's name.
-        oov_ids: out-of-vocabulary row of each feature; -1 where it has none, so that unknown ids are refused.
+        oov_ids: out-of-vocabulary row of each feature; -1 for none, so that unknown ids are refused.
         types: raw type of each raw column.
-        unseen: rows of a feature's table that no training row has read, by feature; requests read them as the
-            feature's out-of-vocabulary row. Older bundles have none.
+        unseen: rows of a feature's table that training never read, by feature. Requests read the feature's
+            out-of-vocabulary row instead. Older bundles have none.
     """
 
     towers: Mapping[str, Any]
@@ -183,11 +183,11 @@ class Architecture:
         return list(self.towers)[-1]
 
     def dense_file(self, tower: str) -> str:
-        """Returns the path of the file with a tower's weights that are in no table."""
+        """Returns the path of a tower's dense weights."""
         return f"towers/{list(self.towers).index(tower):03}.safetensors"
 
     def as_json(self) -> dict[str, Any]:
-        """Returns JSON values: the towers as a list, since their order matters; ``unseen`` only where not empty."""
+        """Returns JSON values: the towers as a list, because their order matters; ``unseen`` only if not empty."""
         values = {**vars(self), "towers": [[name, description] for name, description in self.towers.items()]}
         return {name: value for name, value in values.items() if name != "unseen" or value}
 
@@ -213,12 +213,12 @@ class Architecture:
 
 
 class RowEncoder:
-    """Encodes raw rows into vectors by towers that read the same rows.
+    """Encodes raw rows into vectors by one or more towers.
 
     Args:
         model: model of these towers, in evaluation, with their weights.
         columns: reader of raw rows into the model's columns.
-        types: types of the model's columns, which are lists where the raw ones may be one text.
+        types: types of the model's columns; a list column may come from one raw text.
     """
 
     def __init__(self, model: TowerModel, columns: Columns, types: Mapping[str, str]) -> None:
@@ -229,7 +229,7 @@ class RowEncoder:
 
     @property
     def request_columns(self) -> dict[str, str]:
-        """Types of the raw columns that a row needs, by name."""
+        """Types of the required raw columns, by name."""
         return self.columns.request_columns
 
     def read(self, rows: Rows) -> Read:
@@ -237,11 +237,11 @@ class RowEncoder:
         return self.columns.read(rows)
 
     def embed(self, rows: Rows) -> Tensor:
-        """Returns (B, D) outputs of the towers for B raw rows, side by side."""
+        """Returns the towers' concatenated (B, D) outputs for B raw rows."""
         return self.vectors(self.read(rows))
 
     def vectors(self, read: Read) -> Tensor:
-        """Returns (B, D) outputs of the towers for rows that were read, side by side."""
+        """Returns the towers' concatenated (B, D) outputs from parsed rows."""
         outputs = self.outputs(read)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
@@ -253,15 +253,15 @@ class RowEncoder:
         return [tower(read.sparse, read.dense) for tower in self._plain]
 
     def batch(self, read: Read) -> TowerBatch:
-        """Returns rows that were read as a batch."""
+        """Assembles parsed rows into a batch."""
         return self.columns.schema.assemble(read.sparse, read.dense, labels=torch.zeros(read.size))
 
     def listed(self, feature: SparseFeature) -> bool:
-        """Returns whether a row has a list of this feature's ids, and not just one."""
+        """Returns whether a row has a list of this feature's ids instead of a single id."""
         return self._types.get(feature.name, "").startswith("list") or feature.weights is not None
 
     def unknown(self) -> Tensor:
-        """Returns (D,) outputs for a row of which nothing is known: out-of-vocabulary ids, empty lists, numbers 0.
+        """Returns (D,) outputs of an entirely unknown row: out-of-vocabulary ids, empty lists, zeros.
 
         Raises:
             DataError: a column of ids has no out-of-vocabulary row.
@@ -293,8 +293,8 @@ def raw_request_columns(
     architecture: Architecture, model: TowerModel, preprocessor: FittedPreprocessor | None
 ) -> Columns:
     """Returns the reader of raw rows into the columns of ``model``."""
-    known = model.schema().keys
-    rows = {name: row for name, row in architecture.oov_ids.items() if name in known}
+    keys = model.schema().keys
+    rows = {name: row for name, row in architecture.oov_ids.items() if name in keys}
     schema = model.schema(oov_ids={name: row for name, row in rows.items() if row >= 0})
     strict = [name for name, row in rows.items() if row < 0]
     return Columns(schema, architecture.types, preprocessor, architecture.unseen, strict)
@@ -349,30 +349,31 @@ def open_preprocessor(folder: Path) -> FittedPreprocessor | None:
 
 
 def tower_digest(architecture: Architecture, names: Sequence[str], files: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns the digest of all that decides these towers' vectors: weights, architecture and preprocessing.
+    """Digests everything behind these towers' vectors: weights, architecture and preprocessing.
 
     Args:
         architecture: architecture of the bundle.
         names: names of the towers.
         files: the manifest's entry of each file, by path.
     """
-    named = sorted({table for name in names for table in tables_of(architecture.towers[name])})
-    digests = [files[architecture.tables[name]]["sha256"] for name in named]
+    table_names = sorted({table for name in names for table in tables_of(architecture.towers[name])})
+    digests = [files[architecture.tables[name]]["sha256"] for name in table_names]
     digests += [files[architecture.dense_file(name)]["sha256"] for name in names]
     digests += [entry["sha256"] for name, entry in sorted(files.items()) if name.startswith(f"{PREPROCESSOR}/")]
-    described = {name: architecture.towers[name] for name in names}
+    descriptions = {name: architecture.towers[name] for name in names}
     unseen = [dict(architecture.unseen)] if architecture.unseen else []
     return json_digest(
-        [described, dict(architecture.oov_ids), dict(architecture.types), named, digests, *unseen], compact=True
+        [descriptions, dict(architecture.oov_ids), dict(architecture.types), table_names, digests, *unseen],
+        compact=True,
     )
 
 
 def projection_digest(architecture: Architecture, files: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns the digest of all that decides a candidate's projected row: its tower and the interaction."""
+    """Digests everything behind a candidate's projected row: its tower and the interaction."""
     tower = tower_digest(architecture, [architecture.candidate], files)
     return json_digest([tower, architecture.interaction, files[INTERACTION]["sha256"]], compact=True)
 
 
 def tables_of(description: Mapping[str, Any]) -> list[str]:
-    """Returns the names of the tables that a described tower reads."""
+    """Returns the names of a described tower's tables."""
     return [table["arguments"]["name"] for table in description["arguments"]["tables"]]

@@ -18,24 +18,24 @@ FOLDER = "index"
 
 
 class ExactKind:
-    """Exact search over the bundle's own store, which needs no files.
+    """Exact search over the bundle's own store, without files.
 
-    A class with these two methods, and a line in :data:`INDEX_KINDS`, is another kind of index.
+    To add a kind of index, write a class with these two methods and add it to :data:`INDEX_KINDS`.
 
     Attributes:
-        any_metric: whether it can search by a top NN too, and not by dot product and cosine alone.
+        any_metric: whether it can search by a top NN too, not only by dot product and cosine.
     """
 
     any_metric = True
 
     def build(self, folder: Path, recall: float, metric: Metric, store: EmbeddingStore, queries: Tensor) -> float:
-        """Writes the index of ``store`` to ``folder`` and returns its recall, measured by ``queries`` (Q, D)."""
+        """Writes the index of ``store`` to ``folder``; returns its recall measured with ``queries`` (Q, D)."""
         return 1.0
 
     def open(
         self, folder: Path, metric: Metric, store: EmbeddingStore, projection: Projection, projected: EmbeddingStore
     ) -> Index:
-        """Returns the index in ``folder``, or BundleError where it is not of this store and metric."""
+        """Opens the index in ``folder``; raises BundleError if it is of another store or metric."""
         return ScoredIndex(projection, projected) if metric == "top_nn" else ExactIndex(store, metric)
 
 
@@ -77,10 +77,10 @@ INDEX_KINDS: dict[Kind, ExactKind | FaissBundleKind] = {
 
 
 def check_index_metric(kind: Kind, metric: str) -> None:
-    """Refuses an index that does not search by the loss's own metric.
+    """Refuses an index that cannot search by the loss's metric.
 
     Raises:
-        BundleError: FAISS's search by products and cosines, the model scores by a network.
+        BundleError: FAISS's indexes search by products and cosines, but the model scores by a network.
     """
     if metric == "top_nn" and not INDEX_KINDS[kind].any_metric:
         raise BundleError(
@@ -92,15 +92,15 @@ def check_index_metric(kind: Kind, metric: str) -> None:
 def build_index(
     folder: Path, kind: Kind, recall: float, metric: Metric, store: EmbeddingStore, queries: Tensor
 ) -> dict[str, Any]:
-    """Writes the index of a bundle, and returns what the bundle's manifest says of it.
+    """Writes the index of a bundle and returns the manifest's entry for it.
 
     Args:
         folder: folder of the bundle.
         kind: name in :data:`INDEX_KINDS`.
-        recall: recall that the index must reach.
+        recall: required recall of the index.
         metric: metric of the loss.
         store: vectors of the catalogue.
-        queries: (Q, D) outputs of the query towers, by which the recall is measured.
+        queries: (Q, D) outputs of the query towers, to measure the recall.
     """
     measured = INDEX_KINDS[kind].build(folder / FOLDER, recall, metric, store, queries)
     return {"kind": kind, "metric": metric, "recall": measured, "store": store.digest}
@@ -109,7 +109,7 @@ def build_index(
 def open_index(
     folder: Path, manifest: Manifest, projection: Projection, store: EmbeddingStore, projected: EmbeddingStore
 ) -> Index:
-    """Returns the index of a bundle.
+    """Opens the index of a bundle.
 
     Raises:
         BundleError: it searches by another metric, or over another store.

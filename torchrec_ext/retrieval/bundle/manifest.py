@@ -1,7 +1,7 @@
-"""Manifest of a bundle: its files with their digests, and the certificate of how the bundle was proven.
+"""Manifest of a bundle: its files with their digests, and a certificate of its checks.
 
-``content`` names no ranks, plans or times, so that the same weights have the same ``digest`` wherever they were
-exported; ``certificate`` holds what was measured, on what and when, under a seal of its own.
+``content`` contains no ranks, plans or times, so the same weights get the same ``digest`` wherever they are exported.
+``certificate`` holds the measurements, with versions and time, under a seal of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class BundleError(ValueError):
 
 FORMAT = 1
 NAME = "manifest.json"
-_MOST_BYTES = 64 * 2**20  # limit of an architecture file, which may name millions of rows
+_MOST_BYTES = 64 * 2**20  # limit of an architecture file; it may list millions of rows
 _MOST_OF_MANIFEST = 8 * 2**20  # limit of a manifest: fifty thousand files; in memory it takes thirty times as much
 _ANEW = "export the bundle again, or copy the whole folder anew"
 
@@ -41,7 +41,7 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the content, by which answers name the bundle."""
+        """SHA-256 of the content: the bundle's name in answers."""
         return json_digest(self.content, compact=True)
 
     @property
@@ -51,7 +51,7 @@ class Manifest:
 
     @property
     def parity(self) -> Mapping[str, Any]:
-        """Number of audited pairs, the greatest difference of a logit from the trained model's, and the allowed one."""
+        """Number of audited pairs, greatest difference of a logit from the trained model's, and allowed difference."""
         parity: Mapping[str, Any] = self.certificate["parity"]
         return parity
 
@@ -79,32 +79,32 @@ class Manifest:
         """Reads the manifest of a bundle's folder.
 
         Raises:
-            BundleError: it is missing, of another format, or was changed.
+            BundleError: the manifest is missing, of another format, or changed.
         """
         path = folder / NAME
-        whole = read_json(
+        values = read_json(
             path,
             most=_MOST_OF_MANIFEST,
             hint=f"; is '{folder}' a bundle? One is made of a run by: python -m torchx_apps.export RUN",
         )
-        if not {"seal", "certificate"} & whole.keys():
+        if not {"seal", "certificate"} & values.keys():
             raise BundleError(
                 f"{path}: belongs to something other than a bundle, such as a checkpoint or a store; give the folder "
                 "that an export made"
             )
-        if whole.get("format") != FORMAT:
+        if values.get("format") != FORMAT:
             raise BundleError(
-                f"{path}: format {whole.get('format')!r}, this package reads {FORMAT}; export the bundle again, or "
+                f"{path}: format {values.get('format')!r}, this package reads {FORMAT}; export the bundle again, or "
                 "install the version of torchrec_ext that wrote it"
             )
         for key, seal in (("content", "digest"), ("certificate", "seal")):
-            if not isinstance(whole.get(key), dict) or json_digest(whole[key], compact=True) != whole.get(seal):
+            if not isinstance(values.get(key), dict) or json_digest(values[key], compact=True) != values.get(seal):
                 raise BundleError(f"{path}: its {key} does not have its {seal}: it was changed or damaged; {_ANEW}")
-        return cls(content=whole["content"], certificate=whole["certificate"])
+        return cls(content=values["content"], certificate=values["certificate"])
 
 
 def read_json(path: Path, hint: str = "", *, most: int = _MOST_BYTES) -> dict[str, Any]:
-    """Returns the JSON object in a plain file of at most ``most`` bytes.
+    """Reads the JSON object in a plain file of at most ``most`` bytes.
 
     Raises:
         BundleError: the file is missing, too large, or holds something else.
@@ -121,29 +121,29 @@ def read_json(path: Path, hint: str = "", *, most: int = _MOST_BYTES) -> dict[st
 
 
 def file_digests(folder: Path, *, known: Mapping[str, dict[str, Any]] | None = None) -> dict[str, dict[str, Any]]:
-    """Returns size and SHA-256 of every file of a bundle but its manifest, by path; entries of ``known`` are kept."""
+    """Returns size and SHA-256 of every file except the manifest, by path; reuses the entries of ``known``."""
     files = _files(folder)
     return {name: (known or {}).get(name) or measure_file(path) for name, path in files.items()}
 
 
 def check_files(folder: Path, listed: Mapping[str, Mapping[str, Any]], *, digests: bool) -> None:
-    """Refuses a folder whose files are not those that its manifest lists.
+    """Refuses a folder if its files differ from the manifest's list.
 
     Args:
         folder: folder of the bundle.
         listed: the manifest's entry of each file, by path.
-        digests: read every file and compare its SHA-256, too.
+        digests: also read every file and compare its SHA-256.
 
     Raises:
         BundleError: naming the file.
     """
-    there = _files(folder)
+    paths = _files(folder)
     for name in sorted(listed):
-        if name not in there:
-            more = next(iter(sorted(set(there) - set(listed))), None)
-            hint = f" ('{more}' is there, and is not in the manifest: was it renamed?)" if more else ""
+        if name not in paths:
+            unlisted = next(iter(sorted(set(paths) - set(listed))), None)
+            hint = f" ('{unlisted}' is there, and is not in the manifest: was it renamed?)" if unlisted else ""
             raise BundleError(f"{folder / name}: the manifest lists it, and it is missing{hint}; {_ANEW}")
-    for name, path in there.items():
+    for name, path in paths.items():
         if name not in listed:
             raise BundleError(
                 f"{path}: is not in the manifest, so it is not part of this bundle; remove it, or {_ANEW}"
@@ -153,13 +153,13 @@ def check_files(folder: Path, listed: Mapping[str, Mapping[str, Any]], *, digest
             raise BundleError(
                 f"{path}: {size:,} bytes, the manifest lists {listed[name]['bytes']:,}: it is cut or changed; {_ANEW}"
             )
-    for name, path in there.items() if digests else ():
+    for name, path in paths.items() if digests else ():
         if measure_file(path)["sha256"] != listed[name]["sha256"]:
             raise BundleError(f"{path}: does not have the SHA-256 in the manifest: it was changed or damaged; {_ANEW}")
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Returns every file of a bundle but its manifest, by its path from there."""
+    """Returns every file of a bundle except the manifest, by relative path."""
     try:
         files = files_below(folder)
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Operators: what a program may compute with, each safe for tensors of any shape and any values.
+"""Operators: the operators allowed in a program, each safe for tensors of any shape and any values.
 
-Most of torch's operators check the shapes that they are given. Those that do not, and those whose result is a list
-as long as a stranger's file says, are checked here before they run.
+Most of torch's operators check the shapes of their arguments. This file checks the others before they run, and limits
+the length of results that are lists.
 """
 
 from __future__ import annotations
@@ -44,27 +44,28 @@ _SIZES = {"size_add": operator.add, "size_sub": operator.sub, "size_mul": operat
 
 
 def _operators() -> dict[str, Callable[..., Any]]:
-    named: dict[str, Callable[..., Any]] = {"item": operator.getitem, **_SIZES}
+    functions: dict[str, Callable[..., Any]] = {"item": operator.getitem, **_SIZES}
     for name in _ATEN.split():
         packet, _, overload = name.partition(".")
         function = getattr(getattr(torch.ops.aten, packet, None), overload, None)
         if function is not None:  # a release of torch may lack one
-            named[name] = function
-    return named
+            functions[name] = function
+    return functions
 
 
 OPERATORS: Mapping[str, Callable[..., Any]] = _operators()
-PLACES = ("device", "layout", "pin_memory", "memory_format")  # options that say where a tensor is; no program has them
-_MOST_PIECES = 4096  # tensors that one operator returns, and steps of a recurrent one
+# Options for a tensor's device and memory; no program has them.
+PLACES = ("device", "layout", "pin_memory", "memory_format")
+_MOST_PIECES = 4096  # most tensors returned by one operator, and most steps of a recurrent one
 _LARGEST_SIZE = 2**48
 _GATES = {"lstm.input": 4, "gru.input": 3, "rnn_relu.input": 1, "rnn_tanh.input": 1}
 
 
 def run_operator(name: str, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
-    """Returns the result of an operator of :data:`OPERATORS`, after its check.
+    """Checks and runs an operator of :data:`OPERATORS`.
 
     Raises:
-        ValueError: arguments by which the operator would read memory that is not theirs, or make too long a list.
+        ValueError: the arguments would make the operator read foreign memory, or return too long a list.
         Exception: any error of the operator itself.
     """
     check = _CHECKS.get(name)
@@ -72,7 +73,7 @@ def run_operator(name: str, arguments: Sequence[Any], options: Mapping[str, Any]
         check(name, *arguments, **options)
     result = OPERATORS[name](*arguments, **options)
     if name.startswith("embedding_bag."):
-        return result[:1]  # the others are for gradients, and partly not written
+        return result[:1]  # the other results are for gradients, and may be uninitialised
     return result
 
 
@@ -118,7 +119,7 @@ def _check_recurrent(
     bidirectional: bool,
     batch_first: bool,
 ) -> None:
-    """Refuses other shapes than the module of this operator has; the operator itself reads behind a short weight."""
+    """Refuses wrong shapes, because the operator reads beyond the end of a short weight."""
     if values.dim() != 3:
         raise ValueError(f"the sequence is {tuple(values.shape)}, must have 3 dimensions")
     rows, steps = values.shape[not batch_first], values.shape[bool(batch_first)]
@@ -130,13 +131,15 @@ def _check_recurrent(
         raise ValueError(f"{len(states)} states for {name}")
     width = states[0].shape[-1] if states[0].dim() else 0
     gates = _GATES[name] * width
-    of_layer = [(gates, 0), (gates, width), (gates,), (gates,)][: 4 if biased else 2]
+    layer_shapes = [(gates, 0), (gates, width), (gates,), (gates,)][: 4 if biased else 2]
     expected: list[tuple[int, ...]] = [(layers * directions, rows, width)] * len(states)
-    if len(weights) != layers * directions * len(of_layer):
-        raise ValueError(f"{len(weights)} weights, must be {layers * directions * len(of_layer)} for {layers} layers")
+    if len(weights) != layers * directions * len(layer_shapes):
+        raise ValueError(
+            f"{len(weights)} weights, must be {layers * directions * len(layer_shapes)} for {layers} layers"
+        )
     for layer in range(layers):
         inputs = values.shape[2] if layer == 0 else width * directions
-        expected += [(gates, inputs), *of_layer[1:]] * directions
+        expected += [(gates, inputs), *layer_shapes[1:]] * directions
     for each, shape in zip([*states, *weights], expected, strict=True):
         if tuple(each.shape) != shape or each.dtype != values.dtype:
             raise ValueError(f"a weight or state is {tuple(each.shape)} {each.dtype}, must be {shape} {values.dtype}")
@@ -154,7 +157,7 @@ def _check_bags(
     include_last: bool = False,
     *_: Any,
 ) -> None:
-    """Refuses bags that end before they begin, or after the ids: the operator reads on behind them."""
+    """Refuses bags with an end before their begin or beyond the ids, because the operator would read beyond the ids."""
     if table.dim() != 2 or ids.dim() != 1 or offsets.dim() != 1 or not len(offsets):
         shapes = [tuple(each.shape) for each in (table, ids, offsets)]
         raise ValueError(f"table, ids and offsets are {shapes}, must be (N, D), (V,) and (B,) with B of 1 or more")

@@ -1,4 +1,4 @@
-"""Columns: reads a request's raw columns into those of a batch, as the rows of the training files were made."""
+"""Columns: converts a request's raw columns into a batch's columns, exactly as for the training files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Values(NamedTuple):
 
 
 class Read(NamedTuple):
-    """B rows as ``BatchSchema.assemble`` takes them, and for each feature (B,) whether a row's ids are unknown."""
+    """B rows for ``BatchSchema.assemble``; ``unknown`` has for each feature (B,) whether any id of a row is unknown."""
 
     sparse: dict[str, Jagged]
     dense: dict[str, Tensor]
@@ -38,18 +38,18 @@ class Read(NamedTuple):
 
 
 class Columns:
-    """Reads raw rows into the columns of a schema.
+    """Converts raw rows into the columns of a schema.
 
     Args:
-        schema: columns to be made.
+        schema: columns to produce.
         types: raw type of each raw column, such as ``int64`` or ``list<int64>``; used without a preprocessor.
-        preprocessor: makes the columns from raw ones; without, the raw columns are those of the batch.
-        unseen: rows of a feature's table that no training row has read, by feature; ids that name them are read as
-            the out-of-vocabulary row.
-        strict: features that have no out-of-vocabulary row; an id outside of their tables is refused.
+        preprocessor: computes the columns from raw ones; without it, raw columns are the batch's columns.
+        unseen: rows of a feature's table that training never read, by feature; such ids are replaced by the
+            out-of-vocabulary row.
+        strict: features without an out-of-vocabulary row; an id outside of their tables is refused.
 
     Raises:
-        ValueError: a column of the schema is neither made nor among ``types``.
+        ValueError: a column of the schema is neither computed nor among ``types``.
     """
 
     def __init__(
@@ -62,27 +62,27 @@ class Columns:
     ) -> None:
         self.schema, self.strict = schema, frozenset(strict)
         self.unseen = {name: np.asarray(rows, np.int64) for name, rows in (unseen or {}).items()}
-        # Per feature, the raw column of its weights and (num_embeddings,) whether a row is unseen, both None mostly.
+        # Per feature: the raw column of its weights and (num_embeddings,) whether a row is unseen, both mostly None.
         self._bags = [
             (feature, feature.weights, _mask(self.unseen.get(feature.name), feature.num_embeddings))
             for feature in schema.sparse
         ]
         names = types.keys() if preprocessor is None else preprocessor.outputs.keys()
         self._widths = widths_of(schema.dense, names)
-        wanted = [*schema.keys, *source_columns(schema.dense, names), *schema.weight_columns]
-        self._steps = None if preprocessor is None else steps_for_columns(preprocessor, wanted)
+        column_names = [*schema.keys, *source_columns(schema.dense, names), *schema.weight_columns]
+        self._steps = None if preprocessor is None else steps_for_columns(preprocessor, column_names)
         if self._steps is None:
-            self.request_columns = {name: _type_of(name, types) for name in wanted}
+            self.request_columns = {name: _type_of(name, types) for name in column_names}
         else:
-            kept = {name: self._steps.raw[name] for name in self._steps.keep}
-            self.request_columns = {**self._steps.request_columns, **kept}
-            _check_made(wanted, self._steps)
+            raw_columns = {name: self._steps.raw[name] for name in self._steps.keep}
+            self.request_columns = {**self._steps.request_columns, **raw_columns}
+            _check_outputs(column_names, self._steps)
 
     def read(self, rows: Rows) -> Read:
         """Reads B raw rows.
 
         Args:
-            rows: B values of each column in ``request_columns``, which are lists in a list column; further columns are
+            rows: B values of each column in ``request_columns``, lists for a list column; further columns are
                 ignored.
 
         Raises:
@@ -93,25 +93,25 @@ class Columns:
                 raise missing_column("the request", name, rows.keys())
         columns = self._unprocessed(rows) if self._steps is None else _preprocessed(self._steps, rows)
         size = _rows_of(columns)
-        read = Read({}, {}, {}, size)
+        result = Read({}, {}, {}, size)
         for feature, weight_column, unseen in self._bags:
             weighing = None if weight_column is None else columns[weight_column].values
-            read.sparse[feature.name], read.unknown[feature.name] = _bags(
+            result.sparse[feature.name], result.unknown[feature.name] = _bags(
                 feature, columns[feature.name], weighing, unseen, strict=feature.name in self.strict
             )
         for name, width in self._widths.items():
             for index, numbers in enumerate(_array(name, columns[name], width).T):
-                read.dense[f"{name}[{index}]"] = _dense(name, Values(numbers, None))
+                result.dense[f"{name}[{index}]"] = _dense(name, Values(numbers, None))
         for name in self.schema.dense:
-            if name not in read.dense:
-                read.dense[name] = _dense(name, columns[name])
-        return read
+            if name not in result.dense:
+                result.dense[name] = _dense(name, columns[name])
+        return result
 
     def _unprocessed(self, rows: Rows) -> dict[str, Values]:
         columns = {}
         for name, kind in self.request_columns.items():
             cells = read_cells(name, rows[name], kind)
-            if np.count_nonzero(cells.valid) < len(cells.valid):  # in a tenth of all()'s time
+            if np.count_nonzero(cells.valid) < len(cells.valid):  # takes a tenth of all()'s time
                 row = int((~cells.valid).argmax())
                 if cells.lengths is not None:
                     row = int(np.cumsum(cells.lengths).searchsorted(row, side="right"))
@@ -126,27 +126,27 @@ def _preprocessed(steps: FittedPreprocessor, rows: Rows) -> dict[str, Values]:
 
 
 def steps_for_columns(preprocessor: FittedPreprocessor, wanted: Collection[str]) -> FittedPreprocessor:
-    """Returns a preprocessor of the steps that ``wanted`` come from, so that a request needs their columns only."""
-    needed = set(wanted)
+    """Reduces a preprocessor to the steps behind ``wanted``, so that a request needs fewer columns."""
+    needed_columns = set(wanted)
     steps: list[Step] = []
     states: list[Any] = []
     for step, state in zip(reversed(preprocessor.steps), reversed(preprocessor.states), strict=True):
-        if needed.isdisjoint(step.writes):
+        if needed_columns.isdisjoint(step.writes):
             continue
-        narrowed = _narrowed(step, needed)
-        needed |= set(narrowed.reads)
-        steps.insert(0, narrowed)
+        narrowed_step = _narrow_step(step, needed_columns)
+        needed_columns |= set(narrowed_step.reads)
+        steps.insert(0, narrowed_step)
         states.insert(0, state)
     keep = tuple(name for name in preprocessor.keep if name in wanted)
     return dataclasses.replace(preprocessor, steps=tuple(steps), states=tuple(states), keep=keep)
 
 
-def _narrowed(step: Step, needed: Collection[str]) -> Step:
-    """Returns a step for the needed columns alone, where it applies one vocabulary to several."""
+def _narrow_step(step: Step, needed_columns: Collection[str]) -> Step:
+    """Narrows a step with one vocabulary for several columns to the needed ones."""
     if not isinstance(step, Categorify):
         return step
-    also = tuple(name for name in step.also if name in needed)
-    if (step.output or step.column) in needed:
+    also = tuple(name for name in step.also if name in needed_columns)
+    if (step.output or step.column) in needed_columns:
         return dataclasses.replace(step, also=also)
     return dataclasses.replace(step, column=also[0], output=None, also=also[1:])
 
@@ -157,8 +157,8 @@ def _type_of(name: str, types: Mapping[str, str]) -> str:
     return types[name]
 
 
-def _check_made(wanted: Collection[str], steps: FittedPreprocessor) -> None:
-    for name in wanted:
+def _check_outputs(column_names: Collection[str], steps: FittedPreprocessor) -> None:
+    for name in column_names:
         if name not in steps.outputs:
             raise missing_column("the preprocessor's result", name, steps.outputs.keys())
 
@@ -180,28 +180,28 @@ def _bags(
     *,
     strict: bool,
 ) -> tuple[Jagged, NDArray[np.bool_]]:
-    known, lengths = column.values.astype(np.int64, copy=False), column.lengths
-    outside = known.view(np.uint64) >= feature.num_embeddings  # ids below 0 are the greatest of all there
+    ids, lengths = column.values.astype(np.int64, copy=False), column.lengths
+    outside = ids.view(np.uint64) >= feature.num_embeddings  # as unsigned numbers, negative ids are the greatest
     if np.count_nonzero(outside):
         if strict:
             raise DataError(
-                f"column '{feature.name}': {known[outside][0]} is no row of table {feature.readers}, which has the "
+                f"column '{feature.name}': {ids[outside][0]} is no row of table {feature.readers}, which has the "
                 f"rows 0 to {feature.num_embeddings - 1:,}, and no row for unknown ids; send another id, or export "
                 f"the model with oov_ids={{'{feature.name}': ROW}}"
             )
-        known = np.where(outside, feature.oov_id, known)
-    elif not known.flags.writeable:  # Arrow's memory, of which torch warns
-        known = known.copy()
-    if unseen is not None and unseen[known].any():
-        known = np.where(unseen[known], feature.oov_id, known)
-    unknown = np.zeros(len(known), np.bool_) if strict else known == feature.oov_id
+        ids = np.where(outside, feature.oov_id, ids)
+    elif not ids.flags.writeable:  # torch warns about read-only memory, such as Arrow's
+        ids = ids.copy()
+    if unseen is not None and unseen[ids].any():
+        ids = np.where(unseen[ids], feature.oov_id, ids)
+    unknown = np.zeros(len(ids), np.bool_) if strict else ids == feature.oov_id
     if lengths is not None:
-        missed = np.count_nonzero(unknown)
-        rows = np.repeat(np.arange(len(lengths)), lengths)[unknown] if missed else ()
-        unknown = np.bincount(rows, minlength=len(lengths)) > 0 if missed else np.zeros(len(lengths), np.bool_)
-    of_lengths = None if lengths is None else torch.from_numpy(lengths.astype(np.int32))
-    weighing = None if weights is None else torch.from_numpy(weights.astype(np.float32))
-    return Jagged(torch.from_numpy(known), of_lengths, weighing), unknown
+        unknown_count = np.count_nonzero(unknown)
+        rows = np.repeat(np.arange(len(lengths)), lengths)[unknown] if unknown_count else ()
+        unknown = np.bincount(rows, minlength=len(lengths)) > 0 if unknown_count else np.zeros(len(lengths), np.bool_)
+    bag_lengths = None if lengths is None else torch.from_numpy(lengths.astype(np.int32))
+    bag_weights = None if weights is None else torch.from_numpy(weights.astype(np.float32))
+    return Jagged(torch.from_numpy(ids), bag_lengths, bag_weights), unknown
 
 
 def _mask(rows: NDArray[np.int64] | None, size: int) -> NDArray[np.bool_] | None:
@@ -214,7 +214,7 @@ def _mask(rows: NDArray[np.int64] | None, size: int) -> NDArray[np.bool_] | None
 
 
 def _array(name: str, column: Values, width: int) -> NDArray[Any]:
-    """Returns the (B, W) numbers of a column of lists."""
+    """Returns the (B, W) numbers of a list column."""
     lengths = np.ones(len(column.values), np.int64) if column.lengths is None else column.lengths
     if (lengths != width).any():
         row = int((lengths != width).argmax())

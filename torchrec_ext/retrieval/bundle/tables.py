@@ -22,15 +22,15 @@ Int64 = NDArray[np.int64]
 _BATCH_ROWS = 65_536
 _FEATURES, _ITEMS = "features.arrow", "items.arrow"
 _POSITIONS = ("seen", "liked")
-_MOST_MASK_BYTES = 2**26  # of the masks of categories that are kept for further requests
-_LISTED = 20  # categories that an error names
+_MOST_MASK_BYTES = 2**26  # memory for the cached masks of categories
+_LISTED = 20  # most categories in an error message
 
 
 class UserTable:
-    """Users as they were known when the bundle was made, so that a request may name a user by id alone.
+    """Users and their features at the export, so that requests can name a user by id alone.
 
     Attributes:
-        key: request column that holds the user's id.
+        key: request column with the user's id.
         ids: map of ids to rows, 0 to U - 1.
     """
 
@@ -42,18 +42,18 @@ class UserTable:
         return len(self.ids)
 
     def rows(self, rows: Sequence[int] | Int64) -> dict[str, list[Any]]:
-        """Returns raw columns of users as ``embed_query`` takes them; row -1 is a user of whom nothing is known.
+        """Returns users' raw columns for ``embed_query``; row -1 is an unknown user.
 
         Raises:
             ValueError: a row outside -1 to U - 1.
         """
-        wanted = [int(row) for row in rows]
-        for row in wanted:
+        row_numbers = [int(row) for row in rows]
+        for row in row_numbers:
             if not -1 <= row < len(self):
                 raise ValueError(
                     f"rows: {row} is not a user of this bundle, which has {len(self):,} (0 to {len(self) - 1})"
                 )
-        slices = [self._features.slice(row if row >= 0 else len(self), 1) for row in wanted]
+        slices = [self._features.slice(row if row >= 0 else len(self), 1) for row in row_numbers]
         return pa.concat_tables(slices or [self._features.slice(0, 0)]).to_pydict()  # type: ignore[no-any-return]
 
     def block(self, start: int, stop: int) -> pa.RecordBatch:
@@ -61,19 +61,19 @@ class UserTable:
         return self._features.slice(start, stop - start).combine_chunks().to_batches()[0]
 
     def seen(self, row: int) -> Int64:
-        """Returns positions of the items that a user has taken, to be left out of recommendations; none for row -1."""
+        """Returns positions of the items a user has taken, to leave out of recommendations; none for row -1."""
         return self._list("seen", row)
 
     def liked(self, row: int) -> Int64:
-        """Returns positions of the items that a user has liked, oldest first; none for row -1."""
+        """Returns positions of the items a user has liked, oldest first; none for row -1."""
         return self._list("liked", row)
 
     def positions(self) -> Iterator[tuple[str, pa.ChunkedArray]]:
-        """Yields both columns of lists of positions, with their names."""
+        """Yields the names and columns of both lists of positions."""
         yield from ((name, self._items[name]) for name in _POSITIONS)
 
     def features(self) -> Iterator[tuple[str, pa.ChunkedArray]]:
-        """Yields the raw columns with their names; their last row is that of an unknown user."""
+        """Yields the names and raw columns; their last row is for unknown users."""
         yield from zip(self._features.column_names, self._features.columns, strict=True)
 
     def _list(self, column: str, row: int) -> Int64:
@@ -84,7 +84,7 @@ class UserTable:
 
     @classmethod
     def open(cls, folder: Path, key: str) -> UserTable:
-        """Opens the folder that :func:`write_users` wrote.
+        """Opens a folder written by :func:`write_users`.
 
         Raises:
             BundleError: the files do not fit together.
@@ -113,9 +113,9 @@ def write_users(
         folder: folder to make.
         ids: ids of the U users.
         features: U rows of raw columns.
-        unknown: raw columns of a user of whom nothing is known.
-        seen: U lists of positions of items that a user has taken.
-        liked: U lists of positions of items that a user has liked, oldest first.
+        unknown: raw columns of an unknown user.
+        seen: U lists of positions of items a user has taken.
+        liked: U lists of positions of items a user has liked, oldest first.
     """
     folder.mkdir(parents=True)
     ids.save(folder)
@@ -130,23 +130,23 @@ class ItemTable:
     """Titles and categories of items, in the order of positions.
 
     Attributes:
-        categories: names, sorted; none where the export had none.
+        categories: names, sorted; empty if the export had none.
     """
 
     def __init__(self, table: pa.Table) -> None:
         self._table = table
-        listed = table["categories"] if "categories" in table.column_names else None
-        self._categories: Any = None if listed is None else listed.combine_chunks()
-        named = [] if self._categories is None else pc.unique(self._categories.flatten()).to_pylist()
-        self.categories: list[str] = sorted(named)
-        self._named = frozenset(named)
+        column = table["categories"] if "categories" in table.column_names else None
+        self._categories: Any = None if column is None else column.combine_chunks()
+        names = [] if self._categories is None else pc.unique(self._categories.flatten()).to_pylist()
+        self.categories: list[str] = sorted(names)
+        self._category_names = frozenset(names)
         self._mask = lru_cache(max(1, _MOST_MASK_BYTES // max(1, len(table))))(self._in_categories)
 
     def __len__(self) -> int:
         return len(self._table)
 
     def titles_of(self, positions: Sequence[int] | Int64) -> list[str]:
-        """Returns the titles of items; an empty list where items have none."""
+        """Returns the titles of items; an empty list if items have no titles."""
         if "title" not in self._table.column_names:
             return []
         titles = self._table["title"]
@@ -159,7 +159,7 @@ class ItemTable:
             ValueError: there is no such category.
         """
         for name in names:
-            if name not in self._named:
+            if name not in self._category_names:
                 listed = ", ".join(self.categories[:_LISTED]) or "none"
                 raise ValueError(f"{name!r} is not a category of this catalogue; it has {listed}")
         return self._mask(frozenset(names))
@@ -174,10 +174,10 @@ class ItemTable:
 
 
 def write_table(path: Path, table: pa.Table) -> None:
-    """Writes an Arrow file without compression, so that it can be memory-mapped; equal rows give equal bytes.
+    """Writes an uncompressed Arrow file, ready for memory-mapping; equal rows give equal bytes.
 
     Raises:
-        BundleError: a column of a type that neither a request nor a batch can have.
+        BundleError: a column has a type unknown to requests and batches.
     """
     for field in table.schema:
         if raw_type(field.type) is None:
@@ -190,10 +190,10 @@ def write_table(path: Path, table: pa.Table) -> None:
 
 
 def read_table(path: Path) -> pa.Table:
-    """Opens the Arrow file that :func:`write_table` wrote, memory-mapped.
+    """Opens an Arrow file written by :func:`write_table`, memory-mapped.
 
     Raises:
-        BundleError: it is not such a file, or its columns are of other types.
+        BundleError: the file is damaged, or its columns have other types.
     """
     try:
         with pa.ipc.open_file(pa.memory_map(str(path))) as source:
