@@ -1,13 +1,13 @@
-"""Programs: what a module of a user's own computes, as a list of torch's operators that a bundle can hold.
+"""Programs: a user's module as a list of torch's operators, in a form for bundles.
 
-A program names operators of :data:`~torchrec_ext.retrieval.bundle.operators.OPERATORS` alone, none of which reads a
-file, runs code or writes in place. Before it runs on a number of rows it runs on the meta device, which needs no memory
-and tells every shape: a program that does not fit its weights, or would take too much, is refused there.
+A program contains only operators of :data:`~torchrec_ext.retrieval.bundle.operators.OPERATORS`. None of them reads a
+file, runs code or writes in place. Before a program runs on a new number of rows, it runs on the meta device, without
+memory. That run yields every shape, and refuses a program that does not fit its weights or would take too much.
 ``retrieval/bundle/traced.py`` writes programs.
 
 A node is ``[operator, arguments, keyword arguments]``. Its text arguments are references: ``#3`` the result of node 3,
-``@user`` an input, ``$top/0/weight`` a weight, ``&items/weight`` a table, ``rows`` B, the number of rows; or values
-that JSON has not: ``=mean`` a text, ``dtype.float32``, ``inf``, ``-inf`` and ``nan``.
+``@user`` an input, ``$top/0/weight`` a weight, ``&items/weight`` a table, ``rows`` B, the number of rows. Or they are
+values without a JSON form: ``=mean`` a text, ``dtype.float32``, ``inf``, ``-inf`` and ``nan``.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from torchrec_ext.schema.validation import listed
 
 _DTYPES = {f"dtype.{name}": getattr(torch, name) for name in ("float32", "float64", "int64", "int32", "bool")}
 _NUMBERS = {"inf": float("inf"), "-inf": float("-inf"), "nan": float("nan")}
-_WIDEST_ROW = 2**18  # numbers of all columns; each has a name in the schema
-EXACT_IDS = 2**24  # whole numbers below are exact in float32, as which a batch carries columns that no table reads
+_WIDEST_ROW = 2**18  # limit of the numbers of all columns, because each has a name in the schema
+EXACT_IDS = 2**24  # a batch carries columns without a table as float32, exact for whole numbers below this
 
 Node = Sequence[Any]
 Shape = tuple[torch.dtype, tuple[int, ...]]
 
-MOST_BYTES = 2**31  # of the values of all nodes; more rows than fit run in several blocks
-# Operations: a flop is one, an element that is read or written 32, a call 2^17. A core does about 2^34 in a second.
+MOST_BYTES = 2**31  # limit for the values of all nodes; more rows run in several blocks
+# Cost in operations: 1 per flop, 32 per element read or written, 2^17 per call. A core does about 2^34 per second.
 _OPERATIONS, _OPERATIONS_OF_A_ROW = 2**34, 2**31
 _OF_AN_ELEMENT, _OF_A_CALL = 2**5, 2**17
-_TRIED_ROWS = (1, 3, 64)  # numbers of rows that a program is tried with when it is made
+_TRIAL_ROWS = (1, 3, 64)  # numbers of rows for the dry runs in the constructor
 
 
 class _Cost(NamedTuple):
@@ -58,11 +58,10 @@ class Program:
         nodes: nodes in their order.
         inputs: dtype and shape of a row of each input, by reference.
         constants: dtype and shape of each weight and table, by reference.
-        results: references that :meth:`__call__` returns, each with B rows.
+        results: references of the results, each with B rows.
 
     Raises:
-        ValueError: an operator that no bundle may name, a reference to nothing, shapes that do not fit together, or
-            more memory or time than a program may take.
+        ValueError: a forbidden operator, a dangling reference, mismatched shapes, or too much memory or time.
     """
 
     def __init__(
@@ -85,28 +84,28 @@ class Program:
                 raise ValueError(f"operator {name!r} is not one that a bundle may name")
             if not options.keys().isdisjoint(PLACES):
                 raise ValueError(f"operator {name!r}: no program says where its values are; leave out {PLACES}")
-            # A table is no tensor where it runs, but a module whose rows are looked up.
-            looked_up = name == "embedding.default" and str(arguments[0])[:1] == "&"
-            if _names_table([list(arguments)[1 if looked_up else 0 :], list(options.values())]):
+            # At run time a table is a module, not a tensor, so only a look-up can read it.
+            is_look_up = name == "embedding.default" and str(arguments[0])[:1] == "&"
+            if _names_table([list(arguments)[1 if is_look_up else 0 :], list(options.values())]):
                 raise ValueError(f"operator {name!r} reads a whole table; only embedding.default reads tables")
             _check_references([list(arguments), list(options.values())], existing)
             self._steps.append((f"#{number}", name, list(arguments), dict(options)))
             existing.add(f"#{number}")
         _check_references(self._results, existing)
-        for rows in _TRIED_ROWS:
+        for rows in _TRIAL_ROWS:
             self.blocks(rows)
 
     @property
     def result_width(self) -> int:
-        """Numbers in a row of all results together."""
-        _, results = self._tried(1)
+        """Number of values in one row of all results."""
+        _, results = self._dry_run(1)
         return sum(result.numel() for result in results)
 
     def __call__(self, values: Mapping[str, Any]) -> list[Any]:
-        """Returns the results, from inputs, weights, tables and ``rows`` by reference.
+        """Computes the results from inputs, weights, tables and ``rows``, given by reference.
 
         Raises:
-            ValueError: the operator that failed, with its reason; the cause is the operator's own error.
+            ValueError: an operator failed; the message names it and its reason, the cause is its own error.
         """
         blocks = self.blocks(values["rows"])
         if len(blocks) == 1:
@@ -119,7 +118,7 @@ class Program:
         return [torch.cat(each) for each in zip(*parts, strict=True)]
 
     def blocks(self, rows: int) -> list[int]:
-        """Returns the numbers of rows that run together, so that none takes more than :data:`MOST_BYTES`.
+        """Splits a number of rows into blocks of at most :data:`MOST_BYTES` each; returns their sizes.
 
         Raises:
             ValueError: the program does not fit its weights, or takes too much memory or time.
@@ -132,7 +131,7 @@ class Program:
         return self._blocks[rows]
 
     def _split(self, rows: int) -> tuple[list[int], int]:
-        cost, _ = self._tried(rows)
+        cost, _ = self._dry_run(rows)
         if cost.bytes <= MOST_BYTES:
             return [rows], cost.operations
         if rows <= 1:
@@ -144,11 +143,12 @@ class Program:
         second, second_operations = self._split(rows - rows // 2)
         return first + second, first_operations + second_operations
 
-    def _tried(self, rows: int) -> tuple[_Cost, list[Tensor]]:
-        """Returns the cost of some rows, beyond the limits where it was not counted to its end, and the results."""
+    def _dry_run(self, rows: int) -> tuple[_Cost, list[Tensor]]:
+        """Runs on the meta device; returns the cost (more than the limits if the count stopped early) and results."""
         limit = _OPERATIONS + rows * _OPERATIONS_OF_A_ROW
         counter = _Counter(limit)
-        with torch.inference_mode(False), torch.no_grad():  # in inference, operators are not taken apart
+        # Inference mode would hide an operator's parts from the counter.
+        with torch.inference_mode(False), torch.no_grad():
             inputs = {
                 name: torch.empty(rows, *size, dtype=dtype, device="meta")
                 for name, (dtype, size) in self._inputs.items()
@@ -173,23 +173,23 @@ class Program:
                 keyword["device"] = "meta"
             try:
                 if positional and isinstance(positional[0], nn.Module):
-                    values[reference] = _looked_up(positional[0], positional[1])
+                    values[reference] = _look_up(positional[0], positional[1])
                 else:
                     values[reference] = run_operator(name, positional, keyword)
             except _TooMuchError:
                 raise
-            except Exception as error:  # whatever a stranger's arguments make of torch's operators
+            except Exception as error:  # an untrusted program can make torch raise anything
                 reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
                 raise ValueError(f"node {reference} ({name}): {reason[:120]}") from error
         return [values[result] for result in self._results]
 
 
 class _TooMuchError(Exception):
-    """A program is beyond a limit, so it is not worth to count on."""
+    """A program is beyond a limit; stops the count."""
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts bytes and operations of what runs below it, and ends it beyond the limits."""
+    """Counts bytes and operations inside its context; raises beyond the limits."""
 
     def __init__(self, limit: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -202,14 +202,14 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.operations += _OF_A_CALL
         if not function.is_view:
             packet = function.overloadpacket
-            written = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
-            read = [each for each in tree_leaves((args, options)) if isinstance(each, Tensor)]
-            elements = sum(each.numel() for each in written)
+            outputs = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+            inputs = [each for each in tree_leaves((args, options)) if isinstance(each, Tensor)]
+            elements = sum(each.numel() for each in outputs)
             if packet in _POOLS:
                 elements *= torch.Size(args[1]).numel()
             if packet not in _LOOK_UPS:
-                elements = max(elements, sum(each.numel() for each in read))
-            self.bytes += sum(each.numel() * each.element_size() for each in written)
+                elements = max(elements, sum(each.numel() for each in inputs))
+            self.bytes += sum(each.numel() * each.element_size() for each in outputs)
             self.operations += elements * _OF_AN_ELEMENT
             if packet in flop_registry:
                 self.operations += int(flop_registry[packet](*args, **options, out_val=result))
@@ -233,17 +233,17 @@ def _names_table(argument: Any) -> bool:
     return isinstance(argument, str) and argument[:1] == "&"
 
 
-def _looked_up(table: nn.Module, ids: Tensor) -> Tensor:
+def _look_up(table: nn.Module, ids: Tensor) -> Tensor:
     if hasattr(table, "rows"):  # an Int8Table
         return table.rows(ids.flatten()).view(*ids.shape, -1)  # type: ignore[no-any-return, operator]
     return embedding(ids, table.weight)  # type: ignore[arg-type]
 
 
-def _check_references(argument: Any, there: set[str]) -> None:
+def _check_references(argument: Any, existing: set[str]) -> None:
     if isinstance(argument, list | tuple):
         for each in argument:
-            _check_references(each, there)
-    elif isinstance(argument, str) and argument[:1] != "=" and argument not in {*there, *_DTYPES, *_NUMBERS}:
+            _check_references(each, existing)
+    elif isinstance(argument, str) and argument[:1] != "=" and argument not in {*existing, *_DTYPES, *_NUMBERS}:
         raise ValueError(f"{argument!r} refers to nothing that was computed before")
 
 
@@ -258,7 +258,7 @@ def _value(argument: Any, values: Mapping[str, Any]) -> Any:
 
 
 class _Weights(nn.Module):
-    """Holds weights under names that a parameter cannot have, as buffers; they are never trained again."""
+    """Holds weights as buffers, because their names are invalid for parameters; they are never trained again."""
 
     def __init__(self, weights: Mapping[str, Sequence[Any]]) -> None:
         super().__init__()
@@ -270,18 +270,18 @@ class _Weights(nn.Module):
 
 
 class ProgramTower(Recorded, nn.Module):
-    """Computes what a user's module does from columns of the queries alone, or of the candidates alone, by a program.
+    """Runs the program of a user's query tower or candidate tower.
 
     Args:
-        tables: tables that ids of a column look up, the columns as their features.
+        tables: tables for columns of ids; the columns are their features.
         columns: dtype (``int64`` or ``float32``) and shape of a row of each column, such as ``["float32", 60]``.
-        weights: dtype and shape of each weight that is in no table.
+        weights: dtype and shape of each weight outside of tables.
         nodes: nodes of the program.
-        outputs: references of the values, (B, ...) each, that the output concatenates.
+        outputs: references of the values, (B, ...) each, to concatenate as the output.
         out_features: D.
 
     Attributes:
-        computed_ids: columns of whole numbers that no table reads as they are.
+        computed_ids: columns of whole numbers that no table reads unchanged.
     """
 
     def __init__(
@@ -323,7 +323,7 @@ class ProgramTower(Recorded, nn.Module):
         """Returns each column, (B,) or (B, W), from a batch's ids and this tower's dense columns (B, Fd).
 
         Raises:
-            ValueError: a list of another length than W, or a whole number that float32 does not hold exactly.
+            ValueError: a list of another length than W, or a whole number beyond float32's exact range.
         """
         columns, start = {}, 0
         for name, (dtype, size) in self._columns.items():
@@ -351,8 +351,8 @@ class ProgramTower(Recorded, nn.Module):
         except ValueError as error:
             if not isinstance(error.__cause__, IndexError):
                 raise
-            named = listed(f"'{name}'" for name, (dtype, _) in self._columns.items() if dtype == "int64")
-            raise ValueError(f"columns {named}: an id made of them is no row of its table ({error})") from None
+            id_columns = listed(f"'{name}'" for name, (dtype, _) in self._columns.items() if dtype == "int64")
+            raise ValueError(f"columns {id_columns}: an id made of them is no row of its table ({error})") from None
         return torch.cat([result.reshape(len(dense), -1).float() for result in results], dim=1)
 
 
@@ -383,7 +383,7 @@ def _ids_of(name: str, ids: Tensor, lengths: Tensor, size: Sequence[int]) -> Ten
 
 
 class ProgramTop(InteractionLayer):
-    """Computes what a user's module does from queries and candidates together, by a program over two towers' outputs.
+    """Runs the program of a user's interaction over the outputs of two towers.
 
     Args:
         widths: width of each tower's output.
@@ -408,9 +408,9 @@ class ProgramTop(InteractionLayer):
         self._inputs = [(tower, tuple(size)) for tower, *size in inputs]
         self.kept = _Weights(weights)
         for tower, width in enumerate(self.widths):
-            read = sum(torch.Size(size).numel() for index, size in self._inputs if index == tower)
-            if not 0 <= read <= width:
-                raise ValueError(f"inputs: {read} numbers of tower {tower}, which gives {width}")
+            numbers = sum(torch.Size(size).numel() for index, size in self._inputs if index == tower)
+            if not 0 <= numbers <= width:
+                raise ValueError(f"inputs: {numbers} numbers of tower {tower}, which gives {width}")
         shapes = {f"@{index}": (torch.float32, size) for index, (_, size) in enumerate(self._inputs)}
         self._program = Program(nodes, shapes, _shapes(weights), [output])
         if self._program.result_width != 1:

@@ -1,9 +1,8 @@
-"""TracedModel: a user's own module as two towers and an interaction, found by following what each column decides.
+"""TracedModel: splits a user's module into two towers and an interaction, by following each column's influence.
 
-torch.export records forward as a graph of torch's operators. What it computes from columns of the catalogue alone is
-the candidate tower, what it computes from columns of the queries alone the query tower, and the rest is the
-interaction, which runs for each pair. All three are written as programs, so that a bundle needs nothing of the user's
-code.
+torch.export records forward as a graph of torch's operators. Operators on columns of the catalogue alone form the
+candidate tower. Operators on columns of the queries alone form the query tower. The rest is the interaction, which runs
+for each pair. All three are written as programs, so that a bundle needs none of the user's code.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ from torchrec_ext.schema import BatchSchema
 from torchrec_ext.schema.validation import listed
 
 Modules = str | Sequence[str]
-_ROWS = 64  # of the example that is traced, from both tables evenly
-_ALONE = 4  # rows that are also computed each in a batch of its own
-_SAME = 1e-5  # of the greatest logit: sums in another order
+_ROWS = 64  # rows of the traced example, from both tables evenly
+_CHECKED_ROWS = 4  # rows to compute again, each in a small batch
+_SAME = 1e-5  # of the greatest logit: sums may run in another order
 _LIBRARIES = tuple(str(Path(str(module.__file__)).parent) for module in (torch, torchrec))
 _SHAPES = ("view", "reshape", "squeeze", "unsqueeze", "flatten", "contiguous", "to", "_to_copy", "select", "slice")
 _MULTILINEAR = (
@@ -61,12 +60,11 @@ _ACTIVATIONS |= {"leaky_relu.default": "leaky_relu"}
 
 
 class TracedModel(nn.Module):
-    """A user's module as a query tower, a candidate tower and an interaction, which together equal its forward.
+    """A user's module as a query tower, a candidate tower and an interaction, together equal to its forward.
 
     Args:
-        model: module whose forward takes tensors by the names of their columns, or one dict of them, and returns (B,)
-            or (B, 1) logits.
-        towers: name of the query tower, then of the candidate tower, each with the paths of its modules in ``model``.
+        model: module with a forward from tensors by column name, or from one dict of them, to logits (B,) or (B, 1).
+        towers: query tower, then candidate tower: name and the paths of its modules in ``model``.
         queries: rows of raw columns of the queries.
         catalogue: rows of raw columns of the candidates.
 
@@ -78,55 +76,56 @@ class TracedModel(nn.Module):
         self, model: nn.Module, towers: Mapping[str, Modules], *, queries: pa.Table, catalogue: pa.Table
     ) -> None:
         super().__init__()
-        model.state_dict()  # catches up rows of an adopted step, or says what must be done first
+        model.state_dict()  # brings lagging rows of an adopted step up to date, or raises with a remedy
         paths = _paths(model, towers)
         self._call, columns = _inputs(model, queries, catalogue)
-        self.__dict__["_model"] = model  # its weights stand in the programs, and must not be exported twice
+        # Not a submodule: the programs hold its weights, which must not be exported twice.
+        self.__dict__["_model"] = model
         with torch.no_grad():
-            split = _Split(_traced(model, self._call, columns), columns, list(towers))
+            split = _Split(_trace(model, self._call, columns), columns, list(towers))
             split.check(paths)
-            built = split.towers()
+            programs = split.towers()
             self.interaction, scale = split.interaction()
         if scale != 1:
-            built[0].scale(scale)
-        self.towers = nn.ModuleDict({name: each.tower(model) for name, each in zip(towers, built, strict=True)})
+            programs[0].scale(scale)
+        self.towers = nn.ModuleDict({name: each.tower(model) for name, each in zip(towers, programs, strict=True)})
         self.made_of: dict[str, Made] = {name: how_made(tower) for name, tower in self.towers.items()}
         self._tables = [table for tower in self.towers.values() for table in tower.tables]  # type: ignore[union-attr]
         self.eval().requires_grad_(False)
         self._check_rows({name: values for name, (values, _) in columns.items()})
 
     def schema(self) -> BatchSchema:
-        """Returns the schema of the batches that :meth:`logits` takes."""
+        """Returns the schema of the batches for :meth:`logits`."""
         towers: Any = self.towers.values()
         return BatchSchema.from_tables(self._tables, dense=[name for tower in towers for name in tower.dense])
 
     @property
     def features(self) -> list[str]:
-        """Columns of ids that a table looks up."""
+        """Columns of ids with a table."""
         return list(dict.fromkeys(name for table in self._tables for name in table.feature_names))
 
     @torch.no_grad()
     def logits(self, batch: TowerBatch) -> Tensor:
-        """Returns (B,) logits of the user's own forward."""
+        """Returns (B,) logits of the user's forward."""
         columns: dict[str, Tensor] = {}
         start = 0
         for tower in self.towers.values():
             width = len(tower.dense)  # type: ignore[arg-type]
             columns |= tower.columns_of(batch.sparse, batch.dense[:, start : start + width])  # type: ignore[operator]
             start += width
-        return self._own(columns)
+        return self._model_logits(columns)
 
-    def _own(self, columns: Mapping[str, Tensor]) -> Tensor:
+    def _model_logits(self, columns: Mapping[str, Tensor]) -> Tensor:
         model: Any = self._model
-        return _called(model, self._call, columns).reshape(-1).float()  # type: ignore[no-any-return]
+        return _call_model(model, self._call, columns).reshape(-1).float()  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def _check_rows(self, columns: Mapping[str, Tensor]) -> None:
-        """Refuses a forward by which the logit of a row depends on the other rows of its batch."""
-        logits = self._own(columns)
-        for row in np.unique(np.linspace(0, len(logits) - 1, _ALONE).round().astype(np.int64)).tolist():
+        """Refuses a forward if the logit of a row depends on other rows of its batch."""
+        logits = self._model_logits(columns)
+        for row in np.unique(np.linspace(0, len(logits) - 1, _CHECKED_ROWS).round().astype(np.int64)).tolist():
             among = [row, *((row + step) % len(logits) for step in (1, 2))]
-            alone = self._own({name: values[among] for name, values in columns.items()})[0]
+            alone = self._model_logits({name: values[among] for name, values in columns.items()})[0]
             if not abs(float(alone - logits[row])) <= _SAME * max(1.0, float(logits.abs().max())):
                 raise BundleError(
                     f"model: forward's logit of row {row} is {float(logits[row]):.6g} among {len(logits)} rows and "
@@ -136,8 +135,8 @@ class TracedModel(nn.Module):
 
 
 def _paths(model: nn.Module, towers: Mapping[str, Modules]) -> dict[str, list[str]]:
-    """Returns the paths of each tower's modules, checked."""
-    known = [path for path, _ in model.named_modules() if path]
+    """Checks and returns the paths of each tower's modules."""
+    module_paths = [path for path, _ in model.named_modules() if path]
     if len(towers) != 2:
         raise BundleError(
             f"towers={dict(towers)!r}: {len(towers)} names; give two, of what reads the queries and of what reads the "
@@ -148,8 +147,10 @@ def _paths(model: nn.Module, towers: Mapping[str, Modules]) -> dict[str, list[st
         if not name.isidentifier() or not modules:
             raise BundleError(f"towers={dict(towers)!r}: '{name}' must be a word, and have a module's path")
         for path in modules:
-            if path not in known:
-                raise BundleError(f"towers: {name}={path!r} is no module of {type(model).__name__}: {listed(known)}")
+            if path not in module_paths:
+                raise BundleError(
+                    f"towers: {name}={path!r} is no module of {type(model).__name__}: {listed(module_paths)}"
+                )
     return paths
 
 
@@ -159,27 +160,30 @@ class _Column(NamedTuple):
 
 
 def _inputs(model: nn.Module, queries: pa.Table, catalogue: pa.Table) -> tuple[str, dict[str, _Column]]:
-    """Returns how forward is called, the name of its dict or nothing, and the example's columns."""
+    """Returns the name of forward's dict argument (empty if it takes columns by name), and the example's columns."""
     both = sorted(set(queries.column_names) & set(catalogue.column_names))
     if both:
         raise BundleError(f"columns {both}: are columns of queries and of the catalogue; rename them in one")
     tables = [(queries, False), (catalogue, True)]
     names = {name: (table, candidate) for table, candidate in tables for name in table.column_names}
     parameters = [each for each in inspect.signature(model.forward).parameters.values() if each.name != "self"]
-    needed = [each.name for each in parameters if each.default is each.empty and each.kind not in (2, 4)]
+    required_names = [each.name for each in parameters if each.default is each.empty and each.kind not in (2, 4)]
     call = ""
-    if len(needed) == 1 and needed[0] not in names:
-        call, read = needed[0], [name for name, (table, _) in names.items() if _is_numeric(table[name].type)]
+    if len(required_names) == 1 and required_names[0] not in names:
+        call, column_names = (
+            required_names[0],
+            [name for name, (table, _) in names.items() if _is_numeric(table[name].type)],
+        )
     else:
-        read = [each.name for each in parameters if each.name in names]
-        missing = [name for name in needed if name not in names]
+        column_names = [each.name for each in parameters if each.name in names]
+        missing = [name for name in required_names if name not in names]
         if missing:
             raise BundleError(
-                f"model: forward of {type(model).__name__} takes {listed(needed)}, of which {listed(missing)} "
+                f"model: forward of {type(model).__name__} takes {listed(required_names)}, of which {listed(missing)} "
                 f"is no column; queries have {listed(queries.column_names)}, catalogue.features "
                 f"{listed(catalogue.column_names)}: name the columns as the arguments"
             )
-    return call, {name: _Column(_tensor(name, names[name][0]), names[name][1]) for name in read}
+    return call, {name: _Column(_tensor(name, names[name][0]), names[name][1]) for name in column_names}
 
 
 def _tensor(name: str, table: pa.Table) -> Tensor:
@@ -204,7 +208,7 @@ def _is_numeric(kind: pa.DataType) -> bool:
     return (raw_type(kind) or "").removeprefix("list<").removesuffix(">") in ("int64", "float32", "float64")
 
 
-def _called(model: nn.Module, call: str, columns: Mapping[str, Tensor]) -> Any:
+def _call_model(model: nn.Module, call: str, columns: Mapping[str, Tensor]) -> Any:
     modes = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -214,7 +218,7 @@ def _called(model: nn.Module, call: str, columns: Mapping[str, Tensor]) -> Any:
             module.training = True
 
 
-def _traced(model: nn.Module, call: str, columns: Mapping[str, _Column]) -> ExportedProgram:
+def _trace(model: nn.Module, call: str, columns: Mapping[str, _Column]) -> ExportedProgram:
     values = {name: column.values for name, column in columns.items()}
     size = Dim("rows", min=2)
     rows = {name: {0: size} for name in values}
@@ -223,11 +227,11 @@ def _traced(model: nn.Module, call: str, columns: Mapping[str, _Column]) -> Expo
     model.eval()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torch.export's own code, and of a GRU's flattened weights
+            warnings.simplefilter("ignore")  # warnings about torch.export's own code and a GRU's flattened weights
             program: ExportedProgram = torch.export.export(
                 model, (), arguments, dynamic_shapes={call: rows} if call else rows, strict=False
             ).run_decompositions({})
-    except Exception as error:  # torch.export raises what forward raises, and errors of many classes of its own
+    except Exception as error:  # torch.export raises forward's errors, and errors of many classes of its own
         if f"constant ({_ROWS})" in str(error):
             raise BundleError(
                 f"model: forward of {type(model).__name__} fixes the number of rows to {_ROWS}; read sizes as "
@@ -246,7 +250,7 @@ def _traced(model: nn.Module, call: str, columns: Mapping[str, _Column]) -> Expo
 
 
 def _line_of(text: str | None) -> str:
-    """Returns ", FILE:LINE" of the last line of a stack that is not torch's; nothing where there is none."""
+    """Returns ", FILE:LINE" of the innermost stack line outside of torch, or an empty string."""
     lines = re.findall(r'File "([^"]+)", line (\d+)', text or "")
     lines = [f", {path}:{line}" for path, line in lines if not path.startswith((*_LIBRARIES, "<"))]
     return lines[-1] if lines else ""
@@ -257,27 +261,27 @@ def _line(node: Node) -> str:
 
 
 class _Split:
-    """The graph of forward, each node with the columns that it depends on."""
+    """The graph of forward, with the columns behind each node."""
 
     def __init__(self, program: ExportedProgram, columns: Mapping[str, _Column], names: Sequence[str]) -> None:
         self.names, self.columns = names, columns
         signature = program.graph_signature
-        held = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+        state_paths = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
         constants = signature.inputs_to_lifted_tensor_constants
         state = {**program.state_dict, **program.constants}
         inputs = iter(columns)
         self.reads: dict[Node, frozenset[str]] = {}
-        self.kept: dict[Node, str] = {}  # columns and weights, by their references
+        self.references: dict[Node, str] = {}  # reference of each column and weight
         self.weights: dict[str, Tensor] = {}
         for node in program.graph.nodes:
             if node.op == "placeholder":
-                path = held.get(node.name) or constants.get(node.name)
+                path = state_paths.get(node.name) or constants.get(node.name)
                 if path is None:
-                    self.kept[node] = f"@{next(inputs)}"
-                    self.reads[node] = frozenset({self.kept[node][1:]})
+                    self.references[node] = f"@{next(inputs)}"
+                    self.reads[node] = frozenset({self.references[node][1:]})
                 else:
                     reference = f"${path.replace('.', '/')}"
-                    self.kept[node], self.reads[node] = reference, frozenset()
+                    self.references[node], self.reads[node] = reference, frozenset()
                     self.weights[reference] = state[path].detach()
             elif _is_batch(node):
                 self.reads[node] = frozenset()
@@ -286,7 +290,7 @@ class _Split:
         (result,) = (node.args[0] for node in program.graph.nodes if node.op == "output")
         self.result = result[0] if isinstance(result, list | tuple) else result
         self._check_result(result)
-        self.pairwise = self._needed(self.result)
+        self.pairwise = self._pairwise_nodes(self.result)
         frontier: dict[Node, None] = {}
         for node in self.pairwise:
             frontier |= dict.fromkeys(each for each in node.all_input_nodes if self._side(each) in (0, 1))
@@ -295,18 +299,18 @@ class _Split:
             self._check_crossing(node)
 
     def _side(self, node: Node) -> int | None:
-        """Returns 0 for what reads queries alone, 1 for candidates alone, 2 for both, None for neither."""
+        """Returns 0 for a node of queries alone, 1 for candidates alone, 2 for both, None for neither."""
         sides = {int(self.columns[name].candidate) for name in self.reads[node]}
         return 2 if len(sides) > 1 else next(iter(sides), None)
 
-    def _needed(self, node: Node) -> list[Node]:
-        """Returns what reads both and leads to ``node``, in the order of the graph."""
-        wanted, pairwise = [node], set()
-        while wanted:
-            each = wanted.pop()
+    def _pairwise_nodes(self, node: Node) -> list[Node]:
+        """Returns the nodes of both sides that lead to ``node``, in the order of the graph."""
+        queue, pairwise = [node], set()
+        while queue:
+            each = queue.pop()
             if each not in pairwise and self._side(each) == 2:
                 pairwise.add(each)
-                wanted.extend(each.all_input_nodes)
+                queue.extend(each.all_input_nodes)
         return [each for each in node.graph.nodes if each in pairwise]
 
     def _check_result(self, result: Any) -> None:
@@ -332,24 +336,24 @@ class _Split:
         value, tower = node.meta["val"], self._side(node) or 0
         line = next(filter(None, map(_line, (node, *node.users, *self.pairwise))), "")
         table = "catalogue" if tower else "queries"
-        read = listed(f"'{name}'" for name in sorted(self.reads[node]))
+        column_list = listed(f"'{name}'" for name in sorted(self.reads[node]))
         if not isinstance(value, Tensor) or not value.dim() or isinstance(value.shape[0], int):
             raise BundleError(
-                f"model: forward{line} combines {read} of the {table} over all rows of the batch, as an in-batch "
-                "softmax does; return the logit of each row, and leave the rest to the loss"
+                f"model: forward{line} combines {column_list} of the {table} over all rows of the batch, as an "
+                "in-batch softmax does; return the logit of each row, and leave the rest to the loss"
             )
         if any(not isinstance(size, int) for size in value.shape[1:]):
             raise BundleError(
-                f"model: forward{line}: a value of {read} has shape {tuple(value.shape)}, must be (B, ...)"
+                f"model: forward{line}: a value of {column_list} has shape {tuple(value.shape)}, must be (B, ...)"
             )
         if not value.is_floating_point():
             raise BundleError(
-                f"model: forward{line} combines ids or masks of {read} with the other tower's columns, so "
+                f"model: forward{line} combines ids or masks of {column_list} with the other tower's columns, so "
                 f"'{self.names[tower]}' has no vector that could be stored; look them up first, or rank with the model"
             )
 
     def check(self, paths: Mapping[str, Sequence[str]]) -> None:
-        """Refuses modules that read both, or not what their tower reads."""
+        """Refuses modules unless they read columns of their own tower alone."""
         for tower, (name, modules) in enumerate(paths.items()):
             table = "catalogue.features" if tower else "queries"
             for path in modules:
@@ -372,46 +376,48 @@ class _Split:
                         "name its module, the query tower's first, or put the columns into the other table"
                     )
 
-    def towers(self) -> list[_Written]:
+    def towers(self) -> list[_ProgramWriter]:
         """Returns the programs of the query tower and of the candidate tower."""
-        written = []
+        programs = []
         for tower in (0, 1):
             results = [node for node in self.frontier if self._side(node) == tower]
             tables = self._tables(results)
-            program = _Written(self, results, tables)
+            program = _ProgramWriter(self, results, tables)
             for name, column in self.columns.items():
                 if bool(tower) == column.candidate and name in {each for node in results for each in self.reads[node]}:
                     dtype = "int64" if column.values.dtype == torch.int64 else "float32"
                     program.columns[name] = [dtype, *column.values.shape[1:]]
-            written.append(program)
-        return written
+            programs.append(program)
+        return programs
 
     def _tables(self, results: Sequence[Node]) -> dict[str, list[str]]:
-        """Returns the tables that ids of a column look up, with these columns, where nothing else reads them."""
+        """Returns the tables read by look-ups alone, each with its columns of ids."""
         look_ups: dict[Node, list[str]] = {}
-        inner = _closure(results, self.kept)
+        inner = _closure(results, self.references)
         for node in inner:
             for each in node.all_input_nodes:
-                if self.kept.get(each, "").startswith("$"):
+                if self.references.get(each, "").startswith("$"):
                     column = self._column_of(node.args[1]) if _name(node) == "embedding.default" else None
                     fits = column is not None and each is node.args[0] and each.meta["val"].dtype == torch.float32
                     look_ups.setdefault(each, []).append(column if fits and column is not None else "")
-        return {self.kept[table]: list(dict.fromkeys(columns)) for table, columns in look_ups.items() if all(columns)}
+        return {
+            self.references[table]: list(dict.fromkeys(columns)) for table, columns in look_ups.items() if all(columns)
+        }
 
     def _column_of(self, ids: Any) -> str | None:
-        """Returns the column whose values these ids are, in whatever shape."""
-        while isinstance(ids, Node) and ids not in self.kept:
+        """Returns the column behind these ids, if they are its values in any shape."""
+        while isinstance(ids, Node) and ids not in self.references:
             if _name(ids).partition(".")[0] not in _SHAPES:
                 return None
             ids = ids.args[0]
         whole = isinstance(ids, Node) and ids.meta["val"].dtype == torch.int64
-        return self.kept[ids][1:] if whole and self.kept[ids].startswith("@") else None
+        return self.references[ids][1:] if whole and self.references[ids].startswith("@") else None
 
     def interaction(self) -> tuple[InteractionLayer, float]:
-        """Returns the interaction, and by what the query tower's output must be multiplied for it."""
+        """Returns the interaction, and the factor that the query tower's output needs for it."""
         with torch.no_grad():
             widths = [sum(_width(node) for node in self.frontier if self._side(node) == tower) for tower in (0, 1)]
-            program = _Written(self, [self.result], {}, inputs=self.frontier)
+            program = _ProgramWriter(self, [self.result], {}, inputs=self.frontier)
             shapes = [[self._side(node) or 0, *node.meta["val"].shape[1:]] for node in self.frontier]
             top = ProgramTop(widths, shapes, program.sizes(), program.nodes, program.results[0])
             program.fill(top.kept)
@@ -421,10 +427,10 @@ class _Split:
             return self._top_mlp(widths) or top, 1.0
 
     def _dot_scale(self, top: ProgramTop, widths: Sequence[int]) -> float | None:
-        """Returns s where the interaction is s times the dot product, else None.
+        """Returns s if the interaction is s times the dot product, else None.
 
-        Without weights and with products and sums alone it is a polynomial, which equals another where they agree on
-        random points.
+        With only products and sums, and without weights, the interaction is a polynomial. Two polynomials are equal if
+        they agree on random points.
         """
         kinds = {_name(node).partition(".")[0] for node in self.pairwise}
         if len(self.frontier) != 2 or len(set(widths)) > 1 or top.arguments["weights"] or not kinds <= {*_MULTILINEAR}:
@@ -437,12 +443,12 @@ class _Split:
         return round(scale, 12) if same and scale > 0 else None
 
     def _top_mlp(self, widths: Sequence[int]) -> TopMLP | None:
-        """Returns the interaction as a top NN, whose first layer is split, where it is one: cat, layers, one logit."""
+        """Returns the interaction as a TopMLP with a splittable first layer, if it is one: cat, layers, one logit."""
         first, *layers = [node for node in self.pairwise if not _name(node).startswith(("detach.", "clone."))]
-        listed: Any = first.args[0] if _name(first) == "cat.default" and first.args[1:] in ((1,), (-1,)) else []
+        concatenated: Any = first.args[0] if _name(first) == "cat.default" and first.args[1:] in ((1,), (-1,)) else []
         flat = all(node.meta["val"].dim() == 2 for node in self.frontier)
         chain = all(sum(bool(self.reads[each]) for each in node.all_input_nodes) == 1 for node in layers)
-        if not flat or not chain or sorted(map(str, listed)) != sorted(map(str, self.frontier)):
+        if not flat or not chain or sorted(map(str, concatenated)) != sorted(map(str, self.frontier)):
             return None
         while layers and _name(layers[-1]).partition(".")[0] in _SHAPES:
             layers.pop()
@@ -455,11 +461,13 @@ class _Split:
         if not plain or activation not in _ACTIVATIONS or names != expected:
             return None
         arguments: list[Any] = [node.args[1:] for node in layers if _name(node) == "linear.default"]
-        weights = [[self.weights.get(self.kept.get(each, "")) for each in given] for given in arguments]
-        matrices: list[Any] = [given[0] for given in weights]
-        if any(each is None for given in weights for each in given) or len(matrices[-1]) != 1:
+        weights = [[self.weights.get(self.references.get(each, "")) for each in linear] for linear in arguments]
+        matrices: list[Any] = [linear[0] for linear in weights]
+        if any(each is None for linear in weights for each in linear) or len(matrices[-1]) != 1:
             return None
-        columns = dict(zip(listed, torch.split(matrices[0], [_width(node) for node in listed], dim=1), strict=True))
+        columns = dict(
+            zip(concatenated, torch.split(matrices[0], [_width(node) for node in concatenated], dim=1), strict=True)
+        )
         matrices[0] = torch.cat([columns[node] for node in self.frontier], dim=1)
         kind: Any = _ACTIVATIONS[activation]
         top = TopMLP(widths, [len(each) for each in matrices[:-1]], activation=kind, activate_input=input_too)
@@ -483,7 +491,7 @@ def _inside(node: Node, path: str) -> bool:
 
 
 def _name(node: Node) -> str:
-    """Returns an operator's name as programs have it."""
+    """Returns an operator's name in programs."""
     if node.target is operator.getitem:
         return "item"
     if node.target in _SIZES:
@@ -495,19 +503,19 @@ def _width(node: Node) -> int:
     return int(torch.Size(node.meta["val"].shape[1:]).numel())
 
 
-def _closure(results: Sequence[Node], kept: Collection[Node]) -> list[Node]:
-    """Returns what computes ``results``, in the order of the graph."""
-    wanted, inner = list(results), set()
-    while wanted:
-        node = wanted.pop()
-        if node not in inner and node not in kept and not _is_batch(node):
+def _closure(results: Sequence[Node], leaves: Collection[Node]) -> list[Node]:
+    """Returns the nodes that compute ``results`` from ``leaves``, in the order of the graph."""
+    queue, inner = list(results), set()
+    while queue:
+        node = queue.pop()
+        if node not in inner and node not in leaves and not _is_batch(node):
             inner.add(node)
-            wanted.extend(node.all_input_nodes)
+            queue.extend(node.all_input_nodes)
     return [node for node in results[0].graph.nodes if node in inner] if results else []
 
 
-class _Written:
-    """A share of the graph as a program."""
+class _ProgramWriter:
+    """Writes a part of the graph as a program."""
 
     def __init__(
         self, split: _Split, results: Sequence[Node], tables: Mapping[str, list[str]], inputs: Sequence[Node] = ()
@@ -515,7 +523,7 @@ class _Written:
         self.columns: dict[str, list[Any]] = {}
         self.nodes: list[list[Any]] = []
         self._split, self._tables = split, tables
-        self._references = {**split.kept, **{node: f"@{index}" for index, node in enumerate(inputs)}}
+        self._references = {**split.references, **{node: f"@{index}" for index, node in enumerate(inputs)}}
         self._weights: dict[str, Tensor] = {}
         self.width = sum(map(_width, results)) if not inputs else 1
         for node in _closure(results, self._references):
@@ -525,14 +533,14 @@ class _Written:
                     f"model: forward{_line_of(node.meta.get('stack_trace'))} uses {node.target}, which a bundle cannot "
                     "hold; use another of torch's operators for it, or rank with the model itself"
                 )
-            arguments = [self._written(each, index == 0) for index, each in enumerate(node.args)]
-            options = {key: self._written(value) for key, value in node.kwargs.items() if key not in PLACES}
+            arguments = [self._encode(each, index == 0) for index, each in enumerate(node.args)]
+            options = {key: self._encode(value) for key, value in node.kwargs.items() if key not in PLACES}
             self.nodes.append([name, arguments, options])
             self._references[node] = f"#{len(self.nodes) - 1}"
-        self.results = [str(self._written(node)) for node in results]
+        self.results = [str(self._encode(node)) for node in results]
 
     def scale(self, factor: float) -> None:
-        """Multiplies the results."""
+        """Multiplies the results by a factor."""
         for index, result in enumerate(self.results):
             self.nodes.append(["mul.Tensor", [result, factor], {}])
             self.results[index] = f"#{len(self.nodes) - 1}"
@@ -542,7 +550,7 @@ class _Written:
         return {name: [str(value.dtype).removeprefix("torch."), *value.shape] for name, value in self._weights.items()}
 
     def fill(self, module: nn.Module) -> None:
-        """Writes the weights."""
+        """Copies the weights into a module's buffers."""
         for name, value in self._weights.items():
             module.get_buffer(name).copy_(value)
 
@@ -562,17 +570,17 @@ class _Written:
             holder.weight = nn.Parameter(self._split.weights[f"${table.name}"], requires_grad=False)
         for name, (dtype, *_) in self.columns.items():
             looked_up = any(name in table.feature_names for table in tables)
-            if dtype == "int64" and not looked_up and any(len(each) >= EXACT_IDS for each in self._long()):
+            if dtype == "int64" and not looked_up and any(len(each) >= EXACT_IDS for each in self._lookup_weights()):
                 raise BundleError(
                     f"column '{name}': ids computed from it look up a table of {EXACT_IDS:,} rows or more; look the "
                     "column up itself"
                 )
         return tower
 
-    def _long(self) -> list[Tensor]:
+    def _lookup_weights(self) -> list[Tensor]:
         return [value for value in self._weights.values() if value.dim()]
 
-    def _written(self, argument: Any, first: bool = False) -> Any:
+    def _encode(self, argument: Any, first: bool = False) -> Any:
         if isinstance(argument, Node):
             if _is_batch(argument):
                 return "rows"
@@ -583,7 +591,7 @@ class _Written:
                 self._weights[reference[1:]] = self._split.weights[reference]
             return reference
         if isinstance(argument, list | tuple):
-            return [self._written(each) for each in argument]
+            return [self._encode(each) for each in argument]
         if isinstance(argument, str):
             return f"={argument}"
         if isinstance(argument, torch.dtype):

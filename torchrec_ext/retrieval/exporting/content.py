@@ -1,6 +1,6 @@
-"""BundleContent: writes the files of a bundle on rank 0, each from those before it, and proves them on the way.
+"""BundleContent: writes the files of a bundle on rank 0, one from the other, and checks them on the way.
 
-Catalogue and NamedUsers are the data of an export: the items that can be recommended, and the known users.
+Catalogue and NamedUsers are the data of an export: the items to recommend from, and the users.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ from torchrec_ext.tensor_file import Shape, TensorWriter
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Catalogue:
-    """The I items that can be recommended, in the order of their positions.
+    """The I items to recommend from, in the order of their positions.
 
     Args:
         ids: (I,) int64 or str ids.
         features: I rows with the raw columns of the candidate tower.
         titles: (I,) titles for display, or None.
         categories: (I,) lists of names to filter by, or None.
-        trained: ids in the training rows, each of which must be among ``ids``, or None.
+        trained: ids in the training rows, or None. All of them must be among ``ids``.
     """
 
     ids: NDArray[Any]
@@ -75,8 +75,8 @@ class Catalogue:
 
     def __post_init__(self) -> None:
         sizes = {"features": len(self.features), "titles": self.titles, "categories": self.categories}
-        for name, given in sizes.items():
-            count = given if isinstance(given, int) else None if given is None else len(given)
+        for name, value in sizes.items():
+            count = value if isinstance(value, int) else None if value is None else len(value)
             if count is not None and count != len(self.ids):
                 raise BundleError(
                     f"catalogue: {count:,} {name} for {len(self.ids):,} ids; give one for each item, in their order"
@@ -87,15 +87,15 @@ class Catalogue:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NamedUsers:
-    """U users with their features and items, so that a request may name one by id alone.
+    """U users with their features and items, so that requests can name a user by id alone.
 
     Args:
-        key: column of a request that holds the user's id, whether a tower reads it or not.
+        key: request column with the user's id, whether a tower reads it or not.
         ids: (U,) int64 or str ids.
         features: U rows with raw columns of the query towers; a request's own values take precedence.
-        unknown: raw columns of a user whose id is not among ``ids``.
-        seen: (U,) lists of positions of items that a user has taken.
-        liked: (U,) lists of positions of items that a user has liked, oldest first, for display.
+        unknown: raw columns of an unknown user.
+        seen: (U,) lists of positions of items a user has taken.
+        liked: (U,) lists of positions of items a user has liked, oldest first, for display.
     """
 
     key: str
@@ -117,8 +117,8 @@ class NamedUsers:
 
 
 Progress = Callable[[str, int, int], None]
-INDEX_QUERIES = 1024  # queries that tune and measure an approximate index, half each
-BLOCK_ROWS = 4096  # rows of the catalogue in a block: one size, so that vectors do not depend on who computes them
+INDEX_QUERIES = 1024  # queries for an approximate index: half tune it, half measure it
+BLOCK_ROWS = 4096  # rows of the catalogue in a block; a fixed size, because vectors depend on it in the last bits
 
 
 Tables = Literal["trained", "int8"]
@@ -141,16 +141,16 @@ class ExportConfig:
         if not 0 < self.overlap <= 1:
             raise BundleError(f"overlap={self.overlap}: must be greater than 0 and at most 1")
         registries: dict[str, Mapping[str, Any]] = {"store": ROW_FORMATS, "index": INDEX_KINDS}
-        for name, known in registries.items():
-            if getattr(self, name) not in known:
-                raise BundleError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(known)}")
+        for name, registry in registries.items():
+            if getattr(self, name) not in registry:
+                raise BundleError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(registry)}")
         if not 0 < self.recall <= 1:
             raise BundleError(f"recall={self.recall}: must be greater than 0 and at most 1")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BundleContent:
-    """Model, data and settings of an export, alike on every rank.
+    """Model, data and settings of an export, equal on every rank.
 
     See :func:`~torchrec_ext.retrieval.exporting.export.export` for the arguments.
     """
@@ -188,7 +188,7 @@ class BundleContent:
 
     @property
     def missing(self) -> int:
-        """Number of trained ids that the catalogue lacks."""
+        """Number of trained ids missing from the catalogue."""
         return len(self._missing)
 
     @cached_property
@@ -208,7 +208,7 @@ class BundleContent:
 
     @cached_property
     def audit(self) -> audits.Audit:
-        """Pairs by which the bundle is compared with the model."""
+        """Pairs to compare the bundle with the model."""
         return audits.Audit.choose(self.queries, self.catalogue.features, self.ids)
 
     def columns(self, names: Sequence[str]) -> Columns:
@@ -229,7 +229,7 @@ class BundleContent:
             folder: empty folder.
             shapes: shape of each table by name.
             blocks: table, first row and rows of each block, one table after the other.
-            dense: weights of the model that are in no table.
+            dense: weights of the model outside of tables.
             expected: (P,) logits of the model for the audit's pairs.
         """
         self._write_weights(folder, shapes, blocks, dense)
@@ -241,41 +241,41 @@ class BundleContent:
         logits, vectors = self.audit.of_towers(query, candidate, interaction)
         remedy = "the bundle would rank otherwise than the model; report it, with the architecture"
         what = "the towers of the bundle and the model that was trained"
-        apart = audits.check_logits(what, logits, expected, remedy, self.live.rounding)
-        rounded: dict[str, Any] = {}
+        difference = audits.check_logits(what, logits, expected, remedy, self.live.rounding)
+        rounding: dict[str, Any] = {}
         if self.settings.tables == "int8":
             best = self._best(query, candidate, interaction)
-            rounded = self._round_tables(folder)
+            rounding = self._round_tables(folder)
             query = open_encoder(folder, self.architecture, names, self.preprocessor, self.also)
             candidate = open_encoder(
                 folder, self.architecture, [self.architecture.candidate], self.preprocessor, self.also
             )
             logits, vectors = self.audit.of_towers(query, candidate, interaction)
-            rounded |= self._check_rounded(logits, expected, best, self._best(query, candidate, interaction))
+            rounding |= self._check_rounded(logits, expected, best, self._best(query, candidate, interaction))
         self.audit.write(folder, logits)
         files = file_digests(folder)
-        store, stored = self._write_stores(folder, candidate, interaction, files, vectors)
+        store, store_entries = self._write_stores(folder, candidate, interaction, files, vectors)
         rows = np.linspace(0, len(self.queries) - 1, INDEX_QUERIES).round().astype(np.int64)
-        asked = query.embed(self.queries.take(pa.array(rows)).to_pydict())
-        index = build_index(folder, self.settings.index, self.settings.recall, self.live.metric, store, asked)
+        index_queries = query.embed(self.queries.take(pa.array(rows)).to_pydict())
+        index = build_index(folder, self.settings.index, self.settings.recall, self.live.metric, store, index_queries)
         allowed = audits.tolerance(expected, self.live.rounding)
-        parity = {"pairs": len(expected), "greatest_difference": apart, "allowed": allowed}
+        parity = {"pairs": len(expected), "greatest_difference": difference, "allowed": allowed}
         certificate = {
             "parity": parity,
             "versions": {name: version(name) for name in ("torch", "torchrec", "torchrec-ext")},
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             **self.details,
         }
-        listed = {"files": file_digests(folder, known=files)}
-        content = {**listed, **self._towers(files), **stored, "index": index, **self._coverage()}
-        if rounded:
-            content["tables"] = rounded
+        file_entries = {"files": file_digests(folder, known=files)}
+        content = {**file_entries, **self._towers(files), **store_entries, "index": index, **self._coverage()}
+        if rounding:
+            content["tables"] = rounding
         manifest = Manifest(content=content, certificate=certificate)
         manifest.save(folder)
         return manifest
 
     def _towers(self, files: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """Returns the manifest's entries for the towers, whose files are listed in ``files``."""
+        """Returns the manifest's entries for the towers; ``files`` has the digests of their files."""
         architecture = self.architecture
         return {
             "query": architecture.query,
@@ -306,46 +306,46 @@ class BundleContent:
         blocks: Iterator[tuple[str, int, Tensor]],
         dense: Mapping[str, Tensor],
     ) -> None:
-        # Not by safetensors' save_file, whose files only their owner may read, whatever the umask.
+        # Not by safetensors' save_file: it ignores the umask, and only the owner may read its files.
         (folder / "tables").mkdir()
         (folder / "towers").mkdir()
-        total, done = sum(shapes[name].bytes for name in self.architecture.tables), 0
+        total_bytes, done_bytes = sum(shapes[name].bytes for name in self.architecture.tables), 0
         for name, table in groupby(blocks, key=itemgetter(0)):
             with TensorWriter(folder / self.architecture.tables[name], {"weight": shapes[name]}) as out:
                 for _, row, rows in table:
                     out.write("weight", row, rows)
-                    done += rows.numel() * rows.element_size()
-                    self.progress("tables", done, total)
+                    done_bytes += rows.numel() * rows.element_size()
+                    self.progress("tables", done_bytes, total_bytes)
         for name in self.architecture.towers:
             (folder / self.architecture.dense_file(name)).write_bytes(save(self.live.of_tower(name, dense)))
         (folder / INTERACTION).write_bytes(save(self.live.of_interaction(dense)))
         (folder / ARCHITECTURE).write_text(json.dumps(self.architecture.as_json(), indent=1, allow_nan=False) + "\n")
 
     def _round_tables(self, folder: Path) -> dict[str, Any]:
-        """Rewrites every table in int8 with a scale for each row, block by block; returns their bytes for the manifest.
+        """Rewrites every table in int8 with a scale per row, block by block; returns the sizes for the manifest.
 
-        Rows of half precision and of float32 alike; the files that are mapped stay as they are until they are closed.
+        Works for half precision and float32. Open memory maps keep the old files until they are closed.
         """
-        kept, before, after = ROW_FORMATS["int8"], 0, 0
+        int8_format, bytes_before, bytes_after = ROW_FORMATS["int8"], 0, 0
         for file in self.architecture.tables.values():
             rows = read_tensors(folder / file)["weight"]
             shapes = {
-                "weight": Shape(tuple(rows.shape), kept.numbers),
+                "weight": Shape(tuple(rows.shape), int8_format.numbers),
                 "scale": Shape(tuple(rows.shape[:1]), torch.float32),
             }
             with TensorWriter(folder / file, shapes) as out:
                 for start in range(0, len(rows), BLOCK_ROWS):
-                    whole, scales = kept.encode(rows[start : start + BLOCK_ROWS].float())
+                    int8_rows, scales = int8_format.encode(rows[start : start + BLOCK_ROWS].float())
                     assert scales is not None
-                    out.write("weight", start, whole)
+                    out.write("weight", start, int8_rows)
                     out.write("scale", start, scales)
-            before += rows.numel() * rows.element_size()
-            after += sum(shape.bytes for shape in shapes.values())
-        return {"dtype": "int8", "bytes": after, "bytes_trained": before}
+            bytes_before += rows.numel() * rows.element_size()
+            bytes_after += sum(shape.bytes for shape in shapes.values())
+        return {"dtype": "int8", "bytes": bytes_after, "bytes_trained": bytes_before}
 
     @torch.no_grad()
     def _best(self, query: RowEncoder, candidate: RowEncoder, interaction: nn.Module) -> list[set[int]]:
-        """Returns the best candidates of some queries among some of the catalogue, both taken at even distances."""
+        """Returns the best candidates of a sample of queries in a sample of the catalogue, both evenly spaced."""
         rows = np.unique(np.linspace(0, len(self.queries) - 1, OVERLAP_QUERIES).round().astype(np.int64))
         items = np.unique(np.linspace(0, len(self.ids) - 1, OVERLAP_ITEMS).round().astype(np.int64))
         vectors = candidate.embed(self.catalogue.features.take(pa.array(items)).to_pydict())
@@ -360,22 +360,22 @@ class BundleContent:
     def _check_rounded(
         self, logits: Tensor, expected: Tensor, best: Sequence[set[int]], rounded: Sequence[set[int]]
     ) -> dict[str, Any]:
-        """Returns what rounding the tables costs, for the manifest.
+        """Returns the loss of rounding the tables, for the manifest.
 
         Raises:
-            BundleError: a logit changes, or the best candidates of queries change, by more than is allowed.
+            BundleError: logits, or the best candidates of queries, change by more than the settings allow.
         """
-        apart, allowed = audits.largest_difference(logits, expected), audits.tolerance(expected, LOGIT_SHARE)
+        difference, allowed = audits.largest_difference(logits, expected), audits.tolerance(expected, LOGIT_SHARE)
         shared = sum(len(one & other) for one, other in zip(best, rounded, strict=True))
         overlap = shared / sum(map(len, best))
-        if not apart <= allowed or overlap < self.settings.overlap:
+        if not difference <= allowed or overlap < self.settings.overlap:
             raise BundleError(
-                f"tables=int8: {len(expected)} logits differ by up to {apart:.3g}, at most {allowed:.3g} is allowed, "
-                f"and {overlap:.1%} of the {OVERLAP_K} best agree (at least {self.settings.overlap:.1%}); export with "
-                "tables=trained, or a lower overlap"
+                f"tables=int8: {len(expected)} logits differ by up to {difference:.3g}, at most {allowed:.3g} is "
+                f"allowed, and {overlap:.1%} of the {OVERLAP_K} best agree (at least {self.settings.overlap:.1%}); "
+                "export with tables=trained, or a lower overlap"
             )
         return {
-            "greatest_difference": apart,
+            "greatest_difference": difference,
             "allowed": allowed,
             "overlap": overlap,
             "k": OVERLAP_K,
@@ -386,12 +386,12 @@ class BundleContent:
     def _write_tables(self, folder: Path) -> None:
         if self.preprocessor is not None:
             self.preprocessor.save(folder / PREPROCESSOR)
-        shown: dict[str, Any] = {"position": np.arange(len(self.ids))}
+        item_columns: dict[str, Any] = {"position": np.arange(len(self.ids))}
         if self.catalogue.titles is not None:
-            shown["title"] = pa.array(self.catalogue.titles, type=pa.string())
+            item_columns["title"] = pa.array(self.catalogue.titles, type=pa.string())
         if self.catalogue.categories is not None:
-            shown["categories"] = pa.array(self.catalogue.categories, type=pa.list_(pa.string()))
-        write_table(folder / ITEMS, pa.table(shown))
+            item_columns["categories"] = pa.array(self.catalogue.categories, type=pa.list_(pa.string()))
+        write_table(folder / ITEMS, pa.table(item_columns))
         users = self.users
         if users is not None:
             ids = IdMap.build(users.ids)
@@ -400,22 +400,22 @@ class BundleContent:
     def _write_stores(
         self, folder: Path, candidate: RowEncoder, interaction: nn.Module, files: Mapping[str, Any], vectors: Tensor
     ) -> tuple[EmbeddingStore, dict[str, Any]]:
-        """Writes the catalogue's vectors, and their projected rows where the interaction has some."""
+        """Writes the catalogue's vectors, and their projected rows if the interaction is projected."""
         tower = tower_digest(self.architecture, [self.architecture.candidate], files)
         store = write_store(folder / STORE, self._vectors(candidate), dtype=self.settings.store, tower=tower)
         positions = torch.from_numpy(self.audit.positions)
-        lost = {"store_difference": audits.largest_difference(store.rows(positions), vectors)}
+        differences = {"store_difference": audits.largest_difference(store.rows(positions), vectors)}
         entries = {STORE: _entry(store)}
         split = projection(interaction, candidate.width)
         if split.projected:
             digest = projection_digest(self.architecture, files)
             blocks = ((ids, split.candidates(block)) for ids, block in self._vectors(candidate))
             projected = write_store(folder / PROJECTED, blocks, dtype=self.settings.store, tower=digest)
-            lost["projected_difference"] = audits.largest_difference(
+            differences["projected_difference"] = audits.largest_difference(
                 projected.rows(positions), split.candidates(vectors)
             )
             entries[PROJECTED] = _entry(projected)
-        return store, {**entries, "audit": lost}
+        return store, {**entries, "audit": differences}
 
     def _vectors(self, candidate: RowEncoder) -> Iterator[tuple[NDArray[Any], Tensor]]:
         ids, features = self.catalogue.ids, self.catalogue.features

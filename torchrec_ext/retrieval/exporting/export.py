@@ -1,4 +1,4 @@
-"""export(): writes a trained model, sharded or not, as a bundle that is proven equal to it."""
+"""export(): writes a trained model, sharded or not, as a bundle, and checks that both are equal."""
 
 from __future__ import annotations
 
@@ -57,49 +57,49 @@ def export(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Manifest:
-    """Writes a bundle: towers, top NN, preprocessing, stored vectors, index, and the proof that they are the model's.
+    """Writes a bundle: towers, top NN, preprocessing, stored vectors and index, with a check against the model.
 
-    Where the model is sharded, every rank calls it with the same arguments. The digest depends on weights, data and
-    settings alone: not on ranks, plan or time. The folder is whole or not there, and an earlier one stays until then.
+    If the model is sharded, call it on every rank with the same arguments. The digest depends only on weights, data and
+    settings, not on ranks, plan or time. The folder appears when it is complete; until then an earlier one stays.
 
     Args:
         model: TowerModel or NextItemModel, from ``hybrid_parallel``, in any DistributedModelParallel, or unsharded;
-            with ``towers`` any module of your own, whose forward takes columns by name and returns logits (B,).
+            with ``towers`` any module of your own, with a forward from columns by name to logits (B,).
         out: folder to make.
-        towers: paths of the modules of the query tower and of the candidate tower by their names, in that order, for a
-            module of your own; a path or several each. They must read columns of the queries alone, and of the
-            catalogue alone; what else forward computes of either alone is stored with them, and the rest runs for each
+        towers: for a module of your own: the paths of the modules of the query tower, then of the candidate tower, by
+            the tower's name; a path or several each. They must read columns of the queries alone, and of the catalogue
+            alone. Anything else that forward computes from one side alone joins that tower; the rest runs for each
             pair.
-        catalogue: items that can be recommended.
-        users: known users, or None.
-        queries: rows of raw columns of the query towers for the audit; those of the users where not given.
-        preprocessor: makes the model's columns from raw ones; without, raw columns are the model's own.
-        candidate: name of the candidate tower; the model's last where not given.
-        oov_ids: out-of-vocabulary row of each feature; 0 where not given, or none with ``towers``, where unknown ids
+        catalogue: items to recommend from.
+        users: users to look up by id, or None.
+        queries: rows of raw columns of the query towers for the audit; by default the users' rows.
+        preprocessor: computes the model's columns from raw ones; without it, raw columns are the model's columns.
+        candidate: name of the candidate tower; by default the model's last.
+        oov_ids: out-of-vocabulary row of each feature; by default 0, or none with ``towers``, so that unknown ids
             are refused.
-        unseen: rows of a feature's table that no training row has read, by feature; a request's id that is one of them
-            takes the out-of-vocabulary row. For features whose ids are their rows; a ``preprocessor`` leaves such ids
-            out of its vocabulary.
+        unseen: rows of a feature's table that training never read, by feature. Such an id in a request takes the
+            out-of-vocabulary row. Use it if ids are rows; a ``preprocessor`` leaves such ids out of its
+            vocabulary.
         store: row format of the stored vectors: ``fp32``, ``fp16`` or ``int8``.
         index: ``exact``, or one of FAISS's: ``flat``, ``ivf``, ``hnsw``, ``pq``, for a dot product or a cosine.
-        recall: recall that an approximate index must reach, measured against exact search.
-        tables: ``trained``, as the model has them, or ``int8``: a byte a number, and a scale for each row. What that
-            costs is measured against the trained model, and stands in the manifest under ``tables``.
-        overlap: share of the 10 best items of a query that int8 tables must leave among its 10 best, on average.
-        also: further classes that the model holds, each ``Recorded``.
+        recall: required recall of an approximate index against exact search.
+        tables: ``trained``, unchanged, or ``int8``: a byte per number, and a scale per row. The loss is measured
+            against the trained model and listed in the manifest under ``tables``.
+        overlap: least average share of a query's 10 best items that stay among its 10 best with int8 tables.
+        also: further classes in the model, each ``Recorded``.
         details: JSON values for the certificate, such as the run and its figures.
         overwrite: replace an earlier bundle.
-        progress: called on rank 0 with the name of what is being written, the amount so far, and the whole amount.
+        progress: called on rank 0 with the name of the current part, the amount so far, and the total.
 
     Returns:
         The manifest, on every rank.
 
     Raises:
-        BundleError: the model cannot be exported, data do not fit, or the bundle does not give the model's logits.
-        DataError: the folder is taken, or cannot be written.
+        BundleError: the model cannot be exported, data do not fit, or the bundle's logits differ from the model's.
+        DataError: the folder exists already, or cannot be written.
     """
     if towers is not None:
-        model = _traced(model, towers, candidate, preprocessor, catalogue, _queries(queries, users))
+        model = _trace(model, towers, candidate, preprocessor, catalogue, _queries(queries, users))
         oov_ids = dict.fromkeys(model.features, -1) | dict(oov_ids or {})
     ranks = ExportRanks()
     live = LiveModel(model, candidate=candidate, also=also)
@@ -129,7 +129,7 @@ def export(
                     sync_tree(folder)
             except Exception as error:
                 outcome = error
-        for _ in blocks:  # the other ranks send their rows, even where rank 0 has failed
+        for _ in blocks:  # the other ranks send their rows even if rank 0 failed, so that no rank waits forever
             pass
         outcome = ranks.gathered(outcome)[0]
     if isinstance(outcome, Exception):
@@ -137,7 +137,7 @@ def export(
     return outcome  # type: ignore[no-any-return]
 
 
-def _traced(
+def _trace(
     model: nn.Module,
     towers: Mapping[str, str | Sequence[str]],
     candidate: str | None,
@@ -163,7 +163,7 @@ def _queries(queries: pa.Table | None, users: NamedUsers | None) -> pa.Table:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Puts a model into evaluation mode for the time of the block."""
+    """Puts a model into evaluation mode inside the block."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -175,7 +175,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Runs torch with one thread in the block, so that sums are in one order and vectors equal to the last bit."""
+    """Limits torch to one thread inside the block: a fixed order of sums gives bit-equal vectors."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -185,7 +185,7 @@ def one_thread() -> Iterator[None]:
 
 
 BLOCK_BYTES = 32 * 2**20
-_PATIENCE = timedelta(hours=6)  # timeout of a collective, during which rank 0 writes a whole bundle
+_PATIENCE = timedelta(hours=6)  # timeout of a collective: the others wait while rank 0 writes a whole bundle
 
 
 class _Piece(NamedTuple):
@@ -201,7 +201,7 @@ class _Piece(NamedTuple):
 class ExportRanks:
     """The ranks of an export, with a process group of their own; one rank without ``torch.distributed``.
 
-    Every rank makes one and calls each method alike.
+    Every rank creates one and calls each method in the same order.
     """
 
     def __init__(self) -> None:
@@ -218,7 +218,7 @@ class ExportRanks:
         return values
 
     def moved(self, tensor: Tensor, source: int) -> Tensor:
-        """Sends a tensor of rank ``source`` to rank 0, which passes one of the same shape and returns it filled."""
+        """Sends a tensor from rank ``source`` to rank 0; rank 0 passes a buffer of its shape and returns it filled."""
         if source == 0 or self.rank not in (0, source):
             return tensor
         if self.rank == 0:
@@ -229,14 +229,14 @@ class ExportRanks:
 
 
 class LiveWeights:
-    """Gathers tables, block by block so that none need fit into memory, and dense weights of a model on rank 0.
+    """Gathers a model's dense weights on rank 0, and its tables block by block, because they may exceed the memory.
 
     Args:
         model: model from ``hybrid_parallel``, in any DistributedModelParallel, or unsharded.
-        ranks: ranks of the export, all of which make one and iterate alike.
+        ranks: ranks of the export; all of them create one and iterate alike.
 
     Attributes:
-        tables: whole shape of each table by name, alike on every rank.
+        tables: full shape of each table by name, equal on every rank.
     """
 
     def __init__(self, model: nn.Module, ranks: ExportRanks) -> None:
@@ -244,12 +244,12 @@ class LiveWeights:
         self._shards: dict[str, list[Shard]] = {}
         for shard in local_shards(model):
             self._shards.setdefault(shard.config.name, []).append(shard)
-        held = {name: [_piece(ranks.rank, shard) for shard in shards] for name, shards in self._shards.items()}
+        local_pieces = {name: [_piece(ranks.rank, shard) for shard in shards] for name, shards in self._shards.items()}
         kinds = {
             name: Shape((shards[0].config.num_embeddings, shards[0].config.embedding_dim), shards[0].tensor.dtype)
             for name, shards in self._shards.items()
         }
-        everyone = ranks.gathered((held, kinds))
+        everyone = ranks.gathered((local_pieces, kinds))
         self.tables: dict[str, Shape] = {}
         self._pieces: dict[str, list[_Piece]] = {}
         for pieces, shapes in everyone:
@@ -257,11 +257,11 @@ class LiveWeights:
             for name, more in pieces.items():
                 self._pieces.setdefault(name, []).extend(more)
         self.tables = dict(sorted(self.tables.items()))
-        self._pieces = {name: _once(name, held, self.tables[name]) for name, held in self._pieces.items()}
-        self._dense = _dense_of(model)
+        self._pieces = {name: _choose_pieces(name, pieces, self.tables[name]) for name, pieces in self._pieces.items()}
+        self._dense = _dense_weights(model)
 
     def blocks(self, names: Iterable[str]) -> Iterator[tuple[str, int, Tensor]]:
-        """Yields (table, first row, whole rows), one table and block after the other; rows are valid on rank 0."""
+        """Yields (table, first row, full rows), table by table and block by block; rows are valid on rank 0 only."""
         for name in names:
             for row, rows in self._rows(name):
                 yield name, row, rows
@@ -282,15 +282,15 @@ class LiveWeights:
             yield start, block
 
     def dense(self) -> dict[str, Tensor]:
-        """Returns, on rank 0, all weights and buffers that are in no table, by their names in the unsharded model."""
-        known = self._ranks.gathered(sorted(self._dense))
-        missing = {name for names in known for name in names} - set(known[0])
-        holder = {name: next(rank for rank, names in enumerate(known) if name in names) for name in missing}
-        sent = {name: self._dense[name] for name, rank in holder.items() if rank == self._ranks.rank}
-        whole = dict(self._dense)
-        for weights in self._ranks.gathered(sent):
-            whole |= weights
-        return dict(sorted(whole.items()))
+        """Returns, on rank 0, all weights and buffers outside of tables, by their names in the unsharded model."""
+        names_by_rank = self._ranks.gathered(sorted(self._dense))
+        missing = {name for names in names_by_rank for name in names} - set(names_by_rank[0])
+        holder = {name: next(rank for rank, names in enumerate(names_by_rank) if name in names) for name in missing}
+        own_weights = {name: self._dense[name] for name, rank in holder.items() if rank == self._ranks.rank}
+        weights_by_name = dict(self._dense)
+        for weights in self._ranks.gathered(own_weights):
+            weights_by_name |= weights
+        return dict(sorted(weights_by_name.items()))
 
     def _values(self, name: str, piece: _Piece, first: int, last: int) -> Tensor:
         if piece.rank != self._ranks.rank:
@@ -304,18 +304,18 @@ def _piece(rank: int, shard: Shard) -> _Piece:
     return _Piece(rank, shard.row, shard.column, rows, columns)
 
 
-def _once(name: str, pieces: list[_Piece], shape: Shape) -> list[_Piece]:
-    """Chooses each rectangle of a table from the lowest rank that holds it."""
-    chosen: dict[tuple[int, ...], _Piece] = {}
+def _choose_pieces(name: str, pieces: list[_Piece], shape: Shape) -> list[_Piece]:
+    """Chooses one holder for each rectangle of a table: the lowest rank."""
+    first_holders: dict[tuple[int, ...], _Piece] = {}
     for piece in sorted(pieces):
         if piece.rows and piece.columns:
-            chosen.setdefault(piece[1:], piece)
-    held = sum(piece.rows * piece.columns for piece in chosen.values())
-    assert held == torch.Size(shape.size).numel(), f"table '{name}': {held} numbers of {shape.size} are held"
-    return sorted(chosen.values(), key=lambda piece: piece[1:])
+            first_holders.setdefault(piece[1:], piece)
+    numbers = sum(piece.rows * piece.columns for piece in first_holders.values())
+    assert numbers == torch.Size(shape.size).numel(), f"table '{name}': {numbers} numbers of {shape.size} are held"
+    return sorted(first_holders.values(), key=lambda piece: piece[1:])
 
 
-def _dense_of(model: nn.Module) -> dict[str, Tensor]:
+def _dense_weights(model: nn.Module) -> dict[str, Tensor]:
     unwrapped = get_unwrapped_module(model)
     tables = {
         f"{path}.{key}" if path else key for path, collection in collections(model) for key in collection.state_dict()

@@ -1,6 +1,6 @@
-"""Towers, dense layers and the top NN as ONNX files, each compared with its module before it is handed out.
+"""Towers, dense layers and the top NN as ONNX files, each checked against its module.
 
-PaddedTower is a tower with its tables over padded columns, for which ONNX has operators.
+PaddedTower is a tower with its tables over padded columns: ONNX has no operators for jagged ones.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from torchrec_ext.schema import Jagged, SparseFeature
 
 
 class ExportError(ValueError):
-    """A network cannot be exported, or its file gives other outputs."""
+    """A network cannot be exported, or its ONNX file gives other outputs."""
 
 
 def export_onnx(
     module: nn.Module, examples: Mapping[str, Tensor], path: Path | str, *, tolerance: float = 1e-5
 ) -> float:
-    """Writes a network of dense layers as ONNX, for any number of rows, and runs the file beside it.
+    """Writes a network of dense layers as ONNX, for any number of rows, and compares the outputs of both.
 
-    Tables stay behind: a tower is exported as its ``mlp``, over looked-up rows and dense columns encoder by encoder.
+    Tables are left out: a tower is exported as its ``mlp``, over looked-up rows and dense columns side by side.
 
     Args:
         module: network in evaluation mode.
         examples: inputs by name, in order, each (N, D) with 2 rows or more; inputs of one dimension keep their length.
         path: path of the file.
-        tolerance: greatest difference, absolute or relative, that is allowed.
+        tolerance: greatest allowed difference, absolute or relative.
 
     Returns:
         The greatest absolute difference, over these rows and one more.
@@ -56,20 +56,22 @@ def export_onnx(
     rows = torch.export.Dim("rows", min=2)
     write_onnx(module, examples, tuple({0: rows} if value.dim() > 1 else None for value in examples.values()), path)
     run = open_onnx(path)
-    more = {name: torch.cat([value, value[:1]]) if value.dim() > 1 else value for name, value in examples.items()}
-    return max(_difference(module, run, given, path, tolerance) for given in (examples, more))
+    longer_examples = {
+        name: torch.cat([value, value[:1]]) if value.dim() > 1 else value for name, value in examples.items()
+    }
+    return max(_difference(module, run, inputs, path, tolerance) for inputs in (examples, longer_examples))
 
 
 def export_top(projection: Projection, path: Path | str, *, query_widths: Sequence[int] | None = None) -> float:
-    """Writes the layers of a pair, ``query`` (Hq,) and ``candidates`` (N, width) to ``output`` (N,), as ONNX.
+    """Writes the layers for pairs as ONNX: ``query`` (Hq,) and ``candidates`` (N, width) to ``output`` (N,).
 
     Args:
         projection: projection of the interaction.
         path: path of the file.
-        query_widths: D of each query tower, for an interaction that is not projected: its query is their outputs.
+        query_widths: D of each query tower. Needed without a projection: the query is then their outputs.
 
     Raises:
-        ExportError: see :func:`export_onnx`; or such an interaction without ``query_widths``.
+        ExportError: see :func:`export_onnx`; or ``query_widths`` is missing.
     """
     if projection.query_width is None and query_widths is None:
         raise ExportError(
@@ -92,7 +94,7 @@ class _Score(nn.Module):
 
 
 class _Pairs(nn.Module):
-    """The whole interaction; its ``score_all`` runs in blocks, whose number would be fixed in the file."""
+    """The whole interaction by ``forward``; ``score_all`` would fix its number of blocks in the file."""
 
     def __init__(self, projection: Projection, widths: Sequence[int]) -> None:
         super().__init__()
@@ -107,14 +109,14 @@ class _Pairs(nn.Module):
 def write_onnx(
     module: nn.Module, examples: Mapping[str, Tensor], dynamic: Any, path: Path | str, *, external: bool = False
 ) -> None:
-    """Writes a network as ONNX, without comparing its outputs.
+    """Writes a network as ONNX, without comparing outputs.
 
     Args:
         module: network in evaluation mode.
         examples: inputs by name, in order.
         dynamic: ``dynamic_shapes`` of :func:`torch.export.export`.
         path: path of the file.
-        external: write the weights to ``PATH.data``, since an ONNX file holds at most 2 GB.
+        external: write the weights to ``PATH.data``, because an ONNX file holds at most 2 GB.
 
     Raises:
         ExportError: ONNX lacks a layer.
@@ -134,12 +136,12 @@ def write_onnx(
                 dynamic_shapes=dynamic,
                 verbose=False,
             )
-            for node in program.model.graph.all_nodes():  # each has the stack it was traced in, with local paths
+            for node in program.model.graph.all_nodes():  # removes the stack traces, which contain local paths
                 node.metadata_props.clear()
             program.save(str(path), external_data=external)
     except Exception as error:
         cause: BaseException = error
-        while cause.__cause__ is not None:  # torch's own message begins with advice to its developers
+        while cause.__cause__ is not None:  # the root cause, without torch's advice to its developers
             cause = cause.__cause__
         first = (str(cause).strip().splitlines() or [""])[0][:300]
         raise ExportError(
@@ -151,7 +153,7 @@ def open_onnx(path: Path | str) -> Callable[[Mapping[str, NDArray[Any]]], NDArra
     """Opens an ONNX file on the CPU; returns a function from inputs by name to the output.
 
     Raises:
-        ExportError: ONNX Runtime refuses the file, or later the inputs.
+        ExportError: ONNX Runtime refuses the file, or an input of a later call.
     """
     import onnxruntime
 
@@ -162,12 +164,12 @@ def open_onnx(path: Path | str) -> Callable[[Mapping[str, NDArray[Any]]], NDArra
             raise ExportError(f"'{path}': ONNX Runtime refuses it: {str(error).strip()[:300]}") from error
 
     session = checked(onnxruntime.InferenceSession, str(path), providers=["CPUExecutionProvider"])
-    return lambda given: checked(session.run, None, dict(given))[0]
+    return lambda inputs: checked(session.run, None, dict(inputs))[0]
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences the exporter's warnings about optional packages and names of axes."""
+    """Silences the exporter's warnings about optional packages and axis names."""
     logger = logging.getLogger("torch.onnx")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -180,18 +182,22 @@ def _quiet() -> Iterator[None]:
 
 
 def _difference(
-    module: nn.Module, run: Callable[..., NDArray[Any]], given: Mapping[str, Tensor], path: Path | str, tolerance: float
+    module: nn.Module,
+    run: Callable[..., NDArray[Any]],
+    inputs: Mapping[str, Tensor],
+    path: Path | str,
+    tolerance: float,
 ) -> float:
     with torch.inference_mode():
-        expected = module(*given.values()).numpy()
-    outputs = run({name: value.numpy() for name, value in given.items()})
+        expected = module(*inputs.values()).numpy()
+    outputs = run({name: value.numpy() for name, value in inputs.items()})
     if outputs.shape != expected.shape or not np.allclose(outputs, expected, rtol=tolerance, atol=tolerance):
         raise ExportError(f"'{path}': ONNX Runtime answers {outputs.ravel()[:3]}, the network {expected.ravel()[:3]}")
     return float(np.abs(outputs - expected).max())
 
 
 def require_onnx() -> None:
-    """Raises ValueError where a package of the extra ``onnx`` is missing."""
+    """Raises ValueError if a package of the extra ``onnx`` is missing."""
     for package in ("onnx", "onnxscript", "onnxruntime"):
         try:
             __import__(package)
@@ -200,7 +206,7 @@ def require_onnx() -> None:
 
 
 PAD = -1
-# Classes whose computation is known here; sequence encoders and further classes are not.
+# PaddedTower can compute these classes, but no sequence encoders or classes of users.
 EXPORTABLE = (Tower.__name__, NCFTower.__name__)
 
 
@@ -224,12 +230,12 @@ class Input:
 class PaddedTower(nn.Module):
     """Computes a :class:`Tower` in evaluation from one padded tensor per column, not from a KeyedJaggedTensor.
 
-    A feature of one id is (B,); a list is (B, L), with -1 after its ids. Any other id without a row in the table takes
-    the feature's out-of-vocabulary row, as in a bundle's requests. Tables that several towers read are in each of them.
+    A feature of one id is (B,). A list is (B, L), with -1 after its ids. Any other id outside of the table takes the
+    feature's out-of-vocabulary row, as in a bundle's requests. Tables shared by several towers are copied into each.
 
     Args:
         encoder: encoder with the tower and its weights.
-        name: name of the tower, which is of a class in ``EXPORTABLE``.
+        name: name of the tower; its class must be in ``EXPORTABLE``.
     """
 
     def __init__(self, encoder: RowEncoder, name: str) -> None:
@@ -237,17 +243,19 @@ class PaddedTower(nn.Module):
         tower: Any = encoder.model.towers[name]
         self._tables: list[EmbeddingBagConfig] = [*tower.bags, *tower.lists]
         names = {table.name for table in self._tables}
-        held = {table: weight for table, _, weight in values_by_table(encoder.model) if table in names}
-        rows = [_with_unseen(weight.detach(), table, encoder) for table, weight in held.items()]
+        weights_by_table = {table: weight for table, _, weight in values_by_table(encoder.model) if table in names}
+        rows = [_with_unseen(weight.detach(), table, encoder) for table, weight in weights_by_table.items()]
         self.weights = nn.ParameterList(nn.Parameter(weight, requires_grad=False) for weight in rows)
-        self._indices = {table: index for index, table in enumerate(held)}
+        self._indices = {table: index for index, table in enumerate(weights_by_table)}
         self._weighted: dict[str, str] = tower.weights
         self._dense: list[str] = list(tower.dense)
         self.attention = tower.attention
         self.compress, self.mlp = tower.compress, tower.mlp
         self.out_features = int(tower.out_features)
-        known = {feature.name: feature for feature in encoder.columns.schema.sparse}
-        self._features = {feature: known[feature] for table in self._tables for feature in table.feature_names}
+        features_by_name = {feature.name: feature for feature in encoder.columns.schema.sparse}
+        self._features = {
+            feature: features_by_name[feature] for table in self._tables for feature in table.feature_names
+        }
         self._listed = {name: encoder.listed(feature) for name, feature in self._features.items()}
         self.inputs = [*self._ids(), *(Input(column, ("B",), "float32", "a number") for column in self._dense)]
         self.eval()
@@ -271,52 +279,53 @@ class PaddedTower(nn.Module):
 
     def forward(self, *columns: Tensor) -> Tensor:
         """Returns (B, D) outputs from the columns, in the order of ``inputs``."""
-        given = dict(zip((each.name for each in self.inputs), columns, strict=True))
+        columns_by_name = dict(zip((each.name for each in self.inputs), columns, strict=True))
         pools = iter(() if self.attention is None else self.attention.pools)
-        pooled = []
+        pooled_rows = []
         for table in self._tables:
             for name in table.feature_names:
                 rows = embedding(
-                    _known(given[name], self._features[name]), self.weights[self._indices[table.name]]
+                    _replace_unknown(columns_by_name[name], self._features[name]),
+                    self.weights[self._indices[table.name]],
                 ).float()
                 if isinstance(table, EmbeddingBagConfig):
-                    pooled.append(self._pooled(name, table.pooling, rows, given))
+                    pooled_rows.append(self._pool(name, table.pooling, rows, columns_by_name))
                 else:
-                    pooled.append(_attended(next(pools), *self._bags(name, rows, given[name])))
-        row = torch.cat([*pooled, *(given[name][:, None] for name in self._dense)], dim=1)
+                    pooled_rows.append(_attend(next(pools), *self._bags(name, rows, columns_by_name[name])))
+        row = torch.cat([*pooled_rows, *(columns_by_name[name][:, None] for name in self._dense)], dim=1)
         return self.mlp(row if self.compress is None else self.compress(row))  # type: ignore[no-any-return]
 
     def _bags(self, name: str, rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (B, L, D) rows, and (B, L) whether an entry is not padding."""
+        """Returns (B, L, D) rows, and a mask (B, L), False for padding."""
         if self._listed[name]:
             return rows, ids != PAD
         return rows[:, None], torch.ones_like(ids, dtype=torch.bool)[:, None]
 
-    def _pooled(self, name: str, pooling: PoolingType, rows: Tensor, given: Mapping[str, Tensor]) -> Tensor:
+    def _pool(self, name: str, pooling: PoolingType, rows: Tensor, columns_by_name: Mapping[str, Tensor]) -> Tensor:
         if not self._listed[name]:  # a bag of one is its row
             return rows
-        there = given[name] != PAD
-        weights = given[self._weighted[name]] if name in self._weighted else torch.ones_like(rows[..., 0])
-        pooled = (rows * torch.where(there, weights, 0.0)[..., None]).sum(dim=1)
-        return pooled / there.sum(dim=1).clamp(min=1)[:, None] if pooling == PoolingType.MEAN else pooled
+        is_id = columns_by_name[name] != PAD
+        weights = columns_by_name[self._weighted[name]] if name in self._weighted else torch.ones_like(rows[..., 0])
+        pooled = (rows * torch.where(is_id, weights, 0.0)[..., None]).sum(dim=1)
+        return pooled / is_id.sum(dim=1).clamp(min=1)[:, None] if pooling == PoolingType.MEAN else pooled
 
     def columns(self, read: Read) -> dict[str, Tensor]:
-        """Returns the inputs for rows that were read, lists padded to the longest."""
+        """Converts parsed rows into inputs, with lists padded to the longest."""
         columns: dict[str, Tensor] = {}
         for name, listed in self._listed.items():
             bags = read.sparse[name]
             if not listed:
                 columns[name] = bags.values
                 continue
-            columns[name] = _padded(bags.values, bags, PAD)
+            columns[name] = _pad(bags.values, bags, PAD)
             if name in self._weighted:
                 assert bags.weights is not None, "a feature with weights was read with them"
-                columns[self._weighted[name]] = _padded(bags.weights, bags, 0)
+                columns[self._weighted[name]] = _pad(bags.weights, bags, 0)
         return {each.name: columns.get(each.name, read.dense.get(each.name)) for each in self.inputs}  # type: ignore[misc]
 
 
 def shapes_of(inputs: list[Input]) -> tuple[Any, ...]:
-    """Returns the ``dynamic_shapes`` of a :class:`PaddedTower`, one letter for each axis."""
+    """Returns the ``dynamic_shapes`` of a :class:`PaddedTower`: one dimension per axis letter."""
     letters = {letter: torch.export.Dim(letter, min=2) for each in inputs for letter in each.shape}
     return (tuple({axis: letters[letter] for axis, letter in enumerate(each.shape)} for each in inputs),)
 
@@ -331,10 +340,10 @@ def example_of(inputs: list[Input]) -> dict[str, Tensor]:
 
 
 def _with_unseen(weight: Tensor, table: str, encoder: RowEncoder) -> Tensor:
-    """Returns a table's rows, with the out-of-vocabulary row in the place of those that no training row has read.
+    """Replaces a table's unseen rows by the out-of-vocabulary row; returns the rows.
 
     Raises:
-        ValueError: several features read the table, and not all of them have seen the same ids.
+        ValueError: several features read the table, but their unseen ids differ.
     """
     columns = encoder.columns
     features = [feature for feature in columns.schema.sparse if table in feature.tables]
@@ -350,18 +359,18 @@ def _with_unseen(weight: Tensor, table: str, encoder: RowEncoder) -> Tensor:
     return rows
 
 
-def _known(ids: Tensor, feature: SparseFeature) -> Tensor:
+def _replace_unknown(ids: Tensor, feature: SparseFeature) -> Tensor:
     return torch.where((ids < 0) | (ids >= feature.num_embeddings), feature.oov_id, ids)
 
 
-def _attended(pool: AttentionPooling, rows: Tensor, there: Tensor) -> Tensor:
+def _attend(pool: AttentionPooling, rows: Tensor, is_id: Tensor) -> Tensor:
     """Returns (B, D) pooled rows as :class:`AttentionPooling` does, from padded rows (B, L, D)."""
-    scores = pool.score(rows).squeeze(-1).masked_fill(~there, -torch.inf)
-    weights = torch.where(there, torch.exp(scores - scores.amax(dim=1, keepdim=True)), 0.0)
+    scores = pool.score(rows).squeeze(-1).masked_fill(~is_id, -torch.inf)
+    weights = torch.where(is_id, torch.exp(scores - scores.amax(dim=1, keepdim=True)), 0.0)
     return (weights[..., None] * rows).sum(dim=1) / weights.sum(dim=1).clamp(min=1)[:, None]
 
 
-def _padded(values: Tensor, bags: Jagged, filler: float) -> Tensor:
+def _pad(values: Tensor, bags: Jagged, filler: float) -> Tensor:
     """Returns the values of bags padded to (B, L), L the longest and at least 1."""
     assert bags.lengths is not None, "a list was read with its lengths"
     lengths = bags.lengths.long()

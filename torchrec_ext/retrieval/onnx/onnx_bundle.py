@@ -1,7 +1,7 @@
-"""export_bundle(): a bundle's towers and top NN as ONNX files that onnxruntime and numpy alone can run.
+"""export_bundle(): a bundle's towers and top NN as ONNX files; running them needs only onnxruntime and numpy.
 
-The files are compared with the bundle on the rows of its audit; a README beside them lists inputs and outputs and has a
-program that recommends with them.
+The files are compared with the bundle on the rows of its audit. A README next to them lists inputs and outputs and has
+an example program.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from torchrec_ext.schema.validation import listed
 
 NAME = "onnx.json"
 TOP = "top"
-TOLERANCE = 1e-4  # of an output, relative to the greatest, or to 1: another runtime sums in another order
-_SINGLE = 8  # rows that are also run one by one
+TOLERANCE = 1e-4  # of the greatest output, or of 1: another runtime sums in another order
+_SINGLE = 8  # rows to run also one by one
 
 
 def check_onnx(bundle: Bundle, folder: Path | str) -> dict[str, float]:
     """Compares the files of a folder with the bundle on the rows of its audit.
 
     Returns:
-        The greatest difference of each tower and of ``top``, whose logits are made by the files alone.
+        The greatest difference of each tower and of ``top``; the logits of ``top`` come from the files alone.
 
     Raises:
         ExportError: a difference is beyond 1e-4; the message names the tower.
@@ -57,39 +57,42 @@ def check_onnx(bundle: Bundle, folder: Path | str) -> dict[str, float]:
     description = read_json(folder / NAME)
     pairs, logits = audits.Audit.open(bundle.folder)
     outputs: dict[str, Tensor] = {}
-    apart: dict[str, float] = {}
-    for encoder, name, read in audited_towers(bundle, pairs):
-        expected = encoder.outputs(read)[list(encoder.model.towers).index(name)]
+    differences: dict[str, float] = {}
+    for encoder, name, audit_rows in audited_towers(bundle, pairs):
+        expected = encoder.outputs(audit_rows)[list(encoder.model.towers).index(name)]
         outputs[name] = expected
         if name in description["towers"]:
             path = folder / description["towers"][name]["file"]
-            outputs[name], apart[name] = _check_tower(
-                f"tower '{name}'", path, PaddedTower(encoder, name).columns(read), expected
+            outputs[name], differences[name] = _check_tower(
+                f"tower '{name}'", path, PaddedTower(encoder, name).columns(audit_rows), expected
             )
     if TOP in description:
-        apart[TOP] = _check_top(bundle, folder, description, outputs, logits)
-    return apart
+        differences[TOP] = _check_top(bundle, folder, description, outputs, logits)
+    return differences
 
 
 def audited_towers(bundle: Bundle, pairs: audits.Audit) -> list[tuple[RowEncoder, str, Read]]:
-    """Returns each tower's encoder and name, and the audit's rows as the encoder reads them."""
+    """Returns each tower's encoder and name, and the audit's rows parsed by the encoder."""
     tables = (pairs.queries.to_pydict(), pairs.candidates.to_pydict())
     return [
-        (encoder, name, read)
+        (encoder, name, audit_rows)
         for encoder, rows in zip(bundle.encoders, tables, strict=True)
-        for read in (encoder.read(rows),)
+        for audit_rows in (encoder.read(rows),)
         for name in encoder.model.towers
     ]
 
 
 def _check_tower(what: str, path: Path, columns: Mapping[str, Tensor], expected: Tensor) -> tuple[Tensor, float]:
-    """Returns a file's outputs for all rows, and how far these and those of single rows are from ``expected``."""
+    """Returns a file's outputs for all rows, and their greatest difference from ``expected``, single rows included."""
     run = open_onnx(path)
     inputs = {name: value.numpy() for name, value in columns.items()}
     outputs = run(inputs)
-    singly = [run({name: value[row : row + 1] for name, value in inputs.items()}) for row in range(_SINGLE)]
-    apart = max(_apart(what, path, outputs, expected), _apart(what, path, np.concatenate(singly), expected[:_SINGLE]))
-    return torch.from_numpy(outputs), apart
+    single_outputs = [run({name: value[row : row + 1] for name, value in inputs.items()}) for row in range(_SINGLE)]
+    difference = max(
+        _check_outputs(what, path, outputs, expected),
+        _check_outputs(what, path, np.concatenate(single_outputs), expected[:_SINGLE]),
+    )
+    return torch.from_numpy(outputs), difference
 
 
 def _check_top(
@@ -99,26 +102,26 @@ def _check_top(
     queries = query({"towers": torch.cat([outputs[name] for name in bundle.query], dim=1).numpy()})
     rows = candidates({"tower": outputs[bundle.candidate].numpy()})
     pairs = [top({"query": user, "candidates": item[None]}) for user, item in zip(queries, rows, strict=True)]
-    apart = _apart(TOP, folder / description[TOP]["file"], np.concatenate(pairs), logits)
+    difference = _check_outputs(TOP, folder / description[TOP]["file"], np.concatenate(pairs), logits)
     many = top({"query": queries[0], "candidates": rows})
     with torch.inference_mode():
         expected = bundle.projection.score(torch.from_numpy(queries[0]), torch.from_numpy(rows))
-    return max(apart, _apart(TOP, folder / description[TOP]["file"], many, expected))
+    return max(difference, _check_outputs(TOP, folder / description[TOP]["file"], many, expected))
 
 
-def _apart(what: str, path: Path, outputs: NDArray[Any], expected: Tensor) -> float:
+def _check_outputs(what: str, path: Path, outputs: NDArray[Any], expected: Tensor) -> float:
     if outputs.shape != tuple(expected.shape):
         raise ExportError(
             f"{what}: {path.name} answers {outputs.shape}, the bundle {tuple(expected.shape)}; export it again"
         )
-    apart = audits.largest_difference(torch.from_numpy(outputs), expected)
+    difference = audits.largest_difference(torch.from_numpy(outputs), expected)
     allowed = audits.tolerance(expected, TOLERANCE)
-    if not apart <= allowed:
+    if not difference <= allowed:
         raise ExportError(
-            f"{what}: {path.name} differs from the bundle by up to {apart:.3g} on {len(expected)} audit rows, at most "
-            f"{allowed:.3g} is rounding; it is of another model, or was changed: export it again"
+            f"{what}: {path.name} differs from the bundle by up to {difference:.3g} on {len(expected)} audit rows, at "
+            f"most {allowed:.3g} is rounding; it is of another model, or was changed: export it again"
         )
-    return apart
+    return difference
 
 
 _HEAD = """# A recommender as ONNX files
@@ -177,27 +180,27 @@ print(np.load("ids.npy")[best].tolist(), scores[best].tolist())
 
 
 def readme(description: Mapping[str, Any]) -> str:
-    """Returns the text of the README beside the files that ``onnx.json`` describes."""
+    """Returns the text of the README for the files described by ``onnx.json``."""
     graphs = {f"tower {name}": graph for name, graph in description["towers"].items()}
     graphs |= {name: description[name] for name in ("query", "candidates", "top") if name in description}
     text = _HEAD.format(bundle=description["bundle"][:12])
     for name, graph in graphs.items():
-        apart = description["differences"].get(name.removeprefix("tower "))
-        shown = "" if apart is None else f"{apart:.1g}"
-        inputs = "; ".join(_shown(each) for each in graph["inputs"])
-        text += f"| {name} | `{graph['file']}` | {inputs} | {_axes(graph['output'])} | {shown} |\n"
+        difference = description["differences"].get(name.removeprefix("tower "))
+        difference_text = "" if difference is None else f"{difference:.1g}"
+        inputs = "; ".join(_describe_input(each) for each in graph["inputs"])
+        text += f"| {name} | `{graph['file']}` | {inputs} | {_axes(graph['output'])} | {difference_text} |\n"
     for file, array in description.get("arrays", {}).items():
         text += f"| {array['meaning']} | `{file}` | | {_axes(array)} | |\n"
     columns = {
-        which: ", ".join(f"`{name}` {kind}" for name, kind in types.items())
-        for which, types in description["raw_columns"].items()
+        side: ", ".join(f"`{name}` {kind}" for name, kind in types.items())
+        for side, types in description["raw_columns"].items()
     }
     text += _LISTS.format(codes=(_CODES if description["preprocessed"] else _RAW).format(**columns))
-    whole = "top" in description and set(description["query_towers"]) <= set(description["towers"])
-    return text + (_PROGRAM if whole else f"\nLeft out: {', '.join(description['skipped'])}.\n")
+    is_complete = "top" in description and set(description["query_towers"]) <= set(description["towers"])
+    return text + (_PROGRAM if is_complete else f"\nLeft out: {', '.join(description['skipped'])}.\n")
 
 
-def _shown(value: Mapping[str, Any]) -> str:
+def _describe_input(value: Mapping[str, Any]) -> str:
     return f"`{value['name']}` {_axes(value)}: {value['meaning']}"
 
 
@@ -207,7 +210,7 @@ def _axes(value: Mapping[str, Any]) -> str:
 
 
 _EXAMPLES, _BLOCK = 8, 65536
-_INLINE = 2**30  # bytes of weights that one file holds; protobuf ends at 2 GiB
+_INLINE = 2**30  # most bytes of weights inside one file; protobuf's limit is 2 GiB
 
 
 def export_bundle(
@@ -215,12 +218,12 @@ def export_bundle(
 ) -> dict[str, Any]:
     """Writes towers, top NN, the candidates' rows and ids, examples, ``onnx.json`` and a README with a program.
 
-    Every file is compared with the bundle on the audit's rows, many at a time and one by one, before the folder takes
-    its name.
+    Every file is compared with the bundle on the audit's rows, in a batch and one by one, before the folder gets its
+    name.
 
     Args:
         bundle: loaded bundle.
-        out: folder to make, outside of the bundle, which would then be refused.
+        out: folder to make, outside of the bundle, because a bundle with further files is refused.
         skip: names of towers to leave out, or ``top``.
         overwrite: replace an earlier result.
 
@@ -228,9 +231,9 @@ def export_bundle(
         The content of ``onnx.json``.
 
     Raises:
-        ExportError: a tower or the top NN cannot be exported, or its file answers otherwise; the message names it.
+        ExportError: a tower or the top NN cannot be exported, or its file gives other outputs; the message names it.
         ValueError: a package is missing, or ``skip`` names none of the bundle's towers.
-        DataError: the folder is taken, or cannot be written.
+        DataError: the folder exists already, or cannot be written.
     """
     require_onnx()
     out = Path(out)
@@ -262,25 +265,25 @@ def export_bundle(
 
 
 def describe_onnx(description: Mapping[str, Any], out: Path) -> str:
-    """Returns lines for a report: what was written, and how far it is from the bundle."""
-    apart = ", ".join(f"{name} {value:.1g}" for name, value in description["differences"].items())
-    left = f"; without {', '.join(description['skipped'])}" if description["skipped"] else ""
+    """Returns lines for a report: the written folder, and its differences from the bundle."""
+    differences = ", ".join(f"{name} {value:.1g}" for name, value in description["differences"].items())
+    omission = f"; without {', '.join(description['skipped'])}" if description["skipped"] else ""
     return (
-        f"onnx: {out} (on {audits.PAIRS} audit rows it differs from the bundle by at most: {apart}{left})\n"
+        f"onnx: {out} (on {audits.PAIRS} audit rows it differs from the bundle by at most: {differences}{omission})\n"
         f"serve it with numpy and onnxruntime: {out / 'README.md'}"
     )
 
 
 def check_exportable(towers: Mapping[str, str], skip: Sequence[str] = ()) -> None:
-    """Refuses towers that cannot be exported, before anything is written.
+    """Refuses towers of unsupported classes, before anything is written.
 
     Args:
         towers: class name of each tower, by the tower's name.
         skip: names of towers to leave out, or ``top``.
 
     Raises:
-        ExportError: a tower is of a class whose computation is not known here, such as a sequence encoder.
-        ValueError: ``skip`` has another name.
+        ExportError: a tower's class is not supported, such as a sequence encoder.
+        ValueError: ``skip`` contains an unknown name.
     """
     wrong = [name for name in skip if name not in (*towers, TOP)]
     if wrong:
@@ -304,8 +307,8 @@ def _write_towers(bundle: Bundle, folder: Path, skip: Sequence[str]) -> dict[str
         tower = PaddedTower(encoder, name)
         file = f"towers/{name if name.isidentifier() else f'{number:03}'}.onnx"
         size = sum(value.numel() * value.element_size() for value in tower.parameters())
-        given = (tower, example_of(tower.inputs), shapes_of(tower.inputs), folder / file)
-        _named(f"tower '{name}'", partial(write_onnx, *given, external=size > _INLINE))
+        arguments = (tower, example_of(tower.inputs), shapes_of(tower.inputs), folder / file)
+        _name_errors(f"tower '{name}'", partial(write_onnx, *arguments, external=size > _INLINE))
         description[name] = {
             "file": file,
             "inputs": [vars(each) for each in tower.inputs],
@@ -321,8 +324,8 @@ def _write_top(bundle: Bundle, folder: Path) -> dict[str, Any]:
     candidate = bundle.encoders[1].width
     rows = {"query": {"towers": torch.randn(4, width)}, "candidates": {"tower": torch.randn(4, candidate)}}
     for method, example in rows.items():
-        _named(TOP, partial(export_onnx, _Half(projection, method), example, folder / f"{method}.onnx"))
-    _named(TOP, partial(export_top, projection, folder / "top.onnx", query_widths=widths))
+        _name_errors(TOP, partial(export_onnx, _Half(projection, method), example, folder / f"{method}.onnx"))
+    _name_errors(TOP, partial(export_top, projection, folder / "top.onnx", query_widths=widths))
     ids = _write_rows(bundle.projected, folder)
     stored = bundle.projected
     query = projection.query_width or width
@@ -358,7 +361,7 @@ def _write_top(bundle: Bundle, folder: Path) -> dict[str, Any]:
 
 
 def _write_rows(stored: EmbeddingStore, folder: Path) -> NDArray[Any]:
-    """Writes the catalogue's rows and ids as plain arrays, and returns the ids."""
+    """Writes the catalogue's rows and ids as plain arrays; returns the ids."""
     shape = (len(stored), stored.width)
     rows = np.lib.format.open_memmap(folder / "candidates.npy", mode="w+", dtype=np.float32, shape=shape)
     for start in range(0, len(stored), _BLOCK):
@@ -383,18 +386,20 @@ class _Half(nn.Module):
 
 
 def _write_examples(bundle: Bundle, folder: Path, description: Mapping[str, Any]) -> None:
-    """Writes ``TOWER.INPUT`` and ``TOWER.output`` of the first rows of the audit, and the ``logits`` of these pairs."""
+    """Writes ``TOWER.INPUT`` and ``TOWER.output`` of the audit's first rows, and the ``logits`` of these pairs."""
     pairs, logits = audits.Audit.open(bundle.folder)
     arrays: dict[str, Any] = {"logits": logits[:_EXAMPLES].numpy()}
-    for encoder, name, read in audited_towers(bundle, pairs):
+    for encoder, name, audit_rows in audited_towers(bundle, pairs):
         if name in description["towers"]:
-            columns = PaddedTower(encoder, name).columns(read)
+            columns = PaddedTower(encoder, name).columns(audit_rows)
             arrays |= {f"{name}.{column}": value[:_EXAMPLES].numpy() for column, value in columns.items()}
-            arrays[f"{name}.output"] = encoder.outputs(read)[list(encoder.model.towers).index(name)][:_EXAMPLES].numpy()
+            arrays[f"{name}.output"] = encoder.outputs(audit_rows)[list(encoder.model.towers).index(name)][
+                :_EXAMPLES
+            ].numpy()
     np.savez(folder / "examples.npz", **arrays)
 
 
-def _named(what: str, export: Callable[[], object]) -> None:
+def _name_errors(what: str, export: Callable[[], object]) -> None:
     try:
         export()
     except ExportError as error:
