@@ -49,7 +49,10 @@ _TABLE_FIELDS = ("name", "feature_names", "num_embeddings", "embedding_dim", "da
 # About a table's initial values, which its weights replace.
 _INITIAL = ("init_fn", "weight_init_max", "weight_init_min")
 _REPEATED = ("layers", "tasks", "heads")  # arguments that set a number of submodules
-_MOST_REPEATED, _WIDEST, _LONGEST, _DEEPEST = 256, 2**24, 4096, 16
+_MOST_REPEATED = 256
+_WIDEST = 2**24
+_LONGEST = 4096
+_DEEPEST = 16
 _MOST_ROWS = 2**48
 
 
@@ -128,6 +131,7 @@ def _describe_value(where: str, value: Any, also: Sequence[type[nn.Module]]) -> 
 
 
 def _describe_table(where: str, table: EmbeddingBagConfig | EmbeddingConfig) -> dict[str, Any]:
+    # A fresh config has every field's default: a field with another value would be lost in the description.
     plain = type(table)(num_embeddings=1, embedding_dim=1, feature_names=[])
     for field in dataclasses.fields(table):
         if field.name not in (*_TABLE_FIELDS, *_INITIAL) and getattr(table, field.name) != getattr(plain, field.name):
@@ -180,7 +184,8 @@ def _construct(where: str, name: str, arguments: dict[str, Any], classes: Mappin
     try:
         if name in _TABLES:
             arguments["data_type"] = DataType(arguments["data_type"])
-            arguments |= {"pooling": PoolingType(arguments["pooling"])} if "pooling" in arguments else {}
+            if "pooling" in arguments:
+                arguments["pooling"] = PoolingType(arguments["pooling"])
         elif "device" in inspect.signature(kind).parameters:
             arguments["device"] = torch.device("meta")
         with torch.device("meta"):
@@ -194,7 +199,11 @@ def _construct(where: str, name: str, arguments: dict[str, Any], classes: Mappin
 def _check_sizes(where: str, arguments: Mapping[str, Any], *, table: bool) -> None:
     for key, value in arguments.items():
         numbers = value if isinstance(value, list) else [value]
-        most = _MOST_ROWS if table and key == "num_embeddings" else _MOST_REPEATED if key in _REPEATED else _WIDEST
+        most = _WIDEST
+        if table and key == "num_embeddings":
+            most = _MOST_ROWS
+        elif key in _REPEATED:
+            most = _MOST_REPEATED
         for number in numbers:
             if isinstance(number, int) and abs(number) > most:
                 raise BundleError(
@@ -262,7 +271,8 @@ class Int8Table(nn.Module):
 
     def __init__(self, holder: nn.Module, rows: Tensor, scales: Tensor) -> None:
         super().__init__()
-        self.weight, self.scales = nn.Parameter(rows, requires_grad=False), scales
+        self.weight = nn.Parameter(rows, requires_grad=False)
+        self.scales = scales
         self._mode: str | None = holder.mode if isinstance(holder, nn.EmbeddingBag) else None
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -300,12 +310,14 @@ def map_tables(folder: Path, model: nn.Module, files: Mapping[str, str]) -> None
     Raises:
         BundleError: a file is of another table.
     """
+    # A list, because _replace() changes the modules that values_by_table() walks through.
     for name, holder, weight in list(values_by_table(model)):
         if name not in files:
             raise BundleError(f"{folder}: table '{name}' has no file; export the bundle again")
         path = folder / files[name]
         tensors = read_tensors(path)
-        rows, scales = tensors.get("weight"), tensors.get("scale")
+        rows = tensors.get("weight")
+        scales = tensors.get("scale")
         if rows is not None and scales is not None and _is_int8(rows, scales, weight):
             _replace(model, holder, Int8Table(holder, rows, scales))
             continue
@@ -319,8 +331,9 @@ def map_tables(folder: Path, model: nn.Module, files: Mapping[str, str]) -> None
 
 
 def _is_int8(rows: Tensor, scales: Tensor, weight: Tensor) -> bool:
-    fits = (rows.shape, scales.shape) == (weight.shape, weight.shape[:1])
-    return fits and (rows.dtype, scales.dtype) == (torch.int8, torch.float32)
+    if rows.shape != weight.shape or scales.shape != weight.shape[:1]:
+        return False
+    return rows.dtype == torch.int8 and scales.dtype == torch.float32
 
 
 def _replace(model: nn.Module, holder: nn.Module, table: Int8Table) -> None:

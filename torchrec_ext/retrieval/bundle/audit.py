@@ -104,11 +104,9 @@ class LiveModel:
     def of_tower(self, name: str, dense: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Selects a tower's weights from the model's, by their names in the tower."""
         if isinstance(self.module, NextItemModel):
-            return (
-                {}
-                if name == self.candidate
-                else {key: value for key, value in dense.items() if key.startswith(_ENCODER)}
-            )
+            if name == self.candidate:
+                return {}
+            return {key: value for key, value in dense.items() if key.startswith(_ENCODER)}
         prefix = f"towers.{name}."
         return {key.removeprefix(prefix): value for key, value in dense.items() if key.startswith(prefix)}
 
@@ -168,12 +166,14 @@ class Audit:
         """Chooses pairs evenly over both tables, including the last row of each; equal on every rank."""
         rows = np.linspace(0, len(queries) - 1, pairs).round().astype(np.int64)
         positions = np.linspace(0, len(candidates) - 1, pairs).round().astype(np.int64)
+        # Shuffled, so that early queries do not always meet early items; a fixed seed, so that every rank agrees.
         mixed = positions[np.random.default_rng(0).permutation(pairs)]
         return cls(queries.take(pa.array(rows)), candidates.take(pa.array(mixed)), mixed, ids.ids(mixed))
 
     def of_model(self, live: LiveModel, query: Columns, candidate: Columns) -> Tensor:
         """Returns (P,) logits of the trained model. If it is sharded, call this on every rank."""
-        queries, candidates = query.read(self.queries.to_pydict()), candidate.read(self.candidates.to_pydict())
+        queries = query.read(self.queries.to_pydict())
+        candidates = candidate.read(self.candidates.to_pydict())
         batch = live.schema().assemble(
             {**queries.sparse, **candidates.sparse},
             {**queries.dense, **candidates.dense},
@@ -232,8 +232,9 @@ def check_logits(where: str, values: Tensor, expected: Tensor, remedy: str, shar
     Raises:
         BundleError: the difference is beyond the tolerance, ``share`` of the greatest.
     """
-    difference, allowed = largest_difference(values, expected), tolerance(expected, share)
-    if not difference <= allowed:
+    difference = largest_difference(values, expected)
+    allowed = tolerance(expected, share)
+    if not difference <= allowed:  # unlike `>`, this also raises for NaN
         raise BundleError(
             f"{where}: {len(expected)} logits differ by up to {difference:.3g}, at most {allowed:.3g} is rounding; "
             f"{remedy}"
@@ -262,7 +263,9 @@ def check_store(where: Path, store: EmbeddingStore, audit: Audit, vectors: Tenso
             f"{audit.positions[pair]}: the id map is of another catalogue; write the store with this catalogue, and "
             "export the bundle again"
         )
-    lost, most = float(lost), greatest_loss(vectors, store.dtype)
+    lost = float(lost)
+    most = greatest_loss(vectors, store.dtype)
+    # `lost` comes from the manifest: a forged, large value would let any store pass the comparison below.
     if not 0 <= lost <= 1.01 * most + tolerance(vectors):
         raise BundleError(
             f"{where}: its manifest says that {store.dtype} lost {lost:.3g} of a number, where rounding loses "

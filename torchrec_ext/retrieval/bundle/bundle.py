@@ -35,7 +35,10 @@ from torchrec_ext.retrieval.store.store import LIVE, SCALES, EmbeddingStore
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.sealed import existing_folder
 
-STORE, PROJECTED, USERS, ITEMS = "store", "projected", "users", "items.arrow"
+STORE = "store"
+PROJECTED = "projected"
+USERS = "users"
+ITEMS = "items.arrow"
 _ANEW = "export the bundle again"
 _BLOCK = 2**20  # numbers checked at a time, so that temporaries stay in the cache
 
@@ -61,9 +64,11 @@ class Bundle:
 
     def __init__(self, folder: Path, manifest: Manifest, *, verify: bool, also: Sequence[type[nn.Module]] = ()) -> None:
         """See :meth:`load`."""
-        self.folder, self.manifest = folder, manifest
+        self.folder = folder
+        self.manifest = manifest
         self.architecture = Architecture.open(folder)
-        self.query, self.candidate = self.architecture.query, self.architecture.candidate
+        self.query = self.architecture.query
+        self.candidate = self.architecture.candidate
         self._check_towers()
         preprocessor = open_preprocessor(folder)
         self._query = open_encoder(folder, self.architecture, self.query, preprocessor, also)
@@ -75,9 +80,9 @@ class Bundle:
         if (folder / PROJECTED).is_dir():
             self.projected = self._open_store(PROJECTED, self.projection_digest, self.projection.width)
         self.items = ItemTable(read_table(folder / ITEMS))
-        self.users = (
-            UserTable.open(folder / USERS, manifest.content["users"]["key"]) if manifest.content.get("users") else None
-        )
+        self.users: UserTable | None = None
+        if manifest.content.get("users"):
+            self.users = UserTable.open(folder / USERS, manifest.content["users"]["key"])
         self._check_catalogue()
         self.index = open_index(folder, manifest, self.projection, self.store, self.projected)
         if verify:
@@ -202,7 +207,8 @@ class Bundle:
             )
 
     def _open_store(self, name: str, tower: str, width: int) -> EmbeddingStore:
-        store, entry = EmbeddingStore.open(self.folder / name), self.manifest.content[name]
+        store = EmbeddingStore.open(self.folder / name)
+        entry = self.manifest.content[name]
         where = self.folder / name
         if store.tower != tower:
             raise BundleError(
@@ -296,6 +302,7 @@ def _first_nonfinite_row(values: Tensor) -> int | None:
     step = max(1, _BLOCK // max(1, rows.shape[1]))
     for start in range(0, len(rows), step):
         block = rows[start : start + step]
+        # One pass, and no mask in memory: a NaN anywhere makes both extremes NaN.
         if block.numel() and not torch.isfinite(torch.stack(torch.aminmax(block))).all():
             return start + int((~torch.isfinite(block)).any(dim=1).int().argmax())
     return None
@@ -319,11 +326,17 @@ def _check_users(
                     f"to {bounds['max']} and {values.null_count} nulls; must be 0 to {items - 1}, of the {items:,} "
                     f"items; {_ANEW}"
                 )
-    odd_rows = {row for name, column in users.features() if name in query.request_columns for row in _odd_rows(column)}
+    # Reading all users would be slow, and one row of each special kind is refused just like the others of its kind.
+    odd_rows: set[int] = set()
+    for name, column in users.features():
+        if name in query.request_columns:
+            odd_rows |= set(_odd_rows(column))
     for row in sorted(odd_rows):
-        who, table_row = f"user {users.ids.ids([row])[0]} (row {row})" if row < len(users) else "", row
+        who = f"user {users.ids.ids([row])[0]} (row {row})" if row < len(users) else ""
+        table_row = row
         if row == len(users):
-            who, table_row = "the user of whom nothing is known", -1
+            who = "the user of whom nothing is known"
+            table_row = -1
         try:
             query.read({**context, **users.rows([table_row])})
         except (ValueError, TypeError, OverflowError) as error:
@@ -366,7 +379,9 @@ def _special_masks(values: Any) -> Iterator[tuple[str, Any]]:
 
 def _row_of(chunk: Any, index: int) -> int:
     """Returns the row of a value in a chunk of values or lists."""
-    return int(pc.list_parent_indices(chunk)[index].as_py()) if _is_list(chunk) else index
+    if _is_list(chunk):
+        return int(pc.list_parent_indices(chunk)[index].as_py())
+    return index
 
 
 def _is_list(chunk: Any) -> bool:

@@ -55,9 +55,10 @@ class PlainTower:
 
     def __init__(self, tower: Tower) -> None:
         bags: Any = {} if tower.embeddings is None else tower.embeddings.embedding_bags
-        self._tables = [
-            (name, bags[table.name], _MODES[table.pooling]) for table in tower.bags for name in table.feature_names
-        ]
+        self._tables: list[tuple[str, Any, str]] = []
+        for table in tower.bags:
+            for name in table.feature_names:
+                self._tables.append((name, bags[table.name], _MODES[table.pooling]))
         self._dense = tower.dense
         self._compress = tower.compress
         self._mlp = tower.mlp
@@ -123,7 +124,9 @@ def _numpy_layer(layer: nn.Module) -> _Layer | None:
         return lambda row: weight.dot(row) + bias
     if type(layer) is nn.ReLU:
         return lambda row: np.maximum(row, 0)
-    return (lambda row: row) if type(layer) in (nn.Dropout, nn.Identity) else None  # in evaluation
+    if type(layer) in (nn.Dropout, nn.Identity):  # identities in evaluation
+        return lambda row: row
+    return None
 
 
 def is_plain(tower: nn.Module) -> bool:
@@ -135,7 +138,8 @@ def _look_up(table: nn.Module, bags: Jagged, mode: str) -> Tensor:
     """Returns (B, D) pooled rows."""
     weight: Any = table.weight
     if isinstance(table, Int8Table):
-        weight, bags = table.rows(bags.values), Jagged(torch.arange(len(bags.values)), bags.lengths)
+        weight = table.rows(bags.values)
+        bags = Jagged(torch.arange(len(bags.values)), bags.lengths)
     if bags.lengths is None:  # a bag of one is its row
         return embedding(bags.values, weight)
     if len(bags.lengths) == 1:
@@ -200,6 +204,7 @@ class Architecture:
         """
         values = read_json(folder / ARCHITECTURE)
         try:
+            # The types are checked here, once, because the file may come from anybody and later code relies on them.
             towers = {str(name): description for name, description in values.pop("towers")}
             architecture = cls(towers=towers, **values)
             mappings = (getattr(architecture, name) for name in ("tables", "oov_ids", "types", "unseen"))
@@ -222,7 +227,9 @@ class RowEncoder:
     """
 
     def __init__(self, model: TowerModel, columns: Columns, types: Mapping[str, str]) -> None:
-        self.model, self.columns, self._types = model, columns, types
+        self.model = model
+        self.columns = columns
+        self._types = types
         towers: Any = model.towers.values()
         self.width = sum(int(tower.out_features) for tower in towers)
         self._plain = [PlainTower(tower) for tower in towers] if all(map(is_plain, towers)) else None
@@ -267,11 +274,13 @@ class RowEncoder:
             DataError: a column of ids has no out-of-vocabulary row.
         """
         towers: Any = self.model.towers.values()
-        computed = [name for tower in towers if isinstance(tower, ProgramTower) for name in tower.computed_ids]
-        strict = sorted({*self.columns.strict, *computed})
+        strict = set(self.columns.strict)
+        for tower in towers:
+            if isinstance(tower, ProgramTower):
+                strict |= set(tower.computed_ids)
         if strict:
             raise DataError(
-                f"column '{strict[0]}': the model has no row for unknown ids, so nothing is known of this one"
+                f"column '{min(strict)}': the model has no row for unknown ids, so nothing is known of this one"
             )
         sparse = {}
         for feature in self.columns.schema.sparse:
@@ -320,11 +329,10 @@ def open_encoder(
     except (AttributeError, TypeError, ValueError) as error:
         raise BundleError(f"{folder / ARCHITECTURE}: towers {list(names)}: {error}; export the bundle again") from None
     map_tables(folder, model, architecture.tables)
-    dense = {
-        f"towers.{name}.{key}": value
-        for name in names
-        for key, value in read_tensors(folder / architecture.dense_file(name)).items()
-    }
+    dense: dict[str, Tensor] = {}
+    for name in names:
+        for key, value in read_tensors(folder / architecture.dense_file(name)).items():
+            dense[f"towers.{name}.{key}"] = value
     fill_dense(folder, model, dense, table_paths(model))
     return RowEncoder(model, columns, architecture.types if preprocessor is None else preprocessor.outputs)
 
@@ -345,7 +353,9 @@ def open_interaction(folder: Path, architecture: Architecture, also: Sequence[ty
 
 def open_preprocessor(folder: Path) -> FittedPreprocessor | None:
     """Returns the preprocessor of the bundle, or None."""
-    return FittedPreprocessor.load(folder / PREPROCESSOR) if (folder / PREPROCESSOR).is_dir() else None
+    if (folder / PREPROCESSOR).is_dir():
+        return FittedPreprocessor.load(folder / PREPROCESSOR)
+    return None
 
 
 def tower_digest(architecture: Architecture, names: Sequence[str], files: Mapping[str, Mapping[str, Any]]) -> str:
@@ -361,6 +371,7 @@ def tower_digest(architecture: Architecture, names: Sequence[str], files: Mappin
     digests += [files[architecture.dense_file(name)]["sha256"] for name in names]
     digests += [entry["sha256"] for name, entry in sorted(files.items()) if name.startswith(f"{PREPROCESSOR}/")]
     descriptions = {name: architecture.towers[name] for name in names}
+    # Only if not empty, so that bundles from before this field keep their digests.
     unseen = [dict(architecture.unseen)] if architecture.unseen else []
     return json_digest(
         [descriptions, dict(architecture.oov_ids), dict(architecture.types), table_names, digests, *unseen],

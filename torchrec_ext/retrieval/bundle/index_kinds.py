@@ -36,7 +36,9 @@ class ExactKind:
         self, folder: Path, metric: Metric, store: EmbeddingStore, projection: Projection, projected: EmbeddingStore
     ) -> Index:
         """Opens the index in ``folder``; raises BundleError if it is of another store or metric."""
-        return ScoredIndex(projection, projected) if metric == "top_nn" else ExactIndex(store, metric)
+        if metric == "top_nn":
+            return ScoredIndex(projection, projected)
+        return ExactIndex(store, metric)
 
 
 class FaissBundleKind:
@@ -114,7 +116,8 @@ def open_index(
     Raises:
         BundleError: it searches by another metric, or over another store.
     """
-    listed, metric = manifest.content["index"], cast(Metric, manifest.metric)
+    listed = manifest.content["index"]
+    metric = cast(Metric, manifest.metric)
     if listed["metric"] != metric or listed["store"] != store.digest:
         raise BundleError(
             f"{folder / FOLDER}: of metric {listed['metric']} over store {listed['store'][:12]}, this bundle is of "

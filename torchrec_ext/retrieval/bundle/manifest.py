@@ -141,6 +141,7 @@ def check_files(folder: Path, listed: Mapping[str, Mapping[str, Any]], *, digest
     for name in sorted(listed):
         if name not in paths:
             unlisted = next(iter(sorted(set(paths) - set(listed))), None)
+            # A renamed file is missing under its old name and unlisted under its new one: name both.
             hint = f" ('{unlisted}' is there, and is not in the manifest: was it renamed?)" if unlisted else ""
             raise BundleError(f"{folder / name}: the manifest lists it, and it is missing{hint}; {_ANEW}")
     for name, path in paths.items():

@@ -122,7 +122,8 @@ def _check_recurrent(
     """Refuses wrong shapes, because the operator reads beyond the end of a short weight."""
     if values.dim() != 3:
         raise ValueError(f"the sequence is {tuple(values.shape)}, must have 3 dimensions")
-    rows, steps = values.shape[not batch_first], values.shape[bool(batch_first)]
+    rows = values.shape[not batch_first]
+    steps = values.shape[bool(batch_first)]
     directions = 2 if bidirectional else 1
     states = [state] if isinstance(state, Tensor) else list(state)
     if not 0 < steps <= _MOST_PIECES:

@@ -41,7 +41,8 @@ Shape = tuple[torch.dtype, tuple[int, ...]]
 
 MOST_BYTES = 2**31  # limit for the values of all nodes; more rows run in several blocks
 # Cost in operations: 1 per flop, 32 per element read or written, 2^17 per call. A core does about 2^34 per second.
-_OPERATIONS, _OPERATIONS_OF_A_ROW = 2**34, 2**31
+_OPERATIONS = 2**34
+_OPERATIONS_OF_A_ROW = 2**31
 _OF_AN_ELEMENT, _OF_A_CALL = 2**5, 2**17
 _TRIAL_ROWS = (1, 3, 64)  # numbers of rows for the dry runs in the constructor
 
@@ -123,6 +124,7 @@ class Program:
         Raises:
             ValueError: the program does not fit its weights, or takes too much memory or time.
         """
+        # Requests repeat the same numbers of rows, so each number gets only one dry run.
         if rows not in self._blocks:
             blocks, operations = self._split(rows)
             if operations > _OPERATIONS + rows * _OPERATIONS_OF_A_ROW:
@@ -205,8 +207,10 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             outputs = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
             inputs = [each for each in tree_leaves((args, options)) if isinstance(each, Tensor)]
             elements = sum(each.numel() for each in outputs)
+            # A pooling operator reads its whole window for each element of the result.
             if packet in _POOLS:
                 elements *= torch.Size(args[1]).numel()
+            # A look-up reads only the rows it returns, not the whole table.
             if packet not in _LOOK_UPS:
                 elements = max(elements, sum(each.numel() for each in inputs))
             self.bytes += sum(each.numel() * each.element_size() for each in outputs)
@@ -254,7 +258,9 @@ def _value(argument: Any, values: Mapping[str, Any]) -> Any:
         return argument
     if argument in values:
         return values[argument]
-    return argument[1:] if argument[:1] == "=" else _DTYPES.get(argument, _NUMBERS.get(argument))
+    if argument[:1] == "=":
+        return argument[1:]
+    return _DTYPES.get(argument, _NUMBERS.get(argument))
 
 
 class _Weights(nn.Module):
@@ -296,18 +302,22 @@ class ProgramTower(Recorded, nn.Module):
         super().__init__()
         check_tables(tables)
         _check_columns(columns)
-        self.tables, self.out_features = list(tables), out_features
+        self.tables = list(tables)
+        self.out_features = out_features
         self._columns = {name: (dtype, tuple(size)) for name, (dtype, *size) in columns.items()}
         self._ids = {name for table in tables for name in table.feature_names}
         self.computed_ids = [
             name for name, (dtype, _) in self._columns.items() if dtype == "int64" and name not in self._ids
         ]
-        self.dense = tuple(
-            element
-            for name, (_, size) in self._columns.items()
-            if name not in self._ids
-            for element in ([f"{name}[{index}]" for index in range(size[0])] if size else [name])
-        )
+        dense: list[str] = []
+        for name, (_, size) in self._columns.items():
+            if name in self._ids:
+                continue
+            if size:
+                dense += [f"{name}[{index}]" for index in range(size[0])]
+            else:
+                dense.append(name)
+        self.dense = tuple(dense)
         self.embeddings = EmbeddingBagCollection(tables=self.tables) if tables else None
         self.kept = _Weights(weights)
         inputs = {f"@{name}": (_DTYPES[f"dtype.{dtype}"], size) for name, (dtype, size) in self._columns.items()}

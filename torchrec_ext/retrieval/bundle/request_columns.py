@@ -60,7 +60,8 @@ class Columns:
         unseen: Mapping[str, Sequence[int]] | None = None,
         strict: Collection[str] = (),
     ) -> None:
-        self.schema, self.strict = schema, frozenset(strict)
+        self.schema = schema
+        self.strict = frozenset(strict)
         self.unseen = {name: np.asarray(rows, np.int64) for name, rows in (unseen or {}).items()}
         # Per feature: the raw column of its weights and (num_embeddings,) whether a row is unseen, both mostly None.
         self._bags = [
@@ -127,6 +128,7 @@ def _preprocessed(steps: FittedPreprocessor, rows: Rows) -> dict[str, Values]:
 
 def steps_for_columns(preprocessor: FittedPreprocessor, wanted: Collection[str]) -> FittedPreprocessor:
     """Reduces a preprocessor to the steps behind ``wanted``, so that a request needs fewer columns."""
+    # Backwards: a later step decides which columns an earlier step must write.
     needed_columns = set(wanted)
     steps: list[Step] = []
     states: list[Any] = []
@@ -180,7 +182,8 @@ def _bags(
     *,
     strict: bool,
 ) -> tuple[Jagged, NDArray[np.bool_]]:
-    ids, lengths = column.values.astype(np.int64, copy=False), column.lengths
+    ids = column.values.astype(np.int64, copy=False)
+    lengths = column.lengths
     outside = ids.view(np.uint64) >= feature.num_embeddings  # as unsigned numbers, negative ids are the greatest
     if np.count_nonzero(outside):
         if strict:
@@ -196,9 +199,11 @@ def _bags(
         ids = np.where(unseen[ids], feature.oov_id, ids)
     unknown = np.zeros(len(ids), np.bool_) if strict else ids == feature.oov_id
     if lengths is not None:
-        unknown_count = np.count_nonzero(unknown)
-        rows = np.repeat(np.arange(len(lengths)), lengths)[unknown] if unknown_count else ()
-        unknown = np.bincount(rows, minlength=len(lengths)) > 0 if unknown_count else np.zeros(len(lengths), np.bool_)
+        if np.count_nonzero(unknown):
+            rows = np.repeat(np.arange(len(lengths)), lengths)[unknown]
+            unknown = np.bincount(rows, minlength=len(lengths)) > 0
+        else:
+            unknown = np.zeros(len(lengths), np.bool_)
     bag_lengths = None if lengths is None else torch.from_numpy(lengths.astype(np.int32))
     bag_weights = None if weights is None else torch.from_numpy(weights.astype(np.float32))
     return Jagged(torch.from_numpy(ids), bag_lengths, bag_weights), unknown

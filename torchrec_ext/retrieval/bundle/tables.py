@@ -20,7 +20,8 @@ from torchrec_ext.retrieval.store.ids import IdMap
 
 Int64 = NDArray[np.int64]
 _BATCH_ROWS = 65_536
-_FEATURES, _ITEMS = "features.arrow", "items.arrow"
+_FEATURES = "features.arrow"
+_ITEMS = "items.arrow"
 _POSITIONS = ("seen", "liked")
 _MOST_MASK_BYTES = 2**26  # memory for the cached masks of categories
 _LISTED = 20  # most categories in an error message
@@ -35,8 +36,10 @@ class UserTable:
     """
 
     def __init__(self, key: str, ids: IdMap, features: pa.Table, items: pa.Table) -> None:
-        self.key, self.ids = key, ids
-        self._features, self._items = features, items
+        self.key = key
+        self.ids = ids
+        self._features = features
+        self._items = items
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -53,6 +56,7 @@ class UserTable:
                 raise ValueError(
                     f"rows: {row} is not a user of this bundle, which has {len(self):,} (0 to {len(self) - 1})"
                 )
+        # Slices of the memory-mapped table copy no column. The table's last row is for unknown users.
         slices = [self._features.slice(row if row >= 0 else len(self), 1) for row in row_numbers]
         return pa.concat_tables(slices or [self._features.slice(0, 0)]).to_pydict()  # type: ignore[no-any-return]
 
@@ -89,7 +93,9 @@ class UserTable:
         Raises:
             BundleError: the files do not fit together.
         """
-        ids, features, items = IdMap.open(folder), read_table(folder / _FEATURES), read_table(folder / _ITEMS)
+        ids = IdMap.open(folder)
+        features = read_table(folder / _FEATURES)
+        items = read_table(folder / _ITEMS)
         if len(features) != len(ids) + 1 or len(items) != len(ids) or tuple(items.column_names) != _POSITIONS:
             raise BundleError(
                 f"{folder}: {len(ids):,} ids, {len(features):,} rows of features (one more is for unknown users), "
@@ -140,6 +146,7 @@ class ItemTable:
         names = [] if self._categories is None else pc.unique(self._categories.flatten()).to_pylist()
         self.categories: list[str] = sorted(names)
         self._category_names = frozenset(names)
+        # Requests repeat a few sets of categories; a mask takes a byte per item, so the cache is limited by bytes.
         self._mask = lru_cache(max(1, _MOST_MASK_BYTES // max(1, len(table))))(self._in_categories)
 
     def __len__(self) -> int:
@@ -184,6 +191,7 @@ def write_table(path: Path, table: pa.Table) -> None:
             raise BundleError(
                 f"column '{field.name}' is {field.type}, must be whole numbers, numbers, text or lists of them"
             )
+    # Neither metadata nor chunk boundaries of the source may change the bytes, and so the bundle's digest.
     table = table.replace_schema_metadata(None).combine_chunks()
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table, max_chunksize=_BATCH_ROWS)

@@ -124,6 +124,7 @@ class TracedModel(nn.Module):
         """Refuses a forward if the logit of a row depends on other rows of its batch."""
         logits = self._model_logits(columns)
         for row in np.unique(np.linspace(0, len(logits) - 1, _CHECKED_ROWS).round().astype(np.int64)).tolist():
+            # Three rows instead of one, because squeeze() and the like treat a batch of one differently.
             among = [row, *((row + step) % len(logits) for step in (1, 2))]
             alone = self._model_logits({name: values[among] for name, values in columns.items()})[0]
             if not abs(float(alone - logits[row])) <= _SAME * max(1.0, float(logits.abs().max())):
@@ -170,10 +171,8 @@ def _inputs(model: nn.Module, queries: pa.Table, catalogue: pa.Table) -> tuple[s
     required_names = [each.name for each in parameters if each.default is each.empty and each.kind not in (2, 4)]
     call = ""
     if len(required_names) == 1 and required_names[0] not in names:
-        call, column_names = (
-            required_names[0],
-            [name for name, (table, _) in names.items() if _is_numeric(table[name].type)],
-        )
+        call = required_names[0]
+        column_names = [name for name, (table, _) in names.items() if _is_numeric(table[name].type)]
     else:
         column_names = [each.name for each in parameters if each.name in names]
         missing = [name for name in required_names if name not in names]
@@ -264,7 +263,8 @@ class _Split:
     """The graph of forward, with the columns behind each node."""
 
     def __init__(self, program: ExportedProgram, columns: Mapping[str, _Column], names: Sequence[str]) -> None:
-        self.names, self.columns = names, columns
+        self.names = names
+        self.columns = columns
         signature = program.graph_signature
         state_paths = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
         constants = signature.inputs_to_lifted_tensor_constants
@@ -281,7 +281,8 @@ class _Split:
                     self.reads[node] = frozenset({self.references[node][1:]})
                 else:
                     reference = f"${path.replace('.', '/')}"
-                    self.references[node], self.reads[node] = reference, frozenset()
+                    self.references[node] = reference
+                    self.reads[node] = frozenset()
                     self.weights[reference] = state[path].detach()
             elif _is_batch(node):
                 self.reads[node] = frozenset()
@@ -317,7 +318,10 @@ class _Split:
         value = self.result.meta.get("val") if isinstance(self.result, Node) else None
         several = isinstance(result, list | tuple) and len(result) != 1
         shape = tuple(value.shape) if isinstance(value, Tensor) else ()
-        fits = not several and len(shape) in (1, 2) and not isinstance(shape[0], int) and shape[1:] in ((), (1,))
+        fits = not several and len(shape) in (1, 2)
+        # In the trace the number of rows is symbolic, so a plain int is not one logit for each row.
+        fits = fits and not isinstance(shape[0], int)
+        fits = fits and shape[1:] in ((), (1,))
         if not fits:
             raise BundleError(
                 f"model: forward returns {'several values' if several else shape or 'no tensor'}, must be logits (B,) "
@@ -333,7 +337,8 @@ class _Split:
             )
 
     def _check_crossing(self, node: Node) -> None:
-        value, tower = node.meta["val"], self._side(node) or 0
+        value = node.meta["val"]
+        tower = self._side(node) or 0
         line = next(filter(None, map(_line, (node, *node.users, *self.pairwise))), "")
         table = "catalogue" if tower else "queries"
         column_list = listed(f"'{name}'" for name in sorted(self.reads[node]))
@@ -411,12 +416,16 @@ class _Split:
                 return None
             ids = ids.args[0]
         whole = isinstance(ids, Node) and ids.meta["val"].dtype == torch.int64
-        return self.references[ids][1:] if whole and self.references[ids].startswith("@") else None
+        if whole and self.references[ids].startswith("@"):
+            return self.references[ids][1:]
+        return None
 
     def interaction(self) -> tuple[InteractionLayer, float]:
         """Returns the interaction, and the factor that the query tower's output needs for it."""
         with torch.no_grad():
-            widths = [sum(_width(node) for node in self.frontier if self._side(node) == tower) for tower in (0, 1)]
+            widths = [0, 0]
+            for node in self.frontier:
+                widths[self._side(node) or 0] += _width(node)
             program = _ProgramWriter(self, [self.result], {}, inputs=self.frontier)
             shapes = [[self._side(node) or 0, *node.meta["val"].shape[1:]] for node in self.frontier]
             top = ProgramTop(widths, shapes, program.sizes(), program.nodes, program.results[0])
@@ -437,33 +446,44 @@ class _Split:
             return None
         draw = torch.Generator().manual_seed(0)
         query, candidate = (torch.randn(256, width, generator=draw, dtype=torch.float64) for width in widths)
-        dots, logits = (query * candidate).sum(1), top([query, candidate])
+        dots = (query * candidate).sum(1)
+        logits = top([query, candidate])
         scale = float((logits @ dots) / (dots @ dots))
         same = torch.allclose(logits, scale * dots, rtol=0, atol=1e-9 * max(1.0, float(logits.abs().max())))
+        # The random points determine the factor only within floating-point error, so 0.1 would become 0.1000000000002.
         return round(scale, 12) if same and scale > 0 else None
 
     def _top_mlp(self, widths: Sequence[int]) -> TopMLP | None:
         """Returns the interaction as a TopMLP with a splittable first layer, if it is one: cat, layers, one logit."""
         first, *layers = [node for node in self.pairwise if not _name(node).startswith(("detach.", "clone."))]
-        concatenated: Any = first.args[0] if _name(first) == "cat.default" and first.args[1:] in ((1,), (-1,)) else []
+        concatenated: Any = []
+        if _name(first) == "cat.default" and first.args[1:] in ((1,), (-1,)):
+            concatenated = first.args[0]
         flat = all(node.meta["val"].dim() == 2 for node in self.frontier)
         chain = all(sum(bool(self.reads[each]) for each in node.all_input_nodes) == 1 for node in layers)
         if not flat or not chain or sorted(map(str, concatenated)) != sorted(map(str, self.frontier)):
             return None
+        # Shape operators at the end turn (B, 1) into (B,), as TopMLP does itself.
         while layers and _name(layers[-1]).partition(".")[0] in _SHAPES:
             layers.pop()
         names = [_name(node) for node in layers]
         activations = {name for name in names if name != "linear.default"}
         plain = all(len(node.args) == 1 and not node.kwargs for node in layers if _name(node) in activations)
-        input_too, hidden = names[:1] != ["linear.default"], names.count("linear.default") - 1
+        input_too = names[:1] != ["linear.default"]
+        hidden = names.count("linear.default") - 1
         activation = next(iter(activations), "relu.default")
         expected = [activation] * input_too + ["linear.default", activation] * hidden + ["linear.default"]
         if not plain or activation not in _ACTIVATIONS or names != expected:
             return None
         arguments: list[Any] = [node.args[1:] for node in layers if _name(node) == "linear.default"]
-        weights = [[self.weights.get(self.references.get(each, "")) for each in linear] for linear in arguments]
+        weights: list[list[Any]] = []
+        for linear in arguments:
+            weights.append([self.weights.get(self.references.get(each, "")) for each in linear])
+            # A computed matrix or bias is none of the model's weights.
+            if any(each is None for each in weights[-1]):
+                return None
         matrices: list[Any] = [linear[0] for linear in weights]
-        if any(each is None for linear in weights for each in linear) or len(matrices[-1]) != 1:
+        if len(matrices[-1]) != 1:
             return None
         columns = dict(
             zip(concatenated, torch.split(matrices[0], [_width(node) for node in concatenated], dim=1), strict=True)
@@ -522,7 +542,8 @@ class _ProgramWriter:
     ) -> None:
         self.columns: dict[str, list[Any]] = {}
         self.nodes: list[list[Any]] = []
-        self._split, self._tables = split, tables
+        self._split = split
+        self._tables = tables
         self._references = {**split.references, **{node: f"@{index}" for index, node in enumerate(inputs)}}
         self._weights: dict[str, Tensor] = {}
         self.width = sum(map(_width, results)) if not inputs else 1

@@ -76,8 +76,10 @@ class Catalogue:
     def __post_init__(self) -> None:
         sizes = {"features": len(self.features), "titles": self.titles, "categories": self.categories}
         for name, value in sizes.items():
-            count = value if isinstance(value, int) else None if value is None else len(value)
-            if count is not None and count != len(self.ids):
+            if value is None:
+                continue
+            count = value if isinstance(value, int) else len(value)
+            if count != len(self.ids):
                 raise BundleError(
                     f"catalogue: {count:,} {name} for {len(self.ids):,} ids; give one for each item, in their order"
                 )
@@ -122,7 +124,9 @@ BLOCK_ROWS = 4096  # rows of the catalogue in a block; a fixed size, because vec
 
 
 Tables = Literal["trained", "int8"]
-OVERLAP_K, OVERLAP_QUERIES, OVERLAP_ITEMS = 10, 64, 4096
+OVERLAP_K = 10
+OVERLAP_QUERIES = 64
+OVERLAP_ITEMS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,13 +198,16 @@ class BundleContent:
     @cached_property
     def architecture(self) -> Architecture:
         """Architecture of the bundle."""
-        names = sorted({name for tower in self.live.towers.values() for name in tables_of(tower)})
+        table_names: set[str] = set()
+        for tower in self.live.towers.values():
+            table_names |= set(tables_of(tower))
         fields = [*self.queries.schema, *self.catalogue.features.schema]
         return Architecture(
             towers=self.live.towers,
             interaction=self.live.interaction,
             metric=self.live.metric,
-            tables={name: f"tables/{number:03}.safetensors" for number, name in enumerate(names)},
+            # Numbered files: a table's name may contain characters that no file name can have.
+            tables={name: f"tables/{number:03}.safetensors" for number, name in enumerate(sorted(table_names))},
             oov_ids=dict(self.oov_ids),
             unseen={name: list(rows) for name, rows in self.unseen.items()},
             types={field.name: _raw(field) for field in reversed(fields)},
@@ -243,6 +250,7 @@ class BundleContent:
         what = "the towers of the bundle and the model that was trained"
         difference = audits.check_logits(what, logits, expected, remedy, self.live.rounding)
         rounding: dict[str, Any] = {}
+        # The exact towers are checked first and then rounded, so that an error of either has its own message.
         if self.settings.tables == "int8":
             best = self._best(query, candidate, interaction)
             rounding = self._round_tables(folder)
@@ -309,7 +317,8 @@ class BundleContent:
         # Not by safetensors' save_file: it ignores the umask, and only the owner may read its files.
         (folder / "tables").mkdir()
         (folder / "towers").mkdir()
-        total_bytes, done_bytes = sum(shapes[name].bytes for name in self.architecture.tables), 0
+        total_bytes = sum(shapes[name].bytes for name in self.architecture.tables)
+        done_bytes = 0
         for name, table in groupby(blocks, key=itemgetter(0)):
             with TensorWriter(folder / self.architecture.tables[name], {"weight": shapes[name]}) as out:
                 for _, row, rows in table:
@@ -326,7 +335,9 @@ class BundleContent:
 
         Works for half precision and float32. Open memory maps keep the old files until they are closed.
         """
-        int8_format, bytes_before, bytes_after = ROW_FORMATS["int8"], 0, 0
+        int8_format = ROW_FORMATS["int8"]
+        bytes_before = 0
+        bytes_after = 0
         for file in self.architecture.tables.values():
             rows = read_tensors(folder / file)["weight"]
             shapes = {
@@ -365,7 +376,8 @@ class BundleContent:
         Raises:
             BundleError: logits, or the best candidates of queries, change by more than the settings allow.
         """
-        difference, allowed = audits.largest_difference(logits, expected), audits.tolerance(expected, LOGIT_SHARE)
+        difference = audits.largest_difference(logits, expected)
+        allowed = audits.tolerance(expected, LOGIT_SHARE)
         shared = sum(len(one & other) for one, other in zip(best, rounded, strict=True))
         overlap = shared / sum(map(len, best))
         if not difference <= allowed or overlap < self.settings.overlap:
@@ -418,7 +430,8 @@ class BundleContent:
         return store, {**entries, "audit": differences}
 
     def _vectors(self, candidate: RowEncoder) -> Iterator[tuple[NDArray[Any], Tensor]]:
-        ids, features = self.catalogue.ids, self.catalogue.features
+        ids = self.catalogue.ids
+        features = self.catalogue.features
         for start in range(0, len(ids), BLOCK_ROWS):
             rows = features.slice(start, BLOCK_ROWS)
             yield (

@@ -131,6 +131,7 @@ def export(
                 outcome = error
         for _ in blocks:  # the other ranks send their rows even if rank 0 failed, so that no rank waits forever
             pass
+        # Sent to all ranks, so that every rank raises rank 0's error, or returns its manifest.
         outcome = ranks.gathered(outcome)[0]
     if isinstance(outcome, Exception):
         raise outcome
@@ -153,7 +154,9 @@ def _trace(
 
 
 def _queries(queries: pa.Table | None, users: NamedUsers | None) -> pa.Table:
-    rows = queries if queries is not None else None if users is None else users.features
+    rows = queries
+    if rows is None and users is not None:
+        rows = users.features
     if rows is None or not len(rows):
         raise BundleError(
             "queries: there are no rows to audit by; give users with their features, or queries of some raw rows"
@@ -207,6 +210,7 @@ class ExportRanks:
     def __init__(self) -> None:
         many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if many else (0, 1)
+        # A group of its own: gloo sends CPU tensors, and the default group's timeout is too short.
         self.group = dist.new_group(backend="gloo", timeout=_PATIENCE) if many else None
 
     def gathered(self, value: Any) -> list[Any]:
@@ -244,7 +248,9 @@ class LiveWeights:
         self._shards: dict[str, list[Shard]] = {}
         for shard in local_shards(model):
             self._shards.setdefault(shard.config.name, []).append(shard)
-        local_pieces = {name: [_piece(ranks.rank, shard) for shard in shards] for name, shards in self._shards.items()}
+        local_pieces: dict[str, list[_Piece]] = {}
+        for name, shards in self._shards.items():
+            local_pieces[name] = [_piece(ranks.rank, shard) for shard in shards]
         kinds = {
             name: Shape((shards[0].config.num_embeddings, shards[0].config.embedding_dim), shards[0].tensor.dtype)
             for name, shards in self._shards.items()
@@ -274,7 +280,8 @@ class LiveWeights:
             stop = min(start + step, size)
             block = torch.empty(stop - start, width, dtype=self.tables[name].dtype)
             for piece in self._pieces[name]:
-                first, last = max(start, piece.row), min(stop, piece.row + piece.rows)
+                first = max(start, piece.row)
+                last = min(stop, piece.row + piece.rows)
                 if first < last:
                     values = self._ranks.moved(self._values(name, piece, first, last), piece.rank)
                     if self._ranks.rank == 0:
@@ -284,9 +291,14 @@ class LiveWeights:
     def dense(self) -> dict[str, Tensor]:
         """Returns, on rank 0, all weights and buffers outside of tables, by their names in the unsharded model."""
         names_by_rank = self._ranks.gathered(sorted(self._dense))
-        missing = {name for names in names_by_rank for name in names} - set(names_by_rank[0])
-        holder = {name: next(rank for rank, names in enumerate(names_by_rank) if name in names) for name in missing}
-        own_weights = {name: self._dense[name] for name, rank in holder.items() if rank == self._ranks.rank}
+        # Each weight that rank 0 lacks is sent by the lowest rank that has it.
+        holder: dict[str, int] = {}
+        for rank, names in enumerate(names_by_rank):
+            for name in names:
+                holder.setdefault(name, rank)
+        own_weights: dict[str, Tensor] = {}
+        if self._ranks.rank != 0:
+            own_weights = {name: self._dense[name] for name, rank in holder.items() if rank == self._ranks.rank}
         weights_by_name = dict(self._dense)
         for weights in self._ranks.gathered(own_weights):
             weights_by_name |= weights
@@ -317,9 +329,9 @@ def _choose_pieces(name: str, pieces: list[_Piece], shape: Shape) -> list[_Piece
 
 def _dense_weights(model: nn.Module) -> dict[str, Tensor]:
     unwrapped = get_unwrapped_module(model)
-    tables = {
-        f"{path}.{key}" if path else key for path, collection in collections(model) for key in collection.state_dict()
-    }
+    tables: set[str] = set()
+    for path, collection in collections(model):
+        tables |= {f"{path}.{key}" if path else key for key in collection.state_dict()}
     return {
         name: value.detach().cpu().contiguous()
         for name, value in unwrapped.state_dict().items()

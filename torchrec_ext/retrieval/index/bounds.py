@@ -29,8 +29,12 @@ _WORTH_FLOATS = 2**20  # fewer numbers are read faster than they are bounded
 _MOST_FLOATS = 2**29  # limit of the copy, because every process has its own
 _SHARE = 32  # at most 1/32 of the rows may be results, or be computed exactly; beyond, computing all is faster
 _LOWEST = float(np.finfo(np.float32).min)
-_LEAST, _GREATEST = 1e-25, 1e37  # within these limits products of norms neither underflow nor overflow
-_TRIAL_QUERIES, _TRIAL_K = 4, 100  # queries and K of the trial in pays()
+# Within these limits products of norms neither underflow nor overflow.
+_LEAST = 1e-25
+_GREATEST = 1e37
+# Queries and K of the trial in pays().
+_TRIAL_QUERIES = 4
+_TRIAL_K = 100
 _WARM = 32  # kernels are compiled beforehand for up to this many queries at once
 
 
@@ -45,7 +49,9 @@ class ScoreBounds:
     """
 
     def __init__(self, codes: Tensor, scales: Tensor, errors: Floats, norms: Floats) -> None:
-        self.codes, self._scales, self._errors = codes, scales, errors
+        self.codes = codes
+        self._scales = scales
+        self._errors = errors
         self._norms = np.maximum(norms, np.float32(1e-30))  # a norm of 0 would make a bound of width 0
         self._block_maxima = [(float(errors[block].max()), float(self._norms[block].max())) for block in self._blocks()]
         self._greatest = max(error + norm for error, norm in self._block_maxima)
@@ -64,7 +70,8 @@ class ScoreBounds:
             coded, scale = encode(block, "int8")
             assert scale is not None
             near = coded.double() * scale.double()[:, None]
-            codes[rows], scales[rows] = coded, scale
+            codes[rows] = coded
+            scales[rows] = scale
             errors[rows] = (block.double() - near).norm(dim=1) * (1 + 2.0**-22)
             norms[rows] = near.norm(dim=1) * (1 + 2.0**-22)
             start += len(block)
@@ -88,7 +95,8 @@ class ScoreBounds:
         results = self.greatest(queries, max(1, min(_TRIAL_K, len(self.codes) // (2 * _SHARE))), rows)
         if any(result is None for result in results):
             return False
-        codes, scores = self.codes[: len(first)], np.empty(len(first), np.float32)
+        codes = self.codes[: len(first)]
+        scores = np.empty(len(first), np.float32)
         products = torch.empty(1, len(first), dtype=torch.int32)
         # Only the products: the steps after them cost the same either way, and here, unlike in a server, the rows are
         # in a cache.
@@ -178,7 +186,8 @@ class _Query:
 
     def __init__(self, query: Floats, k: int, greatest: float, slack: float, row_budget: int) -> None:
         exact = query.astype(np.float64)
-        norm, self.scale = float(exact @ exact) ** 0.5, float(max(exact.max(), -exact.min())) / 127
+        norm = float(exact @ exact) ** 0.5
+        self.scale = float(max(exact.max(), -exact.min())) / 127
         products = (norm * greatest, norm * greatest / max(self.scale, _LEAST))
         self.bounded = self.scale > _LEAST and min(products) > _LEAST and max(products) < _GREATEST
         self.codes = np.rint(exact / self.scale) if self.bounded else np.zeros(len(query))
@@ -186,9 +195,12 @@ class _Query:
             error = exact - self.codes * self.scale
             self.of_errors = norm / self.scale * (1 + slack)
             self.of_norms = (float(error @ error) ** 0.5 + slack * norm) / self.scale
-        self._query, self._k, self._row_budget = query, k, row_budget
+        self._query = query
+        self._k = k
+        self._row_budget = row_budget
         self._kth_product: float | None = None  # the K-th greatest product so far
-        self._positions, self._values = np.empty(0, np.int64), np.empty(0, np.float32)
+        self._positions = np.empty(0, np.int64)
+        self._values = np.empty(0, np.float32)
 
     def add(
         self,

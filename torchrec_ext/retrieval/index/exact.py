@@ -45,7 +45,8 @@ class TopK:
         positions = np.full((len(self._best), self._k), -1)
         for row, best in enumerate(self._best):
             indices, values = best.result()
-            scores[row, : len(values)], positions[row, : len(indices)] = values, indices
+            scores[row, : len(values)] = values
+            positions[row, : len(indices)] = indices
         return torch.from_numpy(scores), torch.from_numpy(positions)
 
 
@@ -73,7 +74,8 @@ class _Best:
         greater = scores[indices]
         if len(greater) > self._k:  # many equal scores, or scores that rise with the position
             kth = _kth(greater, self._k)
-            indices, greater = indices[greater >= kth], greater[greater >= kth]
+            indices = indices[greater >= kth]
+            greater = greater[greater >= kth]
             self._threshold = float(kth)  # K scores precede the later positions, so equal later ones lose
         self._candidates.append((indices + start, greater))
         self._waiting += len(indices)
@@ -86,10 +88,12 @@ class _Best:
             return np.empty(0, np.int64), np.empty(0, np.float32)
         positions, scores = (np.concatenate(arrays) for arrays in zip(*self._candidates, strict=True))
         order = np.argsort(-scores, kind="stable")[: self._k]  # equal scores stay in the order of their positions
-        positions, scores = positions[order], scores[order]
+        positions = positions[order]
+        scores = scores[order]
         if len(scores) == self._k:
             self._threshold = float(scores[-1])
-        self._candidates, self._waiting = [(positions, scores)], 0
+        self._candidates = [(positions, scores)]
+        self._waiting = 0
         return positions, scores
 
 
@@ -114,8 +118,10 @@ class Blockwise:
         self.source = source
         self.size = len(source)
         self._rows = max(1, rows_per_block)
-        live = None if isinstance(source, Tensor) else torch.from_numpy(source.live.copy())
-        self.live = None if live is None or bool(live.all()) else live
+        # None if all are live, the usual case: then no mask is applied to any block.
+        self.live: Tensor | None = None
+        if not isinstance(source, Tensor) and not source.live.all():
+            self.live = torch.from_numpy(source.live.copy())
 
     def search(
         self, queries: Tensor, k: int, *, allowed: Tensor | None = None, excluded: Sequence[Tensor] | None = None
@@ -126,7 +132,9 @@ class Blockwise:
             self.source.check()
         with torch.inference_mode():
             prepared = self._prepared(queries)
-            candidate_mask = self.live if allowed is None else allowed if self.live is None else allowed & self.live
+            candidate_mask = self.live
+            if allowed is not None:
+                candidate_mask = allowed if self.live is None else allowed & self.live
             hidden = None if candidate_mask is None else ~candidate_mask
             excluded_positions = [positions.numpy() for positions in excluded or ()]
             if self._bounds is None:
@@ -221,7 +229,9 @@ class Blockwise:
         raise NotImplementedError
 
     def _block(self, start: int, stop: int) -> Tensor:
-        return self.source[start:stop] if isinstance(self.source, Tensor) else self.source.block(start, stop)
+        if isinstance(self.source, Tensor):
+            return self.source[start:stop]
+        return self.source.block(start, stop)
 
 
 def check_request(
@@ -346,7 +356,8 @@ class ScoredIndex(Blockwise):
             raise ValueError(
                 f"source: rows are {width} wide, the projection's {projection.width}; store projection.candidates(...)"
             )
-        super().__init__(source, (_bytes(source) // 4 if projection.linear else _PAIRS) // max(1, projection.width))
+        floats_per_block = _bytes(source) // 4 if projection.linear else _PAIRS
+        super().__init__(source, floats_per_block // max(1, projection.width))
         self.projection = projection
         self._by_products = projection.linear
 
@@ -383,7 +394,7 @@ def _products(queries: Tensor, rows: Tensor, out: Tensor) -> None:
 def check_metric(metric: str) -> None:
     """Raises ValueError unless the metric is dot or cosine."""
     if metric not in ("dot", "cosine"):
-        remedy = (
-            "a top NN is searched by ScoredIndex" if metric == "top_nn" else f"one of {', '.join(get_args(Metric)[:2])}"
-        )
+        remedy = f"one of {', '.join(get_args(Metric)[:2])}"
+        if metric == "top_nn":
+            remedy = "a top NN is searched by ScoredIndex"
         raise ValueError(f"metric={metric!r}: must be dot or cosine, that of the model's loss; {remedy}")

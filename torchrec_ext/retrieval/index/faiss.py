@@ -143,7 +143,9 @@ def filled_index(
         lift: index :func:`lifted` vectors, by distance.
         k: neighbours per search; HNSW needs room for them.
     """
-    rows = lifted(vectors, norm=float(np.sqrt(np.einsum("id,id->i", vectors, vectors).max()))) if lift else vectors
+    rows = vectors
+    if lift:
+        rows = lifted(vectors, norm=float(np.sqrt(np.einsum("id,id->i", vectors, vectors).max())))
     count, width = rows.shape
     index = FAISS_KINDS[kind].make(faiss, count, width, faiss.METRIC_L2 if lift else faiss.METRIC_INNER_PRODUCT)
     if not index.is_trained:
@@ -191,7 +193,9 @@ def selector(allowed: Tensor | None, excluded: Tensor | None) -> list[Any]:
     if excluded is not None:
         out = faiss.IDSelectorBatch(np.ascontiguousarray(excluded.numpy()))
         filters += [out, faiss.IDSelectorNot(out)]
-    return filters if len(filters) != 3 else [*filters, faiss.IDSelectorAnd(filters[0], filters[2])]
+    if len(filters) != 3:
+        return filters
+    return [*filters, faiss.IDSelectorAnd(filters[0], filters[2])]
 
 
 _EPS = 1e-12  # as in torch.nn.functional.normalize
@@ -244,7 +248,8 @@ def _padded(best: NDArray[Any], k: int, value: float) -> Tensor:
     return torch.from_numpy(np.pad(best, ((0, 0), (0, missing)), constant_values=value) if missing else best)
 
 
-_FILE, _SETTING = "faiss.index", "setting.json"
+_FILE = "faiss.index"
+_SETTING = "setting.json"
 _QUERIES = 512
 _AT_ONCE = 128  # queries in one search while choosing a setting
 _TRIAL_ROWS = 50_000  # rows for the trial of both ways to index a product; with 20,000 their costs are too similar
@@ -265,10 +270,13 @@ class FaissIndex:
     """
 
     def __init__(self, index: Any, source: EmbeddingStore | Tensor, saved: Mapping[str, Any]) -> None:
-        self._index, self._exact = index, ExactIndex(source, saved["metric"])
+        self._index = index
+        self._exact = ExactIndex(source, saved["metric"])
         self.metric: Metric = saved["metric"]
         self.kind: Kind = saved["kind"]
-        self.setting, self.measured_recall, self.k = int(saved["setting"]), float(saved["recall"]), int(saved["k"])
+        self.setting = int(saved["setting"])
+        self.measured_recall = float(saved["recall"])
+        self.k = int(saved["k"])
         self.size = self._exact.size
         self.lifted = bool(index.metric_type == faiss_module().METRIC_L2)
 
@@ -368,6 +376,7 @@ class FaissIndex:
             middle = (low + high) // 2
             low, high = (low, middle) if float(recalls_at(middle, 0).mean()) >= recall else (middle + 1, high)
         recalls = recalls_at(low, 1)
+        # The first half chose the setting, so its recall there is biased upwards. The other half decides.
         while _recall_lower_bound(recalls) < recall and low + 1 < len(settings):
             low += 1
             recalls = recalls_at(low, 1)
@@ -390,7 +399,9 @@ class FaissIndex:
                 "outputs"
             )
         live = self._exact.live
-        candidate_mask = live if allowed is None else allowed if live is None else allowed & live
+        candidate_mask = live
+        if allowed is not None:
+            candidate_mask = allowed if live is None else allowed & live
         if candidate_mask is None and excluded is None:
             return self._fill_from_exact(queries, k, *self._search(queries, k, None), None, None)
         results = []
@@ -414,11 +425,9 @@ class FaissIndex:
         """Replaces results with fewer than K entries by those of the exact search."""
         if int(positions.numpy()[:, -1].min()) < 0:  # results are sorted, so a short one ends with -1
             short = positions[:, -1] < 0
-            excluded_of_short = (
-                None
-                if excluded_sets is None
-                else [each for each, few in zip(excluded_sets, short.tolist(), strict=True) if few]
-            )
+            excluded_of_short = None
+            if excluded_sets is not None:
+                excluded_of_short = [each for each, few in zip(excluded_sets, short.tolist(), strict=True) if few]
             scores[short], positions[short] = self._exact.search(
                 queries[short], k, allowed=allowed, excluded=excluded_of_short
             )

@@ -136,11 +136,15 @@ class _TopMLP(Projection):
         layers = self.interaction.mlp
         first: nn.Linear = layers[0]
         query_half, candidate_half = torch.split(first.weight, [first.in_features - width, width], dim=1)
-        self.left, self.right, self.bias = query_half.contiguous(), candidate_half.contiguous(), first.bias
-        self.rest, self.last = layers[1:-1], layers[-1] if len(layers) > 1 else None
+        self.left = query_half.contiguous()
+        self.right = candidate_half.contiguous()
+        self.bias = first.bias
+        self.rest = layers[1:-1]
+        self.last = layers[-1] if len(layers) > 1 else None
         self.projected = first.out_features <= width
         self.width = first.out_features if self.projected else width
-        self.query_width, self.query_inputs = first.out_features, first.in_features - width
+        self.query_width = first.out_features
+        self.query_inputs = first.in_features - width
         # For score_in_place(): plain attributes, because a module's attribute look-up is slow.
         self._layers = tuple(self.rest)
         self._weight: Any = None if self.last is None else self.last.weight[0]
@@ -193,7 +197,8 @@ class _NCF(Projection):
         weight = self.interaction.predict.weight[0]
         self.gmf_dim: int = self.interaction.gmf_dim
         self.query_width = self.query_inputs = width
-        self.shallow, self.deep = weight[: self.gmf_dim].clone(), weight[self.gmf_dim :].clone()
+        self.shallow = weight[: self.gmf_dim].clone()
+        self.deep = weight[self.gmf_dim :].clone()
 
     def query(self, query: Tensor) -> Tensor:
         return torch.cat([query[..., : self.gmf_dim] * self.shallow, query[..., self.gmf_dim :]], dim=-1)

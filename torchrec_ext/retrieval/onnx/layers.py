@@ -98,7 +98,8 @@ class _Pairs(nn.Module):
 
     def __init__(self, projection: Projection, widths: Sequence[int]) -> None:
         super().__init__()
-        self.interaction, self._widths = projection.interaction, list(widths)
+        self.interaction = projection.interaction
+        self._widths = list(widths)
 
     def forward(self, query: Tensor, candidates: Tensor) -> Tensor:
         rows = query.expand(candidates.shape[0], -1)  # len() would be traced as a constant
@@ -250,7 +251,8 @@ class PaddedTower(nn.Module):
         self._weighted: dict[str, str] = tower.weights
         self._dense: list[str] = list(tower.dense)
         self.attention = tower.attention
-        self.compress, self.mlp = tower.compress, tower.mlp
+        self.compress = tower.compress
+        self.mlp = tower.mlp
         self.out_features = int(tower.out_features)
         features_by_name = {feature.name: feature for feature in encoder.columns.schema.sparse}
         self._features = {
@@ -307,7 +309,9 @@ class PaddedTower(nn.Module):
         is_id = columns_by_name[name] != PAD
         weights = columns_by_name[self._weighted[name]] if name in self._weighted else torch.ones_like(rows[..., 0])
         pooled = (rows * torch.where(is_id, weights, 0.0)[..., None]).sum(dim=1)
-        return pooled / is_id.sum(dim=1).clamp(min=1)[:, None] if pooling == PoolingType.MEAN else pooled
+        if pooling == PoolingType.MEAN:
+            return pooled / is_id.sum(dim=1).clamp(min=1)[:, None]
+        return pooled
 
     def columns(self, read: Read) -> dict[str, Tensor]:
         """Converts parsed rows into inputs, with lists padded to the longest."""
@@ -327,16 +331,19 @@ class PaddedTower(nn.Module):
 def shapes_of(inputs: list[Input]) -> tuple[Any, ...]:
     """Returns the ``dynamic_shapes`` of a :class:`PaddedTower`: one dimension per axis letter."""
     letters = {letter: torch.export.Dim(letter, min=2) for each in inputs for letter in each.shape}
-    return (tuple({axis: letters[letter] for axis, letter in enumerate(each.shape)} for each in inputs),)
+    shapes = [{axis: letters[letter] for axis, letter in enumerate(each.shape)} for each in inputs]
+    return (tuple(shapes),)  # one argument: forward's *columns
 
 
 def example_of(inputs: list[Input]) -> dict[str, Tensor]:
     """Returns inputs to trace with: 3 rows, lists of 2."""
+    # At least 2 on every axis, because torch.export fixes axes of size 0 and 1.
     sizes: Mapping[str, int] = {"B": 3}
-    return {
-        each.name: torch.zeros([sizes.get(letter, 2) for letter in each.shape], dtype=getattr(torch, each.dtype))
-        for each in inputs
-    }
+    examples = {}
+    for each in inputs:
+        shape = [sizes.get(letter, 2) for letter in each.shape]
+        examples[each.name] = torch.zeros(shape, dtype=getattr(torch, each.dtype))
+    return examples
 
 
 def _with_unseen(weight: Tensor, table: str, encoder: RowEncoder) -> Tensor:

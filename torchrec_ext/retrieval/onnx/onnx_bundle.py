@@ -74,12 +74,12 @@ def check_onnx(bundle: Bundle, folder: Path | str) -> dict[str, float]:
 def audited_towers(bundle: Bundle, pairs: audits.Audit) -> list[tuple[RowEncoder, str, Read]]:
     """Returns each tower's encoder and name, and the audit's rows parsed by the encoder."""
     tables = (pairs.queries.to_pydict(), pairs.candidates.to_pydict())
-    return [
-        (encoder, name, audit_rows)
-        for encoder, rows in zip(bundle.encoders, tables, strict=True)
-        for audit_rows in (encoder.read(rows),)
-        for name in encoder.model.towers
-    ]
+    towers = []
+    for encoder, rows in zip(bundle.encoders, tables, strict=True):
+        audit_rows = encoder.read(rows)
+        for name in encoder.model.towers:
+            towers.append((encoder, name, audit_rows))
+    return towers
 
 
 def _check_tower(what: str, path: Path, columns: Mapping[str, Tensor], expected: Tensor) -> tuple[Tensor, float]:
@@ -87,7 +87,10 @@ def _check_tower(what: str, path: Path, columns: Mapping[str, Tensor], expected:
     run = open_onnx(path)
     inputs = {name: value.numpy() for name, value in columns.items()}
     outputs = run(inputs)
-    single_outputs = [run({name: value[row : row + 1] for name, value in inputs.items()}) for row in range(_SINGLE)]
+    # Single rows too: a traced graph may have fixed the number of rows, or broadcast a row over a batch.
+    single_outputs = []
+    for row in range(_SINGLE):
+        single_outputs.append(run({name: value[row : row + 1] for name, value in inputs.items()}))
     difference = max(
         _check_outputs(what, path, outputs, expected),
         _check_outputs(what, path, np.concatenate(single_outputs), expected[:_SINGLE]),
@@ -257,6 +260,7 @@ def export_bundle(
         description["raw_columns"] = {"query": bundle.request_columns, "candidate": bundle.candidate_columns}
         description["preprocessed"] = (bundle.folder / "preprocessor").is_dir()
         (folder / NAME).write_text(json.dumps(description, indent=1) + "\n")
+        # check_onnx() reads the description that was just written, and its result completes it.
         description["differences"] = check_onnx(bundle, folder)
         _write_examples(bundle, folder, description)
         (folder / NAME).write_text(json.dumps(description, indent=1) + "\n")
@@ -318,7 +322,8 @@ def _write_towers(bundle: Bundle, folder: Path, skip: Sequence[str]) -> dict[str
 
 
 def _write_top(bundle: Bundle, folder: Path) -> dict[str, Any]:
-    projection, width = bundle.projection, bundle.query_width
+    projection = bundle.projection
+    width = bundle.query_width
     towers: Any = bundle.encoders[0].model.towers.values()
     widths = [int(tower.out_features) for tower in towers]
     candidate = bundle.encoders[1].width
@@ -378,7 +383,8 @@ class _Half(nn.Module):
 
     def __init__(self, projection: nn.Module, method: str) -> None:
         super().__init__()
-        self.projection, self._method = projection, method
+        self.projection = projection
+        self._method = method
         self.eval()
 
     def forward(self, rows: Tensor) -> Tensor:

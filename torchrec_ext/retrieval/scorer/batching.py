@@ -74,8 +74,12 @@ class MicroBatcher(Generic[Asked, Answered]):
         ):
             if not value >= least:
                 raise ValueError(f"{name}={value}: must be {least} or more")
-        self._answer, self._max_batch, self._max_wait_s, self._capacity = answer, max_batch, max_wait_ms / 1e3, capacity
-        self._cost_s, self._max_cost_s = cost_s, max_cost_s
+        self._answer = answer
+        self._max_batch = max_batch
+        self._max_wait_s = max_wait_ms / 1e3
+        self._capacity = capacity
+        self._cost_s = cost_s
+        self._max_cost_s = max_cost_s
         self._waiting: deque[_Waiting[Asked, Answered]] = deque()
         self._running_s = 0.0
         self._change = threading.Condition()
@@ -112,6 +116,7 @@ class MicroBatcher(Generic[Asked, Answered]):
         with self._change:
             if self._closing:
                 raise RuntimeError("the batcher is closed")
+            # Cancelled requests still take room: clear them out before refusing a live one.
             if len(self._waiting) >= self._capacity:
                 self._waiting = deque(each for each in self._waiting if not each.answer.cancelled())
             if len(self._waiting) >= self._capacity:
@@ -129,8 +134,9 @@ class MicroBatcher(Generic[Asked, Answered]):
 
     def _run(self) -> None:
         while batch := self._next():
-            requests, futures = [each.request for each in batch], [each.answer for each in batch]
-            self._batch_start = time.monotonic()
+            requests = [each.request for each in batch]
+            futures = [each.answer for each in batch]
+            self._batch_start = time.monotonic()  # for busy_s: another thread notices a batch that hangs
             answers = self._answer_batch(requests)
             self._batch_start = None
             for future, answer in zip(futures, answers, strict=True):
@@ -145,7 +151,9 @@ class MicroBatcher(Generic[Asked, Answered]):
             answers = self._answer(requests)
             assert len(answers) == len(requests), "one answer each"
         except Exception as error:
-            return [error] if len(requests) == 1 else [self._answer_batch([each])[0] for each in requests]
+            if len(requests) == 1:
+                return [error]
+            return [self._answer_batch([each])[0] for each in requests]
         return answers
 
     def _next(self) -> list[_Waiting[Asked, Answered]]:
@@ -158,7 +166,7 @@ class MicroBatcher(Generic[Asked, Answered]):
                     end = time.monotonic() + self._max_wait_s
                     full = lambda: len(self._waiting) >= self._max_batch or self._closing  # noqa: E731
                     self._change.wait_for(full, timeout=max(0.0, end - time.monotonic()))
-                batch = self._take_batch()
+                batch = self._take_batch()  # empty if all waiting requests were cancelled
                 if batch or (self._closing and not self._waiting):
                     return batch
 

@@ -65,7 +65,7 @@ def compiled_scores(projection: Projection, matrix: Tensor, scales: Tensor | Non
     run = torch._inductor.aoti_load_package(str(_package(program, folder))).loader.run
 
     def score(query: Tensor, positions: Tensor) -> tuple[Tensor, bool]:
-        if len(positions) == 1:
+        if len(positions) == 1:  # the program takes 2 or more
             scores, outside = run([query, positions.repeat(2), *stored_rows])
             return scores[:1], bool(outside)
         scores, outside = run([query, positions, *stored_rows])
@@ -77,7 +77,8 @@ def compiled_scores(projection: Projection, matrix: Tensor, scales: Tensor | Non
 class _Scores(nn.Module):
     def __init__(self, projection: Projection, scaled: bool) -> None:
         super().__init__()
-        self._projection, self._scaled = projection, scaled
+        self._projection = projection
+        self._scaled = scaled
 
     def forward(self, query: Tensor, positions: Tensor, *stored_rows: Tensor) -> tuple[Tensor, Tensor]:
         # Clamp wrong positions instead of raising: an exception in an OpenMP thread ends the process.
@@ -94,14 +95,15 @@ def _package(program: ExportedProgram, folder: Path) -> Path:
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=folder) as temporary:
             package = torch._inductor.aoti_compile_and_package(program, package_path=f"{temporary}/scores.pt2")
-            os.replace(package, path)
+            os.replace(package, path)  # atomic, since several workers may compile the same program
     return path
 
 
 def _private_folder(folder: Path) -> Path:
     """Creates a folder writable by this user alone, because its files are run and torch's path in /tmp is public."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    parent, status = os.stat(folder.parent), os.lstat(folder)
+    parent = os.stat(folder.parent)
+    status = os.lstat(folder)
     _check_owner(folder.parent, parent, bool(parent.st_mode & stat.S_IWOTH) and not parent.st_mode & stat.S_ISVTX)
     open_to_others = bool(status.st_mode & (stat.S_IWOTH | stat.S_IWGRP))
     _check_owner(folder, status, open_to_others or not stat.S_ISDIR(status.st_mode))
@@ -160,8 +162,11 @@ class CandidateScorer:
                 f"store: rows are {store.width} wide, the projection's {projection.width}; store "
                 "projection.candidates(...)"
             )
-        self.projection, self.store = projection, store
-        self._matrix, self._scales, self._size = store.matrix(), store.scales, len(store)
+        self.projection = projection
+        self.store = store
+        self._matrix = store.matrix()
+        self._scales = store.scales
+        self._size = len(store)
         self._buffers = threading.local()
         self.populated = store.populate()
         self._compiled = self._compile() if compile == "auto" else None
@@ -185,6 +190,7 @@ class CandidateScorer:
             scores, outside = self._compiled(query, positions)
             if not outside:
                 return scores
+            # The compiled code clamps wrong positions; the checks below raise for them.
         rows_wanted = positions.numpy()
         if rows_wanted.view(np.uint64).max() >= self._size:  # as unsigned numbers, negative positions are the greatest
             wrong = rows_wanted[(rows_wanted < 0) | (rows_wanted >= self._size)][0]

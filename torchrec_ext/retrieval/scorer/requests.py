@@ -33,7 +33,8 @@ def check_id_type(field: str, given: Id, kind: str) -> None:
         RequestError: the message names the id.
     """
     if isinstance(given, str) != (kind == "str"):
-        what, expected = ("a string", "whole numbers") if isinstance(given, str) else ("a whole number", "strings")
+        what = "a string" if isinstance(given, str) else "a whole number"
+        expected = "whole numbers" if isinstance(given, str) else "strings"
         raise RequestError(field, f"{str(given)[:100]!r} is {what}; ids here are {expected}")
 
 
@@ -282,7 +283,9 @@ def _list_duplicates(ids: Sequence[Id]) -> str:
             duplicates[each] = None
         earlier_ids.add(each)
     names = ", ".join(repr(each) for each in list(duplicates)[:_MOST_NAMES])
-    return f"{names} and {len(duplicates) - _MOST_NAMES} others" if len(duplicates) > _MOST_NAMES else names
+    if len(duplicates) > _MOST_NAMES:
+        return f"{names} and {len(duplicates) - _MOST_NAMES} others"
+    return names
 
 
 def _mask(positions: Tensor, size: int) -> Tensor:
@@ -302,5 +305,6 @@ def _remaining_indices(candidates: Tensor, allowed: Tensor | None, excluded: Ten
     """Applies the filters and returns the indices of the remaining candidates; ``allowed`` drops unknown items."""
     stays = torch.ones(size, dtype=torch.bool) if allowed is None else allowed.clone()
     stays[excluded] = False
+    # Position -1 reads the last item's entry, which np.where() then ignores.
     keep: NDArray[np.bool_] = np.where(candidates < 0, allowed is None, stays.numpy()[candidates])
     return torch.from_numpy(np.flatnonzero(keep))

@@ -101,10 +101,13 @@ class ReadyBundle:
         for pending in wanted:
             if pending.selection.candidates is not None:
                 answers[pending.index] = guarded(self._rank, pending, pending.selection.candidates)
-            else:
-                groups.setdefault(-1 if pending.selection.allowed is None else pending.index, []).append(pending)
+                continue
+            # A search takes one mask of allowed items, so only requests without a mask can share it, under key -1.
+            key = -1 if pending.selection.allowed is None else pending.index
+            groups.setdefault(key, []).append(pending)
         for group in groups.values():
             widths = [max(pending.request.k, pending.request.retrieve or retrieve) for pending in group]
+            # One search for the largest request; each request takes its own width of the results.
             results = guarded(self._search, group, min(max(widths), self.size))
             for row, pending in enumerate(group):
                 if isinstance(results, Exception):
@@ -123,6 +126,7 @@ class ReadyBundle:
             return self.score_s * len(request.items)
         if request.candidates is not None:
             return self.score_s * len(request.candidates)
+        # Only candidates that the index hands on run through the top NN.
         handed_on = 0 if self._final else min(self.size, max(request.k, request.retrieve or retrieve))
         return self.search_s + self.score_s * handed_on
 
@@ -138,7 +142,9 @@ class ReadyBundle:
 
     def _search(self, group: Sequence[PendingRequest], k: int) -> tuple[Tensor, Tensor]:
         filters = [pending.selection for pending in group]
-        excluded = [each.excluded for each in filters] if any(len(each.excluded) for each in filters) else None
+        excluded = None
+        if any(len(each.excluded) for each in filters):
+            excluded = [each.excluded for each in filters]
         queries = torch.cat([pending.user.vector for pending in group])
         scores, positions = self.index.search(queries, k, allowed=filters[0].allowed, excluded=excluded)
         return scores, positions
@@ -150,7 +156,8 @@ class ReadyBundle:
             scores = self._logits(pending.user.vector, positions)
         best = scores.sort(descending=True, stable=True).indices[: request.k]
         _require_finite(scores[best], pending.user)
-        ranked, request_indices = positions[best].numpy(), pending.selection.given
+        ranked = positions[best].numpy()
+        request_indices = pending.selection.given
         if request_indices is None or request.candidates is None:
             items = self._ids(ranked)
         else:  # use the request's own ids, because an unknown item has no position
@@ -185,7 +192,9 @@ class ReadyBundle:
         """Returns (N,) logits of a user's vector (1, Dq) with positions (N,), -1 for the unknown item."""
         if positions.numpy().min(initial=0) >= 0:
             return self._score(vector[0], positions)
-        is_known, projection = positions >= 0, self.bundle.projection
+        is_known = positions >= 0
+        projection = self.bundle.projection
+        # All positions get the unknown item's score; those of known items are then overwritten.
         scores = projection.score(projection.query(vector)[0], self._unknown).repeat(len(positions))
         scores[is_known] = self._score(vector[0], positions[is_known])
         return scores
@@ -199,7 +208,8 @@ class ReadyBundle:
 
     def _liked(self, pending: PendingRequest) -> Int64:
         """Returns positions of the requested number of the user's liked items, the latest first."""
-        users, count = self.bundle.users, pending.request.liked
+        users = self.bundle.users
+        count = pending.request.liked
         if not count or users is None or pending.user.row < 0:
             return np.empty(0, np.int64)
         return users.liked(pending.user.row)[::-1][:count]
@@ -211,7 +221,9 @@ class ReadyBundle:
 def _require_finite(scores: Tensor, user: ResolvedUser) -> Tensor:
     """Raises RequestError unless all scores are finite, because JSON has no infinity; returns them."""
     if not np.isfinite(scores.numpy()).all():
-        why = "a feature is too large" if user.cold.vector == "live" else "the stored vector is; embed the user again"
+        why = "the stored vector is; embed the user again"
+        if user.cold.vector == "live":
+            why = "a feature is too large"
         raise RequestError("user", f"the scores are beyond float32: {why}")
     return scores
 
@@ -317,7 +329,8 @@ class Scorer:
         Returns:
             The recall, or None if the first stage is exact or the bundle has no users to measure with.
         """
-        ready, bundle = self._ready, self._ready.bundle
+        ready = self._ready
+        bundle = self._ready.bundle
         if ready.index is bundle.index or bundle.users is None:
             return None
         rows = np.linspace(0, len(bundle.users) - 1, min(users, len(bundle.users))).astype(np.int64)

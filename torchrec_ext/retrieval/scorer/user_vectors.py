@@ -91,7 +91,8 @@ class FolderVectors:
         from torchrec_ext.retrieval.store.store import EmbeddingStore
 
         self._open: Callable[[], EmbeddingStore] = lambda: EmbeddingStore.open(folder)
-        self._folder, self._retry_s = folder, retry_s
+        self._folder = folder
+        self._retry_s = retry_s
         self._next = time.monotonic() + retry_s
         self._store = self._open()
         self.available = True
@@ -152,7 +153,9 @@ class RemoteVectors:
         source: Source = "redis",
         retry_s: float = RETRY_S,
     ) -> None:
-        self._connect, self._failures, self._retry_s = connect, failures, retry_s
+        self._connect = connect
+        self._failures = failures
+        self._retry_s = retry_s
         self.source = source
         self._stores: dict[tuple[str, int | None], Remote] = {}
         self._until = 0.0
@@ -174,6 +177,7 @@ class RemoteVectors:
                 f"the {self.source} of users' vectors is out of reach; it is tried again within {self._retry_s:g} s"
             )
         if (tower, width) not in self._stores:
+            # Only the latest tower's store: after a swap of the bundle nobody asks for the former one.
             self._stores = {(tower, width): self._connect(tower, width)}
         store = self._stores[tower, width]
         before = store.malformed

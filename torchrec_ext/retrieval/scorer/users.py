@@ -42,7 +42,8 @@ class UserLookup:
     """Looks up the users of a batch of requests in one bundle and its stores of users' vectors."""
 
     def __init__(self, bundle: Bundle, vectors: Sequence[UserVectors]) -> None:
-        self._bundle, self._vectors = bundle, vectors
+        self._bundle = bundle
+        self._vectors = vectors
         self.key = bundle.users.key if bundle.users is not None else None
 
     def find(self, requests: Sequence[RecommendRequest | ScoreRequest]) -> list[ResolvedUser | Exception]:
@@ -74,7 +75,9 @@ class UserLookup:
         for index, row in enumerate(rows):
             _check_finite(row, f"rows[{index}]")
             _check_missing(column_types, [name for name in column_types if name not in row], f"rows[{index}]")
-        columns = {name: [row[name] for row in rows] for name in column_types}
+        columns: dict[str, list[Any]] = {}
+        for name in column_types:
+            columns[name] = [row[name] for row in rows]
         return _require_finite(_run(self._bundle.embed_candidates, columns, "rows"), "rows"), [[] for _ in rows]
 
     def _rows(
@@ -134,6 +137,7 @@ class UserLookup:
                 cold = ColdStart(unknown_user=rows[index] < 0, vector=store.source)
                 results[index] = ResolvedUser(vectors[number : number + 1], cold, rows[index])
             pending = [index for index in pending if index not in results]
+        # A user without a row in the bundle has no features, so nothing but the unreachable vector could answer.
         if failure is not None:
             results |= {index: failure for index in pending if rows[index] < 0}
 

@@ -64,7 +64,8 @@ class _Endpoints:
 
     def asking(self, parse: Parser) -> Callable[[HttpRequest], Any]:
         """Returns a handler: parses a request and answers it by the scorer."""
-        queued, limits = self._queued, self._queued.settings.limits
+        queued = self._queued
+        limits = self._queued.settings.limits
 
         async def handle(request: HttpRequest) -> Response:
             deadline = time.monotonic() + limits.time_ms / 1e3
@@ -76,7 +77,8 @@ class _Endpoints:
 
     async def bundle(self, request: HttpRequest) -> Response:
         """Describes the live bundle for people and the page. Includes user ids only if the server is private."""
-        bundle, users = self._queued.scorer.bundle, self._queued.scorer.bundle.users
+        bundle = self._queued.scorer.bundle
+        users = self._queued.scorer.bundle.users
         sample = []
         if users is not None and self._queued.settings.is_private:
             sample = users.ids.ids(range(min(_SAMPLE, len(users.ids)))).tolist()
@@ -102,7 +104,8 @@ class _Endpoints:
     async def ready(self, request: HttpRequest) -> Response:
         """Reports readiness and the live bundle; the reason of a refused bundle only with the token."""
         queued = self._queued
-        reason, ending = queued.refused, queued.lingering or queued.draining
+        reason = queued.refused
+        ending = queued.lingering or queued.draining
         if reason is not None and not queued.bears_token(request.headers.get("authorization", "")):
             reason = _REFUSED
         return json_response(
@@ -144,6 +147,7 @@ async def _content(request: HttpRequest, limits: Limits, deadline: float) -> byt
             "not_json",
             "the content type must be application/json; send the header `Content-Type: application/json`",
         )
+    # Refuse by the declared length first, before any memory is taken; a client may also declare none.
     declared = request.headers.get("content-length", "0")
     if declared.isdigit() and int(declared) > limits.body_bytes:
         raise _too_long(limits)
@@ -220,7 +224,9 @@ class Guard:
     """
 
     def __init__(self, app: ASGIApp, queued: QueuedScorer, routes: frozenset[str]) -> None:
-        self._app, self._queued, self._routes = app, queued, routes
+        self._app = app
+        self._queued = queued
+        self._routes = routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
@@ -228,7 +234,9 @@ class Guard:
             await self._app(scope, receive, send)
             return
         start = time.perf_counter()
-        queued, status, path = self._queued, 0, scope["path"]
+        queued = self._queued
+        status = 0
+        path = scope["path"]
         scope["app"] = self  # makes Starlette's routes raise for 404 and 405
 
         async def send_counted(message: Message) -> None:
@@ -249,7 +257,7 @@ class Guard:
         except ClientGoneError:
             status = _CLIENT_GONE
         except Exception as error:
-            if status:
+            if status:  # the answer has begun, so no other can be sent
                 raise
             await self._refusal(error).response()(scope, receive, send_counted)
         finally:
@@ -258,7 +266,8 @@ class Guard:
 
     def _admit(self, path: str, headers: Headers) -> None:
         """Refuses requests with a wrong host or token, and most requests while the worker drains."""
-        host_name, allowed = _host(headers.get("host", "")), self._queued.settings.allowed_hosts
+        host_name = _host(headers.get("host", ""))
+        allowed = self._queued.settings.allowed_hosts
         if not any(
             host in ("*", host_name) or (host.startswith("*.") and host_name.endswith(host[1:]))
             for host in map(str.lower, allowed)

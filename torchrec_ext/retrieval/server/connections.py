@@ -30,7 +30,8 @@ class Connections:
     """
 
     def __init__(self, limits: Limits, closed: Callable[[str], None]) -> None:
-        self.limits, self.closed = limits, closed
+        self.limits = limits
+        self.closed = closed
         self._idle_unadmitted: dict[
             BoundedProtocol, None
         ] = {}  # idle, without an admitted request; the longest idle first
@@ -43,6 +44,7 @@ class Connections:
     def opened(self, connection: BoundedProtocol) -> None:
         """Makes room for a new connection, or closes it."""
         if len(connection.connections) > self.limits.connections:
+            # Dicts keep the order of insertion, so the first key has been idle longest.
             longest = next(iter(self._idle_unadmitted), None) or next(iter(self._idle_admitted), None)
             if longest is None:
                 connection.answer(_busy(self.limits), "connections")
@@ -91,7 +93,8 @@ class BoundedProtocol(HttpToolsProtocol):
         """Feeds the parser; drops bytes after a refused head until the timer closes the connection."""
         if self._refused:
             return
-        calls, self._stage = self._calls, self._stage or "head"
+        calls = self._calls
+        self._stage = self._stage or "head"
         super().data_received(data)
         # The parser makes no callback before a header's end, so a growing header must be counted here.
         self._pending_bytes = 0 if self._calls != calls else self._pending_bytes + len(data)
@@ -105,7 +108,9 @@ class BoundedProtocol(HttpToolsProtocol):
         if len(self.pipeline) >= _PIPELINED:
             self._full = True
             raise ValueError("too many requests wait")  # the parser reports it as its own error
-        self._messages, self._head_bytes, self._stage = self._messages + 1, 0, "head"
+        self._messages += 1
+        self._head_bytes = 0
+        self._stage = "head"
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:

@@ -88,7 +88,9 @@ def _kind(value: object) -> str:
         list: "a list",
         dict: "an object",
     }
-    return "null" if value is None else f"it is {names.get(type(value), type(value).__name__)}"
+    if value is None:
+        return "null"
+    return f"it is {names.get(type(value), type(value).__name__)}"
 
 
 def _number(name: str, value: Any, most: int, limit: str) -> int:
@@ -132,7 +134,7 @@ def _list(name: str, value: Any, most: int, limit: str, what: str) -> list[Any]:
 
 def _ids(name: str, value: Any, limits: Limits) -> list[Id]:
     ids = _list(name, value, limits.candidates, "candidates", "ids, all whole numbers or all strings")
-    kinds = set(map(type, ids))
+    kinds = set(map(type, ids))  # without a Python loop over up to 10,000 ids
     if kinds - {int} and kinds - {str}:
         listed = " and ".join(
             sorted(_kind(kind()).removeprefix("it is ") if kind is not type(None) else "null" for kind in kinds)

@@ -96,7 +96,9 @@ class QueuedScorer:
     def log_bundle(self) -> None:
         """Logs the live bundle and its first stage's recall; warns about rows on disk and a low recall."""
         recall = self.scorer.stage_recall()
-        measured = {} if recall is None else {"stage": self.settings.stage, "stage_recall_at_10": round(recall, 4)}
+        measured: dict[str, Any] = {}
+        if recall is not None:
+            measured = {"stage": self.settings.stage, "stage_recall_at_10": round(recall, 4)}
         self.log("bundle_loaded", digest=self.scorer.bundle.manifest.digest, **measured)
         if not self.scorer.populated:
             why = "they would take more than half of the memory that is left; requests read from disk what no other has"
@@ -130,6 +132,7 @@ class QueuedScorer:
         except QueueFullError:
             message = f"{limits.queue} requests wait already, which is the limit; come back in a second, or add workers"
             raise over_limit("queue", limits.queue, message, status=429, retry=True) from None
+        # Wait for the answer and for the client at once: nobody needs the answer after the client has gone.
         gone = asyncio.ensure_future(_gone(receive))
         either: set[asyncio.Future[Any]] = {answer, gone}
         try:
@@ -151,12 +154,14 @@ class QueuedScorer:
 
     def _cost_s(self, request: Request) -> float:
         """Estimates a request's seconds; 0 if a full queue of such requests fits into the time limit."""
-        cost_s, limits = self.scorer.cost_s(request), self.settings.limits
+        cost_s = self.scorer.cost_s(request)
+        limits = self.settings.limits
         return cost_s if cost_s * limits.queue > limits.time_ms / 1e3 else 0.0
 
     def _admit(self, request: Request) -> None:
         """Refuses a request that cannot finish in time, because it would also delay others."""
-        cost_ms, most = 1e3 * self._cost_s(request), self.settings.limits.time_ms
+        cost_ms = 1e3 * self._cost_s(request)
+        most = self.settings.limits.time_ms
         if cost_ms > most:
             what, remedy = self._costly(request)
             message = (

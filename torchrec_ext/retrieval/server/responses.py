@@ -49,7 +49,8 @@ class Refusal(Exception):  # noqa: N818  (an answer to a caller is not an error 
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.code = status, code
+        self.status = status
+        self.code = code
         self.body: dict[str, Any] = {"code": code, "message": message}
         if field is not None:
             self.body["field"] = field

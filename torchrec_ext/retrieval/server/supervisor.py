@@ -73,7 +73,9 @@ class Supervisor:
     """
 
     def __init__(self, settings: ServerConfig, listening: socket.socket, log: Callable[..., None]) -> None:
-        self._settings, self._listening, self._log = settings, listening, log
+        self._settings = settings
+        self._listening = listening
+        self._log = log
         self._workers: list[_Worker] = []
         self._signals: list[int] = []
         self._pause_s = 0.0
@@ -91,6 +93,7 @@ class Supervisor:
         Raises:
             ValueError: a worker could not begin, with the reason: a refused bundle, a missing package.
         """
+        # Handlers only note the signal: the loops act on it at a safe point.
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda number, _: self._signals.append(number))
         shared = tempfile.mkdtemp(prefix="torchrec_ext-metrics-")
@@ -110,7 +113,7 @@ class Supervisor:
         ours, theirs = _SPAWN.Pipe(duplex=False)
         process = _SPAWN.Process(target=run_worker, args=(self._settings, self._listening, theirs, self._last_good))
         process.start()
-        theirs.close()
+        theirs.close()  # otherwise the end of the worker would not end the pipe
         return _Worker(process, ours)
 
     def _wait_until_ready(self) -> bool:
@@ -161,7 +164,8 @@ class Supervisor:
     def _end_if_hanging(self, worker: _Worker) -> None:
         """Kills a hanging worker by SIGKILL, because it handles no other signal."""
         now = time.monotonic()
-        silent_s, starting = now - worker.last_heartbeat, not worker.digest
+        silent_s = now - worker.last_heartbeat
+        starting = not worker.digest
         hangs = silent_s > self._settings.hang_s or (starting and now - worker.start_time > self._settings.start_s)
         if hangs and worker.process.is_alive():
             self._log("worker_hangs", worker=worker.process.pid, silent_s=round(silent_s, 1), starting=starting)

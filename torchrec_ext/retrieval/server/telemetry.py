@@ -88,8 +88,10 @@ class Log:
 
 def where(error: BaseException) -> dict[str, object]:
     """Returns an error's type and the lines of its traceback, without its message."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return {"error": type(error).__name__, "at": [f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in frames[-12:]]}
+    # Not the message: it may contain a caller's ids or features.
+    frames = traceback.extract_tb(error.__traceback__)[-12:]
+    lines = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames]
+    return {"error": type(error).__name__, "at": lines}
 
 
 def resident_bytes() -> int:

@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     from torchrec_ext.retrieval.bundle.bundle import Bundle
     from torchrec_ext.retrieval.server.queued_scorer import QueuedScorer
 
-READY, FAILED, ALIVE, SERVING = "ready", "failed", "alive", "serving"
+READY = "ready"
+FAILED = "failed"
+ALIVE = "alive"
+SERVING = "serving"
 # A thread may hold the interpreter lock for this long. Python's default of 5 ms would delay a request that arrives
 # during another one.
 _SWITCH_S = 5e-4
@@ -174,7 +177,8 @@ def _server(queued: QueuedScorer, parent: Connection) -> Any:
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             if self._ending_since is None:
                 self._ending_since = time.monotonic()
-                queued.lingering, queued.draining = True, settings.linger_s == 0
+                queued.lingering = True
+                queued.draining = settings.linger_s == 0
                 queued.log("draining", in_flight=queued.in_flight, linger_s=settings.linger_s)
 
         async def on_tick(self, counter: int) -> bool:
@@ -245,16 +249,17 @@ def bundle_folder(pointer: Path) -> Path:
             text = file.read(_LONGEST_POINTER).decode(errors="replace").strip()
         target = pointer.parent / text if text else pointer
     if not os.path.isdir(target):  # unlike Path.is_dir(), returns False for an invalid name
-        what = (
-            "there is no such file or folder"
-            if target == pointer
-            else f"it names {str(target)[:200]!r}, which is not a folder"
-        )
+        what = f"it names {str(target)[:200]!r}, which is not a folder"
+        if target == pointer:
+            what = "there is no such file or folder"
         raise ValueError(
             f"bundle {str(pointer)!r}: {what}; give a bundle's folder, a link to one, or a text file with its path"
         )
     of_a_run = target / _OF_A_RUN
-    return (of_a_run if not (target / MANIFEST).exists() and (of_a_run / MANIFEST).is_file() else target).resolve()
+    # Resolved, so that a link that moves later does not change the open bundle's folder.
+    if not (target / MANIFEST).exists() and (of_a_run / MANIFEST).is_file():
+        return of_a_run.resolve()
+    return target.resolve()
 
 
 def identity(pointer: Path) -> Identity:
@@ -298,8 +303,12 @@ class Watcher(threading.Thread):
         loaded: Identity | None = None,
     ) -> None:
         super().__init__(name="bundle-watcher", daemon=True)
-        self._pointer, self._every_s, self._tick = pointer, every_s, tick
-        self._load, self._swap, self._refuse = load, swap, refuse
+        self._pointer = pointer
+        self._every_s = every_s
+        self._tick = tick
+        self._load = load
+        self._swap = swap
+        self._refuse = refuse
         self._wake = threading.Event()
         self._ending = False
         self._last_identity = identity(pointer) if loaded is None else loaded
@@ -320,7 +329,7 @@ class Watcher(threading.Thread):
         while True:
             self._wake.wait(self._every_s)
             at_once = self._wake.is_set()
-            self._wake.clear()
+            self._wake.clear()  # before the look, so that a look() during it is not lost
             if self._ending:
                 return
             with contextlib.suppress(OSError):  # such as too many open files for a moment

@@ -46,7 +46,8 @@ def hashed(offsets: NDArray[np.int64], content: NDArray[np.uint8], key: bytes) -
 def _hash_block(
     starts: NDArray[np.int64], lengths: NDArray[np.int64], content: NDArray[np.uint8], key: bytes
 ) -> NDArray[np.uint64]:
-    begin, end = int(starts[0]), int(starts[-1] + lengths[-1])
+    begin = int(starts[0])
+    end = int(starts[-1] + lengths[-1])
     # The last word is read in full, so it needs bytes behind the last string.
     padded = np.zeros(end - begin + _WORD, np.uint8)
     padded[: end - begin] = content[begin:end]
@@ -144,10 +145,13 @@ class IdMap:
             ValueError: ids of another type than int64 or str, or an id at two positions.
         """
         values = checked_ids(ids)
-        return cls._build_from_strings(values) if isinstance(values, pa.Array) else cls._build_from_integers(values)
+        if isinstance(values, pa.Array):
+            return cls._build_from_strings(values)
+        return cls._build_from_integers(values)
 
     @classmethod
     def _build_from_integers(cls, ids: Int64) -> IdMap:
+        # Ascending ids are their own sorted copy.
         if np.all(ids[1:] > ids[:-1]):
             return cls({"ids": ids})
         order = np.argsort(ids, kind="stable")
@@ -158,6 +162,7 @@ class IdMap:
     @classmethod
     def _build_from_strings(cls, strings: pa.LargeStringArray) -> IdMap:
         offsets, content = _buffers(strings)
+        # Equal hashes of different strings would need a second comparison in every look-up: try another key instead.
         for attempt in range(_KEYS):
             key = _key_of(offsets, content, attempt)
             hashes = hashed(offsets, content, key)
@@ -174,7 +179,8 @@ class IdMap:
                     "order": order,
                 }
                 return cls(arrays, key)
-        first, second = (strings[int(order[twins[0] + more])].as_py() for more in (0, 1))
+        first = strings[int(order[twins[0]])].as_py()
+        second = strings[int(order[twins[0] + 1])].as_py()
         raise ValueError(
             f"ids: '{first[:60]}' and '{second[:60]}' have one hash under {_KEYS} keys; rename one of them"
         )
@@ -197,7 +203,9 @@ class IdMap:
             )
         if not len(values) or not len(self):
             return np.full(len(values), -1, np.int64)
-        return self._string_positions(values) if self.kind == "str" else self._integer_positions(values)
+        if self.kind == "str":
+            return self._string_positions(values)
+        return self._integer_positions(values)
 
     def _integer_positions(self, ids: Int64) -> Int64:
         if self._first is not None:
@@ -206,12 +214,14 @@ class IdMap:
             return positions
         ascending = self.arrays.get("sorted", self.arrays["ids"])
         index = np.minimum(np.searchsorted(ascending, ids), len(ascending) - 1)
-        return np.where(ascending[index] == ids, self.arrays["order"][index] if "order" in self.arrays else index, -1)
+        positions = self.arrays["order"][index] if "order" in self.arrays else index
+        return np.where(ascending[index] == ids, positions, -1)
 
     def _string_positions(self, ids: pa.LargeStringArray) -> Int64:
         hashes = hashed(*_buffers(ids), self.key)
         index = np.minimum(np.searchsorted(self.arrays["sorted"], hashes), len(self) - 1)
         positions = self.arrays["order"][index]
+        # An unknown string can share a hash with a known one, so the strings are compared too.
         same = (self.arrays["sorted"][index] == hashes) & _equal(self._strings.take(pa.array(positions)), ids)
         return np.where(same, positions, -1)
 
@@ -222,7 +232,9 @@ class IdMap:
             ValueError: a position outside 0 to I - 1.
         """
         if positions is None:
-            return self._strings.to_numpy(zero_copy_only=False) if self.kind == "str" else self.arrays["ids"]
+            if self.kind == "str":
+                return self._strings.to_numpy(zero_copy_only=False)
+            return self.arrays["ids"]
         rows = np.asarray(positions, np.int64)
         wrong = rows[(rows < 0) | (rows >= len(self))]
         if len(wrong):
@@ -264,7 +276,8 @@ class IdMap:
             keys = hashed(self.arrays["offsets"], self.arrays["bytes"], self.key)
         else:
             keys = self.arrays["ids"]
-        ascending, order = self.arrays.get("sorted", keys), self.arrays.get("order")
+        ascending = self.arrays.get("sorted", keys)
+        order = self.arrays.get("order")
         wrong = np.flatnonzero(ascending[1:] <= ascending[:-1])
         if len(wrong):
             raise ValueError(f"ids: entry {int(wrong[0]) + 1} of the sorted ones is not greater than the one before it")
@@ -294,7 +307,8 @@ class IdMap:
         """
         try:
             header = json.loads((folder / "ids.json").read_text())
-            names, seed = [str(name) for name in header["arrays"]], header["seed"]
+            names = [str(name) for name in header["arrays"]]
+            seed = header["seed"]
             arrays = {
                 name: np.asarray(np.load(folder / f"ids_{name}.npy", mmap_mode="r", allow_pickle=False))
                 for name in names
@@ -302,7 +316,7 @@ class IdMap:
             _check_arrays(arrays)
             if "offsets" not in arrays:
                 return cls(arrays)
-            if isinstance(seed, int):
+            if isinstance(seed, int):  # written before the hash had a key
                 return cls.build(cls(arrays)._strings)
             key = bytes.fromhex(seed)
             if len(key) != _KEY_BYTES:
@@ -319,7 +333,8 @@ def _check_arrays(arrays: Mapping[str, NDArray[Any]]) -> None:
     if types not in (expected_types, {name: kind for name, kind in expected_types.items() if name == "ids"}):
         raise ValueError(f"its arrays are {types}, must be {expected_types}")
     rows = len(arrays["offsets"]) - 1 if "offsets" in arrays else len(arrays["ids"])
-    if any(len(array) != rows for name, array in arrays.items() if name in ("sorted", "order")):
+    lengths = [len(array) for name, array in arrays.items() if name in ("sorted", "order")]
+    if any(length != rows for length in lengths):
         raise ValueError(f"its arrays have {[len(array) for array in arrays.values()]} entries, of {rows} ids")
     if "offsets" in arrays and not 0 <= arrays["offsets"][0] <= arrays["offsets"][-1] <= len(arrays["bytes"]):
         raise ValueError(f"its strings end at {arrays['offsets'][-1]}, there are {len(arrays['bytes'])} bytes")
@@ -380,7 +395,10 @@ def _equal(first: pa.Array, second: pa.Array) -> NDArray[np.bool_]:
 
 def _first_of_consecutive(arrays: dict[str, NDArray[Any]]) -> int | None:
     ids = arrays["ids"]
-    consecutive = "order" not in arrays and len(ids) and int(ids[-1]) - int(ids[0]) == len(ids) - 1
+    # Without an order the ids ascend, so the first and the last tell whether any is missing between them.
+    if "order" in arrays or not len(ids):
+        return None
+    consecutive = int(ids[-1]) - int(ids[0]) == len(ids) - 1
     return int(ids[0]) if consecutive else None
 
 

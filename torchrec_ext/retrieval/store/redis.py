@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -70,6 +71,7 @@ class RedisStore:
                 raise ValueError(f"{field}={value}: must be greater than 0")
         self.where = _without_password(url)
         try:
+            # One immediate retry: a connection that the server closed while idle fails once, without delay.
             self._redis = redis.Redis.from_url(
                 url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=Retry(NoBackoff(), 1)
             )
@@ -81,7 +83,8 @@ class RedisStore:
         self.tower = tower
         self._prefix = f"{name}:{tower}:"
         self._expiry_ms = None if expiry_s is None else max(1, round(1000 * expiry_s))
-        self._batch, self._width = batch, width
+        self._batch = batch
+        self._width = width
         self.malformed = 0
 
     def find(self, ids: Sequence[int] | Sequence[str]) -> tuple[Tensor, NDArray[np.bool_]]:
@@ -93,7 +96,9 @@ class RedisStore:
         """
         if self._width is not None:
             return self._find_vectors(ids, self._width)
-        values = [value for batch in self._send_batches("mget", self._keys(ids)) for value in batch]
+        values: list[Any] = []
+        for batch in self._send_batches("mget", self._keys(ids)):
+            values += batch
         exists = np.array([value is not None for value in values], dtype=np.bool_)
         sizes = {len(value) for value in values if value is not None}
         if len(sizes) > 1 or any(size % 4 for size in sizes):
@@ -101,9 +106,8 @@ class RedisStore:
                 f"{self.where}: vectors under '{self._prefix}*' have {sorted(sizes)} bytes; one tower has one width"
             )
         size = sizes.pop() if sizes else 0
-        vectors = np.frombuffer(b"".join(value or bytes(size) for value in values), "<f4").reshape(
-            len(values), size // 4
-        )
+        content = b"".join(value or bytes(size) for value in values)  # zeros for missing vectors
+        vectors = np.frombuffer(content, "<f4").reshape(len(values), size // 4)
         return torch.from_numpy(vectors.copy()), exists
 
     def _find_vectors(self, ids: Sequence[int] | Sequence[str], width: int) -> tuple[Tensor, NDArray[np.bool_]]:
@@ -113,12 +117,14 @@ class RedisStore:
         values = self._send_pipeline(
             lambda pipe: [pipe.getrange(key, 0, size) for key in keys], allowed_error="WRONGTYPE"
         )
-        vectors, exists = np.zeros((len(keys), width), "<f4"), np.zeros(len(keys), np.bool_)
+        vectors = np.zeros((len(keys), width), "<f4")
+        exists = np.zeros(len(keys), np.bool_)
         for row, value in enumerate(values):
             if isinstance(value, bytes) and len(value) == size:
                 vectors[row] = np.frombuffer(value, "<f4")
                 exists[row] = np.isfinite(vectors[row]).all()
         vectors[~exists] = 0.0
+        # An empty answer means that the key is missing; everything else without a vector is malformed.
         self.malformed += sum(value != b"" for value in values) - int(exists.sum())
         return torch.from_numpy(vectors), exists
 
@@ -133,16 +139,16 @@ class RedisStore:
             raise ValueError(
                 f"vectors: shape {tuple(vectors.shape)} for {len(ids)} ids; must be ({len(ids)}, D) finite numbers"
             )
-        keys, rows = self._keys(ids), vectors.detach().to("cpu", torch.float32).contiguous().numpy()
+        keys = self._keys(ids)
+        rows = vectors.detach().to("cpu", torch.float32).contiguous().numpy()
 
         def write(pipe: Any, block: range) -> None:
             for row in block:
                 pipe.set(keys[row], rows[row].tobytes(), px=self._expiry_ms)
 
         for start in range(0, len(keys), self._batch):
-            self._send_pipeline(
-                lambda pipe, start=start: write(pipe, range(start, min(start + self._batch, len(keys))))
-            )  # type: ignore[misc]
+            block = range(start, min(start + self._batch, len(keys)))
+            self._send_pipeline(functools.partial(write, block=block))
 
     def delete(self, ids: Sequence[int] | Sequence[str]) -> int:
         """Deletes vectors and returns their number.
@@ -170,7 +176,9 @@ class RedisStore:
     def _send_batches(self, command: str, keys: list[str]) -> list[Any]:
         """Runs a command over batches of keys and returns the answers, in one round trip."""
         batches = [keys[start : start + self._batch] for start in range(0, len(keys), self._batch)]
-        return self._send_pipeline(lambda pipe: [getattr(pipe, command)(*batch) for batch in batches]) if keys else []
+        if keys:
+            return self._send_pipeline(lambda pipe: [getattr(pipe, command)(*batch) for batch in batches])
+        return []
 
     def _send_pipeline(self, fill: Callable[[Any], object], *, allowed_error: str | None = None) -> list[Any]:
         """Fills a pipeline with commands and returns their answers, in one round trip.

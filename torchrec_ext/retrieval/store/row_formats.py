@@ -93,7 +93,8 @@ class Int8Rows(RowFormat):
         """Returns rows (N, D) int8 and scales (N,) float32; a row of zeros has the scale 1."""
         scales = vectors.abs().amax(dim=1) / 127
         scales = torch.where(scales > 0, scales, torch.ones_like(scales))
-        return (vectors / scales[:, None]).round().clamp(-127, 127).to(torch.int8), scales
+        numbers = (vectors / scales[:, None]).round().clamp(-127, 127)
+        return numbers.to(torch.int8), scales
 
     def rounding(self, greatest: float) -> float:
         """Returns half of the distance between two neighbouring multiples of the scale."""
@@ -150,8 +151,13 @@ class LossMeter:
     """
 
     def __init__(self, queries: Tensor | None = None, k: int = K) -> None:
-        self.queries, self.k = queries, k
-        self._greatest, self._sum, self._numbers, self._rows = 0.0, 0.0, 0, 0
+        self.queries = queries
+        self.k = k
+        self._greatest = 0.0
+        self._sum = 0.0
+        self._numbers = 0
+        self._rows = 0
+        # Scores and rows of the best k so far: by the exact rows, then by the stored ones.
         self._best: list[tuple[Tensor, Tensor] | None] = [None, None]
 
     def add(self, vectors: Tensor, stored: Tensor) -> None:
@@ -168,9 +174,10 @@ class LossMeter:
 
     def _merge_best(self, best: tuple[Tensor, Tensor] | None, scores: Tensor) -> tuple[Tensor, Tensor]:
         values, rows = scores.topk(min(self.k, scores.shape[1]), dim=1)
-        rows = rows + self._rows
+        rows = rows + self._rows  # from a row of this block to a row of all
         if best is not None:
-            values, rows = torch.cat([best[0], values], dim=1), torch.cat([best[1], rows], dim=1)
+            values = torch.cat([best[0], values], dim=1)
+            rows = torch.cat([best[1], rows], dim=1)
         best_values, order = values.topk(min(self.k, values.shape[1]), dim=1)
         return best_values, rows.gather(1, order)
 
@@ -178,8 +185,10 @@ class LossMeter:
         """Returns the loss of all rows so far."""
         recall = None
         if self._best[0] is not None and self._best[1] is not None:
-            exact, stored = self._best[0][1], self._best[1][1]
-            recall = float((exact[:, :, None] == stored[:, None, :]).any(dim=2).float().mean())
+            exact = self._best[0][1]
+            stored = self._best[1][1]
+            hits = (exact[:, :, None] == stored[:, None, :]).any(dim=2)
+            recall = float(hits.float().mean())
         return Loss(
             greatest=self._greatest, mean=self._sum / max(1, self._numbers), recall=recall, k=self.k, rows=self._rows
         )

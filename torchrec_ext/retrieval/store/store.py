@@ -29,7 +29,9 @@ from torchrec_ext.retrieval.store.versions import (
 )
 from torchrec_ext.schema.validation import listed
 
-ROWS, SCALES, LIVE = "rows.bin", "scales.bin", "live.npy"
+ROWS = "rows.bin"
+SCALES = "scales.bin"
+LIVE = "live.npy"
 _SHARE = 2  # rows larger than 1/2 of the free memory stay on disk
 _PIECE = 2**22  # bytes mapped at a time: the call holds the interpreter lock, for about 1 ms
 _POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14; Python's mmap has no name for it
@@ -68,7 +70,8 @@ class EmbeddingStore:
         self.manifest = manifest
         self.width, self.dtype, self.tower, self.loss = _check_layout(manifest, folder)
         self.format = ROW_FORMATS[self.dtype]
-        self.version, self.digest = folder.name, str(manifest["digest"])
+        self.version = folder.name
+        self.digest = str(manifest["digest"])
         count = int(manifest["rows"])
         self.ids = IdMap.open(folder)
         self.live: NDArray[np.bool_] = np.asarray(np.load(folder / LIVE, mmap_mode="r", allow_pickle=False))
@@ -76,8 +79,10 @@ class EmbeddingStore:
             raise StoreError(f"'{folder}' is damaged: {count} rows, {len(self.ids)} ids; write the store again")
         self._descriptor, rows, matrix = _map_numbers(folder / ROWS, self.format.numbers, count * self.width)
         self._matrix = matrix.view(count, self.width)
-        _, scales, numbers = _map_numbers(folder / SCALES, torch.float32, count) if self.format.scaled else (None,) * 3
-        self.scales: Tensor | None = numbers
+        self.scales: Tensor | None = None
+        scales: mmap.mmap | None = None
+        if self.format.scaled:
+            _, scales, self.scales = _map_numbers(folder / SCALES, torch.float32, count)
         self._maps: list[mmap.mmap] = [mapping for mapping in (rows, scales) if mapping is not None]
         self._bytes = count * self.width * self._matrix.element_size()
 
@@ -130,12 +135,16 @@ class EmbeddingStore:
                 f"positions: {int(wrong[0])} is not a row of this store, which has {len(self)} (0 to {len(self) - 1})"
             )
         rows = self._matrix.index_select(0, positions)
-        return rows if self.format.exact else decode(rows, None if self.scales is None else self.scales[positions])
+        if self.format.exact:
+            return rows
+        return decode(rows, None if self.scales is None else self.scales[positions])
 
     def block(self, start: int, stop: int) -> Tensor:
         """Returns (stop - start, D) float32 vectors of neighbouring positions; for fp32 a view of the file."""
         rows = self._matrix[start:stop]
-        return rows if self.format.exact else decode(rows, None if self.scales is None else self.scales[start:stop])
+        if self.format.exact:
+            return rows
+        return decode(rows, None if self.scales is None else self.scales[start:stop])
 
     def populate(self) -> bool:
         """Reads the rows into memory and maps their pages, so that the first requests are as fast as later ones.
@@ -162,12 +171,15 @@ class EmbeddingStore:
 
 
 def _check_layout(manifest: dict[str, Any], folder: Path) -> tuple[int, Dtype, str, dict[str, Any]]:
-    width, dtype, files = manifest.get("width"), manifest.get("dtype"), manifest["files"]
+    width = manifest.get("width")
+    dtype = manifest.get("dtype")
+    files = manifest["files"]
     if not isinstance(width, int) or dtype not in ROW_FORMATS or not {ROWS, LIVE, "ids.json"} <= set(files):
         raise StoreError(
             f"'{folder}' is no embedding store: width {width!r}, dtype {dtype!r}, files {listed(sorted(files))}"
         )
-    file_bytes, needed_bytes = files[ROWS]["bytes"], manifest["rows"] * width * ROW_FORMATS[dtype].numbers.itemsize
+    file_bytes = files[ROWS]["bytes"]
+    needed_bytes = manifest["rows"] * width * ROW_FORMATS[dtype].numbers.itemsize
     if file_bytes != needed_bytes:
         raise StoreError(
             f"'{folder / ROWS}' has {file_bytes:,} bytes, {manifest['rows']:,} rows of {width} {dtype} need "
@@ -182,6 +194,7 @@ def _map_numbers(path: Path, dtype: torch.dtype, numbers: int) -> tuple[Any, mma
     if not numbers:
         return stream, None, torch.empty(0, dtype=dtype)
     mapping = mmap.mmap(stream.fileno(), numbers * dtype.itemsize, access=mmap.ACCESS_READ)
+    # torch cannot mark a tensor read-only and warns; no code here writes to the rows.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return stream, mapping, torch.frombuffer(mapping, dtype=dtype, count=numbers)
@@ -234,7 +247,9 @@ def refresh_store(
             _copy_with_rows(current_store.folder / SCALES, path / SCALES, scales[:, None], positions, len(id_map))
         id_map.save(path)
         live = np.concatenate([current_store.live, np.ones(len(id_map) - len(current_store), np.bool_)])
-        live[positions], live[tombstones] = True, False
+        # A tombstone comes back to life if its id is written again.
+        live[positions] = True
+        live[tombstones] = False
         np.save(path / LIVE, live)
         content = {key: current_store.manifest[key] for key in ("width", "dtype", "tower")}
         content |= {"rows": len(id_map), "loss": _merge_loss(current_store, block, decode(rows, scales))}

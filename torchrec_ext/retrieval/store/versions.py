@@ -67,7 +67,8 @@ def read_store_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
         content: dict[str, Any] = json.loads(read_plain(path, _MOST_BYTES))
-        sha, form = content.pop("digest"), int(content["format"])
+        sha = content.pop("digest")
+        form = int(content["format"])
     except FileNotFoundError:
         raise StoreError(
             f"'{path}' is missing: this version was removed or never finished; open the store again"
@@ -110,6 +111,7 @@ def new_version(folder: Path) -> Iterator[Path]:
     """
     with _lock(folder):
         last = max((int(name[1:]) for name in os.listdir(folder) if _NAME.fullmatch(name)), default=0)
+        # The lock is ours, so a partial folder is left over from a writer that crashed.
         for leftover in folder.glob("*.partial"):
             shutil.rmtree(leftover)
         path = folder / f"v{last + 1:08d}.partial"
@@ -139,6 +141,8 @@ def publish_version(path: Path, content: dict[str, Any], digests: dict[str, str]
         entry = {"bytes": file.stat().st_size, "sha256": digests[name]} if name in digests else None
         files[name] = entry or measure_file(file)
         sync_to_disk(file)
+    # The order survives a crash at any point: first the files, then the manifest, then the folder's final name, and
+    # last the pointer, so that it never names an incomplete version.
     write_whole(path / MANIFEST, sealed_json({"format": FORMAT, **content, "files": files}, "digest"))
     final = path.with_suffix("")
     path.rename(final)
@@ -160,6 +164,7 @@ def prune_store(folder: Path | str, keep: int = 2) -> list[str]:
     with _lock(folder):
         old_versions = [name for name in versions(folder)[:-keep] if name != current(folder)]
         for name in old_versions:
+            # Without a manifest the version no longer counts, even if the removal is interrupted.
             (folder / name / MANIFEST).unlink()
             shutil.rmtree(folder / name)
     return old_versions

@@ -69,7 +69,9 @@ class RowWriter:
     """
 
     def __init__(self, folder: Path, dtype: Dtype, queries: Tensor | None = None) -> None:
-        self.dtype, self.width, self._queries = dtype, 0, queries
+        self.dtype = dtype
+        self.width = 0
+        self._queries = queries
         self.meter: LossMeter | None = None
         self._ids: list[Any] = []
         names = [ROWS, SCALES] if ROW_FORMATS[dtype].scaled else [ROWS]
@@ -196,7 +198,7 @@ def embed(
     folders = [(shares or folder.parent) / f"{folder.name}.share{each}" for each in range(world_size)]
     write_store(folders[rank], embedded_blocks, tower=digest)
     wait = barrier or (lambda: None)
-    wait()
+    wait()  # until every share is complete
     if rank == 0:
         _join_shares([EmbeddingStore.open(share) for share in folders], folder, dtype, digest)
         for share in folders:
