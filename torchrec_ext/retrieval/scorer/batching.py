@@ -11,8 +11,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-Asked = TypeVar("Asked")
-Answered = TypeVar("Answered")
+RequestT = TypeVar("RequestT")
+AnswerT = TypeVar("AnswerT")
 
 
 class QueueFullError(RuntimeError):
@@ -24,13 +24,13 @@ class QueueFullError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class _Waiting(Generic[Asked, Answered]):
-    request: Asked
-    answer: Future[Answered]
+class _Waiting(Generic[RequestT, AnswerT]):
+    request: RequestT
+    answer: Future[AnswerT]
     cost_s: float
 
 
-class MicroBatcher(Generic[Asked, Answered]):
+class MicroBatcher(Generic[RequestT, AnswerT]):
     """Answers requests in batches, in a thread of its own.
 
     The next batch collects while one runs, so batches grow with the load and a lone caller waits for nobody.
@@ -59,12 +59,12 @@ class MicroBatcher(Generic[Asked, Answered]):
 
     def __init__(
         self,
-        answer: Callable[[Sequence[Asked]], Sequence[Answered | Exception]],
+        answer: Callable[[Sequence[RequestT]], Sequence[AnswerT | Exception]],
         *,
         max_batch: int = 32,
         max_wait_ms: float = 0.0,
         capacity: int = 256,
-        cost_s: Callable[[Asked], float] = lambda _: 0.0,
+        cost_s: Callable[[RequestT], float] = lambda _: 0.0,
         max_cost_s: float = math.inf,
     ) -> None:
         for name, value, least in (
@@ -80,7 +80,7 @@ class MicroBatcher(Generic[Asked, Answered]):
         self._capacity = capacity
         self._cost_s = cost_s
         self._max_cost_s = max_cost_s
-        self._waiting: deque[_Waiting[Asked, Answered]] = deque()
+        self._waiting: deque[_Waiting[RequestT, AnswerT]] = deque()
         self._running_s = 0.0
         self._change = threading.Condition()
         self._closing = False
@@ -104,14 +104,14 @@ class MicroBatcher(Generic[Asked, Answered]):
         start = self._batch_start
         return 0.0 if start is None else time.monotonic() - start
 
-    def submit(self, asked: Asked) -> Future[Answered]:
+    def submit(self, asked: RequestT) -> Future[AnswerT]:
         """Queues a request and returns a future of its answer. Cancel the future to remove a waiting request.
 
         Raises:
             QueueFullError: ``capacity`` requests are waiting.
             RuntimeError: the batcher is closed.
         """
-        future: Future[Answered] = Future()
+        future: Future[AnswerT] = Future()
         cost_s = self._cost_s(asked)
         with self._change:
             if self._closing:
@@ -145,7 +145,7 @@ class MicroBatcher(Generic[Asked, Answered]):
                 else:
                     future.set_result(answer)
 
-    def _answer_batch(self, requests: Sequence[Asked]) -> Sequence[Answered | Exception]:
+    def _answer_batch(self, requests: Sequence[RequestT]) -> Sequence[AnswerT | Exception]:
         """Answers a batch. If it fails, answers one by one, so that each request gets its own error."""
         try:
             answers = self._answer(requests)
@@ -156,7 +156,7 @@ class MicroBatcher(Generic[Asked, Answered]):
             return [self._answer_batch([each])[0] for each in requests]
         return answers
 
-    def _next(self) -> list[_Waiting[Asked, Answered]]:
+    def _next(self) -> list[_Waiting[RequestT, AnswerT]]:
         """Waits for the next batch; empty at the end."""
         with self._change:
             self._running_s = 0.0
@@ -170,10 +170,10 @@ class MicroBatcher(Generic[Asked, Answered]):
                 if batch or (self._closing and not self._waiting):
                     return batch
 
-    def _take_batch(self) -> list[_Waiting[Asked, Answered]]:
+    def _take_batch(self) -> list[_Waiting[RequestT, AnswerT]]:
         """Removes the first requests from the queue that fit into one batch; drops cancelled ones."""
-        batch: list[_Waiting[Asked, Answered]] = []
-        later: deque[_Waiting[Asked, Answered]] = deque()
+        batch: list[_Waiting[RequestT, AnswerT]] = []
+        later: deque[_Waiting[RequestT, AnswerT]] = deque()
         while self._waiting and len(batch) < self._max_batch:
             waiting = self._waiting.popleft()
             if batch and waiting.cost_s and self._running_s + waiting.cost_s > self._max_cost_s:

@@ -43,8 +43,8 @@ Stage = Literal["exact", "dot", "cosine"]
 Int64 = NDArray[np.int64]
 _MEASURED_K = 100
 _MEASURED_ROWS = 256
-Given = ParamSpec("Given")
-Made = TypeVar("Made")
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -251,8 +251,8 @@ def _first_stage(bundle: Bundle, stage: Stage) -> Index:
 
 
 def guarded(
-    function: Callable[Given, Made], *arguments: Given.args, **options: Given.kwargs
-) -> Made | RequestError | UnavailableError:
+    function: Callable[Parameters, Result], *arguments: Parameters.args, **options: Parameters.kwargs
+) -> Result | RequestError | UnavailableError:
     """Calls ``function``; returns its result or the request's own error. A truncated store counts as unavailable."""
     try:
         return function(*arguments, **options)

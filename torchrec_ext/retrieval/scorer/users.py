@@ -26,7 +26,7 @@ from torchrec_ext.schema.validation import listed
 if TYPE_CHECKING:
     from torchrec_ext.retrieval.bundle.bundle import Bundle
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -195,8 +195,8 @@ class UserLookup:
 
 
 def _run(
-    embed: Callable[[Mapping[str, Sequence[Any]]], Made], columns: Mapping[str, Sequence[Any]], where: str
-) -> Made:
+    embed: Callable[[Mapping[str, Sequence[Any]]], Result], columns: Mapping[str, Sequence[Any]], where: str
+) -> Result:
     try:
         return embed(columns)
     except (ValueError, OverflowError, TypeError) as error:
