@@ -28,7 +28,7 @@ from torchrec_ext.retrieval.bundle.architecture import describe_module, rebuild
 from torchrec_ext.retrieval.bundle.encoder import RowEncoder
 from torchrec_ext.retrieval.bundle.manifest import BundleError
 from torchrec_ext.retrieval.bundle.request_columns import Columns, Read
-from torchrec_ext.retrieval.bundle.tables import read_table, write_table
+from torchrec_ext.retrieval.bundle.tables import even_rows, read_table, write_table
 from torchrec_ext.retrieval.bundle.traced import TracedModel
 from torchrec_ext.retrieval.index.exact import Metric
 from torchrec_ext.retrieval.store.ids import IdMap
@@ -121,8 +121,11 @@ def _rounding(module: nn.Module) -> float:
     """Returns the largest relative change of a logit by a collection's quantized communication."""
     registry: Mapping[str, Any] = getattr(module, "qcomm_codecs_registry", None) or {}
     kinds = {codecs.forward.quantized_dtype for codecs in registry.values()} - {torch.float32}
-    # Four times the rounding of one number; integers have a scale for each few numbers.
-    return max((4 * torch.finfo(kind).eps if kind.is_floating_point else LOGIT_SHARE for kind in kinds), default=0.0)
+    roundings = [0.0]
+    for kind in kinds:
+        # Four times the rounding of one number; integers have a scale for each few numbers.
+        roundings.append(4 * torch.finfo(kind).eps if kind.is_floating_point else LOGIT_SHARE)
+    return max(roundings)
 
 
 def _check_towers(records: Mapping[str, Made]) -> None:
@@ -164,8 +167,8 @@ class Audit:
     @classmethod
     def choose(cls, queries: pa.Table, candidates: pa.Table, ids: IdMap, pairs: int = PAIRS) -> Audit:
         """Chooses pairs evenly over both tables, including the last row of each; equal on every rank."""
-        rows = np.linspace(0, len(queries) - 1, pairs).round().astype(np.int64)
-        positions = np.linspace(0, len(candidates) - 1, pairs).round().astype(np.int64)
+        rows = even_rows(len(queries), pairs)
+        positions = even_rows(len(candidates), pairs)
         # Shuffled, so that early queries do not always meet early items; a fixed seed, so that every rank agrees.
         mixed = positions[np.random.default_rng(0).permutation(pairs)]
         return cls(queries.take(pa.array(rows)), candidates.take(pa.array(mixed)), mixed, ids.ids(mixed))
@@ -205,7 +208,8 @@ class Audit:
         if not len(expected):
             raise BundleError(f"{folder / FOLDER}: has no pairs, so nothing is proven by it; export the bundle again")
         ids, positions, expected_logits = (expected[name].to_numpy() for name in ("id", "position", "logit"))
-        return cls(queries, candidates, positions.copy(), ids), torch.from_numpy(expected_logits.astype(np.float32))
+        audit = cls(queries, candidates, positions.copy(), ids)
+        return audit, torch.from_numpy(expected_logits.astype(np.float32))
 
 
 @torch.no_grad()

@@ -254,8 +254,9 @@ class Bundle:
         for encoder in self.encoders:
             _check_weights(self.folder, encoder.model)
         _check_weights(self.folder, self.interaction)
-        for where, store in {self.folder / STORE: self.store, self.projected.folder.parent: self.projected}.items():
-            _check_store(where, store)
+        _check_store(self.folder / STORE, self.store)
+        if self.projected is not self.store:
+            _check_store(self.folder / PROJECTED, self.projected)
         if self.users is not None:
             context = audits.Audit.open(self.folder)[0].queries.slice(0, 1).to_pydict()
             _check_users(self.folder / USERS, self.users, self._query, len(self.store), context)
@@ -270,7 +271,9 @@ def _check_weights(folder: Path, module: nn.Module) -> None:
     for name, weight in module.state_dict(keep_vars=True).items():
         row = _first_nonfinite_row(weight) if weight.is_floating_point() else None
         if row is not None:
-            what = f"table '{tables[id(weight)]}'" if id(weight) in tables else f"weight '{name}'"
+            what = f"weight '{name}'"
+            if id(weight) in tables:
+                what = f"table '{tables[id(weight)]}'"
             raise BundleError(
                 f"{folder}: {what}, row {row}: holds NaN or infinity; export another checkpoint, or train with finite "
                 "values"
@@ -298,7 +301,8 @@ def _check_store(where: Path, store: EmbeddingStore) -> None:
 
 def _first_nonfinite_row(values: Tensor) -> int | None:
     """Returns the first row with NaN or infinity, or None."""
-    rows = values.detach().reshape(len(values), -1) if values.dim() else values.detach().reshape(1, 1)
+    values = values.detach()
+    rows = values.reshape(len(values), -1) if values.dim() else values.reshape(1, 1)
     step = max(1, _BLOCK // max(1, rows.shape[1]))
     for start in range(0, len(rows), step):
         block = rows[start : start + step]

@@ -91,7 +91,9 @@ class PlainTower:
             if bags.lengths is None:  # a bag of one is its row
                 inputs.append(rows[ids[0]] if scales is None else rows[ids[0]] * scales[ids[0]])
                 continue
-            bag_rows = rows.take(ids, axis=0) if scales is None else rows.take(ids, axis=0) * scales[ids, None]
+            bag_rows = rows.take(ids, axis=0)
+            if scales is not None:
+                bag_rows = bag_rows * scales[ids, None]
             total = np.add.reduce(bag_rows, axis=0, dtype=np.float32)
             pooled = total / np.float32(len(ids)) if mode == "mean" and len(ids) else total
             inputs.append(pooled.astype(bag_rows.dtype, copy=False))  # half precision is rounded once, as in torch
@@ -287,7 +289,8 @@ class RowEncoder:
             listed = self.listed(feature)
             ids = torch.zeros(0, dtype=torch.int64) if listed else torch.tensor([feature.oov_id])
             weights = None if feature.weights is None else torch.zeros(0)
-            sparse[feature.name] = Jagged(ids, torch.zeros(1, dtype=torch.int32) if listed else None, weights)
+            lengths = torch.zeros(1, dtype=torch.int32) if listed else None
+            sparse[feature.name] = Jagged(ids, lengths, weights)
         dense = {name: torch.zeros(1) for name in self.columns.schema.dense}
         return self.vectors(Read(sparse, dense, {}, 1))[0]
 
@@ -366,10 +369,15 @@ def tower_digest(architecture: Architecture, names: Sequence[str], files: Mappin
         names: names of the towers.
         files: the manifest's entry of each file, by path.
     """
-    table_names = sorted({table for name in names for table in tables_of(architecture.towers[name])})
+    read_tables: set[str] = set()
+    for name in names:
+        read_tables |= set(tables_of(architecture.towers[name]))
+    table_names = sorted(read_tables)
     digests = [files[architecture.tables[name]]["sha256"] for name in table_names]
     digests += [files[architecture.dense_file(name)]["sha256"] for name in names]
-    digests += [entry["sha256"] for name, entry in sorted(files.items()) if name.startswith(f"{PREPROCESSOR}/")]
+    for name, entry in sorted(files.items()):
+        if name.startswith(f"{PREPROCESSOR}/"):
+            digests.append(entry["sha256"])
     descriptions = {name: architecture.towers[name] for name in names}
     # Only if not empty, so that bundles from before this field keep their digests.
     unseen = [dict(architecture.unseen)] if architecture.unseen else []

@@ -353,9 +353,10 @@ class ProgramTower(Recorded, nn.Module):
     def forward(self, sparse: KeyedJaggedTensor, dense: Tensor) -> Tensor:
         """Returns (B, D); see :meth:`columns_of` for arguments and errors."""
         columns = self.columns_of(sparse, dense)
-        tables: dict[str, Any] = {} if self.embeddings is None else dict(self.embeddings.embedding_bags.items())
-        values = {f"@{name}": column for name, column in columns.items()} | self.kept.by_reference()
-        values |= {f"&{name}": table for name, table in tables.items()}
+        values: dict[str, Any] = {f"@{name}": column for name, column in columns.items()}
+        values |= self.kept.by_reference()
+        if self.embeddings is not None:
+            values |= {f"&{name}": table for name, table in self.embeddings.embedding_bags.items()}
         try:
             results = self._program({**values, "rows": len(dense)})
         except ValueError as error:
@@ -373,7 +374,8 @@ def _shapes(weights: Mapping[str, Sequence[Any]]) -> dict[str, Shape]:
 def _check_columns(columns: Mapping[str, Sequence[Any]]) -> None:
     total = 0
     for name, (dtype, *size) in columns.items():
-        if dtype not in ("int64", "float32") or len(size) > 1 or any(type(width) is not int for width in size):
+        is_shape = len(size) <= 1 and all(type(width) is int for width in size)
+        if dtype not in ("int64", "float32") or not is_shape:
             raise ValueError(f"column '{name}': {[dtype, *size]} is not int64 or float32, and a width or none")
         width = size[0] if size else 1
         total += max(1, width)

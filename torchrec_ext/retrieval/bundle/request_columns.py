@@ -123,7 +123,11 @@ class Columns:
 
 def _preprocessed(steps: FittedPreprocessor, rows: Rows) -> dict[str, Values]:
     chunk = steps.online(rows)
-    return {name: Values(chunk[name].values, chunk[name].lengths if chunk[name].ragged else None) for name in chunk}
+    columns = {}
+    for name in chunk:
+        column = chunk[name]
+        columns[name] = Values(column.values, column.lengths if column.ragged else None)
+    return columns
 
 
 def steps_for_columns(preprocessor: FittedPreprocessor, wanted: Collection[str]) -> FittedPreprocessor:
@@ -166,7 +170,9 @@ def _check_outputs(column_names: Collection[str], steps: FittedPreprocessor) -> 
 
 
 def _rows_of(columns: Mapping[str, Values]) -> int:
-    sizes = {name: len(values if lengths is None else lengths) for name, (values, lengths) in columns.items()}
+    sizes = {}
+    for name, (values, lengths) in columns.items():
+        sizes[name] = len(values if lengths is None else lengths)
     if len(set(sizes.values())) > 1:
         raise DataError(
             f"the request's columns have different numbers of rows, {sizes}; send one entry per row in each"

@@ -180,6 +180,11 @@ class ItemTable:
         return torch.from_numpy(mask)
 
 
+def even_rows(rows: int, count: int) -> Int64:
+    """Returns (count,) evenly spaced row numbers, from the first to the last; a short table's rows repeat."""
+    return np.linspace(0, rows - 1, count).round().astype(np.int64)
+
+
 def write_table(path: Path, table: pa.Table) -> None:
     """Writes an uncompressed Arrow file, ready for memory-mapping; equal rows give equal bytes.
 

@@ -31,6 +31,7 @@ from torchrec_ext.modules.layers import Made, how_made
 from torchrec_ext.retrieval.bundle.manifest import BundleError
 from torchrec_ext.retrieval.bundle.operators import OPERATORS, PLACES
 from torchrec_ext.retrieval.bundle.program import EXACT_IDS, ProgramTop, ProgramTower
+from torchrec_ext.retrieval.bundle.tables import even_rows
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.schema.validation import listed
 
@@ -123,7 +124,7 @@ class TracedModel(nn.Module):
     def _check_rows(self, columns: Mapping[str, Tensor]) -> None:
         """Refuses a forward if the logit of a row depends on other rows of its batch."""
         logits = self._model_logits(columns)
-        for row in np.unique(np.linspace(0, len(logits) - 1, _CHECKED_ROWS).round().astype(np.int64)).tolist():
+        for row in np.unique(even_rows(len(logits), _CHECKED_ROWS)).tolist():
             # Three rows instead of one, because squeeze() and the like treat a batch of one differently.
             among = [row, *((row + step) % len(logits) for step in (1, 2))]
             alone = self._model_logits({name: values[among] for name, values in columns.items()})[0]
@@ -166,9 +167,15 @@ def _inputs(model: nn.Module, queries: pa.Table, catalogue: pa.Table) -> tuple[s
     if both:
         raise BundleError(f"columns {both}: are columns of queries and of the catalogue; rename them in one")
     tables = [(queries, False), (catalogue, True)]
-    names = {name: (table, candidate) for table, candidate in tables for name in table.column_names}
+    names = {}
+    for table, candidate in tables:
+        names |= dict.fromkeys(table.column_names, (table, candidate))
     parameters = [each for each in inspect.signature(model.forward).parameters.values() if each.name != "self"]
-    required_names = [each.name for each in parameters if each.default is each.empty and each.kind not in (2, 4)]
+    required_names = []
+    for each in parameters:
+        is_variadic = each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+        if each.default is each.empty and not is_variadic:
+            required_names.append(each.name)
     call = ""
     if len(required_names) == 1 and required_names[0] not in names:
         call = required_names[0]
@@ -182,13 +189,16 @@ def _inputs(model: nn.Module, queries: pa.Table, catalogue: pa.Table) -> tuple[s
                 f"is no column; queries have {listed(queries.column_names)}, catalogue.features "
                 f"{listed(catalogue.column_names)}: name the columns as the arguments"
             )
-    return call, {name: _Column(_tensor(name, names[name][0]), names[name][1]) for name in column_names}
+    columns = {}
+    for name in column_names:
+        table, candidate = names[name]
+        columns[name] = _Column(_tensor(name, table), candidate)
+    return call, columns
 
 
 def _tensor(name: str, table: pa.Table) -> Tensor:
     """Returns the example's rows of a column, (B,) or (B, W)."""
-    rows = np.linspace(0, len(table) - 1, _ROWS).round().astype(np.int64)
-    column = table[name].take(pa.array(rows)).combine_chunks()
+    column = table[name].take(pa.array(even_rows(len(table), _ROWS))).combine_chunks()
     if not _is_numeric(column.type):
         raise BundleError(
             f"column '{name}': {column.type}; an own module reads whole numbers, numbers or lists of them"
@@ -388,8 +398,9 @@ class _Split:
             results = [node for node in self.frontier if self._side(node) == tower]
             tables = self._tables(results)
             program = _ProgramWriter(self, results, tables)
+            names_read = frozenset().union(*(self.reads[node] for node in results))
             for name, column in self.columns.items():
-                if bool(tower) == column.candidate and name in {each for node in results for each in self.reads[node]}:
+                if bool(tower) == column.candidate and name in names_read:
                     dtype = "int64" if column.values.dtype == torch.int64 else "float32"
                     program.columns[name] = [dtype, *column.values.shape[1:]]
             programs.append(program)
@@ -405,9 +416,11 @@ class _Split:
                     column = self._column_of(node.args[1]) if _name(node) == "embedding.default" else None
                     fits = column is not None and each is node.args[0] and each.meta["val"].dtype == torch.float32
                     look_ups.setdefault(each, []).append(column if fits and column is not None else "")
-        return {
-            self.references[table]: list(dict.fromkeys(columns)) for table, columns in look_ups.items() if all(columns)
-        }
+        tables = {}
+        for table, columns in look_ups.items():
+            if all(columns):  # an empty name stands for any other use of the table
+                tables[self.references[table]] = list(dict.fromkeys(columns))
+        return tables
 
     def _column_of(self, ids: Any) -> str | None:
         """Returns the column behind these ids, if they are its values in any shape."""
@@ -442,13 +455,16 @@ class _Split:
         they agree on random points.
         """
         kinds = {_name(node).partition(".")[0] for node in self.pairwise}
-        if len(self.frontier) != 2 or len(set(widths)) > 1 or top.arguments["weights"] or not kinds <= {*_MULTILINEAR}:
+        if len(self.frontier) != 2 or len(set(widths)) > 1:
+            return None
+        if top.arguments["weights"] or not kinds <= {*_MULTILINEAR}:
             return None
         draw = torch.Generator().manual_seed(0)
         query, candidate = (torch.randn(256, width, generator=draw, dtype=torch.float64) for width in widths)
         dots = (query * candidate).sum(1)
         logits = top([query, candidate])
         scale = float((logits @ dots) / (dots @ dots))
+        # In float64, so rounding is near 1e-16 and leaves no doubt at 1e-9.
         same = torch.allclose(logits, scale * dots, rtol=0, atol=1e-9 * max(1.0, float(logits.abs().max())))
         # The random points determine the factor only within floating-point error, so 0.1 would become 0.1000000000002.
         return round(scale, 12) if same and scale > 0 else None
@@ -460,7 +476,10 @@ class _Split:
         if _name(first) == "cat.default" and first.args[1:] in ((1,), (-1,)):
             concatenated = first.args[0]
         flat = all(node.meta["val"].dim() == 2 for node in self.frontier)
-        chain = all(sum(bool(self.reads[each]) for each in node.all_input_nodes) == 1 for node in layers)
+        chain = True
+        for node in layers:
+            # Weights read no column: in a chain exactly one input of each layer does.
+            chain = chain and sum(bool(self.reads[each]) for each in node.all_input_nodes) == 1
         if not flat or not chain or sorted(map(str, concatenated)) != sorted(map(str, self.frontier)):
             return None
         # Shape operators at the end turn (B, 1) into (B,), as TopMLP does itself.
@@ -507,7 +526,9 @@ def _is_batch(node: Node) -> bool:
 def _inside(node: Node, path: str) -> bool:
     stack = node.meta.get("nn_module_stack", {}).values()
     paths = [str(each[0]).removeprefix("L['self']").lstrip(".") for each in stack]
-    return node.op == "call_function" and any(each == path or each.startswith(f"{path}.") for each in paths)
+    if node.op != "call_function":
+        return False
+    return any(each == path or each.startswith(f"{path}.") for each in paths)
 
 
 def _name(node: Node) -> str:

@@ -46,7 +46,7 @@ from torchrec_ext.retrieval.bundle.encoder import (
 from torchrec_ext.retrieval.bundle.index_kinds import INDEX_KINDS, Kind, build_index, check_index_metric
 from torchrec_ext.retrieval.bundle.manifest import BundleError, Manifest, file_digests
 from torchrec_ext.retrieval.bundle.request_columns import Columns
-from torchrec_ext.retrieval.bundle.tables import write_table, write_users
+from torchrec_ext.retrieval.bundle.tables import even_rows, write_table, write_users
 from torchrec_ext.retrieval.index.projection import projection
 from torchrec_ext.retrieval.store.ids import IdMap
 from torchrec_ext.retrieval.store.row_formats import ROW_FORMATS, Dtype
@@ -263,7 +263,7 @@ class BundleContent:
         self.audit.write(folder, logits)
         files = file_digests(folder)
         store, store_entries = self._write_stores(folder, candidate, interaction, files, vectors)
-        rows = np.linspace(0, len(self.queries) - 1, INDEX_QUERIES).round().astype(np.int64)
+        rows = even_rows(len(self.queries), INDEX_QUERIES)
         index_queries = query.embed(self.queries.take(pa.array(rows)).to_pydict())
         index = build_index(folder, self.settings.index, self.settings.recall, self.live.metric, store, index_queries)
         allowed = audits.tolerance(expected, self.live.rounding)
@@ -357,8 +357,8 @@ class BundleContent:
     @torch.no_grad()
     def _best(self, query: RowEncoder, candidate: RowEncoder, interaction: nn.Module) -> list[set[int]]:
         """Returns the best candidates of a sample of queries in a sample of the catalogue, both evenly spaced."""
-        rows = np.unique(np.linspace(0, len(self.queries) - 1, OVERLAP_QUERIES).round().astype(np.int64))
-        items = np.unique(np.linspace(0, len(self.ids) - 1, OVERLAP_ITEMS).round().astype(np.int64))
+        rows = np.unique(even_rows(len(self.queries), OVERLAP_QUERIES))
+        items = np.unique(even_rows(len(self.ids), OVERLAP_ITEMS))
         vectors = candidate.embed(self.catalogue.features.take(pa.array(items)).to_pydict())
         outputs = query.outputs(query.read(self.queries.take(pa.array(rows)).to_pydict()))
         best = []
@@ -378,7 +378,9 @@ class BundleContent:
         """
         difference = audits.largest_difference(logits, expected)
         allowed = audits.tolerance(expected, LOGIT_SHARE)
-        shared = sum(len(one & other) for one, other in zip(best, rounded, strict=True))
+        shared = 0
+        for one, other in zip(best, rounded, strict=True):
+            shared += len(one & other)
         overlap = shared / sum(map(len, best))
         if not difference <= allowed or overlap < self.settings.overlap:
             raise BundleError(

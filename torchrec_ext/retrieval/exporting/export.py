@@ -117,7 +117,8 @@ def export(
         progress=progress or (lambda *_: None),
     )
     with evaluating(model):
-        expected = content.audit.of_model(live, content.columns(live.names[:-1]), content.columns([live.candidate]))
+        query_columns = content.columns(live.names[:-1])
+        expected = content.audit.of_model(live, query_columns, content.columns([live.candidate]))
         weights = LiveWeights(model, ranks)
         dense = weights.dense()
         blocks = weights.blocks(content.architecture.tables)
@@ -149,7 +150,9 @@ def _trace(
     if preprocessor is not None:
         raise BundleError("preprocessor: not beside towers=; give the columns as the module's forward reads them")
     if candidate is not None and candidate in towers:
-        towers = {**{name: paths for name, paths in towers.items() if name != candidate}, candidate: towers[candidate]}
+        # TracedModel takes the last tower as the candidate's.
+        query_towers = {name: paths for name, paths in towers.items() if name != candidate}
+        towers = {**query_towers, candidate: towers[candidate]}
     return TracedModel(model, towers, queries=queries, catalogue=catalogue.features)
 
 
@@ -209,7 +212,8 @@ class ExportRanks:
 
     def __init__(self) -> None:
         many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if many else (0, 1)
+        self.rank = dist.get_rank() if many else 0
+        self.size = dist.get_world_size() if many else 1
         # A group of its own: gloo sends CPU tensors, and the default group's timeout is too short.
         self.group = dist.new_group(backend="gloo", timeout=_PATIENCE) if many else None
 
@@ -251,10 +255,10 @@ class LiveWeights:
         local_pieces: dict[str, list[_Piece]] = {}
         for name, shards in self._shards.items():
             local_pieces[name] = [_piece(ranks.rank, shard) for shard in shards]
-        kinds = {
-            name: Shape((shards[0].config.num_embeddings, shards[0].config.embedding_dim), shards[0].tensor.dtype)
-            for name, shards in self._shards.items()
-        }
+        kinds: dict[str, Shape] = {}
+        for name, shards in self._shards.items():
+            config = shards[0].config
+            kinds[name] = Shape((config.num_embeddings, config.embedding_dim), shards[0].tensor.dtype)
         everyone = ranks.gathered((local_pieces, kinds))
         self.tables: dict[str, Shape] = {}
         self._pieces: dict[str, list[_Piece]] = {}

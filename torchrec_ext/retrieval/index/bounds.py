@@ -92,7 +92,8 @@ class ScoreBounds:
             rows: see :meth:`greatest`.
         """
         queries = first[:: max(1, len(first) // _TRIAL_QUERIES)][:_TRIAL_QUERIES].numpy()
-        results = self.greatest(queries, max(1, min(_TRIAL_K, len(self.codes) // (2 * _SHARE))), rows)
+        k = max(1, min(_TRIAL_K, len(self.codes) // (2 * _SHARE)))
+        results = self.greatest(queries, k, rows)
         if any(result is None for result in results):
             return False
         codes = self.codes[: len(first)]
@@ -107,11 +108,11 @@ class ScoreBounds:
         """Compiles the kernels beforehand; each takes some milliseconds of the first search otherwise."""
         count = 1
         while count <= _WARM:
+            # A kernel depends on a block's length: all have one length, except perhaps the last.
             for block in {len(self.codes[each]): each for each in self._blocks()}.values():
                 codes = self.codes[block]
-                _int8_products(
-                    codes[:1].expand(count, -1).contiguous(), codes, torch.empty(count, len(codes), dtype=torch.int32)
-                )
+                products = torch.empty(count, len(codes), dtype=torch.int32)
+                _int8_products(codes[:1].expand(count, -1).contiguous(), codes, products)
             count *= 2
 
     def greatest(

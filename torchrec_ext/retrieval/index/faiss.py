@@ -145,7 +145,8 @@ def filled_index(
     """
     rows = vectors
     if lift:
-        rows = lifted(vectors, norm=float(np.sqrt(np.einsum("id,id->i", vectors, vectors).max())))
+        squares = np.einsum("id,id->i", vectors, vectors)
+        rows = lifted(vectors, norm=float(np.sqrt(squares.max())))
     count, width = rows.shape
     index = FAISS_KINDS[kind].make(faiss, count, width, faiss.METRIC_L2 if lift else faiss.METRIC_INNER_PRODUCT)
     if not index.is_trained:
@@ -167,7 +168,8 @@ def lifted(vectors: NDArray[np.float32], norm: float = 0.0) -> NDArray[np.float3
     out = np.zeros((len(vectors), vectors.shape[1] + 1), np.float32)
     out[:, :-1] = vectors
     if norm:
-        out[:, -1] = np.sqrt(np.maximum(norm**2 - np.einsum("nd,nd->n", vectors, vectors), 0))
+        squares = np.einsum("nd,nd->n", vectors, vectors)
+        out[:, -1] = np.sqrt(np.maximum(norm**2 - squares, 0))  # rounding may take the difference below 0
     return out
 
 
@@ -182,7 +184,8 @@ def _codes(count: int, width: int) -> tuple[int, int]:
     FAISS asks for 39 training points per value of a code.
     """
     codes = next(codes for codes in range(max(1, width // 2), 0, -1) if width % codes == 0)
-    return codes, next((bits for bits in (8, 6, 4) if count >= 39 * 2**bits), 2)
+    bits = next((bits for bits in (8, 6, 4) if count >= 39 * 2**bits), 2)
+    return codes, bits
 
 
 def selector(allowed: Tensor | None, excluded: Tensor | None) -> list[Any]:
@@ -334,7 +337,9 @@ class FaissIndex:
                 costs.append((float("inf"), 0.0))
             else:
                 query_rows = lifted(queries.numpy()) if lift else queries.numpy()
-                costs.append((FAISS_KINDS[kind].cost(trial._index, trial.setting, query_rows), -trial.measured_recall))
+                # At equal cost the greater recall decides.
+                cost = FAISS_KINDS[kind].cost(trial._index, trial.setting, query_rows)
+                costs.append((cost, -trial.measured_recall))
         return costs[1] < costs[0]
 
     @classmethod
@@ -374,7 +379,10 @@ class FaissIndex:
         low, high = 0, len(settings) - 1
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if float(recalls_at(middle, 0).mean()) >= recall else (middle + 1, high)
+            if float(recalls_at(middle, 0).mean()) >= recall:
+                high = middle
+            else:
+                low = middle + 1
         recalls = recalls_at(low, 1)
         # The first half chose the setting, so its recall there is biased upwards. The other half decides.
         while _recall_lower_bound(recalls) < recall and low + 1 < len(settings):
@@ -492,4 +500,5 @@ def _recall_lower_bound(recalls: Tensor) -> float:
 
 
 def _sample_queries(vectors: Tensor) -> Tensor:
-    return vectors[torch.linspace(0, len(vectors) - 1, min(_QUERIES, max(2, len(vectors)))).long()]
+    count = min(_QUERIES, max(2, len(vectors)))
+    return vectors[torch.linspace(0, len(vectors) - 1, count).long()]

@@ -54,7 +54,8 @@ def export_onnx(
         ValueError: a package is missing, or the network is in training mode.
     """
     rows = torch.export.Dim("rows", min=2)
-    write_onnx(module, examples, tuple({0: rows} if value.dim() > 1 else None for value in examples.values()), path)
+    dynamic = tuple({0: rows} if value.dim() > 1 else None for value in examples.values())
+    write_onnx(module, examples, dynamic, path)
     run = open_onnx(path)
     longer_examples = {
         name: torch.cat([value, value[:1]]) if value.dim() > 1 else value for name, value in examples.items()
@@ -373,7 +374,9 @@ def _replace_unknown(ids: Tensor, feature: SparseFeature) -> Tensor:
 def _attend(pool: AttentionPooling, rows: Tensor, is_id: Tensor) -> Tensor:
     """Returns (B, D) pooled rows as :class:`AttentionPooling` does, from padded rows (B, L, D)."""
     scores = pool.score(rows).squeeze(-1).masked_fill(~is_id, -torch.inf)
+    # A bag without ids has only -inf: exp() gives NaN there, which torch.where() replaces by 0.
     weights = torch.where(is_id, torch.exp(scores - scores.amax(dim=1, keepdim=True)), 0.0)
+    # The greatest weight of a bag is 1, so the sum is below 1 only for an empty bag, which stays 0.
     return (weights[..., None] * rows).sum(dim=1) / weights.sum(dim=1).clamp(min=1)[:, None]
 
 
@@ -381,5 +384,6 @@ def _pad(values: Tensor, bags: Jagged, filler: float) -> Tensor:
     """Returns the values of bags padded to (B, L), L the longest and at least 1."""
     assert bags.lengths is not None, "a list was read with its lengths"
     lengths = bags.lengths.long()
-    inside = torch.arange(max(int(lengths.max()) if len(lengths) else 0, 1))[None] < lengths[:, None]
+    longest = max(int(lengths.max()) if len(lengths) else 0, 1)
+    inside = torch.arange(longest)[None] < lengths[:, None]
     return torch.full(inside.shape, filler, dtype=values.dtype).masked_scatter(inside, values)

@@ -102,7 +102,8 @@ def _check_top(
     bundle: Bundle, folder: Path, description: Mapping[str, Any], outputs: Mapping[str, Tensor], logits: Tensor
 ) -> float:
     query, candidates, top = (open_onnx(folder / description[name]["file"]) for name in ("query", "candidates", TOP))
-    queries = query({"towers": torch.cat([outputs[name] for name in bundle.query], dim=1).numpy()})
+    towers = torch.cat([outputs[name] for name in bundle.query], dim=1)
+    queries = query({"towers": towers.numpy()})
     rows = candidates({"tower": outputs[bundle.candidate].numpy()})
     pairs = [top({"query": user, "candidates": item[None]}) for user, item in zip(queries, rows, strict=True)]
     difference = _check_outputs(TOP, folder / description[TOP]["file"], np.concatenate(pairs), logits)
@@ -246,7 +247,9 @@ def export_bundle(
             "tables=trained"
         )
     check_exportable({name: tower["class"] for name, tower in bundle.architecture.towers.items()}, skip)
-    if out.resolve().is_relative_to(bundle.folder.resolve()) or bundle.folder.resolve().is_relative_to(out.resolve()):
+    target = out.resolve()
+    source = bundle.folder.resolve()
+    if target.is_relative_to(source) or source.is_relative_to(target):
         raise ValueError(f"{out}: is the bundle {bundle.folder}, in it, or around it; choose a folder beside it")
     with whole_folder(out, overwrite=overwrite, mark=NAME) as folder:
         description: dict[str, Any] = {

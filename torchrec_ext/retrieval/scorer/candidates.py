@@ -104,7 +104,9 @@ def _private_folder(folder: Path) -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     parent = os.stat(folder.parent)
     status = os.lstat(folder)
-    _check_owner(folder.parent, parent, bool(parent.st_mode & stat.S_IWOTH) and not parent.st_mode & stat.S_ISVTX)
+    # With the sticky bit, as /tmp has it, others may write to the parent but not replace this folder.
+    replaceable = bool(parent.st_mode & stat.S_IWOTH) and not parent.st_mode & stat.S_ISVTX
+    _check_owner(folder.parent, parent, replaceable)
     open_to_others = bool(status.st_mode & (stat.S_IWOTH | stat.S_IWGRP))
     _check_owner(folder, status, open_to_others or not stat.S_ISDIR(status.st_mode))
     if status.st_uid == os.geteuid():

@@ -271,7 +271,8 @@ def positions_of(bundle: Bundle, field: str, ids: Sequence[Id], *, once: bool = 
         raise RequestError(field, f"{_list_duplicates(ids)} more than once; give each candidate once")
     if positions.min() >= 0:
         return torch.from_numpy(positions), []
-    return torch.from_numpy(positions), [ids[index] for index in np.flatnonzero(positions < 0).tolist()]
+    unknown = [ids[index] for index in np.flatnonzero(positions < 0).tolist()]
+    return torch.from_numpy(positions), unknown
 
 
 def _list_duplicates(ids: Sequence[Id]) -> str:

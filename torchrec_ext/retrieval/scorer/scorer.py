@@ -333,11 +333,13 @@ class Scorer:
         bundle = self._ready.bundle
         if ready.index is bundle.index or bundle.users is None:
             return None
-        rows = np.linspace(0, len(bundle.users) - 1, min(users, len(bundle.users))).astype(np.int64)
+        count = min(users, len(bundle.users))
+        rows = np.linspace(0, len(bundle.users) - 1, count).astype(np.int64)
         queries = bundle.embed_query(bundle.users.rows(rows))
         best = bundle.index.search(queries, k)[1]
         handed_on = ready.index.search(queries, max(k, self.retrieve))[1]
-        return float((best[:, :, None] == handed_on[:, None, :]).any(dim=2).float().mean())
+        hits = (best[:, :, None] == handed_on[:, None, :]).any(dim=2)
+        return float(hits.float().mean())
 
     def recommend(self, request: RecommendRequest) -> Recommendation:
         """Returns the best items of one user.

@@ -54,7 +54,8 @@ class UserLookup:
         rows = self._rows(requests, results)
         self._take_stored(requests, rows, results)
         live = [index for index in range(len(requests)) if index not in results]
-        embedded = self._embed([requests[index].user for index in live], [rows[index] for index in live])
+        users = [requests[index].user for index in live]
+        embedded = self._embed(users, [rows[index] for index in live])
         results |= dict(zip(live, embedded, strict=True))
         return [results[index] for index in range(len(requests))]
 
@@ -65,7 +66,8 @@ class UserLookup:
             RequestError: the message names the row and the column.
         """
         user_rows = [self._row(row, f"rows[{index}]") for index, row in enumerate(rows)]
-        columns = self._columns(rows, user_rows, [f"rows[{index}]" for index in range(len(rows))])
+        where = [f"rows[{index}]" for index in range(len(rows))]
+        columns = self._columns(rows, user_rows, where)
         vectors, unknown = _run(self._bundle.embed_with_unknown, columns, "rows")
         return _require_finite(vectors, "rows"), _unknown_columns(unknown, len(rows))
 
@@ -173,7 +175,9 @@ class UserLookup:
         complete = all(column_types.keys() <= user.keys() for user in users)
         if table is not None and not complete:  # skips the read if the requests have all columns
             user_columns = {name: list(column) for name, column in table.rows(np.asarray(rows, np.int64)).items()}
-        columns: dict[str, list[Any]] = {name: user_columns.get(name, [None] * len(users)) for name in column_types}
+        columns: dict[str, list[Any]] = {}
+        for name in column_types:
+            columns[name] = user_columns.get(name, [None] * len(users))
         for index, user in enumerate(users):
             for name in user:
                 if name in columns:

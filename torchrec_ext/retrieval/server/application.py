@@ -268,10 +268,11 @@ class Guard:
         """Refuses requests with a wrong host or token, and most requests while the worker drains."""
         host_name = _host(headers.get("host", ""))
         allowed = self._queued.settings.allowed_hosts
-        if not any(
-            host in ("*", host_name) or (host.startswith("*.") and host_name.endswith(host[1:]))
-            for host in map(str.lower, allowed)
-        ):
+        is_allowed = False
+        for host in map(str.lower, allowed):
+            is_wildcard = host.startswith("*.") and host_name.endswith(host[1:])
+            is_allowed = is_allowed or host in ("*", host_name) or is_wildcard
+        if not is_allowed:
             message = (
                 f"the header Host names {host_name[:100]!r}, and this server answers to {listed(allowed)}; ask under "
                 "such a name, or start it with --allowed_hosts"

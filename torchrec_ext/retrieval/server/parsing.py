@@ -136,9 +136,10 @@ def _ids(name: str, value: Any, limits: Limits) -> list[Id]:
     ids = _list(name, value, limits.candidates, "candidates", "ids, all whole numbers or all strings")
     kinds = set(map(type, ids))  # without a Python loop over up to 10,000 ids
     if kinds - {int} and kinds - {str}:
-        listed = " and ".join(
-            sorted(_kind(kind()).removeprefix("it is ") if kind is not type(None) else "null" for kind in kinds)
-        )
+        names = []
+        for kind in kinds:
+            names.append("null" if kind is type(None) else _kind(kind()).removeprefix("it is "))
+        listed = " and ".join(sorted(names))
         raise Refusal(
             422, "invalid", f"{name}: it holds {listed}; must be ids, all whole numbers or all strings", field=name
         )
@@ -163,7 +164,8 @@ def _features(name: str, value: Any, limits: Limits) -> Mapping[str, Any]:
             raise Refusal(
                 422, "invalid", f"{field}: a name of {len(column)} characters; the limit is {_NAME}", field=field
             )
-        if type(feature) is dict or (type(feature) is list and set(map(type, feature)) & {dict, list}):
+        is_nested = type(feature) is list and set(map(type, feature)) & {dict, list}
+        if type(feature) is dict or is_nested:
             raise Refusal(
                 422, "invalid", f"{name}.{column}: must be a value or a list of values", field=f"{name}.{column}"
             )

@@ -193,7 +193,10 @@ class QueuedScorer:
         answers = self.scorer.answer(requests)
         self.metrics.batch.observe(len(requests))
         self.metrics.batch_seconds.observe(time.perf_counter() - start)
-        cold = sum(1 for each in answers if not isinstance(each, Exception | Embedded) and each.cold.unknown_user)
+        cold = 0
+        for each in answers:
+            if not isinstance(each, Exception | Embedded) and each.cold.unknown_user:
+                cold += 1
         if cold:
             self.metrics.cold.inc(cold)
         for store in self.vectors:

@@ -166,7 +166,9 @@ class Supervisor:
         now = time.monotonic()
         silent_s = now - worker.last_heartbeat
         starting = not worker.digest
-        hangs = silent_s > self._settings.hang_s or (starting and now - worker.start_time > self._settings.start_s)
+        # A worker sends heartbeats while it loads, so a load that never ends needs a limit of its own.
+        starts_too_long = starting and now - worker.start_time > self._settings.start_s
+        hangs = silent_s > self._settings.hang_s or starts_too_long
         if hangs and worker.process.is_alive():
             self._log("worker_hangs", worker=worker.process.pid, silent_s=round(silent_s, 1), starting=starting)
             worker.process.kill()

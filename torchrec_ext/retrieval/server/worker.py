@@ -62,6 +62,7 @@ def run_worker(
         try:
             queued, watch = _prepare(settings, last_good)
         except Exception as error:
+            # ValueError and OSError have messages for users; for other errors the class says more than the message.
             failure = str(error) if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {error}"
         else:
             queued.log_bundle()

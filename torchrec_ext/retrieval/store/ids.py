@@ -91,6 +91,7 @@ def _mix(a: Hashes, b: Hashes, c: Hashes, d: Hashes) -> list[Hashes]:
     return [a, b, _rotate(c, *_BY_32), d]
 
 
+# Left and right shifts of each rotation, in the words' own type.
 _BY_13, _BY_16, _BY_17, _BY_21, _BY_32 = ((np.uint64(bits), np.uint64(64 - bits)) for bits in (13, 16, 17, 21, 32))
 
 
@@ -156,7 +157,8 @@ class IdMap:
             return cls({"ids": ids})
         order = np.argsort(ids, kind="stable")
         ascending = ids[order]
-        _refuse_duplicates(np.flatnonzero(ascending[1:] == ascending[:-1]), order, lambda position: ids[position])
+        twins = np.flatnonzero(ascending[1:] == ascending[:-1])
+        _refuse_duplicates(twins, order, lambda position: ids[position])
         return cls({"ids": ids, "sorted": ascending, "order": order})
 
     @classmethod
@@ -169,7 +171,9 @@ class IdMap:
             order = np.argsort(hashes, kind="stable")
             ascending = hashes[order]
             twins = np.flatnonzero(ascending[1:] == ascending[:-1])
-            same = _equal(strings.take(pa.array(order[twins])), strings.take(pa.array(order[twins + 1])))
+            firsts = strings.take(pa.array(order[twins]))
+            seconds = strings.take(pa.array(order[twins + 1]))
+            same = _equal(firsts, seconds)
             _refuse_duplicates(twins[same], order, lambda position: strings[position].as_py())
             if not len(twins):
                 arrays: dict[str, NDArray[Any]] = {
@@ -378,7 +382,9 @@ def checked_ids(ids: Ids) -> Int64 | pa.LargeStringArray:
 def _buffers(strings: pa.LargeStringArray) -> tuple[Int64, NDArray[np.uint8]]:
     """Returns the offsets (N + 1,) of strings, and their bytes."""
     _, offsets, content = strings.buffers()
-    return np.frombuffer(offsets, np.int64)[: len(strings) + 1], np.frombuffer(content or b"", np.uint8)
+    # Arrow pads its buffers, so there can be more offsets than strings; no content at all is None.
+    begins = np.frombuffer(offsets, np.int64)[: len(strings) + 1]
+    return begins, np.frombuffer(content or b"", np.uint8)
 
 
 def _key_of(offsets: Int64, content: NDArray[np.uint8], attempt: int) -> bytes:

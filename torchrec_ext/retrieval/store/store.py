@@ -129,6 +129,7 @@ class EmbeddingStore:
             StoreError: the file was cut off after it was opened.
         """
         self.check()
+        # Two reductions are cheaper than a mask, which is built only for the message.
         if len(positions) and (int(positions.min()) < 0 or int(positions.max()) >= len(self)):
             wrong = positions[(positions < 0) | (positions >= len(self))]
             raise ValueError(

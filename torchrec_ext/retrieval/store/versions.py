@@ -110,7 +110,9 @@ def new_version(folder: Path) -> Iterator[Path]:
         StoreError: another process is writing, or the disk refuses.
     """
     with _lock(folder):
-        last = max((int(name[1:]) for name in os.listdir(folder) if _NAME.fullmatch(name)), default=0)
+        # Also numbers of versions without a manifest, so that a new version never meets the rest of an old one.
+        numbers = [int(name[1:]) for name in os.listdir(folder) if _NAME.fullmatch(name)]
+        last = max(numbers, default=0)
         # The lock is ours, so a partial folder is left over from a writer that crashed.
         for leftover in folder.glob("*.partial"):
             shutil.rmtree(leftover)
