@@ -132,7 +132,7 @@ def check_files(folder: Path, listed: Mapping[str, Mapping[str, Any]], *, digest
     Args:
         folder: folder of the bundle.
         listed: the manifest's entry of each file, by path.
-        digests: also read every file and compare its SHA-256.
+        digests: whether to read every file and compare its SHA-256 too.
 
     Raises:
         BundleError: naming the file.

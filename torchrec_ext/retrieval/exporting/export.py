@@ -66,8 +66,8 @@ def export(
         model: TowerModel or NextItemModel, from ``hybrid_parallel``, in any DistributedModelParallel, or unsharded;
             with ``towers`` any module of your own, with a forward from columns by name to logits (B,).
         out: folder to make.
-        towers: for a module of your own: the paths of the modules of the query tower, then of the candidate tower, by
-            the tower's name; a path or several each. They must read columns of the queries alone, and of the catalogue
+        towers: modules of the query tower, then of the candidate tower, in a module of your own: a path or several by
+            the tower's name. They must read columns of the queries alone, and of the catalogue
             alone. Anything else that forward computes from one side alone joins that tower; the rest runs for each
             pair.
         catalogue: items to recommend from.

@@ -196,8 +196,8 @@ def readme(description: Mapping[str, Any]) -> str:
     for file, array in description.get("arrays", {}).items():
         text += f"| {array['meaning']} | `{file}` | | {_axes(array)} | |\n"
     columns = {
-        side: ", ".join(f"`{name}` {kind}" for name, kind in types.items())
-        for side, types in description["raw_columns"].items()
+        role: ", ".join(f"`{name}` {kind}" for name, kind in types.items())
+        for role, types in description["raw_columns"].items()
     }
     text += _LISTS.format(codes=(_CODES if description["preprocessed"] else _RAW).format(**columns))
     is_complete = "top" in description and set(description["query_towers"]) <= set(description["towers"])

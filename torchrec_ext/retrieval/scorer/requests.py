@@ -58,7 +58,7 @@ class RecommendRequest:
         exclude_seen: leave out the items the user has taken, if the bundle knows them.
         vector: ``live`` always runs the user tower; ``auto`` takes a stored vector if one exists and the request has no
             features.
-        titles: also return the items' titles.
+        titles: return the items' titles too.
         liked: number of the user's liked items to return as well.
 
     Raises:
