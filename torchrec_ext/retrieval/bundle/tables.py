@@ -182,7 +182,8 @@ class ItemTable:
 
 def even_rows(rows: int, count: int) -> Int64:
     """Returns (count,) evenly spaced row numbers, from the first to the last; a short table's rows repeat."""
-    return np.linspace(0, rows - 1, count).round().astype(np.int64)
+    positions: Int64 = np.linspace(0, rows - 1, count).round().astype(np.int64)
+    return positions
 
 
 def write_table(path: Path, table: pa.Table) -> None:

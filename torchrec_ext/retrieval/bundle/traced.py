@@ -167,7 +167,7 @@ def _inputs(model: nn.Module, queries: pa.Table, catalogue: pa.Table) -> tuple[s
     if both:
         raise BundleError(f"columns {both}: are columns of queries and of the catalogue; rename them in one")
     tables = [(queries, False), (catalogue, True)]
-    names = {}
+    names: dict[str, tuple[pa.Table, bool]] = {}
     for table, candidate in tables:
         names |= dict.fromkeys(table.column_names, (table, candidate))
     parameters = [each for each in inspect.signature(model.forward).parameters.values() if each.name != "self"]

@@ -67,9 +67,8 @@ def export(
             with ``towers`` any module of your own, with a forward from columns by name to logits (B,).
         out: folder to make.
         towers: modules of the query tower, then of the candidate tower, in a module of your own: a path or several by
-            the tower's name. They must read columns of the queries alone, and of the catalogue
-            alone. Anything else that forward computes from one side alone joins that tower; the rest runs for each
-            pair.
+            the tower's name. They must read columns of the queries alone, and of the catalogue alone. Anything else
+            that forward computes from one side alone joins that tower; the rest runs for each pair.
         catalogue: items to recommend from.
         users: users to look up by id, or None.
         queries: rows of raw columns of the query towers for the audit; by default the users' rows.

@@ -237,7 +237,7 @@ class IdMap:
         """
         if positions is None:
             if self.kind == "str":
-                return self._strings.to_numpy(zero_copy_only=False)
+                return self._strings.to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
             return self.arrays["ids"]
         rows = np.asarray(positions, np.int64)
         wrong = rows[(rows < 0) | (rows >= len(self))]
