@@ -375,7 +375,8 @@ def _special_masks(values: Any) -> Iterator[tuple[str, Any]]:
     if values.null_count:
         yield "null", values.is_null()
     if pa.types.is_floating(values.type) and len(values):
-        numbers: NDArray[Any] = values.to_numpy(zero_copy_only=False)  # null becomes NaN here
+        # Nulls become NaN here, which is why the masks below come from Arrow's own values.
+        numbers: NDArray[Any] = values.to_numpy(zero_copy_only=False)
         if not np.isfinite(numbers.min()) or not np.isfinite(numbers.max()):
             yield "nan", pc.is_nan(values)
             yield "inf", pc.is_inf(values)

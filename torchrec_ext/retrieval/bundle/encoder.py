@@ -96,7 +96,8 @@ class PlainTower:
                 bag_rows = bag_rows * scales[ids, None]
             total = np.add.reduce(bag_rows, axis=0, dtype=np.float32)
             pooled = total / np.float32(len(ids)) if mode == "mean" and len(ids) else total
-            inputs.append(pooled.astype(bag_rows.dtype, copy=False))  # half precision is rounded once, as in torch
+            # Half precision is rounded once, as in torch.
+            inputs.append(pooled.astype(bag_rows.dtype, copy=False))
         row: Floats = np.concatenate([*inputs, *(dense[name].numpy() for name in self._dense)], dtype=np.float32)
         for layer in layers:
             row = layer(row)

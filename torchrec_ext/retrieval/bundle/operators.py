@@ -73,7 +73,8 @@ def run_operator(name: str, arguments: Sequence[Any], options: Mapping[str, Any]
         check(name, *arguments, **options)
     result = OPERATORS[name](*arguments, **options)
     if name.startswith("embedding_bag."):
-        return result[:1]  # the other results are for gradients, and may be uninitialised
+        # The other results are for gradients, and may be uninitialised.
+        return result[:1]
     return result
 
 

@@ -77,7 +77,8 @@ class TracedModel(nn.Module):
         self, model: nn.Module, towers: Mapping[str, Modules], *, queries: pa.Table, catalogue: pa.Table
     ) -> None:
         super().__init__()
-        model.state_dict()  # brings lagging rows of an adopted step up to date, or raises with a remedy
+        # Brings lagging rows of an adopted step up to date, or raises with a remedy.
+        model.state_dict()
         paths = _paths(model, towers)
         self._call, columns = _inputs(model, queries, catalogue)
         # Not a submodule: the programs hold its weights, which must not be exported twice.
@@ -236,7 +237,8 @@ def _trace(model: nn.Module, call: str, columns: Mapping[str, _Column]) -> Expor
     model.eval()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # warnings about torch.export's own code and a GRU's flattened weights
+            # Warnings about torch.export's own code and a GRU's flattened weights.
+            warnings.simplefilter("ignore")
             program: ExportedProgram = torch.export.export(
                 model, (), arguments, dynamic_shapes={call: rows} if call else rows, strict=False
             ).run_decompositions({})

@@ -129,7 +129,8 @@ def export(
                     sync_tree(folder)
             except Exception as error:
                 outcome = error
-        for _ in blocks:  # the other ranks send their rows even if rank 0 failed, so that no rank waits forever
+        # The other ranks send their rows even if rank 0 failed, so that no rank waits forever.
+        for _ in blocks:
             pass
         # Sent to all ranks, so that every rank raises rank 0's error, or returns its manifest.
         outcome = ranks.gathered(outcome)[0]

@@ -52,7 +52,8 @@ class ScoreBounds:
         self.codes = codes
         self._scales = scales
         self._errors = errors
-        self._norms = np.maximum(norms, np.float32(1e-30))  # a norm of 0 would make a bound of width 0
+        # A norm of 0 would make a bound of width 0.
+        self._norms = np.maximum(norms, np.float32(1e-30))
         self._block_maxima = [(float(errors[block].max()), float(self._norms[block].max())) for block in self._blocks()]
         self._greatest = max(error + norm for error, norm in self._block_maxima)
         # In float32 a product is off by up to D roundings of its factors' norms: the bound's, and the exact one's.

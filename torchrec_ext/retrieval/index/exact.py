@@ -72,11 +72,13 @@ class _Best:
         if not len(indices):
             return
         greater = scores[indices]
-        if len(greater) > self._k:  # many equal scores, or scores that rise with the position
+        # This happens with many equal scores, or with scores that rise with the position.
+        if len(greater) > self._k:
             kth = _kth(greater, self._k)
             indices = indices[greater >= kth]
             greater = greater[greater >= kth]
-            self._threshold = float(kth)  # K scores precede the later positions, so equal later ones lose
+            # K scores precede the later positions, so equal later ones lose.
+            self._threshold = float(kth)
         self._candidates.append((indices + start, greater))
         self._waiting += len(indices)
         if self._waiting > 2 * self._k:
@@ -87,7 +89,8 @@ class _Best:
         if not self._candidates:
             return np.empty(0, np.int64), np.empty(0, np.float32)
         positions, scores = (np.concatenate(arrays) for arrays in zip(*self._candidates, strict=True))
-        order = np.argsort(-scores, kind="stable")[: self._k]  # equal scores stay in the order of their positions
+        # Equal scores stay in the order of their positions.
+        order = np.argsort(-scores, kind="stable")[: self._k]
         positions = positions[order]
         scores = scores[order]
         if len(scores) == self._k:

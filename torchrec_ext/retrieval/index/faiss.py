@@ -169,7 +169,8 @@ def lifted(vectors: NDArray[np.float32], norm: float = 0.0) -> NDArray[np.float3
     out[:, :-1] = vectors
     if norm:
         squares = np.einsum("nd,nd->n", vectors, vectors)
-        out[:, -1] = np.sqrt(np.maximum(norm**2 - squares, 0))  # rounding may take the difference below 0
+        # Rounding may take the difference below 0.
+        out[:, -1] = np.sqrt(np.maximum(norm**2 - squares, 0))
     return out
 
 
@@ -223,7 +224,8 @@ def rescored(
         k: results per query, K.
         cosine: whether rows are normalised before they are compared.
     """
-    candidates.sort(axis=1)  # so that the stable sort below puts the smaller position first among ties
+    # In ascending order, so that the stable sort below puts the smaller position first among ties.
+    candidates.sort(axis=1)
     rows = _rows(source, np.maximum(candidates, 0))
     scores: NDArray[np.float32] = np.matmul(rows, queries[:, :, None])[:, :, 0]
     if cosine:
@@ -431,7 +433,8 @@ class FaissIndex:
         excluded_sets: Sequence[Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
         """Replaces results with fewer than K entries by those of the exact search."""
-        if int(positions.numpy()[:, -1].min()) < 0:  # results are sorted, so a short one ends with -1
+        # Results are sorted, so a short one ends with -1.
+        if int(positions.numpy()[:, -1].min()) < 0:
             short = positions[:, -1] < 0
             excluded_of_short = None
             if excluded_sets is not None:

@@ -103,7 +103,8 @@ class _Pairs(nn.Module):
         self._widths = list(widths)
 
     def forward(self, query: Tensor, candidates: Tensor) -> Tensor:
-        rows = query.expand(candidates.shape[0], -1)  # len() would be traced as a constant
+        # The shape, because len() would be traced as a constant.
+        rows = query.expand(candidates.shape[0], -1)
         queries = torch.split(rows, self._widths, dim=1)
         return self.interaction([*queries, candidates])  # type: ignore[no-any-return]
 
@@ -138,12 +139,14 @@ def write_onnx(
                 dynamic_shapes=dynamic,
                 verbose=False,
             )
-            for node in program.model.graph.all_nodes():  # removes the stack traces, which contain local paths
+            # Nodes hold the stack of their tracing, with local paths: remove it.
+            for node in program.model.graph.all_nodes():
                 node.metadata_props.clear()
             program.save(str(path), external_data=external)
     except Exception as error:
         cause: BaseException = error
-        while cause.__cause__ is not None:  # the root cause, without torch's advice to its developers
+        # Show the root cause: torch's own message begins with advice to its developers.
+        while cause.__cause__ is not None:
             cause = cause.__cause__
         first = (str(cause).strip().splitlines() or [""])[0][:300]
         raise ExportError(

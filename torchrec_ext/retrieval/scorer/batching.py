@@ -136,7 +136,8 @@ class MicroBatcher(Generic[RequestT, AnswerT]):
         while batch := self._next():
             requests = [each.request for each in batch]
             futures = [each.answer for each in batch]
-            self._batch_start = time.monotonic()  # for busy_s: another thread notices a batch that hangs
+            # Read by busy_s in another thread, to notice a batch that hangs.
+            self._batch_start = time.monotonic()
             answers = self._answer_batch(requests)
             self._batch_start = None
             for future, answer in zip(futures, answers, strict=True):
@@ -166,7 +167,8 @@ class MicroBatcher(Generic[RequestT, AnswerT]):
                     end = time.monotonic() + self._max_wait_s
                     full = lambda: len(self._waiting) >= self._max_batch or self._closing  # noqa: E731
                     self._change.wait_for(full, timeout=max(0.0, end - time.monotonic()))
-                batch = self._take_batch()  # empty if all waiting requests were cancelled
+                # The batch is empty if all waiting requests were cancelled.
+                batch = self._take_batch()
                 if batch or (self._closing and not self._waiting):
                     return batch
 

@@ -95,7 +95,8 @@ def _package(program: ExportedProgram, folder: Path) -> Path:
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=folder) as temporary:
             package = torch._inductor.aoti_compile_and_package(program, package_path=f"{temporary}/scores.pt2")
-            os.replace(package, path)  # atomic, since several workers may compile the same program
+            # Atomic, since several workers may compile the same program.
+            os.replace(package, path)
     return path
 
 
@@ -194,7 +195,8 @@ class CandidateScorer:
                 return scores
             # The compiled code clamps wrong positions; the checks below raise for them.
         rows_wanted = positions.numpy()
-        if rows_wanted.view(np.uint64).max() >= self._size:  # as unsigned numbers, negative positions are the greatest
+        # As unsigned numbers, negative positions are the greatest.
+        if rows_wanted.view(np.uint64).max() >= self._size:
             wrong = rows_wanted[(rows_wanted < 0) | (rows_wanted >= self._size)][0]
             raise ValueError(f"positions: {wrong} is not a row of this store, which has {self._size}")
         query = self.projection.query_of_one(query)

@@ -231,5 +231,6 @@ def redis_vectors(url: str | None) -> list[RemoteVectors]:
         raise ValueError(f"--redis needs the package {error.name}: pip install 'torchrec-ext[retrieval]'") from None
     from torchrec_ext.retrieval.store.redis import RedisStore
 
-    RedisStore(url, tower="any").close()  # refuses a wrong address at start instead of at the first request
+    # Refuse a wrong address at the start instead of at the first request.
+    RedisStore(url, tower="any").close()
     return [RemoteVectors(lambda tower, width: RedisStore(url, tower=tower, width=width), (StoreError,))]

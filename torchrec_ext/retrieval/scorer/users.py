@@ -173,7 +173,8 @@ class UserLookup:
         table = self._bundle.users
         user_columns: dict[str, list[Any]] = {}
         complete = all(column_types.keys() <= user.keys() for user in users)
-        if table is not None and not complete:  # skips the read if the requests have all columns
+        # The table is not read if the requests have all columns.
+        if table is not None and not complete:
             user_columns = {name: list(column) for name, column in table.rows(np.asarray(rows, np.int64)).items()}
         columns: dict[str, list[Any]] = {}
         for name in column_types:

@@ -107,7 +107,8 @@ class BoundedProtocol(HttpToolsProtocol):
         """Called when a head begins."""
         if len(self.pipeline) >= _PIPELINED:
             self._full = True
-            raise ValueError("too many requests wait")  # the parser reports it as its own error
+            # The parser reports it as its own error.
+            raise ValueError("too many requests wait")
         self._messages += 1
         self._head_bytes = 0
         self._stage = "head"
@@ -188,7 +189,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._calls += 1
         self._head_bytes += size
         if self._head_bytes > self.worker.limits.header_bytes:
-            raise ValueError("the head is too long")  # the parser reports it as its own error
+            # The parser reports it as its own error.
+            raise ValueError("the head is too long")
 
     def _refuse(self) -> None:
         """Answers 431, without closing at once: a client still sending would lose the answer."""
@@ -208,7 +210,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._timer.cancel()
             self._timer = None
         if self._stage is not None:
-            limits = self.worker.limits  # the application itself answers a late body
+            # The application itself answers a late body.
+            limits = self.worker.limits
             wait_ms = limits.header_ms + (limits.time_ms if self._stage == "body" else 0.0)
             self._timer = self.loop.call_later(wait_ms / 1e3, self.close, "silent")
 

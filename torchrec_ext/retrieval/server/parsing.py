@@ -159,7 +159,8 @@ def _features(name: str, value: Any, limits: Limits) -> Mapping[str, Any]:
     if type(value) is not dict:
         raise _wrong(name, value, 'an object of features by column, such as {"user_id": 1}')
     for column, feature in value.items():
-        if len(column) > _NAME:  # the search for similar names slows down with the length
+        # The search for similar names slows down with the length.
+        if len(column) > _NAME:
             field = f"{name}.{column[:_NAME]}"
             raise Refusal(
                 422, "invalid", f"{field}: a name of {len(column)} characters; the limit is {_NAME}", field=field

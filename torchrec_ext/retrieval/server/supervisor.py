@@ -79,7 +79,8 @@ class Supervisor:
         self._workers: list[_Worker] = []
         self._signals: list[int] = []
         self._pause_s = 0.0
-        self._last_good: Path | None = None  # folder of the bundle most recently served by a worker
+        # Folder of the bundle most recently served by a worker.
+        self._last_good: Path | None = None
 
     def run(self, ready: Callable[[str], None]) -> int:
         """Runs the workers until SIGTERM or SIGINT.
@@ -199,7 +200,8 @@ class Supervisor:
 
     def _send_signal(self, number: int) -> None:
         for worker in self._workers:
-            takes_it = worker.digest or number != signal.SIGHUP  # SIGHUP would end a worker that is not ready yet
+            # SIGHUP would end a worker that is not ready yet.
+            takes_it = worker.digest or number != signal.SIGHUP
             if worker.process.is_alive() and takes_it:
                 os.kill(worker.process.pid or 0, number)
 

@@ -56,7 +56,8 @@ def run_worker(
             watches ``settings.bundle`` like every worker. None for the first workers.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the server installs its own handler
+    # Until the server installs its own handler, SIGTERM simply ends the process.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     failure: str | None = None
     with _heartbeats(parent, settings.hang_s / _BEATS):
         try:
@@ -100,7 +101,8 @@ def _prepare(settings: ServerConfig, last_good: Path | None) -> tuple[QueuedScor
     import torch
     import uvicorn  # noqa: F401  import it before the garbage collector freezes all modules
 
-    logging.getLogger("torch").setLevel(logging.ERROR)  # silences developer warnings during TorchRec's import
+    # TorchRec's import logs warnings for its developers.
+    logging.getLogger("torch").setLevel(logging.ERROR)
 
     import torchrec_ext.retrieval.server.application  # noqa: F401
     from torchrec_ext.retrieval.bundle.bundle import Bundle
@@ -125,7 +127,8 @@ def _prepare(settings: ServerConfig, last_good: Path | None) -> tuple[QueuedScor
             os.kill(os.getpid(), signal.SIGTERM)
 
     def queue_of(pointer: Path) -> tuple[QueuedScorer, Identity]:
-        loaded_identity = identity(pointer)  # taken before loading, to notice a pointer that moves during the load
+        # Taken before loading, to notice a pointer that moves during the load.
+        loaded_identity = identity(pointer)
         bundle = Bundle.load(bundle_folder(pointer))
         vectors = user_vectors(settings.vectors, settings.redis, bundle.query_digest)
         return QueuedScorer(settings, bundle, vectors=vectors), loaded_identity
@@ -135,7 +138,8 @@ def _prepare(settings: ServerConfig, last_good: Path | None) -> tuple[QueuedScor
     except (ValueError, OSError):
         if last_good is None:
             raise
-        queued, loaded_identity = queue_of(settings.bundle)  # the last good bundle was removed or changed meanwhile
+        # The last good bundle was removed or changed meanwhile.
+        queued, loaded_identity = queue_of(settings.bundle)
     watcher = Watcher(settings.bundle, Bundle.load, queued.swap, queued.refuse, tick, settings.watch_s, loaded_identity)
     signal.signal(signal.SIGHUP, lambda *_: watcher.look())
     return queued, watcher
@@ -249,7 +253,8 @@ def bundle_folder(pointer: Path) -> Path:
         with pointer.open("rb") as file:
             text = file.read(_LONGEST_POINTER).decode(errors="replace").strip()
         target = pointer.parent / text if text else pointer
-    if not os.path.isdir(target):  # unlike Path.is_dir(), returns False for an invalid name
+    # Unlike Path.is_dir(), returns False for an invalid name.
+    if not os.path.isdir(target):
         what = f"it names {str(target)[:200]!r}, which is not a folder"
         if target == pointer:
             what = "there is no such file or folder"
@@ -330,7 +335,8 @@ class Watcher(threading.Thread):
         while True:
             self._wake.wait(self._every_s)
             at_once = self._wake.is_set()
-            self._wake.clear()  # before the look, so that a look() during it is not lost
+            # Cleared before the check, so that a look() during it is not lost.
+            self._wake.clear()
             if self._ending:
                 return
             with contextlib.suppress(OSError):  # such as too many open files for a moment

@@ -51,10 +51,12 @@ def _hash_block(
     # The last word is read in full, so it needs bytes behind the last string.
     padded = np.zeros(end - begin + _WORD, np.uint8)
     padded[: end - begin] = content[begin:end]
-    words: NDArray[np.uint64] = np.ndarray((end - begin + 1,), "<u8", padded, strides=(1,))  # one from each byte on
+    # A view with one word from each byte on, without a copy.
+    words: NDArray[np.uint64] = np.ndarray((end - begin + 1,), "<u8", padded, strides=(1,))
     halves = np.frombuffer(key, "<u8").tolist()
     state = [np.full(len(starts), constant ^ halves[index % 2], np.uint64) for index, constant in enumerate(_SIP)]
-    ends = lengths.astype(np.uint64) << np.uint64(56)  # the last word of a string has its length as highest byte
+    # The last word of a string has its length as highest byte.
+    ends = lengths.astype(np.uint64) << np.uint64(56)
     for number in range(int(lengths.max()) // _WORD + 1):
         remaining = lengths - _WORD * number
         rows: Any = slice(None) if remaining.min() >= 0 else np.flatnonzero(remaining >= 0)
@@ -213,7 +215,8 @@ class IdMap:
 
     def _integer_positions(self, ids: Int64) -> Int64:
         if self._first is not None:
-            positions: Int64 = ids - self._first  # a far smaller id wraps around to a position beyond the last
+            # A far smaller id wraps around to a position beyond the last.
+            positions: Int64 = ids - self._first
             positions[positions.view(np.uint64) >= len(self)] = -1
             return positions
         ascending = self.arrays.get("sorted", self.arrays["ids"])

@@ -106,7 +106,8 @@ class RedisStore:
                 f"{self.where}: vectors under '{self._prefix}*' have {sorted(sizes)} bytes; one tower has one width"
             )
         size = sizes.pop() if sizes else 0
-        content = b"".join(value or bytes(size) for value in values)  # zeros for missing vectors
+        # Missing vectors are filled with zeros.
+        content = b"".join(value or bytes(size) for value in values)
         vectors = np.frombuffer(content, "<f4").reshape(len(values), size // 4)
         return torch.from_numpy(vectors.copy()), exists
 

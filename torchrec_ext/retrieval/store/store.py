@@ -103,7 +103,8 @@ class EmbeddingStore:
             try:
                 return cls(folder / name, verify=verify)
             except (StoreError, OSError, ValueError):
-                if current(folder) == name:  # otherwise a writer replaced and removed it meanwhile: try again
+                # Otherwise a writer replaced and removed it meanwhile: try again.
+                if current(folder) == name:
                     raise
         raise StoreError(
             f"'{folder}' changes faster than it can be opened; keep more versions with prune_store(keep=...)"
