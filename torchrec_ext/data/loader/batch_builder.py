@@ -1,6 +1,6 @@
 """BatchBuilder: columns -> TowerBatch, users repeated beside their candidates, item features looked up by id.
 
-known_items(): item ids of rows and of draws, each checked to be a row of the table of item features.
+known_items(): checks the item ids of rows and of draws against the table of item features.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torchrec_ext.schema import BatchSchema, DataError, Dense, Jagged
 
 
 class BatchBuilder:
-    """Builds batches that always have every key of the schema, in its order.
+    """Builds batches with all keys of the schema, in its order.
 
-    The features of shared towers stand once per user; other user features are repeated beside each candidate.
+    The features of shared towers are stored once per user; other user features are repeated for each candidate.
 
     TorchRec's sharded modules fix the keys at their first call, so a batch of users alone or of items alone carries the
     other's features as empty bags and zeros.
@@ -96,7 +96,7 @@ class BatchBuilder:
         return self._assemble(columns, users.num_rows, width, vectors, row_numbers, total_weight, padded_rows, dense)
 
     def _user_matrices(self, users: Chunk) -> dict[Sequence[str], Array]:
-        """Returns the dense columns of the rows, of the shared rows or both, where ``users`` hold them side by side."""
+        """Returns the dense columns of the rows and of the shared rows as matrices, if ``users`` store them as such."""
         matrices: dict[Sequence[str], Array] = {}
         for names in (self.schema.row_dense, self.schema.shared_dense):
             matrix = None if any(name in self.items for name in names) else users.matrix(names)
@@ -105,7 +105,7 @@ class BatchBuilder:
         return matrices
 
     def _user_columns(self, users: Chunk, times: int, matrices: Collection[Sequence[str]] = ()) -> dict[str, _Repeated]:
-        """Returns the user's columns but those of ``matrices``."""
+        """Returns the user's columns, without those in ``matrices``."""
         once, left_out = self._once, {name for names in matrices for name in names}
         return {
             name: _Repeated(users[name], 1 if name in once else times)
@@ -175,12 +175,12 @@ class BatchBuilder:
         """Returns (size, Fd) the columns side by side, zeros below their rows; ``width`` rows of each of a matrix."""
         if not names:
             return torch.empty(size, 0)
-        given = matrices.get(names)
-        if given is not None and width == 1 and len(given) == size:
-            return torch.from_numpy(given.astype(np.float32))  # a copy: rows of many steps may be one array
+        user_matrix = matrices.get(names)
+        if user_matrix is not None and width == 1 and len(user_matrix) == size:
+            return torch.from_numpy(user_matrix.astype(np.float32))  # a copy: rows of many steps may be one array
         matrix = np.zeros((size, len(names)), np.float32)
-        if given is not None:
-            matrix.reshape(-1, width, len(names))[: len(given)] = given[:, None]
+        if user_matrix is not None:
+            matrix.reshape(-1, width, len(names))[: len(user_matrix)] = user_matrix[:, None]
             return torch.from_numpy(matrix)
         for index, name in enumerate(names):
             if name not in columns:
@@ -217,7 +217,7 @@ class BatchBuilder:
 
 
 class _Repeated(NamedTuple):
-    """A column whose rows stand ``times`` times each, one after the other."""
+    """A column with each row repeated ``times`` times in succession."""
 
     column: Column
     times: int = 1
@@ -241,7 +241,7 @@ def _jagged(name: str, repeated: _Repeated, weights: Array | None, pad: int) -> 
 def _repeat_rows(
     lengths: Tensor, values: Tensor, weights: Tensor | None, times: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Repeats rows by FBGEMM, which copies whole rows: several times faster than a gather by an index per value."""
+    """Repeats rows by FBGEMM: it copies whole rows, several times faster than a gather by an index per value."""
     rows = torch.from_numpy(np.arange(len(lengths), dtype=np.int32).repeat(times))
     return torch.ops.fbgemm.permute_1D_sparse_data(rows, lengths, values, weights, len(values) * times)  # type: ignore[no-any-return]
 
@@ -270,14 +270,14 @@ def _padded(tensor: Tensor, pad: int) -> Tensor:
 
 
 def _tensor(array: Array) -> Tensor:
-    """Copies an array that torch cannot own: Arrow's memory is read-only, and torch takes no negative strides."""
+    """Converts an array, with a copy if needed: Arrow's memory is read-only, and torch takes no negative strides."""
     return torch.from_numpy(array if array.flags.writeable and array.flags.c_contiguous else array.copy())
 
 
 def known_items(
     schema: BatchSchema, num_rows: int, ids: Int64, row_numbers: Int64 | None = None, name: str = "item_id"
 ) -> Int64:
-    """Returns ``ids``, all with features; with ``out_of_range="oov"`` others become the feature's ``oov_id``.
+    """Checks item ids and returns them; ``out_of_range="oov"`` replaces ids without features by the ``oov_id``.
 
     Args:
         schema: decides what happens to an id without features.

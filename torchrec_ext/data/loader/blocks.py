@@ -1,4 +1,4 @@
-"""Blocks of rows in memory: which columns they hold, how values are checked, and the memory that they are written to.
+"""Blocks of rows in memory: their columns, the checks of their values, and their memory.
 
 Ids and numbers are checked here, a column of a row group at a time, which costs a tenth of checking them in each batch
 and knows file and row group.
@@ -33,13 +33,13 @@ SCALAR: tuple[Kind, ...] = ("int",)
 IDS: tuple[Kind, ...] = ("int", "ints")
 LISTS: tuple[Kind, ...] = ("ints",)
 WEIGHTS: tuple[Kind, ...] = ("floats",)
-_SPARE = 8  # buffers kept for the next blocks
+_SPARE_BUFFERS = 8  # buffers kept for the next blocks
 NUMBERS: tuple[Kind, ...] = ("float", "int", "bool")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockLayout:
-    """The columns of a block, and what their values may be.
+    """The columns of a block and their allowed values.
 
     Args:
         features: the sparse columns by name; None for an id that no table reads (a user's, for the negatives).
@@ -92,11 +92,11 @@ class BlockLayout:
 
     @property
     def ids(self) -> list[str]:
-        """Names of the columns of ids and of weights of ids, which a block holds beside its floats."""
+        """Names of the columns of ids and of the ids' weights."""
         return [*self.features, *self.weights.values()]
 
     def require(self, source: Source) -> frozenset[str]:
-        """Refuses a source that lacks a column or has it with another kind.
+        """Refuses a source with a missing column or a column of another kind.
 
         Returns:
             The sparse columns with several ids per row.
@@ -137,10 +137,10 @@ class BlockLayout:
             values = as_int64(group.name, name, column, group.first)
         # As unsigned numbers negative ids are the largest: one pass over the column finds both kinds.
         if feature and len(values) and int(values.view(np.uint64).max()) >= feature.num_embeddings:
-            bad = (values < 0) | (values >= feature.num_embeddings)
+            is_outside = (values < 0) | (values >= feature.num_embeddings)
             if self.out_of_range != "oov":
-                raise _out_of_range(group, feature, column, values, bad)
-            values = np.where(bad, feature.oov_id, values)
+                raise _out_of_range(group, feature, column, values, is_outside)
+            values = np.where(is_outside, feature.oov_id, values)
         if values is column.values:
             return column
         return Column.from_lengths(values, column.lengths) if column.ragged else Column(values)
@@ -170,7 +170,7 @@ def _finite(group: RowGroup, name: str, values: Array) -> Float32:
 
 
 def _weights(group: RowGroup, name: str, column: str, chunk: Chunk) -> Column:
-    """Returns the weights of the ids of feature ``name``; raises a DataError where one is missing or not finite."""
+    """Returns the weights of the ids of feature ``name``; raises a DataError if one is missing or not finite."""
     lengths, ids = chunk[column].lengths, chunk[name].lengths
     if not np.array_equal(lengths, ids):
         row = int((lengths != ids).argmax())
@@ -211,13 +211,13 @@ class Memory:
         return buffer[:size].view(dtype).reshape(columns, rows), buffer
 
     def give(self, rows: BlockRows) -> None:
-        """Takes a block's memory back; the block must not be read any more."""
+        """Takes back the memory of a block; nobody may read the block any more."""
         with self._lock:
-            self._free = [*self._free, *rows.buffers][-_SPARE:]
+            self._free = [*self._free, *rows.buffers][-_SPARE_BUFFERS:]
 
 
 class BlockRows:
-    """The rows of a block, in the order in which they are handed out.
+    """The rows of a block, in the order of the batches.
 
     Args:
         scalars: (F1, n) ids of the columns with one id per row; without a shuffle F1 views of Arrow's memory.
@@ -253,7 +253,7 @@ class Slice(NamedTuple):
 
 
 class Assembler:
-    """Builds batches of the schema from rows that were checked when they were read.
+    """Builds batches of the schema from checked rows.
 
     Args:
         schema: the columns of the batch.
@@ -308,7 +308,7 @@ class Assembler:
         return ids
 
     def chunk(self, slices: Sequence[Slice]) -> Chunk:
-        """Returns all columns of the rows of ``slices``, for batches that add items to them."""
+        """Returns all columns of the rows of ``slices``, for batches with items from elsewhere."""
         columns = {name: Column(_joined(slices, index)) for name, index in self._float.items()}
         columns |= {name: Column(_joined_ids(slices, index)) for name, index in self._scalar.items()}
         ragged = [name for name in self._layout.ids if name not in self._scalar]
@@ -333,7 +333,7 @@ class Assembler:
         return KeyedIds(values, lengths.view(-1), weights)
 
     def _weights(self, slices: Sequence[Slice], keys: Keys, totals: Sequence[int]) -> Array:
-        """Returns (sum of lengths,) the weight of each id of the keys' features; 1 where a feature has no weights."""
+        """Returns (sum of lengths,) the weight of each id of the keys' features; 1 for features without weights."""
         arrays = [np.zeros(0, np.float32)]
         for name, total in zip(keys.features, totals, strict=True):
             feature = self.schema.feature(name or "")
@@ -388,7 +388,7 @@ class Assembler:
 
 
 class _Run(NamedTuple):
-    """Names from index ``at`` on that a block's matrix holds in the same order, from ``first`` on; else one name."""
+    """Names from index ``at`` on, in the order of a block's matrix from row ``first`` on; or one other name."""
 
     at: int
     first: int | None
@@ -396,7 +396,7 @@ class _Run(NamedTuple):
 
 
 def _runs(names: Sequence[str | None], positions: Mapping[str, int]) -> Iterator[_Run]:
-    """Splits ``names`` into the longest runs that ``positions`` numbers one after the other."""
+    """Splits ``names`` into the longest runs with consecutive ``positions``."""
     numbered = [
         (positions[name] - index if name and name in positions else -1 - index - len(positions), index)
         for index, name in enumerate(names)

@@ -49,10 +49,10 @@ class Pairing(Protocol):
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """Names of the columns that the rows must have beside the schema's."""
+        """Names of the required columns of the rows, in addition to the schema's."""
 
     def draw_ahead(self, rows: Chunk, numbers: Int64, epoch: int) -> Candidates | None:
-        """Draws the candidates of the rows of several steps, where draws depend on the row and the epoch alone."""
+        """Draws the candidates of several steps at once; None if each step has to draw its own."""
 
     def batch(self, rows: StepRows, epoch: int, step: int) -> TowerBatch:
         """Builds the batch of ``rows``, padded to the same size on every rank."""
@@ -61,7 +61,7 @@ class Pairing(Protocol):
 def identified(
     batch: TowerBatch, schema: BatchSchema, rows: StepRows, width: int = 1, candidates: Int64 | None = None
 ) -> TowerBatch:
-    """Returns ``batch`` with the user and the item of each row, where ``schema`` names their columns.
+    """Adds the user and the item of each row to ``batch``, if ``schema`` names their columns.
 
     Args:
         batch: ``width`` rows for each of ``rows``, then padding.
@@ -85,7 +85,7 @@ def identified(
 
 
 def _padded_ids(schema: BatchSchema, name: str, ids: Int64, size: int) -> Tensor:
-    """Returns (size,) int64, zeros after the ids; an id outside its table, where allowed, becomes the ``oov_id``."""
+    """Returns (size,) int64, zeros after the ids; an id outside its table becomes the ``oov_id``."""
     padded = np.zeros(size, np.int64)
     padded[: len(ids)] = ids
     feature = schema.feature(name)
@@ -127,8 +127,8 @@ class OwnCandidates:
         width = 1 + self._config.negatives
         labels = np.zeros((len(rows.numbers), width), dtype=np.float32)
         labels[:, 0] = rows.chunk[self._config.label].values if self._config.label else 1.0
-        drawn = rows.candidates or self._candidates(rows.chunk, rows.numbers, epoch)
-        candidates, log_q = drawn or (None, None)
+        row_candidates = rows.candidates or self._candidates(rows.chunk, rows.numbers, epoch)
+        candidates, log_q = row_candidates or (None, None)
         batch = self._builder.pairs(
             rows.chunk,
             candidates,
@@ -156,10 +156,10 @@ class OwnCandidates:
             return None
         users, positives = rows["user_id"].values, rows["item_id"].values
         ids, log_q = self._negatives.draw(users, numbers, epoch, self._config.negatives)
-        known = np.maximum(positives, 1)
+        valid_positives = np.maximum(positives, 1)
         return Candidates(
             np.concatenate([positives[:, None], ids], axis=1),
-            np.concatenate([self._negatives.log_q(users, known)[:, None], log_q], axis=1),
+            np.concatenate([self._negatives.log_q(users, valid_positives)[:, None], log_q], axis=1),
         )
 
 
@@ -174,8 +174,8 @@ class SharedCandidates:
         positives, padding up to ceil(batch_size / R) | extra candidates, padding
 
     Extra candidates have item features only, label and weight 0, and the log q of the mixture, as the positives have:
-    ``in_batch_negatives(..., queries=ceil(batch_size / R))``. Where the user's features are shared they stand once for
-    each positive, and the extra candidates point at the first user, who is not asked about them.
+    ``in_batch_negatives(..., queries=ceil(batch_size / R))``. If the user's features are shared, they are stored once
+    for each positive. The extra candidates then point at the first user, but are no queries.
 
     Args:
         schema: the columns of the batch.
@@ -196,7 +196,8 @@ class SharedCandidates:
         self.ids = (schema.candidate or "item_id",)
         self._schema, self._config, self._items = schema, config, items
         self._candidates, self._share = candidates, share
-        self._alone = any(name in schema.shared for name in items)  # then each row needs a shared row of its own
+        # Features of items in the shared rows: each row of the batch then needs a shared row of its own.
+        self._own_shared_rows = any(name in schema.shared for name in items)
 
     def draw_ahead(self, rows: Chunk, numbers: Int64, epoch: int) -> Candidates | None:
         """See :meth:`Pairing.draw_ahead`; shared candidates depend on the step."""
@@ -208,15 +209,15 @@ class SharedCandidates:
         chunk, queries = rows.chunk, self._share.rows(self._config.batch_size)
         (key,) = self.ids
         positives = known_items(self._schema, self._items.num_rows, chunk[key].values, rows.numbers, key)
-        drawn = self._candidates.draw(epoch, step, rank=self._share.rank, world_size=self._share.world_size)
-        size, extra = queries + len(drawn), drawn[drawn > 0]
+        padded_extra = self._candidates.draw(epoch, step, rank=self._share.rank, world_size=self._share.world_size)
+        size, extra = queries + len(padded_extra), padded_extra[padded_extra > 0]
         columns: dict[str, Sections] = {}
         for name in [*self._schema.keys, *self._schema.dense]:
             if name in self._items:
                 column = self._items[name]
-                columns[name] = [(column.take(positives), queries), (column.take(extra), len(drawn))]
+                columns[name] = [(column.take(positives), queries), (column.take(extra), len(padded_extra))]
             elif name in chunk:
-                columns[name] = [(chunk[name], queries), *self._no_user(name, len(drawn))]
+                columns[name] = [(chunk[name], queries), *self._no_user(name, len(padded_extra))]
         ids = np.concatenate([positives, extra])
         items = np.zeros(size, np.int64)
         indices = np.concatenate([np.arange(len(positives)), queries + np.arange(len(extra))])
@@ -229,15 +230,15 @@ class SharedCandidates:
             log_q=_spread(self._candidates.log_q(ids), size, indices),
             total_weight=rows.total / self._share.world_size,
             index=torch.arange(size)
-            if self._alone
+            if self._own_shared_rows
             else torch.from_numpy(np.arange(size) * (np.arange(size) < queries)),
-            shared_rows=_numbers(rows.numbers, size if self._alone else queries),
+            shared_rows=_numbers(rows.numbers, size if self._own_shared_rows else queries),
         )
         batch = identified(batch, self._schema, rows, candidates=items)
         return dataclasses.replace(batch, queries=queries)
 
     def _no_user(self, name: str, count: int) -> Sections:
-        return [] if name in self._schema.shared and not self._alone else [(None, count)]
+        return [] if name in self._schema.shared and not self._own_shared_rows else [(None, count)]
 
 
 def _labels(chunk: Chunk, label: str | None) -> Array:

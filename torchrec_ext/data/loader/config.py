@@ -1,4 +1,4 @@
-"""LoaderConfig: settings that say how rows become batches."""
+"""LoaderConfig: settings of the loader, from rows to batches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LEAST = {
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderConfig:
-    """Settings that say how rows become batches.
+    """Settings of the loader: how rows become batches.
 
     Args:
         batch_size: positives per step *over all ranks*, so that a result does not depend on the number of ranks. A
@@ -137,9 +137,9 @@ class LoaderConfig:
                 f"loader.device={self.device!r} with loader.sampling={self.sampling!r}: {sampler.host_only} on the "
                 f"host; leave loader.device out, or choose loader.sampling={on_device}"
             )
-        drawn = "shared_negatives" if sampler.shared else "negatives"
-        if self.label and getattr(self, drawn):
+        option = "shared_negatives" if sampler.shared else "negatives"
+        if self.label and getattr(self, option):
             raise ValueError(
-                f"loader.label={self.label!r} with loader.{drawn}={getattr(self, drawn)}: drawn negatives have label "
+                f"loader.label={self.label!r} with loader.{option}={getattr(self, option)}: drawn negatives have label "
                 "0 and their positives label 1; set one of the two"
             )

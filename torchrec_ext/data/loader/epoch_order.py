@@ -1,6 +1,6 @@
-"""StreamPlan: which rows of which row groups make which step; every rank computes it from the groups' row counts.
+"""StreamPlan: assigns rows of row groups to steps; every rank computes it from the groups' row counts.
 
-A stream that is shuffled as a whole would make every rank decode everything. Here an epoch is S *lanes*, and a global
+Shuffled as a whole, a stream would make every rank decode everything. Here an epoch is S *lanes*, and a global
 batch of B rows has B / S slots for each lane::
 
     row groups, in the epoch's order   | 7  . . . | 2  . . | 5 . . . . . | 0 . .   (a lane may end inside a group)
@@ -43,7 +43,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """Rows that are read and shuffled together: rows ``start`` to ``stop`` of a lane."""
+    """Rows ``start`` to ``stop`` of a lane, read and shuffled together."""
 
     lane: int
     number: int
@@ -112,23 +112,23 @@ class StreamPlan:
 
     @property
     def part_rows(self) -> int:
-        """The greatest number of rows that are read at once."""
+        """The greatest number of rows to read at once."""
         return -(-self.buffer_rows // (self.usual_lanes if self.shuffle else self.lanes))
 
     @cached_property
     def lane_slots(self) -> list[int]:
-        """The S + 1 slots of a batch at which the slots of each lane begin and end."""
+        """The S + 1 boundaries of the lanes' slots in a batch."""
         return [lane * self.batch_size // self.num_lanes for lane in range(self.num_lanes + 1)]
 
     @cached_property
     def lane_ends(self) -> list[int]:
-        """The S + 1 indices in the sequence of all rows at which lanes end; each has its slots' share of the rows."""
+        """The S + 1 boundaries of the lanes in the sequence of all rows, in proportion to their slots."""
         whole, rest = divmod(self.num_rows, self.batch_size)
         rest = 0 if self.drop_last else rest
         return [whole * slot + slot * rest // self.batch_size for slot in self.lane_slots]
 
     def permutation(self, epoch: int, block: Block) -> Int64 | None:
-        """Returns the order of a block's rows; None where they keep theirs."""
+        """Returns the order of a block's rows; None without shuffle."""
         if not self.shuffle:
             return None
         return self._random(epoch, 1 + block.lane, block.number).permutation(block.stop - block.start)
@@ -167,7 +167,7 @@ class StreamPlan:
                     yield from _cut(lanes[lane], start + shift, stop + shift, mine)
 
     def lanes_of(self, rank: int, world_size: int) -> range:
-        """Returns the lanes of which a rank has slots."""
+        """Returns the lanes with slots of a rank."""
         low, high = self.slots(rank, world_size)
         if low == high:
             return range(0)
@@ -190,7 +190,7 @@ class StreamPlan:
 
 
 def _lane(lane: int, begin: int, end: int, order: Int64, starts: Int64, least: int, most: int) -> list[Block]:
-    """Builds blocks of at least ``least`` rows from segments that end at every ``most`` rows of a row group."""
+    """Builds a lane's blocks of at least ``least`` rows; segments end at multiples of ``most`` rows in a row group."""
     blocks: list[Block] = []
     segments: list[Segment] = []
     start = position = begin

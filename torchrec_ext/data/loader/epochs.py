@@ -1,10 +1,10 @@
-"""Epochs: where a loader stands in its stream of batches, and how it gets back there.
+"""Epochs: a loader's position in its stream of batches, saved and restored.
 
-Share: which rows of each global batch a rank has.
+Share: a rank's rows of each global batch.
 
 prefetched(): a thread builds the next batches while the caller uses this one.
 
-BuiltAhead: finds out whether that is faster.
+BuiltAhead: measures whether such a thread is faster.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torchrec_ext.schema import DataError
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """The contiguous part of each global batch that rank r of R has; sizes differ by one row at most.
+    """The contiguous part of rank r of R in each global batch; sizes differ by one row at most.
 
     Args:
         rank: r.
@@ -104,12 +104,12 @@ def _fill(source: Iterator[T], ready: queue.Queue[tuple[object, BaseException | 
 
 
 class BuiltAhead:
-    """Whether batches are built ahead by a thread: as given, or as it is found to be faster.
+    """Decides whether a thread builds batches ahead: as configured, or by measurement.
 
-    A thread hides what it takes to build a batch, and slows the training thread down, which then waits for Python's
-    global lock at most of its operations: with small models more than is hidden. So turns of ``STEPS`` steps without a
-    thread and with one are timed, the other way round in every other pair, and the way that is faster in the median of
-    the pairs is kept. The batches are the same either way.
+    A thread hides the time to build a batch, but slows the training thread down: that one then waits for Python's
+    global lock at most of its operations. With small models this costs more than it saves. So turns of ``STEPS`` steps
+    are timed without a thread and with one, in alternating order. After ``PAIRS`` pairs the faster way in the median is
+    used. The batches are the same either way.
 
     Args:
         depth: number of batches built ahead; not given, the choice between 0 and ``DEPTH`` is measured.
@@ -131,10 +131,10 @@ class BuiltAhead:
         while self.depth is None:
             seconds = {}
             for depth in (0, self.DEPTH) if len(self._gains) % 2 == 0 else (self.DEPTH, 0):
-                start, taken = time.perf_counter(), 0
-                for taken, element in enumerate(prefetched(islice(source, self.STEPS), depth), start=1):  # noqa: B007
+                start, count = time.perf_counter(), 0
+                for count, element in enumerate(prefetched(islice(source, self.STEPS), depth), start=1):  # noqa: B007
                     yield element
-                if taken < self.STEPS:
+                if count < self.STEPS:
                     return
                 seconds[depth] = time.perf_counter() - start
             self._gains.append(seconds[0] / seconds[self.DEPTH])
@@ -144,7 +144,7 @@ class BuiltAhead:
 
 
 class Epochs(ABC):
-    """A loader whose batches are functions of the epoch and the step: resumable at any step.
+    """A loader with batches that are functions of epoch and step, so it resumes at any step.
 
     Args:
         config: settings, of which ``batch_size``, ``drop_last``, ``prefetch`` and ``pin_memory`` are read here.
@@ -181,7 +181,7 @@ class Epochs(ABC):
 
     @abstractmethod
     def _stream(self) -> dict[str, Any]:
-        """Returns the settings and sizes on which the stream of samples depends beside the epoch."""
+        """Returns the settings and sizes behind the stream of samples, without the epoch."""
 
     def __len__(self) -> int:
         """Number of steps in an epoch, the same on every rank."""
@@ -193,11 +193,11 @@ class Epochs(ABC):
         self._epoch, self._step, self._start = epoch, 0, 0
 
     def __iter__(self) -> Iterator[TowerBatch]:
-        """Yields the epoch's batches; once after :meth:`load_state_dict`, those that remain."""
+        """Yields the epoch's batches; once after :meth:`load_state_dict`, the remaining ones."""
         start, self._start = self._start, 0
         self._step = start
-        made = self._batches(self._epoch, start)
-        ready = (batch.pin_memory() for batch in made) if self._pin else made
+        batches = self._batches(self._epoch, start)
+        ready = (batch.pin_memory() for batch in batches) if self._pin else batches
         for step, batch in enumerate(self.ahead.of(ready), start=start + 1):
             self._step = step
             yield batch
@@ -213,10 +213,10 @@ class Epochs(ABC):
         return {"epoch": self._epoch, "step": self._step if step is None else step, "stream": self._stream()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where ``state`` was taken, on any number of ranks.
+        """Continues at the saved position, on any number of ranks.
 
         Raises:
-            ValueError: the state is that of another stream, so the remaining samples would not be those that are left.
+            ValueError: the state belongs to another stream, whose remaining samples are different ones.
         """
         stream = self._stream()
         different = {

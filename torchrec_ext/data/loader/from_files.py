@@ -4,8 +4,8 @@ Stream: the rows of each step of an epoch, from blocks that a thread reads ahead
 
 load_block(): segments of row groups -> a block of rows in memory, checked and shuffled column by column.
 
-A block has the size of the cache: taking 65,536 int64 of one column in random order stays in the second level, where
-taking whole rows from a buffer of several row groups would go to main memory for each.
+A block fits the cache: to take 65,536 int64 of one column in random order stays within the second level. To take whole
+rows from a buffer of several row groups would go to main memory for each row.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torchrec_ext.schema import BatchSchema
 
 
 class LaneReader:
-    """Reads the segments of a lane one after the other; a row group of several parts is read on from where it stands.
+    """Reads the segments of a lane in order; goes on within a row group of several parts.
 
     Args:
         source: files with the row groups.
@@ -50,7 +50,7 @@ class LaneReader:
         if group.rows <= self._part_rows:
             chunk = self._source.read(group, self.layout.names)
         else:
-            chunk, first = self._part(group, segment), segment.start
+            chunk, first = self._read_part(group, segment), segment.start
         ids, floats = self.layout.checked(dataclasses.replace(group, first=first, rows=chunk.num_rows), chunk)
         if segment.stop - segment.start == chunk.num_rows:
             return ids, floats
@@ -60,7 +60,7 @@ class LaneReader:
             {name: values[rows] for name, values in floats.items()},
         )
 
-    def _part(self, group: RowGroup, segment: Segment) -> Chunk:
+    def _read_part(self, group: RowGroup, segment: Segment) -> Chunk:
         open_group, row = self._next or (-1, 0)
         if open_group != segment.group or row > segment.start:
             self._parts = self._source.parts(group, self.layout.names, segment.start, self._part_rows)
@@ -90,9 +90,9 @@ def load_block(lane: LaneReader, block: Block, order: Int64 | None, firsts: Int6
     scalars = [[column.values for column in columns] for columns in ids.values() if not columns[0].ragged]
     buffers: list[Array] = []
     rows = BlockRows(
-        _ordered(scalars, np.int64, order, memory, buffers),
-        {name: _reordered(concatenate(columns), order) for name, columns in ids.items() if columns[0].ragged},
-        _ordered(
+        _shuffled_vectors(scalars, np.int64, order, memory, buffers),
+        {name: _shuffled_column(concatenate(columns), order) for name, columns in ids.items() if columns[0].ragged},
+        _shuffled_vectors(
             [[part[1][name] for part in parts] for name in lane.layout.floats], np.float32, order, memory, buffers
         ),
         lane.layout.floats,
@@ -102,26 +102,26 @@ def load_block(lane: LaneReader, block: Block, order: Int64 | None, firsts: Int6
     return rows
 
 
-def _ordered(
+def _shuffled_vectors(
     columns: Sequence[Sequence[Array]],
     dtype: type[np.generic],
     order: Int64 | None,
     memory: Memory,
     buffers: list[Array],
 ) -> Vectors:
-    whole = [arrays[0] if len(arrays) == 1 else np.concatenate(arrays) for arrays in columns]
+    vectors = [arrays[0] if len(arrays) == 1 else np.concatenate(arrays) for arrays in columns]
     if order is None:
-        return whole
-    matrix, buffer = memory.take(len(whole), len(order), np.dtype(dtype))
+        return vectors
+    matrix, buffer = memory.take(len(vectors), len(order), np.dtype(dtype))
     buffers.append(buffer)
-    for column, out in zip(whole, matrix, strict=True):
+    for column, out in zip(vectors, matrix, strict=True):
         # A mode other than "raise" lets numpy write to `out` without a copy in between; the order has no place to clip.
         np.take(column, order, out=out, mode="clip")
     return matrix
 
 
-def _reordered(column: Column, order: Int64 | None) -> Column:
-    """FBGEMM copies a ragged row at a time, several times faster than a gather through an index for every value."""
+def _shuffled_column(column: Column, order: Int64 | None) -> Column:
+    """Shuffles a ragged column by FBGEMM, a row at a time: several times faster than a gather by an index per value."""
     if order is None:
         return column
     lengths, values, _ = torch.ops.fbgemm.permute_1D_sparse_data(
@@ -135,7 +135,7 @@ def _reordered(column: Column, order: Int64 | None) -> Column:
 
 
 class BatchRows(NamedTuple):
-    """The rows of one step: ``mine`` of this rank, ``everyone`` of all ranks, where others' may hold weights alone."""
+    """The rows of one step: this rank's in ``mine``, all ranks' in ``everyone``; others' may hold weights alone."""
 
     mine: list[Slice]
     everyone: list[Slice]
@@ -143,7 +143,7 @@ class BatchRows(NamedTuple):
 
 
 class Stream:
-    """Reads the rows that one rank needs of each step.
+    """Reads one rank's rows of each step.
 
     Args:
         source: files with the row groups.
@@ -174,7 +174,7 @@ class Stream:
         self._firsts = np.cumsum(counts) - counts
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns the sizes of the source on which the order depends beside the loader's settings."""
+        """Returns the sizes of the source behind the order of rows; the loader's settings come on top."""
         plan = self.plan
         counts = hashlib.sha256(np.array(plan.group_rows, dtype="<i8").tobytes()).hexdigest()[:16]
         buffered = {"lanes": plan.usual_lanes, "buffer_rows": plan.buffer_rows} if plan.shuffle else {}
@@ -186,16 +186,18 @@ class Stream:
         lanes = self.plan.blocks(epoch)
         memory = Memory()
         blocks = prefetched(self._load(epoch, start, memory), self._read_ahead)
-        held: dict[tuple[int, int], BlockRows] = {}
+        loaded_blocks: dict[tuple[int, int], BlockRows] = {}
         for step in range(start, self.plan.steps):
             pieces = self._pieces(lanes, step)
             keys = dict.fromkeys((piece.block.lane, piece.block.number) for piece in pieces)
-            for key in [key for key in held if key not in keys]:
-                memory.give(held.pop(key))
+            for key in [key for key in loaded_blocks if key not in keys]:
+                memory.give(loaded_blocks.pop(key))
             for key in keys:
-                if key not in held:
-                    held[key] = next(blocks)
-            slices = [Slice(held[piece.block.lane, piece.block.number], piece.start, piece.stop) for piece in pieces]
+                if key not in loaded_blocks:
+                    loaded_blocks[key] = next(blocks)
+            slices = [
+                Slice(loaded_blocks[piece.block.lane, piece.block.number], piece.start, piece.stop) for piece in pieces
+            ]
             local = [rows for rows, piece in zip(slices, pieces, strict=True) if piece.mine]
             yield BatchRows(local, slices, min(self.plan.batch_size, self.plan.num_rows - step * self.plan.batch_size))
 
@@ -203,7 +205,7 @@ class Stream:
         return list(self.plan.pieces(lanes, step, self._rank, self._world_size, everyone=self._weight is not None))
 
     def _load(self, epoch: int, start: int, memory: Memory) -> Iterator[BlockRows]:
-        """Yields the blocks in the order in which the steps first need them, each once."""
+        """Yields each block once, in the order of its first use."""
         lanes = self.plan.blocks(epoch)
         last: dict[int, int] = {}
         readers: dict[tuple[int, bool], LaneReader] = {}
@@ -216,7 +218,7 @@ class Stream:
                     yield load_block(reader, block, self.plan.permutation(epoch, block), self._firsts, memory)
 
     def _reader(self, mine: bool) -> LaneReader:
-        """Returns a reader of this rank's rows, or of the weights of the others'."""
+        """Returns a reader of this rank's rows, or of other ranks' weights alone."""
         layout = self._layout if mine or self._weight is None else self._layout.only(self._weight)
         return LaneReader(self._source, layout, self.plan.part_rows)
 
@@ -275,7 +277,7 @@ class StreamedRows:
         self._places = plan.places
 
     def follow(self, stream: Mapping[str, Any] | None) -> None:
-        """Takes the order of the epoch from a saved fingerprint; None restores that of this number of ranks."""
+        """Sets the epoch's order to that of a saved fingerprint; None restores the one for this number of ranks."""
         places = self._places if stream is None else stream.get("places")
         self._stream.plan = dataclasses.replace(self._stream.plan, places=places)
 

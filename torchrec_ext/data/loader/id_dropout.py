@@ -1,4 +1,4 @@
-"""Id dropout: in training some ids become the out-of-vocabulary row, which so learns to stand for an id never seen."""
+"""Id dropout: replaces some ids by the out-of-vocabulary row in training, to train that row for unseen ids."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from torchrec_ext.schema.validation import listed
 
 
 class IdDropout:
-    """A loader whose batches lack some ids: whole bags of some features become the feature's out-of-vocabulary row.
+    """Wraps a loader and replaces random bags of some features by the feature's out-of-vocabulary row.
 
-    With the id gone, the other features must carry the score, and the out-of-vocabulary row is trained beside them: an
-    item never seen, looked up by that row, gets a vector from its features (DropoutNet, Volkovs et al. 2017). It has to
+    Without the id, the other features must carry the score, and the out-of-vocabulary row is trained beside them: an
+    unseen item, looked up by that row, gets a vector from its features (DropoutNet, Volkovs et al. 2017). It has to
     happen here, in the batch: TorchRec's pipelines send ids to their shards before the model's forward runs. Wrap the
     training loader only.
 
@@ -87,13 +87,13 @@ class IdDropout:
         return self._loader.state_dict(step=step)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where ``state`` was taken, on any number of ranks."""
+        """Continues at the saved position, on any number of ranks."""
         self._epoch = int(state["epoch"])
         self._loader.load_state_dict(state)
 
 
 def drop_ids(batch: TowerBatch, schema: BatchSchema, rates: Mapping[str, float], key: int) -> TowerBatch:
-    """Replaces whole bags of the features in ``rates``; ``key`` and each row's ids decide which."""
+    """Replaces whole bags of the features in ``rates``, chosen by ``key`` and each row's ids."""
     if not rates:
         return batch
     parts = _parts(batch, schema)
@@ -103,35 +103,40 @@ def drop_ids(batch: TowerBatch, schema: BatchSchema, rates: Mapping[str, float],
         feature = schema.feature(name)
         if feature is not None:
             rows = numbers[name in schema.shared]
-            drawn = device_uniform(stream(key, _salt(name)), rows, torch.zeros_like(rows))
-            dropped[name] = (drawn < rate, feature.oov_id)
-    made = {name: _replaced(part, dropped) for name, part in parts.items()}
+            uniform = device_uniform(stream(key, _salt(name)), rows, torch.zeros_like(rows))
+            dropped[name] = (uniform < rate, feature.oov_id)
+    new_ids = {name: _replace_bags(part, dropped) for name, part in parts.items()}
     shared = batch.shared
-    if shared is not None and "shared" in made:
-        shared = dataclasses.replace(shared, sparse=made["shared"])
+    if shared is not None and "shared" in new_ids:
+        shared = dataclasses.replace(shared, sparse=new_ids["shared"])
     items = batch.items
     if items is None and schema.candidate and schema.candidate in rates:  # a loader of one's own
         items = batch.ids(schema.candidate)
     return dataclasses.replace(
-        batch, sparse=made["sparse"], shared=shared, joint=made.get("joint"), weighted=made.get("weighted"), items=items
+        batch,
+        sparse=new_ids["sparse"],
+        shared=shared,
+        joint=new_ids.get("joint"),
+        weighted=new_ids.get("weighted"),
+        items=items,
     )
 
 
 def unseen_as_oov(rows: Chunk, train: Chunk, feature: SparseFeature) -> Chunk:
-    """Returns ``rows`` in which the ids of ``feature`` that ``train`` does not hold are its out-of-vocabulary row.
+    """Replaces the ids of ``feature`` that are absent in ``train`` by its out-of-vocabulary row.
 
     For evaluation and serving: the row of an id that was never trained holds its first random values, or was only ever
     pushed down, as a negative. The out-of-vocabulary row is trained where ids of the feature are dropped; else it holds
     its first values too, but the same for all such ids, which are then ranked by their other features.
     """
-    seen = np.zeros(feature.num_embeddings, dtype=bool)
-    trained = train[feature.name].values
-    seen[trained[(trained >= 0) & (trained < feature.num_embeddings)]] = True
+    is_trained = np.zeros(feature.num_embeddings, dtype=bool)
+    train_ids = train[feature.name].values
+    is_trained[train_ids[(train_ids >= 0) & (train_ids < feature.num_embeddings)]] = True
     column = rows[feature.name]
     values = column.values
-    known = (values >= 0) & (values < feature.num_embeddings)
-    known[known] = seen[values[known]]
-    return rows.with_columns({feature.name: Column(np.where(known, values, feature.oov_id), column.offsets)})
+    is_known = (values >= 0) & (values < feature.num_embeddings)
+    is_known[is_known] = is_trained[values[is_known]]
+    return rows.with_columns({feature.name: Column(np.where(is_known, values, feature.oov_id), column.offsets)})
 
 
 class _Piece(NamedTuple):
@@ -144,7 +149,7 @@ class _Piece(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A KeyedJaggedTensor of the batch, its pieces, and the bag in which each id stands."""
+    """A KeyedJaggedTensor of the batch, its pieces, and the bag of each id."""
 
     ids: KeyedJaggedTensor
     pieces: list[_Piece]
@@ -182,47 +187,47 @@ def _part(ids: KeyedJaggedTensor, keys: list[list[tuple[str | None, bool, int]]]
 
 
 def _row_numbers(batch: TowerBatch, parts: Mapping[str, _Part]) -> dict[bool, Tensor]:
-    """Returns numbers that the ids of a row decide: False -> (B,) of the batch's rows, True -> (Q,) of shared rows.
+    """Hashes the ids of each row: False -> (B,) for the batch's rows, True -> (Q,) for shared rows.
 
     Each depends on the ids of the other too, so that a user is not dropped for a whole epoch or not at all.
     """
     device = batch.labels.device
     queries = batch.shared.sparse.stride() if batch.shared is not None else 0
-    alone = {False: torch.zeros(len(batch), dtype=torch.int64, device=device)}
-    alone[True] = torch.zeros(queries, dtype=torch.int64, device=device)
+    own_numbers = {False: torch.zeros(len(batch), dtype=torch.int64, device=device)}
+    own_numbers[True] = torch.zeros(queries, dtype=torch.int64, device=device)
     for part in parts.values():
         sums = torch.zeros(part.ids.lengths().numel(), dtype=torch.int64, device=device)
         sums.index_add_(0, part.bags, mixed(part.ids.values().long() + 1))
         for piece in part.pieces:
-            alone[piece.shared].add_(sums[piece.start : piece.stop], alpha=_salt(piece.feature))
+            own_numbers[piece.shared].add_(sums[piece.start : piece.stop], alpha=_salt(piece.feature))
     if batch.shared is None:
-        return alone
+        return own_numbers
     index = batch.shared.index
-    rows = mixed(alone[False])
-    return {False: rows + alone[True][index], True: mixed(alone[True]).index_add(0, index, rows)}
+    rows = mixed(own_numbers[False])
+    return {False: rows + own_numbers[True][index], True: mixed(own_numbers[True]).index_add(0, index, rows)}
 
 
-def _replaced(part: _Part, dropped: Mapping[str, tuple[Tensor, int]]) -> KeyedJaggedTensor:
+def _replace_bags(part: _Part, dropped: Mapping[str, tuple[Tensor, int]]) -> KeyedJaggedTensor:
     pieces = [piece for piece in part.pieces if piece.feature in dropped]
     if not pieces:
         return part.ids
     values = part.ids.values()
-    instead = torch.full((part.ids.lengths().numel(),), -1, dtype=values.dtype, device=values.device)
+    oov_of_bag = torch.full((part.ids.lengths().numel(),), -1, dtype=values.dtype, device=values.device)
     for piece in pieces:
         rows, oov_id = dropped[piece.feature]
-        instead[piece.start : piece.stop] = torch.where(rows, oov_id, -1)
-    chosen = instead[part.bags]
-    made = KeyedJaggedTensor(
+        oov_of_bag[piece.start : piece.stop] = torch.where(rows, oov_id, -1)
+    oov_of_id = oov_of_bag[part.bags]
+    new_ids = KeyedJaggedTensor(
         keys=part.ids.keys(),
-        values=torch.where(chosen >= 0, chosen, values),
+        values=torch.where(oov_of_id >= 0, oov_of_id, values),
         lengths=part.ids.lengths(),
         weights=part.ids.weights_or_none(),
         stride=part.ids.stride(),
     )
-    return made.pin_memory() if values.is_pinned() else made
+    return new_ids.pin_memory() if values.is_pinned() else new_ids
 
 
 @lru_cache
 def _salt(name: str) -> int:
-    """Returns an odd number within int64 that is particular to the feature."""
+    """Returns an odd number within int64 for the name of a feature."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little") | 1

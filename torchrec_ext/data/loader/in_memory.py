@@ -20,7 +20,7 @@ ROWS_AT_ONCE = 4096  # rows of a rank that are gathered and drawn for together: 
 
 
 def order_of(config: LoaderConfig, num_rows: int, epoch: int) -> Int64:
-    """Returns (num_rows,) the numbers of the rows of a set in memory, in the order of ``epoch``."""
+    """Returns (num_rows,) the row numbers of a set in memory, in the order of ``epoch``."""
     if not config.shuffle:
         return np.arange(num_rows)
     return np.random.Generator(np.random.PCG64([config.seed, epoch])).permutation(num_rows)
@@ -49,7 +49,7 @@ class MemoryRows:
         share: Share,
         observer: MixedCandidates | None = None,
     ) -> None:
-        needed = {
+        used_columns = {
             *schema.keys,
             *schema.dense,
             *schema.weight_columns,
@@ -65,7 +65,7 @@ class MemoryRows:
                 raise DataError(f"column '{name}' is missing; the rows have {listed(sorted(chunk))}")
         self.num_rows = chunk.num_rows
         names = [name for name in (*schema.row_dense, *schema.shared_dense) if name in chunk]  # read as one matrix each
-        self._rows = PackedRows(chunk.select(list(dict.fromkeys([*names, *(n for n in chunk if n in needed)]))))
+        self._rows = PackedRows(chunk.select(list(dict.fromkeys([*names, *(n for n in chunk if n in used_columns)]))))
         self._weights = chunk[config.weight].values if config.weight else None
         self._config, self._pairing, self._share, self._observer = config, pairing, share, observer
         self._items = chunk["item_id"].values if observer else None
@@ -81,31 +81,35 @@ class MemoryRows:
         steps = steps[:-1] if self._config.drop_last and len(steps[-1]) < size else steps
         if self._observer:
             self._observer.begin(epoch)
-        gathered = self._gathered(steps[start:], epoch)
+        step_rows = self._gather_steps(steps[start:], epoch)
         for step, global_rows in enumerate(steps):
             if self._observer and self._items is not None:
                 self._observer.observe(self._items[global_rows])
             if step >= start:
-                yield self._pairing.batch(next(gathered), epoch, step)
+                yield self._pairing.batch(next(step_rows), epoch, step)
         if self._observer:
             self._observer.end()
 
-    def _gathered(self, steps: Sequence[Int64], epoch: int) -> Iterator[StepRows]:
+    def _gather_steps(self, steps: Sequence[Int64], epoch: int) -> Iterator[StepRows]:
         """Yields this rank's rows of each step; those of several small steps are gathered and drawn for at once."""
         at_once = max(1, ROWS_AT_ONCE // self._share.rows(self._config.batch_size))
         for first in range(0, len(steps), at_once):
-            some = steps[first : first + at_once]
-            mine = [rows[self._share.part(len(rows))] for rows in some]
-            numbers = np.concatenate(mine)
+            global_steps = steps[first : first + at_once]
+            local_steps = [rows[self._share.part(len(rows))] for rows in global_steps]
+            numbers = np.concatenate(local_steps)
             chunk = self._rows.take(numbers)
-            drawn = self._pairing.draw_ahead(chunk, numbers, epoch)
+            candidates_ahead = self._pairing.draw_ahead(chunk, numbers, epoch)
             start = 0
-            for global_rows, rows in zip(some, mine, strict=True):
+            for global_rows, rows in zip(global_steps, local_steps, strict=True):
                 stop = start + len(rows)
                 weights, total = None, float(len(global_rows))
                 if self._weights is not None:
                     weights = self._weights[rows]
                     total = float(self._weights[global_rows].sum(dtype=np.float64))
-                candidates = None if drawn is None else Candidates(*(array[start:stop].copy() for array in drawn))
+                candidates = (
+                    None
+                    if candidates_ahead is None
+                    else Candidates(*(array[start:stop].copy() for array in candidates_ahead))
+                )
                 yield StepRows(chunk.slice(start, stop), rows, weights, total, candidates)
                 start = stop

@@ -1,8 +1,8 @@
 """ChunkLoader: rows in memory, in files or on a device -> TowerBatches, resumable, the same on any number of ranks.
 
-Batches: the protocol of these three kinds of rows; on_host() and batches_on_device() choose one.
+Batches: the protocol of these three kinds of rows; on_host() and batches_on_device() build them.
 
-training_negatives(): the sampler that a LoaderConfig asks for; check_sampler(): whether a sampler fits a config.
+training_negatives(): builds the sampler of a LoaderConfig; check_sampler(): checks a sampler against a config.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ Sampler = Negatives | MixedCandidates | CatalogueCandidates
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A sampler whose draws depend on more than seed, epoch and row."""
+    """A sampler with a state: its draws depend on more than seed, epoch and row."""
 
     def state_dict(self, epoch: int) -> dict[str, Any]:
-        """Returns the state on which the draws of ``epoch`` depend."""
+        """Returns the state behind the draws of ``epoch``."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores ``state``, so that draws are those that followed it."""
+        """Restores ``state``: the next draws are those after it."""
 
 
 @runtime_checkable
 class Refreshable(Protocol):
-    """A sampler that draws items which the current model ranks high."""
+    """A sampler of the items ranked high by the current model."""
 
     def refresh(self, index: Index) -> None:
         """Asks ``index`` for each user's best items."""
 
 
 def training_negatives(data: InteractionData, config: LoaderConfig, *, avoid: Pairs | None = None) -> Sampler | None:
-    """Builds the sampler that ``config`` asks for; None where nothing is drawn (``negatives=0``, and not ``mixed``).
+    """Builds the sampler of ``config``; None if nothing is drawn (``negatives=0``, and not ``mixed``).
 
     Held-out pairs may be drawn in training: to avoid them would tell the model which they are. Candidates of ``mixed``
     avoid nothing: ``is_known`` of :func:`in_batch_negatives` excludes the items that a user has taken.
@@ -76,7 +76,7 @@ def training_negatives(data: InteractionData, config: LoaderConfig, *, avoid: Pa
 
 
 def check_sampler(config: LoaderConfig, sampler: Sampler | None, *, has_items: bool) -> None:
-    """Refuses a sampler that does not fit ``config``.
+    """Checks that a sampler fits ``config``.
 
     Raises:
         ValueError: a sampler is missing, or is of another kind or has other settings than ``config`` says.
@@ -85,13 +85,13 @@ def check_sampler(config: LoaderConfig, sampler: Sampler | None, *, has_items: b
         _check_catalogue(config, has_items=has_items)
         return
     shared = NEGATIVES[config.sampling].shared
-    asked = f"loader.shared_negatives={config.shared_negatives}" if shared else f"loader.negatives={config.negatives}"
+    setting = f"loader.shared_negatives={config.shared_negatives}" if shared else f"loader.negatives={config.negatives}"
     if sampler is None and (shared or config.negatives):
-        raise ValueError(f"{asked}, but no sampler was given; pass negatives=, or set it to 0")
+        raise ValueError(f"{setting}, but no sampler was given; pass negatives=, or set it to 0")
     if sampler is not None and isinstance(sampler, MixedCandidates) != shared:
-        needed = "MixedCandidates" if shared else "a sampler with draw(users, positions, epoch, n)"
+        required_kind = "MixedCandidates" if shared else "a sampler with draw(users, positions, epoch, n)"
         raise ValueError(
-            f"loader.sampling={config.sampling!r} with negatives={type(sampler).__name__}: must be {needed}"
+            f"loader.sampling={config.sampling!r} with negatives={type(sampler).__name__}: must be {required_kind}"
         )
     if shared and not has_items:
         raise ValueError(
@@ -99,10 +99,10 @@ def check_sampler(config: LoaderConfig, sampler: Sampler | None, *, has_items: b
             "pass items="
         )
     if isinstance(sampler, MixedCandidates):
-        given = (sampler.mixed.extra, sampler.mixed.batch_size)
-        if given != (config.shared_negatives, config.batch_size):
+        sampler_settings = (sampler.mixed.extra, sampler.mixed.batch_size)
+        if sampler_settings != (config.shared_negatives, config.batch_size):
             raise ValueError(
-                f"MixedNegatives(extra={given[0]}, batch_size={given[1]}) with "
+                f"MixedNegatives(extra={sampler_settings[0]}, batch_size={sampler_settings[1]}) with "
                 f"loader.shared_negatives={config.shared_negatives} and loader.batch_size={config.batch_size}: log_q "
                 "would be that of other batches; give both the same"
             )
@@ -136,7 +136,7 @@ class Batches(Protocol):
     ahead: bool
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns the facts about the rows on which their order depends beside the loader's settings."""
+        """Returns the facts about the rows behind their order; the loader's settings come on top."""
 
     def batches(self, epoch: int, start: int) -> Iterator[TowerBatch]:
         """Yields the batches of an epoch from step ``start`` on, equally many on every rank."""
@@ -152,7 +152,7 @@ def on_host(
     *,
     in_order: bool,
 ) -> Batches:
-    """Chooses how batches are built of rows in memory or of a source.
+    """Builds the source of batches on the host, for rows in memory or in files.
 
     Raises:
         ValueError: a frequency estimate with a source.
@@ -184,7 +184,7 @@ def batches_on_device(
     share: Share,
     device: torch.device,
 ) -> Batches:
-    """Puts the rows on ``device``, where their batches are built.
+    """Puts the rows on ``device``, to build their batches there.
 
     Raises:
         ValueError: the settings ask for what only the host can do.
@@ -201,7 +201,7 @@ def batches_on_device(
     return ResidentRows(rows, schema, config, candidates, share, device)
 
 
-_STREAM = (  # settings that change which samples a step has
+_STREAM_SETTINGS = (  # settings that change which samples a step has
     "batch_size",
     "negatives",
     "sampling",
@@ -291,11 +291,11 @@ class ChunkLoader(Epochs):
         items = None if items is None else with_elements(items, schema.dense)
         # Padding up to a batch that no epoch fills would cost its time and memory.
         rows = chunk.num_rows if isinstance(chunk, Chunk) else sum(group.rows for group in chunk.groups)
-        padded = dataclasses.replace(config, batch_size=min(config.batch_size, max(rows, 1)))
+        fitting_config = dataclasses.replace(config, batch_size=min(config.batch_size, max(rows, 1)))
         if device is None:
-            self._rows = on_host(chunk, schema, padded, items, negatives, share, in_order=in_order)
+            self._rows = on_host(chunk, schema, fitting_config, items, negatives, share, in_order=in_order)
         else:
-            self._rows = batches_on_device(chunk, schema, padded, items, negatives, share, torch.device(device))
+            self._rows = batches_on_device(chunk, schema, fitting_config, items, negatives, share, torch.device(device))
         super().__init__(config, self._rows.num_rows, "rows")
         if not self._rows.ahead:
             self.ahead, self._pin = BuiltAhead(0), False
@@ -312,7 +312,7 @@ class ChunkLoader(Epochs):
         return self._rows.batches(epoch, start)
 
     def steps(self) -> Iterator[DrawnStep | TowerBatch]:
-        """Yields the steps: :class:`DrawnStep` for rows on a device whose bags hold one id each, else batches."""
+        """Yields the steps: a :class:`DrawnStep` for rows on a device with one id in each bag, else a batch."""
         if not (isinstance(self._rows, ResidentRows) and self._rows.fixed):
             yield from self
             return
@@ -343,8 +343,8 @@ class ChunkLoader(Epochs):
                 pass  # an estimate counts the epoch, if it was not yet over
 
     def _stream(self) -> dict[str, Any]:
-        """Returns what the stream of samples depends on beside the epoch and the sampler's state."""
-        settings = {name: getattr(self.config, name) for name in _STREAM}
+        """Returns the settings and facts behind the stream of samples, without epoch and sampler's state."""
+        settings = {name: getattr(self.config, name) for name in _STREAM_SETTINGS}
         return self._rows.fingerprint() | {"content": self._content} | settings
 
     @cached_property
@@ -362,7 +362,7 @@ def training_loader(
     world_size: int = 1,
     device: torch.device | str | None = None,
 ) -> ChunkLoader:
-    """Builds the loader of ``data.train`` with the negatives that ``config`` asks for; see :class:`ChunkLoader`.
+    """Builds the loader of ``data.train`` with the negatives of ``config``; see :class:`ChunkLoader`.
 
     Raises:
         ValueError: a sampler of hard negatives without ``refresh``, which would stay uniform for ever.

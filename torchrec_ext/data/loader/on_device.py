@@ -1,4 +1,4 @@
-"""ResidentRows: a set that fits in memory as tensors on one device, where batches are gathered and negatives are drawn.
+"""ResidentRows: all rows as tensors on one device, to gather batches and draw negatives there.
 
 DeviceTable: rows as tensors on a device, gathered there.
 
@@ -71,12 +71,12 @@ class DeviceTable:
 
     def over(self, ids: Tensor, numbers: Tensor) -> DeviceTable:
         """Returns this table with other :attr:`matrices`, such as their stand-ins while a step is captured."""
-        made = copy.copy(self)
-        made._ids, made._numbers = ids, numbers
-        return made
+        table = copy.copy(self)
+        table._ids, table._numbers = ids, numbers
+        return table
 
     def bags(self, rows: Tensor, names: Iterable[str], totals: Mapping[str, int]) -> dict[str, Jagged]:
-        """Gathers the bags of ``rows`` in those of the columns ``names`` that this table has.
+        """Gathers the bags of ``rows`` in the columns ``names``, without columns of other tables.
 
         Args:
             rows: (B,) rows to gather.
@@ -90,7 +90,7 @@ class DeviceTable:
             if name in self._scalar:
                 bags[name] = Jagged(matrix[self._scalar[name]], None)
             elif name in self.ragged:
-                bags[name] = _gathered(self._ragged[name], rows, totals[name])
+                bags[name] = _gather_bags(self._ragged[name], rows, totals[name])
         return bags
 
     def lengths(self, name: str, rows: Tensor) -> Tensor:
@@ -114,14 +114,14 @@ class DeviceTable:
         return _Ragged(torch.from_numpy(writeable).to(self._device), bounds[:-1], bounds.diff().int())
 
 
-def _gathered(column: _Ragged, rows: Tensor, total: int) -> Jagged:
+def _gather_bags(column: _Ragged, rows: Tensor, total: int) -> Jagged:
     lengths = column.lengths.index_select(0, rows)
     ends = lengths.long().cumsum(0)
     shift = (column.starts.index_select(0, rows) - ends + lengths).repeat_interleave(lengths, output_size=total)
     return Jagged(column.values.index_select(0, shift + torch.arange(total, device=rows.device)), lengths)
 
 
-_BLOCK = 1 << 16  # rows drawn at a time where an epoch's bags are counted
+_ROWS_AT_ONCE = 1 << 16  # rows drawn at a time where an epoch's bags are counted
 
 
 class Drawn(NamedTuple):
@@ -183,8 +183,8 @@ class DeviceCandidates:
             return Drawn(positives[:, None], None)
         users = self._users.index_select(0, rows)
         if self._host is not None:
-            drawn = self._host.draw(users.numpy(), rows.numpy(), epoch, self._count)
-            ids, log_q = torch.from_numpy(drawn.ids), torch.from_numpy(drawn.log_q)
+            host_draw = self._host.draw(users.numpy(), rows.numpy(), epoch, self._count)
+            ids, log_q = torch.from_numpy(host_draw.ids), torch.from_numpy(host_draw.log_q)
             positive_log_q = torch.from_numpy(self._host.log_q(users.numpy(), positives.clamp(min=1).numpy()))
         else:
             ids, log_q = self._sampler.draw(users, rows, epoch, self._count)
@@ -194,7 +194,7 @@ class DeviceCandidates:
     def lengths(self, rows: Tensor, epoch: int) -> dict[str, Tensor]:
         """Returns, for each ragged feature of the items, (B,) the number of ids of all candidates of a row."""
         blocks: dict[str, list[Tensor]] = {name: [rows[:0]] for name in self.table.ragged}
-        for block in torch.split(rows, _BLOCK) if blocks else ():
+        for block in torch.split(rows, _ROWS_AT_ONCE) if blocks else ():
             ids = self.draw(block, epoch).ids
             for name, parts in blocks.items():
                 parts.append(self.table.lengths(name, ids.reshape(-1)).view(ids.shape).sum(dim=1))
@@ -205,7 +205,7 @@ _STEPS_AHEAD = 64  # drawn at a time
 
 
 class _Tables(NamedTuple):
-    """The tables from which a batch is gathered: its rows, and the features of its candidates."""
+    """The tables behind a batch: its rows, and the features of its candidates."""
 
     rows: DeviceTable
     items: DeviceTable | None
@@ -269,12 +269,12 @@ class ResidentRows:
         global_rows = [numbers[step * size : (step + 1) * size] for step in range(start, count)]
         local_rows = [rows[self._share.part(len(rows))] for rows in global_rows]
         for rows, local, totals in zip(global_rows, local_rows, self._totals(local_rows, epoch), strict=True):
-            drawn = self._candidates.draw(local, epoch) if self._candidates else None
-            yield self._batch(self._tables, local, drawn, totals, self._total_weight(rows))
+            candidates = self._candidates.draw(local, epoch) if self._candidates else None
+            yield self._batch(self._tables, local, candidates, totals, self._total_weight(rows))
 
     @property
     def fixed(self) -> bool:
-        """Whether each bag of every column holds one id, so that :meth:`drawn` has steps."""
+        """Whether each bag of every column holds one id, as :meth:`drawn` requires."""
         return not self._table.ragged and not (self._candidates and self._candidates.table.ragged)
 
     @property
@@ -285,7 +285,7 @@ class ResidentRows:
     def drawn(self, epoch: int, start: int) -> Iterator[DrawnStep | TowerBatch]:
         """Yields the steps of :meth:`batches` before their batches are made, drawn many at a time.
 
-        A last step that is not full is yielded as a batch. Only where :attr:`fixed`.
+        A last step that is not full is yielded as a batch. Call it only if :attr:`fixed`.
         """
         size = self._config.batch_size
         numbers, full = self._order(epoch), self.num_rows // size
@@ -296,7 +296,7 @@ class ResidentRows:
             columns = [local_rows, torch.stack([self._total_weight(rows) for rows in global_rows])]
             if self._candidates is not None:
                 candidates = self._candidates.draw(local_rows.view(-1), epoch)
-                columns += [drawn.view(*local_rows.shape, -1) for drawn in candidates if drawn is not None]
+                columns += [tensor.view(*local_rows.shape, -1) for tensor in candidates if tensor is not None]
             for step in zip(*(stacked.unbind() for stacked in columns), strict=True):
                 yield DrawnStep(step, self)
         yield from self._batches(numbers, epoch, max(start, full))
@@ -321,19 +321,19 @@ class ResidentRows:
             for other in others
         ):
             return None
-        wide = copy.copy(self)
-        wide._config = dataclasses.replace(self._config, batch_size=(1 + len(others)) * self._config.batch_size)
-        return wide
+        combined = copy.copy(self)
+        combined._config = dataclasses.replace(self._config, batch_size=(1 + len(others)) * self._config.batch_size)
+        return combined
 
     @property
     def _layout(self) -> tuple[object, ...]:
-        """Returns what the layout of a batch depends on beside the rows' values."""
+        """Returns the facts behind the layout of a batch, without the rows' values."""
         config, columns = self._config, [table.columns for table in self._tables if table is not None]
         settings = (config.batch_size, config.negatives, config.label, config.weight)
         return (self._schema, self._share, settings, columns, self._device)
 
     def _totals(self, local_rows: list[Tensor], epoch: int) -> list[dict[str, int]]:
-        """Returns, for each step, the number of ids that the bags of each ragged column of its batch hold."""
+        """Counts, for each step, the ids in the bags of each ragged column."""
         rows = torch.cat([torch.empty(0, dtype=torch.int64, device=self._device), *local_rows])
         by_row = {name: self._times(name) * self._table.lengths(name, rows) for name in self._table.ragged}
         if self._candidates is not None:
@@ -346,7 +346,7 @@ class ResidentRows:
         ]
 
     def _times(self, name: str) -> int:
-        """Returns how often a row's value of a column stands in the batch."""
+        """Returns how often a batch repeats a row's value of a column."""
         return 1 if name in self._schema.shared else self._width
 
     def _total_weight(self, global_rows: Tensor) -> Tensor:
@@ -357,16 +357,16 @@ class ResidentRows:
         return self._table.numbers(global_rows)[self._config.weight].double().sum().float() * self._width / ranks
 
     def _batch(
-        self, tables: _Tables, rows: Tensor, drawn: Drawn | None, totals: Mapping[str, int], total_weight: Tensor
+        self, tables: _Tables, rows: Tensor, candidates: Drawn | None, totals: Mapping[str, int], total_weight: Tensor
     ) -> TowerBatch:
         users, width = self._share.rows(self._config.batch_size), self._width
-        bags, numbers, log_q = self._columns(tables, rows, drawn, totals)
+        bags, numbers, log_q = self._columns(tables, rows, candidates, totals)
         shared_dense = index = None
         if self._schema.shared:
             shared_dense = self._dense(numbers, users, self._schema.shared_dense)
             index = torch.arange(users, device=self._device).repeat_interleave(width, output_size=users * width)
         labels, weights = (torch.zeros(users, width, device=self._device) for _ in range(2))
-        whose, which = self._identities(tables, rows, drawn)
+        row_users, row_items = self._identities(tables, rows, candidates)
         columns = tables.rows.numbers(rows)
         labels[: len(rows), 0] = columns[self._config.label] if self._config.label else 1.0
         weights[: len(rows)] = columns[self._config.weight][:, None] if self._config.weight else 1.0
@@ -379,25 +379,27 @@ class ResidentRows:
             total_weight=total_weight,
             log_q=log_q,
             targets=self._targets(columns, users) if self._schema.tasks else None,
-            users=whose,
-            items=which,
+            users=row_users,
+            items=row_items,
             queries=users * width if self._schema.candidate else None,
             shared_dense=shared_dense,
             index=index,
         )
 
-    def _identities(self, tables: _Tables, rows: Tensor, drawn: Drawn | None) -> tuple[Tensor | None, Tensor | None]:
-        """Returns (B,) the user and (B,) the item of each row, where the schema asks for them; 0 for padding."""
+    def _identities(
+        self, tables: _Tables, rows: Tensor, candidates: Drawn | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Returns (B,) the user and (B,) the item of each row, 0 for padding; None if the schema has no such column."""
         size = self._share.rows(self._config.batch_size) * self._width
         repeated = (
             rows if self._width == 1 else rows.repeat_interleave(self._width, output_size=len(rows) * self._width)
         )
         single = [name for name in self._schema.identities if name not in tables.rows.ragged]
         columns = {name: bags.values for name, bags in tables.rows.bags(repeated, single, {}).items()}
-        if drawn is not None:
-            columns["item_id"] = drawn.ids.reshape(-1)
-        named = [columns.get(name or "") for name in (self._schema.query, self._schema.candidate)]
-        users, items = (None if ids is None else _padded(ids, size) for ids in named)
+        if candidates is not None:
+            columns["item_id"] = candidates.ids.reshape(-1)
+        identities = [columns.get(name or "") for name in (self._schema.query, self._schema.candidate)]
+        users, items = (None if ids is None else _padded(ids, size) for ids in identities)
         return users, items
 
     def _targets(self, columns: Mapping[str, Tensor], users: int) -> Tensor:
@@ -408,7 +410,7 @@ class ResidentRows:
         return targets.flatten(0, 1)
 
     def _columns(
-        self, tables: _Tables, rows: Tensor, drawn: Drawn | None, totals: Mapping[str, int]
+        self, tables: _Tables, rows: Tensor, candidates: Drawn | None, totals: Mapping[str, int]
     ) -> tuple[dict[str, Jagged], dict[str, Tensor], Tensor | None]:
         """Gathers (bags, numbers, log_q) of the rows and of their candidates, before padding."""
         names, shared = [*self._schema.keys, *self._schema.weight_columns], self._schema.shared
@@ -420,12 +422,12 @@ class ResidentRows:
         numbers = tables.rows.numbers(repeated) | {
             name: v for name, v in tables.rows.numbers(rows).items() if name in shared
         }
-        if drawn is None or tables.items is None:
+        if candidates is None or tables.items is None:
             return bags, numbers, None
-        ids = drawn.ids.reshape(-1)
+        ids = candidates.ids.reshape(-1)
         bags, numbers = bags | tables.items.bags(ids, names, totals), numbers | tables.items.numbers(ids)
         size = self._share.rows(self._config.batch_size) * self._width
-        return bags, numbers, None if drawn.log_q is None else _padded(drawn.log_q.reshape(-1), size)
+        return bags, numbers, None if candidates.log_q is None else _padded(candidates.log_q.reshape(-1), size)
 
     def _ids(self, bags: Mapping[str, Jagged], keys: Keys, sizes: Sequence[int]) -> KeyedIds:
         columns = {}
@@ -453,7 +455,7 @@ def _padded(rows: Tensor, size: int) -> Tensor:
 def read_all(
     source: Source, schema: BatchSchema, config: LoaderConfig, ids: Sequence[str], without: Sequence[str]
 ) -> Chunk:
-    """Reads all rows of a source that fits in memory.
+    """Reads all rows of a source into memory.
 
     Args:
         source: files with the rows.

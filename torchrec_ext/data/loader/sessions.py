@@ -1,6 +1,6 @@
 """SessionLoader: sequences -> batches for next-item prediction, balanced over ranks by length, resumable at any step.
 
-SessionBatches: batches of sessions alone or of items alone, as a ranking of the catalogue asks for them.
+SessionBatches: batches of sessions alone or of items alone, to rank the catalogue.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class SessionLoader(Epochs):
         self._size = min(config.batch_size, self.num_samples)
 
     def _stream(self) -> dict[str, Any]:
-        """Returns what the stream depends on beside the epoch."""
+        """Returns the settings and sizes behind the stream, without the epoch."""
         names = ("batch_size", "negatives", "shuffle", "drop_last", "seed")
         sizes = {"sequences": len(self._sequences), "items": self._num_items}
         return sizes | {"content": self._content} | {name: getattr(self.config, name) for name in names}
@@ -131,10 +131,10 @@ def deal(lengths: Int64, world_size: int) -> Int64:
     ranks, loads = np.zeros(len(lengths), dtype=np.int64), np.zeros(world_size, dtype=np.int64)
     order = np.argsort(-lengths, kind="stable")
     for start in range(0, len(lengths) if world_size > 1 else 0, world_size):
-        taken = order[start : start + world_size]
-        takers = np.argsort(loads, kind="stable")[: len(taken)]
-        ranks[taken] = takers
-        loads[takers] += lengths[taken]
+        round_rows = order[start : start + world_size]
+        round_ranks = np.argsort(loads, kind="stable")[: len(round_rows)]
+        ranks[round_rows] = round_ranks
+        loads[round_ranks] += lengths[round_rows]
     return ranks
 
 
@@ -145,7 +145,7 @@ def _padded(values: Int64, size: int) -> torch.Tensor:
 
 
 def _spread(count: int, rows: int) -> torch.Tensor:
-    """Returns (rows,) lengths that add up to ``count``, as equal as possible."""
+    """Returns (rows,) lengths with the sum ``count``, as equal as possible."""
     return torch.diff(torch.arange(rows + 1) * count // rows).int()
 
 
@@ -178,7 +178,7 @@ class SessionBatches:
         """Builds B rows, each with the items before the one to predict, oldest first.
 
         Raises:
-            DataError: a session is empty, so nothing is known from which a next item could follow.
+            DataError: a session is empty, so there is nothing to predict a next item from.
         """
         lengths = sessions.lengths
         if not lengths.all():
