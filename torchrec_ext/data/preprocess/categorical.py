@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Vocabulary:
-    """V values in the order of their ids, which begin at 1; 0 is the unknown value.
+    """V values in the order of their ids, from 1 on; id 0 is for unknown values.
 
     Args:
         values: (V,) int64 or string, the most frequent first.
@@ -54,8 +54,8 @@ class Vocabulary:
             rows = np.flatnonzero((places < ends) & (result == 0))
             candidates = ids[places[rows]]
             if self._texts:
-                known = self.values.take(pa.array(candidates - 1)).to_numpy(zero_copy_only=False)
-                same = known == values[rows]
+                candidate_texts = self.values.take(pa.array(candidates - 1)).to_numpy(zero_copy_only=False)
+                same = candidate_texts == values[rows]
                 rows, candidates = rows[same], candidates[same]
             result[rows] = candidates
             places += 1
@@ -96,7 +96,7 @@ def _hashes(values: Sequence[object]) -> Int64:
 
 @dataclass(frozen=True, kw_only=True)
 class Categorify(Step):
-    """Maps values to ids: 1 for the most frequent, and so on; 0 for null and for a value that fitting did not see.
+    """Maps values to ids: 1 for the most frequent, and so on; 0 for null and for values absent in fitting.
 
     Values with equally many rows are ordered by value (numbers by size, texts by their UTF-8 bytes), so that the ids do
     not depend on engine, threads or files. In a list column the elements are counted and replaced.
@@ -122,17 +122,17 @@ class Categorify(Step):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """``column``, and the columns that share its vocabulary."""
+        """``column``, and those of ``also``."""
         return (self.column, *self.also)
 
     @property
     def writes(self) -> tuple[str, ...]:
-        """``output``, and the columns that share the vocabulary."""
+        """``output``, and the columns of ``also``."""
         return (self.output or self.column, *self.also)
 
     @property
     def fit_reads(self) -> tuple[str, ...]:
-        """``column``, whose values are counted."""
+        """``column``; its values are counted."""
         return (self.column,)
 
     def meaning(self, state: Vocabulary) -> Mapping[str, Any]:
@@ -164,7 +164,7 @@ class Categorify(Step):
         counts = counts.order_by(counts["count"].desc(), counts.value.asc())
         counted = run.engine.collect(counts.limit(self.max_size) if self.max_size else counts)
         kind = pa.int64() if element(types[self.column]) == "int64" else pa.string()
-        return Vocabulary(_one_piece(counted["value"], kind), _one_piece(counted["count"], pa.int64()))
+        return Vocabulary(_as_one_array(counted["value"], kind), _as_one_array(counted["count"], pa.int64()))
 
     def transform(self, table: Table, types: Types, state: Vocabulary, run: StepContext) -> Table:
         """Joins with the vocabulary."""
@@ -191,7 +191,7 @@ class Categorify(Step):
 _MOST = 2**31 - 1  # bytes of all texts in an array whose offsets have 32 bits
 
 
-def _one_piece(data: pa.ChunkedArray, dtype: pa.DataType) -> pa.Array:
+def _as_one_array(data: pa.ChunkedArray, dtype: pa.DataType) -> pa.Array:
     if pa.types.is_string(dtype) and (pc.sum(pc.binary_length(data)).as_py() or 0) > _MOST:
         dtype = pa.large_string()
     pieces = [chunk.cast(dtype) for chunk in data.chunks]
@@ -297,7 +297,7 @@ class HashBucket(ColumnStep):
 
 @dataclass(frozen=True, kw_only=True)
 class Cross(Step):
-    """Maps the combination of several columns to one id from 1 to ``buckets``; 0 where one of them is null.
+    """Maps the combination of several columns to one id from 1 to ``buckets``; 0 if one of them is null.
 
     Args:
         columns: names of two or more columns of integers or strings.
@@ -335,7 +335,7 @@ class Cross(Step):
         return {self.writes[0]: "int64"}
 
     def transform(self, table: Table, types: Types, state: State, run: StepContext) -> Table:
-        """Hashes the columns' digests, which have one length, so that ("ab", "c") and ("a", "bc") stay apart."""
+        """Hashes the columns' digests: of one length, they keep ("ab", "c") and ("a", "bc") apart."""
         first, *rest = (table[name].cast("string").hexdigest("md5") for name in self.columns)
         for digest in rest:
             first = first + digest
@@ -349,8 +349,8 @@ class Cross(Step):
         valid = np.logical_and.reduce([column.valid for column in columns])
         rows = zip(*(column.values.tolist() for column in columns), strict=True)
         ids = [
-            hashed_id("".join(md5(str(value)) for value in row), self.buckets, self.salt) if known else 0
-            for row, known in zip(rows, valid.tolist(), strict=True)
+            hashed_id("".join(md5(str(value)) for value in row), self.buckets, self.salt) if is_valid else 0
+            for row, is_valid in zip(rows, valid.tolist(), strict=True)
         ]
         return {self.writes[0]: columns[0].with_values(np.array(ids, dtype=np.int64))}
 

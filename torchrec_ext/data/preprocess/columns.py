@@ -31,7 +31,7 @@ _WORKING = {"bool": "int64", "float32": "float64"}
 
 
 def raw_type(dtype: pa.DataType) -> str | None:
-    """Returns the raw type of an Arrow type; None where no step and no batch can use it.
+    """Returns the raw type of an Arrow type; None if no step and no batch can use it.
 
     Example:
         >>> raw_type(pa.int8()), raw_type(pa.large_list(pa.float32())), raw_type(pa.decimal128(9))
@@ -57,7 +57,7 @@ def raw_type(dtype: pa.DataType) -> str | None:
 
 @lru_cache
 def arrow_type(raw: str) -> pa.DataType:
-    """Returns the Arrow type that holds values of a raw type."""
+    """Returns the Arrow type for values of a raw type."""
     if is_list_column(raw):
         return pa.list_(arrow_type(element(raw)))
     if raw in TIMES:
@@ -68,7 +68,7 @@ def arrow_type(raw: str) -> pa.DataType:
 
 
 def working_type(raw: str) -> str:
-    """Returns the type that steps see of a raw type.
+    """Returns the working type of a raw type.
 
     Example:
         >>> working_type("list<float32>"), working_type("bool"), working_type("string")
@@ -88,14 +88,14 @@ def element(name: str) -> str:
 
 
 def check_case(names: Collection[str]) -> None:
-    """Refuses names that differ in upper and lower case alone.
+    """Refuses names that are equal but for upper and lower case.
 
     Raises:
         ValueError: two names differ in case alone; the message names them.
     """
-    seen: dict[str, str] = {}
+    by_lower_case: dict[str, str] = {}
     for name in sorted(set(names)):
-        other = seen.setdefault(name.lower(), name)
+        other = by_lower_case.setdefault(name.lower(), name)
         if other != name:
             raise ValueError(
                 f"columns '{other}' and '{name}' differ in case alone, which no engine tells apart; rename one"
@@ -135,7 +135,7 @@ class Types(Mapping[str, str]):
         return Types(self.where, {**self._types, **types})
 
     def need(self, step: Any, name: str, allowed: Collection[str], remedy: str) -> str:
-        """Returns the type of a column, which must be one of ``allowed``.
+        """Returns the type of a column; it must be one of ``allowed``.
 
         Raises:
             DataError: the column is missing or has another type.
@@ -205,7 +205,7 @@ class Cells:
         )
 
     def numbers(self) -> tuple[NDArray[np.float64], Mask]:
-        """Returns the values as float64, and where they are numbers: null, NaN and the infinities count as missing."""
+        """Returns the values as float64, and a mask of the numbers: null, NaN and the infinities count as missing."""
         values = self.values.astype(np.float64)
         return values, self.valid & np.isfinite(values)
 
@@ -239,7 +239,7 @@ def read_cells(name: str, data: Sequence[Any], raw: str) -> Cells:
     try:
         array = _typed(data, raw)
     except _REFUSALS:
-        raise _refused(name, data, raw) from None
+        raise _type_error(name, data, raw) from None
     lengths = None
     if is_list_column(raw):
         lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False).astype(np.int64)
@@ -249,7 +249,7 @@ def read_cells(name: str, data: Sequence[Any], raw: str) -> Cells:
 
 
 def _plain(data: list[Any], raw: str) -> Cells | None:
-    """Reads Python's own numbers, as most requests hold, faster than through Arrow; None for anything else."""
+    """Reads Python's own numbers, as in most requests, faster than through Arrow; None for anything else."""
     reading, lengths = _plain_reading(raw), None
     if reading is None:
         return None
@@ -289,16 +289,16 @@ def _numpy(array: pa.Array, raw: str) -> Array:
 
 
 def _typed(data: Sequence[Any], raw: str) -> pa.Array:
-    """Converts values to the type of the column; Arrow, asked for that type, would cut 1.5 to 1 and read "7" as 7."""
+    """Converts values to the column's type, more strictly than Arrow: that would cut 1.5 to 1 and read "7" as 7."""
     array = data if isinstance(data, pa.Array) else pa.array(data)
-    wanted = arrow_type(raw)
-    if array.type == wanted:
+    target_type = arrow_type(raw)
+    if array.type == target_type:
         return array
     if raw in TIMES and (pa.types.is_string(array.type) or pa.types.is_date(array.type)):
-        return as_times(array).cast(wanted, safe=False)
+        return as_times(array).cast(target_type, safe=False)
     if not _stands_for(array.type, raw):
         raise TypeError(f"it is {array.type}")
-    return array.cast(wanted, safe=element(raw) not in TIMES)
+    return array.cast(target_type, safe=element(raw) not in TIMES)
 
 
 _ISO_8601 = r"^\d{4}-\d{2}-\d{2}([T ]\d{2}:\d{2}(:\d{2}(\.\d{1,6})?)?(Z|[+-]\d{2}(:?\d{2})?)?)?$"
@@ -311,7 +311,7 @@ def is_iso(text: str) -> bool:
 
 
 def as_times(array: pa.Array) -> pa.Array:
-    """Returns dates, times or texts in ISO 8601 as ``timestamp[us, UTC]``; what names no zone is UTC.
+    """Returns dates, times or texts in ISO 8601 as ``timestamp[us, UTC]``; without a zone they are in UTC.
 
     Raises:
         ValueError: a text is not such a date; ``row`` of the error is its row.
@@ -320,11 +320,11 @@ def as_times(array: pa.Array) -> pa.Array:
         >>> as_times(pa.array(["2024-02-29", None, "2024-02-29T18:30:00+01:00"])).cast(pa.string()).to_pylist()
         ['2024-02-29 00:00:00.000000Z', None, '2024-02-29 17:30:00.000000Z']
     """
-    wanted = pa.timestamp("us", "UTC")
+    target_type = pa.timestamp("us", "UTC")
     if not pa.types.is_string(array.type):
         naive = pa.types.is_date(array.type) or array.type.tz is None
         array = array.cast(pa.timestamp("us"), safe=False) if naive else array
-        return array.cast(wanted, safe=False)
+        return array.cast(target_type, safe=False)
     wrong = pc.fill_null(pc.invert(pc.match_substring_regex(array, _ISO_8601)), fill_value=False)
     row = pc.index(wrong, True).as_py()
     if row < 0:
@@ -363,7 +363,7 @@ def _stands_for(dtype: pa.DataType, raw: str) -> bool:
     )
 
 
-def _refused(name: str, data: Sequence[Any], raw: str) -> DataError:
+def _type_error(name: str, data: Sequence[Any], raw: str) -> DataError:
     row, why = next(
         ((row, why) for row, value in enumerate(data) if (why := _complaint(value, raw))), (0, "types are mixed")
     )

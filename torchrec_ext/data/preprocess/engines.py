@@ -1,4 +1,4 @@
-"""Engines that run a preprocessor's expressions: DuckDB inside this process, or Spark, where rows have Spark's order.
+"""Engines for a preprocessor's expressions: DuckDB in this process, or Spark, with Spark's order of rows.
 
 exact(), step_function(), floor_div() ...: Ibis expressions that compute, to the last bit, what numpy does.
 """
@@ -26,12 +26,12 @@ ROW = "__row__"  # the place of a row in its files, where the engine knows it
 
 
 class Engine(Protocol):
-    """An engine as a preprocessor needs it, with its Ibis backend."""
+    """An engine for a preprocessor's expressions, with its Ibis backend."""
 
     name: str
 
     def read(self, files: Files) -> Table:
-        """Opens files as a table, with a column ``__row__`` where rows have an order."""
+        """Opens files as a table, with a column ``__row__`` if rows have an order."""
 
     def owns(self, table: Table) -> bool:
         """Says whether an Ibis table can be read here."""
@@ -102,7 +102,7 @@ def _open(engine: Any, threads: int | None, memory: str | None) -> Engine:
 
 
 def need_ibis(package: str = "duckdb") -> Any:
-    """Imports Ibis, which only fitting and files need.
+    """Imports Ibis; only fitting and files need it.
 
     Raises:
         DataError: Ibis is not installed.
@@ -121,7 +121,7 @@ def need_ibis(package: str = "duckdb") -> Any:
 
 
 class DuckDB:
-    """DuckDB in this process, which goes to disk where memory is not enough.
+    """DuckDB in this process; goes to disk when memory runs out.
 
     Args:
         threads: number of threads; all cores where not given.
@@ -222,8 +222,8 @@ class DuckDB:
         # Not Ibis's to_pyarrow_batches: Ibis 12 calls a method that DuckDB 2.0 has dropped.
         sql = self.ibis.compile(expression)
         result = self.ibis.con.sql(sql)
-        read = getattr(result, "to_arrow_reader", None) or result.fetch_arrow_reader
-        reader: pa.RecordBatchReader = read(ROW_GROUP)
+        open_reader = getattr(result, "to_arrow_reader", None) or result.fetch_arrow_reader
+        reader: pa.RecordBatchReader = open_reader(ROW_GROUP)
         return reader
 
     def text(self, value: str) -> Any:
@@ -237,7 +237,7 @@ class DuckDB:
         return (self.text("0x") + digits).cast("int64")
 
     def is_finite(self, column: Any) -> Any:
-        """Calls DuckDB's own function, since isnan and comparisons are answered from statistics that leave NaN out.
+        """Calls DuckDB's own function: isnan and comparisons are answered from statistics without NaN.
 
         With DuckDB 2.0, `select count(*) from 'f.parquet' where isnan(x)` gives 0 for a file that pyarrow wrote with
         NaN in x.
@@ -245,7 +245,7 @@ class DuckDB:
         return self._isfinite(column)
 
     def close(self) -> None:
-        """Closes the connection and removes what was spilled."""
+        """Closes the connection and removes the spilled data."""
         self.ibis.disconnect()
         self._spill.cleanup()
 
@@ -290,15 +290,15 @@ def number(column: Expr, kind: str, engine: Engine) -> Expr:
 
 
 def as_float32(column: Expr, engine: Engine) -> Expr:
-    """Casts to float32; null where it would overflow, which is infinity in one engine and an error in the other."""
+    """Casts to float32; overflow becomes null: it is infinity in one engine and an error in the other."""
     import ibis
 
-    held = engine.is_finite(column) & (column.abs() <= exact(FLOAT32_MAX))
-    return ibis.ifelse(held, column, ibis.null("float64")).cast("float32")
+    fits = engine.is_finite(column) & (column.abs() <= exact(FLOAT32_MAX))
+    return ibis.ifelse(fits, column, ibis.null("float64")).cast("float32")
 
 
 def step_function(x: Expr, starts: Sequence[Expr], values: Sequence[int]) -> Expr:
-    """Returns ``values[k]`` where k of the rising ``starts`` are at most x, by bisection; values are one more."""
+    """Returns ``values[k]`` for k of the rising ``starts`` at most x, by bisection; ``values`` has one more."""
     import ibis
 
     if not len(starts):
@@ -372,7 +372,7 @@ class Spark:
         self._views: list[str] = []
 
         @ibis.udf.scalar.builtin(name="conv")  # type: ignore[untyped-decorator]
-        def conv(digits: str, base: int, wanted: int) -> str:
+        def conv(digits: str, base: int, to_base: int) -> str:
             """Spark's own function."""
             raise NotImplementedError
 
@@ -417,7 +417,7 @@ class Spark:
         return self._frame(expression).toArrow()
 
     def write(self, expression: Table, sink: Sink) -> int:
-        """Lets the executors write, with page checksums, and then looks the result over."""
+        """Lets the executors write, with page checksums, and then checks the result."""
         frame = self._frame(expression)
         frame = frame.select(*(frame[f"`{name}`"].cast(_spark_type(kind)) for name, kind in sink.columns.items()))
         options = {
@@ -433,7 +433,7 @@ class Spark:
 
         # With a schema, since Spark finds none where it sees no file: see the count of rows in `offline`.
         fields = ", ".join(f"`{name}` {_spark_type(kind)}" for name, kind in sink.columns.items())
-        written = self.session.read.schema(fields).parquet(_pattern(str(sink.folder)))
+        output = self.session.read.schema(fields).parquet(_pattern(str(sink.folder)))
 
         def bad(name: str, kind: str) -> Any:
             column = f.col(f"`{name}`")
@@ -447,7 +447,7 @@ class Spark:
             f.sum(bad(name, kind).cast("long")).alias(str(index))
             for index, (name, kind) in enumerate(sink.columns.items())
         ]
-        row = written.agg(f.count(f.lit(1)), *counts).first()
+        row = output.agg(f.count(f.lit(1)), *counts).first()
         for name, count in zip(sink.columns, row[1:], strict=True):
             if count:
                 raise sink.missing(name, None, count)
@@ -470,7 +470,7 @@ class Spark:
         return ibis.literal(value)
 
     def hex_to_int(self, digits: Any) -> Any:
-        """Converts by Spark's ``conv``, which returns decimal digits."""
+        """Converts by Spark's ``conv`` to decimal digits, and casts these."""
         return self._conv(digits, 16, 10).cast("int64")
 
     def is_finite(self, column: Any) -> Any:
@@ -497,7 +497,7 @@ def _spark_type(kind: str) -> str:
 
 
 def _pattern(name: str) -> str:
-    """Escapes an address for Spark, so that brackets and stars are no pattern."""
+    """Escapes an address for Spark: brackets and stars would make a pattern."""
     return re.sub(r"([*?{}\[\]\\])", r"\\\1", _address(name))
 
 

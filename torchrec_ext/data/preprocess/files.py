@@ -94,7 +94,7 @@ def raw_types(where: str, schema: Mapping[str, pa.DataType], names: Collection[s
 
 @contextmanager
 def blaming(files: Sequence[DataFile]) -> Iterator[None]:
-    """Turns an engine's error over damaged data into one that names file, row group and column."""
+    """Names file, row group and column in an engine's error over damaged data."""
     try:
         yield
     except DataError:
@@ -130,8 +130,8 @@ def _schema(file: DataFile, footer: pq.FileMetaData) -> dict[str, pa.DataType]:
     return {**types, **dict.fromkeys(file.partitions, pa.string())}
 
 
-def _check_same(first: DataFile, wanted: Mapping[str, Any], file: DataFile, actual: Mapping[str, Any]) -> None:
-    for name, dtype in wanted.items():
+def _check_same(first: DataFile, expected: Mapping[str, Any], file: DataFile, actual: Mapping[str, Any]) -> None:
+    for name, dtype in expected.items():
         if name not in actual:
             raise DataError(
                 f"{file.name}: column '{name}' is missing, but {first.name} has it; give files with the same columns"
@@ -164,7 +164,7 @@ Progress = Callable[[int], None]
 
 
 class Sink:
-    """The folder and the format to which an engine writes its rows.
+    """The folder and the format of an engine's output.
 
     Args:
         folder: empty folder.
@@ -185,13 +185,13 @@ class Sink:
 
     @contextmanager
     def writer(self) -> Iterator[Callable[[pa.RecordBatch], None]]:
-        """Opens a writer, a function that takes batches of any size, in order."""
+        """Opens a writer: a function for batches of any size, in order."""
         self._pending: list[pa.RecordBatch] = []
-        self._held, self._groups = 0, 0
+        self._pending_rows, self._groups = 0, 0
         self._writer: pq.ParquetWriter | None = None
         try:
-            yield self._take
-            self._flush(self._held)
+            yield self._add
+            self._flush(self._pending_rows)
         finally:
             with disk_errors(self.folder):
                 self._close()
@@ -204,15 +204,15 @@ class Sink:
             f"{self.remedies.get(name, 'fill it where it is written')}"
         )
 
-    def _take(self, batch: pa.RecordBatch) -> None:
+    def _add(self, batch: pa.RecordBatch) -> None:
         # An engine may hold a small literal as int32 where Ibis believes in int64.
         batch = batch.cast(self._schema) if batch.schema != self._schema else batch
         self._check(batch)
         self._pending.append(batch)
-        self._held += batch.num_rows
+        self._pending_rows += batch.num_rows
         self.rows += batch.num_rows
-        if self._held >= ROW_GROUP:
-            self._flush(self._held - self._held % ROW_GROUP)
+        if self._pending_rows >= ROW_GROUP:
+            self._flush(self._pending_rows - self._pending_rows % ROW_GROUP)
         if self._progress:
             self._progress(self.rows)
 
@@ -227,13 +227,13 @@ class Sink:
             return
         table = pa.Table.from_batches(self._pending)
         rest = table.slice(rows)
-        self._pending, self._held = rest.to_batches(), rest.num_rows
+        self._pending, self._pending_rows = rest.to_batches(), rest.num_rows
         table = table.slice(0, rows)
         with disk_errors(self.folder):
             for start in range(0, rows, ROW_GROUP):
-                self._part(table.schema).write_table(table.slice(start, ROW_GROUP), row_group_size=ROW_GROUP)
+                self._writer_of_group(table.schema).write_table(table.slice(start, ROW_GROUP), row_group_size=ROW_GROUP)
 
-    def _part(self, schema: pa.Schema) -> pq.ParquetWriter:
+    def _writer_of_group(self, schema: pa.Schema) -> pq.ParquetWriter:
         if self._writer is None or self._groups % _GROUPS_PER_FILE == 0:
             self._close()
             path = self.folder / f"part-{self._groups // _GROUPS_PER_FILE:05}.parquet"
@@ -264,7 +264,7 @@ def _encoding(schema: pa.Schema) -> dict[str, Any]:
 
 
 def _missing(column: pa.Array) -> np.ndarray[Any, Any] | None:
-    """Returns where the values of a column are missing, or None where none is."""
+    """Returns the mask of a column's missing values, or None if there are none."""
     if column.null_count:
         return np.asarray(column.is_null().to_numpy(zero_copy_only=False))
     if pa.types.is_floating(column.type):

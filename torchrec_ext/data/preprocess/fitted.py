@@ -1,12 +1,12 @@
-"""FittedPreprocessor: what a preprocessor became after fitting; for files, for requests, and on disk.
+"""FittedPreprocessor: a preprocessor after fitting; for files, for requests, and on disk.
 
 A fitted preprocessor over files: expressions put together, checked, run and written.
 
 A fitted preprocessor on disk: ``preprocessor.json`` and a parquet file for each vocabulary. No pickle: loading runs no
 code.
 
-The JSON holds the version of this format, the steps by name with their fields, what they were fitted with, the raw
-types of the columns, and the SHA-256 of every vocabulary; ``preprocessor.sha256`` holds that of the JSON.
+The JSON holds the version of this format, the steps by name with their fields and fitted states, the raw types
+of the columns, and the SHA-256 of every vocabulary; ``preprocessor.sha256`` holds that of the JSON.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from torchrec_ext.sealed import existing_folder, json_digest, measure_file
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FittedPreprocessor:
-    """A preprocessor's steps with what they were fitted with, for files and for requests.
+    """A preprocessor's steps and fitted states, for files and for requests.
 
     Args:
         steps: steps, in order.
@@ -67,13 +67,13 @@ class FittedPreprocessor:
     @cached_property
     def outputs(self) -> dict[str, str]:
         """Types of the result's columns by name: ids are ``int64`` or ``list<int64>``, numbers ``float32``."""
-        written = dict.fromkeys(name for step in self.steps for name in step.writes)
-        kept = {name: "int64" if self.raw[name] in {*TIMES, "bool"} else self.raw[name] for name in self.keep}
-        return {name: self.types[-1][name].replace("float64", "float32") for name in written} | kept
+        step_columns = dict.fromkeys(name for step in self.steps for name in step.writes)
+        kept_types = {name: "int64" if self.raw[name] in {*TIMES, "bool"} else self.raw[name] for name in self.keep}
+        return {name: self.types[-1][name].replace("float64", "float32") for name in step_columns} | kept_types
 
     @cached_property
     def vocab(self) -> dict[str, int]:
-        """Number of rows that each id column's embedding table needs; row 0 is the unknown."""
+        """Number of rows of each id column's embedding table; row 0 is for unknown values."""
         sizes: dict[str, int] = {}
         for step, state in zip(self.steps, self.states, strict=True):
             for name in step.writes:
@@ -83,17 +83,17 @@ class FittedPreprocessor:
 
     @cached_property
     def vocabularies(self) -> dict[str, str]:
-        """The name of each id column's vocabulary: that of the first column that has it, by column.
+        """The name of each id column's vocabulary: its first column's name.
 
         Columns of one vocabulary have the same ids for the same values, so that one embedding table does for all.
         """
-        made: dict[str, int | str] = {}
+        vocabulary_of: dict[str, int | str] = {}
         for number, (step, state) in enumerate(zip(self.steps, self.states, strict=True)):
             for name in step.writes:
-                made.pop(name, None)
-            made |= {name: number if isinstance(state, Vocabulary) else name for name in step.vocab(state)}
-        first: dict[int | str, str] = {}
-        return {name: first.setdefault(which, name) for name, which in made.items()}
+                vocabulary_of.pop(name, None)
+            vocabulary_of |= {name: number if isinstance(state, Vocabulary) else name for name in step.vocab(state)}
+        first_columns: dict[int | str, str] = {}
+        return {name: first_columns.setdefault(vocabulary, name) for name, vocabulary in vocabulary_of.items()}
 
     @property
     def id_values(self) -> dict[str, pa.Array]:
@@ -103,32 +103,32 @@ class FittedPreprocessor:
 
     @cached_property
     def origins(self) -> dict[str, str]:
-        """SHA-256 of the steps that each column comes from, with their fields and states, by column that a step writes.
+        """SHA-256 of the steps behind each written column, with their fields and states, by column.
 
         With another one a value stands for something else, such as with another salt, mean or boundary. Of a vocabulary
         the values count, see ``id_values``.
         """
-        made: dict[str, str] = {}
+        digests: dict[str, str] = {}
         for step, state in zip(self.steps, self.states, strict=True):
-            read = {name: made.get(name, "") for name in step.reads}
-            origin = json_digest([type(step).__name__, read, step.meaning(state)])
-            made |= dict.fromkeys(step.writes, origin)
-        return made
+            inputs = {name: digests.get(name, "") for name in step.reads}
+            origin = json_digest([type(step).__name__, inputs, step.meaning(state)])
+            digests |= dict.fromkeys(step.writes, origin)
+        return digests
 
     @property
     def dense(self) -> tuple[str, ...]:
-        """Names of the number columns of the result, without those that are kept."""
+        """Names of the number columns of the result, without those of ``keep``."""
         return tuple(name for name, kind in self.outputs.items() if kind == "float32" and name not in self.keep)
 
     @cached_property
     def request_columns(self) -> dict[str, str]:
-        """Raw types of the columns that a request must have, by name."""
-        needed: dict[str, str] = {}
-        written: set[str] = set()
+        """Raw types of a request's required columns, by name."""
+        columns: dict[str, str] = {}
+        step_columns: set[str] = set()
         for step in self.steps:
-            needed |= {name: kind for name, kind in step.request_types(self.raw).items() if name not in written}
-            written |= set(step.writes)
-        return needed
+            columns |= {name: kind for name, kind in step.request_types(self.raw).items() if name not in step_columns}
+            step_columns |= set(step.writes)
+        return columns
 
     def transform(
         self,
@@ -141,7 +141,7 @@ class FittedPreprocessor:
         overwrite: bool = False,
         progress: Progress | None = None,
     ) -> int:
-        """Writes the rows of a source as parquet, ``out/part-*.parquet``, which ``read_parquet`` and the loader take.
+        """Writes the rows of a source as parquet, ``out/part-*.parquet``, for ``read_parquet`` and the loader.
 
         DuckDB keeps the order of the files' rows; Spark and tables promise none, unless ``order_by`` asks for one.
 
@@ -186,28 +186,28 @@ class FittedPreprocessor:
             if name not in rows:
                 raise missing_column("the request", name, rows.keys())
             cells[name] = read_cells(name, rows[name], kind)
-        kept = {name: read_cells(name, rows[name], self.raw[name]) for name in self.keep if name in rows}
-        _check_sizes({**cells, **kept})
+        kept_cells = {name: read_cells(name, rows[name], self.raw[name]) for name in self.keep if name in rows}
+        _check_sizes({**cells, **kept_cells})
         for step, types, state in zip(self.steps, self.types, self.states, strict=False):
             cells.update(step.online(cells, types, state))
         for name in self.keep:
             cells.pop(name, None)
-        cells.update({name: _seconds(column, self.raw[name]) for name, column in kept.items()})
+        cells.update({name: _seconds(column, self.raw[name]) for name, column in kept_cells.items()})
         return Chunk(
             {
-                name: _finished(name, cells[name], kind, self).column()
+                name: _result_cells(name, cells[name], kind, self).column()
                 for name, kind in self.outputs.items()
                 if name in cells
             }
         )
 
     def remedies(self) -> dict[str, str]:
-        """Returns what helps against a row without a value, by column of the result."""
-        numbers = {
+        """Returns the remedy for a missing value, by column of the result."""
+        step_remedies = {
             name: f"put FillMissing(column='{name}', ...) before it" for step in self.steps for name in step.writes
         }
-        kept = "it is kept as it is: fill it where it is written, or do not keep it"
-        return numbers | dict.fromkeys(self.keep, kept)
+        kept_remedy = "it is kept as it is: fill it where it is written, or do not keep it"
+        return step_remedies | dict.fromkeys(self.keep, kept_remedy)
 
     def save(self, folder: str | Path, *, overwrite: bool = False) -> None:
         """Writes JSON and parquet; see :mod:`torchrec_ext.data.preprocess.fitted`."""
@@ -215,7 +215,7 @@ class FittedPreprocessor:
 
     @classmethod
     def load(cls, folder: str | Path) -> FittedPreprocessor:
-        """Reads what :meth:`save` wrote.
+        """Reads a folder of :meth:`save`.
 
         Raises:
             DataError: a file is missing or damaged, or of a version or a step that this package does not know.
@@ -250,8 +250,8 @@ def _seconds(cells: Cells, raw: str) -> Cells:
     return cells.with_values(cells.values // per_second, cells.valid)
 
 
-def _finished(name: str, cells: Cells, kind: str, fitted: FittedPreprocessor) -> Cells:
-    """Casts values to the result's type; raises a DataError where one is missing."""
+def _result_cells(name: str, cells: Cells, kind: str, fitted: FittedPreprocessor) -> Cells:
+    """Casts values to the result's type; raises a DataError if one is missing."""
     values, valid = cells.values, cells.valid
     if element(kind) in ("float32", "float64"):
         limit = FLOAT32_MAX if element(kind) == "float32" else np.inf
@@ -269,7 +269,8 @@ def _finished(name: str, cells: Cells, kind: str, fitted: FittedPreprocessor) ->
     return Cells(values=values, valid=valid, lengths=cells.lengths)
 
 
-_STAGE = 8  # 26 steps took Ibis and DuckDB 2.8 s to plan in one piece, 2.2 s in stages of 8, 5.4 s in stages of 1
+# 26 steps took Ibis and DuckDB 2.8 s to plan in one piece, 2.2 s in stages of 8, 5.4 s in stages of 1.
+_STEPS_PER_STAGE = 8
 
 
 def transform(
@@ -293,7 +294,7 @@ def transform(
             keep_sources(out, files.files if files else ())
         sink = Sink(staging, fitted.outputs, fitted.remedies(), progress)
         with past.blaming(), data.blaming():
-            table = _applied(fitted, data, past.table, opened)
+            table = _apply_steps(fitted, data, past.table, opened)
             order = [_ordering(data, table, name) for name in order_by] + ([table[ROW]] if ROW in table.columns else [])
             rows = opened.write((table.order_by(order) if order else table).select(*fitted.outputs), sink)
         if data.rows not in (None, rows):
@@ -304,7 +305,7 @@ def transform(
         return rows
 
 
-def _applied(fitted: FittedPreprocessor, data: Opened, events: Table, engine: Engine) -> Table:
+def _apply_steps(fitted: FittedPreprocessor, data: Opened, events: Table, engine: Engine) -> Table:
     chain = Chain(
         steps=fitted.steps, types=fitted.types, states=fitted.states, engine=engine, table=data.table, events=events
     )
@@ -313,13 +314,13 @@ def _applied(fitted: FittedPreprocessor, data: Opened, events: Table, engine: En
     table = data.table.mutate(**raw)
     for number, step in enumerate(fitted.steps):
         for predicate, column, rule in step.problems(table, fitted.types[number]):
-            _refuse(data, table, predicate, column, rule, engine)
+            _check_rows(data, table, predicate, column, rule, engine)
         table = chain.apply(number, table)
-        if number % _STAGE == _STAGE - 1:
+        if number % _STEPS_PER_STAGE == _STEPS_PER_STAGE - 1:
             table = engine.stage(table)
-    made = {name: _result(fitted, table, name, kind, engine) for name, kind in fitted.outputs.items()}
+    results = {name: _result(fitted, table, name, kind, engine) for name, kind in fitted.outputs.items()}
     row = {ROW: table[ROW]} if ROW in table.columns else {}
-    return table.select(**made, **row, **{name: table[name] for name in raw})
+    return table.select(**results, **row, **{name: table[name] for name in raw})
 
 
 def _result(fitted: FittedPreprocessor, table: Table, name: str, kind: str, engine: Engine) -> Any:
@@ -333,8 +334,8 @@ def _result(fitted: FittedPreprocessor, table: Table, name: str, kind: str, engi
     return table[name].map(lambda value: as_float32(value, engine)) if kind == "list<float32>" else table[name]
 
 
-def _refuse(data: Opened, table: Table, predicate: Any, column: str, rule: str, engine: Engine) -> None:
-    """Stops at a row that a step does not take."""
+def _check_rows(data: Opened, table: Table, predicate: Any, column: str, rule: str, engine: Engine) -> None:
+    """Raises a DataError for a row refused by a step."""
     bad = table.filter(predicate)
     order = [ROW] if ROW in table.columns else []
     rows = engine.collect(
@@ -370,8 +371,8 @@ STEPS: Mapping[str, type[Step]] = {
     )
 }
 _CODECS, _ENCODINGS = ("SNAPPY", "UNCOMPRESSED"), {"PLAIN", "RLE", "PLAIN_DICTIONARY", "RLE_DICTIONARY"}
-_UNPACKED = 64  # bytes in memory for each byte of a vocabulary's file, of which 3 to 5 are usual
-_ALWAYS = 2**24  # bytes in memory beside these
+_MAX_EXPANSION = 64  # bytes in memory for each byte of a vocabulary's file, of which 3 to 5 are usual
+_ALLOWANCE = 2**24  # bytes in memory beside these
 _MAIN, DIGEST = "preprocessor.json", "preprocessor.sha256"
 
 
@@ -387,7 +388,7 @@ def save(fitted: FittedPreprocessor, folder: Path, *, overwrite: bool) -> None:
                 f"{folder}: step {step} is not one of this package and could not be loaded; known are {listed(STEPS)}"
             )
     with whole_folder(folder, overwrite=overwrite, mark=_MAIN) as staging:
-        steps = [_saved(at, step, fitted.states[at], staging) for at, step in enumerate(fitted.steps)]
+        steps = [_save_step(at, step, fitted.states[at], staging) for at, step in enumerate(fitted.steps)]
         main = {"version": VERSION, "keep": list(fitted.keep), "columns": dict(fitted.raw), "steps": steps}
         text = json.dumps(main, indent=1, ensure_ascii=True, allow_nan=False) + "\n"
         (staging / _MAIN).write_text(text)
@@ -404,7 +405,7 @@ def load_preprocessor(folder: Path) -> FittedPreprocessor:
             "anew"
         )
     try:
-        return _opened(folder, json.loads(text))
+        return _from_json(folder, json.loads(text))
     except DataError:
         raise
     except Exception as error:  # the digests fit: somebody wrote it by hand
@@ -412,13 +413,13 @@ def load_preprocessor(folder: Path) -> FittedPreprocessor:
         raise DataError(f"{folder / _MAIN}: is not that of a preprocessor ({kind}: {error}); save it again") from None
 
 
-def _opened(folder: Path, main: Any) -> FittedPreprocessor:
+def _from_json(folder: Path, main: Any) -> FittedPreprocessor:
     if main.get("version") != VERSION:
         raise DataError(
             f"{folder / _MAIN}: format version {main.get('version')!r}, this package reads {VERSION}; fit it again, or "
             "install the version of torchrec_ext that wrote it"
         )
-    pairs = [_loaded(folder, entry) for entry in main["steps"]]
+    pairs = [_load_step(folder, entry) for entry in main["steps"]]
     return FittedPreprocessor(
         steps=tuple(step for step, _ in pairs),
         keep=tuple(main["keep"]),
@@ -427,7 +428,7 @@ def _opened(folder: Path, main: Any) -> FittedPreprocessor:
     )
 
 
-def _saved(at: int, step: Step, state: State, folder: Path) -> dict[str, Any]:
+def _save_step(at: int, step: Step, state: State, folder: Path) -> dict[str, Any]:
     entry: dict[str, Any] = {"step": type(step).__name__, "fields": dataclasses.asdict(step)}  # type: ignore[call-overload]
     if not isinstance(state, Vocabulary):
         return {**entry, "state": state}
@@ -437,7 +438,7 @@ def _saved(at: int, step: Step, state: State, folder: Path) -> dict[str, Any]:
     return {**entry, "vocabulary": name, "rows": len(table), "sha256": measure_file(folder / name)["sha256"]}
 
 
-def _loaded(folder: Path, entry: Mapping[str, Any]) -> tuple[Step, State]:
+def _load_step(folder: Path, entry: Mapping[str, Any]) -> tuple[Step, State]:
     name = entry["step"]
     if name not in STEPS:
         near = difflib.get_close_matches(name, STEPS, n=1)
@@ -468,27 +469,27 @@ def _vocabulary(folder: Path, entry: Mapping[str, Any]) -> Vocabulary:
 
 
 def _check_size(path: Path, footer: pq.FileMetaData, rows: int) -> None:
-    """Refuses a file that unpacks to far more than it has bytes, before it is unpacked.
+    """Refuses a file, before it is unpacked, if it would take far more memory than it has bytes.
 
-    Values that stand there once each, as in a vocabulary, take about as much in memory. A few values that are repeated,
-    a codec or an encoding that :func:`_saved` does not choose may take thousands of times as much.
+    Distinct values, as in a vocabulary, take about as much memory as the file has bytes. A few repeated values, a codec
+    or an encoding other than those of :func:`_save_step` may take thousands of times as much.
     """
     columns = [
         footer.row_group(group).column(at) for group in range(footer.num_row_groups) for at in range(footer.num_columns)
     ]
-    ours = all(column.compression in _CODECS and _ENCODINGS.issuperset(column.encodings) for column in columns)
-    most = _UNPACKED * path.stat().st_size + _ALWAYS
+    is_own_format = all(column.compression in _CODECS and _ENCODINGS.issuperset(column.encodings) for column in columns)
+    limit = _MAX_EXPANSION * path.stat().st_size + _ALLOWANCE
     packed = sum(column.total_uncompressed_size for column in columns) + footer.num_rows * 16
-    if footer.num_rows != rows or not ours or packed > most or _repeated(path, footer, most) > most:
+    if footer.num_rows != rows or not is_own_format or packed > limit or _unpacked_texts(path, footer, limit) > limit:
         size = path.stat().st_size
         raise DataError(
-            f"{path}: {footer.num_rows:,} rows in {size:,} bytes, which unpack to more than the {most:,} that are "
+            f"{path}: {footer.num_rows:,} rows in {size:,} bytes, which unpack to more than the {limit:,} that are "
             f"read, or are not the {rows:,} in {_MAIN}: it is no vocabulary of this package; fit the preprocessor again"
         )
 
 
-def _repeated(path: Path, footer: pq.FileMetaData, most: int) -> int:
-    """Returns an upper bound of the bytes of column ``value``, whose dictionary's texts count once per row."""
+def _unpacked_texts(path: Path, footer: pq.FileMetaData, limit: int) -> int:
+    """Returns an upper bound of the bytes of column ``value``, with a dictionary's text counted once per row."""
     with pq.ParquetFile(path, read_dictionary=["value"]) as file:
         if not pa.types.is_dictionary(file.schema_arrow.field("value").type):
             return 0
@@ -497,7 +498,7 @@ def _repeated(path: Path, footer: pq.FileMetaData, most: int) -> int:
             for batch in file.iter_batches(1, row_groups=[group], columns=["value"], use_threads=False):
                 longest = max(longest, pc.max(pc.binary_length(batch.column(0).dictionary)).as_py() or 0)
                 break  # the first row has all of its group's dictionary
-        if longest * footer.num_rows <= most:
+        if longest * footer.num_rows <= limit:
             return int(longest * footer.num_rows)
         total = 0
         for chunk in file.read(columns=["value"], use_threads=False)["value"].chunks:

@@ -1,4 +1,4 @@
-"""Results that are folders: whole or not there, never replacing anything else; a full disk is reported in words."""
+"""Folders as results: complete or absent, never replacing anything else; a full disk is reported with a remedy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FULL = ("no space left", "disk full", "out of disk", "disk quota", "not enough 
 
 @contextmanager
 def whole_folder(out: Path, *, overwrite: bool, mark: str) -> Iterator[Path]:
-    """Yields a folder to write to, which takes the name ``out`` when the block ends well and vanishes when it raises.
+    """Yields a folder to write to; it is renamed to ``out`` if the block succeeds, and removed if it raises.
 
     A process that is killed leaves a hidden folder, ``.NAME.partial-HOST-PID``, which the next one for the same name
     removes, from whatever host; one that is being written is locked, and stays. An earlier result is replaced in one
@@ -59,16 +59,16 @@ def hidden_folder(out: Path) -> Iterator[Path]:
     """
     with disk_errors(out):
         remove_leftovers(out)
-        staging, held = make_hidden(out)
+        staging, lock = make_hidden(out)
     try:
         yield staging
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-        os.close(held)
+        os.close(lock)
 
 
 def keep_sources(out: Path, files: Iterable[DataFile]) -> None:
-    """Refuses to replace a folder that holds a file which is read.
+    """Refuses to replace a folder with source files in it.
 
     Raises:
         DataError: naming the file.
@@ -93,7 +93,7 @@ def _check_free(out: Path, overwrite: bool, mark: str) -> None:
 
 @contextmanager
 def disk_errors(out: Path, *, writing: bool = True) -> Iterator[None]:
-    """Raises a DataError in words where the disk is full or cannot be written.
+    """Raises a DataError with a remedy if the disk is full or cannot be written.
 
     Args:
         out: folder that is being written.
@@ -104,23 +104,23 @@ def disk_errors(out: Path, *, writing: bool = True) -> Iterator[None]:
     except DataError:
         raise
     except Exception as error:
-        shown = visible_name(out)
+        folder = visible_name(out)
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
         if full or any(word in str(error).lower() for word in _FULL):
             raise DataError(
-                f"{shown}: the disk is full ({_free(out)}); free space, or choose another disk (TMPDIR for the "
+                f"{folder}: the disk is full ({_free(out)}); free space, or choose another disk (TMPDIR for the "
                 f"second); nothing partial was left ({error})"
             ) from error
         if writing and isinstance(error, OSError):
             raise DataError(
-                f"{shown}: cannot be written ({error.strerror or error}); choose another folder; nothing partial was "
+                f"{folder}: cannot be written ({error.strerror or error}); choose another folder; nothing partial was "
                 "left"
             ) from error
         raise
 
 
 def _free(out: Path) -> str:
-    """Says how much is free where ``out`` is written and where DuckDB spills to."""
+    """Tells the free space at ``out`` and at DuckDB's folder for spilled data."""
     disk, spill = next(path for path in [out, *out.absolute().parents] if path.exists()), Path(tempfile.gettempdir())
     mib = [f"{shutil.disk_usage(path).free / 2**20:,.0f} MiB" for path in (disk, spill)]
     return f"{mib[0]} are free in {visible_name(disk)}, {mib[1]} in {spill}, where DuckDB puts what memory cannot hold"

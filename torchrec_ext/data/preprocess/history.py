@@ -1,4 +1,4 @@
-"""History: the items that a user took before a row, never at the row's own time or later; their columns and gaps."""
+"""History: a user's items before a row, never at the row's own time or later; their columns and gaps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class History(Step):
     empty one. The step reads columns as the files have them, so put it before steps that replace them, and
     ``Categorify(column=item, also=(output,))`` after it.
 
-    In a request, whoever keeps the user's events sends them: a list of items ``<output>_items``, one of times
+    A request brings the user's events along: a list of items ``<output>_items``, one of times
     ``<output>_times`` and one ``<output>_<column>`` for each column of ``also`` per row (only those that ``where`` lets
     pass), in any order; the row's own ``time`` decides which of them count.
 
@@ -62,10 +62,10 @@ class History(Step):
         if list(self.gaps) != sorted(set(self.gaps)) or min(self.gaps, default=1) < 1:
             raise ValueError(f"History('{self.output}'): gaps={self.gaps}: must rise, from 1 on")
         names = [*self.sent, f"{self.output}_gap"]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice:
+        double = next((name for name in names if names.count(name) > 1), None)
+        if double:
             raise ValueError(
-                f"History('{self.output}'): also={self.also}: two lists would be called '{twice}'; give each column "
+                f"History('{self.output}'): also={self.also}: two lists would be called '{double}'; give each column "
                 "once, and rename one that is called items, times or gap"
             )
 
@@ -81,7 +81,7 @@ class History(Step):
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """Names of the results that are lists of an event's own ids: ``output``, and those of ``also``."""
+        """Names of the results with an event's own ids: ``output``, and those of ``also``."""
         return (self.output, *self.sent[2:])
 
     @property
@@ -113,8 +113,8 @@ class History(Step):
         if self.where:
             types.need(self, self.where, NUMBERS, "give a column of numbers")
         kinds = [items, *(types.need(self, name, IDS, "give a column of ids") for name in self.also)]
-        made = {name: list_of(kind) for name, kind in zip(self.ids, kinds, strict=True)}
-        return made | ({f"{self.output}_gap": "list<int64>"} if self.gaps else {})
+        list_types = {name: list_of(kind) for name, kind in zip(self.ids, kinds, strict=True)}
+        return list_types | ({f"{self.output}_gap": "list<int64>"} if self.gaps else {})
 
     def vocab(self, state: State) -> Mapping[str, int]:
         """Returns the number of buckets of the gaps + 1, row 0 included."""
@@ -124,7 +124,7 @@ class History(Step):
         """Numbers each user's events, counts for each (user, time) how many came before, and joins the two."""
         import ibis
 
-        events, given = self._events(run, types), table.columns
+        events, input_columns = self._events(run, types), table.columns
         moments = table.select(user=table[self.user], time=table[self.time]).distinct()
         moments = moments.filter(moments.user.notnull() & moments.time.notnull())
         tails = [name for name in events.columns if name not in ("user", "time")]
@@ -140,7 +140,7 @@ class History(Step):
             )
         kinds = {name: kind.replace("list", "array") for name, kind in self.types(types).items()}
         filled = {name: ibis.coalesce(tail, ibis.literal([], type=kinds[name])) for name, tail in lists.items()}
-        return joined.mutate(filled).select(*dict.fromkeys([*given, *self.writes]))
+        return joined.mutate(filled).select(*dict.fromkeys([*input_columns, *self.writes]))
 
     def _events(self, run: StepContext, types: Types) -> Table:
         rows = run.events
@@ -151,8 +151,8 @@ class History(Step):
         if self.gaps:
             columns["second"] = _seconds(rows[self.time], types[self.time])
         events = rows.select(**columns)
-        known = [events[name].notnull() for name in events.columns]
-        return events.filter(*known)
+        conditions = [events[name].notnull() for name in events.columns]
+        return events.filter(*conditions)
 
     def request_types(self, raw: Mapping[str, str]) -> Mapping[str, str]:
         """Returns the types of the row's time and of the user's events."""
@@ -163,8 +163,8 @@ class History(Step):
         """Computes the same from the events in the request."""
         now, lists = cells[self.time], [cells[name] for name in self.sent]
         _check_lengths(self.sent, lists)
-        known = lists[0].with_values(np.logical_and.reduce([each.valid for each in lists])).rows()
-        rows = zip(now.values.tolist(), now.valid.tolist(), known, *(each.rows() for each in lists), strict=True)
+        event_masks = lists[0].with_values(np.logical_and.reduce([each.valid for each in lists])).rows()
+        rows = zip(now.values.tolist(), now.valid.tolist(), event_masks, *(each.rows() for each in lists), strict=True)
         tails = [self._tail(*fields) for fields in rows]
         lengths = np.array([len(tail) for tail in tails], dtype=np.int64)
         columns = list(zip(*(event for tail in tails for event in tail), strict=True)) or [()] * len(lists)
@@ -174,7 +174,7 @@ class History(Step):
             return Cells(values=np.array(values, dtype=dtype), valid=np.ones(len(values), dtype=bool), lengths=lengths)
 
         kinds = [lists[0], *lists[2:]]
-        made = {
+        results = {
             name: listed(values, each.values.dtype)
             for name, values, each in zip(self.ids, [items, *also], kinds, strict=True)
         }
@@ -185,20 +185,20 @@ class History(Step):
                 for moments in (now.values.repeat(lengths), np.array(times, dtype=np.int64))
             )
             gaps = row - event
-            made[self.writes[-1]] = listed(np.searchsorted(np.array(self.gaps), gaps, side="right") + 1, np.int64)
-        return made
+            results[self.writes[-1]] = listed(np.searchsorted(np.array(self.gaps), gaps, side="right") + 1, np.int64)
+        return results
 
-    def _tail(self, now: int, valid: bool, known: Any, items: Any, times: Any, *also: Any) -> list[Any]:
+    def _tail(self, now: int, valid: bool, event_mask: Any, items: Any, times: Any, *also: Any) -> list[Any]:
         """Returns the latest events of a row, oldest first, each as (time, item, columns of ``also``)."""
         if not valid:
             return []
-        before = known & (times < now)
+        before = event_mask & (times < now)
         events = zip(*(values[before].tolist() for values in (times, items, *also)), strict=True)
         return sorted(events)[-self.length :]
 
 
 def _per_second(kind: str) -> int:
-    """Returns the units in a second of a type of times; 1 for integers, whose gaps are in their own unit."""
+    """Returns the units per second of a type of times; 1 for integers, to leave gaps in their own unit."""
     return PER_SECOND[kind[10:-1]] if kind in TIMES else 1
 
 
@@ -208,7 +208,7 @@ def _seconds(column: Any, kind: str) -> Any:
 
 
 def _check_lengths(names: Sequence[str], lists: Sequence[Cells]) -> None:
-    """Refuses lists that do not have a value for each item."""
+    """Refuses lists without exactly one value per item."""
     lengths: list[Any] = [cells.lengths for cells in lists]
     for name, other in zip(names[1:], lengths[1:], strict=True):
         if not np.array_equal(lengths[0], other):
@@ -221,7 +221,7 @@ def _check_lengths(names: Sequence[str], lists: Sequence[Cells]) -> None:
 
 
 def _histories(moments: Table, events: Table, length: int, columns: Sequence[str]) -> Table:
-    """Returns (__user__, __time__, __COLUMN__ ...) of each moment that has events before it, a list for each column."""
+    """Returns (__user__, __time__, __COLUMN__ ...) of each moment with earlier events, one list per column."""
     import ibis
 
     order = [events[name] for name in events.columns if name not in ("user", "second")]

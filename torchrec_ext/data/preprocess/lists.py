@@ -1,4 +1,4 @@
-"""Lists: a list column, or a text that holds one, made ready for Categorify or HashBucket."""
+"""Lists: prepares a list column, or a text with separators, for Categorify or HashBucket."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Lists(ColumnStep):
 
     def transform(self, table: Table, types: Types, state: State, run: StepContext) -> Table:
         """Splits, filters and cuts."""
-        table = table.mutate({self.writes[0]: self._whole(table)})
+        table = table.mutate({self.writes[0]: self._uncut(table)})
         if self.max_length is None:
             return table
         import ibis
@@ -63,7 +63,7 @@ class Lists(ColumnStep):
         first = ibis.greatest(values.length() - self.max_length, 0)
         return table.mutate({self.writes[0]: values[first:]})
 
-    def _whole(self, table: Table) -> Any:
+    def _uncut(self, table: Table) -> Any:
         import ibis
 
         column = table[self.column]
@@ -74,10 +74,10 @@ class Lists(ColumnStep):
         return ibis.coalesce(elements, ibis.literal([], type="array<string>"))
 
     def problems(self, table: Table, types: Types) -> list[tuple[Any, str, str]]:
-        """Returns the rows that are too long, where these are refused."""
+        """Returns the condition of rows that are too long, if these are refused."""
         if self.too_long == "recent" or self.max_length is None:
             return []
-        return [(self._whole(table).length() > self.max_length, self.column, self._rule())]
+        return [(self._uncut(table).length() > self.max_length, self.column, self._rule())]
 
     def _rule(self) -> str:
         return f"a list longer than max_length={self.max_length}; cut it where it is written, or set too_long='recent'"
@@ -88,23 +88,24 @@ class Lists(ColumnStep):
         assert lists.lengths is not None
         row = np.repeat(np.arange(len(lists.lengths)), lists.lengths)[lists.valid]
         lengths = np.bincount(row, minlength=len(lists.lengths)).astype(np.int64)
-        kept = self._kept(lengths)
+        kept_lengths = self._cut_lengths(lengths)
         values = lists.values[lists.valid]
-        if int(kept.sum()) < len(values):
+        if int(kept_lengths.sum()) < len(values):
             from_end = np.cumsum(lengths)[row] - np.arange(len(values))
-            values = values[from_end <= kept[row]]
-        return {self.writes[0]: Cells(values=values, valid=np.ones(len(values), dtype=bool), lengths=kept)}
+            values = values[from_end <= kept_lengths[row]]
+        return {self.writes[0]: Cells(values=values, valid=np.ones(len(values), dtype=bool), lengths=kept_lengths)}
 
     def _split(self, cells: Cells) -> Cells:
         pairs = zip(cells.values.tolist(), cells.valid.tolist(), strict=True)
         parts = [
-            [element for element in text.split(self.separator) if element] if known else [] for text, known in pairs
+            [element for element in text.split(self.separator) if element] if is_valid else []
+            for text, is_valid in pairs
         ]
         values = np.array([element for row in parts for element in row], dtype=object)
         lengths = np.array([len(row) for row in parts], dtype=np.int64)
         return Cells(values=values, valid=np.ones(len(values), dtype=bool), lengths=lengths)
 
-    def _kept(self, lengths: Int64) -> Int64:
+    def _cut_lengths(self, lengths: Int64) -> Int64:
         if self.max_length is None:
             return lengths
         if self.too_long == "error" and len(lengths) and lengths.max() > self.max_length:

@@ -2,7 +2,7 @@
 
 FillMissing: a value for null; for floats also for NaN and the infinities.
 
-mean_and_std(), quantiles_of(), most_common(): what number columns are fitted with, the same from every engine.
+mean_and_std(), quantiles_of(), most_common(): statistics of number columns, the same from every engine.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def mean_and_std(step: Any, values: Values, where: str, engine: Engine) -> tuple
     row = engine.collect(
         values.aggregate(n=values.count(), mean=values.x.mean(), std=values.x.std(how="pop"))
     ).to_pylist()[0]
-    _some(step, row["n"], where)
+    _check_not_empty(step, row["n"], where)
     if not all(math.isfinite(row[name] if row[name] is not None else math.nan) for name in ("mean", "std")):
         raise DataError(f"{where}: {step}: the sum of its values is beyond float64; clip the column first with LogClip")
     return rounded(row["mean"]), rounded(row["std"])
@@ -58,7 +58,7 @@ def mean_and_std(step: Any, values: Values, where: str, engine: Engine) -> tuple
 def quantiles_of(
     step: Any, values: Values, shares: Sequence[float | Fraction], where: str, engine: Engine
 ) -> list[float]:
-    """Returns, for each share, the smallest value of the data that at least this share of the rows does not exceed.
+    """Returns, for each share, the smallest value with at least this share of the rows at or below it.
 
     Shares are exact fractions: 7 / 100 of 100 rows is, in floats, a little more than 7.
 
@@ -67,7 +67,7 @@ def quantiles_of(
     """
     values = values.filter(values.x.notnull())
     (size,) = engine.collect(values.aggregate(n=values.count()))["n"].to_pylist()
-    _some(step, size, where)
+    _check_not_empty(step, size, where)
     # -0.0 and 0.0 are one value; adding 0.0 leaves the second.
     counts = values.group_by(x=values.x + 0.0).aggregate(n=lambda t: t.count())
     import ibis
@@ -82,7 +82,7 @@ def quantiles_of(
 
 
 def most_common(step: Any, values: Values, where: str, engine: Engine) -> Any:
-    """Returns the value with the most rows, the smallest of those that have equally many.
+    """Returns the value with the most rows, the smallest one of a tie.
 
     Raises:
         DataError: every value is missing.
@@ -90,11 +90,11 @@ def most_common(step: Any, values: Values, where: str, engine: Engine) -> Any:
     values = values.filter(values.x.notnull())
     counts = values.group_by("x").aggregate(n=lambda t: t.count())
     rows = engine.collect(counts.order_by(counts.n.desc(), counts.x.asc()).limit(1))["x"].to_pylist()
-    _some(step, len(rows), where)
+    _check_not_empty(step, len(rows), where)
     return rows[0]
 
 
-def _some(step: Any, size: int, where: str) -> None:
+def _check_not_empty(step: Any, size: int, where: str) -> None:
     if not size:
         raise DataError(
             f"{where}: {step}: every value is missing; leave the column out, or give the value to fill it with"
@@ -102,7 +102,7 @@ def _some(step: Any, size: int, where: str) -> None:
 
 
 class _NumberStep(ColumnStep):
-    """A step that makes one column of one number column."""
+    """A step from one number column to one column."""
 
     def types(self, types: Types) -> Mapping[str, str]:
         """Returns floats."""
@@ -142,7 +142,7 @@ class Bucketize(_NumberStep):
 
     @property
     def fit_reads(self) -> tuple[str, ...]:
-        """``column``, where boundaries are fitted."""
+        """``column``, if boundaries are fitted."""
         return (self.column,) if self.quantiles else ()
 
     def types(self, types: Types) -> Mapping[str, str]:
@@ -169,9 +169,9 @@ class Bucketize(_NumberStep):
 
     def online(self, cells: Mapping[str, Cells], types: Types, state: State) -> Mapping[str, Cells]:
         """Bisects the boundaries."""
-        x, known = cells[self.column].numbers()
+        x, is_number = cells[self.column].numbers()
         buckets = np.searchsorted(np.array(state["boundaries"], dtype=np.float64), x, side="right") + 1
-        return {self.writes[0]: cells[self.column].with_values(np.where(known, buckets, 0).astype(np.int64))}
+        return {self.writes[0]: cells[self.column].with_values(np.where(is_number, buckets, 0).astype(np.int64))}
 
     def vocab(self, state: State) -> Mapping[str, int]:
         """Returns the number of buckets + 1, row 0 included."""
@@ -218,16 +218,16 @@ class LogClip(_NumberStep):
 
     def online(self, cells: Mapping[str, Cells], types: Types, state: State) -> Mapping[str, Cells]:
         """Computes the same in numpy."""
-        x, known = cells[self.column].numbers()
-        x = np.clip(np.where(known, x, self.low), self.low, self.high)
+        x, is_number = cells[self.column].numbers()
+        x = np.clip(np.where(is_number, x, self.low), self.low, self.high)
         if self.log:
             x = np.log(x - self.low + 1.0).astype(np.float32).astype(np.float64)
-        return {self.writes[0]: cells[self.column].with_values(x, known)}
+        return {self.writes[0]: cells[self.column].with_values(x, is_number)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Normalize(_NumberStep):
-    """Computes (x - mean) / standard deviation of the training rows, both rounded to 10 digits so that engines agree.
+    """Computes (x - mean) / std with the training rows' statistics, rounded to 10 digits so that engines agree.
 
     A column with one value only is divided by 1.
 
@@ -256,9 +256,9 @@ class Normalize(_NumberStep):
 
     def online(self, cells: Mapping[str, Cells], types: Types, state: State) -> Mapping[str, Cells]:
         """Computes the same in numpy."""
-        x, known = cells[self.column].numbers()
+        x, is_number = cells[self.column].numbers()
         with np.errstate(all="ignore"):
-            return {self.writes[0]: cells[self.column].with_values((x - state["mean"]) / state["std"], known)}
+            return {self.writes[0]: cells[self.column].with_values((x - state["mean"]) / state["std"], is_number)}
 
 
 Statistic = Literal["mean", "median", "most_common"]
@@ -292,7 +292,7 @@ class FillMissing(ColumnStep):
 
     @property
     def fit_reads(self) -> tuple[str, ...]:
-        """``column``, where a statistic is wanted."""
+        """``column``, if a statistic is fitted."""
         return (self.column,) if self.statistic else ()
 
     def types(self, types: Types) -> Mapping[str, str]:
@@ -327,7 +327,7 @@ class FillMissing(ColumnStep):
         return {"value": quantiles_of(self, values, [0.5], types.where, run.engine)[0]}
 
     def transform(self, table: Table, types: Types, state: State, run: StepContext) -> Table:
-        """Takes the column's value where it is there, else the replacement."""
+        """Replaces the missing values of the column."""
         kind, value = self.types(types)[self.writes[0]], state["value"]
         column = number(table[self.column], types[self.column], run.engine) if kind == "float64" else table[self.column]
         filler = exact(value) if kind == "float64" else run.engine.text(value) if kind == "string" else value
@@ -335,13 +335,13 @@ class FillMissing(ColumnStep):
 
     def online(self, cells: Mapping[str, Cells], types: Types, state: State) -> Mapping[str, Cells]:
         """Computes the same in numpy."""
-        found = cells[self.column]
-        values, known = (
-            found.numbers() if self.types(types)[self.writes[0]] == "float64" else (found.values, found.valid)
+        column = cells[self.column]
+        values, is_present = (
+            column.numbers() if self.types(types)[self.writes[0]] == "float64" else (column.values, column.valid)
         )
         values = values.copy()
-        values[~known] = state["value"]
-        return {self.writes[0]: found.with_values(np.asarray(values))}
+        values[~is_present] = state["value"]
+        return {self.writes[0]: column.with_values(np.asarray(values))}
 
 
 def _short(value: float) -> str:

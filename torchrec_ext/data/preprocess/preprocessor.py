@@ -48,34 +48,34 @@ class Preprocessor:
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps", tuple(self.steps))
         object.__setattr__(self, "keep", tuple(self.keep))
-        written: set[str] = set()
+        step_columns: set[str] = set()
         for step in self.steps:
-            late = sorted(set(step.event_reads) & written)
+            late = sorted(set(step.event_reads) & step_columns)
             if late:
                 raise ValueError(f"{step} reads {late}, which an earlier step replaces; put it first")
-            written |= set(step.writes)
-        both = sorted(written & set(self.keep))
+            step_columns |= set(step.writes)
+        both = sorted(step_columns & set(self.keep))
         if both:
             raise ValueError(
                 f"keep={both}: a step writes these columns; give the step another output, or do not keep them"
             )
-        if not written:
+        if not step_columns:
             raise ValueError("steps: there is none; give at least one")
-        check_case([*self.raw_columns, *written])
+        check_case([*self.raw_columns, *step_columns])
 
     @property
     def raw_columns(self) -> tuple[str, ...]:
-        """Names of the columns that the files must have."""
-        needed: dict[str, None] = {}
-        written: set[str] = set()
+        """Names of the files' required columns."""
+        file_columns: dict[str, None] = {}
+        step_columns: set[str] = set()
         for step in self.steps:
-            needed.update(dict.fromkeys(name for name in step.reads if name not in written))
-            written |= set(step.writes)
-        return (*needed, *(name for name in self.keep if name not in needed))
+            file_columns.update(dict.fromkeys(name for name in step.reads if name not in step_columns))
+            step_columns |= set(step.writes)
+        return (*file_columns, *(name for name in self.keep if name not in file_columns))
 
     @property
     def event_columns(self) -> tuple[str, ...]:
-        """Names of the columns that the events must have of which histories are made."""
+        """Names of the required columns of the events behind histories."""
         return tuple(dict.fromkeys(name for step in self.steps for name in step.event_reads))
 
     def fit(

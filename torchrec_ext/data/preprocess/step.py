@@ -1,6 +1,6 @@
 """Step: one named operation on columns, as an Ibis expression for files and in numpy for a request's rows.
 
-Chain: steps as expressions on an opened source, one after the other, or only those that a column comes from.
+Chain: applies steps as expressions to an opened source, all of them or only those needed for a column.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torchrec_ext.data.preprocess.columns import Cells, Types
 from torchrec_ext.data.preprocess.engines import Engine
 
 Table = Any  # an ibis Table; ibis is imported by the engines alone, when files are processed
-State = Any  # what fitting found: a Vocabulary, or a dict of JSON values
+State = Any  # the result of fitting: a Vocabulary, or a dict of JSON values
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepContext:
-    """The engine and the rows that a step may use beside its table.
+    """The engine and the rows available to a step beside its table.
 
     Args:
         engine: engine that runs expressions and holds tables.
@@ -41,33 +41,33 @@ class Step(ABC):
     @property
     @abstractmethod
     def reads(self) -> tuple[str, ...]:
-        """Names of the columns that the step needs."""
+        """Names of the step's input columns."""
 
     @property
     @abstractmethod
     def writes(self) -> tuple[str, ...]:
-        """Names of the columns that the step makes or replaces."""
+        """Names of the step's output columns, new or replaced."""
 
     @property
     def fit_reads(self) -> tuple[str, ...]:
-        """Names of the columns that fitting looks at; none where nothing is fitted."""
+        """Names of the columns needed in fitting; none if nothing is fitted."""
         return ()
 
     @property
     def event_reads(self) -> tuple[str, ...]:
-        """Names of the columns of :attr:`StepContext.events` that the step needs."""
+        """Names of the needed columns of :attr:`StepContext.events`."""
         return ()
 
     @abstractmethod
     def types(self, types: Types) -> Mapping[str, str]:
-        """Returns the working types of the columns that the step writes.
+        """Returns the working types of the output columns.
 
         Raises:
             DataError: a column is missing or has a type that the step cannot take.
         """
 
     def fit(self, table: Table, types: Types, run: StepContext) -> State:
-        """Returns the state that the step keeps of the training rows."""
+        """Fits the step to the training rows and returns its state."""
         return {}
 
     @abstractmethod
@@ -75,23 +75,23 @@ class Step(ABC):
         """Returns the table with ``writes`` added or replaced; other columns and the number of rows stay."""
 
     def request_types(self, raw: Mapping[str, str]) -> Mapping[str, str]:
-        """Returns the raw columns that a request must have for the step, where no earlier step writes them."""
+        """Returns the raw columns of a request needed for the step, unless an earlier step writes them."""
         return {name: raw[name] for name in self.reads if name in raw}
 
     @abstractmethod
     def online(self, cells: Mapping[str, Cells], types: Types, state: State) -> Mapping[str, Cells]:
-        """Computes ``writes`` for a request's rows, value for value what ``transform`` computes."""
+        """Computes ``writes`` for a request's rows, value for value as ``transform`` does."""
 
     def problems(self, table: Table, types: Types) -> list[tuple[Any, str, str]]:
-        """Returns what a table must not hold, each as (boolean expression, column, rule and remedy)."""
+        """Returns the refused cases of a table, each as (boolean expression, column, rule and remedy)."""
         return []
 
     def vocab(self, state: State) -> Mapping[str, int]:
-        """Returns the number of rows that each column's embedding table needs, row 0 for the unknown."""
+        """Returns the number of rows of each column's embedding table; row 0 is for unknown values."""
         return {}
 
     def meaning(self, state: State) -> Mapping[str, Any]:
-        """Returns the fields and the state on which the values that the step writes depend, as JSON can hold them."""
+        """Returns the fields and the state behind the step's values, as JSON can hold them."""
         return {"fields": dataclasses.asdict(self), "state": state}  # type: ignore[call-overload]
 
     def __str__(self) -> str:
@@ -99,7 +99,7 @@ class Step(ABC):
 
 
 class ColumnStep(Step):
-    """A step that makes one column of one column."""
+    """A step from one column to one column."""
 
     column: str
     output: str | None
@@ -127,7 +127,7 @@ def positive(step: str, name: str, value: int | None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Chain:
-    """Applies steps that are fitted, or will be one by one, to a table.
+    """Applies steps to a table, all fitted already or fitted one by one.
 
     Args:
         steps: steps, in order.
@@ -146,7 +146,7 @@ class Chain:
     events: Table
 
     def run(self, number: int) -> StepContext:
-        """Returns what step number ``number`` may use beside its table."""
+        """Returns the context of step number ``number``."""
         return StepContext(engine=self.engine, events=self.events, column=lambda name: self.before(number, (name,)))
 
     def apply(self, number: int, table: Table) -> Table:
@@ -154,7 +154,7 @@ class Chain:
         return self.steps[number].transform(table, self.types[number], self.states[number], self.run(number))
 
     def before(self, number: int, columns: Collection[str]) -> Table:
-        """Returns the rows before step number ``number``, with only those steps applied that ``columns`` come from."""
+        """Returns the rows before step number ``number``, with only the steps needed for ``columns`` applied."""
         table = self.table
         for index in ancestors(self.steps, number, columns):
             table = self.apply(index, table)
@@ -162,7 +162,7 @@ class Chain:
 
 
 def ancestors(steps: Sequence[Step], number: int, columns: Collection[str]) -> list[int]:
-    """Returns the numbers of the steps before ``number`` that the columns come from.
+    """Returns the numbers of the steps before ``number`` needed to make the columns.
 
     Example:
         >>> from torchrec_ext.data.preprocess import Categorify, FillMissing, Normalize
@@ -170,10 +170,10 @@ def ancestors(steps: Sequence[Step], number: int, columns: Collection[str]) -> l
         >>> ancestors(steps, 2, ["age"])
         [0]
     """
-    needed = set(columns)
-    chosen = []
+    required_columns = set(columns)
+    step_numbers = []
     for index in reversed(range(number)):
-        if needed & set(steps[index].writes):
-            chosen.append(index)
-            needed |= set(steps[index].reads)
-    return chosen[::-1]
+        if required_columns & set(steps[index].writes):
+            step_numbers.append(index)
+            required_columns |= set(steps[index].reads)
+    return step_numbers[::-1]

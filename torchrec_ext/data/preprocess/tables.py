@@ -1,4 +1,4 @@
-"""open_source(): files or a table as a table of an engine, its columns in the types that steps see."""
+"""open_source(): opens files or a table as a table of an engine, its columns in working types."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchrec_ext.schema import DataError
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """A source that an engine has opened.
+    """A source opened by an engine.
 
     Args:
         table: the columns that were asked for, in working types, and ``__row__`` where rows have an order.
@@ -45,7 +45,7 @@ class Opened:
 
     @property
     def rows(self) -> int | None:
-        """Number of rows, where it is known without reading."""
+        """Number of rows, if known without reading."""
         return self.files.rows if self.files else None
 
     def blaming(self) -> AbstractContextManager[None]:
@@ -56,7 +56,7 @@ class Opened:
 def open_sources(
     source: Source, events: Source | None, columns: Sequence[str], event_columns: Sequence[str], engine: Engine
 ) -> tuple[Opened, Opened]:
-    """Opens the rows, and the events of which histories are made: the same rows where no others are given or needed.
+    """Opens the rows, and the events behind histories: the same rows if no others are given or needed.
 
     Raises:
         DataError: see :func:`open_source`; or an event's column has another type than the row's.
@@ -91,9 +91,9 @@ def open_source(source: Source, columns: Sequence[str], engine: Engine) -> Opene
     if table is None:
         assert files is not None
         table = engine.read(files)
-    kept = {ROW: table[ROW]} if ROW in table.columns else {}
+    row_column = {ROW: table[ROW]} if ROW in table.columns else {}
     return Opened(
-        table=table.select(**{name: _working(table[name], raw[name]) for name in columns}, **kept),
+        table=table.select(**{name: _working(table[name], raw[name]) for name in columns}, **row_column),
         raw=raw,
         where=where,
         files=files,
@@ -101,7 +101,7 @@ def open_source(source: Source, columns: Sequence[str], engine: Engine) -> Opene
 
 
 def _working(column: Any, raw: str) -> Any:
-    """Casts a column to the type that steps see; a null list becomes an empty one."""
+    """Casts a column to its working type; a null list becomes an empty one."""
     import ibis
 
     if is_list_column(raw):

@@ -28,7 +28,7 @@ _DAY = 86_400
 
 @lru_cache
 def offsets_of(zone: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the seconds since 1970 at which the offset changes, and the offsets in seconds, one more than changes.
+    """Returns a zone's changes in seconds since 1970, and its offsets from UTC in seconds, one more than changes.
 
     Raises:
         ValueError: there is no such zone.
@@ -105,11 +105,11 @@ class TimeFeatures(Step):
     unit: Unit = "s"
 
     def __post_init__(self) -> None:
-        for name, given, allowed in (("features", self.features, Feature), ("unit", (self.unit,), Unit)):
-            wrong = sorted(set(given) - set(get_args(allowed)))
-            if wrong or not given:
+        for name, values, allowed in (("features", self.features, Feature), ("unit", (self.unit,), Unit)):
+            wrong = sorted(set(values) - set(get_args(allowed)))
+            if wrong or not values:
                 raise ValueError(
-                    f"TimeFeatures('{self.column}'): {name}={given}: choose from {', '.join(get_args(allowed))}"
+                    f"TimeFeatures('{self.column}'): {name}={values}: choose from {', '.join(get_args(allowed))}"
                 )
         offsets_of(self.zone)
 
@@ -135,29 +135,29 @@ class TimeFeatures(Step):
 
     def transform(self, table: Table, types: Types, state: State, run: StepContext) -> Table:
         """Computes in whole numbers; the calendar is the engine's."""
-        given = table.columns
+        input_columns = table.columns
         table = table.mutate(__second__=second_of(table[self.column], types[self.column], PER_SECOND[self.unit]))
         offset = step_function(table["__second__"], state["starts"], state["offsets"])
         # A stage, so that the zone's hundred conditions stand in the query once and not in every feature.
         table = run.engine.stage(table.mutate(__local__=table["__second__"] + offset))
         local = table["__local__"]
-        made = {
+        features = {
             f"{self.column}_{feature}": _expression(feature, local).cast("int64").fill_null(0)
             for feature in self.features
         }
-        return table.mutate(**made).select(*dict.fromkeys([*given, *self.writes]))
+        return table.mutate(**features).select(*dict.fromkeys([*input_columns, *self.writes]))
 
     def online(self, cells: Mapping[str, Cells], types: Types, state: State) -> Mapping[str, Cells]:
         """Computes the same in numpy."""
         times = cells[self.column]
         per_second = PER_SECOND[types[self.column][10:-1] if types[self.column] in TIMES else self.unit]
         second = times.values // per_second
-        known: Mask = times.valid & (second >= _FIRST) & (second < _LAST)
-        second = np.where(known, second, 0)
+        in_range: Mask = times.valid & (second >= _FIRST) & (second < _LAST)
+        second = np.where(in_range, second, 0)
         offsets = np.array(state["offsets"], dtype=np.int64)
         local = second + offsets[np.searchsorted(np.array(state["starts"], dtype=np.int64), second, side="right")]
         return {
-            f"{self.column}_{feature}": times.with_values(np.where(known, _numbers(feature, local), 0))
+            f"{self.column}_{feature}": times.with_values(np.where(in_range, _numbers(feature, local), 0))
             for feature in self.features
         }
 
@@ -171,14 +171,14 @@ def second_of(column: Any, kind: str, per_second: int = 1) -> Any:
     import ibis
 
     if kind in TIMES:
-        return _believable(column.truncate("s").epoch_seconds().cast("int64"))
+        return _in_supported_years(column.truncate("s").epoch_seconds().cast("int64"))
     # Beyond these limits first: a division of greater numbers would not be exact.
-    held = (column >= _FIRST * per_second) & (column < _LAST * per_second)
-    held = ibis.ifelse(held, column, ibis.null("int64"))
-    return held if per_second == 1 else floor_div(held, per_second)
+    supported = (column >= _FIRST * per_second) & (column < _LAST * per_second)
+    supported = ibis.ifelse(supported, column, ibis.null("int64"))
+    return supported if per_second == 1 else floor_div(supported, per_second)
 
 
-def _believable(second: Any) -> Any:
+def _in_supported_years(second: Any) -> Any:
     import ibis
 
     return ibis.ifelse((second >= _FIRST) & (second < _LAST), second, ibis.null("int64"))
