@@ -1,6 +1,6 @@
 """CompiledStep: look-ups, forward, backward and optimizers of a whole stack as one compiled function.
 
-StackSteps: which way each step of a stack goes, kernel by kernel or compiled, as ``train.compile`` says.
+StackSteps: runs each step of a stack kernel by kernel or compiled, as ``train.compile`` says.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torchrec_ext.train.step.update_rules import UPDATES, stepped
 
 @dataclass(frozen=True)
 class _Entry:
-    """What one entry of the optimizer moves: ``rows`` and ``columns`` of the ``index``-th weight, with its state."""
+    """One entry of the optimizer: ``rows`` and ``columns`` of the ``index``-th weight, with its state."""
 
     index: int
     rows: slice
@@ -46,20 +46,19 @@ class _Entry:
         return self.group["choice"]  # type: ignore[no-any-return]
 
     def of(self, weight: Tensor) -> Tensor:
-        """The rows and columns that the entry moves of a weight, or of its gradient."""
+        """Returns the entry's rows and columns of a weight, or of its gradient."""
         return weight[self.rows] if self.is_table else weight[self.rows, self.columns]
 
     def flat(self, state: Tensor) -> Tensor:
-        """The state in the shape that :meth:`of` returns."""
+        """Returns the state in the shape of :meth:`of`."""
         return state if self.is_table else state.view(self.members, -1)
 
 
 class CompiledStep:
     """Trains a stack by one compiled function for each shape of batch: 10 to 30 s to compile, then faster.
 
-    It works on the stack's weights and the optimizer's own state, which stay what they are to everybody else, so
-    :meth:`Stack.backward` and :meth:`StackedOptimizer.step` may be called between compiled steps. A step in which some
-    member's loss is not finite writes nothing.
+    It works in place on the stack's weights and the optimizer's own state. So you may call :meth:`Stack.backward` and
+    :meth:`StackedOptimizer.step` between compiled steps. If some member's loss is not finite, a step writes nothing.
 
     Args:
         stack: networks whose features have at most one id in each row.
@@ -108,7 +107,7 @@ class CompiledStep:
         return self.run(self.read(batches, peers), batches, peers, weight)
 
     def read(self, batches: StepBatches, peers: Tensor | None = None) -> tuple[object, ...]:
-        """Finds the rows of a step, and returns the shape that one function is compiled for; see :meth:`__call__`."""
+        """Finds the rows of a step; returns its shape, the key of a compiled function. See :meth:`__call__`."""
         if isinstance(batches, StackedSteps):  # whose function finds them
             return (*batches.layout, None if peers is None else peers.shape)
         self._stack.read(batches)
@@ -120,7 +119,7 @@ class CompiledStep:
     def run(
         self, shape: tuple[object, ...], batches: StepBatches, peers: Tensor | None = None, weight: float = 1.0
     ) -> Losses:
-        """Moves all members by one step on the batches for which :meth:`read` returned ``shape``."""
+        """Moves all members by one step on batches of ``shape``, as returned by :meth:`read`."""
         self.compile(shape, batches, peers, weight)
         inputs = self._inputs(batches, peers, weight)
         self._optimizer.begin_step()
@@ -141,9 +140,12 @@ class CompiledStep:
             raise CannotCaptureError(f"batches of more than {MOST_GRAPHS} shapes; give them one loader.batch_size")
         generators = self._stack.generators.values()
         before = [generator.get_state() for generator in generators]
-        inputs, given = self._stack.inputs(batches, peers, weight, look_up=False), self._inputs(batches, peers, weight)
-        for generator, drawn in zip(generators, before, strict=True):
-            generator.set_state(drawn)
+        inputs, example_inputs = (
+            self._stack.inputs(batches, peers, weight, look_up=False),
+            self._inputs(batches, peers, weight),
+        )
+        for generator, generator_state in zip(generators, before, strict=True):
+            generator.set_state(generator_state)
         steps = batches if isinstance(batches, StackedSteps) else None
         state = [tensor for entry in self._entries for tensor in (*entry.state, *entry.steps)]
         try:
@@ -151,7 +153,7 @@ class CompiledStep:
             memory = [*self._weights, *state, *self._rates, self._limits]
             if steps:
                 memory += [*steps.source.tensors, *self._stack.constants(steps).values()]
-            self._functions[shape] = self._engine(step, memory, given)
+            self._functions[shape] = self._engine(step, memory, example_inputs)
         except CannotCaptureError:
             raise
         except Exception as error:
@@ -159,7 +161,7 @@ class CompiledStep:
 
     @property
     def shapes(self) -> set[tuple[object, ...]]:
-        """The shapes of batches that are compiled."""
+        """The compiled shapes of batches."""
         return set(self._functions)
 
     def _rows(self) -> list[tuple[Tensor, Tensor | None]]:
@@ -173,7 +175,7 @@ class CompiledStep:
         return [*(ids for ids, _ in rows), *(live for _, live in rows if live is not None), *inputs.rest()]
 
     def _pooled(self, ids: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Tensors of the shapes that the look-ups return; a trace needs no values."""
+        """Returns tensors in the shapes of the look-ups' results; a trace needs no values."""
         rest, members = iter(ids), len(self._stack.members)
         return [
             [
@@ -184,26 +186,26 @@ class CompiledStep:
             for stacked in self._stack.tables.values()
         ]
 
-    def _entry(self, group: dict[str, Any], moved: StackedWeights, state: dict[str, Tensor]) -> _Entry:
+    def _entry(self, group: dict[str, Any], entry: StackedWeights, state: dict[str, Tensor]) -> _Entry:
         choice: Choice = group["choice"]
         if choice.kind not in UPDATES:
             raise StackError(
-                f"'{moved.name}' is moved by {choice.kind}, which has no compiled form; those with one: {list(UPDATES)}"
+                f"'{entry.name}' is moved by {choice.kind}, which has no compiled form; those with one: {list(UPDATES)}"
             )
         if not state and choice.kind != "sgd":
             raise StackError("the optimizer has no state yet: train one step before the compiled ones")
-        members, all_members = len(moved.members), self._stack.members
-        index = self._names.index(moved.name) if moved.is_table else len(self._names)
+        members, all_members = len(entry.members), self._stack.members
+        index = self._names.index(entry.name) if entry.is_table else len(self._names)
         rows = len(self._weights[index]) // len(all_members)
-        first = rows * all_members.index(moved.members[0])
+        first = rows * all_members.index(entry.members[0])
         columns = slice(None)
-        if not moved.is_table and moved.parameter.numel() < members * self._stack.flat.shape[1]:
-            columns = self._stack.columns[moved.name]
+        if not entry.is_table and entry.parameter.numel() < members * self._stack.flat.shape[1]:
+            columns = self._stack.columns[entry.name]
         return _Entry(
-            index, slice(first, first + rows * members), columns, members, moved.is_table, *state_tensors(state), group
+            index, slice(first, first + rows * members), columns, members, entry.is_table, *state_tensors(state), group
         )
 
-    def _function(self, inputs: Inputs, drawn: StackedSteps | None) -> Callable[..., list[Tensor]]:
+    def _function(self, inputs: Inputs, stacked_steps: StackedSteps | None) -> Callable[..., list[Tensor]]:
         stack, graph = self._stack, trace(self._stack.skeleton, inputs)  # type: ignore[arg-type]
         tables = [table for stacked in self._stack.tables.values() for table in stacked.tables]
         lookups = [(index, table.embedding_dim) for index, table in enumerate(tables) for _ in table.feature_names]
@@ -217,16 +219,16 @@ class CompiledStep:
             weights = [next(rest) for _ in range(weight_count)]
             states = [([next(rest) for _ in entry.state], [next(rest) for _ in entry.steps]) for entry in entries]
             rates, limits = [next(rest) for _ in entries], next(rest)
-            if drawn:
-                resident = [next(rest) for _ in drawn.source.tensors]
-                same = {name: next(rest) for name in stack.constants(drawn)}
-                looked_up, fields = stack.made(drawn, resident, [next(rest) for _ in drawn.tensors])
+            if stacked_steps:
+                resident = [next(rest) for _ in stacked_steps.source.tensors]
+                same = {name: next(rest) for name in stack.constants(stacked_steps)}
+                looked_up, fields = stack.made(stacked_steps, resident, [next(rest) for _ in stacked_steps.tensors])
                 fields |= same
                 ids = [rows for of_collection in looked_up for rows in of_collection]
             else:
                 ids = [next(rest) for _ in lookups]
             live = [next(rest) if gaps else None for gaps in padded]
-            if not drawn:
+            if not stacked_steps:
                 fields = {name: next(rest) for name in inputs.fields}
             dense = [
                 columns.view(shape)
@@ -245,11 +247,11 @@ class CompiledStep:
                 grads = _limited(grads, [*limited, True], limits)
             finite = torch.isfinite(loss).all()
             for entry, (state, steps), rate in zip(entries, states, rates, strict=True):
-                weight, held = entry.of(weights[entry.index]), [entry.flat(tensor) for tensor in state]
-                made = steps[0] + 1 if steps else rate
+                weight, flat_state = entry.of(weights[entry.index]), [entry.flat(tensor) for tensor in state]
+                step_number = steps[0] + 1 if steps else rate
                 grad = entry.of(grads[entry.index])
-                values, new = stepped(weight, grad, held, made, rate, entry.choice, table=entry.is_table)
-                for target, value in zip([weight, *held], [values, *new], strict=True):
+                values, new = stepped(weight, grad, flat_state, step_number, rate, entry.choice, table=entry.is_table)
+                for target, value in zip([weight, *flat_state], [values, *new], strict=True):
                     target.copy_(torch.where(finite, value, target))
                 for count in steps:
                     count.add_(finite)
@@ -259,12 +261,12 @@ class CompiledStep:
 
 
 def _live(rows: Tensor, filled: Tensor | None) -> Tensor:
-    """The rows (n, D), zeros for bags that are empty by ``filled`` (n, 1)."""
+    """Returns the rows (n, D), zeros for empty bags; ``filled`` (n, 1) is 0 for these, or None if there are none."""
     return rows if filled is None else rows * filled
 
 
 def _limited(grads: Sequence[Tensor], inside: Sequence[bool], limits: Tensor) -> list[Tensor]:
-    """The gradients, those ``inside`` scaled so that the norm of each member's is at most its limit, (K,)."""
+    """Returns the gradients, those ``inside`` scaled to at most each member's limit of their norm, (K,)."""
     norm = sum(
         grad.view(len(limits), -1).square().sum(dim=1) for grad, limited in zip(grads, inside, strict=True) if limited
     )
@@ -303,15 +305,15 @@ class StackSteps:
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._stack, self._optimizer, self._compile, self._say = stack, optimizer, compile, say
-        self._done, self._total, self._since = done, total, 0
+        self._step_count, self._total, self._since = done, total, 0
         self._step: CompiledStep | None = None
         self._decided, self._compared = compile == "off", compile == "off"
         self._eager_s: list[float] = []
         self._compiled_s: list[float] = []
-        self._seen: Counter[object] = Counter()
+        self._shape_counts: Counter[object] = Counter()
 
     def __call__(self, batches: StepBatches, *, peers: Tensor | None = None, weight: float = 1.0) -> Losses:
-        """Makes one step, which writes nothing where one of the losses is not finite.
+        """Makes one step; writes nothing if one of the losses is not finite.
 
         Args:
             batches: see :meth:`Stack.backward`.
@@ -333,18 +335,18 @@ class StackSteps:
             if losses.finite():
                 start = time.perf_counter()
                 self._optimizer.step()
-                self._done += 1
+                self._step_count += 1
             if not self._compared and not self._compiled_s:
                 self._eager_s.append(seconds + time.perf_counter() - start)
         elif losses.finite():
-            self._done += 1
+            self._step_count += 1
             if not self._compared:
                 self._compiled_s.append(time.perf_counter() - start)
                 self._compare()
         return losses
 
     def finish(self) -> None:
-        """After the last step: says which way steps went, where there were too few to say it before."""
+        """Reports after the last step how steps ran, if there were too few to report it before."""
         if self._compared:
             return
         self._decided = self._compared = True
@@ -357,23 +359,23 @@ class StackSteps:
 
     def _decide(self) -> None:
         self._decided = True
-        seconds, left = median_step(self._eager_s), self._total - self._done
+        seconds, remaining = median_step(self._eager_s), self._total - self._step_count
         pays = PAYS_S[self._stack.flat.device.type]
-        if left * seconds < pays:
-            self._stay_eager(f"compiling pays from {two_digits(pays / seconds):,} steps on, and {left:,} are left")
+        if remaining * seconds < pays:
+            self._stay_eager(f"compiling pays from {two_digits(pays / seconds):,} steps on, and {remaining:,} are left")
             return
         try:
-            self._step, self._since = self._new_step(), self._done + 1
+            self._step, self._since = self._new_step(), self._step_count + 1
         except (StackError, CannotCaptureError) as error:
             self._stay_eager(str(error))
 
     def _begin(self, batches: StepBatches, peers: Tensor | None, weight: float) -> None:
-        """Compiles before the first step has written anything, so that a refusal leaves the members as they were."""
+        """Compiles before the first step has written anything: a refusal leaves the members as they were."""
         self._decided = True
         try:
             if not self._optimizer.begun:
                 self._optimizer.begin()
-            self._step, self._since = self._new_step(), self._done + 2
+            self._step, self._since = self._new_step(), self._step_count + 2
             self._step.compile(self._step.read(batches, peers), batches, peers, weight)
         except (StackError, CannotCaptureError) as error:
             raise StackError(f"train.compile=require: the step of the stack cannot be compiled: {error}") from None
@@ -385,7 +387,7 @@ class StackSteps:
         return step
 
     def _compiled(self, batches: StepBatches, peers: Tensor | None, weight: float) -> Losses | None:
-        """The losses of a compiled step; None, and nothing drawn or written, where this step goes kernel by kernel."""
+        """Runs a compiled step; returns None, without draws and writes, if this step goes kernel by kernel."""
         if self._step is None:
             return None
         try:
@@ -400,14 +402,14 @@ class StackSteps:
 
     def _waits(self, shape: tuple[object, ...]) -> bool:
         """Whether a shape is too rare for a compilation of its own."""
-        known: Collection[object] = self._step.shapes if self._step is not None else ()
-        if self._compile == "require" or not known or shape in known:
+        compiled_shapes: Collection[object] = self._step.shapes if self._step is not None else ()
+        if self._compile == "require" or not compiled_shapes or shape in compiled_shapes:
             return False
-        self._seen[shape] += 1
-        return self._seen[shape] <= PATIENCE or len(known) >= MOST_GRAPHS
+        self._shape_counts[shape] += 1
+        return self._shape_counts[shape] <= PATIENCE or len(compiled_shapes) >= MOST_GRAPHS
 
     def _compare(self) -> None:
-        """After enough compiled steps: says what they take, and gives them up where eager ones are faster."""
+        """After enough compiled steps reports their time, and returns to eager ones if these are faster."""
         if len(self._compiled_s) <= WATCHED:  # one more: the first is that of the compilation
             return
         self._compared = True

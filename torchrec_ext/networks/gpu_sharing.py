@@ -11,12 +11,12 @@ _PIPES = "/tmp/nvidia-mps"  # the daemon's own default
 
 
 def mps_is_running(environ: Mapping[str, str]) -> bool:
-    """Whether the pipe of the MPS control daemon is where this process looks for it."""
+    """Whether this process finds the pipe of the MPS control daemon."""
     return (Path(environ.get("CUDA_MPS_PIPE_DIRECTORY") or _PIPES) / "control").exists()
 
 
 def gpu_sharing(device: torch.device, processes: int, environ: Mapping[str, str]) -> str | None:
-    """Returns a note for the user where several processes share a GPU; None on the CPU, and where each has its own.
+    """Returns a note for the user if several processes share a GPU; None on the CPU, and if each has its own.
 
     Without MPS the kernels of two processes never run at the same time: the GPU goes from one to the other. With it
     they do, and CUDA_MPS_ACTIVE_THREAD_PERCENTAGE limits the share of the multiprocessors that one process takes.

@@ -21,22 +21,22 @@ _aten = torch.ops.aten
 
 
 def rewrite(graph: GraphModule) -> GraphModule:
-    """Changes ``graph`` in place so that fewer kernels give the same results, and returns it.
+    """Rewrites ``graph`` in place for fewer kernels with the same results, and returns it.
 
-    Columns that are joined and cut apart again stay where they are; the gradient of a cut is no longer a sum of one
-    matrix of zeros for each piece; rows are picked and their gradients added row by row, not number by number; a bias
-    is added inside the product. Every node keeps the ``val`` of its meta, which tells its shape.
+    Columns are no longer joined and split again. The gradient of a split is a concatenation, not a sum of zero-padded
+    matrices. Rows are selected, and their gradients added, row by row, not number by number. A bias is added inside the
+    product. Every node keeps the ``val`` of its meta, with its shape.
     """
     for change in (
-        _cut,
-        _same,
-        _joined_gradients,
-        _cut_of_joined,
-        _same,
-        _rows_picked,
-        _rows_added,
-        _bias_inside,
-        _outer,
+        _slice_split,
+        _remove_no_ops,
+        _concatenate_gradients,
+        _slice_concatenation,
+        _remove_no_ops,
+        _select_rows,
+        _add_rows,
+        _fuse_bias,
+        _outer_product,
     ):
         for node in list(graph.graph.nodes):
             if node.op == "call_function":
@@ -53,19 +53,19 @@ def _shape(node: Any) -> list[int]:
 def _replace(node: Any, target: Any, *args: Any) -> None:
     """Replaces ``node`` by ``target(*args)``."""
     with node.graph.inserting_before(node):
-        made = node.graph.call_function(target, args)
-    made.meta = dict(node.meta)
-    node.replace_all_uses_with(made)
+        new_node = node.graph.call_function(target, args)
+    new_node.meta = dict(node.meta)
+    node.replace_all_uses_with(new_node)
 
 
 def _insert(before: Node, target: Any, *args: Any) -> Node:
     with before.graph.inserting_before(before):
-        made = before.graph.call_function(target, args)
-    made.meta["val"] = target(*[arg.meta["val"] if isinstance(arg, Node) else arg for arg in args])
-    return made
+        new_node = before.graph.call_function(target, args)
+    new_node.meta["val"] = target(*[arg.meta["val"] if isinstance(arg, Node) else arg for arg in args])
+    return new_node
 
 
-def _same(node: Any) -> None:
+def _remove_no_ops(node: Any) -> None:
     """Removes views of the same shape, aliases, and factors of 1."""
     views = (_aten.view.default, _aten.expand.default, _aten._unsafe_view.default)
     if (
@@ -81,7 +81,7 @@ def _same(node: Any) -> None:
             node.replace_all_uses_with(inner.args[0])
 
 
-def _cut(node: Any) -> None:
+def _slice_split(node: Any) -> None:
     """Replaces a piece of a split by a slice."""
     if node.target is not operator.getitem or node.args[0].target is not _aten.split_with_sizes.default:
         return
@@ -90,7 +90,7 @@ def _cut(node: Any) -> None:
     _replace(node, _aten.slice.Tensor, source, dim % len(_shape(source)), start, start + sizes[node.args[1]])
 
 
-def _joined_gradients(node: Any) -> None:
+def _concatenate_gradients(node: Any) -> None:
     """Replaces the sum of the padded gradients of all pieces of a matrix by their concatenation."""
     if node.target is not _aten.add.Tensor:
         return
@@ -115,7 +115,7 @@ def _leaves(node: Any) -> Iterable[Node]:
         yield node
 
 
-def _cut_of_joined(node: Any) -> None:
+def _slice_concatenation(node: Any) -> None:
     """Replaces columns cut from a concatenation by their source, and leaves out parts of width 0."""
     if node.target is _aten.cat.default:
         dim = node.args[1] if len(node.args) > 1 else 0
@@ -132,20 +132,20 @@ def _cut_of_joined(node: Any) -> None:
     if len(node.args) > 4 or (source.args[1] if len(source.args) > 1 else 0) != dim:
         return
     stop = min(stop, _shape(source)[dim])
-    offset, taken = 0, []
+    offset, pieces = 0, []
     for piece in source.args[0]:
         width = _shape(piece)[dim]
         if width and start >= offset and stop <= offset + width:
             _replace(node, _aten.slice.Tensor, piece, dim, start - offset, stop - offset)
             return
         if width and start <= offset and offset + width <= stop:
-            taken.append(piece)
+            pieces.append(piece)
         offset += width
-    if taken and sum(_shape(piece)[dim] for piece in taken) == stop - start:
-        _replace(node, _aten.cat.default, taken, dim)
+    if pieces and sum(_shape(piece)[dim] for piece in pieces) == stop - start:
+        _replace(node, _aten.cat.default, pieces, dim)
 
 
-def _picked_by(indices: Any) -> Any:
+def _index_per_member(indices: Any) -> Any:
     """Returns the index of ``[arange over members, index]`` or ``[None, index]``, else None."""
     if len(indices) != 2 or not isinstance(indices[1], Node):
         return None
@@ -160,18 +160,18 @@ def _picked_by(indices: Any) -> Any:
     return indices[1] if counted and len(_shape(indices[1])) == 2 else None
 
 
-def _moved(before: Node, indices: Any, rows: int) -> Node:
-    """Returns (K x B,), each member's index moved to its own ``rows``; all users share one node."""
+def _index_in_flat_rows(before: Node, indices: Any, rows: int) -> Node:
+    """Returns (K x B,), each member's index shifted to its own ``rows``; all users share one node."""
     members, index = indices
-    made: dict[int, Node] = index.meta.setdefault("moved", {})
-    if rows not in made:
+    by_rows: dict[int, Node] = index.meta.setdefault("moved", {})
+    if rows not in by_rows:
         sums = _insert(before, _aten.add.Tensor, _insert(before, _aten.mul.Tensor, members, rows), index)
-        made[rows] = _insert(before, _aten.view.default, sums, [-1])
-    return made[rows]
+        by_rows[rows] = _insert(before, _aten.view.default, sums, [-1])
+    return by_rows[rows]
 
 
-def _rows_picked(node: Any) -> None:
-    if node.target is not _aten.index.Tensor or (index := _picked_by(node.args[1])) is None:
+def _select_rows(node: Any) -> None:
+    if node.target is not _aten.index.Tensor or (index := _index_per_member(node.args[1])) is None:
         return
     source: Any = node.args[0]
     if len(_shape(index)) == 1:
@@ -179,12 +179,16 @@ def _rows_picked(node: Any) -> None:
         return
     members, rows, *rest = _shape(source)
     flat = _insert(node, _aten.reshape.default, source, [members * rows, *rest])
-    picked = _insert(node, _aten.index_select.default, flat, 0, _moved(node, node.args[1], rows))
+    picked = _insert(node, _aten.index_select.default, flat, 0, _index_in_flat_rows(node, node.args[1], rows))
     _replace(node, _aten.view.default, picked, _shape(node))
 
 
-def _rows_added(node: Any) -> None:
-    if node.target is not _aten.index_put.default or len(node.args) < 4 or (index := _picked_by(node.args[1])) is None:
+def _add_rows(node: Any) -> None:
+    if (
+        node.target is not _aten.index_put.default
+        or len(node.args) < 4
+        or (index := _index_per_member(node.args[1])) is None
+    ):
         return
     zeros: Any = node.args[0]
     values: Any = node.args[2]
@@ -196,11 +200,11 @@ def _rows_added(node: Any) -> None:
     members, rows, *rest = _shape(node)
     flat = _insert(node, _aten.view.default, zeros, [members * rows, *rest])
     gradients = _insert(node, _aten.reshape.default, values, [-1, *rest])
-    added = _insert(node, _aten.index_add_.default, flat, 0, _moved(node, node.args[1], rows), gradients)
+    added = _insert(node, _aten.index_add_.default, flat, 0, _index_in_flat_rows(node, node.args[1], rows), gradients)
     _replace(node, _aten.view.default, added, _shape(node))
 
 
-def _bias_inside(node: Any) -> None:
+def _fuse_bias(node: Any) -> None:
     if node.target is not _aten.add.Tensor or node.kwargs:
         return
     bias, product = node.args[:2]
@@ -211,14 +215,14 @@ def _bias_inside(node: Any) -> None:
         _replace(node, _aten.baddbmm.default, bias, *product.args)
 
 
-def _outer(node: Any) -> None:
+def _outer_product(node: Any) -> None:
     """Replaces a matrix product over an axis of one element by an elementwise one."""
     if node.target is _aten.bmm.default and _shape(node.args[0])[2] == 1:
         _replace(node, _aten.mul.Tensor, *node.args)
 
 
 class Inputs(NamedTuple):
-    """The tensors that a step of K members reads, member after member in the first axis.
+    """The input tensors of a step of K members, member after member in the first axis.
 
     Args:
         dense: dense weights, in the order of the skeleton's.
@@ -244,21 +248,21 @@ class Inputs(NamedTuple):
         return [*self.dense, *pooled, *self.rest()]
 
     def rest(self) -> list[Tensor]:
-        """Returns the tensors that are neither weights nor look-ups."""
+        """Returns all tensors but weights and look-ups."""
         return [*self.fields.values(), *self.noise, *self.peers]
 
     def rows(self) -> Tensor:
-        """Returns the number of rows of each member that count, (K,) int64."""
+        """Returns each member's number of rows with a weight, (K,) int64."""
         return weighted_rows(self.fields, len(self.dense[0]))
 
     def shapes(self) -> tuple[object, ...]:
-        """Returns the shapes that a graph is made for."""
+        """Returns the shapes a graph is traced for."""
         fields = [(name, value.shape) for name, value in self.fields.items()]
         return (self.shared, *fields, bool(self.noise), *(tensor.shape for tensor in self.peers))
 
 
 def weighted_rows(fields: Mapping[str, Tensor], members: int) -> Tensor:
-    """Returns the number of rows of each of K members whose weight is not 0, (K,) int64."""
+    """Counts the rows of each of K members with a weight above 0, (K,) int64."""
     return (fields["weights"] > 0).sum(dim=-1).expand(members)
 
 
@@ -281,7 +285,7 @@ def trace_logits(skeleton: Skeleton, inputs: Inputs) -> GraphModule:
 
 
 def leave_out_constants(graph: GraphModule, names: Sequence[str]) -> set[str]:
-    """Leaves out the outputs after the first that read none of the graph's inputs; returns the names of those left."""
+    """Removes the outputs, after the first, without any input of the graph; returns the names of the others."""
     output = graph.graph.output_node()
     outputs: Any = output.args[0]
     first, *values = outputs
@@ -289,18 +293,18 @@ def leave_out_constants(graph: GraphModule, names: Sequence[str]) -> set[str]:
     for node in graph.graph.nodes:
         if node.op == "placeholder" or not reading.isdisjoint(node.all_input_nodes):
             reading.add(node)
-    left = {name: value for name, value in zip(names, values, strict=True) if value in reading}
-    output.args = ([first, *left.values()],)
+    variable_outputs = {name: value for name, value in zip(names, values, strict=True) if value in reading}
+    output.args = ([first, *variable_outputs.values()],)
     graph.graph.eliminate_dead_code()
     graph.recompile()
-    return set(left)
+    return set(variable_outputs)
 
 
 Loss = Callable[[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]], tuple[Tensor, Tensor]]
 
 
 def _loss(skeleton: Skeleton, inputs: Inputs) -> Loss:
-    """Returns a function of one member's parts of ``inputs`` that computes loss and logits."""
+    """Returns a function from one member's parts of ``inputs`` to loss and logits."""
     counts = [len(bags) for bags in inputs.pooled]
 
     def loss(
@@ -310,8 +314,8 @@ def _loss(skeleton: Skeleton, inputs: Inputs) -> Loss:
         by_path = {path: [next(rest) for _ in range(count)] for path, count in zip(inputs.paths, counts, strict=True)}
         with skeleton.holding(by_path, noise) as learner:
             batch = batch_from_tensors(dict(zip(inputs.fields, fields, strict=True)))
-            named = dict(zip(skeleton.parameters, weights, strict=True))
-            return functional_call(learner, named, (batch, *peers))  # type: ignore[no-any-return]
+            parameters = dict(zip(skeleton.parameters, weights, strict=True))
+            return functional_call(learner, parameters, (batch, *peers))  # type: ignore[no-any-return]
 
     return loss
 

@@ -28,7 +28,7 @@ class _Weights(NamedTuple):
 
 
 class StackedWeights(NamedTuple):
-    """The weights ``name`` of ``members``, adjacent in memory, which one entry of an optimizer moves."""
+    """One entry of an optimizer: the weights ``name`` of ``members``, adjacent in memory."""
 
     name: str
     members: tuple[str, ...]
@@ -78,7 +78,7 @@ class StackedOptimizer:
         )
         self._step = 0
         choices = {name: _choices(stack, name, configs[name]) for name in stack.members}
-        self._inside = self._in_the_norm(choices)
+        self._clipped_weights = self._weights_in_norm(choices)
         self._moved: list[tuple[dict[str, Any], StackedWeights]] = []
         kinds = dict.fromkeys(choice.kind for choice in choices[stack.members[0]].values())
         self._optimizers = [self._optimizer(kind, choices) for kind in kinds]
@@ -90,27 +90,28 @@ class StackedOptimizer:
             if first[weights.name].kind != kind:
                 continue
             rules = {
-                member: self._rule(member, chosen[weights.name], weights.is_table) for member, chosen in choices.items()
+                member: self._rule(member, member_choices[weights.name], weights.is_table)
+                for member, member_choices in choices.items()
             }
             _check_kinds(weights.name, {member: rule.choice.kind for member, rule in rules.items()})
-            for moved, rule in _runs(weights, rules):
+            for entry, rule in _runs(weights, rules):
                 group = groups.setdefault(
-                    (rule, moved.is_table), {"params": [], **rule.choice.unfused()[1], **rule._asdict()}
+                    (rule, entry.is_table), {"params": [], **rule.choice.unfused()[1], **rule._asdict()}
                 )
-                group["params"].append(moved.parameter)
-                self._moved.append((group, moved))
-        made = next(choice for choice in first.values() if choice.kind == kind).unfused()[0]
-        options = {"fused": True} if made in (torch.optim.Adam, torch.optim.Adagrad, torch.optim.SGD) else {}
-        return made(list(groups.values()), **options)  # type: ignore[arg-type]
+                group["params"].append(entry.parameter)
+                self._moved.append((group, entry))
+        optimizer_type = next(choice for choice in first.values() if choice.kind == kind).unfused()[0]
+        options = {"fused": True} if optimizer_type in (torch.optim.Adam, torch.optim.Adagrad, torch.optim.SGD) else {}
+        return optimizer_type(list(groups.values()), **options)  # type: ignore[arg-type]
 
     def _rule(self, member: str, choice: Choice, is_table: bool) -> _Rule:
         schedule = self._schedules.get(member, (Schedule(), Schedule()))[0 if is_table else 1]
         return _Rule(choice, schedule, self._steps.get(member, 0) if schedule.changes else 0)
 
-    def _in_the_norm(self, choices: Mapping[str, Mapping[str, Choice]]) -> list[_Weights]:
-        """Weights whose gradients are clipped; as in a single run, tables updated inside the backward are excluded."""
+    def _weights_in_norm(self, choices: Mapping[str, Mapping[str, Choice]]) -> list[_Weights]:
+        """Returns the weights to clip; as in a single run, without the tables updated inside the backward."""
         kinds = {name: choice.kind for name, choice in choices[self._stack.members[0]].items()}
-        weights_of_all = _whole(self._stack)
+        weights_of_all = _all_weights(self._stack)
         device = self._stack.flat.device.type
         return [
             weights for weights in weights_of_all if not (weights.is_table and has_kernel(kinds[weights.name], device))
@@ -122,15 +123,15 @@ class StackedOptimizer:
         self.begin_step()
         if self.clips:
             self._clip(self.limits)
-        for group, moved in self._moved:
+        for group, entry in self._moved:
             if group["choice"].weight_decay:
-                _decay(moved, 1 - group["lr"] * group["choice"].weight_decay)
+                _decay(entry, 1 - group["lr"] * group["choice"].weight_decay)
         for optimizer in self._optimizers:
             optimizer.step()
         self.end_step()
 
     def begin_step(self) -> None:
-        """Sets the learning rates of the step that begins, as the schedules say."""
+        """Sets the learning rates of the next step by the schedules."""
         for group, _ in self._moved:
             if group["schedule"].changes:
                 group["lr"] = group["choice"].lr * group["schedule"].factor(self._step, group["steps"])
@@ -141,18 +142,21 @@ class StackedOptimizer:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Makes the state that the first step would make, for a checkpoint to fill, by a step without gradients."""
+        """Creates the state for a checkpoint to fill, as the first step would, by a step without gradients."""
         for optimizer in self._optimizers:
-            held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            kept = [parameter.grad for parameter in held], [group["lr"] for group in optimizer.param_groups]
-            for parameter in held:
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            saved_values = (
+                [parameter.grad for parameter in parameters],
+                [group["lr"] for group in optimizer.param_groups],
+            )
+            for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter)
             for group in optimizer.param_groups:
                 group["lr"] = 0.0
             optimizer.step()
-            for group, rate in zip(optimizer.param_groups, kept[1], strict=True):
+            for group, rate in zip(optimizer.param_groups, saved_values[1], strict=True):
                 group["lr"] = rate
-            for parameter, gradient in zip(held, kept[0], strict=True):
+            for parameter, gradient in zip(parameters, saved_values[0], strict=True):
                 parameter.grad = gradient
                 if "step" in optimizer.state[parameter]:
                     optimizer.state[parameter]["step"].zero_()
@@ -162,8 +166,8 @@ class StackedOptimizer:
         self._step = steps
 
     def entries(self) -> list[tuple[dict[str, Any], StackedWeights, dict[str, Tensor]]]:
-        """Returns each group of settings with the weights that it moves and their state."""
-        return [(group, moved, self._owner(moved.parameter).state[moved.parameter]) for group, moved in self._moved]
+        """Returns each group of settings with its weights and their state."""
+        return [(group, entry, self._owner(entry.parameter).state[entry.parameter]) for group, entry in self._moved]
 
     @property
     def begun(self) -> bool:
@@ -182,11 +186,11 @@ class StackedOptimizer:
 
     @property
     def limited_tables(self) -> list[str]:
-        """The tables whose gradients count for the limited norm, as ``PATH.TABLE``; dense layers always do."""
-        return [weights.name for weights in self._inside if weights.is_table]
+        """The tables in the clipped norm, as ``PATH.TABLE``; dense layers always count."""
+        return [weights.name for weights in self._clipped_weights if weights.is_table]
 
     def _clip(self, limits: Sequence[float]) -> None:
-        grads = [weights.grad.view(len(limits), -1) for weights in self._inside]
+        grads = [weights.grad.view(len(limits), -1) for weights in self._clipped_weights]
         norms = torch.stack([grad.square().sum(dim=1) for grad in grads]).sum(dim=0).sqrt()
         most = norms.new_tensor([limit or float("inf") for limit in limits])
         factors = (most / (norms + 1e-6)).clamp(max=1)[:, None]
@@ -194,8 +198,8 @@ class StackedOptimizer:
             grad.mul_(factors)
 
     def rates(self, member: str) -> dict[str, float]:
-        """Returns the present learning rates of one member, as a record shows them."""
-        entries = [(moved.is_table, group["lr"]) for group, moved in self._moved if member in moved.members]
+        """Returns the current learning rates of one member, for a record."""
+        entries = [(entry.is_table, group["lr"]) for group, entry in self._moved if member in entry.members]
         by_kind = {
             "tables_lr": [lr for table, lr in entries if table],
             "dense_lr": [lr for table, lr in entries if not table],
@@ -205,20 +209,20 @@ class StackedOptimizer:
     def kept(self, stack: Stack) -> StackedOptimizer:
         """Returns an optimizer for a stack of some of the members, with their state and position."""
         configs = {member: self._configs[member] for member in stack.members}
-        made = StackedOptimizer(stack, configs, schedules=self._schedules, steps=self._steps)
-        made._step = self._step
+        optimizer = StackedOptimizer(stack, configs, schedules=self._schedules, steps=self._steps)
+        optimizer._step = self._step
         states: dict[tuple[str, str], dict[str, Tensor]] = {}
-        for _, moved in self._moved:
+        for _, entry in self._moved:
             states |= {
-                (moved.name, member): state_of_one
-                for member, state_of_one in zip(moved.members, self._state(moved), strict=True)
+                (entry.name, member): state_of_one
+                for member, state_of_one in zip(entry.members, self._state(entry), strict=True)
             }
-        for _, moved in made._moved:
-            parts = [states[moved.name, member] for member in moved.members]
-            state = {name: _together([state_of_one[name] for state_of_one in parts]) for name in parts[0]}
+        for _, entry in optimizer._moved:
+            parts = [states[entry.name, member] for member in entry.members]
+            state = {name: _join([state_of_one[name] for state_of_one in parts]) for name in parts[0]}
             if state:
-                made._owner(moved.parameter).state[moved.parameter] = state
-        return made
+                optimizer._owner(entry.parameter).state[entry.parameter] = state
+        return optimizer
 
     def _owner(self, parameter: nn.Parameter) -> torch.optim.Optimizer:
         owners = (
@@ -226,10 +230,10 @@ class StackedOptimizer:
         )
         return next(owners)
 
-    def _state(self, moved: StackedWeights) -> list[dict[str, Tensor]]:
-        state = self._owner(moved.parameter).state[moved.parameter]
-        count = len(moved.members)
-        parts: list[dict[str, Tensor]] = [{} for _ in moved.members]
+    def _state(self, entry: StackedWeights) -> list[dict[str, Tensor]]:
+        state = self._owner(entry.parameter).state[entry.parameter]
+        count = len(entry.members)
+        parts: list[dict[str, Tensor]] = [{} for _ in entry.members]
         for name, value in state.items():
             chunks = value.chunk(count) if value.dim() else [value] * count
             for state_of_one, chunk in zip(parts, chunks, strict=True):
@@ -247,7 +251,7 @@ def _choices(stack: Stack, member: str, config: OptimizerConfig) -> dict[str, Ch
     return {name: by_table[table] for name, table in tables.items()} | dense
 
 
-def _whole(stack: Stack) -> list[_Weights]:
+def _all_weights(stack: Stack) -> list[_Weights]:
     tables = [
         _Weights(f"{path}.{table.name}", stacked.weight(table).detach(), stacked.weight(table).grad, True)  # type: ignore[arg-type]
         for path, stacked in stack.tables.items()
@@ -257,8 +261,8 @@ def _whole(stack: Stack) -> list[_Weights]:
 
 
 def _weights(stack: Stack, choices: Mapping[str, Mapping[str, Choice]]) -> list[_Weights]:
-    """Returns all dense weights as one where each member has one setting for all of them; else one by one."""
-    *tables, dense = _whole(stack)
+    """Returns the tables, and the dense weights: as one if each member has one setting for them, else one by one."""
+    *tables, dense = _all_weights(stack)
     if all(len({choices[member][name] for name in stack.dense}) <= 1 for member in stack.members):
         return [*tables, *([dense._replace(name=next(iter(stack.dense)))] if stack.dense else [])]
     grads = stack.dense_grads()
@@ -266,7 +270,7 @@ def _weights(stack: Stack, choices: Mapping[str, Mapping[str, Choice]]) -> list[
 
 
 def _runs(weights: _Weights, rules: Mapping[str, _Rule]) -> list[tuple[StackedWeights, _Rule]]:
-    """Returns one entry for all members where they agree and are adjacent in memory, else one for each."""
+    """Returns one entry for all members if they agree and are adjacent in memory, else one for each."""
     members = tuple(rules)
     if len(set(rules.values())) == 1 and weights.value.is_contiguous():
         return [(_entry(weights.name, members, weights.value, weights.grad, weights.is_table), rules[members[0]])]
@@ -282,15 +286,15 @@ def _entry(name: str, members: tuple[str, ...], value: Tensor, grad: Tensor, is_
     return StackedWeights(name, members, parameter, is_table)
 
 
-def _decay(moved: StackedWeights, left: float) -> None:
-    if not moved.is_table:
-        moved.parameter.mul_(left)
+def _decay(entry: StackedWeights, factor: float) -> None:
+    if not entry.is_table:
+        entry.parameter.mul_(factor)
         return
-    rows = rows_with_gradient(moved.parameter.grad)  # type: ignore[arg-type]
-    moved.parameter.index_copy_(0, rows, moved.parameter[rows] * left)
+    rows = rows_with_gradient(entry.parameter.grad)  # type: ignore[arg-type]
+    entry.parameter.index_copy_(0, rows, entry.parameter[rows] * factor)
 
 
-def _together(parts: Sequence[Tensor]) -> Tensor:
+def _join(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts)) if parts[0].dim() else parts[0].clone()
 
 

@@ -26,11 +26,11 @@ _SHARED = ("dense", "index")
 
 
 class StackError(ValueError):
-    """These networks cannot be one stack; the message says why and what to do."""
+    """These networks cannot be stacked; the message gives the cause and a remedy."""
 
 
 class JaggedStandIn:
-    """Stand-in for a KeyedJaggedTensor of a batch, which a network may pass to a collection but not read."""
+    """Stand-in for a KeyedJaggedTensor of a batch; a network may pass it to a collection but not read it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -43,12 +43,12 @@ class JaggedStandIn:
 
 
 def jagged_of(batch: TowerBatch, name: str) -> KeyedJaggedTensor:
-    """Returns the KeyedJaggedTensor that a :class:`JaggedStandIn` of that name stands for."""
+    """Returns the KeyedJaggedTensor behind a :class:`JaggedStandIn` of this name."""
     return batch.shared.sparse if name == "shared.sparse" else getattr(batch, name)  # type: ignore[union-attr]
 
 
 def tensors_of(batch: TowerBatch) -> dict[str, Tensor]:
-    """Returns the tensors of a batch other than ids, by name, without those that it lacks."""
+    """Returns a batch's tensors other than ids, by name; absent ones are left out."""
     tensors = {name: getattr(batch, name) for name in _FIELDS}
     if batch.shared is not None:
         tensors |= {f"shared.{name}": getattr(batch.shared, name) for name in _SHARED}
@@ -56,7 +56,7 @@ def tensors_of(batch: TowerBatch) -> dict[str, Tensor]:
 
 
 def tensors_apart(batch: TowerBatch, members: int) -> dict[str, Tensor]:
-    """Returns :func:`tensors_of` a batch that holds the rows of K members one after another, (K, ...)."""
+    """Returns :func:`tensors_of` a batch with the rows of K members one after another, (K, ...)."""
     tensors = {
         name: value.view(members, len(value) // members, *value.shape[1:]) if name != "total_weight" else value
         for name, value in tensors_of(batch).items()
@@ -68,7 +68,7 @@ def tensors_apart(batch: TowerBatch, members: int) -> dict[str, Tensor]:
 
 
 class StackedSteps:
-    """The steps of K members whose batches are made as one, of rows in memory that all members read.
+    """The steps of K members with all batches made as one, from the same rows in memory.
 
     Args:
         items: step of each member, in order.
@@ -89,11 +89,11 @@ class StackedSteps:
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """Returns what the shapes of the batch depend on."""
+        """Returns the facts behind the shapes of the batch."""
         return (self.source, self.members, *(tensor.shape for tensor in self.tensors))
 
     def batches(self) -> list[TowerBatch]:
-        """Makes the batch of each member, one for all where they have one step."""
+        """Makes the batch of each member, one for all if they have one step."""
         if self.members == 1:
             return [self.items[0].batch()] * len(self.items)
         return [item.batch() for item in self.items]
@@ -104,7 +104,7 @@ def _is_one(items: Sequence[object]) -> bool:
 
 
 def joined_source(items: Sequence[DrawnStep]) -> Resident | None:
-    """Returns the source of a :class:`StackedSteps`; None where the batches of ``items`` are not made as one."""
+    """Returns the source of a :class:`StackedSteps`; None if the batches of ``items`` cannot be made as one."""
     first = items[0]
     batch = first.batch()
     bags = [batch.sparse, *([batch.shared.sparse] if batch.shared is not None else [])]
@@ -119,7 +119,7 @@ def joined_source(items: Sequence[DrawnStep]) -> Resident | None:
 
 
 class _MembersRows(SharedRows):
-    """Picks rows by indexing, which vmap runs for all members at once; index_select would become a loop."""
+    """Selects rows by indexing: vmap runs it for all members at once; index_select would become a loop."""
 
     def spread(self, rows: Tensor) -> Tensor:
         return rows[self.index]
@@ -141,7 +141,7 @@ def batch_from_tensors(tensors: Mapping[str, Tensor]) -> TowerBatch:
 
 
 class _Tables(nn.Module):
-    """Stand-in for an EmbeddingBagCollection that returns the pooled embeddings it was given."""
+    """Stand-in for an EmbeddingBagCollection; returns the pooled embeddings put into it."""
 
     def __init__(self, path: str, collection: EmbeddingBagCollection) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class _Tables(nn.Module):
 
 
 class _Dropout(nn.Module):
-    """Stand-in for a dropout layer that multiplies by the noise that the member's own generator drew."""
+    """Stand-in for a dropout layer; multiplies by noise of the member's own generator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class _Dropout(nn.Module):
 
 
 class Learner(nn.Module):
-    """A network with the loss that it learns by: its own, or with codistillation."""
+    """A network with its training loss: its own, or with codistillation."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ class Learner(nn.Module):
 
 
 class Skeleton:
-    """A network of which the weights, the look-ups and the noise of dropout come from outside.
+    """A network with weights, look-ups and dropout noise from outside.
 
     Args:
         network: one network of a stack; its weights are not kept.
@@ -238,7 +238,7 @@ class Skeleton:
         return self._noise_shapes[shapes]
 
     def _probe(self, batch: TowerBatch) -> list[_Dropout]:
-        """Runs the learner once on zeros; returns the dropout layers in the order in which they run."""
+        """Runs the learner once on zeros; returns the dropout layers in order of execution."""
         tensors = tensors_of(batch)
         names = ["sparse", *(["shared.sparse"] if batch.shared is not None else []), "joint", "weighted"]
         strides = {name: bags.stride() for name in names if (bags := jagged_of(batch, name)) is not None}
@@ -258,11 +258,11 @@ class Skeleton:
 
     @contextmanager
     def holding(self, pooled: Mapping[str, Sequence[Tensor]], noise: Sequence[Tensor]) -> Iterator[Learner]:
-        """Yields the learner with look-ups that return ``pooled``, by path, and dropout layers that apply ``noise``."""
+        """Yields the learner with ``pooled`` as its look-ups, by path, and ``noise`` in its dropout layers."""
         for path, table in self.tables.items():
             table.pooled = pooled[path]
-        for layer, drawn in zip(self.dropouts, noise, strict=False):
-            layer.noise = drawn
+        for layer, layer_noise in zip(self.dropouts, noise, strict=False):
+            layer.noise = layer_noise
         try:
             yield self.learner
         finally:
@@ -285,7 +285,7 @@ class Layer(NamedTuple):
 
 
 def layers(network: nn.Module) -> Iterator[Layer]:
-    """Yields the modules of ``network`` in order, without dropout layers, whose rates may differ between members."""
+    """Yields the modules of ``network`` in order, without dropout layers: their rates may differ between members."""
     inside: tuple[str, ...] = ()
     for path, module in network.named_modules():
         if isinstance(module, nn.Dropout) or path.startswith(inside or ("\0",)):
@@ -301,7 +301,7 @@ def layers(network: nn.Module) -> Iterator[Layer]:
 
 
 def first_difference(networks: Mapping[str, nn.Module]) -> str | None:
-    """Names the first field in which a network differs from the first network; None where all have one shape.
+    """Names the first difference of a network from the first network; None if all have one shape.
 
     Example:
         >>> first_difference({"a": nn.Linear(4, 2), "b": nn.Linear(4, 3)})
@@ -322,7 +322,7 @@ def first_difference(networks: Mapping[str, nn.Module]) -> str | None:
 
 
 def _fact(value: Any) -> Any:
-    """Returns a form of ``value`` that equals others of its content; None for modules, tensors and functions."""
+    """Returns a form of ``value`` to compare by content; None for other objects, such as modules and tensors."""
     if isinstance(value, BaseEmbeddingConfig):
         return tuple(f"{name}={_shown(getattr(value, name))}" for name in _OF_A_TABLE if hasattr(value, name))
     if isinstance(value, functools.partial):

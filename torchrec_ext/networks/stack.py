@@ -39,9 +39,9 @@ from torchrec_ext.networks.skeleton import (
 
 
 class _Bags(NamedTuple):
-    """The bags of one feature of all members, K x S of them, their ids moved to the rows of the stacked table.
+    """The bags of one feature of all members, K x S of them; ids are shifted to the rows of the stacked table.
 
-    ``lengths`` is None where every bag has one id.
+    ``lengths`` is None if every bag has one id.
     """
 
     ids: Tensor
@@ -59,7 +59,7 @@ class _Bags(NamedTuple):
         )
 
     def one_each(self) -> tuple[Tensor, Tensor | None] | None:
-        """Returns one row per bag (K x S,), any for an empty one, and (K x S, 1) which are filled; None for lists."""
+        """Returns one row per bag (K x S,), any if empty, and a mask of filled bags (K x S, 1); None for lists."""
         if self.lengths is None:
             return self.ids, None
         if self.weights is not None or int(self.lengths.max()) > 1:
@@ -69,7 +69,7 @@ class _Bags(NamedTuple):
         return ids, self.lengths[:, None].float()
 
     def gradient(self, pooled: Tensor, pooling: PoolingType) -> Tensor:
-        """Returns the gradient of each id's row, (n, D), from that of the pooled bags (K x S, D)."""
+        """Returns the gradient of each id's row, (n, D), from the gradient of the pooled bags (K x S, D)."""
         if self.lengths is None:
             return pooled
         if pooling == PoolingType.MEAN:
@@ -79,7 +79,7 @@ class _Bags(NamedTuple):
 
 
 class StackedTables(nn.Module):
-    """The collections at one path of K networks, as one whose tables hold K times the rows, member after member.
+    """The collections at one path of K networks as one, with K times the rows, member after member.
 
     The members' own collections go on holding the same weights: their parameters become views of the stacked ones.
 
@@ -110,28 +110,28 @@ class StackedTables(nn.Module):
             self.collection.embedding_bags[table.name].weight = weight
             for bag, rows in zip(bags, weight.detach().view(self.members, *bags[0].weight.shape).unbind(), strict=True):
                 bag.weight.data = rows
-        self._looked: list[_Bags] = []
+        self._lookups: list[_Bags] = []
 
     def weight(self, table: EmbeddingBagConfig) -> nn.Parameter:
         """Returns the stacked weight of a table, (K x rows, D)."""
         return self.collection.embedding_bags[table.name].weight  # type: ignore[no-any-return]
 
     def read(self, parts: Sequence[KeyedJaggedTensor]) -> None:
-        """Finds the rows that the batches of K members look up, with S bags for each feature."""
-        self._looked = self._read(parts)
+        """Finds the look-ups' rows for the batches of K members, with S bags for each feature."""
+        self._lookups = self._read(parts)
 
     def rows_of(self, bags: KeyedJaggedTensor, members: int) -> list[Tensor]:
         """Returns the rows (K x S,) of each look-up in bags of one id each, of ``members`` one after another."""
         values = bags.values().view(len(bags.keys()), members, -1).transpose(0, 1)
-        return [looked.ids for looked in self._of_each(_OneEach(bags.keys(), values.expand(self.members, -1, -1)))]
+        return [lookup.ids for lookup in self._of_each(_OneEach(bags.keys(), values.expand(self.members, -1, -1)))]
 
     def set_rows(self, rows: Sequence[Tensor]) -> None:
-        """Sets the rows that :meth:`rows_of` returned as those that are read."""
-        self._looked = [_Bags(ids) for ids in rows]
+        """Makes the rows of :meth:`rows_of` the current look-ups."""
+        self._lookups = [_Bags(ids) for ids in rows]
 
     def forward(self) -> list[Tensor]:
-        """Returns the pooled bags (K, S, D) of each of ``names``, of the rows that were read last."""
-        return self._pooled(self._looked, [self.weight(table) for table in self.tables])
+        """Returns the pooled bags (K, S, D) of each of ``names``, for the rows read last."""
+        return self._pooled(self._lookups, [self.weight(table) for table in self.tables])
 
     def look_up(self, parts: Sequence[KeyedJaggedTensor], weights: Sequence[Tensor]) -> list[Tensor]:
         """Returns the pooled bags as if the tables had other ``weights``; no gradient is accumulated for them."""
@@ -140,26 +140,26 @@ class StackedTables(nn.Module):
     def _read(self, parts: Sequence[KeyedJaggedTensor]) -> list[_Bags]:
         return self._of_each(_read_one_each(parts, self.members) or _Jagged(parts))
 
-    def _of_each(self, read: _OneEach | _Jagged) -> list[_Bags]:
-        return [read(feature, table.num_embeddings) for table in self.tables for feature in table.feature_names]
+    def _of_each(self, reader: _OneEach | _Jagged) -> list[_Bags]:
+        return [reader(feature, table.num_embeddings) for table in self.tables for feature in table.feature_names]
 
     @torch.no_grad()
-    def _pooled(self, looked: Sequence[_Bags], weights: Sequence[Tensor]) -> list[Tensor]:
+    def _pooled(self, lookups: Sequence[_Bags], weights: Sequence[Tensor]) -> list[Tensor]:
         owners = [
             (table, weight) for table, weight in zip(self.tables, weights, strict=True) for _ in table.feature_names
         ]
         return [
             bags.pooled(weight, table.pooling).view(self.members, -1, table.embedding_dim)
-            for bags, (table, weight) in zip(looked, owners, strict=True)
+            for bags, (table, weight) in zip(lookups, owners, strict=True)
         ]
 
     def one_each(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Returns the rows (K x S,) of each look-up read last, and which bags are filled, (K x S, 1), or None for all.
+        """Returns the rows (K x S,) of each look-up read last, and a mask of filled bags (K x S, 1), or None for all.
 
         Raises:
             StackError: a bag has more than one id, or an id has a weight.
         """
-        bags = [bags.one_each() for bags in self._looked]
+        bags = [bags.one_each() for bags in self._lookups]
         if any(rows is None for rows in bags):
             features = [feature for table in self.tables for feature in table.feature_names]
             raise StackError(
@@ -170,8 +170,8 @@ class StackedTables(nn.Module):
 
     @torch.no_grad()
     def accumulate(self, gradients: Sequence[Tensor]) -> None:
-        """Sets the tables' gradient from the gradients of the bags that :meth:`forward` returned last."""
-        lookups = iter(zip(self._looked, gradients, strict=True))
+        """Sets the tables' gradient from the gradients of the bags of the last :meth:`forward`."""
+        lookups = iter(zip(self._lookups, gradients, strict=True))
         for table in self.tables:
             gradient = self.weight(table).grad
             gradient.zero_()  # type: ignore[union-attr]
@@ -181,22 +181,22 @@ class StackedTables(nn.Module):
 
 
 class _OneEach:
-    """Bags of one id each, (F, S) of each member, which need no offsets."""
+    """Bags of one id each, (F, S) of each member; they need no offsets."""
 
     def __init__(self, keys: list[str], values: Tensor) -> None:
         self._place = {key: index for index, key in enumerate(keys)}
         self._values = values
         self._member = torch.arange(len(values), device=values.device)[:, None]
-        self._moved: dict[tuple[str, int], Tensor] = {}
+        self._row_ids: dict[tuple[str, int], Tensor] = {}
 
     def __call__(self, feature: str, rows: int) -> _Bags:
-        if (feature, rows) not in self._moved:  # one feature of two tables with as many rows
-            self._moved[feature, rows] = (self._values[:, self._place[feature]] + rows * self._member).view(-1)
-        return _Bags(self._moved[feature, rows])
+        if (feature, rows) not in self._row_ids:  # one feature of two tables with as many rows
+            self._row_ids[feature, rows] = (self._values[:, self._place[feature]] + rows * self._member).view(-1)
+        return _Bags(self._row_ids[feature, rows])
 
 
 def _read_one_each(parts: Sequence[KeyedJaggedTensor], members: int) -> _OneEach | None:
-    """Reads bags of one id each; None where a bag has another number of ids, or ids have weights."""
+    """Reads bags of one id each; None if a bag has another number of ids, or ids have weights."""
     first = parts[0]
     same = all(batch is first for batch in parts)
     different = parts[:1] if same else parts
@@ -240,11 +240,11 @@ def keep_freed_memory() -> bool:
     if platform.libc_ver()[0] != "glibc":
         return False
     libc = ctypes.CDLL(None)
-    taken = [libc.mallopt(setting, value) for setting, value in _SETTINGS.items()]
-    return all(taken)
+    results = [libc.mallopt(setting, value) for setting, value in _SETTINGS.items()]
+    return all(results)
 
 
-_CLOSE = 1e-4
+_TOLERANCE = 1e-4
 StepBatches = Sequence[TowerBatch] | StackedSteps
 
 
@@ -265,7 +265,7 @@ class _BatchMaker(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """The detached ``loss`` (K,) and ``logits`` (K, B) of one step, and its ``rows`` that count (K,), by member."""
+    """The detached ``loss`` (K,) and ``logits`` (K, B) of one step, and its number of counted ``rows`` (K,)."""
 
     loss: Tensor
     logits: Tensor
@@ -277,7 +277,7 @@ class Losses(NamedTuple):
 
 
 class Stack(nn.Module):
-    """K networks of one shape that learn side by side, each as it would alone.
+    """K networks of one shape, trained side by side, each as it would be alone.
 
     A step of a small network is mostly the time between its kernels: K of them as one take one look-up for each table,
     over K times the rows, and one batched product for each layer (HFTA, Wang et al. 2021). Each member has its own
@@ -335,21 +335,21 @@ class Stack(nn.Module):
         return list(self.networks)
 
     def state_of(self, member: str) -> dict[str, Tensor]:
-        """Returns an ordinary state dict of one member, copied, under the names that the network alone has."""
+        """Copies the state dict of one member, under the names of the network alone."""
         return {name: value.clone() for name, value in self.networks[member].state_dict().items()}
 
     def without(self, members: Collection[str]) -> Stack:
-        """Returns a stack of the other members, with their weights and generators; those that leave keep copies."""
-        kept = {name: network for name, network in self.networks.items() if name not in members}
+        """Returns a stack of the other members, with their weights and generators; leaving members keep copies."""
+        others = {name: network for name, network in self.networks.items() if name not in members}
         for name in members:
             for weight in self.networks[name].parameters():
                 weight.data = weight.data.clone()
-        stack = Stack(kept)
-        stack.generators = {name: self.generators[name] for name in kept}
+        stack = Stack(others)
+        stack.generators = {name: self.generators[name] for name in others}
         return stack
 
     def own_names(self, member: str) -> list[str]:
-        """Returns one member's names of the dense weights, in the order of ``dense``, which has the first member's."""
+        """Returns one member's names of the dense weights, in the order of ``dense`` with the first member's names."""
         return [name for name, _ in _dense_parameters(self.networks[member])]
 
     def dense_grads(self) -> dict[str, Tensor]:
@@ -357,7 +357,7 @@ class Stack(nn.Module):
         return dict(zip(self.dense, self._dense_grads, strict=True))
 
     def _lay_tables_below_one_another(self) -> dict[str, StackedTables]:
-        """Concatenates the members' tables, by the path that their collection has in every network."""
+        """Concatenates the members' tables, by the path of their collection."""
         first = next(iter(self.networks.values()))
         paths = [path for path, module in first.named_modules() if isinstance(module, EmbeddingBagCollection)]
         return {
@@ -396,21 +396,23 @@ class Stack(nn.Module):
         return self.skeleton
 
     def joined(self, items: Sequence[DrawnStep | TowerBatch]) -> Sequence[TowerBatch] | StackedSteps:
-        """Returns the members' steps as one whose batches are made together, or the batches where that cannot be."""
+        """Joins the members' steps into one with a common batch; returns their batches if that is impossible."""
         steps = [item for item in items if isinstance(item, DrawnStep)]
         if len(steps) == len(items):
             sources = tuple(item.source for item in steps)
             if sources not in self._sources:
-                self._sources[sources] = joined_source(steps) if self._hold(sources) else None
+                self._sources[sources] = joined_source(steps) if self._on_device(sources) else None
             source = self._sources[sources]
             if source is not None:
                 return StackedSteps(steps, source)
         device = self.flat.device
         batches = {id(item): item.batch() if isinstance(item, DrawnStep) else item for item in items}
-        there = {key: batch if batch.labels.device == device else batch.to(device) for key, batch in batches.items()}
-        return [there[id(item)] for item in items]
+        on_device = {
+            key: batch if batch.labels.device == device else batch.to(device) for key, batch in batches.items()
+        }
+        return [on_device[id(item)] for item in items]
 
-    def _hold(self, sources: Sequence[Resident]) -> bool:
+    def _on_device(self, sources: Sequence[Resident]) -> bool:
         """Whether the rows of all sources are on the stack's device."""
         return all(tensor.device == self.flat.device for source in sources for tensor in source.tensors)
 
@@ -432,7 +434,7 @@ class Stack(nn.Module):
         if key not in self._graphs:
             self._graphs[key] = trace(self.skeleton, inputs)  # type: ignore[arg-type]
             if peers is None and not inputs.noise:
-                self._prove(self._graphs[key], inputs, batches)
+                self._check_losses(self._graphs[key], inputs, batches)
         with torch.no_grad():
             loss, logits, *gradients = self._graphs[key](*inputs.flat())
         torch._foreach_copy_(self._dense_grads, gradients[: len(self.dense)])
@@ -442,13 +444,13 @@ class Stack(nn.Module):
         return Losses(loss, logits, inputs.rows())
 
     @torch.no_grad()
-    def _prove(self, graph: GraphModule, inputs: Inputs, batches: StepBatches) -> None:
-        """Checks that the first step's losses are those of the members' own forwards."""
+    def _check_losses(self, graph: GraphModule, inputs: Inputs, batches: StepBatches) -> None:
+        """Checks the losses of the first step against the members' own forwards."""
         batches = batches.batches() if isinstance(batches, StackedSteps) else batches
         losses = graph(*inputs.flat())[0].tolist()
         for (name, network), batch, loss in zip(self.networks.items(), batches, losses, strict=True):
             alone = float(network(batch)[0])
-            if abs(alone - loss) > _CLOSE * max(1.0, abs(alone)):
+            if abs(alone - loss) > _TOLERANCE * max(1.0, abs(alone)):
                 raise StackError(
                     f"'{name}' has a loss of {alone} on its first batch alone and of {loss} in the stack: its forward "
                     "depends on more than its weights and the batch's tensors, so it cannot be stacked; train it alone"
@@ -457,7 +459,7 @@ class Stack(nn.Module):
     def inputs(
         self, batches: StepBatches, peers: Tensor | None = None, weight: float = 1.0, *, look_up: bool = True
     ) -> Inputs:
-        """Returns the tensors that a step on ``batches`` reads; the rows looked up are kept for their gradient.
+        """Returns the input tensors of a step on ``batches``; the tables keep the rows for their gradient.
 
         Args:
             batches: one batch for each member, see :meth:`backward`.
@@ -477,13 +479,13 @@ class Stack(nn.Module):
         )
 
     def drawn(self, batches: StepBatches, peers: Tensor | None, weight: float) -> tuple[list[Tensor], list[Tensor]]:
-        """Draws the noise of a step's dropout; returns it, and what the step reads of peers, see :meth:`inputs`."""
+        """Draws the noise of a step's dropout; returns it and the peers' inputs, see :meth:`inputs`."""
         example = self._maker(batches).example if isinstance(batches, StackedSteps) else batches[0]
         noise = self._draw(self.skeleton or self._prepare(example), example)
         return noise, [] if peers is None else [peers, peers.new_full((len(self.networks),), weight)]
 
     def read(self, batches: Sequence[TowerBatch]) -> None:
-        """Finds the rows that ``batches`` look up, for :class:`StackedTables` or a compiled step."""
+        """Finds the look-ups' rows of ``batches``, for :class:`StackedTables` or a compiled step."""
         skeleton = self.skeleton or self._prepare(batches[0])
         for path, tables in self.tables.items():
             tables.read([jagged_of(batch, skeleton.tables[path].reads) for batch in batches])
@@ -510,7 +512,7 @@ class Stack(nn.Module):
         return rows, tensors_of(batch) if steps.members == 1 else tensors_apart(batch, steps.members)
 
     def constants(self, steps: StackedSteps) -> dict[str, Tensor]:
-        """Returns the fields of :meth:`made` that are the same in each step."""
+        """Returns the fields of :meth:`made` with the same value in each step."""
         return self._maker(steps).constants
 
     def _maker(self, steps: StackedSteps) -> _BatchMaker:
@@ -525,19 +527,19 @@ class Stack(nn.Module):
                 names[:] = fields
                 return [rows, *fields.values()]
 
-            given = [*resident, *steps.tensors]
-            graph = make_fx(functionalize(make, remove="mutations"), tracing_mode="fake")(*given)
+            inputs = [*resident, *steps.tensors]
+            graph = make_fx(functionalize(make, remove="mutations"), tracing_mode="fake")(*inputs)
             with torch.no_grad():
-                _, *fields = graph(*given)
-            made = dict(zip(names, fields, strict=True))
+                _, *fields = graph(*inputs)
+            field_values = dict(zip(names, fields, strict=True))
             variable = leave_out_constants(graph, names)
-            constants = {name: value.clone() for name, value in made.items() if name not in variable}
+            constants = {name: value.clone() for name, value in field_values.items() if name not in variable}
             self._makers[steps.layout] = _BatchMaker(graph, names, constants, example)
         return self._makers[steps.layout]
 
     @torch.no_grad()
     def _make(self, steps: StackedSteps) -> dict[str, Tensor]:
-        """Makes the batch of all members; the tables keep the rows that it looks up."""
+        """Makes the batch of all members; the tables keep the rows of its look-ups."""
         maker = self._maker(steps)
         rows, *variable = maker.graph(*steps.source.tensors, *steps.tensors)
         for tables, of_collection in zip(self.tables.values(), rows, strict=True):
@@ -566,17 +568,17 @@ class Stack(nn.Module):
         )
 
     def _draw(self, skeleton: Skeleton, batch: TowerBatch) -> list[Tensor]:
-        """Draws the noise of each dropout layer, (K, ...), as nn.Dropout does; none where no member has dropout."""
+        """Draws the noise of each dropout layer, (K, ...), as nn.Dropout does; empty if no member has dropout."""
         if not any(rate for rates in self._rates for rate in rates):
             return []
-        drawn = []
+        layer_noises = []
         for index, shape in enumerate(skeleton.noise_shapes(batch)):
             noise = torch.ones(len(self.networks), *shape)
             for member_noise, rates, generator in zip(noise, self._rates, self.generators.values(), strict=True):
                 if rates[index]:
                     member_noise.bernoulli_(1 - rates[index], generator=generator).div_(1 - rates[index])
-            drawn.append(noise.to(self.flat.device))
-        return drawn
+            layer_noises.append(noise.to(self.flat.device))
+        return layer_noises
 
 
 def _dense_parameters(network: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -1,8 +1,8 @@
-"""train_stack(): the loop of a stack, in which each member has its own epochs, evaluations, early stop and end.
+"""train_stack(): the loop of a stack; each member has its own epochs, evaluations, early stop and end.
 
-MemberRun: a member as a run of its own, so that its checkpoint is that of a network trained alone.
+MemberRun: a member as a run of its own, with the checkpoint of a network trained alone.
 
-StalePeers: the predictions of a stack as it was some steps ago, for codistillation.
+StalePeers: the predictions of an older copy of a stack, for codistillation.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class MemberWindow:
 
 @dataclass
 class MemberRun:
-    """The parts of one member that :class:`RunCheckpoints` saves and restores.
+    """One member as a run of its own, for :class:`RunCheckpoints` to save and restore.
 
     Args:
         model: the network, whose weights are views of the stack's.
@@ -84,7 +84,7 @@ def drawing_from(generator: torch.Generator) -> Iterator[None]:
 
 
 def optimizer_of(stack: Stack, optimizer: StackedOptimizer, member: str) -> KeyedOptimizer:
-    """Returns one member's part of a stack's optimizer, under the names that it has alone; state is shared, not copied.
+    """Returns one member's part of a stack's optimizer under its own names; state is shared, not copied.
 
     Args:
         stack: the stack that the member belongs to.
@@ -94,24 +94,24 @@ def optimizer_of(stack: Stack, optimizer: StackedOptimizer, member: str) -> Keye
     network, own_names = stack.networks[member], dict(zip(stack.dense, stack.own_names(member), strict=True))
     params: dict[str, Tensor] = {}
     state: dict[Tensor, dict[str, Tensor]] = {}
-    for _, moved, held in optimizer.entries():
-        if member not in moved.members:
+    for _, entry, entry_state in optimizer.entries():
+        if member not in entry.members:
             continue
-        for name, parts in _parts(stack, moved, held, moved.members.index(member)).items():
+        for name, parts in _parts(stack, entry, entry_state, entry.members.index(member)).items():
             key = own_names.get(name) or "{}.embedding_bags.{}.weight".format(*name.rsplit(".", 1))
             params[key] = network.get_parameter(key)
             state[params[key]] = parts
     return KeyedOptimizer(params, state, [])
 
 
-def _parts(stack: Stack, moved: StackedWeights, held: dict[str, Tensor], index: int) -> dict[str, dict[str, Tensor]]:
-    """Returns the state of each weight, by name, of the member at ``place`` of those that are moved together."""
-    count = len(moved.members)
-    member_state = {slot: value.chunk(count)[index] if value.dim() else value for slot, value in held.items()}
-    if moved.is_table:
-        return {moved.name: member_state}
-    names = [moved.name]
-    if moved.parameter.numel() == count * stack.flat.shape[1]:
+def _parts(stack: Stack, entry: StackedWeights, state: dict[str, Tensor], index: int) -> dict[str, dict[str, Tensor]]:
+    """Returns the state of each weight, by name, of the member at ``index`` in ``entry``."""
+    count = len(entry.members)
+    member_state = {slot: value.chunk(count)[index] if value.dim() else value for slot, value in state.items()}
+    if entry.is_table:
+        return {entry.name: member_state}
+    names = [entry.name]
+    if entry.parameter.numel() == count * stack.flat.shape[1]:
         names = list(stack.dense)  # all of them side by side
     shapes = [stack.dense[name].shape[1:] for name in names]
     sizes = [shape.numel() for shape in shapes]
@@ -128,7 +128,7 @@ def _parts(stack: Stack, moved: StackedWeights, held: dict[str, Tensor], index: 
 
 
 class StalePeers:
-    """A copy of a stack as it was some steps ago, whose members predict for each other.
+    """An older copy of a stack; its members predict for each other.
 
     Args:
         stack: two or more members that read one batch.
@@ -198,7 +198,7 @@ class StalePeers:
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """One network of a stack and how it is trained.
+    """One network of a stack and its training.
 
     Args:
         network: unsharded network, its tables in memory.
@@ -293,7 +293,7 @@ class _Run:
         }
         self._window = _Window(self.active)
         self.at = Position()
-        if self._saved():
+        if self._active_checkpoints():
             self._restore()
         self._step = self._new_step()
 
@@ -326,19 +326,21 @@ class _Run:
         for name in self.active:
             self._members[name].network.train()
         # Stale peers predict for batches, so they are made first.
-        drawn = [None if self._peers else getattr(loader, "steps", None) for loader in loaders]
-        streams = [steps() if callable(steps) else loader for loader, steps in zip(loaders, drawn, strict=True)]
+        step_methods = [None if self._peers else getattr(loader, "steps", None) for loader in loaders]
+        streams = [steps() if callable(steps) else loader for loader, steps in zip(loaders, step_methods, strict=True)]
         for items in zip(*streams, strict=True):
-            read = {id(loader): item for loader, item in zip(loaders, items, strict=True)}
+            item_of_loader = {id(loader): item for loader, item in zip(loaders, items, strict=True)}
             if not self._train(
-                self.at.epoch + 1, {name: read[id(self._members[name].loader)] for name in self.active}, self._window
+                self.at.epoch + 1,
+                {name: item_of_loader[id(self._members[name].loader)] for name in self.active},
+                self._window,
             ):
                 return
         self._end_of_epoch(self.at.epoch + 1)
         self.at.begin(self.at.epoch + 1)
 
     def restore_best(self) -> None:
-        """Restores the weights of each member's best evaluation, where its early stop watched for it."""
+        """Restores the weights of each member's best evaluation, if its early stop watched for it."""
         for name, member in self._members.items():
             steps = [record["step"] for record in self.history[name] if record["kind"] != "error"]
             best = self._watches[name].better_than(max(steps, default=0))
@@ -363,25 +365,30 @@ class _Run:
     def _restore(self) -> None:
         """Restores all members from their checkpoints, if there are any."""
         self._optimizer.begin()
-        stand = {name: self._restore_one(name, checkpoints) for name, checkpoints in self._saved()}
-        for name, record in ((name, record) for name, position in stand.items() for record in position.history):
+        position_of = {name: self._restore_one(name, checkpoints) for name, checkpoints in self._active_checkpoints()}
+        for name, record in ((name, record) for name, position in position_of.items() for record in position.history):
             if self._log is not None:
                 self._log(name, record)
-        over = [name for name, position in stand.items() if is_over(position, self._members[name].train.epochs)]
-        if over:  # whose loader, where it is that of others too, stands where they left
-            stand |= {
-                name: self._restore_one(name, checkpoints) for name, checkpoints in self._saved() if name not in over
+        finished = [
+            name for name, position in position_of.items() if is_over(position, self._members[name].train.epochs)
+        ]
+        # A loader shared with a finished member is now where that member left it: restore the others once more.
+        if finished:
+            position_of |= {
+                name: self._restore_one(name, checkpoints)
+                for name, checkpoints in self._active_checkpoints()
+                if name not in finished
             }
-        if len(over) == len(self.active):
-            self._leave(over)
+        if len(finished) == len(self.active):
+            self._leave(finished)
             return
         positions = {
             (position.epoch, position.done, position.step, position.ended)
-            for name, position in stand.items()
-            if name not in over
+            for name, position in position_of.items()
+            if name not in finished
         }
         if len(positions) > 1:
-            steps = ", ".join(f"'{name}' at step {position.step}" for name, position in stand.items())
+            steps = ", ".join(f"'{name}' at step {position.step}" for name, position in position_of.items())
             raise StackError(
                 f"the members' checkpoints stand apart: {steps}; give those of one step, as members step together"
             )
@@ -390,7 +397,7 @@ class _Run:
         self._optimizer.go_on(step)
         if ended:
             self.at.begin(epoch + 1)
-        self._leave(over)
+        self._leave(finished)
 
     def _restore_one(self, name: str, checkpoints: RunCheckpoints) -> Position:
         run = self._as_run(name)
@@ -400,8 +407,8 @@ class _Run:
         self.history[name] = at.history
         return at
 
-    def _saved(self) -> list[tuple[str, RunCheckpoints]]:
-        """The checkpoints of the members that are left, by name."""
+    def _active_checkpoints(self) -> list[tuple[str, RunCheckpoints]]:
+        """The checkpoints of the remaining members, by name."""
         checkpoints_of = ((name, self._members[name].checkpoints) for name in self.active)
         return [(name, checkpoints) for name, checkpoints in checkpoints_of if checkpoints is not None]
 
@@ -417,7 +424,7 @@ class _Run:
         )
 
     def _save(self, how: Callable[[RunCheckpoints, MemberRun], None]) -> None:
-        for name, checkpoints in self._saved():
+        for name, checkpoints in self._active_checkpoints():
             with drawing_from(self._stack.generators[name]):
                 how(checkpoints, self._as_run(name))
 
@@ -438,7 +445,9 @@ class _Run:
                 rates = self._optimizer.rates(name) if changing else {}
                 self._keep(name, {"kind": "train", "epoch": epoch, "step": self.at.step, **window.take(name), **rates})
         # To collect what members save takes as long as some steps.
-        if self.at.done < self._steps and any(saving.due_after(self.at.step) for _, saving in self._saved()):
+        if self.at.done < self._steps and any(
+            saving.due_after(self.at.step) for _, saving in self._active_checkpoints()
+        ):
             self._save(RunCheckpoints.after_step)
         if self._stop is not None and self._stop():
             self._end_here()
@@ -446,7 +455,7 @@ class _Run:
 
     def _end_here(self) -> None:
         where = f"step {self.at.step} of epoch {self.at.epoch + 1}"
-        if not self._saved():
+        if not self._active_checkpoints():
             raise RunStoppedError(
                 f"stopped by a signal after {where}; nothing was saved, since the run has no checkpoints"
             )
@@ -461,15 +470,17 @@ class _Run:
         return self._step(batches, peers=peers, weight=self._codistillation.weight)
 
     def _drop_diverged(self, epoch: int, losses: Tensor) -> None:
-        lost = {name: loss for name, loss in zip(self.active, losses.tolist(), strict=True) if not math.isfinite(loss)}
-        for name, loss in lost.items():
+        diverged = {
+            name: loss for name, loss in zip(self.active, losses.tolist(), strict=True) if not math.isfinite(loss)
+        }
+        for name, loss in diverged.items():
             message = (
                 f"'{name}': the loss is {loss} at step {self.at.step + 1} of epoch {epoch}; nothing was written by "
                 "this step, and the member ends; lower its optimizer.tables_lr or optimizer.dense_lr, or set "
                 "optimizer.clip_norm"
             )
             self._keep(name, {"kind": "error", "epoch": epoch, "step": self.at.step + 1, "message": message})
-        self._leave(lost)
+        self._leave(diverged)
 
     def _end_of_epoch(self, epoch: int) -> None:
         ended, best = [], []
@@ -490,21 +501,21 @@ class _Run:
             if (stop := watch.stops()) and not last:
                 self._keep(name, {"epoch": epoch, "step": self.at.step, **stop})
                 ended.append(name)
-        for name, checkpoints in self._saved():
+        for name, checkpoints in self._active_checkpoints():
             with drawing_from(self._stack.generators[name]):
                 checkpoints.after_epoch(self._as_run(name, ended=True), last=name in ended, best=name in best)
         self._leave(ended)
 
     def _leave(self, names: Iterable[str]) -> None:
-        gone = list(names)
-        if not gone:
+        leaving = list(names)
+        if not leaving:
             return
-        if len(gone) == len(self.active):
+        if len(leaving) == len(self.active):
             if self._step is not None:
                 self._step.finish()
             self._stack = None  # type: ignore[assignment]
             return
-        self._stack = self._stack.without(gone)
+        self._stack = self._stack.without(leaving)
         self._optimizer = self._optimizer.kept(self._stack)
         self._peers, self._step = self._new_peers(), self._new_step()
 
@@ -556,11 +567,11 @@ def _steps_of_all(members: Mapping[str, Member]) -> int:
 
 def _compile_of_all(members: Mapping[str, Member]) -> Compile:
     first, *others = members
-    chosen = members[first].train.compile
+    choice = members[first].train.compile
     for other in others:
-        if members[other].train.compile != chosen:
+        if members[other].train.compile != choice:
             raise StackError(
-                f"train.compile is {chosen} in '{first}' and {members[other].train.compile} in '{other}': members of a "
+                f"train.compile is {choice} in '{first}' and {members[other].train.compile} in '{other}': members of a "
                 "stack step together; give both the same"
             )
-    return chosen
+    return choice
