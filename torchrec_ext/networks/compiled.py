@@ -78,7 +78,8 @@ class CompiledStep:
     """
 
     def __init__(self, stack: Stack, optimizer: StackedOptimizer, *, engine: StepExecutor | None = None) -> None:
-        self._stack, self._optimizer = stack, optimizer
+        self._stack = stack
+        self._optimizer = optimizer
         tables = {
             f"{path}.{table.name}": stacked.weight(table)
             for path, stacked in stack.tables.items()
@@ -140,10 +141,8 @@ class CompiledStep:
             raise CannotCaptureError(f"batches of more than {MOST_GRAPHS} shapes; give them one loader.batch_size")
         generators = self._stack.generators.values()
         before = [generator.get_state() for generator in generators]
-        inputs, example_inputs = (
-            self._stack.inputs(batches, peers, weight, look_up=False),
-            self._inputs(batches, peers, weight),
-        )
+        inputs = self._stack.inputs(batches, peers, weight, look_up=False)
+        example_inputs = self._inputs(batches, peers, weight)
         for generator, generator_state in zip(generators, before, strict=True):
             generator.set_state(generator_state)
         steps = batches if isinstance(batches, StackedSteps) else None
@@ -171,12 +170,14 @@ class CompiledStep:
         if isinstance(batches, StackedSteps):
             noise, stale = self._stack.drawn(batches, peers, weight)
             return [*batches.tensors, *noise, *stale]
-        rows, inputs = self._rows(), self._stack.inputs(batches, peers, weight, look_up=False)
+        rows = self._rows()
+        inputs = self._stack.inputs(batches, peers, weight, look_up=False)
         return [*(ids for ids, _ in rows), *(live for _, live in rows if live is not None), *inputs.rest()]
 
     def _pooled(self, ids: Sequence[Tensor]) -> list[list[Tensor]]:
         """Returns tensors in the shapes of the look-ups' results; a trace needs no values."""
-        rest, members = iter(ids), len(self._stack.members)
+        rest = iter(ids)
+        members = len(self._stack.members)
         return [
             [
                 torch.empty(members, len(next(rest)) // members, table.embedding_dim, device=ids[0].device)
@@ -194,7 +195,8 @@ class CompiledStep:
             )
         if not state and choice.kind != "sgd":
             raise StackError("the optimizer has no state yet: train one step before the compiled ones")
-        members, all_members = len(entry.members), self._stack.members
+        members = len(entry.members)
+        all_members = self._stack.members
         index = self._names.index(entry.name) if entry.is_table else len(self._names)
         rows = len(self._weights[index]) // len(all_members)
         first = rows * all_members.index(entry.members[0])
@@ -206,11 +208,15 @@ class CompiledStep:
         )
 
     def _function(self, inputs: Inputs, stacked_steps: StackedSteps | None) -> Callable[..., list[Tensor]]:
-        stack, graph = self._stack, trace(self._stack.skeleton, inputs)  # type: ignore[arg-type]
+        stack = self._stack
+        graph = trace(self._stack.skeleton, inputs)  # type: ignore[arg-type]
         tables = [table for stacked in self._stack.tables.values() for table in stacked.tables]
         lookups = [(index, table.embedding_dim) for index, table in enumerate(tables) for _ in table.feature_names]
-        shapes, members = [value.shape for value in self._stack.dense.values()], len(self._stack.members)
-        sizes, weight_count, entries = [shape.numel() // members for shape in shapes], len(self._weights), self._entries
+        shapes = [value.shape for value in self._stack.dense.values()]
+        members = len(self._stack.members)
+        sizes = [shape.numel() // members for shape in shapes]
+        weight_count = len(self._weights)
+        entries = self._entries
         padded = [live is not None for _, live in self._rows()]
         limited = [name in self._optimizer.limited_tables for name in self._names] if self._optimizer.clips else None
 
@@ -218,7 +224,8 @@ class CompiledStep:
             rest = iter(tensors)
             weights = [next(rest) for _ in range(weight_count)]
             states = [([next(rest) for _ in entry.state], [next(rest) for _ in entry.steps]) for entry in entries]
-            rates, limits = [next(rest) for _ in entries], next(rest)
+            rates = [next(rest) for _ in entries]
+            limits = next(rest)
             if stacked_steps:
                 resident = [next(rest) for _ in stacked_steps.source.tensors]
                 same = {name: next(rest) for name in stack.constants(stacked_steps)}
@@ -247,7 +254,8 @@ class CompiledStep:
                 grads = _limited(grads, [*limited, True], limits)
             finite = torch.isfinite(loss).all()
             for entry, (state, steps), rate in zip(entries, states, rates, strict=True):
-                weight, flat_state = entry.of(weights[entry.index]), [entry.flat(tensor) for tensor in state]
+                weight = entry.of(weights[entry.index])
+                flat_state = [entry.flat(tensor) for tensor in state]
                 step_number = steps[0] + 1 if steps else rate
                 grad = entry.of(grads[entry.index])
                 values, new = stepped(weight, grad, flat_state, step_number, rate, entry.choice, table=entry.is_table)
@@ -304,10 +312,16 @@ class StackSteps:
         total: int = 0,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self._stack, self._optimizer, self._compile, self._say = stack, optimizer, compile, say
-        self._step_count, self._total, self._since = done, total, 0
+        self._stack = stack
+        self._optimizer = optimizer
+        self._compile = compile
+        self._say = say
+        self._step_count = done
+        self._total = total
+        self._since = 0
         self._step: CompiledStep | None = None
-        self._decided, self._compared = compile == "off", compile == "off"
+        self._decided = compile == "off"
+        self._compared = compile == "off"
         self._eager_s: list[float] = []
         self._compiled_s: list[float] = []
         self._shape_counts: Counter[object] = Counter()
@@ -359,13 +373,15 @@ class StackSteps:
 
     def _decide(self) -> None:
         self._decided = True
-        seconds, remaining = median_step(self._eager_s), self._total - self._step_count
+        seconds = median_step(self._eager_s)
+        remaining = self._total - self._step_count
         pays = PAYS_S[self._stack.flat.device.type]
         if remaining * seconds < pays:
             self._stay_eager(f"compiling pays from {two_digits(pays / seconds):,} steps on, and {remaining:,} are left")
             return
         try:
-            self._step, self._since = self._new_step(), self._step_count + 1
+            self._step = self._new_step()
+            self._since = self._step_count + 1
         except (StackError, CannotCaptureError) as error:
             self._stay_eager(str(error))
 
@@ -375,7 +391,8 @@ class StackSteps:
         try:
             if not self._optimizer.begun:
                 self._optimizer.begin()
-            self._step, self._since = self._new_step(), self._step_count + 2
+            self._step = self._new_step()
+            self._since = self._step_count + 2
             self._step.compile(self._step.read(batches, peers), batches, peers, weight)
         except (StackError, CannotCaptureError) as error:
             raise StackError(f"train.compile=require: the step of the stack cannot be compiled: {error}") from None
@@ -413,7 +430,8 @@ class StackSteps:
         if len(self._compiled_s) <= WATCHED:  # one more: the first is that of the compilation
             return
         self._compared = True
-        compiled, eager = median_step(self._compiled_s) * 1e3, median_step(self._eager_s) * 1e3
+        compiled = median_step(self._compiled_s) * 1e3
+        eager = median_step(self._eager_s) * 1e3
         if compiled > eager and self._compile == "auto":
             self._step = None
             self._stay_eager(f"a compiled step takes {compiled:.3g} ms")

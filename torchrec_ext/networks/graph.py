@@ -86,7 +86,8 @@ def _slice_split(node: Any) -> None:
     if node.target is not operator.getitem or node.args[0].target is not _aten.split_with_sizes.default:
         return
     source, sizes, *dims = node.args[0].args
-    dim, start = dims[0] if dims else 0, sum(sizes[: node.args[1]])
+    dim = dims[0] if dims else 0
+    start = sum(sizes[: node.args[1]])
     _replace(node, _aten.slice.Tensor, source, dim % len(_shape(source)), start, start + sizes[node.args[1]])
 
 
@@ -132,7 +133,8 @@ def _slice_concatenation(node: Any) -> None:
     if len(node.args) > 4 or (source.args[1] if len(source.args) > 1 else 0) != dim:
         return
     stop = min(stop, _shape(source)[dim])
-    offset, pieces = 0, []
+    offset = 0
+    pieces = []
     for piece in source.args[0]:
         width = _shape(piece)[dim]
         if width and start >= offset and stop <= offset + width:

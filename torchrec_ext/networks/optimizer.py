@@ -70,12 +70,10 @@ class StackedOptimizer:
     ) -> None:
         if missing := [name for name in stack.members if name not in configs]:
             raise StackError(f"no OptimizerConfig for {missing}: give one for each of {stack.members}")
-        self._stack, self._configs, self._schedules, self._steps = (
-            stack,
-            dict(configs),
-            dict(schedules or {}),
-            dict(steps or {}),
-        )
+        self._stack = stack
+        self._configs = dict(configs)
+        self._schedules = dict(schedules or {})
+        self._steps = dict(steps or {})
         self._step = 0
         choices = {name: _choices(stack, name, configs[name]) for name in stack.members}
         self._clipped_weights = self._weights_in_norm(choices)

@@ -80,7 +80,8 @@ class StackedSteps:
     """
 
     def __init__(self, items: Sequence[DrawnStep], source: Resident) -> None:
-        self.items, self.source = list(items), source
+        self.items = list(items)
+        self.source = source
         self.members = 1 if _is_one(items) else len(items)
         self.tensors: Sequence[Tensor] = items[0].tensors
         if self.members > 1:
@@ -145,7 +146,8 @@ class _Tables(nn.Module):
 
     def __init__(self, path: str, collection: EmbeddingBagCollection) -> None:
         super().__init__()
-        self.path, self.reads = path, ""
+        self.path = path
+        self.reads = ""
         configs = list(collection.embedding_bag_configs())
         self.names = [name for names in get_embedding_names_by_table(configs) for name in names]
         self.widths = [table.embedding_dim for table in configs for _ in table.feature_names]
@@ -243,7 +245,9 @@ class Skeleton:
         names = ["sparse", *(["shared.sparse"] if batch.shared is not None else []), "joint", "weighted"]
         strides = {name: bags.stride() for name in names if (bags := jagged_of(batch, name)) is not None}
         for table in self.tables.values():
-            table.strides, table.device, table.reads = strides, batch.dense.device, ""
+            table.strides = strides
+            table.device = batch.dense.device
+            table.reads = ""
         order: list[_Dropout] = []
         hooks = [layer.register_forward_hook(lambda layer, *_: order.append(layer)) for layer in self.dropouts]
         with torch.no_grad():

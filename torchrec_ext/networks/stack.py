@@ -468,9 +468,11 @@ class Stack(nn.Module):
             look_up: read the rows and look them up; else ``pooled`` is empty.
         """
         if isinstance(batches, StackedSteps):
-            fields, shared = self._make(batches), batches.members == 1
+            fields = self._make(batches)
+            shared = batches.members == 1
         else:
-            fields, shared = self._fields(batches), all(batch is batches[0] for batch in batches)
+            fields = self._fields(batches)
+            shared = all(batch is batches[0] for batch in batches)
             if look_up:
                 self.read(batches)
         pooled = [tables() for tables in self.tables.values()] if look_up else []
@@ -517,7 +519,8 @@ class Stack(nn.Module):
 
     def _maker(self, steps: StackedSteps) -> _BatchMaker:
         if steps.layout not in self._makers:
-            example, resident = steps.items[0].batch(), steps.source.tensors
+            example = steps.items[0].batch()
+            resident = steps.source.tensors
             names: list[str] = []
             if self.skeleton is None:
                 self._prepare(example)

@@ -91,7 +91,8 @@ def optimizer_of(stack: Stack, optimizer: StackedOptimizer, member: str) -> Keye
         optimizer: the stack's optimizer, after a step or :meth:`StackedOptimizer.begin`.
         member: name of the member.
     """
-    network, own_names = stack.networks[member], dict(zip(stack.dense, stack.own_names(member), strict=True))
+    network = stack.networks[member]
+    own_names = dict(zip(stack.dense, stack.own_names(member), strict=True))
     params: dict[str, Tensor] = {}
     state: dict[Tensor, dict[str, Tensor]] = {}
     for _, entry, entry_state in optimizer.entries():
@@ -143,7 +144,8 @@ class StalePeers:
             raise StackError(
                 f"codistillation with the one member {stack.members}: it learns from peers; stack two or more"
             )
-        self._stack, self._config = stack, config
+        self._stack = stack
+        self._config = config
         self._dense: list[Tensor] = []
         self._tables: dict[str, list[Tensor]] = {}
         self._graphs: dict[tuple[object, ...], GraphModule] = {}
@@ -271,9 +273,14 @@ class _Run:
         stop: Callable[[], bool] | None,
         say: Callable[[str], None],
     ) -> None:
-        self._members, self._evaluate, self._log, self._stop, self._say = members, evaluate, log, stop, say
+        self._members = members
+        self._evaluate = evaluate
+        self._log = log
+        self._stop = stop
+        self._say = say
         self._codistillation = codistillation
-        self._steps, self._compile = _steps_of_all(members), _compile_of_all(members)
+        self._steps = _steps_of_all(members)
+        self._compile = _compile_of_all(members)
         self._stack = Stack(
             {name: member.network for name, member in members.items()},
             seeds={name: m.seed for name, m in members.items()},
@@ -436,7 +443,8 @@ class _Run:
             if not self.active:
                 return False
             losses = self._move(self._stack.joined([items[name] for name in self.active]))
-        self.at.step, self.at.done = self.at.step + 1, self.at.done + 1
+        self.at.step = self.at.step + 1
+        self.at.done = self.at.done + 1
         window.add(self.active, losses)
         for name in self.active:
             if self.at.step % self._members[name].train.log_every == 0 or self.at.done == self._steps:
@@ -483,9 +491,11 @@ class _Run:
         self._leave(diverged)
 
     def _end_of_epoch(self, epoch: int) -> None:
-        ended, best = [], []
+        ended = []
+        best = []
         for name in self.active:
-            config, last = self._members[name].train, epoch == self._members[name].train.epochs
+            config = self._members[name].train
+            last = epoch == self._members[name].train.epochs
             if last:
                 ended.append(name)
             if self._evaluate is None or not (last or epoch % config.eval_every == 0):
@@ -517,7 +527,8 @@ class _Run:
             return
         self._stack = self._stack.without(leaving)
         self._optimizer = self._optimizer.kept(self._stack)
-        self._peers, self._step = self._new_peers(), self._new_step()
+        self._peers = self._new_peers()
+        self._step = self._new_step()
 
     def _keep(self, name: str, record: Record) -> None:
         self.history[name].append(record)
@@ -547,8 +558,10 @@ class _Window:
             self._sums[name] = total + loss, steps + 1, counted + rows
 
     def take(self, name: str) -> dict[str, Any]:
-        (total, steps, rows), now = self._sums[name], time.perf_counter()
-        seconds, self._starts[name] = now - self._starts[name], now
+        (total, steps, rows) = self._sums[name]
+        now = time.perf_counter()
+        seconds = now - self._starts[name]
+        self._starts[name] = now
         self._sums[name] = 0.0, 0, 0
         return {"loss": total / steps, "rows": rows, "rows_per_s": rows / seconds}
 

@@ -106,7 +106,8 @@ class BatchBuilder:
 
     def _user_columns(self, users: Chunk, times: int, matrices: Collection[Sequence[str]] = ()) -> dict[str, _Repeated]:
         """Returns the user's columns, without those in ``matrices``."""
-        once, left_out = self._once, {name for names in matrices for name in names}
+        once = self._once
+        left_out = {name for names in matrices for name in names}
         return {
             name: _Repeated(users[name], 1 if name in once else times)
             for name in self._user_names
@@ -206,7 +207,8 @@ class BatchBuilder:
             return _jagged(name, columns[name], None, pad)
         if feature.weights not in columns:
             raise self.schema.missing(feature.weights, columns)
-        ids, weights = columns[name].column, columns[feature.weights].column
+        ids = columns[name].column
+        weights = columns[feature.weights].column
         if not np.array_equal(ids.lengths, weights.lengths):
             row = int((ids.lengths != weights.lengths).argmax())
             raise DataError(
@@ -232,7 +234,8 @@ def _jagged(name: str, repeated: _Repeated, weights: Array | None, pad: int) -> 
         values = _tensor(column.values if times == 1 else column.values.repeat(times))
         weighing = None if weighing is None else weighing.repeat_interleave(times)
         return Jagged(values, _padded(torch.ones(len(values), dtype=torch.int32), pad) if pad else None, weighing)
-    values, lengths = _tensor(column.values), torch.from_numpy(column.lengths.astype(np.int32))
+    values = _tensor(column.values)
+    lengths = torch.from_numpy(column.lengths.astype(np.int32))
     if times > 1:
         lengths, values, weighing = _repeat_rows(lengths, values, weighing, times)
     return Jagged(values, _padded(lengths, pad), weighing)

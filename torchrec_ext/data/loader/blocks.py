@@ -171,7 +171,8 @@ def _finite(group: RowGroup, name: str, values: Array) -> Float32:
 
 def _weights(group: RowGroup, name: str, column: str, chunk: Chunk) -> Column:
     """Returns the weights of the ids of feature ``name``; raises a DataError if one is missing or not finite."""
-    lengths, ids = chunk[column].lengths, chunk[name].lengths
+    lengths = chunk[column].lengths
+    ids = chunk[name].lengths
     if not np.array_equal(lengths, ids):
         row = int((lengths != ids).argmax())
         raise DataError(
@@ -272,7 +273,8 @@ class Assembler:
             name: index for index, name in enumerate(name for name in layout.features if name not in ragged)
         }
         self._float = {name: index for index, name in enumerate(layout.floats)}
-        self._label, self._weight = label, weight
+        self._label = label
+        self._weight = weight
 
     def batch(self, slices: Sequence[Slice], size: int, total_weight: float) -> TowerBatch:
         """Builds a batch of the rows of ``slices``, padded to ``size`` rows with rows of weight 0 and empty bags.

@@ -109,8 +109,12 @@ class OwnCandidates:
         self, schema: BatchSchema, config: LoaderConfig, items: Chunk | None, negatives: Negatives | None, share: Share
     ) -> None:
         self.ids = ("user_id", "item_id") if config.negatives else ("item_id",)
-        self._builder, self._tasks, self._schema = BatchBuilder(schema, items), schema.tasks, schema
-        self._config, self._negatives, self._share = config, negatives, share
+        self._builder = BatchBuilder(schema, items)
+        self._tasks = schema.tasks
+        self._schema = schema
+        self._config = config
+        self._negatives = negatives
+        self._share = share
 
     def draw_ahead(self, rows: Chunk, numbers: Int64, epoch: int) -> Candidates | None:
         """See :meth:`Pairing.draw_ahead`: for samplers without a state, which nothing refreshes between steps."""
@@ -154,7 +158,8 @@ class OwnCandidates:
     def _candidates(self, rows: Chunk, numbers: Int64, epoch: int) -> Candidates | None:
         if self._negatives is None or not self._config.negatives:
             return None
-        users, positives = rows["user_id"].values, rows["item_id"].values
+        users = rows["user_id"].values
+        positives = rows["item_id"].values
         ids, log_q = self._negatives.draw(users, numbers, epoch, self._config.negatives)
         valid_positives = np.maximum(positives, 1)
         return Candidates(
@@ -194,8 +199,11 @@ class SharedCandidates:
         share: Share,
     ) -> None:
         self.ids = (schema.candidate or "item_id",)
-        self._schema, self._config, self._items = schema, config, items
-        self._candidates, self._share = candidates, share
+        self._schema = schema
+        self._config = config
+        self._items = items
+        self._candidates = candidates
+        self._share = share
         # Features of items in the shared rows: each row of the batch then needs a shared row of its own.
         self._own_shared_rows = any(name in schema.shared for name in items)
 
@@ -206,11 +214,13 @@ class SharedCandidates:
 
     def batch(self, rows: StepRows, epoch: int, step: int) -> TowerBatch:
         """See :meth:`Pairing.batch`."""
-        chunk, queries = rows.chunk, self._share.rows(self._config.batch_size)
+        chunk = rows.chunk
+        queries = self._share.rows(self._config.batch_size)
         (key,) = self.ids
         positives = known_items(self._schema, self._items.num_rows, chunk[key].values, rows.numbers, key)
         padded_extra = self._candidates.draw(epoch, step, rank=self._share.rank, world_size=self._share.world_size)
-        size, extra = queries + len(padded_extra), padded_extra[padded_extra > 0]
+        size = queries + len(padded_extra)
+        extra = padded_extra[padded_extra > 0]
         columns: dict[str, Sections] = {}
         for name in [*self._schema.keys, *self._schema.dense]:
             if name in self._items:

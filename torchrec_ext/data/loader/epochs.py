@@ -159,7 +159,8 @@ class Epochs(ABC):
     """
 
     def __init__(self, config: LoaderConfig, count: int, what: str) -> None:
-        self.config, self._count = config, count
+        self.config = config
+        self._count = count
         self._pin = torch.cuda.is_available() if config.pin_memory is None else config.pin_memory
         on_gpu = torch.cuda.is_available()  # where copies to the device overlap with the step as well
         self.ahead = BuiltAhead(BuiltAhead.DEPTH if config.prefetch is None and on_gpu else config.prefetch)
@@ -190,7 +191,9 @@ class Epochs(ABC):
 
     def set_epoch(self, epoch: int) -> None:
         """Starts ``epoch``, counted from 0, at its first step."""
-        self._epoch, self._step, self._start = epoch, 0, 0
+        self._epoch = epoch
+        self._step = 0
+        self._start = 0
 
     def __iter__(self) -> Iterator[TowerBatch]:
         """Yields the epoch's batches; once after :meth:`load_state_dict`, the remaining ones."""
@@ -227,5 +230,6 @@ class Epochs(ABC):
             raise ValueError(
                 f"cannot resume in the middle of an epoch: {changes}; restore these settings, or start a new epoch"
             )
-        self._epoch, self._step = int(state["epoch"]), int(state["step"])
+        self._epoch = int(state["epoch"])
+        self._step = int(state["step"])
         self._start = self._step

@@ -40,17 +40,20 @@ class LaneReader:
 
     def __init__(self, source: Source, layout: BlockLayout, part_rows: int) -> None:
         self.layout = layout
-        self._source, self._part_rows = source, part_rows
+        self._source = source
+        self._part_rows = part_rows
         self._parts: Iterator[Chunk] = iter(())
         self._next: tuple[int, int] | None = None  # row group and row that the next part begins with
 
     def read(self, segment: Segment) -> tuple[dict[str, Column], dict[str, Float32]]:
         """Reads the ids and the floats of a segment, see :meth:`BlockLayout.checked`."""
-        group, first = self._source.groups[segment.group], 0
+        group = self._source.groups[segment.group]
+        first = 0
         if group.rows <= self._part_rows:
             chunk = self._source.read(group, self.layout.names)
         else:
-            chunk, first = self._read_part(group, segment), segment.start
+            chunk = self._read_part(group, segment)
+            first = segment.start
         ids, floats = self.layout.checked(dataclasses.replace(group, first=first, rows=chunk.num_rows), chunk)
         if segment.stop - segment.start == chunk.num_rows:
             return ids, floats
@@ -168,8 +171,12 @@ class Stream:
         world_size: int,
     ) -> None:
         self.plan = plan
-        self._source, self._layout, self._weight = source, layout, weight
-        self._read_ahead, self._rank, self._world_size = read_ahead, rank, world_size
+        self._source = source
+        self._layout = layout
+        self._weight = weight
+        self._read_ahead = read_ahead
+        self._rank = rank
+        self._world_size = world_size
         counts = np.array(plan.group_rows, dtype=np.int64)
         self._firsts = np.cumsum(counts) - counts
 
@@ -273,7 +280,9 @@ class StreamedRows:
             world_size=share.world_size,
         )
         self.num_rows = plan.num_rows
-        self._config, self._pairing, self._share = config, pairing, share
+        self._config = config
+        self._pairing = pairing
+        self._share = share
         self._places = plan.places
 
     def follow(self, stream: Mapping[str, Any] | None) -> None:
@@ -296,7 +305,8 @@ class StreamedRows:
                 yield self._pairing.batch(self._columns(step, total), epoch, number)
 
     def _columns(self, step: BatchRows, total: float) -> StepRows:
-        chunk, weight = self._assembler.chunk(step.mine), self._config.weight
+        chunk = self._assembler.chunk(step.mine)
+        weight = self._config.weight
         numbers = np.concatenate(
             [np.zeros(0, np.int64), *(piece.rows.numbers[piece.start : piece.stop] for piece in step.mine)]
         )

@@ -65,7 +65,8 @@ class IdDropout:
                 )
             if not 0 <= rate < 1:
                 raise ValueError(f"rates: {name}={rate}: must be at least 0 and below 1; 0.1 to 0.3 is usual")
-        self._loader, self._schema = loader, schema
+        self._loader = loader
+        self._schema = schema
         self._rates = {name: rate for name, rate in rates.items() if rate}
         self._seed = seed
         self._epoch = 0
@@ -158,12 +159,14 @@ class _Part(NamedTuple):
 
 def _parts(batch: TowerBatch, schema: BatchSchema) -> dict[str, _Part]:
     """Returns the KeyedJaggedTensors of a batch by name: ``sparse``, ``shared``, ``joint`` and ``weighted``."""
-    rows, keys = len(batch), batch.sparse.keys()
+    rows = len(batch)
+    keys = batch.sparse.keys()
     parts = {"sparse": _part(batch.sparse, [[(name, False, rows)] for name in keys])}
     queries = 0
     if batch.shared is not None:
         shared = batch.shared.sparse
-        queries, keys = shared.stride(), shared.keys()
+        queries = shared.stride()
+        keys = shared.keys()
         parts["shared"] = _part(shared, [[(name, True, queries)] for name in keys])
     for name, ids, pairs in (("joint", batch.joint, schema.joint), ("weighted", batch.weighted, schema.weighted)):
         if ids is not None:
@@ -176,12 +179,14 @@ def _part(ids: KeyedJaggedTensor, keys: list[list[tuple[str | None, bool, int]]]
 
     ``keys`` names, for each key, the features whose bags follow one another: name, whether it is shared, and its bags.
     """
-    pieces, start = [], 0
+    pieces = []
+    start = 0
     for feature, shared, bags in (half for key in keys for half in key):
         if feature is not None:
             pieces.append(_Piece(feature, shared, start, start + bags))
         start += bags
-    values, lengths = ids.values(), ids.lengths().long()
+    values = ids.values()
+    lengths = ids.lengths().long()
     numbers = torch.arange(start, device=values.device)
     return _Part(ids, pieces, torch.repeat_interleave(numbers, lengths, output_size=len(values)))
 

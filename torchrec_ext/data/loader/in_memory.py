@@ -67,7 +67,10 @@ class MemoryRows:
         names = [name for name in (*schema.row_dense, *schema.shared_dense) if name in chunk]  # read as one matrix each
         self._rows = PackedRows(chunk.select(list(dict.fromkeys([*names, *(n for n in chunk if n in used_columns)]))))
         self._weights = chunk[config.weight].values if config.weight else None
-        self._config, self._pairing, self._share, self._observer = config, pairing, share, observer
+        self._config = config
+        self._pairing = pairing
+        self._share = share
+        self._observer = observer
         self._items = chunk["item_id"].values if observer else None
 
     def fingerprint(self) -> dict[str, Any]:
@@ -76,7 +79,8 @@ class MemoryRows:
 
     def batches(self, epoch: int, start: int) -> Iterator[TowerBatch]:
         """See :meth:`Batches.batches`."""
-        order, size = order_of(self._config, self.num_rows, epoch), self._config.batch_size
+        order = order_of(self._config, self.num_rows, epoch)
+        size = self._config.batch_size
         steps = [order[start_row : start_row + size] for start_row in range(0, self.num_rows, size)]
         steps = steps[:-1] if self._config.drop_last and len(steps[-1]) < size else steps
         if self._observer:
@@ -102,7 +106,8 @@ class MemoryRows:
             start = 0
             for global_rows, rows in zip(global_steps, local_steps, strict=True):
                 stop = start + len(rows)
-                weights, total = None, float(len(global_rows))
+                weights = None
+                total = float(len(global_rows))
                 if self._weights is not None:
                     weights = self._weights[rows]
                     total = float(self._weights[global_rows].sum(dtype=np.float64))

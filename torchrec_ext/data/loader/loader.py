@@ -284,7 +284,8 @@ class ChunkLoader(Epochs):
             raise ValueError(
                 f"refresh with negatives={type(negatives).__name__}: only {refreshed} are refreshed; leave it out"
             )
-        self._sampler, self._refresh = negatives, refresh
+        self._sampler = negatives
+        self._refresh = refresh
         device = device or config.device
         chunk = with_elements(chunk, schema.dense) if isinstance(chunk, Chunk) else chunk
         self._chunk = chunk
@@ -298,7 +299,8 @@ class ChunkLoader(Epochs):
             self._rows = batches_on_device(chunk, schema, fitting_config, items, negatives, share, torch.device(device))
         super().__init__(config, self._rows.num_rows, "rows")
         if not self._rows.ahead:
-            self.ahead, self._pin = BuiltAhead(0), False
+            self.ahead = BuiltAhead(0)
+            self._pin = False
 
     def set_epoch(self, epoch: int) -> None:
         """Starts ``epoch``, counted from 0, at its first step; from the second epoch on refreshes hard negatives."""
@@ -316,7 +318,8 @@ class ChunkLoader(Epochs):
         if not (isinstance(self._rows, ResidentRows) and self._rows.fixed):
             yield from self
             return
-        start, self._start = self._start, 0
+        start = self._start
+        self._start = 0
         for step, item in enumerate(self._rows.drawn(self._epoch, start), start=start + 1):
             self._step = step
             yield item

@@ -51,7 +51,8 @@ class DeviceTable:
     def __init__(
         self, ids: Mapping[str, Column], floats: Mapping[str, Array], num_rows: int, device: torch.device
     ) -> None:
-        self.num_rows, self._device = num_rows, device
+        self.num_rows = num_rows
+        self._device = device
         self._scalar = {name: index for index, name in enumerate(name for name in ids if not ids[name].ragged)}
         self._float = {name: index for index, name in enumerate(floats)}
         self._ids = self._matrix([ids[name].values for name in self._scalar], torch.int64)
@@ -72,7 +73,8 @@ class DeviceTable:
     def over(self, ids: Tensor, numbers: Tensor) -> DeviceTable:
         """Returns this table with other :attr:`matrices`, such as their stand-ins while a step is captured."""
         table = copy.copy(self)
-        table._ids, table._numbers = ids, numbers
+        table._ids = ids
+        table._numbers = numbers
         return table
 
     def bags(self, rows: Tensor, names: Iterable[str], totals: Mapping[str, int]) -> dict[str, Jagged]:
@@ -107,7 +109,8 @@ class DeviceTable:
         return stacked.to(self._device, dtype)
 
     def _bag(self, column: Column) -> _Ragged:
-        values, offsets = column.values, column.offsets
+        values = column.values
+        offsets = column.offsets
         assert offsets is not None
         writeable = values if values.flags.writeable else values.copy()
         bounds = torch.from_numpy(offsets).to(self._device)
@@ -184,7 +187,8 @@ class DeviceCandidates:
         users = self._users.index_select(0, rows)
         if self._host is not None:
             host_draw = self._host.draw(users.numpy(), rows.numpy(), epoch, self._count)
-            ids, log_q = torch.from_numpy(host_draw.ids), torch.from_numpy(host_draw.log_q)
+            ids = torch.from_numpy(host_draw.ids)
+            log_q = torch.from_numpy(host_draw.log_q)
             positive_log_q = torch.from_numpy(self._host.log_q(users.numpy(), positives.clamp(min=1).numpy()))
         else:
             ids, log_q = self._sampler.draw(users, rows, epoch, self._count)
@@ -238,7 +242,10 @@ class ResidentRows:
         device: torch.device,
     ) -> None:
         self.num_rows = rows.num_rows
-        self._schema, self._config, self._share, self._device = schema, config, share, device
+        self._schema = schema
+        self._config = config
+        self._share = share
+        self._device = device
         self._candidates = candidates
         ids, without = (candidates.ids, candidates.features) if candidates else ((), [])
         layout = BlockLayout.of(schema, ids, (config.label, config.weight), without)
@@ -288,7 +295,8 @@ class ResidentRows:
         A last step that is not full is yielded as a batch. Call it only if :attr:`fixed`.
         """
         size = self._config.batch_size
-        numbers, full = self._order(epoch), self.num_rows // size
+        numbers = self._order(epoch)
+        full = self.num_rows // size
         part = self._share.part(size)
         for first in range(start, full, _STEPS_AHEAD):
             global_rows = numbers[first * size : min(first + _STEPS_AHEAD, full) * size].view(-1, size)
@@ -328,7 +336,8 @@ class ResidentRows:
     @property
     def _layout(self) -> tuple[object, ...]:
         """Returns the facts behind the layout of a batch, without the rows' values."""
-        config, columns = self._config, [table.columns for table in self._tables if table is not None]
+        config = self._config
+        columns = [table.columns for table in self._tables if table is not None]
         settings = (config.batch_size, config.negatives, config.label, config.weight)
         return (self._schema, self._share, settings, columns, self._device)
 
@@ -359,7 +368,8 @@ class ResidentRows:
     def _batch(
         self, tables: _Tables, rows: Tensor, candidates: Drawn | None, totals: Mapping[str, int], total_weight: Tensor
     ) -> TowerBatch:
-        users, width = self._share.rows(self._config.batch_size), self._width
+        users = self._share.rows(self._config.batch_size)
+        width = self._width
         bags, numbers, log_q = self._columns(tables, rows, candidates, totals)
         shared_dense = index = None
         if self._schema.shared:
@@ -413,7 +423,8 @@ class ResidentRows:
         self, tables: _Tables, rows: Tensor, candidates: Drawn | None, totals: Mapping[str, int]
     ) -> tuple[dict[str, Jagged], dict[str, Tensor], Tensor | None]:
         """Gathers (bags, numbers, log_q) of the rows and of their candidates, before padding."""
-        names, shared = [*self._schema.keys, *self._schema.weight_columns], self._schema.shared
+        names = [*self._schema.keys, *self._schema.weight_columns]
+        shared = self._schema.shared
         repeated = (
             rows if self._width == 1 else rows.repeat_interleave(self._width, output_size=len(rows) * self._width)
         )
@@ -425,7 +436,8 @@ class ResidentRows:
         if candidates is None or tables.items is None:
             return bags, numbers, None
         ids = candidates.ids.reshape(-1)
-        bags, numbers = bags | tables.items.bags(ids, names, totals), numbers | tables.items.numbers(ids)
+        bags = bags | tables.items.bags(ids, names, totals)
+        numbers = numbers | tables.items.numbers(ids)
         size = self._share.rows(self._config.batch_size) * self._width
         return bags, numbers, None if candidates.log_q is None else _padded(candidates.log_q.reshape(-1), size)
 

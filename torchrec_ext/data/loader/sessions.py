@@ -61,7 +61,9 @@ class SessionLoader(Epochs):
                 f"sequence {row} has {self._lengths[row]} items, must have 2 or more: the first is an input, the "
                 "others are targets; cut sequences with training_windows()"
             )
-        self._sequences, self._schema, self._num_items = sequences, schema, num_items
+        self._sequences = sequences
+        self._schema = schema
+        self._num_items = num_items
         super().__init__(config, len(sequences), "sequences")
         self._size = min(config.batch_size, self.num_samples)
 
@@ -128,7 +130,8 @@ def deal(lengths: Int64, world_size: int) -> Int64:
         >>> deal(np.array([9, 2, 8, 3]), 2).tolist()
         [0, 0, 1, 1]
     """
-    ranks, loads = np.zeros(len(lengths), dtype=np.int64), np.zeros(world_size, dtype=np.int64)
+    ranks = np.zeros(len(lengths), dtype=np.int64)
+    loads = np.zeros(world_size, dtype=np.int64)
     order = np.argsort(-lengths, kind="stable")
     for start in range(0, len(lengths) if world_size > 1 else 0, world_size):
         round_rows = order[start : start + world_size]

@@ -49,14 +49,16 @@ class Vocabulary:
             return np.zeros(len(values), dtype=np.int64)
         keys = _hashes(values.tolist()) if self._texts else values
         result = np.zeros(len(values), dtype=np.int64)
-        places, ends = ordered.searchsorted(keys), ordered.searchsorted(keys, side="right")
+        places = ordered.searchsorted(keys)
+        ends = ordered.searchsorted(keys, side="right")
         for _ in range(int((ends - places).max(initial=0))):  # once, unless texts have one hash
             rows = np.flatnonzero((places < ends) & (result == 0))
             candidates = ids[places[rows]]
             if self._texts:
                 candidate_texts = self.values.take(pa.array(candidates - 1)).to_numpy(zero_copy_only=False)
                 same = candidate_texts == values[rows]
-                rows, candidates = rows[same], candidates[same]
+                rows = rows[same]
+                candidates = candidates[same]
             result[rows] = candidates
             places += 1
         return np.where(valid, result, 0)

@@ -250,7 +250,8 @@ def read_cells(name: str, data: Sequence[Any], raw: str) -> Cells:
 
 def _plain(data: list[Any], raw: str) -> Cells | None:
     """Reads Python's own numbers, as in most requests, faster than through Arrow; None for anything else."""
-    reading, lengths = _plain_reading(raw), None
+    reading = _plain_reading(raw)
+    lengths = None
     if reading is None:
         return None
     if reading.listed:
@@ -258,7 +259,8 @@ def _plain(data: list[Any], raw: str) -> Cells | None:
             return None
         lengths = np.array([len(row) for row in data], np.int64)
         data = data[0] if len(data) == 1 else list(chain.from_iterable(data))
-    kinds, most = set(map(type, data)), reading.most
+    kinds = set(map(type, data))
+    most = reading.most
     if not kinds <= reading.takes:
         return None
     if most is None:

@@ -187,7 +187,8 @@ class Sink:
     def writer(self) -> Iterator[Callable[[pa.RecordBatch], None]]:
         """Opens a writer: a function for batches of any size, in order."""
         self._pending: list[pa.RecordBatch] = []
-        self._pending_rows, self._groups = 0, 0
+        self._pending_rows = 0
+        self._groups = 0
         self._writer: pq.ParquetWriter | None = None
         try:
             yield self._add
@@ -227,7 +228,8 @@ class Sink:
             return
         table = pa.Table.from_batches(self._pending)
         rest = table.slice(rows)
-        self._pending, self._pending_rows = rest.to_batches(), rest.num_rows
+        self._pending = rest.to_batches()
+        self._pending_rows = rest.num_rows
         table = table.slice(0, rows)
         with disk_errors(self.folder):
             for start in range(0, rows, ROW_GROUP):

@@ -252,7 +252,8 @@ def _seconds(cells: Cells, raw: str) -> Cells:
 
 def _result_cells(name: str, cells: Cells, kind: str, fitted: FittedPreprocessor) -> Cells:
     """Casts values to the result's type; raises a DataError if one is missing."""
-    values, valid = cells.values, cells.valid
+    values = cells.values
+    valid = cells.valid
     if element(kind) in ("float32", "float64"):
         limit = FLOAT32_MAX if element(kind) == "float32" else np.inf
         with np.errstate(invalid="ignore"):
@@ -370,10 +371,12 @@ STEPS: Mapping[str, type[Step]] = {
         TimeFeatures,
     )
 }
-_CODECS, _ENCODINGS = ("SNAPPY", "UNCOMPRESSED"), {"PLAIN", "RLE", "PLAIN_DICTIONARY", "RLE_DICTIONARY"}
+_CODECS = ("SNAPPY", "UNCOMPRESSED")
+_ENCODINGS = {"PLAIN", "RLE", "PLAIN_DICTIONARY", "RLE_DICTIONARY"}
 _MAX_EXPANSION = 64  # bytes in memory for each byte of a vocabulary's file, of which 3 to 5 are usual
 _ALLOWANCE = 2**24  # bytes in memory beside these
-_MAIN, DIGEST = "preprocessor.json", "preprocessor.sha256"
+_MAIN = "preprocessor.json"
+DIGEST = "preprocessor.sha256"
 
 
 def save(fitted: FittedPreprocessor, folder: Path, *, overwrite: bool) -> None:

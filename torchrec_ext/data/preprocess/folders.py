@@ -121,6 +121,7 @@ def disk_errors(out: Path, *, writing: bool = True) -> Iterator[None]:
 
 def _free(out: Path) -> str:
     """Tells the free space at ``out`` and at DuckDB's folder for spilled data."""
-    disk, spill = next(path for path in [out, *out.absolute().parents] if path.exists()), Path(tempfile.gettempdir())
+    disk = next(path for path in [out, *out.absolute().parents] if path.exists())
+    spill = Path(tempfile.gettempdir())
     mib = [f"{shutil.disk_usage(path).free / 2**20:,.0f} MiB" for path in (disk, spill)]
     return f"{mib[0]} are free in {visible_name(disk)}, {mib[1]} in {spill}, where DuckDB puts what memory cannot hold"

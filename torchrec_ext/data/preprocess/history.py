@@ -124,7 +124,8 @@ class History(Step):
         """Numbers each user's events, counts for each (user, time) how many came before, and joins the two."""
         import ibis
 
-        events, input_columns = self._events(run, types), table.columns
+        events = self._events(run, types)
+        input_columns = table.columns
         moments = table.select(user=table[self.user], time=table[self.time]).distinct()
         moments = moments.filter(moments.user.notnull() & moments.time.notnull())
         tails = [name for name in events.columns if name not in ("user", "time")]
@@ -134,7 +135,8 @@ class History(Step):
         )
         lists = {name: joined[f"__{tail}__"] for name, tail in zip(self.writes, tails, strict=True)}
         if self.gaps:
-            now, values = _seconds(joined[self.time], types[self.time]), range(1, len(self.gaps) + 2)
+            now = _seconds(joined[self.time], types[self.time])
+            values = range(1, len(self.gaps) + 2)
             lists[self.writes[-1]] = lists[self.writes[-1]].map(
                 lambda second: step_function(now - second, self.gaps, values)
             )
@@ -161,7 +163,8 @@ class History(Step):
 
     def online(self, cells: Mapping[str, Cells], types: Types, state: State) -> Mapping[str, Cells]:
         """Computes the same from the events in the request."""
-        now, lists = cells[self.time], [cells[name] for name in self.sent]
+        now = cells[self.time]
+        lists = [cells[name] for name in self.sent]
         _check_lengths(self.sent, lists)
         event_masks = lists[0].with_values(np.logical_and.reduce([each.valid for each in lists])).rows()
         rows = zip(now.values.tolist(), now.valid.tolist(), event_masks, *(each.rows() for each in lists), strict=True)

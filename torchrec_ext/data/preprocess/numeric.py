@@ -328,7 +328,8 @@ class FillMissing(ColumnStep):
 
     def transform(self, table: Table, types: Types, state: State, run: StepContext) -> Table:
         """Replaces the missing values of the column."""
-        kind, value = self.types(types)[self.writes[0]], state["value"]
+        kind = self.types(types)[self.writes[0]]
+        value = state["value"]
         column = number(table[self.column], types[self.column], run.engine) if kind == "float64" else table[self.column]
         filler = exact(value) if kind == "float64" else run.engine.text(value) if kind == "string" else value
         return table.mutate({self.writes[0]: column.fill_null(filler)})

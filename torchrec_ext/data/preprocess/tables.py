@@ -82,11 +82,15 @@ def open_source(source: Source, columns: Sequence[str], engine: Engine) -> Opene
                 "own, as in `with DuckDB() as engine: engine.ibis.read_csv(...)`, and hand that engine over, or give "
                 "files"
             )
-        files, where, table = None, "the table", source
+        files = None
+        where = "the table"
+        table = source
         schema = dict(zip(source.columns, source.schema().to_pyarrow().types, strict=True))
     else:
         files = scan(source)
-        where, schema, table = files.where, dict(files.schema), None
+        where = files.where
+        schema = dict(files.schema)
+        table = None
     raw = raw_types(where, schema, columns)
     if table is None:
         assert files is not None
