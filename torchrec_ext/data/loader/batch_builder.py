@@ -87,7 +87,9 @@ class BatchBuilder:
         if candidates is not None:
             columns |= self._item_columns(np.ascontiguousarray(candidates).reshape(-1), row_numbers)
         vectors = {"labels": np.zeros(size, np.float32) if labels is None else labels}
-        if weights is not None or (padded_rows or users.num_rows) > users.num_rows:
+        has_padding = (padded_rows or users.num_rows) > users.num_rows
+        # A batch without weights counts all of its rows, but padding must count for nothing.
+        if weights is not None or has_padding:
             vectors["weights"] = np.ones(size, np.float32) if weights is None else weights
         if log_q is not None:
             vectors["log_q"] = log_q
@@ -99,7 +101,10 @@ class BatchBuilder:
         """Returns the dense columns of the rows and of the shared rows as matrices, if ``users`` store them as such."""
         matrices: dict[Sequence[str], Array] = {}
         for names in (self.schema.row_dense, self.schema.shared_dense):
-            matrix = None if any(name in self.items for name in names) else users.matrix(names)
+            if any(name in self.items for name in names):
+                continue
+            matrix = users.matrix(names)
+            # Other types than numbers go column by column, to name the column in the error.
             if matrix is not None and matrix.dtype.kind in "fiub":
                 matrices[names] = matrix
         return matrices

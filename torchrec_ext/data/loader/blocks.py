@@ -67,9 +67,12 @@ class BlockLayout:
             floats: names of the label and of the weight, where there are such.
             without: columns of the schema that the rows need not have.
         """
-        labels = [name for name in (floats[0], *schema.tasks) if name]
-        bounds = dict.fromkeys(labels, schema.label_range) if schema.label_range else {}
-        bounds |= {floats[1]: (0.0, math.inf)} if floats[1] else {}
+        label, weight = floats
+        bounds: dict[str, tuple[float, float]] = {}
+        if schema.label_range:
+            bounds = dict.fromkeys((name for name in (label, *schema.tasks) if name), schema.label_range)
+        if weight:
+            bounds[weight] = (0.0, math.inf)
         features: dict[str, SparseFeature | None] = dict.fromkeys([*ids, *schema.identities])
         features |= {feature.name: feature for feature in schema.sparse}
         dense = dict.fromkeys([*schema.dense, *schema.tasks, *(name for name in floats if name)])
@@ -123,8 +126,10 @@ class BlockLayout:
         low, high = self.bounds[name]
         if not low <= float(floats.min()) <= float(floats.max()) <= high:
             row = int(((floats < low) | (floats > high)).argmax())
-            limits = f"from {low:g} to {high:g}; for other labels make the schema with label_range=None"
-            limits = f"{low:g} or more" if math.isinf(high) else limits
+            if math.isinf(high):
+                limits = f"{low:g} or more"
+            else:
+                limits = f"from {low:g} to {high:g}; for other labels make the schema with label_range=None"
             raise DataError(
                 f"{group.name}, column '{name}', row {group.first + row}: value {floats[row]:g} must be {limits}"
             )
@@ -205,6 +210,7 @@ class Memory:
         """Returns an uninitialised (columns, rows) matrix, and the buffer to :meth:`give` back for it."""
         size = columns * rows * dtype.itemsize
         with self._lock:
+            # At most twice the size, so that a small block does not hold the memory of a large one.
             index = next((number for number, buffer in enumerate(self._free) if size <= buffer.size <= 2 * size), None)
             buffer = None if index is None else self._free.pop(index)
         if buffer is None:
@@ -382,10 +388,10 @@ class Assembler:
         if name is None:
             vector[: _count(slices)] = 1
         else:
+            column = self._float[name]
             for row, piece in _places(slices):
-                vector.numpy()[row : row + piece.stop - piece.start] = piece.rows.floats[self._float[name]][
-                    piece.start : piece.stop
-                ]
+                values = piece.rows.floats[column][piece.start : piece.stop]
+                vector.numpy()[row : row + len(values)] = values
         return vector
 
 
@@ -399,10 +405,11 @@ class _Run(NamedTuple):
 
 def _runs(names: Sequence[str | None], positions: Mapping[str, int]) -> Iterator[_Run]:
     """Splits ``names`` into the longest runs with consecutive ``positions``."""
-    numbered = [
-        (positions[name] - index if name and name in positions else -1 - index - len(positions), index)
-        for index, name in enumerate(names)
-    ]
+    numbered = []
+    for index, name in enumerate(names):
+        # Constant along a run, as both numbers grow by one; a name without a position gets a number of its own.
+        key = positions[name] - index if name and name in positions else -1 - index - len(positions)
+        numbered.append((key, index))
     for _, run in groupby(numbered, key=lambda pair: pair[0]):
         indices = [index for _, index in run]
         yield _Run(indices[0], positions.get(names[indices[0]] or ""), [names[index] for index in indices])

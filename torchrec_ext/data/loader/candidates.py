@@ -161,10 +161,12 @@ class OwnCandidates:
         users = rows["user_id"].values
         positives = rows["item_id"].values
         ids, log_q = self._negatives.draw(users, numbers, epoch, self._config.negatives)
+        # Samplers know the items from 1 on; an out-of-vocabulary positive (0) takes the log q of item 1.
         valid_positives = np.maximum(positives, 1)
+        positive_log_q = self._negatives.log_q(users, valid_positives)
         return Candidates(
             np.concatenate([positives[:, None], ids], axis=1),
-            np.concatenate([self._negatives.log_q(users, valid_positives)[:, None], log_q], axis=1),
+            np.concatenate([positive_log_q[:, None], log_q], axis=1),
         )
 
 
@@ -229,26 +231,35 @@ class SharedCandidates:
             elif name in chunk:
                 columns[name] = [(chunk[name], queries), *self._no_user(name, len(padded_extra))]
         ids = np.concatenate([positives, extra])
-        items = np.zeros(size, np.int64)
+        # The rows of the ids in the padded batch: positives from 0 on, extra candidates behind the padded queries.
         indices = np.concatenate([np.arange(len(positives)), queries + np.arange(len(extra))])
+        items = np.zeros(size, np.int64)
         items[indices] = ids
+        row_weights = np.ones(len(positives)) if rows.weights is None else rows.weights
+        if self._own_shared_rows:
+            shared_size = size
+            index = torch.arange(size)
+        else:
+            # Extra candidates need some shared row and are no queries, so the first one does for all.
+            shared_size = queries
+            index = torch.from_numpy(np.arange(size) * (np.arange(size) < queries))
         batch = self._schema.assemble(
             {name: _jagged(sections) for name, sections in columns.items() if name in self._schema.keys},
             {name: _vector(sections) for name, sections in columns.items() if name in self._schema.dense},
             labels=_spread(_labels(chunk, self._config.label), size),
-            weights=_spread(np.ones(len(positives)) if rows.weights is None else rows.weights, size),
+            weights=_spread(row_weights, size),
             log_q=_spread(self._candidates.log_q(ids), size, indices),
             total_weight=rows.total / self._share.world_size,
-            index=torch.arange(size)
-            if self._own_shared_rows
-            else torch.from_numpy(np.arange(size) * (np.arange(size) < queries)),
-            shared_rows=_numbers(rows.numbers, size if self._own_shared_rows else queries),
+            index=index,
+            shared_rows=_numbers(rows.numbers, shared_size),
         )
         batch = identified(batch, self._schema, rows, candidates=items)
         return dataclasses.replace(batch, queries=queries)
 
     def _no_user(self, name: str, count: int) -> Sections:
-        return [] if name in self._schema.shared and not self._own_shared_rows else [(None, count)]
+        if name in self._schema.shared and not self._own_shared_rows:
+            return []
+        return [(None, count)]
 
 
 def _labels(chunk: Chunk, label: str | None) -> Array:

@@ -108,6 +108,7 @@ class StreamPlan:
         if not self.shuffle:
             return 1
         most = min(self.lanes, len(self.group_rows), self.buffer_rows)
+        # A divisor of the batch size: each lane has equally many slots in every batch.
         return next(count for count in range(most, 0, -1) if self.batch_size % count == 0)
 
     @property
@@ -131,6 +132,7 @@ class StreamPlan:
         """Returns the order of a block's rows; None without shuffle."""
         if not self.shuffle:
             return None
+        # Keys (epoch, 0, 0) order the row groups; those of a lane begin with 1.
         return self._random(epoch, 1 + block.lane, block.number).permutation(block.stop - block.start)
 
     def blocks(self, epoch: int) -> list[list[Block]]:
@@ -138,6 +140,7 @@ class StreamPlan:
         count = len(self.group_rows)
         order = self._random(epoch, 0, 0).permutation(count) if self.shuffle else np.arange(count)
         starts = np.concatenate([[0], np.cumsum(np.array(self.group_rows)[order])])
+        # Small row groups are shuffled together in one block; without a shuffle each segment is a block.
         least = self.part_rows if self.shuffle else 1
         return [
             _lane(lane, *ends, order, starts, least, self.part_rows)
@@ -159,6 +162,7 @@ class StreamPlan:
         low, high = self.slots(rank, world_size)
         for lane in range(self.num_lanes) if everyone else self.lanes_of(rank, world_size):
             first, last = self.lane_slots[lane], self.lane_slots[lane + 1]
+            # This rank's slots in the lane, and the others' before and after them.
             cuts = sorted({first, min(max(low, first), last), min(max(high, first), last), last})
             for start, stop in pairwise(cuts):
                 mine = low <= start < high
@@ -211,6 +215,7 @@ def _lane(lane: int, begin: int, end: int, order: Int64, starts: Int64, least: i
 
 
 def _cut(blocks: Sequence[Block], start: int, stop: int, mine: bool) -> Iterator[Piece]:
+    # The last block that begins at or before the first row.
     index = max(bisect_right(blocks, start, key=lambda block: block.start) - 1, 0)
     while index < len(blocks) and blocks[index].start < stop:
         block = blocks[index]

@@ -74,6 +74,7 @@ def prefetched(source: Iterator[T], depth: int) -> Iterator[T]:
         return
     ready: queue.Queue[tuple[object, BaseException | None]] = queue.Queue(maxsize=depth)
     stop = threading.Event()
+    # A daemon: an iterator that nobody closes does not keep the process alive.
     thread = threading.Thread(target=_fill, args=(source, ready, stop), name="torchrec_ext-prefetch", daemon=True)
     thread.start()
     try:
@@ -130,11 +131,13 @@ class BuiltAhead:
         """Yields the elements of ``source`` in order."""
         while self.depth is None:
             seconds = {}
-            for depth in (0, self.DEPTH) if len(self._gains) % 2 == 0 else (self.DEPTH, 0):
+            # In turns, so that a machine that gets slower or faster favours neither way.
+            depths = (0, self.DEPTH) if len(self._gains) % 2 == 0 else (self.DEPTH, 0)
+            for depth in depths:
                 start, count = time.perf_counter(), 0
                 for count, element in enumerate(prefetched(islice(source, self.STEPS), depth), start=1):  # noqa: B007
                     yield element
-                if count < self.STEPS:
+                if count < self.STEPS:  # the epoch is over
                     return
                 seconds[depth] = time.perf_counter() - start
             self._gains.append(seconds[0] / seconds[self.DEPTH])
@@ -222,6 +225,7 @@ class Epochs(ABC):
             ValueError: the state belongs to another stream, whose remaining samples are different ones.
         """
         stream = self._stream()
+        # Facts that the state lacks are not compared: it may come from an earlier version.
         different = {
             name: (value, stream.get(name)) for name, value in state["stream"].items() if value != stream.get(name)
         }

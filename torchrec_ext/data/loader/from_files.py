@@ -89,17 +89,19 @@ def load_block(lane: LaneReader, block: Block, order: Int64 | None, firsts: Int6
     numbers = np.zeros(0, np.int64)
     if lane.layout.features:  # others' weights need none
         numbers = np.concatenate([np.arange(start, stop) + firsts[group] for group, start, stop in block.segments])
-    ids = {name: [part[0][name] for part in parts] for name in lane.layout.ids}
+    if order is not None and len(numbers):
+        numbers = numbers.take(order)
+    ids = {name: [part_ids[name] for part_ids, _ in parts] for name in lane.layout.ids}
     scalars = [[column.values for column in columns] for columns in ids.values() if not columns[0].ragged]
+    ragged = {name: columns for name, columns in ids.items() if columns[0].ragged}
+    floats = [[part_floats[name] for _, part_floats in parts] for name in lane.layout.floats]
     buffers: list[Array] = []
     rows = BlockRows(
         _shuffled_vectors(scalars, np.int64, order, memory, buffers),
-        {name: _shuffled_column(concatenate(columns), order) for name, columns in ids.items() if columns[0].ragged},
-        _shuffled_vectors(
-            [[part[1][name] for part in parts] for name in lane.layout.floats], np.float32, order, memory, buffers
-        ),
+        {name: _shuffled_column(concatenate(columns), order) for name, columns in ragged.items()},
+        _shuffled_vectors(floats, np.float32, order, memory, buffers),
         lane.layout.floats,
-        numbers if order is None or not len(numbers) else numbers.take(order),
+        numbers,
     )
     rows.buffers = buffers
     return rows
@@ -197,6 +199,7 @@ class Stream:
         for step in range(start, self.plan.steps):
             pieces = self._pieces(lanes, step)
             keys = dict.fromkeys((piece.block.lane, piece.block.number) for piece in pieces)
+            # A lane goes forward only, so a block that this step does not need is not needed again.
             for key in [key for key in loaded_blocks if key not in keys]:
                 memory.give(loaded_blocks.pop(key))
             for key in keys:
@@ -206,7 +209,8 @@ class Stream:
                 Slice(loaded_blocks[piece.block.lane, piece.block.number], piece.start, piece.stop) for piece in pieces
             ]
             local = [rows for rows, piece in zip(slices, pieces, strict=True) if piece.mine]
-            yield BatchRows(local, slices, min(self.plan.batch_size, self.plan.num_rows - step * self.plan.batch_size))
+            num_rows = min(self.plan.batch_size, self.plan.num_rows - step * self.plan.batch_size)
+            yield BatchRows(local, slices, num_rows)
 
     def _pieces(self, lanes: list[list[Block]], step: int) -> list[Piece]:
         return list(self.plan.pieces(lanes, step, self._rank, self._world_size, everyone=self._weight is not None))
@@ -256,8 +260,10 @@ class StreamedRows:
         *,
         in_order: bool = True,
     ) -> None:
-        without = [name for name in items or () if name not in (pairing.ids if pairing else ("item_id",))]
-        layout = BlockLayout.of(schema, pairing.ids if pairing else (), (config.label, config.weight), without)
+        ids = pairing.ids if pairing else ()
+        # Features of items are looked up in `items`; of the item the rows have the id alone.
+        without = [name for name in items or () if name not in (ids if pairing else ("item_id",))]
+        layout = BlockLayout.of(schema, ids, (config.label, config.weight), without)
         own_lane = share.world_size > config.lanes if config.shuffle else not in_order
         plan = StreamPlan(
             group_rows=tuple(group.rows for group in source.groups),

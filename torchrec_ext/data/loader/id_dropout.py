@@ -111,7 +111,8 @@ def drop_ids(batch: TowerBatch, schema: BatchSchema, rates: Mapping[str, float],
     if shared is not None and "shared" in new_ids:
         shared = dataclasses.replace(shared, sparse=new_ids["shared"])
     items = batch.items
-    if items is None and schema.candidate and schema.candidate in rates:  # a loader of one's own
+    # A loader of the user's own may leave `items` to the ids of the batch, which are dropped now.
+    if items is None and schema.candidate and schema.candidate in rates:
         items = batch.ids(schema.candidate)
     return dataclasses.replace(
         batch,
@@ -202,6 +203,7 @@ def _row_numbers(batch: TowerBatch, parts: Mapping[str, _Part]) -> dict[bool, Te
     own_numbers[True] = torch.zeros(queries, dtype=torch.int64, device=device)
     for part in parts.values():
         sums = torch.zeros(part.ids.lengths().numel(), dtype=torch.int64, device=device)
+        # A sum of hashes: the order of the ids in a bag does not matter, and an id of 0 counts.
         sums.index_add_(0, part.bags, mixed(part.ids.values().long() + 1))
         for piece in part.pieces:
             own_numbers[piece.shared].add_(sums[piece.start : piece.stop], alpha=_salt(piece.feature))
@@ -217,6 +219,7 @@ def _replace_bags(part: _Part, dropped: Mapping[str, tuple[Tensor, int]]) -> Key
     if not pieces:
         return part.ids
     values = part.ids.values()
+    # -1 for a bag that stays; no out-of-vocabulary row has that number.
     oov_of_bag = torch.full((part.ids.lengths().numel(),), -1, dtype=values.dtype, device=values.device)
     for piece in pieces:
         rows, oov_id = dropped[piece.feature]

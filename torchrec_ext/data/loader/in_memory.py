@@ -64,8 +64,10 @@ class MemoryRows:
             if name not in chunk:
                 raise DataError(f"column '{name}' is missing; the rows have {listed(sorted(chunk))}")
         self.num_rows = chunk.num_rows
-        names = [name for name in (*schema.row_dense, *schema.shared_dense) if name in chunk]  # read as one matrix each
-        self._rows = PackedRows(chunk.select(list(dict.fromkeys([*names, *(n for n in chunk if n in used_columns)]))))
+        # Dense columns come first and in the schema's order: a batch reads them as one matrix each.
+        dense = [name for name in (*schema.row_dense, *schema.shared_dense) if name in chunk]
+        others = [name for name in chunk if name in used_columns]
+        self._rows = PackedRows(chunk.select(list(dict.fromkeys([*dense, *others]))))
         self._weights = chunk[config.weight].values if config.weight else None
         self._config = config
         self._pairing = pairing
@@ -82,11 +84,13 @@ class MemoryRows:
         order = order_of(self._config, self.num_rows, epoch)
         size = self._config.batch_size
         steps = [order[start_row : start_row + size] for start_row in range(0, self.num_rows, size)]
-        steps = steps[:-1] if self._config.drop_last and len(steps[-1]) < size else steps
+        if self._config.drop_last and len(steps[-1]) < size:
+            steps = steps[:-1]
         if self._observer:
             self._observer.begin(epoch)
         step_rows = self._gather_steps(steps[start:], epoch)
         for step, global_rows in enumerate(steps):
+            # After a resume too, the estimate is that of all steps from the first on.
             if self._observer and self._items is not None:
                 self._observer.observe(self._items[global_rows])
             if step >= start:
@@ -111,10 +115,8 @@ class MemoryRows:
                 if self._weights is not None:
                     weights = self._weights[rows]
                     total = float(self._weights[global_rows].sum(dtype=np.float64))
-                candidates = (
-                    None
-                    if candidates_ahead is None
-                    else Candidates(*(array[start:stop].copy() for array in candidates_ahead))
-                )
+                candidates = None
+                if candidates_ahead is not None:
+                    candidates = Candidates(*(array[start:stop].copy() for array in candidates_ahead))
                 yield StepRows(chunk.slice(start, stop), rows, weights, total, candidates)
                 start = stop

@@ -194,7 +194,11 @@ def batches_on_device(
         raise ValueError(f"{where}sampling={config.sampling!r}: its candidates are drawn on the host; leave device out")
     if config.negatives and items is None:
         raise ValueError(f"{where}negatives={config.negatives} without items: drawn items need features; pass items=")
-    ids = ("user_id", "item_id") if config.negatives else ("item_id",) if items is not None else ()
+    ids: tuple[str, ...] = ()
+    if config.negatives:
+        ids = ("user_id", "item_id")
+    elif items is not None:
+        ids = ("item_id",)
     without = [name for name in items or () if name not in ids]
     rows = chunk if isinstance(chunk, Chunk) else read_all(chunk, schema, config, ids, without)
     candidates = None if items is None else DeviceCandidates(schema, rows, items, sampler, config.negatives, device)
@@ -298,6 +302,7 @@ class ChunkLoader(Epochs):
         else:
             self._rows = batches_on_device(chunk, schema, fitting_config, items, negatives, share, torch.device(device))
         super().__init__(config, self._rows.num_rows, "rows")
+        # Rows on a device: there is nothing for a thread to hide, and no copy to pin memory for.
         if not self._rows.ahead:
             self.ahead = BuiltAhead(0)
             self._pin = False
@@ -327,9 +332,9 @@ class ChunkLoader(Epochs):
     def state_dict(self, *, step: int | None = None) -> dict[str, Any]:
         """Returns the position in the stream (:meth:`Epochs.state_dict`), with the sampler's state if it has one."""
         state = super().state_dict(step=step)
-        return state | (
-            {"sampler": self._sampler.state_dict(self._epoch)} if isinstance(self._sampler, Stateful) else {}
-        )
+        if isinstance(self._sampler, Stateful):
+            state["sampler"] = self._sampler.state_dict(self._epoch)
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See :meth:`Epochs.load_state_dict`.

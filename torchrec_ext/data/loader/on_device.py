@@ -124,7 +124,7 @@ def _gather_bags(column: _Ragged, rows: Tensor, total: int) -> Jagged:
     return Jagged(column.values.index_select(0, shift + torch.arange(total, device=rows.device)), lengths)
 
 
-_ROWS_AT_ONCE = 1 << 16  # rows drawn at a time where an epoch's bags are counted
+_ROWS_AT_ONCE = 1 << 16  # rows drawn at a time while an epoch's bags are counted
 
 
 class Drawn(NamedTuple):
@@ -193,7 +193,10 @@ class DeviceCandidates:
         else:
             ids, log_q = self._sampler.draw(users, rows, epoch, self._count)
             positive_log_q = self._sampler.log_q(users, positives.clamp(min=1))
-        return Drawn(torch.cat([positives[:, None], ids], dim=1), torch.cat([positive_log_q[:, None], log_q], dim=1))
+        return Drawn(
+            torch.cat([positives[:, None], ids], dim=1),
+            torch.cat([positive_log_q[:, None], log_q], dim=1),
+        )
 
     def lengths(self, rows: Tensor, epoch: int) -> dict[str, Tensor]:
         """Returns, for each ragged feature of the items, (B,) the number of ids of all candidates of a row."""
@@ -205,7 +208,7 @@ class DeviceCandidates:
         return {name: torch.cat(parts) for name, parts in blocks.items()}
 
 
-_STEPS_AHEAD = 64  # drawn at a time
+_STEPS_AHEAD = 64  # steps drawn at a time
 
 
 class _Tables(NamedTuple):
@@ -299,9 +302,11 @@ class ResidentRows:
         full = self.num_rows // size
         part = self._share.part(size)
         for first in range(start, full, _STEPS_AHEAD):
-            global_rows = numbers[first * size : min(first + _STEPS_AHEAD, full) * size].view(-1, size)
+            last = min(first + _STEPS_AHEAD, full)
+            global_rows = numbers[first * size : last * size].view(-1, size)
             local_rows = global_rows[:, part].contiguous()
-            columns = [local_rows, torch.stack([self._total_weight(rows) for rows in global_rows])]
+            total_weights = torch.stack([self._total_weight(rows) for rows in global_rows])
+            columns = [local_rows, total_weights]
             if self._candidates is not None:
                 candidates = self._candidates.draw(local_rows.view(-1), epoch)
                 columns += [tensor.view(*local_rows.shape, -1) for tensor in candidates if tensor is not None]
@@ -313,11 +318,10 @@ class ResidentRows:
         """See :class:`Resident`; ``drawn`` holds the rows' numbers, the global batch's weight, and the candidates."""
         rows, total_weight, *candidate_tensors = drawn
         items = self._candidates.table.over(*tensors[2:]) if self._candidates else None
-        candidates = (
-            Drawn(candidate_tensors[0], candidate_tensors[1] if len(candidate_tensors) > 1 else None)
-            if candidate_tensors
-            else None
-        )
+        candidates = None
+        if candidate_tensors:
+            candidate_ids, *log_q = candidate_tensors
+            candidates = Drawn(candidate_ids, log_q[0] if log_q else None)
         return self._batch(_Tables(self._table.over(*tensors[:2]), items), rows, candidates, {}, total_weight)
 
     def together(self, others: Sequence[Resident]) -> ResidentRows | None:
@@ -348,6 +352,7 @@ class ResidentRows:
         if self._candidates is not None:
             by_row |= self._candidates.lengths(rows, epoch)
         ends = np.cumsum([0, *(len(local) for local in local_rows)])
+        # Cumulated over the epoch: one copy from the device for each column, not for each step.
         sums = {name: np.cumsum([0, *lengths.cpu().numpy()])[ends] for name, lengths in by_row.items()}
         return [
             {name: int(counts[step + 1] - counts[step]) for name, counts in sums.items()}
@@ -401,9 +406,7 @@ class ResidentRows:
     ) -> tuple[Tensor | None, Tensor | None]:
         """Returns (B,) the user and (B,) the item of each row, 0 for padding; None if the schema has no such column."""
         size = self._share.rows(self._config.batch_size) * self._width
-        repeated = (
-            rows if self._width == 1 else rows.repeat_interleave(self._width, output_size=len(rows) * self._width)
-        )
+        repeated = self._repeat(rows)
         single = [name for name in self._schema.identities if name not in tables.rows.ragged]
         columns = {name: bags.values for name, bags in tables.rows.bags(repeated, single, {}).items()}
         if candidates is not None:
@@ -411,6 +414,13 @@ class ResidentRows:
         identities = [columns.get(name or "") for name in (self._schema.query, self._schema.candidate)]
         users, items = (None if ids is None else _padded(ids, size) for ids in identities)
         return users, items
+
+    def _repeat(self, rows: Tensor) -> Tensor:
+        """Repeats each of ``rows`` once for each of its candidates."""
+        if self._width == 1:
+            return rows
+        # With its size told, the repetition does not wait for the device.
+        return rows.repeat_interleave(self._width, output_size=len(rows) * self._width)
 
     def _targets(self, columns: Mapping[str, Tensor], users: int) -> Tensor:
         """Returns the labels of the further tasks, 0 for negatives and padding."""
@@ -425,21 +435,23 @@ class ResidentRows:
         """Gathers (bags, numbers, log_q) of the rows and of their candidates, before padding."""
         names = [*self._schema.keys, *self._schema.weight_columns]
         shared = self._schema.shared
-        repeated = (
-            rows if self._width == 1 else rows.repeat_interleave(self._width, output_size=len(rows) * self._width)
-        )
+        repeated = self._repeat(rows)
         bags = tables.rows.bags(repeated, [name for name in names if name not in shared], totals)
-        bags |= tables.rows.bags(rows, [name for name in names if name in shared], totals) if shared else {}
-        numbers = tables.rows.numbers(repeated) | {
-            name: v for name, v in tables.rows.numbers(rows).items() if name in shared
-        }
+        if shared:
+            bags |= tables.rows.bags(rows, [name for name in names if name in shared], totals)
+        numbers = tables.rows.numbers(repeated)
+        for name, values in tables.rows.numbers(rows).items():
+            if name in shared:
+                numbers[name] = values
         if candidates is None or tables.items is None:
             return bags, numbers, None
         ids = candidates.ids.reshape(-1)
         bags = bags | tables.items.bags(ids, names, totals)
         numbers = numbers | tables.items.numbers(ids)
+        if candidates.log_q is None:
+            return bags, numbers, None
         size = self._share.rows(self._config.batch_size) * self._width
-        return bags, numbers, None if candidates.log_q is None else _padded(candidates.log_q.reshape(-1), size)
+        return bags, numbers, _padded(candidates.log_q.reshape(-1), size)
 
     def _ids(self, bags: Mapping[str, Jagged], keys: Keys, sizes: Sequence[int]) -> KeyedIds:
         columns = {}

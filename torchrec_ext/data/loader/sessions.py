@@ -132,8 +132,10 @@ def deal(lengths: Int64, world_size: int) -> Int64:
     """
     ranks = np.zeros(len(lengths), dtype=np.int64)
     loads = np.zeros(world_size, dtype=np.int64)
+    if world_size == 1:
+        return ranks
     order = np.argsort(-lengths, kind="stable")
-    for start in range(0, len(lengths) if world_size > 1 else 0, world_size):
+    for start in range(0, len(lengths), world_size):
         round_rows = order[start : start + world_size]
         round_ranks = np.argsort(loads, kind="stable")[: len(round_rows)]
         ranks[round_rows] = round_ranks
