@@ -54,6 +54,7 @@ class Vocabulary:
         for _ in range(int((ends - places).max(initial=0))):  # once, unless texts have one hash
             rows = np.flatnonzero((places < ends) & (result == 0))
             candidates = ids[places[rows]]
+            # Equal hashes do not make equal texts.
             if self._texts:
                 candidate_texts = self.values.take(pa.array(candidates - 1)).to_numpy(zero_copy_only=False)
                 same = candidate_texts == values[rows]
@@ -160,11 +161,15 @@ class Categorify(Step):
         """Counts the values."""
         column = table[self.column]
         values = table.select(value=column.unnest() if is_list_column(types[self.column]) else column)
-        counts = values.filter(values.value.notnull()).group_by("value").aggregate(count=lambda t: t.count())
+        values = values.filter(values.value.notnull())
+        counts = values.group_by("value").aggregate(count=lambda t: t.count())
         if self.min_count > 1:
             counts = counts.filter(counts["count"] >= self.min_count)
+        # Ties by value: ids must not depend on the engine, its threads or the order of the files.
         counts = counts.order_by(counts["count"].desc(), counts.value.asc())
-        counted = run.engine.collect(counts.limit(self.max_size) if self.max_size else counts)
+        if self.max_size:
+            counts = counts.limit(self.max_size)
+        counted = run.engine.collect(counts)
         kind = pa.int64() if element(types[self.column]) == "int64" else pa.string()
         return Vocabulary(_as_one_array(counted["value"], kind), _as_one_array(counted["count"], pa.int64()))
 
@@ -194,8 +199,10 @@ _MOST = 2**31 - 1  # bytes of all texts in an array whose offsets have 32 bits
 
 
 def _as_one_array(data: pa.ChunkedArray, dtype: pa.DataType) -> pa.Array:
-    if pa.types.is_string(dtype) and (pc.sum(pc.binary_length(data)).as_py() or 0) > _MOST:
-        dtype = pa.large_string()
+    if pa.types.is_string(dtype):
+        size = pc.sum(pc.binary_length(data)).as_py() or 0  # null without a value
+        if size > _MOST:
+            dtype = pa.large_string()
     pieces = [chunk.cast(dtype) for chunk in data.chunks]
     return pa.concat_arrays(pieces) if pieces else pa.array([], dtype)
 
@@ -219,6 +226,7 @@ def _replace_elements(table: Table, name: str, output: str, vocabulary: Table, l
     ids = looked_up.group_by("__list__").aggregate(__pairs__=looked_up["__pair__"].collect())
     ids = ids.select("__list__", __ids__=ids["__pairs__"].sort().map(lambda pair: pair["id"]))
     joined = table.left_join(ids, table[name] == ids["__list__"])
+    # An empty list has no elements to unnest, and so no row in `ids`.
     empty = ibis.literal([], type="array<int64>")
     return joined.mutate({output: ibis.coalesce(joined["__ids__"], empty)}).drop("__list__", "__ids__")
 
@@ -281,16 +289,14 @@ class HashBucket(ColumnStep):
             return hashed_id_expression(value.cast("string"), self.buckets, self.salt, run.engine).fill_null(0)
 
         column = table[self.column]
-        return table.mutate(
-            {self.writes[0]: column.map(hashed) if is_list_column(types[self.column]) else hashed(column)}
-        )
+        ids = column.map(hashed) if is_list_column(types[self.column]) else hashed(column)
+        return table.mutate({self.writes[0]: ids})
 
     def online(self, cells: Mapping[str, Cells], types: Types, state: State) -> Mapping[str, Cells]:
         """Computes the same hash."""
         values = cells[self.column]
-        return {
-            self.writes[0]: values.with_values(map_texts(values, lambda text: hashed_id(text, self.buckets, self.salt)))
-        }
+        ids = map_texts(values, lambda text: hashed_id(text, self.buckets, self.salt))
+        return {self.writes[0]: values.with_values(ids)}
 
     def vocab(self, state: State) -> Mapping[str, int]:
         """Returns ``buckets`` + 1 rows, row 0 included."""
@@ -341,9 +347,9 @@ class Cross(Step):
         first, *rest = (table[name].cast("string").hexdigest("md5") for name in self.columns)
         for digest in rest:
             first = first + digest
-        return table.mutate(
-            {self.writes[0]: hashed_id_expression(first, self.buckets, self.salt, run.engine).fill_null(0)}
-        )
+        # Null if a column is null, as a concatenation with null is null.
+        ids = hashed_id_expression(first, self.buckets, self.salt, run.engine)
+        return table.mutate({self.writes[0]: ids.fill_null(0)})
 
     def online(self, cells: Mapping[str, Cells], types: Types, state: State) -> Mapping[str, Cells]:
         """Computes the same hash."""

@@ -254,6 +254,7 @@ def _plain(data: list[Any], raw: str) -> Cells | None:
     lengths = None
     if reading is None:
         return None
+    # Types as sets: exact ones, since a bool is an int to isinstance, and a look at each value would be slower.
     if reading.listed:
         if set(map(type, data)) - {list}:
             return None
@@ -269,7 +270,7 @@ def _plain(data: list[Any], raw: str) -> Cells | None:
         except OverflowError:  # beyond int64
             return None
     elif int in kinds and not all(-most <= value <= most for value in data if type(value) is int):
-        return None
+        return None  # an integer without an exact float is Arrow's to refuse
     else:
         with np.errstate(over="ignore"):  # beyond float32 is infinite, as to Arrow
             values = np.array(data, reading.dtype).astype(reading.working, copy=False)
@@ -340,6 +341,7 @@ def as_times(array: pa.Array) -> pa.Array:
 
 
 def _from_iso(array: pa.Array) -> pa.Array:
+    # Arrow reads a time with a zone only: a date becomes its midnight, and both are in UTC unless a zone is written.
     zone = pc.if_else(pc.equal(pc.utf8_length(array), len("2024-02-29")), "T00:00Z", "Z")
     zone = pc.if_else(pc.match_substring_regex(array, r"[T ].*(Z|[+-]\d{2}(:?\d{2})?)$"), "", zone)
     return pc.binary_join_element_wise(array, zone, "").cast(pa.timestamp("us", "UTC"))
@@ -366,9 +368,15 @@ def _stands_for(dtype: pa.DataType, raw: str) -> bool:
 
 
 def _type_error(name: str, data: Sequence[Any], raw: str) -> DataError:
-    row, why = next(
-        ((row, why) for row, value in enumerate(data) if (why := _complaint(value, raw))), (0, "types are mixed")
-    )
+    # Values that Arrow takes one by one can still be refused together.
+    row = 0
+    why = "types are mixed"
+    for index, value in enumerate(data):
+        complaint = _complaint(value, raw)
+        if complaint:
+            row = index
+            why = complaint
+            break
     return DataError(
         f"column '{name}', row {row}: value {_short(data[row])} is not {raw} ({why}); send values of that type"
     )

@@ -166,7 +166,8 @@ class DuckDB:
 
     def read(self, files: Files) -> Table:
         """Opens files as a table with its rows in order."""
-        for system in {id(file.remote): file.remote for file in files.files if file.remote is not None}.values():
+        remotes = {id(file.remote): file.remote for file in files.files if file.remote is not None}
+        for system in remotes.values():
             self.ibis.con.register_filesystem(system)
         clashing = sorted({"file_index", "file_row_number"} & set(files.schema))
         if clashing:
@@ -176,10 +177,10 @@ class DuckDB:
         # DuckDB takes every name for a pattern.
         names = ", ".join(_quoted(glob.escape(file.name), "'") for file in files.files)
         partitions = files.files[0].partitions
-        columns = ", ".join(
-            _partition(name, files) if name in partitions else _column(name, dtype)
-            for name, dtype in files.schema.items()
-        )
+        expressions = []
+        for name, dtype in files.schema.items():
+            expressions.append(_partition(name, files) if name in partitions else _column(name, dtype))
+        columns = ", ".join(expressions)
         name = f"files_{next(self._names)}"
         # A file has fewer than 2**40 rows.
         self.ibis.con.execute(
@@ -349,6 +350,7 @@ class Spark:
 
         active = SparkSession.getActiveSession()
         self._own = isinstance(session, str) and active is None
+        # With a session active, Spark's builder returns that one, whatever the master.
         if (
             active is not None
             and isinstance(session, str)
@@ -361,9 +363,9 @@ class Spark:
             )
         self.session = _start(session, SparkSession) if isinstance(session, str) else session
         if self._own:
-            self.session.sparkContext.setLogLevel(
-                "ERROR"
-            )  # it warns of long plans and of folders with a dot, which ours are
+            # Spark warns of long plans, and of folders with a dot, as ours are.
+            self.session.sparkContext.setLogLevel("ERROR")
+        # To be put back by close(): a session that was active before is the user's.
         self._before = {name: self.session.conf.get(name, None) for name in _SETTINGS}
         for name, value in _SETTINGS.items():
             self.session.conf.set(name, value)
@@ -387,14 +389,12 @@ class Spark:
     def read(self, files: Files) -> Table:
         """Opens files as a view."""
         reader = self.session.read
+        # Spark finds the columns of hive partitions below one base folder.
         roots = {file.name.rsplit(f"/{next(iter(file.partitions))}=", 1)[0] for file in files.files if file.partitions}
         if roots:
             reader = reader.option("basePath", min(roots, key=len))
-        return self._view(
-            reader.parquet(*(_pattern(file.name) for file in files.files)).select(
-                *(f"`{name}`" for name in files.schema)
-            )
-        )
+        frame = reader.parquet(*(_pattern(file.name) for file in files.files))
+        return self._view(frame.select(*(f"`{name}`" for name in files.schema)))
 
     def owns(self, table: Table) -> bool:
         """Says whether the table is one of Spark's."""

@@ -100,6 +100,7 @@ def blaming(files: Sequence[DataFile]) -> Iterator[None]:
     except DataError:
         raise
     except Exception as error:
+        # Engines differ in what they say of damage, so the files are read once more to find it.
         for file in files:
             if damage := _damage(file):
                 raise DataError(
@@ -136,6 +137,7 @@ def _check_same(first: DataFile, expected: Mapping[str, Any], file: DataFile, ac
             raise DataError(
                 f"{file.name}: column '{name}' is missing, but {first.name} has it; give files with the same columns"
             )
+        # Writers differ in how they lay texts out: string, large_string or a dictionary.
         same = actual[name] == dtype or (raw_type(dtype) == raw_type(actual[name]) == "string")
         if not same:
             raise DataError(
@@ -159,7 +161,7 @@ def _damage(file: DataFile) -> str:
 
 
 ROW_GROUP = 65_536
-_GROUPS_PER_FILE = 64
+_GROUPS_PER_FILE = 64  # 4 M rows
 Progress = Callable[[int], None]
 
 
@@ -226,6 +228,7 @@ class Sink:
     def _flush(self, rows: int) -> None:
         if not rows:
             return
+        # Whole row groups; the rest waits for the next batches, or for the end.
         table = pa.Table.from_batches(self._pending)
         rest = table.slice(rows)
         self._pending = rest.to_batches()

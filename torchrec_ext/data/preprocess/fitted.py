@@ -76,6 +76,7 @@ class FittedPreprocessor:
         """Number of rows of each id column's embedding table; row 0 is for unknown values."""
         sizes: dict[str, int] = {}
         for step, state in zip(self.steps, self.states, strict=True):
+            # The ids of an earlier step under this name are replaced.
             for name in step.writes:
                 sizes.pop(name, None)
             sizes.update(step.vocab(state))
@@ -190,6 +191,7 @@ class FittedPreprocessor:
         _check_sizes({**cells, **kept_cells})
         for step, types, state in zip(self.steps, self.types, self.states, strict=False):
             cells.update(step.online(cells, types, state))
+        # A step may read a column of `keep`; the result has it as it was sent.
         for name in self.keep:
             cells.pop(name, None)
         cells.update({name: _seconds(column, self.raw[name]) for name, column in kept_cells.items()})
@@ -296,8 +298,14 @@ def transform(
         sink = Sink(staging, fitted.outputs, fitted.remedies(), progress)
         with past.blaming(), data.blaming():
             table = _apply_steps(fitted, data, past.table, opened)
-            order = [_ordering(data, table, name) for name in order_by] + ([table[ROW]] if ROW in table.columns else [])
-            rows = opened.write((table.order_by(order) if order else table).select(*fitted.outputs), sink)
+            order = [_ordering(data, table, name) for name in order_by]
+            # Ties, and all rows without `order_by`, in the order of the files, where the engine knows it.
+            if ROW in table.columns:
+                order.append(table[ROW])
+            if order:
+                table = table.order_by(order)
+            rows = opened.write(table.select(*fitted.outputs), sink)
+        # Executors of a cluster that write to disks of their own leave nothing here.
         if data.rows not in (None, rows):
             raise DataError(
                 f"{out}: got {rows:,} of the {data.rows:,} rows of {data.where}; where several machines write, choose "
@@ -338,13 +346,13 @@ def _result(fitted: FittedPreprocessor, table: Table, name: str, kind: str, engi
 def _check_rows(data: Opened, table: Table, predicate: Any, column: str, rule: str, engine: Engine) -> None:
     """Raises a DataError for a row refused by a step."""
     bad = table.filter(predicate)
-    order = [ROW] if ROW in table.columns else []
-    rows = engine.collect(
-        bad.select(column, *order).order_by(order).limit(1) if order else bad.select(column).limit(1)
-    ).to_pylist()
+    has_order = ROW in table.columns
+    first = bad.select(column, ROW).order_by([ROW]).limit(1) if has_order else bad.select(column).limit(1)
+    rows = engine.collect(first).to_pylist()
     if not rows:
         return
-    row = f", row {rows[0][ROW] % 2**40}" if order else ""
+    # The column holds the file's index times 2**40 and the row in the file.
+    row = f", row {rows[0][ROW] % 2**40}" if has_order else ""
     value = ascii(rows[0][column])
     raise DataError(f"{data.where}: column '{column}'{row}: {value if len(value) < 80 else value[:77] + '...'}: {rule}")
 
@@ -465,10 +473,10 @@ def _vocabulary(folder: Path, entry: Mapping[str, Any]) -> Vocabulary:
     with pq.ParquetFile(path, page_checksum_verification=True) as file:
         _check_size(path, file.metadata, entry["rows"])
         table = file.read().combine_chunks()
-    values, counts = (
-        table[name].chunk(0) if len(table) else table[name].combine_chunks() for name in ("value", "count")
-    )
-    return Vocabulary(values, counts)
+    # combine_chunks() has made one chunk of each column; of an empty one there is none to take.
+    if not len(table):
+        return Vocabulary(table["value"].combine_chunks(), table["count"].combine_chunks())
+    return Vocabulary(table["value"].chunk(0), table["count"].chunk(0))
 
 
 def _check_size(path: Path, footer: pq.FileMetaData, rows: int) -> None:
@@ -477,11 +485,12 @@ def _check_size(path: Path, footer: pq.FileMetaData, rows: int) -> None:
     Distinct values, as in a vocabulary, take about as much memory as the file has bytes. A few repeated values, a codec
     or an encoding other than those of :func:`_save_step` may take thousands of times as much.
     """
-    columns = [
-        footer.row_group(group).column(at) for group in range(footer.num_row_groups) for at in range(footer.num_columns)
-    ]
+    columns = []
+    for group in range(footer.num_row_groups):
+        columns += [footer.row_group(group).column(at) for at in range(footer.num_columns)]
     is_own_format = all(column.compression in _CODECS and _ENCODINGS.issuperset(column.encodings) for column in columns)
     limit = _MAX_EXPANSION * path.stat().st_size + _ALLOWANCE
+    # 16 bytes a row: a count of int64, and a value of int64 or the offset of a text.
     packed = sum(column.total_uncompressed_size for column in columns) + footer.num_rows * 16
     if footer.num_rows != rows or not is_own_format or packed > limit or _unpacked_texts(path, footer, limit) > limit:
         size = path.stat().st_size

@@ -130,16 +130,15 @@ class History(Step):
         moments = moments.filter(moments.user.notnull() & moments.time.notnull())
         tails = [name for name in events.columns if name not in ("user", "time")]
         histories = _histories(moments, events, self.length, tails)
-        joined = table.left_join(
-            histories, [table[self.user] == histories["__user__"], table[self.time] == histories["__time__"]]
-        )
+        same_moment = [table[self.user] == histories["__user__"], table[self.time] == histories["__time__"]]
+        joined = table.left_join(histories, same_moment)
         lists = {name: joined[f"__{tail}__"] for name, tail in zip(self.writes, tails, strict=True)}
         if self.gaps:
             now = _seconds(joined[self.time], types[self.time])
             values = range(1, len(self.gaps) + 2)
-            lists[self.writes[-1]] = lists[self.writes[-1]].map(
-                lambda second: step_function(now - second, self.gaps, values)
-            )
+            gap = self.writes[-1]
+            lists[gap] = lists[gap].map(lambda second: step_function(now - second, self.gaps, values))
+        # Ibis's names of the types, for the empty lists of rows without a history.
         kinds = {name: kind.replace("list", "array") for name, kind in self.types(types).items()}
         filled = {name: ibis.coalesce(tail, ibis.literal([], type=kinds[name])) for name, tail in lists.items()}
         return joined.mutate(filled).select(*dict.fromkeys([*input_columns, *self.writes]))
@@ -166,11 +165,14 @@ class History(Step):
         now = cells[self.time]
         lists = [cells[name] for name in self.sent]
         _check_lengths(self.sent, lists)
-        event_masks = lists[0].with_values(np.logical_and.reduce([each.valid for each in lists])).rows()
+        # An event counts if none of its values is null.
+        is_event = np.logical_and.reduce([each.valid for each in lists])
+        event_masks = lists[0].with_values(is_event).rows()
         rows = zip(now.values.tolist(), now.valid.tolist(), event_masks, *(each.rows() for each in lists), strict=True)
         tails = [self._tail(*fields) for fields in rows]
         lengths = np.array([len(tail) for tail in tails], dtype=np.int64)
-        columns = list(zip(*(event for tail in tails for event in tail), strict=True)) or [()] * len(lists)
+        events = [event for tail in tails for event in tail]
+        columns = list(zip(*events, strict=True)) or [()] * len(lists)
         times, items, *also = columns  # the order in which a tail is sorted
 
         def listed(values: Any, dtype: Any) -> Cells:
@@ -183,11 +185,10 @@ class History(Step):
         }
         if self.gaps:
             per_second = _per_second(types[self.time])
-            row, event = (
-                np.clip(moments // per_second, -_FARTHEST, _FARTHEST)
-                for moments in (now.values.repeat(lengths), np.array(times, dtype=np.int64))
-            )
-            gaps = row - event
+            row_times = now.values.repeat(lengths) // per_second
+            event_times = np.array(times, dtype=np.int64) // per_second
+            # Clipped as `transform` does, so that no difference is beyond 64 bits.
+            gaps = np.clip(row_times, -_FARTHEST, _FARTHEST) - np.clip(event_times, -_FARTHEST, _FARTHEST)
             results[self.writes[-1]] = listed(np.searchsorted(np.array(self.gaps), gaps, side="right") + 1, np.int64)
         return results
 
@@ -228,6 +229,7 @@ def _histories(moments: Table, events: Table, length: int, columns: Sequence[str
     import ibis
 
     order = [events[name] for name in events.columns if name not in ("user", "second")]
+    # The list at an event's number is the history of a moment with so many events before it.
     latest = ibis.window(group_by=events.user, order_by=order, preceding=length - 1, following=0)
     tails = events.select(
         "user",

@@ -86,21 +86,24 @@ class Lists(ColumnStep):
         """Computes the same in numpy."""
         lists = cells[self.column] if self.separator is None else self._split(cells[self.column])
         assert lists.lengths is not None
+        # The row of each element that is not null, and the number of these in each row.
         row = np.repeat(np.arange(len(lists.lengths)), lists.lengths)[lists.valid]
         lengths = np.bincount(row, minlength=len(lists.lengths)).astype(np.int64)
         kept_lengths = self._cut_lengths(lengths)
         values = lists.values[lists.valid]
         if int(kept_lengths.sum()) < len(values):
+            # 1 for the last element of a row: the last ones are kept.
             from_end = np.cumsum(lengths)[row] - np.arange(len(values))
             values = values[from_end <= kept_lengths[row]]
         return {self.writes[0]: Cells(values=values, valid=np.ones(len(values), dtype=bool), lengths=kept_lengths)}
 
     def _split(self, cells: Cells) -> Cells:
         pairs = zip(cells.values.tolist(), cells.valid.tolist(), strict=True)
-        parts = [
-            [element for element in text.split(self.separator) if element] if is_valid else []
-            for text, is_valid in pairs
-        ]
+        parts: list[list[str]] = []
+        for text, is_valid in pairs:
+            # The text of a null cell means nothing.
+            elements = text.split(self.separator) if is_valid else []
+            parts.append([element for element in elements if element])
         values = np.array([element for row in parts for element in row], dtype=object)
         lengths = np.array([len(row) for row in parts], dtype=np.int64)
         return Cells(values=values, valid=np.ones(len(values), dtype=bool), lengths=lengths)

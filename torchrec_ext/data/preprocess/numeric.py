@@ -50,9 +50,12 @@ def mean_and_std(step: Any, values: Values, where: str, engine: Engine) -> tuple
         values.aggregate(n=values.count(), mean=values.x.mean(), std=values.x.std(how="pop"))
     ).to_pylist()[0]
     _check_not_empty(step, row["n"], where)
-    if not all(math.isfinite(row[name] if row[name] is not None else math.nan) for name in ("mean", "std")):
+    # An engine answers an overflow with infinity, NaN or null.
+    mean = math.nan if row["mean"] is None else row["mean"]
+    std = math.nan if row["std"] is None else row["std"]
+    if not (math.isfinite(mean) and math.isfinite(std)):
         raise DataError(f"{where}: {step}: the sum of its values is beyond float64; clip the column first with LogClip")
-    return rounded(row["mean"]), rounded(row["std"])
+    return rounded(mean), rounded(std)
 
 
 def quantiles_of(
@@ -72,12 +75,15 @@ def quantiles_of(
     counts = values.group_by(x=values.x + 0.0).aggregate(n=lambda t: t.count())
     import ibis
 
+    # The number of rows with a value up to x. Counts are exact in every engine; quantile functions may interpolate.
     upto = counts.n.sum().over(ibis.window(order_by=counts.x, preceding=None, following=0))
     counts = counts.mutate(upto=upto)
     needs = [max(1, math.ceil(share * size)) for share in shares]
     places = engine.register(pa.table({"place": sorted(set(needs))}))
+    # Each place is reached by one value: the first with so many rows up to it.
     reached = counts.inner_join(places, [counts.upto >= places.place, counts.upto - counts.n < places.place])
-    values_at = {row["place"]: float(row["x"]) for row in engine.collect(reached.select("place", "x")).to_pylist()}
+    rows = engine.collect(reached.select("place", "x")).to_pylist()
+    values_at = {row["place"]: float(row["x"]) for row in rows}
     return [values_at[need] for need in needs]
 
 
@@ -155,9 +161,8 @@ class Bucketize(_NumberStep):
         if self.quantiles is None:
             return {"boundaries": [float(edge) for edge in self.boundaries or ()]}
         shares = [Fraction(bucket, self.quantiles) for bucket in range(1, self.quantiles)]
-        boundaries = quantiles_of(
-            self, table.select(x=self._number(table, types, run)), shares, types.where, run.engine
-        )
+        values = table.select(x=self._number(table, types, run))
+        boundaries = quantiles_of(self, values, shares, types.where, run.engine)
         return {"boundaries": sorted(set(boundaries))}
 
     def transform(self, table: Table, types: Types, state: State, run: StepContext) -> Table:
@@ -246,8 +251,9 @@ class Normalize(_NumberStep):
 
     def fit(self, table: Table, types: Types, run: StepContext) -> State:
         """Fits mean and standard deviation."""
-        mean, std = mean_and_std(self, table.select(x=self._number(table, types, run)), types.where, run.engine)
-        return {"mean": mean, "std": std or 1.0}
+        values = table.select(x=self._number(table, types, run))
+        mean, std = mean_and_std(self, values, types.where, run.engine)
+        return {"mean": mean, "std": std or 1.0}  # 0 for a column with one value
 
     def transform(self, table: Table, types: Types, state: State, run: StepContext) -> Table:
         """Subtracts the mean and divides by the deviation."""
@@ -330,16 +336,24 @@ class FillMissing(ColumnStep):
         """Replaces the missing values of the column."""
         kind = self.types(types)[self.writes[0]]
         value = state["value"]
-        column = number(table[self.column], types[self.column], run.engine) if kind == "float64" else table[self.column]
-        filler = exact(value) if kind == "float64" else run.engine.text(value) if kind == "string" else value
+        column = table[self.column]
+        if kind == "float64":
+            # Makes NaN and the infinities null.
+            column = number(column, types[self.column], run.engine)
+            filler = exact(value)
+        elif kind == "string":
+            filler = run.engine.text(value)
+        else:
+            filler = value
         return table.mutate({self.writes[0]: column.fill_null(filler)})
 
     def online(self, cells: Mapping[str, Cells], types: Types, state: State) -> Mapping[str, Cells]:
         """Computes the same in numpy."""
         column = cells[self.column]
-        values, is_present = (
-            column.numbers() if self.types(types)[self.writes[0]] == "float64" else (column.values, column.valid)
-        )
+        values = column.values
+        is_present = column.valid
+        if self.types(types)[self.writes[0]] == "float64":
+            values, is_present = column.numbers()
         values = values.copy()
         values[~is_present] = state["value"]
         return {self.writes[0]: column.with_values(np.asarray(values))}

@@ -172,6 +172,7 @@ def ancestors(steps: Sequence[Step], number: int, columns: Collection[str]) -> l
     """
     required_columns = set(columns)
     step_numbers = []
+    # Backwards, as a step that makes a required column requires its own inputs from earlier steps.
     for index in reversed(range(number)):
         if required_columns & set(steps[index].writes):
             step_numbers.append(index)

@@ -54,6 +54,7 @@ def offsets_of(zone: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     end = int(datetime.datetime(_LAST_ZONES, 1, 1, tzinfo=datetime.timezone.utc).timestamp())
     starts: list[int] = []
     offsets = [_offset(zone_info, begin)]
+    # A day that ends with another offset than it begins with has a change, found by bisection.
     for day in range(begin, end, _DAY):
         after = _offset(zone_info, day + _DAY)
         if after != offsets[-1]:
@@ -73,7 +74,10 @@ def _change(zone: zoneinfo.ZoneInfo, low: int, high: int) -> int:
     after = _offset(zone, high)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if _offset(zone, middle) == after else (middle, high)
+        if _offset(zone, middle) == after:
+            high = middle
+        else:
+            low = middle
     return high
 
 
@@ -150,7 +154,9 @@ class TimeFeatures(Step):
     def online(self, cells: Mapping[str, Cells], types: Types, state: State) -> Mapping[str, Cells]:
         """Computes the same in numpy."""
         times = cells[self.column]
-        per_second = PER_SECOND[types[self.column][10:-1] if types[self.column] in TIMES else self.unit]
+        kind = types[self.column]
+        unit = kind[len("timestamp[") : -1] if kind in TIMES else self.unit
+        per_second = PER_SECOND[unit]
         second = times.values // per_second
         in_range: Mask = times.valid & (second >= _FIRST) & (second < _LAST)
         second = np.where(in_range, second, 0)
@@ -173,9 +179,9 @@ def second_of(column: Any, kind: str, per_second: int = 1) -> Any:
     if kind in TIMES:
         return _in_supported_years(column.truncate("s").epoch_seconds().cast("int64"))
     # Beyond these limits first: a division of greater numbers would not be exact.
-    supported = (column >= _FIRST * per_second) & (column < _LAST * per_second)
-    supported = ibis.ifelse(supported, column, ibis.null("int64"))
-    return supported if per_second == 1 else floor_div(supported, per_second)
+    in_range = (column >= _FIRST * per_second) & (column < _LAST * per_second)
+    column = ibis.ifelse(in_range, column, ibis.null("int64"))
+    return column if per_second == 1 else floor_div(column, per_second)
 
 
 def _in_supported_years(second: Any) -> Any:
@@ -188,9 +194,9 @@ def _expression(feature: Feature, local: Any) -> Any:
     if feature == "hour":
         return floor_div(floor_mod(local, 86_400), 3600) + 1
     if feature == "weekday":
-        return floor_mod(floor_div(local, 86_400) + 3, 7) + 1
+        return floor_mod(floor_div(local, 86_400) + 3, 7) + 1  # 1970 began on a Thursday, Monday is 1
     if feature == "hour_of_week":
-        return floor_mod(floor_div(local, 3600) + 72, 168) + 1  # 1970 began on a Thursday
+        return floor_mod(floor_div(local, 3600) + 72, 168) + 1  # 72 hours from Monday to Thursday
     date = local.as_timestamp("s")
     return date.day() if feature == "day" else date.month()
 
