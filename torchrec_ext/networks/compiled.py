@@ -124,6 +124,7 @@ class CompiledStep:
         self.compile(shape, batches, peers, weight)
         inputs = self._inputs(batches, peers, weight)
         self._optimizer.begin_step()
+        # Rates are tensors that the function reads: a schedule changes them without another compilation.
         for rate, entry in zip(self._rates, self._entries, strict=True):
             rate.fill_(entry.group["lr"])
         losses = Losses(*self._functions[shape](inputs))
@@ -137,8 +138,10 @@ class CompiledStep:
         """Compiles the function for a shape unless there is one; arguments and errors as of :meth:`run`."""
         if shape in self._functions:
             return
+        # Each shape costs a compilation: loaders that vary their batches would compile without end.
         if len(self._functions) == MOST_GRAPHS:
             raise CannotCaptureError(f"batches of more than {MOST_GRAPHS} shapes; give them one loader.batch_size")
+        # The example draws noise; the generators go back, as the step itself draws it again.
         generators = self._stack.generators.values()
         before = [generator.get_state() for generator in generators]
         inputs = self._stack.inputs(batches, peers, weight, look_up=False)
@@ -200,12 +203,12 @@ class CompiledStep:
         index = self._names.index(entry.name) if entry.is_table else len(self._names)
         rows = len(self._weights[index]) // len(all_members)
         first = rows * all_members.index(entry.members[0])
+        # An entry of one dense weight has its columns alone, one of all dense weights the whole rows.
         columns = slice(None)
         if not entry.is_table and entry.parameter.numel() < members * self._stack.flat.shape[1]:
             columns = self._stack.columns[entry.name]
-        return _Entry(
-            index, slice(first, first + rows * members), columns, members, entry.is_table, *state_tensors(state), group
-        )
+        row_range = slice(first, first + rows * members)
+        return _Entry(index, row_range, columns, members, entry.is_table, *state_tensors(state), group)
 
     def _function(self, inputs: Inputs, stacked_steps: StackedSteps | None) -> Callable[..., list[Tensor]]:
         stack = self._stack
@@ -221,32 +224,37 @@ class CompiledStep:
         limited = [name in self._optimizer.limited_tables for name in self._names] if self._optimizer.clips else None
 
         def step(*tensors: Tensor) -> list[Tensor]:
+            # The order is that of `memory` in compile(), and after it that of _inputs().
             rest = iter(tensors)
             weights = [next(rest) for _ in range(weight_count)]
-            states = [([next(rest) for _ in entry.state], [next(rest) for _ in entry.steps]) for entry in entries]
+            states = []
+            for entry in entries:
+                entry_state = [next(rest) for _ in entry.state]
+                entry_steps = [next(rest) for _ in entry.steps]
+                states.append((entry_state, entry_steps))
             rates = [next(rest) for _ in entries]
             limits = next(rest)
             if stacked_steps:
                 resident = [next(rest) for _ in stacked_steps.source.tensors]
-                same = {name: next(rest) for name in stack.constants(stacked_steps)}
-                looked_up, fields = stack.made(stacked_steps, resident, [next(rest) for _ in stacked_steps.tensors])
-                fields |= same
+                constants = {name: next(rest) for name in stack.constants(stacked_steps)}
+                step_tensors = [next(rest) for _ in stacked_steps.tensors]
+                looked_up, fields = stack.made(stacked_steps, resident, step_tensors)
+                fields |= constants
                 ids = [rows for of_collection in looked_up for rows in of_collection]
             else:
                 ids = [next(rest) for _ in lookups]
             live = [next(rest) if gaps else None for gaps in padded]
             if not stacked_steps:
                 fields = {name: next(rest) for name in inputs.fields}
-            dense = [
-                columns.view(shape)
-                for columns, shape in zip(torch.split(weights[-1], sizes, dim=1), shapes, strict=True)
-            ]
-            pooled = [
-                _live(weights[index].index_select(0, rows), filled).view(members, -1, width)
-                for (index, width), rows, filled in zip(lookups, ids, live, strict=True)
-            ]
+            columns = torch.split(weights[-1], sizes, dim=1)
+            dense = [values.view(shape) for values, shape in zip(columns, shapes, strict=True)]
+            pooled = []
+            for (index, width), rows, filled in zip(lookups, ids, live, strict=True):
+                looked_up_rows = _live(weights[index].index_select(0, rows), filled)
+                pooled.append(looked_up_rows.view(members, -1, width))
             loss, logits, *gradients = graph(*dense, *pooled, *fields.values(), *rest)
             grads = [torch.zeros_like(weight) for weight in weights[:-1]]
+            # Several ids, and several features, may share a row of a table: their gradients add up.
             for (index, width), rows, filled, grad in zip(lookups, ids, live, gradients[len(dense) :], strict=True):
                 grads[index] = grads[index].index_add(0, rows, _live(grad.reshape(-1, width), filled))
             grads.append(torch.cat([grad.reshape(members, -1) for grad in gradients[: len(dense)]], dim=1))
@@ -256,9 +264,11 @@ class CompiledStep:
             for entry, (state, steps), rate in zip(entries, states, rates, strict=True):
                 weight = entry.of(weights[entry.index])
                 flat_state = [entry.flat(tensor) for tensor in state]
+                # A rule without a count of steps does not read the number; any tensor does.
                 step_number = steps[0] + 1 if steps else rate
                 grad = entry.of(grads[entry.index])
                 values, new = stepped(weight, grad, flat_state, step_number, rate, entry.choice, table=entry.is_table)
+                # A loss that is not finite leaves all members, states and counts of steps as they are.
                 for target, value in zip([weight, *flat_state], [values, *new], strict=True):
                     target.copy_(torch.where(finite, value, target))
                 for count in steps:
@@ -275,9 +285,9 @@ def _live(rows: Tensor, filled: Tensor | None) -> Tensor:
 
 def _limited(grads: Sequence[Tensor], inside: Sequence[bool], limits: Tensor) -> list[Tensor]:
     """Returns the gradients, those ``inside`` scaled to at most each member's limit of their norm, (K,)."""
-    norm = sum(
-        grad.view(len(limits), -1).square().sum(dim=1) for grad, limited in zip(grads, inside, strict=True) if limited
-    )
+    counted = [grad for grad, limited in zip(grads, inside, strict=True) if limited]
+    norm = sum(grad.view(len(limits), -1).square().sum(dim=1) for grad in counted)
+    # 1e-6 as in torch.nn.utils.clip_grad_norm_, for the results of a member alone.
     factors = (limits / (torch.as_tensor(norm).sqrt() + 1e-6)).clamp(max=1)[:, None]
     return [
         (grad.view(len(limits), -1) * factors).view(grad.shape) if limited else grad
@@ -409,7 +419,9 @@ class StackSteps:
             return None
         try:
             shape = self._step.read(batches, peers)
-            return None if self._waits(shape) else self._step.run(shape, batches, peers, weight)
+            if self._waits(shape):
+                return None
+            return self._step.run(shape, batches, peers, weight)
         except (StackError, CannotCaptureError) as error:
             if self._compile == "require":
                 raise StackError(f"train.compile=require: the step of the stack cannot be compiled: {error}") from None

@@ -67,15 +67,14 @@ def _insert(before: Node, target: Any, *args: Any) -> Node:
 
 def _remove_no_ops(node: Any) -> None:
     """Removes views of the same shape, aliases, and factors of 1."""
-    views = (_aten.view.default, _aten.expand.default, _aten._unsafe_view.default)
-    if (
-        node.target in (_aten.alias.default, _aten.detach.default)
-        or (node.target in views and _shape(node) == _shape(node.args[0]))
-        or (node.target is _aten.slice.Tensor and _shape(node) == _shape(node.args[0]))
-        or (node.target is _aten.mul.Scalar and node.args[1] == 1)
-    ):
+    views = (_aten.view.default, _aten.expand.default, _aten._unsafe_view.default, _aten.slice.Tensor)
+    is_alias = node.target in (_aten.alias.default, _aten.detach.default)
+    is_full_view = node.target in views and _shape(node) == _shape(node.args[0])
+    is_factor_of_one = node.target is _aten.mul.Scalar and node.args[1] == 1
+    if is_alias or is_full_view or is_factor_of_one:
         node.replace_all_uses_with(node.args[0])
     elif node.target is _aten.transpose.int:
+        # Two transpositions of the same axes.
         inner: Any = node.args[0]
         if inner.op == "call_function" and inner.target is _aten.transpose.int and inner.args[1:] == node.args[1:]:
             node.replace_all_uses_with(inner.args[0])
@@ -98,12 +97,15 @@ def _concatenate_gradients(node: Any) -> None:
     leaves: list[Any] = list(_leaves(node))
     if len(leaves) < 2 or any(leaf.target is not _aten.slice_backward.default for leaf in leaves):
         return
+    # slice_backward(gradient, sizes, dim, start, end, step): zeros of `sizes` but for the piece.
     sizes, dim = leaves[0].args[1:3]
     if any(leaf.args[1:3] != (sizes, dim) or leaf.args[5] != 1 for leaf in leaves):
         return
     leaves.sort(key=lambda leaf: leaf.args[3])
+    starts = [leaf.args[3] for leaf in leaves]
     ends = [min(leaf.args[4], sizes[dim]) for leaf in leaves]
-    if [leaf.args[3] for leaf in leaves] == [0, *ends[:-1]] and ends[-1] == sizes[dim]:
+    # The pieces must cover the matrix, without a gap and without an overlap.
+    if starts == [0, *ends[:-1]] and ends[-1] == sizes[dim]:
         _replace(node, _aten.cat.default, [leaf.args[0] for leaf in leaves], dim)
 
 
@@ -129,20 +131,24 @@ def _slice_concatenation(node: Any) -> None:
     source: Any = node.args[0] if node.args else None
     if node.target is not _aten.slice.Tensor or source.op != "call_function" or source.target is not _aten.cat.default:
         return
+    # slice(source, dim, start, stop, step); without a step it is 1.
     dim, start, stop = node.args[1:4]
-    if len(node.args) > 4 or (source.args[1] if len(source.args) > 1 else 0) != dim:
+    source_dim = source.args[1] if len(source.args) > 1 else 0
+    if len(node.args) > 4 or source_dim != dim:
         return
     stop = min(stop, _shape(source)[dim])
     offset = 0
     pieces = []
     for piece in source.args[0]:
         width = _shape(piece)[dim]
+        # The slice lies inside one piece: it is a slice of this piece.
         if width and start >= offset and stop <= offset + width:
             _replace(node, _aten.slice.Tensor, piece, dim, start - offset, stop - offset)
             return
         if width and start <= offset and offset + width <= stop:
             pieces.append(piece)
         offset += width
+    # The slice is a row of whole pieces: it is their concatenation.
     if pieces and sum(_shape(piece)[dim] for piece in pieces) == stop - start:
         _replace(node, _aten.cat.default, pieces, dim)
 
@@ -212,8 +218,9 @@ def _fuse_bias(node: Any) -> None:
     bias, product = node.args[:2]
     if not isinstance(bias, Node) or not isinstance(product, Node):
         return
-    alone = product.target is _aten.bmm.default and len(product.users) == 1
-    if alone and bias.target is _aten.view.default and len(_shape(bias)) == 3 and _shape(bias)[1] == 1:
+    # A product that others read as well would be computed twice.
+    is_own_product = product.target is _aten.bmm.default and len(product.users) == 1
+    if is_own_product and bias.target is _aten.view.default and len(_shape(bias)) == 3 and _shape(bias)[1] == 1:
         _replace(node, _aten.baddbmm.default, bias, *product.args)
 
 

@@ -93,9 +93,9 @@ class StackedOptimizer:
             }
             _check_kinds(weights.name, {member: rule.choice.kind for member, rule in rules.items()})
             for entry, rule in _runs(weights, rules):
-                group = groups.setdefault(
-                    (rule, entry.is_table), {"params": [], **rule.choice.unfused()[1], **rule._asdict()}
-                )
+                # Entries with one rule share a group, and so one fused call.
+                settings = {"params": [], **rule.choice.unfused()[1], **rule._asdict()}
+                group = groups.setdefault((rule, entry.is_table), settings)
                 group["params"].append(entry.parameter)
                 self._moved.append((group, entry))
         optimizer_type = next(choice for choice in first.values() if choice.kind == kind).unfused()[0]
@@ -121,6 +121,7 @@ class StackedOptimizer:
         self.begin_step()
         if self.clips:
             self._clip(self.limits)
+        # Decay apart from the optimizers: of a table only the rows with a gradient decay.
         for group, entry in self._moved:
             if group["choice"].weight_decay:
                 _decay(entry, 1 - group["lr"] * group["choice"].weight_decay)
@@ -143,18 +144,17 @@ class StackedOptimizer:
         """Creates the state for a checkpoint to fill, as the first step would, by a step without gradients."""
         for optimizer in self._optimizers:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            saved_values = (
-                [parameter.grad for parameter in parameters],
-                [group["lr"] for group in optimizer.param_groups],
-            )
+            gradients = [parameter.grad for parameter in parameters]
+            rates = [group["lr"] for group in optimizer.param_groups]
+            # With a gradient and a rate of 0 the step makes states and moves no weight.
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter)
             for group in optimizer.param_groups:
                 group["lr"] = 0.0
             optimizer.step()
-            for group, rate in zip(optimizer.param_groups, saved_values[1], strict=True):
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
-            for parameter, gradient in zip(parameters, saved_values[0], strict=True):
+            for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
                 if "step" in optimizer.state[parameter]:
                     optimizer.state[parameter]["step"].zero_()
@@ -223,16 +223,18 @@ class StackedOptimizer:
         return optimizer
 
     def _owner(self, parameter: nn.Parameter) -> torch.optim.Optimizer:
-        owners = (
-            o for o in self._optimizers if any(p is parameter for group in o.param_groups for p in group["params"])
-        )
-        return next(owners)
+        for optimizer in self._optimizers:
+            # By identity: `in` would compare the tensors' numbers.
+            if any(own is parameter for group in optimizer.param_groups for own in group["params"]):
+                return optimizer
+        raise AssertionError("every weight has an optimizer")
 
     def _state(self, entry: StackedWeights) -> list[dict[str, Tensor]]:
         state = self._owner(entry.parameter).state[entry.parameter]
         count = len(entry.members)
         parts: list[dict[str, Tensor]] = [{} for _ in entry.members]
         for name, value in state.items():
+            # A scalar, such as a count of steps, is the same for all members of the entry.
             chunks = value.chunk(count) if value.dim() else [value] * count
             for state_of_one, chunk in zip(parts, chunks, strict=True):
                 state_of_one[name] = chunk

@@ -111,6 +111,7 @@ def joined_source(items: Sequence[DrawnStep]) -> Resident | None:
     bags = [batch.sparse, *([batch.shared.sparse] if batch.shared is not None else [])]
     if batch.joint is not None or batch.weighted is not None:
         return None
+    # One id in each bag: only then are the members' ids one tensor without offsets.
     if any(keyed.values().numel() != len(keyed.keys()) * keyed.stride() for keyed in bags):
         return None
     shapes = [tensor.shape for tensor in first.tensors]
@@ -315,6 +316,7 @@ def first_difference(networks: Mapping[str, nn.Module]) -> str | None:
     (first, reference), *others = ((name, list(layers(network))) for name, network in networks.items())
     for name, other_layers in others:
         for layer, other in zip(reference, other_layers, strict=False):
+            # The fields of both: one of them may lack a field.
             for field in [*layer.facts, *other.facts]:
                 mine, theirs = layer.facts.get(field, "absent"), other.facts.get(field, "absent")
                 if mine != theirs:
@@ -332,6 +334,7 @@ def _fact(value: Any) -> Any:
     if isinstance(value, functools.partial):
         return (_fact(value.func), _fact(value.args), _fact(value.keywords))
     if callable(value) and hasattr(value, "__qualname__"):
+        # Two functions of one name may have closed over different values.
         closed = tuple(_fact(cell.cell_contents) for cell in getattr(value, "__closure__", None) or ())
         return (value.__module__, value.__qualname__, *closed)
     if isinstance(value, Mapping):
@@ -340,7 +343,9 @@ def _fact(value: Any) -> Any:
         return tuple(sorted(map(str, value)))
     if isinstance(value, list | tuple):
         return tuple(_fact(entry) for entry in value)
-    return value if isinstance(value, int | float | str | bytes) else repr(value) if isinstance(value, slice) else None
+    if isinstance(value, int | float | str | bytes):
+        return value
+    return repr(value) if isinstance(value, slice) else None
 
 
 def _shown(value: object) -> str:

@@ -204,6 +204,7 @@ def _read_one_each(parts: Sequence[KeyedJaggedTensor], members: int) -> _OneEach
         batch.values().numel() != batch.lengths().numel() or batch.weights_or_none() is not None for batch in different
     ):
         return None
+    # As many ids as bags, and no bag with two: each has one.
     if max(int(batch.lengths().max()) if batch.lengths().numel() else 1 for batch in different) != 1:
         return None
     values = torch.stack([batch.values() for batch in different]).view(
@@ -244,7 +245,7 @@ def keep_freed_memory() -> bool:
     return all(results)
 
 
-_TOLERANCE = 1e-4
+_TOLERANCE = 1e-4  # of a loss in fp32: batched products add up in another order
 StepBatches = Sequence[TowerBatch] | StackedSteps
 
 
@@ -368,17 +369,21 @@ class Stack(nn.Module):
         """Makes one (K, P) matrix of all dense weights, a row for each member, and one of their gradients."""
         by_member = [_dense_parameters(network) for network in self.networks.values()]
         sizes = [weight.numel() for _, weight in by_member[0]]
-        self.flat = torch.stack(
-            [torch.cat([weight.detach().reshape(-1) for _, weight in parameters]) for parameters in by_member]
-        )
+        rows = []
+        for parameters in by_member:
+            rows.append(torch.cat([weight.detach().reshape(-1) for _, weight in parameters]))
+        self.flat = torch.stack(rows)
         self.flat_grad = torch.zeros_like(self.flat)
         self.columns: dict[str, slice] = {}  # by name, where ``flat`` has the dense weights
         self._dense_grads: list[Tensor] = []
         for index, (name, weight) in enumerate(by_member[0]):
             shape = (len(by_member), *weight.shape)
-            columns = self.columns[name] = slice(sum(sizes[:index]), sum(sizes[: index + 1]))
+            start = sum(sizes[:index])
+            columns = slice(start, start + sizes[index])
+            self.columns[name] = columns
             self.dense[name] = nn.Parameter(self.flat[:, columns].view(shape))
             self._dense_grads.append(self.flat_grad[:, columns].view(shape))
+            # The members' own parameters become views, so each network is at any time as trained so far.
             for parameters, values in zip(by_member, self.dense[name].detach().unbind(), strict=True):
                 parameters[index][1].data = values
 
@@ -406,11 +411,13 @@ class Stack(nn.Module):
             if source is not None:
                 return StackedSteps(steps, source)
         device = self.flat.device
-        batches = {id(item): item.batch() if isinstance(item, DrawnStep) else item for item in items}
-        on_device = {
-            key: batch if batch.labels.device == device else batch.to(device) for key, batch in batches.items()
-        }
-        return [on_device[id(item)] for item in items]
+        # By identity: a batch that several members share is made and moved once, and stays one object.
+        batches: dict[int, TowerBatch] = {}
+        for item in items:
+            if id(item) not in batches:
+                batch = item.batch() if isinstance(item, DrawnStep) else item
+                batches[id(item)] = batch if batch.labels.device == device else batch.to(device)
+        return [batches[id(item)] for item in items]
 
     def _on_device(self, sources: Sequence[Resident]) -> bool:
         """Whether the rows of all sources are on the stack's device."""
@@ -431,6 +438,7 @@ class Stack(nn.Module):
         """
         inputs = self.inputs(batches, peers, weight)
         key = inputs.shapes()
+        # Traced once for each shape; the first is checked, unless peers or noise make the losses others.
         if key not in self._graphs:
             self._graphs[key] = trace(self.skeleton, inputs)  # type: ignore[arg-type]
             if peers is None and not inputs.noise:
@@ -535,6 +543,7 @@ class Stack(nn.Module):
             with torch.no_grad():
                 _, *fields = graph(*inputs)
             field_values = dict(zip(names, fields, strict=True))
+            # Fields that depend on no input are computed here, once, and not in each step.
             variable = leave_out_constants(graph, names)
             constants = {name: value.clone() for name, value in field_values.items() if name not in variable}
             self._makers[steps.layout] = _BatchMaker(graph, names, constants, example)
@@ -566,15 +575,16 @@ class Stack(nn.Module):
                         f"batch.{field} is {_shape(mine)} for '{self.members[0]}' and {_shape(theirs)} for '{name}': "
                         "members of a stack take batches of one shape; give both the same batch_size and negatives"
                     )
-        return (
-            tensors[0] if shared else {name: torch.stack([fields[name] for fields in tensors]) for name in tensors[0]}
-        )
+        if shared:
+            return tensors[0]
+        return {name: torch.stack([fields[name] for fields in tensors]) for name in tensors[0]}
 
     def _draw(self, skeleton: Skeleton, batch: TowerBatch) -> list[Tensor]:
         """Draws the noise of each dropout layer, (K, ...), as nn.Dropout does; empty if no member has dropout."""
         if not any(rate for rates in self._rates for rate in rates):
             return []
         layer_noises = []
+        # On the CPU, from each member's own generator: the draws of the member alone.
         for index, shape in enumerate(skeleton.noise_shapes(batch)):
             noise = torch.ones(len(self.networks), *shape)
             for member_noise, rates, generator in zip(noise, self._rates, self.generators.values(), strict=True):

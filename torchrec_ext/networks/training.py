@@ -309,11 +309,10 @@ class _Run:
         return self._stack.members if self._stack else []
 
     def _new_peers(self) -> StalePeers | None:
-        return (
-            StalePeers(self._stack, self._codistillation)
-            if self._codistillation.weight and len(self.active) > 1
-            else None
-        )
+        # The last member has no peers left to learn from.
+        if self._codistillation.weight and len(self.active) > 1:
+            return StalePeers(self._stack, self._codistillation)
+        return None
 
     def _new_step(self) -> StackSteps | None:
         if not self.active:
@@ -325,7 +324,9 @@ class _Run:
 
     def epoch(self) -> None:
         """Trains the rest of the epoch."""
-        loaders = list({id(self._members[name].loader): self._members[name].loader for name in self.active}.values())
+        # Each loader once: members may share one, and its batches then.
+        all_loaders = [self._members[name].loader for name in self.active]
+        loaders = list({id(loader): loader for loader in all_loaders}.values())
         if not self.at.done:
             for loader in loaders:
                 loader.set_epoch(self.at.epoch)
@@ -337,11 +338,8 @@ class _Run:
         streams = [steps() if callable(steps) else loader for loader, steps in zip(loaders, step_methods, strict=True)]
         for items in zip(*streams, strict=True):
             item_of_loader = {id(loader): item for loader, item in zip(loaders, items, strict=True)}
-            if not self._train(
-                self.at.epoch + 1,
-                {name: item_of_loader[id(self._members[name].loader)] for name in self.active},
-                self._window,
-            ):
+            item_of_member = {name: item_of_loader[id(self._members[name].loader)] for name in self.active}
+            if not self._train(self.at.epoch + 1, item_of_member, self._window):
                 return
         self._end_of_epoch(self.at.epoch + 1)
         self.at.begin(self.at.epoch + 1)
@@ -373,9 +371,11 @@ class _Run:
         """Restores all members from their checkpoints, if there are any."""
         self._optimizer.begin()
         position_of = {name: self._restore_one(name, checkpoints) for name, checkpoints in self._active_checkpoints()}
-        for name, record in ((name, record) for name, position in position_of.items() for record in position.history):
-            if self._log is not None:
-                self._log(name, record)
+        # The log of a resumed run begins with the records of the run before.
+        for name, position in position_of.items():
+            for record in position.history:
+                if self._log is not None:
+                    self._log(name, record)
         finished = [
             name for name, position in position_of.items() if is_over(position, self._members[name].train.epochs)
         ]
@@ -438,13 +438,14 @@ class _Run:
     def _train(self, epoch: int, items: Mapping[str, DrawnStep | TowerBatch], window: _Window) -> bool:
         """Makes one step of all members; False when no member is left."""
         losses = self._move(self._stack.joined([items[name] for name in self.active]))
+        # A step with a diverged member has written nothing: the others take it again without that member.
         while not losses.finite():
             self._drop_diverged(epoch, losses.loss)
             if not self.active:
                 return False
             losses = self._move(self._stack.joined([items[name] for name in self.active]))
-        self.at.step = self.at.step + 1
-        self.at.done = self.at.done + 1
+        self.at.step += 1
+        self.at.done += 1
         window.add(self.active, losses)
         for name in self.active:
             if self.at.step % self._members[name].train.log_every == 0 or self.at.done == self._steps:
@@ -452,7 +453,7 @@ class _Run:
                 changing = config.tables_schedule.changes or config.dense_schedule.changes
                 rates = self._optimizer.rates(name) if changing else {}
                 self._keep(name, {"kind": "train", "epoch": epoch, "step": self.at.step, **window.take(name), **rates})
-        # To collect what members save takes as long as some steps.
+        # Collecting a member's state takes as long as some steps: only when a checkpoint is due.
         if self.at.done < self._steps and any(
             saving.due_after(self.at.step) for _, saving in self._active_checkpoints()
         ):
@@ -507,7 +508,9 @@ class _Run:
                 best.append(name)
                 if config.early_stop.restore:
                     self._best[name].keep()
-            self._keep(name, {**record, "best": True} if name in best else record)
+            if name in best:
+                record = {**record, "best": True}
+            self._keep(name, record)
             if (stop := watch.stops()) and not last:
                 self._keep(name, {"epoch": epoch, "step": self.at.step, **stop})
                 ended.append(name)
