@@ -63,7 +63,7 @@ class CompiledStep:
     Args:
         stack: networks whose features have at most one id in each row.
         optimizer: moves the stack; it has made a step, or :meth:`StackedOptimizer.begin`, which makes its state.
-        engine: compiles the step; that of the stack's device where not given.
+        engine: compiles the step; by default the one of the stack's device.
 
     Raises:
         StackError: an optimizer without a compiled form, or that has no state yet.
@@ -109,7 +109,8 @@ class CompiledStep:
 
     def read(self, batches: StepBatches, peers: Tensor | None = None) -> tuple[object, ...]:
         """Finds the rows of a step; returns its shape, the key of a compiled function. See :meth:`__call__`."""
-        if isinstance(batches, StackedSteps):  # whose function finds them
+        # The compiled function makes such batches, and finds their rows, by itself.
+        if isinstance(batches, StackedSteps):
             return (*batches.layout, None if peers is None else peers.shape)
         self._stack.read(batches)
         shared = all(batch is batches[0] for batch in batches)
@@ -298,7 +299,7 @@ def _limited(grads: Sequence[Tensor], inside: Sequence[bool], limits: Tensor) ->
 class StackSteps:
     """Trains a stack on one set of batches after the other, kernel by kernel or compiled.
 
-    ``compile="auto"``: the first steps go kernel by kernel; where the rest of the run would take longer than
+    ``compile="auto"``: the first steps go kernel by kernel; if the rest of the run would take longer than
     :data:`PAYS_S` the step is compiled, and stays so if that is faster. ``require``: all steps after the first are
     compiled. Under ``auto`` a rare shape of batch, such as that of an epoch's last one, goes kernel by kernel until it
     has come :data:`PATIENCE` times.

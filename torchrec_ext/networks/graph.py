@@ -237,8 +237,8 @@ class Inputs(NamedTuple):
         dense: dense weights, in the order of the skeleton's.
         paths: paths of the collections.
         pooled: pooled bags of each collection.
-        fields: tensors of the batches by name; without the first axis where ``shared``.
-        noise: noise of each dropout layer; empty where no member has dropout.
+        fields: tensors of the batches by name; without the first axis if ``shared``.
+        noise: noise of each dropout layer; empty if no member has dropout.
         peers: logits of stale peers, (K, P, B), and weight of codistillation, (K,); empty without peers.
         shared: whether all members read one batch.
     """

@@ -53,7 +53,7 @@ class StackedOptimizer:
     Args:
         stack: the stack whose weights move.
         configs: optimizer settings of each member.
-        schedules: schedules of each member's tables and dense layers; constant rates where not given.
+        schedules: schedules of each member's tables and dense layers; constant rates by default.
         steps: number of steps of each member's whole run, for the schedules.
 
     Raises:

@@ -1,6 +1,6 @@
 """Skeleton: a network that takes weights, look-ups and dropout noise from outside, so that K networks run as one.
 
-first_difference(): whether networks have one shape, and else where they differ first.
+first_difference(): compares the shapes of networks, and names the first difference.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ class StackedSteps:
 
     Args:
         items: step of each member, in order.
-        source: source of the batches of all members, one after another; of the one batch where all have one step.
+        source: source of the batches of all members, one after another; of the one batch if all have one step.
 
     Attributes:
         members: number of members whose rows the batch holds: K, or 1 for all.
-        tensors: what ``source`` makes the batch of.
+        tensors: tensors from which ``source`` makes the batch.
     """
 
     def __init__(self, items: Sequence[DrawnStep], source: Resident) -> None:
@@ -227,7 +227,7 @@ class Skeleton:
         for module in network.modules():
             if isinstance(module, nn.Dropout):
                 self.dropouts.append(replaced[id(module)])
-        # The copy holds the weights of dense layers until it is called with others; tables are not copied.
+        # The copy has the weights of dense layers until a call passes others; tables are not copied.
         self.learner = Learner(copy.deepcopy(network, replaced)).train()
         self.parameters = [name for name, _ in self.learner.named_parameters()]
         self._noise_shapes: dict[tuple[torch.Size, ...], list[torch.Size]] = {}
@@ -277,7 +277,7 @@ class Skeleton:
                 layer.noise = None
 
 
-# How a module was made (Recorded) is in what it became, but for dropout, of which a member may have a rate of its own.
+# The arguments of a module (Recorded) show in its attributes, but for dropout, whose rate may differ between members.
 _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "arguments", "made_of"})
 _OF_A_TABLE = ("name", "num_embeddings", "embedding_dim", "feature_names", "pooling", "data_type")
 

@@ -227,7 +227,7 @@ class _Jagged:
         )
 
 
-# glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, in bytes; of the second no more than 32 MB is taken.
+# glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, in bytes; glibc accepts at most 32 MB for the second.
 _SETTINGS = {-1: 256 << 20, -3: 32 << 20}
 
 
@@ -293,7 +293,7 @@ class Stack(nn.Module):
         networks: networks by name, on one device: modules as :func:`torchrec_ext.train.loop.train` takes them, such as
             TowerModels, of which only the dropout rates may differ. No two share weights.
         seeds: seed of each member's dropout, by name, with which it draws the noise that nn.Dropout draws alone on the
-            CPU after ``torch.manual_seed(seed)``; 0 where not given.
+            CPU after ``torch.manual_seed(seed)``; 0 by default.
 
     Raises:
         StackError: the networks have different shapes; the message says which field differs.
@@ -388,7 +388,7 @@ class Stack(nn.Module):
                 parameters[index][1].data = values
 
     def _prepare(self, batch: TowerBatch) -> Skeleton:
-        # The network with the most dropout layers: who has a rate of 0 may have left the layer out.
+        # The network with the most dropout layers: a network with a rate of 0 may have no such layer.
         self.skeleton = Skeleton(max(self.networks.values(), key=lambda network: len(_dropouts(network))), batch)
         self._rates = []
         for name, network in self.networks.items():
@@ -427,8 +427,8 @@ class Stack(nn.Module):
         """Computes each member's loss on its batch, and its gradient into ``grad`` of the stacked weights.
 
         Args:
-            batches: one batch for each member, in order, all of one shape; a batch given for all is read once. Or what
-                :meth:`joined` returns.
+            batches: one batch for each member, in order, all of one shape; a batch common to all is read once. Or the
+                result of :meth:`joined`.
             peers: logits of each member's P stale peers for its rows, (K, P, B), towards which :func:`codistillation`
                 draws it.
             weight: weight of the codistillation in the loss.
@@ -507,8 +507,8 @@ class Stack(nn.Module):
 
         Args:
             steps: steps whose batch is made.
-            resident: tensors of ``steps.source``, or what stands for them in a trace.
-            drawn: ``steps.tensors``, or what stands for them.
+            resident: tensors of ``steps.source``, or their stand-ins in a trace.
+            drawn: ``steps.tensors``, or their stand-ins.
 
         Returns:
             The rows (K x S,) of each look-up of each collection, and the ``fields`` of :class:`Inputs`.

@@ -240,7 +240,7 @@ def train_stack(
             ``train.eval_every`` says.
         log: called with a name and a record of that member.
         codistillation: how members learn from each other, if they do. After a resume the peers are those of that step.
-        stop: called after each step; where it returns True, all members are saved, and the run ends.
+        stop: called after each step; if it returns True, all members are saved, and the run ends.
         say: receives the lines that say whether steps are compiled, see :class:`StackSteps`.
 
     Returns:
@@ -333,7 +333,7 @@ class _Run:
             self._window = _Window(self.active)
         for name in self.active:
             self._members[name].network.train()
-        # Stale peers predict for batches, so they are made first.
+        # Stale peers predict for batches, so these are made before the step and not in it.
         step_methods = [None if self._peers else getattr(loader, "steps", None) for loader in loaders]
         streams = [steps() if callable(steps) else loader for loader, steps in zip(loaders, step_methods, strict=True)]
         for items in zip(*streams, strict=True):
@@ -379,7 +379,7 @@ class _Run:
         finished = [
             name for name, position in position_of.items() if is_over(position, self._members[name].train.epochs)
         ]
-        # A loader shared with a finished member is now where that member left it: restore the others once more.
+        # A loader shared with a finished member now has that member's position: restore the others once more.
         if finished:
             position_of |= {
                 name: self._restore_one(name, checkpoints)

@@ -28,7 +28,7 @@ class BatchBuilder:
     Args:
         schema: the columns that the model reads.
         items: row i holds the features of item i, as in ``InteractionData.items``; its columns are the item's, all
-            others the user's. None where the rows hold everything themselves.
+            others the user's. None if the rows hold everything themselves.
     """
 
     def __init__(self, schema: BatchSchema, items: Chunk | None) -> None:
@@ -65,12 +65,12 @@ class BatchBuilder:
 
         Args:
             users: B rows with the users' features.
-            candidates: (B, N) item ids; where not given, the rows hold the item's features themselves, or name the item
-                by ``item_id``.
-            labels: (B, N); zeros where not given.
-            weights: (B, N); ones where not given.
+            candidates: (B, N) item ids; by default the rows hold the item's features themselves, or name the item by
+                ``item_id``.
+            labels: (B, N); zeros by default.
+            weights: (B, N); ones by default.
             log_q: (B, N) log-probability with which each candidate was sampled.
-            targets: (B, N, tasks) the labels of the schema's further tasks; zeros where not given.
+            targets: (B, N, tasks) the labels of the schema's further tasks; zeros by default.
             total_weight: see :class:`TowerBatch`.
             row_numbers: (B,) numbers by which an error message names the rows.
             padded_rows: number of users up to which rows of weight 0, with empty bags and zeros, are added.
@@ -136,7 +136,7 @@ class BatchBuilder:
     ) -> TowerBatch:
         """Builds ``users`` shared rows with ``width`` rows each, padded to ``padded_users``.
 
-        Where none of the user's columns is there, or none of the item's, they are empty; one missing column is an
+        If all of the user's columns are missing, or all of the item's, they are empty; a single missing column is an
         error. Dense columns in ``matrices`` need not be in ``columns``.
         """
         matrices = matrices or {}
@@ -291,7 +291,7 @@ def known_items(
         schema: decides what happens to an id without features.
         num_rows: number of rows of the table of item features.
         ids: (B x W,) item ids, W of each row one after the other.
-        row_numbers: (B,) numbers by which a message names the rows; the index of the id where not given.
+        row_numbers: (B,) numbers by which a message names the rows; the index of the id by default.
         name: column of the ids.
 
     Raises:

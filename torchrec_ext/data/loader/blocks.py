@@ -33,7 +33,7 @@ SCALAR: tuple[Kind, ...] = ("int",)
 IDS: tuple[Kind, ...] = ("int", "ints")
 LISTS: tuple[Kind, ...] = ("ints",)
 WEIGHTS: tuple[Kind, ...] = ("floats",)
-_SPARE_BUFFERS = 8  # buffers kept for the next blocks
+_SPARE_BUFFERS = 8  # buffers to reuse for the next blocks
 NUMBERS: tuple[Kind, ...] = ("float", "int", "bool")
 
 
@@ -64,7 +64,7 @@ class BlockLayout:
         Args:
             schema: columns of the batches.
             ids: further columns with one id per row.
-            floats: names of the label and of the weight, where there are such.
+            floats: names of the label and of the weight, or None.
             without: columns of the schema that the rows need not have.
         """
         label, weight = floats
@@ -266,8 +266,8 @@ class Assembler:
         schema: the columns of the batch.
         layout: the columns of the blocks.
         ragged: names of the sparse columns with several ids per row.
-        label: float column with the labels; all labels are 1 where not given.
-        weight: float column with the weights; all weights are 1 where not given.
+        label: float column with the labels; all labels are 1 by default.
+        weight: float column with the weights; all weights are 1 by default.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Pairing: the rows of a step -> this rank's TowerBatch, with candidates where the loader draws some.
+"""Pairing: the rows of a step -> this rank's TowerBatch, with candidates if the loader draws some.
 
 SharedCandidates: a step's positives, and after them extra candidates that all queries of the batch share.
 """
@@ -68,7 +68,7 @@ def identified(
         schema: the columns of the batch.
         rows: rows of one step.
         width: number of rows in the batch for each of ``rows``.
-        candidates: item ids in the order of the batch; the items of ``rows`` where not given.
+        candidates: item ids in the order of the batch; the items of ``rows`` by default.
     """
     if not schema.identities:
         return batch

@@ -9,7 +9,7 @@ batch of B rows has B / S slots for each lane::
     rank r of R takes the slots        r B / R  to  (r + 1) B / R
 
 A lane is read block by block: row groups of at least ``part_rows`` rows together, shuffled as one. So a batch is mixed
-from S places, and a rank reads only the lanes that its slots touch: 1 / R of the data where R divides S. Nothing but
+from S places, and a rank reads only the lanes that its slots touch: 1 / R of the data if R divides S. Nothing but
 the last line knows R, so the rows of each step are the same on any number of ranks with the same S. With more ranks
 than lanes every rank gets a lane of its own (``places``), because a block is shuffled as a whole: a rank that shares
 its lane with others decodes their rows too. The order of such an epoch depends on the number of ranks.
@@ -74,7 +74,7 @@ class StreamPlan:
         shuffle: shuffle the rows; False keeps the order of the files.
         drop_last: leave out the last step if it is not full.
         seed: seed of the order.
-        places: S, where it does not follow from ``lanes``.
+        places: S, if it does not follow from ``lanes``.
     """
 
     group_rows: tuple[int, ...]

@@ -113,7 +113,7 @@ class BuiltAhead:
     used. The batches are the same either way.
 
     Args:
-        depth: number of batches built ahead; not given, the choice between 0 and ``DEPTH`` is measured.
+        depth: number of batches built ahead; by default the choice between 0 and ``DEPTH`` is measured.
 
     Attributes:
         depth: the number; None while it is being measured.
@@ -165,7 +165,8 @@ class Epochs(ABC):
         self.config = config
         self._count = count
         self._pin = torch.cuda.is_available() if config.pin_memory is None else config.pin_memory
-        on_gpu = torch.cuda.is_available()  # where copies to the device overlap with the step as well
+        # On a GPU copies to the device overlap with the step as well, so a thread pays without a measurement.
+        on_gpu = torch.cuda.is_available()
         self.ahead = BuiltAhead(BuiltAhead.DEPTH if config.prefetch is None and on_gpu else config.prefetch)
         self._epoch = self._step = self._start = 0
         if not len(self):
@@ -213,7 +214,7 @@ class Epochs(ABC):
 
         Args:
             step: number of steps of this epoch that the caller has finished. A pipeline that fetches ahead must give
-                it; where not given, it is the number of batches handed out (those that the prefetch thread has built
+                it; by default it is the number of batches handed out (those that the prefetch thread has built
                 do not count).
         """
         return {"epoch": self._epoch, "step": self._step if step is None else step, "stream": self._stream()}

@@ -242,9 +242,9 @@ class StreamedRows:
         schema: the columns that the model reads.
         config: see :class:`LoaderConfig`.
         items: row i holds the features of item i, which the source then need not have.
-        pairing: maker of the batches; None where rows come as they are, which are copied straight into their batch.
+        pairing: maker of the batches; None if rows come as they are, to be copied straight into their batch.
         share: this rank's share of each global batch.
-        in_order: keep the order of the files where there is no shuffle, see :class:`ChunkLoader`.
+        in_order: keep the order of the files if there is no shuffle, see :class:`ChunkLoader`.
     """
 
     ahead = True

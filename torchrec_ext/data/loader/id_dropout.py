@@ -37,7 +37,7 @@ class IdDropout:
 
     Args:
         loader: loader of the training batches.
-        schema: schema of the batches; a feature's ``oov_id`` is the row that stands for dropped ids.
+        schema: schema of the batches; a feature's ``oov_id`` is the row of dropped ids.
         rates: share of bags that are dropped, by feature, at least 0 and below 1.
         seed: seed of the choice.
 
@@ -128,7 +128,7 @@ def unseen_as_oov(rows: Chunk, train: Chunk, feature: SparseFeature) -> Chunk:
     """Replaces the ids of ``feature`` that are absent in ``train`` by its out-of-vocabulary row.
 
     For evaluation and serving: the row of an id that was never trained holds its first random values, or was only ever
-    pushed down, as a negative. The out-of-vocabulary row is trained where ids of the feature are dropped; else it holds
+    pushed down, as a negative. The out-of-vocabulary row is trained if ids of the feature are dropped; else it holds
     its first values too, but the same for all such ids, which are then ranked by their other features.
     """
     is_trained = np.zeros(feature.num_embeddings, dtype=bool)

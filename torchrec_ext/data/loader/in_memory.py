@@ -16,7 +16,7 @@ from torchrec_ext.data.negatives.mixed import MixedCandidates
 from torchrec_ext.schema import BatchSchema, DataError
 from torchrec_ext.schema.validation import listed
 
-ROWS_AT_ONCE = 4096  # rows of a rank that are gathered and drawn for together: numpy's cost of a call is then small
+ROWS_AT_ONCE = 4096  # rows of a rank to gather and draw for together: the cost of a numpy call is then small
 
 
 def order_of(config: LoaderConfig, num_rows: int, epoch: int) -> Int64:
@@ -35,7 +35,7 @@ class MemoryRows:
         config: see :class:`LoaderConfig`.
         pairing: maker of the batches.
         share: this rank's share of each global batch.
-        observer: sampler that is shown the items of every global batch, where it estimates how frequent they are.
+        observer: sampler that estimates how frequent items are; it is shown the items of every global batch.
     """
 
     ahead = True

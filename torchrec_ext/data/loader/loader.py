@@ -64,7 +64,7 @@ def training_negatives(data: InteractionData, config: LoaderConfig, *, avoid: Pa
     Args:
         data: the training set.
         config: settings of the loader.
-        avoid: pairs that are never drawn; the training pairs where not given.
+        avoid: pairs that are never drawn; the training pairs by default.
     """
     kind: type[TrainingSampler] = NEGATIVES[config.sampling]
     if not kind.shared and not config.negatives:
@@ -238,7 +238,7 @@ class ChunkLoader(Epochs):
         config: see :class:`LoaderConfig`.
         items: row i holds the features of item i.
         negatives: sampler of the negatives; must be given if ``config`` asks for some. A row's index in ``chunk`` is
-            its position. Where draws depend on more than seed, epoch and position, the sampler's state is part of the
+            its position. If draws depend on more than seed, epoch and position, the sampler's state is part of the
             loader's.
         refresh: function from an epoch to an index of each user's best items, for :class:`HardNegatives`. It is called
             when :meth:`set_epoch` begins an epoch other than the first, on every rank, so that it may use collectives.
@@ -246,8 +246,8 @@ class ChunkLoader(Epochs):
         rank: r.
         world_size: R.
         device: device that holds all rows and items as tensors, for a set that fits; gathers and draws are made there,
-            in the order of rows in memory and with the same draws (uniform and by popularity). ``config.device`` where
-            not given.
+            in the order of rows in memory and with the same draws (uniform and by popularity); ``config.device`` by
+            default.
         in_order: whether, with ``shuffle=False`` and a source, each step has the next rows of the files, for which a
             rank decodes most blocks; False gives each rank a part of the files, so that one rank decodes each row, for
             figures that do not depend on the order.
@@ -339,7 +339,7 @@ class ChunkLoader(Epochs):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See :meth:`Epochs.load_state_dict`.
 
-        Rows in files keep the order of the saved epoch until it ends, where it depends on the number of ranks.
+        Rows in files keep the order of the saved epoch until it ends, if it depends on the number of ranks.
         """
         if isinstance(self._rows, StreamedRows):
             self._rows.follow(state["stream"])

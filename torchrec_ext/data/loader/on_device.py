@@ -228,7 +228,7 @@ class ResidentRows:
         rows: all rows, checked here, once.
         schema: the columns of a batch.
         config: see :class:`LoaderConfig`.
-        candidates: the items' features and the draws; None where rows come as they are.
+        candidates: the items' features and the draws; None if rows come as they are.
         share: this rank's share of each global batch.
         device: device of the tensors.
     """

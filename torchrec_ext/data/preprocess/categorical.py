@@ -106,7 +106,7 @@ class Categorify(Step):
 
     Args:
         column: name of a column of integers, strings or lists of them.
-        output: name of the result; ``column`` where not given.
+        output: name of the result; ``column`` by default.
         also: further columns that share the vocabulary and are replaced in place, such as a history of the same items;
             only ``column`` is counted.
         min_count: least number of rows of a value; rarer values are unknown.
@@ -195,7 +195,7 @@ class Categorify(Step):
         return dict.fromkeys(self.writes, len(state))
 
 
-_MOST = 2**31 - 1  # bytes of all texts in an array whose offsets have 32 bits
+_MOST = 2**31 - 1  # bytes of all texts in an array with offsets of 32 bits
 
 
 def _as_one_array(data: pa.ChunkedArray, dtype: pa.DataType) -> pa.Array:
@@ -222,7 +222,7 @@ def _replace_elements(table: Table, name: str, output: str, vocabulary: Table, l
     looked_up = looked_up.select(
         "__list__", __pair__=ibis.struct({"place": looked_up["__place__"], "id": looked_up["__id__"].fill_null(0)})
     )
-    # Sorting pairs, since Spark cannot collect in an order.
+    # Pairs to be sorted, since Spark cannot collect in an order.
     ids = looked_up.group_by("__list__").aggregate(__pairs__=looked_up["__pair__"].collect())
     ids = ids.select("__list__", __ids__=ids["__pairs__"].sort().map(lambda pair: pair["id"]))
     joined = table.left_join(ids, table[name] == ids["__list__"])
@@ -263,7 +263,7 @@ class HashBucket(ColumnStep):
     Args:
         column: name of a column of integers, strings or lists of them; 7 and "7" have one id.
         buckets: number of ids.
-        output: name of the result; ``column`` where not given.
+        output: name of the result; ``column`` by default.
         salt: text mixed into the hash; another text gives other collisions.
     """
 
@@ -310,7 +310,7 @@ class Cross(Step):
     Args:
         columns: names of two or more columns of integers or strings.
         buckets: number of ids.
-        output: name of the result; the columns' names with ``_x_`` between them where not given.
+        output: name of the result; the columns' names with ``_x_`` between them by default.
         salt: text mixed into the hash; another text gives other collisions.
     """
 

@@ -190,7 +190,7 @@ class Cells:
     Args:
         values: (B,), or (sum of lengths,) for a list column: int64, float64, or str objects. Times are int64 in their
             own unit.
-        valid: array of the shape of ``values``; where False, the value is null and the entry means nothing.
+        valid: array of the shape of ``values``; False for null, whose entry in ``values`` means nothing.
         lengths: (B,) for a list column (a null list is empty), else None.
     """
 

@@ -22,7 +22,7 @@ from torchrec_ext.data.preprocess.files import ROW_GROUP, Files, Sink
 from torchrec_ext.schema import DataError
 
 Table = Any
-ROW = "__row__"  # the place of a row in its files, where the engine knows it
+ROW = "__row__"  # the place of a row in its files, if the engine knows it
 
 
 class Engine(Protocol):
@@ -69,9 +69,8 @@ def connected(engine: Any, *, threads: int | None = None, memory: str | None = N
         engine: ``duckdb``; ``spark`` for the session that is active here, or the one that Spark's own configuration
             describes; a master URL such as ``local[4]`` or ``spark://host:7077``; a SparkSession; or an engine, which
             stays open.
-        threads: number of DuckDB's threads; all cores where not given.
-        memory: memory that DuckDB may use before it goes to disk, such as ``4GB``; 80 % of the machine's where not
-            given.
+        threads: number of DuckDB's threads; all cores by default.
+        memory: memory that DuckDB may use before it goes to disk, such as ``4GB``; 80 % of the machine's by default.
 
     Raises:
         DataError: the engine is unknown or not installed.
@@ -124,7 +123,7 @@ class DuckDB:
     """DuckDB in this process; goes to disk when memory runs out.
 
     Args:
-        threads: number of threads; all cores where not given.
+        threads: number of threads; all cores by default.
         memory: memory before it goes to disk, such as ``4GB``.
     """
 
@@ -144,8 +143,7 @@ class DuckDB:
 
         self._isfinite = isfinite
         settings = {"temp_directory": self._spill.name, "TimeZone": "UTC", "threads": threads, "memory_limit": memory}
-        # Thousands of small batches pass through the stream: with the default of 1 MB its two sides wait for one
-        # another.
+        # Thousands of small batches pass through the stream: with the default, 1 MB, its two sides wait for each other.
         settings["streaming_buffer_size"] = "64MB"
         for name, value in settings.items():
             if value is not None:
@@ -323,7 +321,8 @@ def floor_mod(a: Expr, b: int) -> Expr:
     return (a % b + b) % b
 
 
-# Two zones in one session would make two hours of one time; ANSI mode would raise where DuckDB and numpy do not.
+# Another zone of the session would change the hours of times. ANSI mode would raise errors that DuckDB and numpy do
+# not raise.
 _SETTINGS = {
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.ansi.enabled": "false",
@@ -431,7 +430,7 @@ class Spark:
     def _look_over(self, sink: Sink) -> int:
         from pyspark.sql import functions as f
 
-        # With a schema, since Spark finds none where it sees no file: see the count of rows in `offline`.
+        # With a schema, since Spark cannot infer one without a file. transform() then reports the missing rows.
         fields = ", ".join(f"`{name}` {_spark_type(kind)}" for name, kind in sink.columns.items())
         output = self.session.read.schema(fields).parquet(_pattern(str(sink.folder)))
 

@@ -208,7 +208,7 @@ class Sink:
         )
 
     def _add(self, batch: pa.RecordBatch) -> None:
-        # An engine may hold a small literal as int32 where Ibis believes in int64.
+        # An engine may return a small literal as int32 although its Ibis type is int64.
         batch = batch.cast(self._schema) if batch.schema != self._schema else batch
         self._check(batch)
         self._pending.append(batch)

@@ -106,8 +106,8 @@ class FittedPreprocessor:
     def origins(self) -> dict[str, str]:
         """SHA-256 of the steps behind each written column, with their fields and states, by column.
 
-        With another one a value stands for something else, such as with another salt, mean or boundary. Of a vocabulary
-        the values count, see ``id_values``.
+        If the digest differs, values have another meaning, for example because of another salt, mean or boundary. The
+        values of a vocabulary are not part of it, see ``id_values``.
         """
         digests: dict[str, str] = {}
         for step, state in zip(self.steps, self.states, strict=True):
@@ -149,7 +149,7 @@ class FittedPreprocessor:
         Args:
             source: see :meth:`Preprocessor.fit`.
             out: folder to write, which is there whole or not at all.
-            events: rows of which histories are made; ``source`` where not given.
+            events: rows to make histories of; ``source`` by default.
             order_by: columns of the source by which to sort.
             engine: see :func:`~torchrec_ext.data.preprocess.engines.connected`.
             overwrite: replace what is in ``out``.
@@ -159,7 +159,7 @@ class FittedPreprocessor:
             The number of rows.
 
         Raises:
-            DataError: a row has no value where one is needed, a list is too long, a file is damaged or the disk is
+            DataError: a row lacks a value, a list is too long, a file is damaged or the disk is
                 full.
         """
         return transform(
@@ -299,7 +299,7 @@ def transform(
         with past.blaming(), data.blaming():
             table = _apply_steps(fitted, data, past.table, opened)
             order = [_ordering(data, table, name) for name in order_by]
-            # Ties, and all rows without `order_by`, in the order of the files, where the engine knows it.
+            # Ties, and all rows without `order_by`, in the order of the files, if the engine knows it.
             if ROW in table.columns:
                 order.append(table[ROW])
             if order:
@@ -318,7 +318,7 @@ def _apply_steps(fitted: FittedPreprocessor, data: Opened, events: Table, engine
     chain = Chain(
         steps=fitted.steps, types=fitted.types, states=fitted.states, engine=engine, table=data.table, events=events
     )
-    # A column that a step replaces in place may be kept or ordered by under its own name, as it was.
+    # A step may replace a column in place that `keep` or `order_by` need as it was.
     raw = {f"__raw_{name}__": data.table[name] for name in data.raw}
     table = data.table.mutate(**raw)
     for number, step in enumerate(fitted.steps):
@@ -381,8 +381,8 @@ STEPS: Mapping[str, type[Step]] = {
 }
 _CODECS = ("SNAPPY", "UNCOMPRESSED")
 _ENCODINGS = {"PLAIN", "RLE", "PLAIN_DICTIONARY", "RLE_DICTIONARY"}
-_MAX_EXPANSION = 64  # bytes in memory for each byte of a vocabulary's file, of which 3 to 5 are usual
-_ALLOWANCE = 2**24  # bytes in memory beside these
+_MAX_EXPANSION = 64  # bytes in memory for each byte of a vocabulary's file; 3 to 5 are usual
+_ALLOWANCE = 2**24  # further bytes in memory for any file, however small
 _MAIN = "preprocessor.json"
 DIGEST = "preprocessor.sha256"
 

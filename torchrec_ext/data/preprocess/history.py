@@ -44,7 +44,7 @@ class History(Step):
             ``<output>_<column>`` beside the items.
         gaps: rising starts of buckets, in seconds or in the unit of a ``time`` of integers, for a list
             ``<output>_gap`` of 1 + the number of starts at or below the time from each event to the row: the position
-            of BST (Chen et al. 2019). No such list where empty; ``GAPS`` has the powers of two.
+            of BST (Chen et al. 2019). No such list if empty; ``GAPS`` has the powers of two.
     """
 
     user: str
@@ -236,7 +236,7 @@ def _histories(moments: Table, events: Table, length: int, columns: Sequence[str
         number=ibis.row_number().over(ibis.window(group_by=events.user, order_by=order)) + 1,
         **{f"__{name}__": events[name].collect().over(latest) for name in columns},
     )
-    # A moment stands before the events of its own time (0 before 1), so that these are not counted.
+    # A moment is sorted before the events of its own time (0 before 1), so these are not counted.
     both = ibis.union(
         moments.mutate(event=ibis.literal(0, type="int64")),
         events.select("user", "time", event=ibis.literal(1, type="int64")),

@@ -24,10 +24,10 @@ class Lists(ColumnStep):
 
     Args:
         column: name of a list column, oldest element first; or of a column of strings, with ``separator``.
-        max_length: greatest number of elements in a row; no limit where not given.
+        max_length: greatest number of elements in a row; no limit by default.
         too_long: what happens to longer rows: ``recent`` keeps the last elements, ``error`` refuses the row.
         separator: text that separates the elements of a string; empty ones are dropped.
-        output: name of the result; ``column`` where not given.
+        output: name of the result; ``column`` by default.
     """
 
     column: str

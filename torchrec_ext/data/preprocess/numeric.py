@@ -25,7 +25,7 @@ from torchrec_ext.schema import DataError
 if TYPE_CHECKING:
     from torchrec_ext.data.preprocess.engines import Engine
 
-Values = Any  # one column, x: float64, null where missing
+Values = Any  # one column, x: float64, null if missing
 _DIGITS = 10
 
 
@@ -127,7 +127,7 @@ class Bucketize(_NumberStep):
         column: name of a column of integers or floats.
         boundaries: rising numbers; give these or ``quantiles``.
         quantiles: number of buckets of about equally many training rows to fit; equal boundaries become one.
-        output: name of the result; ``column`` where not given.
+        output: name of the result; ``column`` by default.
     """
 
     column: str
@@ -193,9 +193,9 @@ class LogClip(_NumberStep):
     Args:
         column: name of a column of integers or floats.
         low: lower limit, to which smaller numbers are raised.
-        high: upper limit, to which greater numbers are lowered; no limit where not given.
+        high: upper limit, to which greater numbers are lowered; no limit by default.
         log: take the logarithm; False only clips.
-        output: name of the result; ``column`` where not given.
+        output: name of the result; ``column`` by default.
     """
 
     column: str
@@ -238,7 +238,7 @@ class Normalize(_NumberStep):
 
     Args:
         column: name of a column of integers or floats.
-        output: name of the result; ``column`` where not given.
+        output: name of the result; ``column`` by default.
     """
 
     column: str
@@ -279,7 +279,7 @@ class FillMissing(ColumnStep):
         value: value to put in, of the column's type; give this or ``statistic``.
         statistic: statistic of the training rows to put in: ``mean`` (the result is a float), ``median`` (the lower
             one) or ``most_common``.
-        output: name of the result; ``column`` where not given.
+        output: name of the result; ``column`` by default.
     """
 
     column: str

@@ -92,7 +92,7 @@ class Preprocessor:
             source: parquet files, folders, patterns, remote addresses, or an Ibis table of the engine (``engine.ibis``
                 makes them).
             engine: see :func:`~torchrec_ext.data.preprocess.engines.connected`.
-            events: rows of which histories are made, where a step is fitted on these; ``source`` where not given.
+            events: rows to make histories of, if a step is fitted on these; ``source`` by default.
             progress: function that is called with each step's name before it is fitted.
 
         Raises:

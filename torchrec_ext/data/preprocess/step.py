@@ -24,7 +24,7 @@ class StepContext:
 
     Args:
         engine: engine that runs expressions and holds tables.
-        events: rows of which histories are made, as they are before any step.
+        events: rows to make histories of, as they are before any step.
         column: function that returns the rows with one column as the step reads it, made by no more steps than that
             column comes from. A step that joins its table with a part of itself takes the part from here: the table
             would be computed twice, and twice again by the next such step.

@@ -19,7 +19,7 @@ class Opened:
     """A source opened by an engine.
 
     Args:
-        table: the columns that were asked for, in working types, and ``__row__`` where rows have an order.
+        table: the requested columns, in working types, and ``__row__`` if rows have an order.
         raw: raw type of each column.
         where: name of the files, for messages.
         files: files that were opened; None for a table.

@@ -142,7 +142,7 @@ class TimeFeatures(Step):
         input_columns = table.columns
         table = table.mutate(__second__=second_of(table[self.column], types[self.column], PER_SECOND[self.unit]))
         offset = step_function(table["__second__"], state["starts"], state["offsets"])
-        # A stage, so that the zone's hundred conditions stand in the query once and not in every feature.
+        # A stage, so that the query has the zone's hundred conditions once and not in every feature.
         table = run.engine.stage(table.mutate(__local__=table["__second__"] + offset))
         local = table["__local__"]
         features = {
