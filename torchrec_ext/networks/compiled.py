@@ -89,6 +89,7 @@ class CompiledStep:
         self._weights = [*(weight.detach() for weight in tables.values()), stack.flat]
         self._entries = [self._entry(*entry) for entry in optimizer.entries()]
         self._rates = [torch.zeros((), device=stack.flat.device) for _ in self._entries]
+        # A limit of 0 means none.
         self._limits = stack.flat.new_tensor([limit or float("inf") for limit in optimizer.limits])
         self._engine = engine or engine_for(stack.flat.device)[0]
         self._functions: dict[tuple[object, ...], Run] = {}
@@ -182,14 +183,15 @@ class CompiledStep:
         """Returns tensors in the shapes of the look-ups' results; a trace needs no values."""
         rest = iter(ids)
         members = len(self._stack.members)
-        return [
-            [
-                torch.empty(members, len(next(rest)) // members, table.embedding_dim, device=ids[0].device)
-                for table in stacked.tables
-                for _ in table.feature_names
-            ]
-            for stacked in self._stack.tables.values()
-        ]
+        pooled = []
+        for stacked in self._stack.tables.values():
+            bags = []
+            for table in stacked.tables:
+                for _ in table.feature_names:
+                    rows = len(next(rest)) // members
+                    bags.append(torch.empty(members, rows, table.embedding_dim, device=ids[0].device))
+            pooled.append(bags)
+        return pooled
 
     def _entry(self, group: dict[str, Any], entry: StackedWeights, state: dict[str, Tensor]) -> _Entry:
         choice: Choice = group["choice"]
@@ -354,6 +356,7 @@ class StackSteps:
         losses = self._compiled(batches, peers, weight)
         if losses is None:
             losses = self._stack.backward(batches, peers=peers, weight=weight)
+            # Both halves of the step are timed, without a compilation between them.
             seconds = time.perf_counter() - start
             if self._compile == "require" and not self._decided:
                 self._begin(batches, peers, weight)
@@ -403,7 +406,7 @@ class StackSteps:
             if not self._optimizer.begun:
                 self._optimizer.begin()
             self._step = self._new_step()
-            self._since = self._step_count + 2
+            self._since = self._step_count + 2  # the present step goes kernel by kernel, and is not counted yet
             self._step.compile(self._step.read(batches, peers), batches, peers, weight)
         except (StackError, CannotCaptureError) as error:
             raise StackError(f"train.compile=require: the step of the stack cannot be compiled: {error}") from None

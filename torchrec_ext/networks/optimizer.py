@@ -78,6 +78,7 @@ class StackedOptimizer:
         choices = {name: _choices(stack, name, configs[name]) for name in stack.members}
         self._clipped_weights = self._weights_in_norm(choices)
         self._moved: list[tuple[dict[str, Any], StackedWeights]] = []
+        # One optimizer of torch for each kind; members agree on the kind of a weight, as _check_kinds() ensures.
         kinds = dict.fromkeys(choice.kind for choice in choices[stack.members[0]].values())
         self._optimizers = [self._optimizer(kind, choices) for kind in kinds]
 
@@ -99,6 +100,7 @@ class StackedOptimizer:
                 group["params"].append(entry.parameter)
                 self._moved.append((group, entry))
         optimizer_type = next(choice for choice in first.values() if choice.kind == kind).unfused()[0]
+        # The others have no fused form.
         options = {"fused": True} if optimizer_type in (torch.optim.Adam, torch.optim.Adagrad, torch.optim.SGD) else {}
         return optimizer_type(list(groups.values()), **options)  # type: ignore[arg-type]
 

@@ -228,6 +228,7 @@ class Skeleton:
             if isinstance(module, nn.Dropout):
                 self.dropouts.append(replaced[id(module)])
         # The copy has the weights of dense layers until a call passes others; tables are not copied.
+        # `replaced` is the memo of the copy: it puts a stand-in wherever a module of it was.
         self.learner = Learner(copy.deepcopy(network, replaced)).train()
         self.parameters = [name for name, _ in self.learner.named_parameters()]
         self._noise_shapes: dict[tuple[torch.Size, ...], list[torch.Size]] = {}
@@ -293,7 +294,7 @@ def layers(network: nn.Module) -> Iterator[Layer]:
     """Yields the modules of ``network`` in order, without dropout layers: their rates may differ between members."""
     inside: tuple[str, ...] = ()
     for path, module in network.named_modules():
-        if isinstance(module, nn.Dropout) or path.startswith(inside or ("\0",)):
+        if isinstance(module, nn.Dropout) or path.startswith(inside):
             continue
         if isinstance(module, EmbeddingBagCollection):
             inside += (f"{path}.",)

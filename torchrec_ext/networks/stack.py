@@ -100,6 +100,7 @@ class StackedTables(nn.Module):
             for table in self.tables
         ]
         weighted = collections[0].is_weighted()
+        # Without memory of its own: each weight becomes the members' weights, one below the other.
         self.collection = EmbeddingBagCollection(tables=stacked, is_weighted=weighted, device=torch.device("meta"))
         for table in self.tables:
             bags = [collection.embedding_bags[table.name] for collection in collections]
@@ -108,8 +109,9 @@ class StackedTables(nn.Module):
             weight = nn.Parameter(torch.cat([bag.weight.detach() for bag in bags]))
             weight.grad = torch.zeros_like(weight)
             self.collection.embedding_bags[table.name].weight = weight
-            for bag, rows in zip(bags, weight.detach().view(self.members, *bags[0].weight.shape).unbind(), strict=True):
-                bag.weight.data = rows
+            member_weights = weight.detach().view(self.members, *bags[0].weight.shape).unbind()
+            for bag, member_weight in zip(bags, member_weights, strict=True):
+                bag.weight.data = member_weight
         self._lookups: list[_Bags] = []
 
     def weight(self, table: EmbeddingBagConfig) -> nn.Parameter:
@@ -557,7 +559,10 @@ class Stack(nn.Module):
         for tables, of_collection in zip(self.tables.values(), rows, strict=True):
             tables.set_rows(of_collection)
         rest = iter(variable)
-        return {name: maker.constants[name] if name in maker.constants else next(rest) for name in maker.names}
+        fields = {}
+        for name in maker.names:
+            fields[name] = maker.constants[name] if name in maker.constants else next(rest)
+        return fields
 
     def _fields(self, batches: Sequence[TowerBatch]) -> dict[str, Tensor]:
         """Stacks the tensors of the batches, (K, ...); those of one batch for all stay as they are."""
@@ -596,7 +601,7 @@ class Stack(nn.Module):
 
 def _dense_parameters(network: nn.Module) -> list[tuple[str, nn.Parameter]]:
     inside = tuple(f"{path}." for path, module in network.named_modules() if isinstance(module, EmbeddingBagCollection))
-    return [(name, weight) for name, weight in network.named_parameters() if not name.startswith(inside or ("\0",))]
+    return [(name, weight) for name, weight in network.named_parameters() if not name.startswith(inside)]
 
 
 def _dropouts(network: nn.Module) -> list[nn.Dropout]:

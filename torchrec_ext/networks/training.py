@@ -99,6 +99,7 @@ def optimizer_of(stack: Stack, optimizer: StackedOptimizer, member: str) -> Keye
         if member not in entry.members:
             continue
         for name, parts in _parts(stack, entry, entry_state, entry.members.index(member)).items():
+            # A table is called PATH.TABLE in the stack.
             key = own_names.get(name) or "{}.embedding_bags.{}.weight".format(*name.rsplit(".", 1))
             params[key] = network.get_parameter(key)
             state[params[key]] = parts
@@ -116,16 +117,13 @@ def _parts(stack: Stack, entry: StackedWeights, state: dict[str, Tensor], index:
         names = list(stack.dense)  # all of them side by side
     shapes = [stack.dense[name].shape[1:] for name in names]
     sizes = [shape.numel() for shape in shapes]
-    split = {
-        slot: torch.split(value.reshape(-1), sizes) if value.dim() else [value] * len(names)
-        for slot, value in member_state.items()
-    }
-    return {
-        name: {
-            slot: parts[number].view(shape) if parts[number].dim() else parts[number] for slot, parts in split.items()
-        }
-        for number, (name, shape) in enumerate(zip(names, shapes, strict=True))
-    }
+    parts: dict[str, dict[str, Tensor]] = {name: {} for name in names}
+    for slot, value in member_state.items():
+        # A scalar, such as a count of steps, belongs to each weight.
+        values = torch.split(value.reshape(-1), sizes) if value.dim() else [value] * len(names)
+        for name, shape, part in zip(names, shapes, values, strict=True):
+            parts[name][slot] = part.view(shape) if part.dim() else part
+    return parts
 
 
 class StalePeers:
@@ -150,6 +148,7 @@ class StalePeers:
         self._tables: dict[str, list[Tensor]] = {}
         self._graphs: dict[tuple[object, ...], GraphModule] = {}
         members = len(stack.members)
+        # Row k: the members other than k.
         self._others = torch.tensor([[peer for peer in range(members) if peer != member] for member in range(members)])
 
     @torch.no_grad()

@@ -237,8 +237,11 @@ def _jagged(name: str, repeated: _Repeated, weights: Array | None, pad: int) -> 
     weighing = None if weights is None else _tensor(weights.astype(np.float32, copy=False))
     if not column.ragged:
         values = _tensor(column.values if times == 1 else column.values.repeat(times))
-        weighing = None if weighing is None else weighing.repeat_interleave(times)
-        return Jagged(values, _padded(torch.ones(len(values), dtype=torch.int32), pad) if pad else None, weighing)
+        if weighing is not None:
+            weighing = weighing.repeat_interleave(times)
+        # One id in each bag needs no lengths, unless padding adds empty bags.
+        lengths = _padded(torch.ones(len(values), dtype=torch.int32), pad) if pad else None
+        return Jagged(values, lengths, weighing)
     values = _tensor(column.values)
     lengths = torch.from_numpy(column.lengths.astype(np.int32))
     if times > 1:

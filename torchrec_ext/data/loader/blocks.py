@@ -275,9 +275,8 @@ class Assembler:
     ) -> None:
         self.schema = schema
         self._layout = layout
-        self._scalar = {
-            name: index for index, name in enumerate(name for name in layout.features if name not in ragged)
-        }
+        scalar = [name for name in layout.features if name not in ragged]
+        self._scalar = {name: index for index, name in enumerate(scalar)}
         self._float = {name: index for index, name in enumerate(layout.floats)}
         self._label = label
         self._weight = weight

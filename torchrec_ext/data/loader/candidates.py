@@ -108,6 +108,7 @@ class OwnCandidates:
     def __init__(
         self, schema: BatchSchema, config: LoaderConfig, items: Chunk | None, negatives: Negatives | None, share: Share
     ) -> None:
+        # Negatives are drawn for a user, to avoid the user's own items.
         self.ids = ("user_id", "item_id") if config.negatives else ("item_id",)
         self._builder = BatchBuilder(schema, items)
         self._tasks = schema.tasks

@@ -222,11 +222,13 @@ class Stream:
         readers: dict[tuple[int, bool], LaneReader] = {}
         for step in range(start, self.plan.steps):
             for block in dict.fromkeys(piece.block for piece in self._pieces(lanes, step)):
-                if last.get(block.lane, -1) < block.number:
-                    last[block.lane] = block.number
-                    mine = self.plan.reads(block, self._rank, self._world_size)
-                    reader = readers.setdefault((block.lane, mine), self._reader(mine))
-                    yield load_block(reader, block, self.plan.permutation(epoch, block), self._firsts, memory)
+                if last.get(block.lane, -1) >= block.number:
+                    continue  # loaded for an earlier step
+                last[block.lane] = block.number
+                # Blocks of other ranks are read for their weights alone, by readers of their own.
+                mine = self.plan.reads(block, self._rank, self._world_size)
+                reader = readers.setdefault((block.lane, mine), self._reader(mine))
+                yield load_block(reader, block, self.plan.permutation(epoch, block), self._firsts, memory)
 
     def _reader(self, mine: bool) -> LaneReader:
         """Returns a reader of this rank's rows, or of other ranks' weights alone."""
@@ -264,6 +266,7 @@ class StreamedRows:
         # Features of items are looked up in `items`; of the item the rows have the id alone.
         without = [name for name in items or () if name not in (ids if pairing else ("item_id",))]
         layout = BlockLayout.of(schema, ids, (config.label, config.weight), without)
+        # A rank decodes its lanes as a whole: with a lane of its own it decodes no rows of others.
         own_lane = share.world_size > config.lanes if config.shuffle else not in_order
         plan = StreamPlan(
             group_rows=tuple(group.rows for group in source.groups),

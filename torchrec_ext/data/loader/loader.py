@@ -380,14 +380,17 @@ def training_loader(
         raise ValueError(
             f"loader.sampling={config.sampling!r} without refresh: nobody says which items are hard; pass refresh="
         )
+    negatives: Sampler | None
+    if schema.catalogue:
+        negatives = CatalogueCandidates(np.arange(1, data.num_items + 1))
+    else:
+        negatives = training_negatives(data, config)
     return ChunkLoader(
         data.train,
         schema,
         config=config,
         items=data.items,
-        negatives=CatalogueCandidates(np.arange(1, data.num_items + 1))
-        if schema.catalogue
-        else training_negatives(data, config),
+        negatives=negatives,
         refresh=refresh if refreshed else None,
         rank=rank,
         world_size=world_size,

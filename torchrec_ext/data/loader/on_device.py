@@ -53,7 +53,8 @@ class DeviceTable:
     ) -> None:
         self.num_rows = num_rows
         self._device = device
-        self._scalar = {name: index for index, name in enumerate(name for name in ids if not ids[name].ragged)}
+        scalar = [name for name in ids if not ids[name].ragged]
+        self._scalar = {name: index for index, name in enumerate(scalar)}
         self._float = {name: index for index, name in enumerate(floats)}
         self._ids = self._matrix([ids[name].values for name in self._scalar], torch.int64)
         self._numbers = self._matrix(list(floats.values()), torch.float32)
@@ -250,7 +251,11 @@ class ResidentRows:
         self._share = share
         self._device = device
         self._candidates = candidates
-        ids, without = (candidates.ids, candidates.features) if candidates else ((), [])
+        ids: tuple[str, ...] = ()
+        without: list[str] = []
+        if candidates is not None:
+            ids = candidates.ids
+            without = candidates.features  # looked up among the items, not in the rows
         layout = BlockLayout.of(schema, ids, (config.label, config.weight), without)
         missing = [name for name in layout.names if name not in rows]
         if missing:
@@ -278,7 +283,8 @@ class ResidentRows:
         count = self.num_rows // size if self._config.drop_last else -(-self.num_rows // size)
         global_rows = [numbers[step * size : (step + 1) * size] for step in range(start, count)]
         local_rows = [rows[self._share.part(len(rows))] for rows in global_rows]
-        for rows, local, totals in zip(global_rows, local_rows, self._totals(local_rows, epoch), strict=True):
+        totals_of_steps = self._totals(local_rows, epoch)
+        for rows, local, totals in zip(global_rows, local_rows, totals_of_steps, strict=True):
             candidates = self._candidates.draw(local, epoch) if self._candidates else None
             yield self._batch(self._tables, local, candidates, totals, self._total_weight(rows))
 
@@ -290,7 +296,9 @@ class ResidentRows:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """See :class:`Resident`."""
-        return (*self._table.matrices, *(self._candidates.table.matrices if self._candidates else ()))
+        if self._candidates is None:
+            return self._table.matrices
+        return (*self._table.matrices, *self._candidates.table.matrices)
 
     def drawn(self, epoch: int, start: int) -> Iterator[DrawnStep | TowerBatch]:
         """Yields the steps of :meth:`batches` before their batches are made, drawn many at a time.
@@ -354,10 +362,10 @@ class ResidentRows:
         ends = np.cumsum([0, *(len(local) for local in local_rows)])
         # Cumulated over the epoch: one copy from the device for each column, not for each step.
         sums = {name: np.cumsum([0, *lengths.cpu().numpy()])[ends] for name, lengths in by_row.items()}
-        return [
-            {name: int(counts[step + 1] - counts[step]) for name, counts in sums.items()}
-            for step in range(len(local_rows))
-        ]
+        totals = []
+        for step in range(len(local_rows)):
+            totals.append({name: int(counts[step + 1] - counts[step]) for name, counts in sums.items()})
+        return totals
 
     def _times(self, name: str) -> int:
         """Returns how often a batch repeats a row's value of a column."""
@@ -457,10 +465,13 @@ class ResidentRows:
         columns = {}
         for name in filter(None, keys.features):
             feature = self._schema.feature(name)
-            weights = bags[feature.weights].values if keys.weighted and feature and feature.weights else None
+            weights = None
+            if keys.weighted and feature and feature.weights:
+                weights = bags[feature.weights].values
             columns[name] = bags[name]._replace(weights=weights)
         ids = concatenated(keys, sizes, columns, self._device)
         counts = [len(columns[name].values) if name else 0 for name in keys.features]
+        # A key may join the bags of two features; told its ids, the KeyedJaggedTensor does not wait for the device.
         halves = len(counts) // len(keys.keys) if counts else 1
         return ids._replace(
             length_per_key=[sum(counts[first : first + halves]) for first in range(0, len(counts), halves)]

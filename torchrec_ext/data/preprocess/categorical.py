@@ -47,6 +47,7 @@ class Vocabulary:
         ordered, ids = self._index
         if not len(ordered):
             return np.zeros(len(values), dtype=np.int64)
+        # Texts are found by their hashes, which take 8 bytes each and no object.
         keys = _hashes(values.tolist()) if self._texts else values
         result = np.zeros(len(values), dtype=np.int64)
         places = ordered.searchsorted(keys)

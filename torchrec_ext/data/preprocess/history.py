@@ -132,6 +132,7 @@ class History(Step):
         histories = _histories(moments, events, self.length, tails)
         same_moment = [table[self.user] == histories["__user__"], table[self.time] == histories["__time__"]]
         joined = table.left_join(histories, same_moment)
+        # `writes` is in the order of the events' columns: item, those of `also`, and the second of a gap.
         lists = {name: joined[f"__{tail}__"] for name, tail in zip(self.writes, tails, strict=True)}
         if self.gaps:
             now = _seconds(joined[self.time], types[self.time])

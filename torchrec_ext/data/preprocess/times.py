@@ -205,7 +205,7 @@ def _numbers(feature: Feature, local: Int64) -> Int64:
     if feature == "hour":
         return local % 86_400 // 3600 + 1
     if feature == "weekday":
-        return (local // 86_400 + 3) % 7 + 1
+        return (local // 86_400 + 3) % 7 + 1  # as in _expression()
     if feature == "hour_of_week":
         return (local // 3600 + 72) % 168 + 1
     seconds: Any = local.astype("datetime64[s]")
