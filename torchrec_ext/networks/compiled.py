@@ -177,7 +177,9 @@ class CompiledStep:
             return [*batches.tensors, *noise, *stale]
         rows = self._rows()
         inputs = self._stack.inputs(batches, peers, weight, look_up=False)
-        return [*(ids for ids, _ in rows), *(live for _, live in rows if live is not None), *inputs.rest()]
+        row_ids = [ids for ids, _ in rows]
+        filled = [live for _, live in rows if live is not None]
+        return [*row_ids, *filled, *inputs.rest()]
 
     def _pooled(self, ids: Sequence[Tensor]) -> list[list[Tensor]]:
         """Returns tensors in the shapes of the look-ups' results; a trace needs no values."""
@@ -224,7 +226,9 @@ class CompiledStep:
         weight_count = len(self._weights)
         entries = self._entries
         padded = [live is not None for _, live in self._rows()]
-        limited = [name in self._optimizer.limited_tables for name in self._names] if self._optimizer.clips else None
+        limited = None
+        if self._optimizer.clips:
+            limited = [name in self._optimizer.limited_tables for name in self._names]
 
         def step(*tensors: Tensor) -> list[Tensor]:
             # The order is that of `memory` in compile(), and after it that of _inputs().
@@ -292,10 +296,10 @@ def _limited(grads: Sequence[Tensor], inside: Sequence[bool], limits: Tensor) ->
     norm = sum(grad.view(len(limits), -1).square().sum(dim=1) for grad in counted)
     # 1e-6 as in torch.nn.utils.clip_grad_norm_, for the results of a member alone.
     factors = (limits / (torch.as_tensor(norm).sqrt() + 1e-6)).clamp(max=1)[:, None]
-    return [
-        (grad.view(len(limits), -1) * factors).view(grad.shape) if limited else grad
-        for grad, limited in zip(grads, inside, strict=True)
-    ]
+    scaled = []
+    for grad, limited in zip(grads, inside, strict=True):
+        scaled.append((grad.view(len(limits), -1) * factors).view(grad.shape) if limited else grad)
+    return scaled
 
 
 class StackSteps:

@@ -87,7 +87,8 @@ def _slice_split(node: Any) -> None:
     source, sizes, *dims = node.args[0].args
     dim = dims[0] if dims else 0
     start = sum(sizes[: node.args[1]])
-    _replace(node, _aten.slice.Tensor, source, dim % len(_shape(source)), start, start + sizes[node.args[1]])
+    stop = start + sizes[node.args[1]]
+    _replace(node, _aten.slice.Tensor, source, dim % len(_shape(source)), start, stop)
 
 
 def _concatenate_gradients(node: Any) -> None:
@@ -320,7 +321,9 @@ def _loss(skeleton: Skeleton, inputs: Inputs) -> Loss:
         weights: list[Tensor], pooled: list[Tensor], fields: list[Tensor], noise: list[Tensor], peers: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
         rest = iter(pooled)
-        by_path = {path: [next(rest) for _ in range(count)] for path, count in zip(inputs.paths, counts, strict=True)}
+        by_path = {}
+        for path, count in zip(inputs.paths, counts, strict=True):
+            by_path[path] = [next(rest) for _ in range(count)]
         with skeleton.holding(by_path, noise) as learner:
             batch = batch_from_tensors(dict(zip(inputs.fields, fields, strict=True)))
             parameters = dict(zip(skeleton.parameters, weights, strict=True))
@@ -334,7 +337,9 @@ def _over_members(inputs: Inputs) -> tuple[int | None, ...]:
 
 
 def _parts(inputs: Inputs, tensors: tuple[Tensor, ...]) -> list[list[Tensor]]:
-    counts = [len(inputs.dense), sum(map(len, inputs.pooled)), len(inputs.fields), len(inputs.noise), len(inputs.peers)]
+    pooled_count = sum(map(len, inputs.pooled))
+    # In the order of Inputs.flat().
+    counts = [len(inputs.dense), pooled_count, len(inputs.fields), len(inputs.noise), len(inputs.peers)]
     rest = iter(tensors)
     return [[next(rest) for _ in range(count)] for count in counts]
 

@@ -57,10 +57,11 @@ def tensors_of(batch: TowerBatch) -> dict[str, Tensor]:
 
 def tensors_apart(batch: TowerBatch, members: int) -> dict[str, Tensor]:
     """Returns :func:`tensors_of` a batch with the rows of K members one after another, (K, ...)."""
-    tensors = {
-        name: value.view(members, len(value) // members, *value.shape[1:]) if name != "total_weight" else value
-        for name, value in tensors_of(batch).items()
-    }
+    tensors = {}
+    for name, value in tensors_of(batch).items():
+        # The weight of the batch is one number for each member already.
+        is_total = name == "total_weight"
+        tensors[name] = value if is_total else value.view(members, len(value) // members, *value.shape[1:])
     if batch.shared is not None:  # counted over the shared rows of all members
         first = torch.arange(members, device=batch.labels.device)[:, None] * tensors["shared.dense"].shape[1]
         tensors["shared.index"] = tensors["shared.index"] - first
@@ -85,6 +86,7 @@ class StackedSteps:
         self.members = 1 if _is_one(items) else len(items)
         self.tensors: Sequence[Tensor] = items[0].tensors
         if self.members > 1:
+            # Rows one member after another; scalars, such as the weight of a batch, one for each member.
             tensors = zip(*(item.tensors for item in items), strict=True)
             self.tensors = [torch.cat(parts) if parts[0].dim() else torch.stack(parts) for parts in tensors]
 
@@ -117,7 +119,9 @@ def joined_source(items: Sequence[DrawnStep]) -> Resident | None:
     shapes = [tensor.shape for tensor in first.tensors]
     if any([tensor.shape for tensor in item.tensors] != shapes for item in items):
         return None
-    return first.source if _is_one(items) else first.source.together([item.source for item in items[1:]])
+    if _is_one(items):
+        return first.source
+    return first.source.together([item.source for item in items[1:]])
 
 
 class _MembersRows(SharedRows):

@@ -193,7 +193,8 @@ class _OneEach:
 
     def __call__(self, feature: str, rows: int) -> _Bags:
         if (feature, rows) not in self._row_ids:  # one feature of two tables with as many rows
-            self._row_ids[feature, rows] = (self._values[:, self._place[feature]] + rows * self._member).view(-1)
+            ids = self._values[:, self._place[feature]]
+            self._row_ids[feature, rows] = (ids + rows * self._member).view(-1)
         return _Bags(self._row_ids[feature, rows])
 
 
@@ -222,11 +223,10 @@ class _Jagged:
     def __call__(self, feature: str, rows: int) -> _Bags:
         by_member = [bags[feature] for bags in self._bags]
         weights = [bags.weights_or_none() for bags in by_member]
-        return _Bags(
-            torch.cat([bags.values() + rows * member for member, bags in enumerate(by_member)]),
-            torch.cat([bags.lengths() for bags in by_member]).long(),
-            None if weights[0] is None else torch.cat(weights),
-        )
+        # Member k's rows begin at row k x rows of the stacked table.
+        ids = torch.cat([bags.values() + rows * member for member, bags in enumerate(by_member)])
+        lengths = torch.cat([bags.lengths() for bags in by_member]).long()
+        return _Bags(ids, lengths, None if weights[0] is None else torch.cat(weights))
 
 
 # glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, in bytes; glibc accepts at most 32 MB for the second.

@@ -333,8 +333,10 @@ class _Run:
         for name in self.active:
             self._members[name].network.train()
         # Stale peers predict for batches, so these are made before the step and not in it.
-        step_methods = [None if self._peers else getattr(loader, "steps", None) for loader in loaders]
-        streams = [steps() if callable(steps) else loader for loader, steps in zip(loaders, step_methods, strict=True)]
+        streams = []
+        for loader in loaders:
+            steps = None if self._peers else getattr(loader, "steps", None)
+            streams.append(steps() if callable(steps) else loader)
         for items in zip(*streams, strict=True):
             item_of_loader = {id(loader): item for loader, item in zip(loaders, items, strict=True)}
             item_of_member = {name: item_of_loader[id(self._members[name].loader)] for name in self.active}

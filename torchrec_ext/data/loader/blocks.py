@@ -345,7 +345,10 @@ class Assembler:
         for name, total in zip(keys.features, totals, strict=True):
             feature = self.schema.feature(name or "")
             column = feature.weights if feature else None
-            arrays += [_values(piece, column) for piece in slices] if column else [np.ones(total, np.float32)]
+            if column:
+                arrays += [_values(piece, column) for piece in slices]
+            else:
+                arrays.append(np.ones(total, np.float32))
         return np.concatenate(arrays)
 
     def _total(self, slices: Sequence[Slice], name: str | None, count: int) -> int:
@@ -376,7 +379,8 @@ class Assembler:
         for run in _runs(names, self._float):
             vectors = np.empty((len(run.names), count), np.float32)
             for at, piece in _places(slices):
-                _copy(piece.rows.floats, run.first or 0, piece, vectors[:, at : at + piece.stop - piece.start])
+                out = vectors[:, at : at + piece.stop - piece.start]
+                _copy(piece.rows.floats, run.first or 0, piece, out)
             # Column by column is twice as fast as numpy's copy of a transposed matrix.
             for at, vector in enumerate(vectors, start=run.at):
                 dense.numpy()[:count, at] = vector
@@ -444,7 +448,8 @@ def _fill_ragged(slices: Sequence[Slice], name: str, values: Int64, start: int, 
         ids = _values(piece, name)
         values[start : start + ids.size] = ids
         start += ids.size
-        lengths[row : row + piece.stop - piece.start] = np.diff(piece.rows.offsets[name][piece.start : piece.stop + 1])
+        offsets = piece.rows.offsets[name][piece.start : piece.stop + 1]
+        lengths[row : row + piece.stop - piece.start] = np.diff(offsets)
     return start
 
 

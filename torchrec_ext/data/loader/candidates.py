@@ -77,10 +77,12 @@ def identified(
     }
     if candidates is not None:
         columns[schema.candidate or "item_id"] = candidates.reshape(-1)
-    users, items = (
-        _padded_ids(schema, name, columns[name], len(batch)) if name in columns else None
-        for name in (schema.query, schema.candidate)
-    )
+    users: Tensor | None = None
+    items: Tensor | None = None
+    if schema.query in columns:
+        users = _padded_ids(schema, schema.query, columns[schema.query], len(batch))
+    if schema.candidate in columns:
+        items = _padded_ids(schema, schema.candidate, columns[schema.candidate], len(batch))
     return dataclasses.replace(batch, users=users, items=items, queries=len(batch) if schema.candidate else None)
 
 

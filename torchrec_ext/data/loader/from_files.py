@@ -57,10 +57,11 @@ class LaneReader:
         ids, floats = self.layout.checked(dataclasses.replace(group, first=first, rows=chunk.num_rows), chunk)
         if segment.stop - segment.start == chunk.num_rows:
             return ids, floats
-        rows = slice(segment.start - first, segment.stop - first)
+        start = segment.start - first
+        stop = segment.stop - first
         return (
-            {name: column.slice(rows.start, rows.stop) for name, column in ids.items()},
-            {name: values[rows] for name, values in floats.items()},
+            {name: column.slice(start, stop) for name, column in ids.items()},
+            {name: values[start:stop] for name, values in floats.items()},
         )
 
     def _read_part(self, group: RowGroup, segment: Segment) -> Chunk:

@@ -419,9 +419,12 @@ class ResidentRows:
         columns = {name: bags.values for name, bags in tables.rows.bags(repeated, single, {}).items()}
         if candidates is not None:
             columns["item_id"] = candidates.ids.reshape(-1)
-        identities = [columns.get(name or "") for name in (self._schema.query, self._schema.candidate)]
-        users, items = (None if ids is None else _padded(ids, size) for ids in identities)
-        return users, items
+        users = columns.get(self._schema.query or "")
+        items = columns.get(self._schema.candidate or "")
+        return (
+            None if users is None else _padded(users, size),
+            None if items is None else _padded(items, size),
+        )
 
     def _repeat(self, rows: Tensor) -> Tensor:
         """Repeats each of ``rows`` once for each of its candidates."""
@@ -484,7 +487,10 @@ class ResidentRows:
 
 
 def _padded(rows: Tensor, size: int) -> Tensor:
-    return rows if len(rows) == size else torch.cat([rows, rows.new_zeros(size - len(rows), *rows.shape[1:])])
+    if len(rows) == size:
+        return rows
+    padding = rows.new_zeros(size - len(rows), *rows.shape[1:])
+    return torch.cat([rows, padding])
 
 
 def read_all(

@@ -398,11 +398,6 @@ def _short(value: Any) -> str:
 
 def map_texts(cells: Cells, function: Callable[[str], int]) -> Int64:
     """Applies a function from text to int64 to each valid value, 0 for null; integers are written in decimal."""
-    return np.fromiter(
-        (
-            function(str(value)) if valid else 0
-            for value, valid in zip(cells.values.tolist(), cells.valid.tolist(), strict=True)
-        ),
-        dtype=np.int64,
-        count=len(cells.values),
-    )
+    pairs = zip(cells.values.tolist(), cells.valid.tolist(), strict=True)
+    ids = (function(str(value)) if valid else 0 for value, valid in pairs)
+    return np.fromiter(ids, dtype=np.int64, count=len(cells.values))

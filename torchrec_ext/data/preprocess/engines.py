@@ -304,7 +304,8 @@ def step_function(x: Expr, starts: Sequence[Expr], values: Sequence[int]) -> Exp
         return ibis.literal(int(values[0]), type="int64")
     middle = len(starts) // 2
     below = step_function(x, starts[:middle], values[: middle + 1])
-    return ibis.ifelse(x < starts[middle], below, step_function(x, starts[middle + 1 :], values[middle + 1 :]))
+    above = step_function(x, starts[middle + 1 :], values[middle + 1 :])
+    return ibis.ifelse(x < starts[middle], below, above)
 
 
 def floor_div(a: Expr, b: int) -> Expr:
@@ -389,7 +390,11 @@ class Spark:
         """Opens files as a view."""
         reader = self.session.read
         # Spark finds the columns of hive partitions below one base folder.
-        roots = {file.name.rsplit(f"/{next(iter(file.partitions))}=", 1)[0] for file in files.files if file.partitions}
+        roots = set()
+        for file in files.files:
+            if file.partitions:
+                outermost = next(iter(file.partitions))
+                roots.add(file.name.rsplit(f"/{outermost}=", 1)[0])
         if roots:
             reader = reader.option("basePath", min(roots, key=len))
         frame = reader.parquet(*(_pattern(file.name) for file in files.files))
@@ -418,7 +423,8 @@ class Spark:
     def write(self, expression: Table, sink: Sink) -> int:
         """Lets the executors write, with page checksums, and then checks the result."""
         frame = self._frame(expression)
-        frame = frame.select(*(frame[f"`{name}`"].cast(_spark_type(kind)) for name, kind in sink.columns.items()))
+        columns = [frame[f"`{name}`"].cast(_spark_type(kind)) for name, kind in sink.columns.items()]
+        frame = frame.select(*columns)
         options = {
             "parquet.page.write-checksum.enabled": "true",
             "parquet.block.row.count.limit": str(ROW_GROUP),

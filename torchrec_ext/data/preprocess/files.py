@@ -43,7 +43,8 @@ class Files:
     @property
     def where(self) -> str:
         """Name of the files in messages."""
-        return self.files[0].name if len(self.files) == 1 else f"{self.files[0].name} and {len(self.files) - 1} more"
+        first = self.files[0].name
+        return first if len(self.files) == 1 else f"{first} and {len(self.files) - 1} more"
 
 
 def scan(paths: PathLike | Sequence[PathLike]) -> Files:

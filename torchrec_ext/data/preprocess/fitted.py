@@ -37,7 +37,7 @@ from torchrec_ext.data.preprocess.lists import Lists
 from torchrec_ext.data.preprocess.numeric import Bucketize, FillMissing, LogClip, Normalize
 from torchrec_ext.data.preprocess.step import Chain, State, Step, Table
 from torchrec_ext.data.preprocess.tables import Opened, open_sources
-from torchrec_ext.data.preprocess.times import TimeFeatures
+from torchrec_ext.data.preprocess.times import PER_SECOND, TimeFeatures
 from torchrec_ext.schema import DataError
 from torchrec_ext.schema.validation import listed
 from torchrec_ext.sealed import existing_folder, json_digest, measure_file
@@ -238,7 +238,10 @@ def stages(steps: Sequence[Step], where: str, raw: Mapping[str, str]) -> list[Ty
 
 
 def _check_sizes(cells: Mapping[str, Cells]) -> None:
-    sizes = {name: len(column.values if column.lengths is None else column.lengths) for name, column in cells.items()}
+    sizes = {}
+    for name, column in cells.items():
+        # One value a row, but for lists.
+        sizes[name] = len(column.values if column.lengths is None else column.lengths)
     if len(set(sizes.values())) > 1:
         raise DataError(
             f"the request's columns have different numbers of rows, {sizes}; send one entry per row in each"
@@ -248,7 +251,7 @@ def _check_sizes(cells: Mapping[str, Cells]) -> None:
 def _seconds(cells: Cells, raw: str) -> Cells:
     if raw not in TIMES:
         return cells
-    per_second = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}[raw[10:-1]]
+    per_second = PER_SECOND[raw[len("timestamp[") : -1]]
     return cells.with_values(cells.values // per_second, cells.valid)
 
 
@@ -354,7 +357,9 @@ def _check_rows(data: Opened, table: Table, predicate: Any, column: str, rule: s
     # The column holds the file's index times 2**40 and the row in the file.
     row = f", row {rows[0][ROW] % 2**40}" if has_order else ""
     value = ascii(rows[0][column])
-    raise DataError(f"{data.where}: column '{column}'{row}: {value if len(value) < 80 else value[:77] + '...'}: {rule}")
+    if len(value) >= 80:
+        value = value[:77] + "..."
+    raise DataError(f"{data.where}: column '{column}'{row}: {value}: {rule}")
 
 
 def _ordering(data: Opened, table: Table, name: str) -> Any:

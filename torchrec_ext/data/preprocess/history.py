@@ -190,7 +190,8 @@ class History(Step):
             event_times = np.array(times, dtype=np.int64) // per_second
             # Clipped as `transform` does, so that no difference is beyond 64 bits.
             gaps = np.clip(row_times, -_FARTHEST, _FARTHEST) - np.clip(event_times, -_FARTHEST, _FARTHEST)
-            results[self.writes[-1]] = listed(np.searchsorted(np.array(self.gaps), gaps, side="right") + 1, np.int64)
+            buckets = np.searchsorted(np.array(self.gaps), gaps, side="right") + 1
+            results[self.writes[-1]] = listed(buckets, np.int64)
         return results
 
     def _tail(self, now: int, valid: bool, event_mask: Any, items: Any, times: Any, *also: Any) -> list[Any]:
