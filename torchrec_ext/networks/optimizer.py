@@ -71,6 +71,7 @@ class StackedOptimizer:
         if missing := [name for name in stack.members if name not in configs]:
             raise StackError(f"no OptimizerConfig for {missing}: give one for each of {stack.members}")
         self._stack = stack
+        # The settings are kept for the optimizer of a smaller stack, see kept().
         self._configs = dict(configs)
         self._schedules = dict(schedules or {})
         self._steps = dict(steps or {})

@@ -250,6 +250,7 @@ class Skeleton:
         tensors = tensors_of(batch)
         names = ["sparse", *(["shared.sparse"] if batch.shared is not None else []), "joint", "weighted"]
         strides = {name: bags.stride() for name in names if (bags := jagged_of(batch, name)) is not None}
+        # The batch of a shorter last step has other strides; an empty `reads` marks a collection as not yet read.
         for table in self.tables.values():
             table.strides = strides
             table.device = batch.dense.device

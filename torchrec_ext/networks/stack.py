@@ -321,6 +321,7 @@ class Stack(nn.Module):
                 f"{differs}: a stack holds networks of one shape; give both the same, or train them beside each other "
                 "on rank groups"
             )
+        # For the whole process: a step's matrices would be mapped and faulted in anew each time.
         keep_freed_memory()
         self.networks = dict(networks)  # not as submodules: their weights are views of the stack's
         self.generators = {name: torch.Generator().manual_seed((seeds or {}).get(name, 0)) for name in networks}
@@ -405,6 +406,7 @@ class Stack(nn.Module):
     def joined(self, items: Sequence[DrawnStep | TowerBatch]) -> Sequence[TowerBatch] | StackedSteps:
         """Joins the members' steps into one with a common batch; returns their batches if that is impossible."""
         steps = [item for item in items if isinstance(item, DrawnStep)]
+        # Whether rows can be read together is found once for each combination of sources.
         if len(steps) == len(items):
             sources = tuple(item.source for item in steps)
             if sources not in self._sources:
@@ -570,6 +572,7 @@ class Stack(nn.Module):
             raise StackError(
                 f"{len(batches)} batches for {len(self.networks)} networks: give one for each, {self.members}"
             )
+        # One object for all members is read once, without a copy for each of them.
         shared = all(batch is batches[0] for batch in batches)
         tensors = [tensors_of(batch) for batch in (batches[:1] if shared else batches)]
         for name, other in zip(self.members, tensors, strict=False):

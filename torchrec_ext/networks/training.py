@@ -291,6 +291,7 @@ class _Run:
             steps={name: m.train.epochs * self._steps for name, m in members.items()},
         )
         self._peers = self._new_peers()
+        # Made last: it counts the steps from the position of a resumed run.
         self._step: StackSteps | None = None
         self._watches = {name: EarlyStopWatch(member.train.early_stop, Runtime()) for name, member in members.items()}
         self.history: dict[str, list[Record]] = {name: [] for name in members}
@@ -505,6 +506,7 @@ class _Run:
             self._members[name].network.eval()
             record = {"kind": "eval", "epoch": epoch, "step": self.at.step, **self._evaluate(name)}
             watch = self._watches[name]
+            # Members that evaluate best so far keep their weights, for the end of their run.
             if watch.see(record):
                 best.append(name)
                 if config.early_stop.restore:

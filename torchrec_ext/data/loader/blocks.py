@@ -137,7 +137,8 @@ class BlockLayout:
 
     def _ids(self, group: RowGroup, name: str, column: Column, feature: SparseFeature | None) -> Column:
         if feature and self.out_of_range == "oov":
-            values = column.values.astype(np.int64, copy=False)  # beyond int64 is negative, so the unknown row as well
+            # A value beyond int64 becomes negative, and so out of vocabulary as well.
+            values = column.values.astype(np.int64, copy=False)
         else:
             values = as_int64(group.name, name, column, group.first)
         # As unsigned numbers negative ids are the largest: one pass over the column finds both kinds.

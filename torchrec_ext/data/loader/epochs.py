@@ -167,7 +167,8 @@ class Epochs(ABC):
         self._pin = torch.cuda.is_available() if config.pin_memory is None else config.pin_memory
         # On a GPU copies to the device overlap with the step as well, so a thread pays without a measurement.
         on_gpu = torch.cuda.is_available()
-        self.ahead = BuiltAhead(BuiltAhead.DEPTH if config.prefetch is None and on_gpu else config.prefetch)
+        depth = BuiltAhead.DEPTH if config.prefetch is None and on_gpu else config.prefetch
+        self.ahead = BuiltAhead(depth)
         self._epoch = self._step = self._start = 0
         if not len(self):
             raise DataError(

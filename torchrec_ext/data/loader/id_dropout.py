@@ -163,6 +163,7 @@ def _parts(batch: TowerBatch, schema: BatchSchema) -> dict[str, _Part]:
     rows = len(batch)
     keys = batch.sparse.keys()
     parts = {"sparse": _part(batch.sparse, [[(name, False, rows)] for name in keys])}
+    # Shared rows have one bag for each query; keys of `joint` and `weighted` have those first, then the batch's own.
     queries = 0
     if batch.shared is not None:
         shared = batch.shared.sparse

@@ -71,7 +71,8 @@ class SessionLoader(Epochs):
         """Returns the settings and sizes behind the stream, without the epoch."""
         names = ("batch_size", "negatives", "shuffle", "drop_last", "seed")
         sizes = {"sequences": len(self._sequences), "items": self._num_items}
-        return sizes | {"content": self._content} | {name: getattr(self.config, name) for name in names}
+        settings = {name: getattr(self.config, name) for name in names}
+        return sizes | {"content": self._content} | settings
 
     @cached_property
     def _content(self) -> str:
@@ -79,8 +80,9 @@ class SessionLoader(Epochs):
 
     def _batches(self, epoch: int, start: int) -> Iterator[TowerBatch]:
         order = self._order(epoch)
+        size = self.config.batch_size
         for step in range(start, len(self)):
-            yield self._batch(order[step * self.config.batch_size : (step + 1) * self.config.batch_size], epoch, step)
+            yield self._batch(order[step * size : (step + 1) * size], epoch, step)
 
     def _order(self, epoch: int) -> Int64:
         if not self.config.shuffle:
@@ -92,17 +94,19 @@ class SessionLoader(Epochs):
         local_rows = global_rows[deal(lengths, self._share.world_size) == self._share.rank]
         size = self._share.rows(self._size)
         candidates = self._candidates(epoch, step)
+        session = Jagged(
+            torch.from_numpy(self._sequences.take(local_rows).values),
+            _padded(self._lengths[local_rows], size).int(),
+        )
+        # Candidates belong to the step, but TorchRec wants them as bags of its rows.
+        spread_candidates = Jagged(torch.from_numpy(candidates), _spread(len(candidates), size))
+        # The targets of all ranks: every item of a sequence but the first.
+        targets = float((lengths - 1).sum())
         return self._schema.assemble(
-            {
-                "session": Jagged(
-                    torch.from_numpy(self._sequences.take(local_rows).values),
-                    _padded(self._lengths[local_rows], size).int(),
-                ),
-                "candidates": Jagged(torch.from_numpy(candidates), _spread(len(candidates), size)),
-            },
+            {"session": session, "candidates": spread_candidates},
             labels=torch.ones(size),
             weights=(torch.arange(size) < len(local_rows)).float(),
-            total_weight=float((lengths - 1).sum()) / self._share.world_size,
+            total_weight=targets / self._share.world_size,
             rows=_padded(local_rows, size),
         )
 
@@ -111,6 +115,7 @@ class SessionLoader(Epochs):
         if not self.config.negatives:
             everything = np.arange(1, self._num_items + 1)
         else:
+            # The same seed on every rank: all draw the candidates of the step, and each takes its part of them.
             generator = np.random.Generator(np.random.PCG64([self.config.seed, epoch, step, 1]))
             everything = generator.integers(1, self._num_items + 1, size=self._size * self.config.negatives)
         share = self._share.rows(len(everything))

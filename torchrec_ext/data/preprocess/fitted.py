@@ -296,6 +296,7 @@ def transform(
         event_columns = list(dict.fromkeys(name for step in fitted.steps for name in step.event_reads))
         data, past = open_sources(source, events, columns, event_columns, opened)
         data.check_types(fitted.raw, "in fitting")
+        # The folder `out` is replaced at the end: no file in it may be a source.
         for files in (data.files, past.files):
             keep_sources(out, files.files if files else ())
         sink = Sink(staging, fitted.outputs, fitted.remedies(), progress)

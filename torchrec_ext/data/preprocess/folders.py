@@ -40,6 +40,7 @@ def whole_folder(out: Path, *, overwrite: bool, mark: str) -> Iterator[Path]:
             f"{out}: must be the path of a folder to make; write to this machine or a mounted disk, and copy it from "
             "there"
         )
+    # Before the check: an earlier result that a killed process hid is put back, and then counts.
     with disk_errors(out):
         remove_leftovers(out)
     _check_free(out, overwrite, mark)

@@ -46,9 +46,11 @@ class Preprocessor:
     keep: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        # Tuples, as a caller's list may change later; the dataclass is frozen.
         object.__setattr__(self, "steps", tuple(self.steps))
         object.__setattr__(self, "keep", tuple(self.keep))
         step_columns: set[str] = set()
+        # Histories come from events as the files have them, so no step may have replaced their columns.
         for step in self.steps:
             late = sorted(set(step.event_reads) & step_columns)
             if late:

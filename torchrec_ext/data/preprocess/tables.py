@@ -91,6 +91,7 @@ def open_source(source: Source, columns: Sequence[str], engine: Engine) -> Opene
         where = files.where
         schema = dict(files.schema)
         table = None
+    # Types are checked from the footers, before an engine opens anything.
     raw = raw_types(where, schema, columns)
     if table is None:
         assert files is not None
