@@ -228,7 +228,7 @@ class StackedOptimizer:
     def _owner(self, parameter: nn.Parameter) -> torch.optim.Optimizer:
         for optimizer in self._optimizers:
             # By identity: `in` would compare the tensors' numbers.
-            if any(own is parameter for group in optimizer.param_groups for own in group["params"]):
+            if any(value is parameter for group in optimizer.param_groups for value in group["params"]):
                 return optimizer
         raise AssertionError("every weight has an optimizer")
 

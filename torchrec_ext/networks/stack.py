@@ -186,14 +186,14 @@ class _OneEach:
     """Bags of one id each, (F, S) of each member; they need no offsets."""
 
     def __init__(self, keys: list[str], values: Tensor) -> None:
-        self._place = {key: index for index, key in enumerate(keys)}
+        self._index_of = {key: index for index, key in enumerate(keys)}
         self._values = values
         self._member = torch.arange(len(values), device=values.device)[:, None]
         self._row_ids: dict[tuple[str, int], Tensor] = {}
 
     def __call__(self, feature: str, rows: int) -> _Bags:
         if (feature, rows) not in self._row_ids:  # one feature of two tables with as many rows
-            ids = self._values[:, self._place[feature]]
+            ids = self._values[:, self._index_of[feature]]
             self._row_ids[feature, rows] = (ids + rows * self._member).view(-1)
         return _Bags(self._row_ids[feature, rows])
 

@@ -121,8 +121,8 @@ def _parts(stack: Stack, entry: StackedWeights, state: dict[str, Tensor], index:
     for slot, value in member_state.items():
         # A scalar, such as a count of steps, belongs to each weight.
         values = torch.split(value.reshape(-1), sizes) if value.dim() else [value] * len(names)
-        for name, shape, part in zip(names, shapes, values, strict=True):
-            parts[name][slot] = part.view(shape) if part.dim() else part
+        for name, shape, piece in zip(names, shapes, values, strict=True):
+            parts[name][slot] = piece.view(shape) if piece.dim() else piece
     return parts
 
 

@@ -370,21 +370,21 @@ class Assembler:
                     _copy(piece.rows.scalars, run.first, piece, out[:, row : row + piece.stop - piece.start])
                 start += width * count
             elif run.names[0] is None:
-                lengths[run.at] = 0
+                lengths[run.start] = 0
             else:
-                start = _fill_ragged(slices, run.names[0], values, start, lengths[run.at])
+                start = _fill_ragged(slices, run.names[0], values, start, lengths[run.start])
 
     def _matrix(self, slices: Sequence[Slice], size: int, names: Sequence[str]) -> Tensor:
         dense = torch.zeros(size, len(names))
         count = _count(slices)
         for run in _runs(names, self._float):
             vectors = np.empty((len(run.names), count), np.float32)
-            for at, piece in _places(slices):
-                out = vectors[:, at : at + piece.stop - piece.start]
+            for row, piece in _places(slices):
+                out = vectors[:, row : row + piece.stop - piece.start]
                 _copy(piece.rows.floats, run.first or 0, piece, out)
             # Column by column is twice as fast as numpy's copy of a transposed matrix.
-            for at, vector in enumerate(vectors, start=run.at):
-                dense.numpy()[:count, at] = vector
+            for index, vector in enumerate(vectors, start=run.start):
+                dense.numpy()[:count, index] = vector
         return dense
 
     def _vector(self, slices: Sequence[Slice], size: int, name: str | None) -> Tensor:
@@ -400,9 +400,9 @@ class Assembler:
 
 
 class _Run(NamedTuple):
-    """Names from index ``at`` on, in the order of a block's matrix from row ``first`` on; or one other name."""
+    """Names from index ``start`` on, in the order of a block's matrix from row ``first`` on; or one other name."""
 
-    at: int
+    start: int
     first: int | None
     names: list[str | None]
 

@@ -405,7 +405,7 @@ def save(fitted: FittedPreprocessor, folder: Path, *, overwrite: bool) -> None:
                 f"{folder}: step {step} is not one of this package and could not be loaded; known are {listed(STEPS)}"
             )
     with whole_folder(folder, overwrite=overwrite, mark=_MAIN) as staging:
-        steps = [_save_step(at, step, fitted.states[at], staging) for at, step in enumerate(fitted.steps)]
+        steps = [_save_step(number, step, fitted.states[number], staging) for number, step in enumerate(fitted.steps)]
         main = {"version": VERSION, "keep": list(fitted.keep), "columns": dict(fitted.raw), "steps": steps}
         text = json.dumps(main, indent=1, ensure_ascii=True, allow_nan=False) + "\n"
         (staging / _MAIN).write_text(text)
@@ -445,11 +445,11 @@ def _from_json(folder: Path, main: Any) -> FittedPreprocessor:
     )
 
 
-def _save_step(at: int, step: Step, state: State, folder: Path) -> dict[str, Any]:
+def _save_step(number: int, step: Step, state: State, folder: Path) -> dict[str, Any]:
     entry: dict[str, Any] = {"step": type(step).__name__, "fields": dataclasses.asdict(step)}  # type: ignore[call-overload]
     if not isinstance(state, Vocabulary):
         return {**entry, "state": state}
-    name = f"vocabulary-{at:03}.parquet"
+    name = f"vocabulary-{number:03}.parquet"
     table = pa.table({"value": state.values, "count": state.counts})
     pq.write_table(table, folder / name, write_page_checksum=True)
     return {**entry, "vocabulary": name, "rows": len(table), "sha256": measure_file(folder / name)["sha256"]}
@@ -493,7 +493,7 @@ def _check_size(path: Path, footer: pq.FileMetaData, rows: int) -> None:
     """
     columns = []
     for group in range(footer.num_row_groups):
-        columns += [footer.row_group(group).column(at) for at in range(footer.num_columns)]
+        columns += [footer.row_group(group).column(index) for index in range(footer.num_columns)]
     is_own_format = all(column.compression in _CODECS and _ENCODINGS.issuperset(column.encodings) for column in columns)
     limit = _MAX_EXPANSION * path.stat().st_size + _ALLOWANCE
     # 16 bytes a row: a count of int64, and a value of int64 or the offset of a text.
