@@ -284,7 +284,7 @@ def _vector(sections: Sections) -> Tensor:
 
 
 def _spread(values: Array, size: int, indices: Int64 | None = None) -> Tensor:
-    """Returns (size,) float32: the values at ``indices``, from 0 on where not given, and zeros elsewhere."""
+    """Returns (size,) float32: the values at ``indices``, by default from 0 on, and zeros elsewhere."""
     vector = torch.zeros(size)
     vector.numpy()[np.arange(len(values)) if indices is None else indices] = values
     return vector
