@@ -22,31 +22,31 @@ from typing_extensions import Self
 
 
 class _Fields(Pipelineable):
-    """Gives a dataclass the methods that TorchRec's pipelines call on an input, field by field; None stays None."""
+    """Gives a dataclass TorchRec's pipeline methods, applied field by field; numbers and None stay as they are."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Self:
         """Returns a copy on ``device``."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
-        """Returns a copy in page-locked memory, from which copies to a GPU are asynchronous."""
+        """Returns a copy in page-locked memory, for asynchronous copies to a GPU."""
         return self._map(lambda tensor: tensor.pin_memory())
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Tells the allocator that ``stream`` still reads these tensors."""
+        """Marks these tensors as in use on ``stream``, for the allocator."""
         self._map(lambda tensor: tensor.record_stream(stream))
 
     def _map(self, function: Callable[[Any], Any]) -> Self:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        kept = (int, type(None))
+        plain_types = (int, type(None))
         return type(self)(
-            **{name: value if isinstance(value, kept) else function(value) for name, value in values.items()}
+            **{name: value if isinstance(value, plain_types) else function(value) for name, value in values.items()}
         )
 
 
 @dataclass
 class SharedRows(_Fields):
-    """Q rows that several rows of a batch share, such as a user with 1 + N candidates, so that its tower runs once.
+    """Q rows shared by several rows of a batch, such as a user with 1 + N candidates: their tower runs once.
 
     Args:
         sparse: bags of the shared towers' features, stride Q.
@@ -111,7 +111,7 @@ class TowerBatch(_Fields):
 
     @property
     def shared_weights(self) -> Tensor | None:
-        """Returns the sum of the weights of the rows that read each shared row, (Q,) float32; None without any."""
+        """Returns the summed weights of each shared row's readers, (Q,) float32; None without shared rows."""
         if self.shared is None:
             return None
         return self.weights.new_zeros(self.shared.dense.shape[0]).index_add(0, self.shared.index, self.weights)
@@ -159,10 +159,10 @@ class Jagged(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """The ``keys`` of one KeyedJaggedTensor and the ``features`` whose bags follow one another in it.
+    """The ``keys`` of one KeyedJaggedTensor, and the ``features`` of its bags, in order.
 
-    A key holds the bags of one feature; a key of ``batch.joint`` or ``batch.weighted`` those of a shared feature and
-    then those of another. None stands for empty bags. With ``weighted`` each id has a weight.
+    A key holds the bags of one feature. A key of ``batch.joint`` or ``batch.weighted`` holds the bags of a shared
+    feature and then those of another. None stands for empty bags. With ``weighted`` each id has a weight.
     """
 
     keys: tuple[str, ...]
@@ -193,7 +193,7 @@ class KeyedIds(NamedTuple):
 
 @functools.cache
 def skip_fx_notice() -> None:
-    """Makes torch log its notice on `is_fx_tracing`, which comes once a process, while no handler receives it.
+    """Triggers torch's notice on `is_fx_tracing` while a filter drops it; torch logs it once a process.
 
     Each KeyedJaggedTensor brings the notice, because its metaclass in torch calls that function: neither its user nor
     TorchRec can call another.
@@ -226,7 +226,7 @@ def pack(
     shared_dense: Tensor | None = None,
     index: Tensor | None = None,
 ) -> TowerBatch:
-    """Lays out a batch of B rows and Q shared rows; :class:`TowerBatch` says what its tensors mean.
+    """Lays out a batch of B rows and Q shared rows; see :class:`TowerBatch` for its tensors.
 
     Args:
         layout: features of each tensor, in their order.
@@ -293,8 +293,10 @@ def concatenated(
         device: device of the result where no feature has bags; the CPU where not given.
     """
     columns = [None if name is None else bags[name] for name in keys.features]
-    given = [column for column in columns if column is not None]
-    values = torch.cat([column.values for column in given] or [torch.empty(0, dtype=torch.int64, device=device)])
+    present_columns = [column for column in columns if column is not None]
+    values = torch.cat(
+        [column.values for column in present_columns] or [torch.empty(0, dtype=torch.int64, device=device)]
+    )
     pairs = list(zip(columns, sizes, strict=True))
     if all(column is not None and column.lengths is None and len(column.values) == size for column, size in pairs):
         lengths = torch.ones(len(values), dtype=torch.int32, device=values.device)
@@ -302,7 +304,9 @@ def concatenated(
         lengths = torch.cat([_lengths(column, size, values.device) for column, size in pairs])
     if not keys.weighted:
         return KeyedIds(values, lengths)
-    weights = [torch.ones(len(c.values), device=values.device) if c.weights is None else c.weights for c in given]
+    weights = [
+        torch.ones(len(c.values), device=values.device) if c.weights is None else c.weights for c in present_columns
+    ]
     return KeyedIds(values, lengths, torch.cat(weights or [torch.empty(0, device=device)]))
 
 
@@ -319,7 +323,7 @@ def _lengths(column: Jagged | None, size: int, device: torch.device) -> Tensor:
 
 @runtime_checkable
 class ResumableLoader(Protocol):
-    """A loader that knows where it stands; those of ``torchrec_ext.data`` do."""
+    """A loader with a position to save and restore, such as those of ``torchrec_ext.data``."""
 
     def __iter__(self) -> Iterator[TowerBatch]: ...
 
@@ -329,10 +333,10 @@ class ResumableLoader(Protocol):
         """Starts an epoch at its first step."""
 
     def state_dict(self, *, step: int | None = None) -> dict[str, Any]:
-        """Returns where the stream stands after ``step`` steps of this epoch."""
+        """Returns the stream's position after ``step`` steps of this epoch."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where ``state`` was taken.
+        """Continues from the position in ``state``.
 
         Raises:
             ValueError: it is of another stream.
@@ -340,11 +344,11 @@ class ResumableLoader(Protocol):
 
 
 class Resident(Protocol):
-    """Rows in memory or on a device, from which torch ops alone make a batch."""
+    """Rows in memory or on a device; torch ops alone make a batch of them."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors that hold the rows."""
+        """The tensors of the rows."""
 
     def assemble(self, tensors: Sequence[Tensor], drawn: Sequence[Tensor]) -> TowerBatch:
         """Makes the batch of a step; all shapes follow from those of the arguments.
@@ -355,16 +359,16 @@ class Resident(Protocol):
         """
 
     def together(self, others: Sequence[Resident]) -> Resident | None:
-        """Returns a source whose batch holds the rows of a step of this source, then those of each of ``others``.
+        """Returns a source of larger batches: the rows of this source's step, then those of each of ``others``.
 
-        It takes the tensors of their steps concatenated; ``total_weight`` is that of each step, (1 + len(others),).
-        None where another source has other rows or makes batches of another layout.
+        It takes the tensors of their steps concatenated. ``total_weight`` holds one value per step, (1 + len(others),).
+        None if another source has other rows or makes batches of another layout.
         """
 
 
 @dataclass
 class DrawnStep:
-    """A step whose batch is not made yet: a captured step makes it inside, where nothing is copied twice.
+    """A step before its batch is made: a captured step makes it inside, so that nothing is copied twice.
 
     Args:
         tensors: indices of the step's rows and what was drawn for them, of the same shapes in all steps.

@@ -36,11 +36,11 @@ PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
 
 
 class InstallError(RuntimeError):
-    """The installation cannot go on; the message says what the user can do."""
+    """The installation cannot continue; the message names a remedy."""
 
 
 class CommandError(InstallError):
-    """A command failed; the message is the part of its output that says why."""
+    """A command failed; the message is the explanation in its output."""
 
 
 def run_quietly(command: Sequence[str], env: dict[str, str] | None = None) -> str:
@@ -50,16 +50,20 @@ def run_quietly(command: Sequence[str], env: dict[str, str] | None = None) -> st
         CommandError: the command failed, or does not exist.
     """
     try:
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **(env or {})}, check=False)
+        process = subprocess.run(
+            command, capture_output=True, text=True, env={**os.environ, **(env or {})}, check=False
+        )
     except OSError as error:
         raise CommandError(f"{command[0]}: {error.strerror}") from None
-    if done.returncode:
-        raise CommandError(reason(done.stderr or done.stdout) or f"{' '.join(command)} ended with {done.returncode}")
-    return done.stdout
+    if process.returncode:
+        raise CommandError(
+            reason(process.stderr or process.stdout) or f"{' '.join(command)} ended with {process.returncode}"
+        )
+    return process.stdout
 
 
 def reason(output: str) -> str:
-    r"""Returns the lines of pip's or uv's output that say why it failed, without warnings and progress.
+    r"""Returns the error lines of pip's or uv's output, without warnings and progress.
 
     Example:
         >>> reason("WARNING: Location is ignored\nERROR: No matching distribution found for torch==2.13.0+cpu\n")
@@ -75,7 +79,7 @@ def reason(output: str) -> str:
 
 
 def install(variant: Variant, editable: str | None = None, say: Say = print, named: Triple | None = None) -> None:
-    """Installs a triple of `variant` into the environment; packages that are right already stay as they are.
+    """Installs a triple of `variant` into the environment; correct packages stay as they are.
 
     Args:
         variant: the builds to install.
@@ -115,7 +119,7 @@ def install(variant: Variant, editable: str | None = None, say: Say = print, nam
 
 
 def _cpu_torch(triples: list[Triple], *, forced: bool, say: Say) -> tuple[Triple, str]:
-    """Finds a CPU build of torch for the first triple that has one.
+    """Finds a CPU build of torch, for the first of ``triples`` with one.
 
     Args:
         triples: the triples in question, newest first.
@@ -147,7 +151,7 @@ def _cpu_torch(triples: list[Triple], *, forced: bool, say: Say) -> tuple[Triple
 
 
 def _torch_by_uv(triples: list[Triple], say: Say) -> Triple:
-    """Installs the CPU build of the first triple that has one, and returns that triple.
+    """Installs the CPU build of the first triple with one, and returns the triple.
 
     Raises:
         CommandError: uv has no CPU build for any.
@@ -175,7 +179,7 @@ def _fetch_uv(folder: Path, say: Say) -> str:
 
 
 def no_torch(triple: Triple, pip_said: str, uv_said: str) -> str:
-    """Returns the message for the case that neither pip nor uv could get a CPU build of torch."""
+    """Returns the message if neither pip nor uv has a CPU build of torch."""
     tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
     wheel = f"torch-{triple.torch}+cpu-{tag}-{tag}-manylinux_2_28_{platform.machine()}.whl"
     return (
@@ -192,7 +196,7 @@ def no_torch(triple: Triple, pip_said: str, uv_said: str) -> str:
 
 
 def _remove_intruders(current: stack.Installed, variant: Variant, say: Say) -> None:
-    """Uninstalls what pip would leave in the way: the other fbgemm, in the same folder, and the other torch build."""
+    """Uninstalls packages in pip's way: the other fbgemm, in the same folder, and the other torch build."""
     other = stack.FBGEMM_NAME["cuda" if variant == "cpu" else "cpu"]
     names = [other, stack.FBGEMM_NAME[variant]] if other in current.versions else []
     if current.torch_build and not stack.torch_fits(current, variant):
@@ -309,8 +313,8 @@ def diagnose(*, really_import: bool = True, named: Triple | None = None) -> Inst
 
 
 def probe(variant: Variant) -> float | Problem:
-    """Imports the triple in a separate process and looks two rows up; returns the seconds it took, or what failed."""
-    done = subprocess.run(
+    """Imports the triple in a separate process and looks two rows up; returns the seconds, or the problem."""
+    process = subprocess.run(
         [sys.executable, "-m", "torchrec_ext.probe"],
         # pip installs without bytecode (install.py): the first import writes what is needed of it, 15 s once, 5 s ever
         # after.
@@ -320,12 +324,14 @@ def probe(variant: Variant) -> float | Problem:
         check=False,
     )
     try:
-        seen = json.loads(done.stdout.strip().splitlines()[-1])
+        report = json.loads(process.stdout.strip().splitlines()[-1])
     except (IndexError, ValueError):
-        return _failed_import(done.stderr, done.returncode, variant)
-    if seen["answer"] != RIGHT_ANSWER:
-        return _failed_import(f"a lookup gave {seen['answer']} instead of {RIGHT_ANSWER}", done.returncode, variant)
-    return float(seen["seconds"])
+        return _failed_import(process.stderr, process.returncode, variant)
+    if report["answer"] != RIGHT_ANSWER:
+        return _failed_import(
+            f"a lookup gave {report['answer']} instead of {RIGHT_ANSWER}", process.returncode, variant
+        )
+    return float(report["seconds"])
 
 
 def _failed_import(stderr: str, status: int, variant: Variant) -> Problem:
@@ -362,16 +368,16 @@ def _notes(variant: Variant, machine: Variant) -> list[str]:
     if variant == machine:
         return []
     switch = f"TORCHREC_EXT_VARIANT={machine} {stack.interpreter()} -m torchrec_ext.doctor --install"
-    seen = (
+    mismatch = (
         "an NVIDIA GPU is in sight, but the CPU builds are used"
         if machine == "cuda"
         else "CUDA builds, but no GPU in sight"
     )
-    return [f"{seen}; to change that: {switch}"]
+    return [f"{mismatch}; to change that: {switch}"]
 
 
 def compiler() -> str | None:
-    """Returns the C++ compiler that torch.compile would call, or None."""
+    """Returns the C++ compiler for torch.compile, or None."""
     return next(filter(None, map(shutil.which, filter(None, [os.environ.get("CXX"), "g++", "clang++", "c++"]))), None)
 
 
@@ -401,24 +407,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     flags = _parser().parse_args(argv)
     try:
-        named = stack.triple_by_name(flags.stack) if flags.stack else None
+        requested_triple = stack.triple_by_name(flags.stack) if flags.stack else None
         if flags.install or flags.editable:
-            _install(flags.editable, named)
-        seen = diagnose(really_import=flags.really_import, named=named)
+            _install(flags.editable, requested_triple)
+        installation = diagnose(really_import=flags.really_import, named=requested_triple)
     except (InstallError, ValueError) as error:
         print(f"doctor: {error}", file=sys.stderr)
         return 1
-    print(json.dumps(asdict(seen) | {"healthy": seen.healthy}, indent=2) if flags.json else text(seen))
-    return 0 if seen.healthy else 1
+    print(
+        json.dumps(asdict(installation) | {"healthy": installation.healthy}, indent=2)
+        if flags.json
+        else text(installation)
+    )
+    return 0 if installation.healthy else 1
 
 
-def _install(editable: str | None, named: Triple | None) -> None:
+def _install(editable: str | None, requested_triple: Triple | None) -> None:
     variant = stack.wanted_variant(stack.installed(), stack.machine_variant())
     say = partial(print, file=sys.stderr, flush=True)
     say(f"installing for {variant} into {sys.prefix}")
     if python := _python_problem(sys.version_info[:2]):
         raise InstallError(str(python[0]))
-    install(variant, editable, say, named)
+    install(variant, editable, say, requested_triple)
     importlib.invalidate_caches()
 
 

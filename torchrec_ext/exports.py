@@ -47,7 +47,7 @@ def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], 
 
 
 class CallableModule(ModuleType):
-    """A module that is called as its function of the same name: ``adopt(...)`` for ``adopt.adopt(...)``.
+    """A module with a call to its function of the same name: ``adopt(...)`` for ``adopt.adopt(...)``.
 
     So ``from torchrec_ext import adopt`` gives a function, as a reader expects, and ``from torchrec_ext.adopt import
     Rows`` works beside it.
@@ -97,7 +97,7 @@ class Registry(Mapping[str, Any]):
         self._objects: dict[str, Any] = {}
 
     def facts(self, name: str) -> SimpleNamespace:
-        """Returns the known attributes of an object, which is not imported for it.
+        """Returns an object's known attributes without importing it.
 
         Raises:
             KeyError: there is no such name.
@@ -115,10 +115,10 @@ class Registry(Mapping[str, Any]):
             path = self._entries[name].path
             module, _, attribute = path.partition(":")
             value = getattr(importlib.import_module(module), attribute)
-            for fact, known in vars(self.facts(name)).items():
-                if getattr(value, fact) != known:
+            for fact, expected in vars(self.facts(name)).items():
+                if getattr(value, fact) != expected:
                     raise TypeError(
-                        f"{path}: {fact} is {getattr(value, fact)!r}, and its line in the registry says {known!r}; "
+                        f"{path}: {fact} is {getattr(value, fact)!r}, and its line in the registry says {expected!r}; "
                         "write the same in both"
                     )
             self._objects[name] = value

@@ -26,13 +26,13 @@ def main() -> None:
     ids = KeyedJaggedTensor(keys=["f"], values=torch.tensor([1, 3]), lengths=torch.tensor([2])).to(torch.device(device))
     answer = bags(ids).values()[0].tolist()
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    seen = {
+    report = {
         "seconds": round(time.perf_counter() - start, 1),
         "answer": answer,
         "threads": torch.get_num_threads(),
         "gpus": gpus,
     }
-    print(json.dumps(seen))
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Folders that are whole or not there, each file under a SHA-256: checkpoint, bundle, store, preprocessor. No torch.
+"""Folders that are complete or absent, each file under a SHA-256: checkpoint, bundle, store, preprocessor. No torch.
 
-What was written survives a power failure and is replaced without a gap; one process writes at a time; what is read is a
-plain file, which ends.
+Written files survive a power failure and are replaced without a gap. One process writes at a time. Only plain files
+are read, because a pipe or a device need not end.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _HOST = socket.gethostname()
 
 
 def sync_to_disk(path: str | os.PathLike[str]) -> None:
-    """Waits until the disk holds a file, or the names in a folder, which syncing a file in it does not cover.
+    """Waits until the disk holds a file, or the names in a folder: syncing a file does not cover its name.
 
     Example:
         >>> sync_to_disk(".")
@@ -52,7 +52,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
-    """Writes a small file that is there as a whole or as it was before, whatever ends the process or the machine.
+    """Writes a small file atomically: after a crash it is complete, or as before.
 
     Example:
         >>> import tempfile
@@ -77,7 +77,7 @@ def rename_synced(old: str | os.PathLike[str], new: str | os.PathLike[str]) -> N
 
 
 def exchange(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> bool:
-    """Gives two files or folders each other's name in one step, so that both names are there at any moment.
+    """Swaps the names of two files or folders in one step, so both names exist at any moment.
 
     Returns:
         Whether it was done. Only Linux can, and not on every file system (NFS cannot). Any other obstacle, such as a
@@ -139,10 +139,10 @@ def measure_stream(stream: BinaryIO) -> dict[str, Any]:
 
 
 class MeasuredStream:
-    """Stream that is written to a file while its size and SHA-256 are taken from memory, so that none is read again.
+    """Measures size and SHA-256 of a file while it is written, without reading it again.
 
-    A thread hashes a block while the caller's thread writes it, and a local disk begins to store each block at once
-    instead of when the file is synced.
+    A thread hashes a block while the caller's thread writes it. A local disk begins to store each block at once, not
+    only when the file is synced.
 
     Args:
         stream: stream that is open for writing, at its beginning; :meth:`close` closes it.
@@ -176,7 +176,7 @@ class MeasuredStream:
         return block.nbytes
 
     def tell(self) -> int:
-        """Returns the number of bytes that were written."""
+        """Returns the number of bytes written so far."""
         return self._size
 
     def flush(self) -> None:
@@ -184,7 +184,7 @@ class MeasuredStream:
         self._stream.flush()
 
     def fileno(self) -> int:
-        """Returns the file's descriptor; raises as the stream does where it has none."""
+        """Returns the file's descriptor; raises like the stream if it has none."""
         return int(self._stream.fileno())
 
     def close(self) -> None:
@@ -202,11 +202,11 @@ class MeasuredStream:
 
     @property
     def measured(self) -> dict[str, Any]:
-        """Size and SHA-256 of all bytes that were written, as manifests list them."""
+        """Size and SHA-256 of all bytes written, as manifests list them."""
         return {"bytes": self._size, "sha256": self._sha.hexdigest()}
 
     def _begin_to_store(self, size: int) -> None:
-        """Has the disk begin to store the last ``size`` bytes, where the system can; a file's sync waits for them."""
+        """Starts storing the last ``size`` bytes if the system can; a file's sync waits for them."""
         call = getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform == "linux" else None
         if call is None:
             return
@@ -237,7 +237,7 @@ def files_below(folder: Path) -> dict[str, Path]:
 
 
 def difference(measured: Mapping[str, Any], listed: Mapping[str, Any]) -> str | None:
-    """Returns how a file differs from its entry in a manifest, in words that follow the file's path, or None.
+    """Describes how a file differs from its manifest entry, in words after the file's path; else None.
 
     Example:
         >>> difference({"bytes": 1, "sha256": "a"}, {"bytes": 2000, "sha256": "a"})
@@ -262,12 +262,12 @@ def json_digest(content: Any, *, compact: bool = False) -> str:
 
 
 def sealed_json(content: Mapping[str, Any], key: str) -> bytes:
-    """Returns the bytes of a manifest that holds its own digest under ``key``."""
+    """Returns the bytes of a manifest with its own digest under ``key``."""
     return (json.dumps({**content, key: json_digest(content)}, indent=1) + "\n").encode()
 
 
 def take_lock(handle: int | IO[str]) -> bool:
-    """Locks an open file or folder until it is closed; returns False, at once, where another process holds the lock.
+    """Locks an open file or folder until it is closed; returns False at once if another process has the lock.
 
     Raises:
         OSError: the file system has no locks.
@@ -295,21 +295,21 @@ def lock_folder(folder: str, name: str, error: type[Exception], *, shown: str, b
     """
     try:
         os.makedirs(folder, exist_ok=True)
-        held = open(os.path.join(folder, name), "a+")  # noqa: SIM115  (held until the caller closes it)
+        lock_file = open(os.path.join(folder, name), "a+")  # noqa: SIM115  (held until the caller closes it)
     except OSError as problem:
         raise error(f"{shown} cannot be written: {problem.strerror or problem}") from None
     try:
-        if take_lock(held):
-            return held
-        held.seek(0)
-        why = f"is being written by {held.read().strip() or 'another process'}; {busy}"
+        if take_lock(lock_file):
+            return lock_file
+        lock_file.seek(0)
+        why = f"is being written by {lock_file.read().strip() or 'another process'}; {busy}"
     except OSError as problem:
         why = (
             f"cannot be locked ({problem.strerror or problem}): a lock keeps two jobs from writing the same files, and "
             "its file system offers none; mount it with locks (NFS: with lockd, or nolock; Lustre: with flock), or "
             f"{otherwise}"
         )
-    held.close()
+    lock_file.close()
     raise error(f"{shown} {why}")
 
 
@@ -331,17 +331,17 @@ def make_hidden(out: Path) -> tuple[Path, int]:
 
 
 def visible_name(path: Path) -> Path:
-    """Returns a path with the names that :func:`make_hidden` folders in it are going to have."""
+    """Returns a path with the final names of its :func:`make_hidden` folders."""
     return Path(*(re.sub(rf"^\.(.+)\.partial-{re.escape(_HOST)}-\d+$", r"\1", name) for name in path.parts))
 
 
 def existing_folder(out: Path) -> Path:
-    """Returns ``out``, or the name that it has for a moment while :func:`replace_folder` replaces it in two steps."""
+    """Returns ``out``, or its temporary name while :func:`replace_folder` replaces it in two steps."""
     return out if out.exists() else next(iter(_hidden(out, "old")), out)
 
 
 def replace_folder(new: Path, out: Path) -> None:
-    """Gives ``new`` the name of ``out``, in one step where the file system can; ``out`` need not exist.
+    """Gives ``new`` the name of ``out``, in one step if the file system can; ``out`` need not exist.
 
     In two steps the former folder is hidden for a moment, in which :func:`existing_folder` finds it.
     """
@@ -360,7 +360,7 @@ def replace_folder(new: Path, out: Path) -> None:
 
 
 def remove_leftovers(out: Path) -> None:
-    """Removes what killed processes of any host left beside ``out``; a folder that one had hidden is put back."""
+    """Removes leftovers of killed processes of any host beside ``out``; restores a folder hidden by one."""
     for old in _hidden(out, "old"):
         writer = out.with_name(old.name.replace(f".{out.name}.old-", f".{out.name}.partial-", 1))
         if writer.exists() and not _remove_unless_written(writer):
@@ -369,8 +369,8 @@ def remove_leftovers(out: Path) -> None:
             shutil.rmtree(old, ignore_errors=True)
         else:
             old.rename(out)
-    for left in _hidden(out, "partial"):
-        _remove_unless_written(left)
+    for leftover in _hidden(out, "partial"):
+        _remove_unless_written(leftover)
 
 
 def _hidden(out: Path, kind: str) -> list[Path]:
@@ -378,7 +378,7 @@ def _hidden(out: Path, kind: str) -> list[Path]:
 
 
 def _remove_unless_written(folder: Path) -> bool:
-    """Removes a folder that no process is writing; returns whether it is gone."""
+    """Removes a folder unless a process is writing it; returns whether it is gone."""
     try:
         handle = os.open(folder, os.O_RDONLY)
     except FileNotFoundError:

@@ -32,7 +32,7 @@ UNREADABLE = "unreadable metadata"
 
 @dataclass(frozen=True, kw_only=True)
 class Triple:
-    """Three versions that are compiled against each other."""
+    """Three versions compiled against each other."""
 
     torch: str
     fbgemm: str
@@ -40,7 +40,7 @@ class Triple:
 
     @property
     def name(self) -> str:
-        """The name that ``--stack`` takes: torch's major and minor version.
+        """The triple's name for ``--stack``: torch's major and minor version.
 
         Example:
             >>> Triple(torch="2.13.0", fbgemm="1.8.0", torchrec="1.8.0").name
@@ -65,7 +65,7 @@ class Requirement:
 
     @property
     def pin(self) -> str:
-        """The requirement in the form that pip takes.
+        """The requirement in pip's form.
 
         Example:
             >>> Requirement(name="torchrec", version="1.8.0").pin
@@ -97,13 +97,13 @@ class Problem:
 
 
 def requirements(variant: Variant, triple: Triple) -> tuple[Requirement, ...]:
-    """Returns the whole stack for one variant, in the order in which it can be installed."""
+    """Returns the whole stack for one variant, in order of installation."""
     versions = {"torch": triple.torch, FBGEMM_NAME[variant]: triple.fbgemm, "torchrec": triple.torchrec}
     return tuple(Requirement(name=name, version=version) for name, version in (versions | dict(NEEDS)).items())
 
 
 def triple_by_name(name: str) -> Triple:
-    """Returns the triple that ``--stack`` names.
+    """Returns the triple named by ``--stack``.
 
     Raises:
         ValueError: no triple has that name.
@@ -121,7 +121,7 @@ def triple_by_name(name: str) -> Triple:
 
 
 def installed_triple(current: Installed) -> Triple | None:
-    """Returns the triple to which most of the installed versions belong, torch's if in doubt; None if none does."""
+    """Returns the triple of most of the installed versions, torch's if in doubt; None if none fits."""
     best = max(TRIPLES, key=lambda triple: _agreement(current, triple))
     return best if any(_agreement(current, best)) else None
 
@@ -189,7 +189,7 @@ def torch_build(version: str, requires: list[str]) -> Variant:
 
 
 def gpu_nodes(dev: Path = Path("/dev")) -> list[str]:
-    """Returns the NVIDIA device nodes of this machine or container; under WSL, which has none, the shared one."""
+    """Returns the NVIDIA device nodes of this machine or container; under WSL, without such nodes, the shared one."""
     nodes = sorted(str(path) for path in dev.glob("nvidia[0-9]*"))
     if not nodes and (dev / "dxg").exists() and shutil.which("nvidia-smi"):
         return [str(dev / "dxg")]
@@ -212,13 +212,13 @@ def asked_variant() -> Variant | None:
 
 
 def wanted_variant(current: Installed, machine: Variant) -> Variant:
-    """Returns the variant that the environment should have.
+    """Returns the environment's expected variant.
 
     It is the requested one, else the installed one if torch and fbgemm agree on it, else the machine's. CUDA builds
     work on a login node without a GPU, and CPU builds on a machine with one: only a mix is broken.
     """
-    if asked := asked_variant():
-        return asked
+    if requested := asked_variant():
+        return requested
     for variant, name in FBGEMM_NAME.items():
         if current.torch_build == variant and set(current.versions) & set(FBGEMM_NAME.values()) == {name}:
             return variant
@@ -226,14 +226,14 @@ def wanted_variant(current: Installed, machine: Variant) -> Variant:
 
 
 def machine_variant() -> Variant:
-    """Returns the variant that fits the hardware: cuda when there is an NVIDIA device."""
+    """Returns the variant for the hardware: cuda when there is an NVIDIA device."""
     return "cuda" if gpu_nodes() else "cpu"
 
 
 def problems(
     current: Installed, variant: Variant, python: str = "python", named: Triple | None = None
 ) -> tuple[Problem, ...]:
-    """Compares what is installed with a triple, in the order in which to repair it; empty when healthy.
+    """Compares the installed builds with a triple, in order of repair; empty when healthy.
 
     Args:
         current: the environment's metadata, see `installed`.
@@ -257,10 +257,10 @@ def problems(
     return tuple(problem for problem in candidates if problem)
 
 
-def _stack_to_name(current: Installed, named: Triple | None) -> Triple | None:
-    """Returns the triple that a repair must name: the one asked for, or any in place of a torch that has no fbgemm."""
-    if named or not newer_torch(current):
-        return named
+def _stack_to_name(current: Installed, requested: Triple | None) -> Triple | None:
+    """Returns the triple to name in a repair: the requested one, or any in place of a torch without an fbgemm."""
+    if requested or not newer_torch(current):
+        return requested
     return installed_triple(current) or TRIPLES[0]
 
 
@@ -308,9 +308,9 @@ def _plain_problem(current: Installed, need: Requirement, python: str) -> Proble
 
 
 def doctor_line(python: str, named: Triple | None = None) -> str:
-    """Returns the command that repairs everything, in an order and from sources that work."""
-    asked = asked_variant()
-    variable = f"TORCHREC_EXT_VARIANT={asked} " if asked else ""
+    """Returns the command to repair everything, in a working order and from working sources."""
+    requested = asked_variant()
+    variable = f"TORCHREC_EXT_VARIANT={requested} " if requested else ""
     flag = f" --stack {named.name}" if named else ""
     return f"{variable}{python} -m torchrec_ext.doctor --install{flag}"
 

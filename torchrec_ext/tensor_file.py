@@ -40,7 +40,7 @@ class Shape(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row; of the whole tensor where it has no rows."""
+        """Bytes of one row; of the whole tensor if it has no rows."""
         return int(torch.Size(self.size[1:]).numel()) * self.dtype.itemsize
 
     @property
@@ -50,7 +50,7 @@ class Shape(NamedTuple):
 
 
 class TensorWriter:
-    """Writes a file that appears as a whole, or not at all.
+    """Writes a file atomically: complete, or not at all.
 
     Args:
         file: path of the file.
@@ -74,7 +74,7 @@ class TensorWriter:
         return self
 
     def write(self, name: str, row: int, block: Tensor) -> None:
-        """Writes whole rows of a tensor from ``row`` onwards, or all of one that has no rows."""
+        """Writes whole rows of a tensor from ``row`` onwards, or all of a tensor without rows."""
         shape = self._tensors[name]
         self._stream.seek(self._starts[name] + row * shape.row_bytes)
         self._stream.write(_raw(block.to(shape.dtype)))

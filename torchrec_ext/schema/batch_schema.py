@@ -44,7 +44,7 @@ from torchrec_ext.schema.validation import DataError, OutOfRange
 
 @dataclass(frozen=True, kw_only=True)
 class BatchColumns:
-    """The columns of a batch, in the order in which :class:`TowerBatch` holds them.
+    """The columns of a batch, in the order of :class:`TowerBatch`.
 
     Args:
         sparse: the features, F of them.
@@ -101,7 +101,7 @@ class BatchColumns:
         oov_ids: Mapping[str, int] | None = None,
         weights: Mapping[str, str] | None = None,
     ) -> Self:
-        """Builds the schema that a set of TorchRec tables asks for: features in order of first appearance.
+        """Builds the schema for a set of TorchRec tables: features in order of first appearance.
 
         Args:
             tables: EmbeddingBagConfigs or EmbeddingConfigs; a feature may be read by several, and a table be named
@@ -132,15 +132,17 @@ class BatchColumns:
 
     @property
     def weight_columns(self) -> tuple[str, ...]:
-        """Names of the columns that hold a weight for each id of a feature."""
+        """Names of the columns with a weight for each id of a feature."""
         return tuple(feature.weights for feature in self.sparse if feature.weights)
 
     @cached_property
     def layout(self) -> KeyLayout:
-        """Says which features stand in which KeyedJaggedTensor of a batch, and in which order."""
+        """The features of each KeyedJaggedTensor of a batch, in order."""
         rows, shared = (
-            tuple(feature.name for feature in self.sparse if feature.keyed and (feature.name in self.shared) == there)
-            for there in (False, True)
+            tuple(
+                feature.name for feature in self.sparse if feature.keyed and (feature.name in self.shared) == is_shared
+            )
+            for is_shared in (False, True)
         )
         return KeyLayout(
             rows=Keys(rows, rows),
@@ -150,7 +152,7 @@ class BatchColumns:
         )
 
     def _halves(self, keys: Sequence[Joint], *, weighted: bool) -> Keys:
-        """Returns the keys of the tensors that are stored; without shared columns a key has no half for shared rows."""
+        """Returns the stored keys; without shared columns a key has no half for shared rows."""
         halves = [name for key in keys for name in (key if self.shared else key[1:])]
         return Keys(tuple(key.key for key in keys), tuple(halves), weighted)
 
@@ -170,19 +172,20 @@ class BatchColumns:
 
     @property
     def identities(self) -> tuple[str, ...]:
-        """Names of the columns that become ``batch.users`` and ``batch.items``."""
+        """Names of the columns of ``batch.users`` and ``batch.items``."""
         return tuple(name for name in (self.query, self.candidate) if name)
 
     def feature(self, name: str) -> SparseFeature | None:
-        """Returns the sparse feature of that name, or None."""
+        """Returns the sparse feature called ``name``, or None."""
         return self._by_name.get(name)
 
     def missing(self, name: str, columns: Iterable[str]) -> DataError:
-        """Returns the error to raise where ``columns`` lack column ``name`` of the schema."""
-        needed = [*self.keys, *source_columns(self.dense), *self.weight_columns]
-        had = sorted(source_columns(columns))
+        """Returns the error to raise if ``columns`` lack column ``name`` of the schema."""
+        schema_columns = [*self.keys, *source_columns(self.dense), *self.weight_columns]
+        batch_columns = sorted(source_columns(columns))
         return DataError(
-            f"column '{source_columns([name])[0]}' is missing; the batch has {had}, the schema needs {needed}"
+            f"column '{source_columns([name])[0]}' is missing; the batch has {batch_columns}, the schema "
+            f"needs {schema_columns}"
         )
 
 
@@ -198,7 +201,7 @@ class Dense(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSchema(BatchColumns):
-    """The columns of a batch, as :class:`BatchColumns` says, and the one place where they are checked and packed."""
+    """The columns of a batch, see :class:`BatchColumns`, and the one place to check and pack them."""
 
     def assemble(
         self,
@@ -298,7 +301,7 @@ class BatchSchema(BatchColumns):
         return side_by_side(names, [self._column(columns, name) for name in names], rows)
 
     def check(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Checks a KeyedJaggedTensor that was built elsewhere, as in ``batch.sparse = schema.check(batch.sparse)``.
+        """Checks a KeyedJaggedTensor built elsewhere, as in ``batch.sparse = schema.check(batch.sparse)``.
 
         The tensor must have all shared features, all others, or both.
 
@@ -308,10 +311,10 @@ class BatchSchema(BatchColumns):
         """
         columns = features.to_dict()
         kinds = (set(self.layout.shared.keys if self.layout.shared else ()), set(self.layout.rows.keys))
-        missing = (kinds[0] | kinds[1]) - set(columns)
-        if missing and (missing == kinds[0] | kinds[1] or missing not in kinds):
-            lacking = [name for name in self.keys if name in missing]
-            raise DataError(f"the KeyedJaggedTensor lacks {lacking}; it has the keys {features.keys()}")
+        missing_keys = (kinds[0] | kinds[1]) - set(columns)
+        if missing_keys and (missing_keys == kinds[0] | kinds[1] or missing_keys not in kinds):
+            missing_names = [name for name in self.keys if name in missing_keys]
+            raise DataError(f"the KeyedJaggedTensor lacks {missing_names}; it has the keys {features.keys()}")
         rows, replace = ExpectedRows(features.stride(), "B"), self.out_of_range == "oov"
         values = []
         for name in features.keys():  # noqa: SIM118  a KeyedJaggedTensor is no mapping
@@ -339,7 +342,7 @@ class BatchSchema(BatchColumns):
 def _expected_rows(
     size: int, rows: Tensor | None, index: Tensor | int | None, shared_rows: Tensor | None
 ) -> tuple[ExpectedRows, ExpectedRows]:
-    """Returns the B rows and the Q shared rows that columns must have; refuses an index that does not fit."""
+    """Returns the B rows and Q shared rows to expect of columns; refuses an invalid index."""
     expected = ExpectedRows(size, "B", rows)
     if index is None:
         return expected, expected

@@ -19,7 +19,7 @@ from torchrec_ext.schema.validation import DataError
 
 
 class ExpectedRows(NamedTuple):
-    """The ``size`` rows that a column must have, and the ``numbers`` by which a message names them.
+    """The ``size`` rows expected of a column, and their ``numbers`` for messages.
 
     ``places`` holds the index of each row in ``numbers``, or how many rows each number has, one after the other.
     """
@@ -37,7 +37,7 @@ class ExpectedRows(NamedTuple):
 
     @property
     def shape(self) -> str:
-        """The shape that a column must have, for a message."""
+        """The expected shape of a column, for a message."""
         return f"({self.axis},) = ({self.size},)"
 
 
@@ -49,7 +49,7 @@ def side_by_side(names: Sequence[str], columns: Sequence[Tensor], rows: Expected
 
 
 def array_of(name: str, array: Tensor, width: int, rows: ExpectedRows) -> Tensor:
-    """Returns the array column where its shape is (B, W), and raises a DataError where it is not."""
+    """Returns the array column if its shape is (B, W); else raises a DataError."""
     if array.shape != (rows.size, width):
         raise DataError(
             f"column '{name}': shape {tuple(array.shape)}, must be ({rows.axis}, W) = ({rows.size}, {width})"
@@ -58,7 +58,7 @@ def array_of(name: str, array: Tensor, width: int, rows: ExpectedRows) -> Tensor
 
 
 def finite_matrix(names: Sequence[str], matrix: Tensor, rows: ExpectedRows) -> Tensor:
-    """Returns the matrix where all values are finite: one NaN poisons all weights of all ranks in one step."""
+    """Returns the matrix if all values are finite: one NaN poisons all weights of all ranks in one step."""
     if matrix.shape != (rows.size, len(names)):
         raise DataError(f"dense columns {list(names)}: shape {tuple(matrix.shape)}, must be {(rows.size, len(names))}")
     if matrix.numel() and not finite_range(matrix):
@@ -68,12 +68,12 @@ def finite_matrix(names: Sequence[str], matrix: Tensor, rows: ExpectedRows) -> T
 
 
 def finite(name: str, column: Tensor, rows: ExpectedRows) -> Tensor:
-    """Returns the column as float32; raises a DataError where a value is not finite."""
+    """Returns the column as float32; raises a DataError if a value is not finite."""
     return between(name, column, rows, None)
 
 
 def between(name: str, column: Tensor, rows: ExpectedRows, bounds: tuple[float, float] | None) -> Tensor:
-    """Returns the column as float32; raises a DataError where a value is not finite or outside ``bounds``."""
+    """Returns the column as float32; raises a DataError if a value is not finite or outside ``bounds``."""
     column = _of_shape(name, column, rows)
     if not column.numel():
         return column
@@ -99,13 +99,13 @@ def _of_shape(name: str, column: Tensor, rows: ExpectedRows) -> Tensor:
 
 
 def finite_range(values: Tensor) -> tuple[float, float] | None:
-    """Returns the least and the greatest value, or None where a value is not finite: a NaN anywhere makes both NaN."""
+    """Returns the least and the greatest value; None if a value is not finite (a NaN makes both NaN)."""
     low, high = (bound.item() for bound in torch.aminmax(values))
     return (low, high) if math.isfinite(low) and math.isfinite(high) else None
 
 
 def check_index(index: Tensor, rows: ExpectedRows, queries: ExpectedRows) -> None:
-    """Refuses an index that does not name a shared row for each row."""
+    """Refuses an index without a shared row for each row."""
     fits = index.shape == (rows.size,)
     if fits and rows.size:
         low, high = torch.aminmax(index)
@@ -117,7 +117,7 @@ def check_index(index: Tensor, rows: ExpectedRows, queries: ExpectedRows) -> Non
 
 
 def check_repeats(repeats: int, rows: ExpectedRows, queries: ExpectedRows) -> None:
-    """Refuses a number of rows for each shared row that does not make all rows."""
+    """Refuses ``repeats`` unless the shared rows, each so often, make all rows."""
     if queries.size * repeats != rows.size:
         raise DataError(
             f"index={repeats} rows for each of {queries.size} shared rows: must be {rows.shape} rows together"
@@ -158,7 +158,7 @@ def bags_of(feature: SparseFeature, column: Jagged, rows: ExpectedRows) -> Check
 
 
 def _weights(feature: SparseFeature, column: Jagged, rows: ExpectedRows) -> Tensor | None:
-    """Returns the weights of the ids as finite float32; None where the feature has none."""
+    """Returns the weights of the ids as finite float32; None if the feature has none."""
     if feature.weights is None and column.weights is None:
         return None
     if feature.weights is None or column.weights is None:
@@ -200,7 +200,7 @@ def check_ids(values: Tensor, columns: Sequence[CheckedBags], *, replace: bool) 
 
 
 def _runs(columns: Sequence[CheckedBags]) -> Iterator[list[CheckedBags]]:
-    """Neighbours with one id for each of equally many rows, which are a matrix; each of the others by itself."""
+    """Groups neighbours with one id for each of equally many rows into a matrix; others stay alone."""
     run: list[CheckedBags] = []
     for column in columns:
         jagged = column.bags.lengths is not None

@@ -18,7 +18,7 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingCon
 
 @dataclass(frozen=True, kw_only=True)
 class SparseFeature:
-    """A feature whose bags of ids stand in one of the batch's KeyedJaggedTensors, and the rows that its ids may name.
+    """A sparse feature: its tables, its valid ids, and its place in a batch's KeyedJaggedTensors.
 
     Args:
         name: the column.
@@ -48,11 +48,11 @@ class SparseFeature:
 
     @property
     def readers(self) -> str:
-        """Names the tables that read the feature, for a message."""
+        """Names the feature's tables, for a message."""
         return ", ".join(f"'{table}'" for table in self.tables)
 
     def remedy(self, largest: int) -> str:
-        """Says what helps against ids that name no row; ``largest`` is the greatest of them."""
+        """Suggests remedies for ids outside the tables; ``largest`` is the greatest of them."""
         rows, enlarge = largest + 1, "enlarge num_embeddings"
         if rows > 2 * self.num_embeddings:  # ids with gaps, such as hashes, and not a few that came later
             enlarge += f" to {rows:,} ({rows * self.row_bytes / 1e9:,.3g} GB of weights, for ids up to {largest:,})"
@@ -92,8 +92,8 @@ def merged(tables: Iterable[BaseEmbeddingConfig]) -> list[BaseEmbeddingConfig]:
         if first is not table:
             _check_same(first, table)
             names = list(dict.fromkeys([*first.feature_names, *table.feature_names]))
-            kept = first if isinstance(first, EmbeddingConfig) else table
-            by_name[table.name] = dataclasses.replace(kept, feature_names=names)
+            base = first if isinstance(first, EmbeddingConfig) else table
+            by_name[table.name] = dataclasses.replace(base, feature_names=names)
     return list(by_name.values())
 
 
@@ -103,15 +103,15 @@ def _check_same(first: BaseEmbeddingConfig, second: BaseEmbeddingConfig) -> None
         one, two = ({name: fact for name, fact in facts.items() if name != "pooling"} for facts in (one, two))
     different = [name for name in one if one[name] != two.get(name)]
     if different:
-        shown = " and ".join(", ".join(f"{name}={facts.get(name)}" for name in different) for facts in (one, two))
+        values = " and ".join(", ".join(f"{name}={facts.get(name)}" for name in different) for facts in (one, two))
         raise ValueError(
-            f"two tables are called '{first.name}', with {shown}: tables of one name share weights and must agree in "
+            f"two tables are called '{first.name}', with {values}: tables of one name share weights and must agree in "
             "all but their features; make them equal, or give one another name"
         )
 
 
 def _facts(table: BaseEmbeddingConfig) -> dict[str, Any]:
-    """What two tables of one name must agree in."""
+    """Returns the facts to compare between tables of one name."""
     facts = {field.name: getattr(table, field.name) for field in dataclasses.fields(table)}
     init = facts.pop("init_fn")
     del facts["feature_names"]
@@ -128,7 +128,7 @@ class Joints(NamedTuple):
 
 
 def joints(tables: Iterable[BaseEmbeddingConfig], shared: Collection[str], weights: Collection[str]) -> Joints:
-    """Finds the tables that read features of both kinds, ``shared`` and others, or a feature with ``weights``."""
+    """Finds the tables with features of both kinds, ``shared`` and others, or with ``weights``."""
     result = Joints({}, {})
     for table in tables:
         halves = [
@@ -153,7 +153,7 @@ def features_of(
     oov_ids: Mapping[str, int],
     weights: Mapping[str, str],
 ) -> tuple[SparseFeature, ...]:
-    """Returns the features that the tables read, in order of first appearance."""
+    """Returns the features of the tables, in order of first appearance."""
     joint = joints(tables, shared, weights)
     readers: dict[str, list[BaseEmbeddingConfig]] = {}
     for table in tables:
@@ -166,14 +166,16 @@ def features_of(
     return tuple(
         SparseFeature(
             name=name,
-            tables=tuple(table.name for table in reading),
-            num_embeddings=min(table.num_embeddings for table in reading),
+            tables=tuple(table.name for table in feature_tables),
+            num_embeddings=min(table.num_embeddings for table in feature_tables),
             oov_id=oov_ids.get(name, 0),
-            keyed=any(table.name not in joint.plain and table.name not in joint.weighted for table in reading),
+            keyed=any(table.name not in joint.plain and table.name not in joint.weighted for table in feature_tables),
             weights=weights.get(name),
-            row_bytes=sum(table.embedding_dim * data_type_to_dtype(table.data_type).itemsize for table in reading),
+            row_bytes=sum(
+                table.embedding_dim * data_type_to_dtype(table.data_type).itemsize for table in feature_tables
+            ),
         )
-        for name, reading in readers.items()
+        for name, feature_tables in readers.items()
     )
 
 
@@ -238,7 +240,7 @@ def widths_of(names: Iterable[str], columns: Collection[str] = ()) -> dict[str, 
 
 
 def source_columns(names: Iterable[str], columns: Collection[str] = ()) -> list[str]:
-    """Returns the columns of the data in which ``names`` stand: an array column for its elements.
+    """Returns the data's columns behind ``names``: an array column for its elements.
 
     Example:
         >>> source_columns(["age", "profile[0]", "profile[1]"])

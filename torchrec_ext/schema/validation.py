@@ -13,7 +13,7 @@ OutOfRange = Literal["error", "oov"]
 
 
 class DataError(ValueError):
-    """Input that breaks a rule: the message names the feature, the table, the value, the row and the remedy."""
+    """Invalid input; the message names the feature, the table, the value, the row and the remedy."""
 
 
 def listed(names: Iterable[str]) -> str:
