@@ -33,9 +33,8 @@ class Column:
 
         row 0: [3, 7]   row 1: []   row 2: [5]      values = [3, 7, 5]   offsets = [0, 2, 2, 3]
 
-    A ragged column that was taken, sliced or repeated is a list of windows into the values of the column that it came
-    from, and is gathered when its ``values`` are first read: histories overlap, so that 100,000 of them fit into a
-    cache into which their copies would not.
+    After take, slice or repeat, a ragged column is a list of windows into the values of its source. It is gathered when
+    its ``values`` are first read. Histories overlap, so 100,000 windows fit into a cache that is too small for copies.
 
     Args:
         values: (B,), or (sum of lengths,) with ``offsets``, or (B, W) for a ragged column with W values in each row.
@@ -73,7 +72,7 @@ class Column:
 
     @classmethod
     def from_windows(cls, pool: Array, windows: Windows) -> Column:
-        """Builds the ragged column whose row b is ``pool[starts[b]:stops[b]]``; windows may overlap.
+        """Builds a ragged column with row b = ``pool[starts[b]:stops[b]]``; windows may overlap.
 
         Args:
             pool: (V,) values.
@@ -96,7 +95,7 @@ class Column:
 
     @property
     def pool(self) -> Array:
-        """The values that the windows of a ragged column look into."""
+        """The values behind a ragged column's windows; a scalar column's values."""
         return self._pool
 
     @property
@@ -116,7 +115,7 @@ class Column:
 
     @property
     def offsets(self) -> Int64 | None:
-        """The index in ``values`` at which each row begins, and the end, (B + 1,); None for a scalar column."""
+        """The first index of each row in ``values``, and the end, (B + 1,); None for a scalar column."""
         return _offsets(self.lengths) if self.ragged else None
 
     @property
@@ -139,7 +138,7 @@ class Column:
         return Column.from_windows(self._pool, Windows(*(bounds[start:stop] for bounds in self._windows)))
 
     def take(self, indices: Int64) -> Column:
-        """Returns the rows ``indices`` (B',), in that order; a row may be taken twice."""
+        """Returns the rows ``indices`` (B',), in their order; a row may be taken twice."""
         if self._windows is None:
             return Column(self._pool.take(indices))
         return Column.from_windows(self._pool, Windows(*(bounds.take(indices) for bounds in self._windows)))
@@ -223,7 +222,7 @@ class Chunk(Mapping[str, Column]):
         return Chunk({name: self[name] for name in names})
 
     def matrix(self, names: Sequence[str]) -> Array | None:
-        """Returns scalar columns side by side (B, names) where they are stored so, in this order; else None."""
+        """Returns scalar columns (B, names) as one matrix if they are stored so, in this order; else None."""
         del names
         return None
 
@@ -232,7 +231,7 @@ _SAMPLE = 65_536  # rows of which a digest is made
 
 
 def sample_digest(rows: Chunk) -> str:
-    """Returns a digest of the numbers in rows from all over a chunk, by which other rows are most likely told apart."""
+    """Returns a digest of sample rows from all over a chunk; other rows most likely have another."""
     digest = hashlib.sha256()
     sample = rows.take(np.linspace(0, rows.num_rows - 1, min(rows.num_rows, _SAMPLE)).astype(np.int64))
     for name, column in sorted(sample.items()):
@@ -267,7 +266,7 @@ class PackedRows:
         self._layout = _Layout(tuple(chunk), pools, positions)
 
     def take(self, indices: Int64) -> Chunk:
-        """Returns the rows ``indices`` (B',), in that order."""
+        """Returns the rows ``indices`` (B',), in their order."""
         return _GatheredRows(self._layout, [matrix.take(indices, axis=0) for matrix in self._matrices], len(indices))
 
 
@@ -280,7 +279,7 @@ class _Layout(NamedTuple):
 
 
 class _GatheredRows(Chunk):
-    """Rows of :class:`PackedRows`, of which a column is made when it is first read: a batch reads few by themselves."""
+    """Rows of :class:`PackedRows`; a column is made when it is first read, since a batch reads few by themselves."""
 
     def __init__(self, layout: _Layout, matrices: Sequence[Array], num_rows: int) -> None:
         self._layout, self._matrices, self.num_rows = layout, matrices, num_rows
@@ -331,7 +330,7 @@ def _side_by_side(vectors: Sequence[Array]) -> Array:
 
 
 def with_elements(chunk: Chunk, names: Iterable[str], where: str = "", first: int = 0) -> Chunk:
-    """Returns ``chunk`` with each array column whose elements are among ``names`` replaced by one column per element.
+    """Splits each array column with elements among ``names`` into one column per element.
 
     Args:
         chunk: rows.

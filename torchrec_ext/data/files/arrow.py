@@ -20,7 +20,7 @@ Kind = Literal["int", "float", "bool", "string", "ints", "floats"]
 
 
 def kind_of(dtype: pa.DataType) -> Kind | None:
-    """Returns the kind of values in a column of this type; None for a type that cannot become a feature."""
+    """Returns the kind of values in a column of this type; None if it cannot become a feature."""
     if is_list_type(dtype):
         inner = kind_of(dtype.value_type)
         return "ints" if inner == "int" else "floats" if inner == "float" else None
@@ -164,20 +164,20 @@ class RowGroup:
 
 
 class Source(Protocol):
-    """Data that a loader reads a row group at a time. Nothing but metadata is read before :meth:`read`."""
+    """Data for a loader to read a row group at a time. Nothing but metadata is read before :meth:`read`."""
 
     @property
     def groups(self) -> Sequence[RowGroup]:
-        """Row groups that have rows, in the order of the files."""
+        """Non-empty row groups, in the order of the files."""
 
     def digest(self) -> str:
-        """Returns a text that most likely differs for other rows, without reading all of them."""
+        """Returns a text, most likely different for other rows, without reading all of them."""
 
     def require(self, columns: Mapping[str, Sequence[Kind]]) -> dict[str, Kind]:
-        """Returns the kinds of the columns; raises a DataError where a file lacks one or has another kind."""
+        """Returns the kinds of the columns; raises a DataError if a file lacks one or has another kind."""
 
     def read(self, group: RowGroup, names: Sequence[str]) -> Chunk:
-        """Reads and checks the columns ``names`` of one group; views of Arrow's memory where the layout allows."""
+        """Reads and checks the columns ``names`` of one group; views of Arrow's memory if the layout allows."""
 
     def parts(self, group: RowGroup, names: Sequence[str], start: int, size: int) -> Iterator[Chunk]:
-        """Reads a group from row ``start`` on in parts that end at multiples of ``size``, never all of it at once."""
+        """Reads a group from row ``start`` on in parts ending at multiples of ``size``, never all of it at once."""

@@ -43,7 +43,7 @@ class DataFile:
         return stream
 
     def sample(self) -> bytes:
-        """Returns the size and blocks from all over a local file, by which another file is most likely told apart."""
+        """Returns the size and blocks from all over a local file; another file most likely differs in them."""
         if self.remote is not None:
             return b""
         size = self.stamp[0]
@@ -55,7 +55,7 @@ class DataFile:
         return b"".join(blocks)
 
     def check_unchanged(self) -> None:
-        """Refuses a file that changed: a reader's offsets would be wrong, and a cut mapping kills the process.
+        """Refuses a changed file: a reader's offsets would be wrong, and a cut mapping kills the process.
 
         Raises:
             DataError: the file is gone, or is not the one that was found.
@@ -76,7 +76,7 @@ class DataFile:
 
 
 def find_files(paths: PathLike | Sequence[PathLike], endings: Sequence[str]) -> list[DataFile]:
-    """Finds the data files that paths name, sorted within each folder and pattern.
+    """Finds the data files named by paths, sorted within each folder and pattern.
 
     Args:
         paths: local files, folders (read with all that lies below them, also behind links), patterns, or addresses
@@ -88,9 +88,11 @@ def find_files(paths: PathLike | Sequence[PathLike], endings: Sequence[str]) -> 
         DataError: a path names nothing, or cannot be read; a link leads nowhere, back to a folder above it, or to
             a file that another path leads to as well.
     """
-    given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    path_list = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     files = [
-        file for path in given for file in (_remote if "://" in os.fspath(path) else _local)(os.fspath(path), endings)
+        file
+        for path in path_list
+        for file in (_remote if "://" in os.fspath(path) else _local)(os.fspath(path), endings)
     ]
     if not files:
         raise DataError("no file was given; name at least one")
@@ -98,7 +100,7 @@ def find_files(paths: PathLike | Sequence[PathLike], endings: Sequence[str]) -> 
 
 
 def check_partitions(file: DataFile, columns: Collection[str]) -> None:
-    """Refuses a file with a column that is also a hive partition: the two need not agree.
+    """Refuses a file with a column named like a hive partition: the two need not agree.
 
     Args:
         file: a file.
@@ -132,7 +134,7 @@ def _local(path: str, endings: Sequence[str]) -> list[DataFile]:
 
 
 def _matches(path: str) -> list[str]:
-    """Returns the paths that match; looks first for folders and links that a glob silently skips."""
+    """Returns the matching paths; fails on unreadable folders and bad links, which a glob skips silently."""
     if not glob.has_magic(path) or os.path.isfile(path):
         return [path]
     segments = Path(path).parts
@@ -167,7 +169,7 @@ def _below(path: str, endings: Sequence[str]) -> list[str]:
 
 
 def _check_link(path: Path) -> None:
-    """Refuses a link to nothing, whose rows would be missing, and a link to a folder above it, which has no end."""
+    """Refuses a link to nothing (its rows would be missing), and to a folder above it (it has no end)."""
     if not path.is_symlink():
         return
     if not path.exists():
@@ -181,10 +183,10 @@ def _check_link(path: Path) -> None:
 
 
 def _check_twins(names: Sequence[str]) -> None:
-    """Refuses a file that is found twice, such as through a link ``latest`` to one of the folders next to it."""
-    seen: dict[str, str] = {}
+    """Refuses a file found twice, such as through a link ``latest`` to one of the folders next to it."""
+    first_names: dict[str, str] = {}
     for name in names:
-        other = seen.setdefault(os.path.realpath(name), name)
+        other = first_names.setdefault(os.path.realpath(name), name)
         if other != name:
             raise DataError(f"{name}: the same file as {other}, so its rows would count twice; remove the link")
 
@@ -225,7 +227,7 @@ def _below_remote(system: Any, path: str, endings: Sequence[str]) -> list[str]:
 
 
 def _listed(system: Any, root: str) -> Iterator[str]:
-    """Yields all files below ``root``; fsspec's own walk would silently skip folders that may not be listed."""
+    """Yields all files below ``root``; fsspec's own walk would silently skip forbidden folders."""
     from fsspec.asyn import AsyncFileSystem  # type: ignore[import-untyped, import-not-found, unused-ignore]
     from fsspec.spec import AbstractFileSystem  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
@@ -247,8 +249,8 @@ def _is_data(relative: str, endings: Sequence[str]) -> bool:
 
 def _partitions(path: str, name: str) -> dict[str, str]:
     """Returns the hive partitions of a file below ``path``; folders above a named folder do not count."""
-    given = Path(path).parts
-    fixed = next((index for index, segment in enumerate(given) if glob.has_magic(segment)), len(given))
+    path_parts = Path(path).parts
+    fixed = next((index for index, segment in enumerate(path_parts) if glob.has_magic(segment)), len(path_parts))
     segments = Path(name).parts[fixed:-1]
     pairs = [segment.split("=", 1) for segment in segments if "=" in segment]
     return {key: unquote(value) for key, value in pairs}

@@ -84,8 +84,8 @@ def read_columns(path: Path, names: Sequence[str] | None = None) -> pa.Table:
     warn_of_parquet(str(path), path, file.metadata)
     for name in names or ():
         _check_named(path, file.schema_arrow, name)
-    wanted = list(file.schema_arrow.names if names is None else names)
-    groups = [_read_columns(path, file, group, wanted) for group in range(file.metadata.num_row_groups)]
+    column_names = list(file.schema_arrow.names if names is None else names)
+    groups = [_read_columns(path, file, group, column_names) for group in range(file.metadata.num_row_groups)]
     table = pa.concat_tables(groups) if groups else file.schema_arrow.empty_table()
     if not len(table):
         raise DataError(f"{path}: zero rows; write at least one, or leave the file out")
@@ -114,7 +114,7 @@ def _open(path: Path) -> pq.ParquetFile:
     except (pa.ArrowException, OSError) as error:
         try:
             with path.open("rb") as stream:
-                begun = stream.read(4) == b"PAR1"
+                has_magic = stream.read(4) == b"PAR1"
             size = path.stat().st_size
         except OSError as cause:
             raise DataError(
@@ -122,7 +122,7 @@ def _open(path: Path) -> pq.ParquetFile:
             ) from cause
         rule = (
             f"starts as parquet, but its footer is missing or damaged ({size} bytes): it was cut short"
-            if begun
+            if has_magic
             else "is not parquet"
         )
         raise DataError(f"{path}: {rule}; copy or write it again ({error})") from error
@@ -161,11 +161,11 @@ def _check_named(path: Path, schema: pa.Schema, name: str) -> None:
         raise DataError(f"{path}: column '{name}' is missing, the file has {schema.names}; {hint}")
 
 
-def _check_type(path: Path, schema: pa.Schema, name: str, wanted: Kind | None) -> None:
+def _check_type(path: Path, schema: pa.Schema, name: str, expected_kind: Kind | None) -> None:
     _check_named(path, schema, name)
     kind = kind_of(schema.field(name).type)
-    if kind is None or (wanted and kind not in _WANTED.get(wanted, {wanted})):
-        rule = f"must be {wanted}" if wanted else f"must be one of {', '.join(get_args(Kind))}"
+    if kind is None or (expected_kind and kind not in _WANTED.get(expected_kind, {expected_kind})):
+        rule = f"must be {expected_kind}" if expected_kind else f"must be one of {', '.join(get_args(Kind))}"
         raise DataError(f"{path}: column '{name}' is {schema.field(name).type}, {rule}; convert it where it is written")
 
 

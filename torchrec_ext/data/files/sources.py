@@ -40,7 +40,7 @@ HEAVY = (
 
 
 class _Opening(NamedTuple):
-    """A file's schema, the number of rows of each of its groups, and what its metadata tell of its content."""
+    """A file's schema, its groups' numbers of rows, and a digest of its metadata, empty if there is none."""
 
     schema: pa.Schema
     rows: list[int]
@@ -69,15 +69,15 @@ class FileSource(ABC):
         self.files = find_files(paths, self.endings)
         self.rules = ColumnRules(fill=fill or {}, max_length=max_length or {})
         with ThreadPoolExecutor(_WHOLE_FOOTERS) as pool:
-            opened = list(pool.map(self._open, self.files))
-        self._schemas = [opening.schema for opening in opened]
-        self._evidence = [opening.evidence for opening in opened]
+            openings = list(pool.map(self._open, self.files))
+        self._schemas = [opening.schema for opening in openings]
+        self._evidence = [opening.evidence for opening in openings]
         for file, schema in zip(self.files, self._schemas, strict=True):
             check_partitions(file, schema.names)
         self._partitions = _partition_types(self.files)
         self.groups: Sequence[RowGroup] = tuple(
             RowGroup(name=f"{file.name}: row group {number}", file=index, number=number, rows=rows)
-            for index, (file, opening) in enumerate(zip(self.files, opened, strict=True))
+            for index, (file, opening) in enumerate(zip(self.files, openings, strict=True))
             for number, rows in enumerate(opening.rows)
             if rows
         )
@@ -110,7 +110,7 @@ class FileSource(ABC):
 
     @abstractmethod
     def _parts(self, group: RowGroup, names: list[str], start: int, size: int) -> Iterator[pa.Table | pa.RecordBatch]:
-        """Reads columns of a group from row ``start`` on, in parts that end at multiples of ``size``."""
+        """Reads columns of a group from row ``start`` on, in parts ending at multiples of ``size``."""
 
     def require(self, columns: Mapping[str, Sequence[Kind]]) -> dict[str, Kind]:
         """See :meth:`Source.require`; a column must also have the same type in all files."""
@@ -136,10 +136,10 @@ class FileSource(ABC):
         return kind
 
     def _column(self, name: str) -> str:
-        """Returns the column in which ``name`` stands: an array column for its elements."""
+        """Returns the file's column for ``name``: an array column for its elements."""
         element = element_of(name)
-        known = element is None or name in self._partitions or name in self._schemas[0].names
-        return name if known or element is None else element.column
+        is_column = element is None or name in self._partitions or name in self._schemas[0].names
+        return name if is_column or element is None else element.column
 
     def _type(self, index: int, name: str) -> pa.DataType:
         if name in self._partitions:
@@ -170,7 +170,7 @@ class FileSource(ABC):
         return self._chunk(group, names, lambda stored: self._read(group, stored))
 
     def parts(self, group: RowGroup, names: Sequence[str], start: int, size: int) -> Iterator[Chunk]:
-        """See :meth:`Source.parts`; warns where a part needs much of its group in memory, as the file was written.
+        """See :meth:`Source.parts`; warns if the file's layout keeps much of a group in memory for a part.
 
         Raises:
             DataError: see :meth:`read`.
@@ -180,16 +180,16 @@ class FileSource(ABC):
         for first in [start, *range((start // size + 1) * size, group.rows, size)]:
             rows = min((first // size + 1) * size, group.rows) - first
             part = dataclasses.replace(group, first=first, rows=rows)
-            made = [self._chunk(part, names, lambda _: next(tables))]
+            chunk_slot = [self._chunk(part, names, lambda _: next(tables))]
             if first == start:
                 self._warn_if_heavy(group, size, pa.total_allocated_bytes() - before)
-            yield made.pop()  # the caller's alone: in this frame it would live on, one for each lane
+            yield chunk_slot.pop()  # the caller's alone: in this frame it would live on, one for each lane
 
-    def _warn_if_heavy(self, group: RowGroup, size: int, held: int) -> None:
-        if held > HEAVY:
+    def _warn_if_heavy(self, group: RowGroup, size: int, held_bytes: int) -> None:
+        if held_bytes > HEAVY:
             warnings.warn(
                 f"{group.name}: {group.rows:,} rows, of which {size:,} at a time are read, but with them "
-                f"{held / 2**20:,.0f} MB of the row group are held; {self.remedy.format(size=size)}",
+                f"{held_bytes / 2**20:,.0f} MB of the row group are held; {self.remedy.format(size=size)}",
                 stacklevel=2,
             )
 
@@ -197,12 +197,12 @@ class FileSource(ABC):
         return list(dict.fromkeys(self._column(name) for name in names if name not in self._partitions))
 
     def _chunk(
-        self, part: RowGroup, names: Sequence[str], read: Callable[[list[str]], pa.Table | pa.RecordBatch]
+        self, part: RowGroup, names: Sequence[str], read_table: Callable[[list[str]], pa.Table | pa.RecordBatch]
     ) -> Chunk:
         file, stored = self.files[part.file], self._stored(names)
         file.check_unchanged()
         try:
-            table = read(stored) if stored else None
+            table = read_table(stored) if stored else None
         except Exception as error:  # of Arrow, the disk, or any fsspec file system
             file.check_unchanged()
             if isinstance(error, DataError):
@@ -256,7 +256,7 @@ _warned: set[str] = set()
 
 
 def warn_of_parquet(name: str, path: str | Path, metadata: pq.FileMetaData) -> None:
-    """Warns where the pages of a local file have no checksums; existing ones are verified when a page is read.
+    """Warns if the pages of a local file have no checksums; existing ones are verified when a page is read.
 
     Args:
         name: name of the file in messages.
@@ -274,7 +274,7 @@ def warn_of_parquet(name: str, path: str | Path, metadata: pq.FileMetaData) -> N
 
 
 def warn_of_arrow(name: str) -> None:
-    """Warns that an Arrow IPC file has no checksums, since the format has none."""
+    """Warns of an Arrow IPC file: the format has no checksums."""
     _warn("arrow", f"{name}: Arrow IPC, which has no checksums")
 
 
@@ -444,16 +444,16 @@ def _piece(size: int) -> int:
 
 
 def _joined(batches: Iterator[pa.RecordBatch], rows: int) -> pa.Table:
-    held: list[pa.RecordBatch] = []
-    while sum(map(len, held)) < rows:
-        held.append(next(batches))
-    return pa.Table.from_batches(held)
+    batch_list: list[pa.RecordBatch] = []
+    while sum(map(len, batch_list)) < rows:
+        batch_list.append(next(batches))
+    return pa.Table.from_batches(batch_list)
 
 
 def _unreadable(file: DataFile, magic: bytes, form: str, error: Exception) -> DataError:
     try:
         with file.open() if file.remote else open(file.path, "rb") as stream:
-            begun = stream.read(len(magic)) == magic
+            has_magic = stream.read(len(magic)) == magic
             size = stream.seek(0, 2)
     except Exception as cause:
         return DataError(
@@ -463,7 +463,7 @@ def _unreadable(file: DataFile, magic: bytes, form: str, error: Exception) -> Da
         return DataError(f"{file.name}: is empty (0 bytes); copy or write it again")
     rule = (
         f"starts as {form}, but its footer is missing or damaged ({size} bytes): it was cut short"
-        if begun
+        if has_magic
         else f"is not {form}"
     )
     return DataError(f"{file.name}: {rule}; copy or write it again ({error})")

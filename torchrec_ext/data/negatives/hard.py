@@ -104,7 +104,7 @@ class HardNegatives(TrainingSampler):
         return {"users": torch.from_numpy(users), "items": torch.from_numpy(items), "refreshes": self.refreshes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores ``state``, so that draws are those that followed it."""
+        """Restores the hard items of ``state``, and with them its draws."""
         self._hard = KnownPairs(self.easy.known.num_items, state["users"].numpy(), state["items"].numpy())
         self.refreshes = int(state["refreshes"])
 

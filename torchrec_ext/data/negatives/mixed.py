@@ -51,7 +51,7 @@ class MixedNegatives:
         return np.where(places < self.extra, (numbers * self.num_items).astype(np.int64) + 1, 0)
 
     def log_q(self, in_batch: Tensor) -> Tensor:
-        """Returns (C,) the log-probability that one of the batch's and the extra candidates is each item.
+        """Returns (C,) the log-probability of each item as one of the batch's and the extra candidates.
 
         Args:
             in_batch: (C,) log-probability that one of the batch's candidates is the item: its share of the training
@@ -66,7 +66,7 @@ _SIGNED = 1 << 63
 
 
 class StreamingFrequency:
-    """Estimates the probability that a batch holds an item, from the steps between its appearances, in fixed memory.
+    """Estimates the share of batches with an item from the steps between its appearances, in fixed memory.
 
     Per hash function and bucket it keeps A, the step of the last appearance, and B, the moving average of the gap; the
     estimate is 1 / B. Items that share a bucket look too frequent, so of several hash functions the greatest gap
@@ -114,7 +114,7 @@ class StreamingFrequency:
         self.step = 0
 
     def update(self, ids: Tensor) -> None:
-        """Counts one batch of all ranks, (C,) int64 items; an item that occurs twice counts once, item 0 not at all."""
+        """Counts one batch of all ranks, (C,) int64 items; a repeated item counts once, item 0 not at all."""
         self.step += 1
         rate, buckets = self._settings["rate"], self._places(ids)
         # Equal places write equal values, so their order does not matter.
@@ -126,7 +126,7 @@ class StreamingFrequency:
         )  # a number of the host's would be copied first
 
     def log_q(self, ids: Tensor) -> Tensor:
-        """Returns (C,) float32 the log of the estimated probability that a batch holds each item."""
+        """Returns (C,) float32 the log of each item's estimated probability to be in a batch."""
         return -self.gap[self._rows, self._places(ids)].amax(dim=0).clamp(min=1.0).log().float()
 
     def state_dict(self) -> dict[str, Any]:
@@ -208,7 +208,7 @@ class MixedCandidates(TrainingSampler):
         return self.mixed.draw(epoch, step, rank=rank, world_size=world_size)
 
     def log_q(self, ids: Int64) -> Float32:
-        """Returns (C,) the log-probability that one of a batch's candidates is each item; item 0 is the unknown one."""
+        """Returns (C,) the log-probability of each item as one of a batch's candidates; item 0 is the unknown one."""
         items = torch.from_numpy(ids)
         if self._frequency is not None:
             in_batch = self._frequency.log_q(items).double() - math.log(self.mixed.batch_size)
@@ -219,7 +219,7 @@ class MixedCandidates(TrainingSampler):
         return log_q
 
     def begin(self, epoch: int) -> None:
-        """Goes to the start of ``epoch``; items of an epoch before that of the state are not counted again."""
+        """Goes to the start of ``epoch``; items of epochs before the state's are not counted again."""
         if self._after is not None and epoch > self._epoch:
             self._epoch, self._saved, self._after = self._epoch + 1, self._after, None
         self._counts = self._epoch <= epoch
@@ -238,7 +238,7 @@ class MixedCandidates(TrainingSampler):
             self._after = self._frequency.state_dict()
 
     def state_dict(self, epoch: int) -> dict[str, Any]:
-        """Returns the estimate at the start of ``epoch``; empty where the counts are known."""
+        """Returns the estimate at the start of ``epoch``; empty if the counts are known."""
         if self._saved is None:
             return {}
         if self._after is not None and epoch > self._epoch:
@@ -257,7 +257,7 @@ class MixedCandidates(TrainingSampler):
 
 
 class CatalogueCandidates:
-    """Gives every step all items as the candidates that its queries share, each rank a part of them.
+    """Gives every step all items as shared candidates of its queries, a part on each rank.
 
     Args:
         items: (I,) ids of the items, from 1 on.

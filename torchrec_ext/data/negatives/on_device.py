@@ -70,7 +70,7 @@ class DeviceKnownPairs:
 
 
 class KnownItems(nn.Module):
-    """Says which items users are known to have taken, for losses over the batch; a module, so it moves with its model.
+    """Looks up the items taken by users, for losses over the batch; a module, so it moves with its model.
 
     Up to ``MOST_BITS`` users x items it reads a bitmap, a row for each user, and a step with it can be captured. Above,
     it looks for each user's list among the items: that takes time in proportion to the items taken, and its shapes
@@ -111,15 +111,15 @@ class KnownItems(nn.Module):
     def _looked_for(self, rows: Tensor, items: Tensor) -> Tensor:
         counts = self.starts[rows + 1] - self.starts[rows]
         owners = torch.repeat_interleave(counts)
-        taken = self.taken[
+        taken_items = self.taken[
             torch.arange(len(owners), device=rows.device) + (self.starts[rows] - counts.cumsum(0) + counts)[owners]
         ]
         ordered = items.sort().values
-        indices = torch.searchsorted(ordered, taken)
-        there = ordered[indices.clamp(max=len(ordered) - 1)] == taken
-        known = torch.zeros(len(ordered), len(rows), dtype=torch.bool, device=rows.device)
-        known[indices[there], owners[there]] = True
-        return known.index_select(0, torch.searchsorted(ordered, items)).T.contiguous()
+        indices = torch.searchsorted(ordered, taken_items)
+        is_match = ordered[indices.clamp(max=len(ordered) - 1)] == taken_items
+        is_taken = torch.zeros(len(ordered), len(rows), dtype=torch.bool, device=rows.device)
+        is_taken[indices[is_match], owners[is_match]] = True
+        return is_taken.index_select(0, torch.searchsorted(ordered, items)).T.contiguous()
 
 
 class DeviceNegatives(ABC):
@@ -212,7 +212,7 @@ class _Popularity(DeviceNegatives):
 
 
 def sampler_on_device(sampler: Negatives, device: torch.device, *, users: Int64 | None = None) -> DeviceNegatives:
-    """Returns a sampler that makes the same draws by torch ops.
+    """Copies a sampler to a device: the same draws by torch ops.
 
     Args:
         sampler: sampler whose tables are copied.
@@ -226,9 +226,9 @@ def sampler_on_device(sampler: Negatives, device: torch.device, *, users: Int64 
     kinds: dict[type, Any] = {UniformNegatives: _Uniform, PopularityNegatives: _Popularity}
     kind = kinds.get(type(sampler))
     if kind is None:
-        names = " or ".join(known.__name__ for known in kinds)
+        names = " or ".join(sampler_class.__name__ for sampler_class in kinds)
         raise ValueError(
             f"sampler={type(sampler).__name__}: must be {names}; draw with it in the loader, or use one of these"
         )
-    made: DeviceNegatives = kind(sampler, device, users)
-    return made
+    device_sampler: DeviceNegatives = kind(sampler, device, users)
+    return device_sampler

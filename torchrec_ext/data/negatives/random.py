@@ -34,10 +34,10 @@ def alias_table(probabilities: Float64) -> tuple[Float64, Int64]:
     alias[light] = heavy[
         np.minimum(spare.searchsorted(np.concatenate([[0.0], lack[:-1]])[: len(light)], side="right"), last)
     ]
-    emptied = lack.searchsorted(spare)  # the light slot at which each heavy one has given all that it had to spare
-    inner = emptied < len(light)
+    light_ends = lack.searchsorted(spare)  # the light slot at which each heavy one has given all that it had to spare
+    inner = light_ends < len(light)
     accept[heavy] = 1.0
-    accept[heavy[inner]] = 1 + spare[inner] - lack[emptied[inner]]
+    accept[heavy[inner]] = 1 + spare[inner] - lack[light_ends[inner]]
     alias[heavy] = heavy[np.minimum(np.arange(len(heavy)) + 1, last)]
     return accept, alias
 
@@ -84,7 +84,7 @@ def mixed(x: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Shifts to the right and fills with zeros, where torch's shift of int64 repeats the sign."""
+    """Shifts to the right and fills with zeros; torch's shift of int64 repeats the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 

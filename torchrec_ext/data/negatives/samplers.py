@@ -22,7 +22,7 @@ from torchrec_ext.data.negatives.random import Float64, alias_table, stream, uni
 
 
 class FreeMass:
-    """The total weight of the items that each user has not taken, and a draw from it, exact in whole numbers.
+    """The total weight of the items not taken by each user, and a draw from it, exact in whole numbers.
 
     Args:
         known: pairs that are taken.
@@ -33,19 +33,21 @@ class FreeMass:
 
     def __init__(self, known: KnownPairs, weights: NDArray[np.float64]) -> None:
         rows = known.num_users + 1
-        whole = np.maximum(np.rint(weights * (min(1 << 52, (1 << 62) // rows) / weights.sum())), 1).astype(np.int64)
+        units = np.maximum(np.rint(weights * (min(1 << 52, (1 << 62) // rows) / weights.sum())), 1).astype(np.int64)
         self.known = known
-        self.sums = np.concatenate([[0], np.cumsum(whole)])  # by item: the weight of it and of those before
+        self.sums = np.concatenate([[0], np.cumsum(units)])  # by item: the weight of it and of those before
         self.total = int(self.sums[-1])
-        self.share = np.concatenate([[0.0], whole / self.total])
-        owners, taken = known.pairs
+        self.share = np.concatenate([[0.0], units / self.total])
+        owners, taken_items = known.pairs
         self.starts = known.tables().starts
-        self.before = np.concatenate([[0], np.cumsum(whole[taken - 1])])  # of the pairs before each, over all users
+        self.before = np.concatenate(
+            [[0], np.cumsum(units[taken_items - 1])]
+        )  # of the pairs before each, over all users
         own_before = self.before[:-1] - self.before[self.starts[owners]]
-        ends = np.append(self.starts[1:], len(taken))
+        ends = np.append(self.starts[1:], len(taken_items))
         self.mass = self.total - (self.before[ends] - self.before[self.starts])
         # For each pair the free weight below it: ascending within a user, so a search finds the item at any place.
-        self.below = self.sums[taken - 1] - own_before + owners * (self.total + 1)
+        self.below = self.sums[taken_items - 1] - own_before + owners * (self.total + 1)
 
     def item_at(self, users: Int64, places: Int64) -> Int64:
         """Returns (B,) the free item of each of ``users`` (B,) at ``places`` (B,), 0 to the user's mass - 1."""
@@ -91,7 +93,7 @@ class Negatives(Protocol):
 
 
 class SamplingSettings(Protocol):
-    """The settings of a LoaderConfig that samplers read; see there."""
+    """The settings of a LoaderConfig for samplers; see there."""
 
     @property
     def batch_size(self) -> int:
@@ -99,7 +101,7 @@ class SamplingSettings(Protocol):
 
     @property
     def shared_negatives(self) -> int:
-        """Candidates that all queries of a step share."""
+        """Candidates shared by all queries of a step."""
 
     @property
     def popularity_exponent(self) -> float:
@@ -107,7 +109,7 @@ class SamplingSettings(Protocol):
 
     @property
     def hard_k(self) -> int:
-        """Number of a user's best items among which hard negatives are drawn."""
+        """Number of a user's best items to draw hard negatives from."""
 
     @property
     def hard_share(self) -> float:
@@ -124,7 +126,7 @@ class SamplingSettings(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SampledData:
-    """The facts about a training set that samplers read.
+    """The facts about a training set for samplers.
 
     Args:
         num_items: items have the ids 1 to ``num_items``.
@@ -140,7 +142,7 @@ class SampledData:
 
 
 class TrainingSampler(ABC):
-    """A sampler that ``loader.sampling`` can name: add a line to :data:`NEGATIVES`, and nothing else.
+    """A sampler for ``loader.sampling``: add a line to :data:`NEGATIVES`, and nothing else.
 
     Attributes:
         shared: all queries of a step share what is drawn (``loader.shared_negatives``, a subclass of
@@ -157,7 +159,7 @@ class TrainingSampler(ABC):
     @classmethod
     @abstractmethod
     def configured(cls, config: SamplingSettings, data: SampledData) -> Self:
-        """Returns the sampler that ``config`` asks for."""
+        """Builds the sampler from ``config`` and the facts in ``data``."""
 
 
 class RejectionNegatives(TrainingSampler):
@@ -203,7 +205,7 @@ class RejectionNegatives(TrainingSampler):
 
 
 class UniformNegatives(RejectionNegatives):
-    """Draws uniformly among the items that the user is not known to have taken: q = 1 / (num_items - taken).
+    """Draws uniformly among the items not taken by the user: q = 1 / (num_items - taken).
 
     Args:
         num_items: items have the ids 1 to ``num_items``.
@@ -236,7 +238,7 @@ class UniformNegatives(RejectionNegatives):
 
 
 class PopularityNegatives(RejectionNegatives):
-    """Draws items in proportion to (count + smoothing) ** exponent, among those that the user has not taken.
+    """Draws items in proportion to (count + smoothing) ** exponent, among those not taken by the user.
 
     Items are proposed by the alias method. Probabilities are whole numbers over their sum (:class:`FreeMass`), so that
     rejection is exact.
