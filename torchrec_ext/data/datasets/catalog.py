@@ -41,7 +41,7 @@ from torchrec_ext.schema import DataError
 
 @dataclass(frozen=True, kw_only=True)
 class Download:
-    """A publisher's file: where it is, how many bytes it has, and its sha256."""
+    """A publisher's file: its address, its size in bytes, and its sha256."""
 
     url: str
     size: int
@@ -79,7 +79,7 @@ def fetch(source: Download, target: Path, *, licence: str, progress: bool) -> st
 
 
 def verify(path: Path, source: Download) -> None:
-    """Raises DataError where ``path`` is not the published file."""
+    """Raises DataError unless ``path`` is the published file."""
     digest = sha256(path)
     if digest != source.sha256:
         raise DataError(
@@ -119,7 +119,7 @@ FOLDER_VARIABLE = "TORCHREC_EXT_DATA"
 
 
 class DatasetUnavailable(DataError):  # noqa: N818  a state of affairs, like FileNotFound
-    """A set is neither on disk nor to be had from its publisher; the message says which file to put where."""
+    """A set is neither on disk nor downloadable; the message names the missing file and its place."""
 
 
 # The size and the sum are those of TensorFlow Datasets' checksum file.
@@ -167,7 +167,7 @@ def load_dataset(
 
 
 def load_config(config: DataConfig, *, progress: bool = True) -> InteractionData:
-    """Loads the set that ``config`` names.
+    """Loads the set named by ``config``.
 
     A real set is looked for in ``<folder>/<name>/`` (parquet files, or the publisher's zip), then in the user's cache,
     then it is downloaded there. Several processes may call this at once: one of them downloads.
@@ -190,7 +190,7 @@ def load_config(config: DataConfig, *, progress: bool = True) -> InteractionData
 
 
 def data_folder(name: str, folder: str | None) -> Path | None:
-    """Returns the path of the set of that name in ``folder`` or in ``$TORCHREC_EXT_DATA``; None if neither is given."""
+    """Returns the path of the set in ``folder``, else in ``$TORCHREC_EXT_DATA``; None if neither is given."""
     root = folder or os.environ.get(FOLDER_VARIABLE)
     return Path(root) / name if root else None
 
@@ -225,26 +225,26 @@ def _recbole(config: DataConfig, ratings: Chunk) -> Protocol:
 def _from_folder(config: DataConfig) -> InteractionData:
     folder = data_folder(config.name, config.folder)
     if folder is None or not is_folder_of_interactions(folder):
-        looked = folder or f"nowhere, since neither data.folder nor {FOLDER_VARIABLE} is given"
+        place = folder or f"nowhere, since neither data.folder nor {FOLDER_VARIABLE} is given"
         if config.name not in NAMES:
             raise DataError(
-                f"data.name={config.name!r}: there is no such set (looked in {looked}); choose {', '.join(NAMES)}, or "
+                f"data.name={config.name!r}: there is no such set (looked in {place}); choose {', '.join(NAMES)}, or "
                 "a folder with inter.parquet or train.parquet as in docs/recipes.md"
             )
         raise DatasetUnavailable(
-            f"set '{config.name}' is not on this machine (looked in {looked}); put ml-1m.train.rating, "
+            f"set '{config.name}' is not on this machine (looked in {place}); put ml-1m.train.rating, "
             "ml-1m.test.rating and ml-1m.test.negative of the NCF paper there, or set data.name=planted"
         )
-    published = config.name == "ml-1m-ncf"
+    is_published = config.name == "ml-1m-ncf"
     return from_folder(
         folder,
         name=config.name,
         history_length=config.history_length,
         validation=config.validation,
         seed=config.seed,
-        columns=NCF_COLUMNS if published else None,
+        columns=NCF_COLUMNS if is_published else None,
         context=config.context,
-        licence=LICENCE_1M if published else None,
+        licence=LICENCE_1M if is_published else None,
     )
 
 
@@ -277,7 +277,7 @@ def find_ml_100k(folder: Path | None, *, offline: bool = False, progress: bool =
 
 
 def ml_100k_tables(path: Path) -> Tables:
-    """Reads (ratings, users, items) from the path that :func:`find_ml_100k` returned."""
+    """Reads (ratings, users, items) from a path returned by :func:`find_ml_100k`."""
     return from_zip(path) if path.suffix == ".zip" else from_parquet(path)
 
 
@@ -300,10 +300,10 @@ def _where_to_put_it(folder: Path | None, target: Path, reason: str) -> str:
 
 def _warn_if_other(folder: Path) -> None:
     """Warns of files with other bytes: the same table written anew, or a part of it, which may change figures."""
-    for name, known in ML_100K_PARQUET.items():
+    for name, expected in ML_100K_PARQUET.items():
         path = folder / name
-        if path.exists() and (found := sha256(path)) != known:
+        if path.exists() and (digest := sha256(path)) != expected:
             warnings.warn(
-                f"{path}: sha256 is {found}, the known file has {known}; figures may differ from published ones",
+                f"{path}: sha256 is {digest}, the known file has {expected}; figures may differ from published ones",
                 stacklevel=4,
             )

@@ -39,7 +39,7 @@ SEQUENCES_LAYOUT = (
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Settings that say which set of interactions to load.
+    """Settings of the set of interactions to load.
 
     Args:
         name: ``ml-100k``, ``ml-1m-ncf``, generated data (``planted``, ``checkerboard``), or the name of a folder of
@@ -108,7 +108,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledConfig:
-    """Settings that say which labelled rows to load.
+    """Settings of the labelled rows to load.
 
     Args:
         name: ``frappe``, generated data (``planted``), or the name of a folder of your own in the same layout
@@ -147,7 +147,7 @@ class LabelledConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceConfig:
-    """Settings that say which set of sequences to load.
+    """Settings of the set of sequences to load.
 
     Args:
         name: name of the folder of a set, such as ``amazon-beauty-sequences``, which holds one file as in
@@ -189,7 +189,7 @@ class SequenceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamConfig:
-    """Settings that say which preprocessed rows to read while they train.
+    """Settings of the preprocessed rows to read while they train.
 
     Args:
         name: folder that ``rec.data.preprocess --out`` wrote, its path or its name in ``data.folder``; or ``planted``,

@@ -79,7 +79,7 @@ class RowContext:
         types: Mapping[str, str] | None = None,
         filled: Collection[str] = (),
     ) -> RowContext:
-        """Builds the preprocessor from what its steps are fitted with.
+        """Builds the preprocessor from the fitted values of its steps.
 
         Args:
             vocabularies: maps a column of text or whole numbers to its values, from row 1 on.
@@ -145,11 +145,11 @@ class RowContext:
             else:
                 types |= {name: "bool"} if pa.types.is_boolean(values.type) else {}
                 vocabularies[name] = _counted(values)
-        made = {f"{name}_{feature}": name for name, features in times.items() for feature in features}
-        if clash := sorted(made.keys() & _arrays(rows).keys()):
+        source_by_name = {f"{name}_{feature}": name for name, features in times.items() for feature in features}
+        if clash := sorted(source_by_name.keys() & _arrays(rows).keys()):
             raise DataError(
-                f"column '{clash[0]}' is there, and is made of the dates in '{made[clash[0]]}' too; leave one of them "
-                "out, or rename it"
+                f"column '{clash[0]}' is there, and is made of the dates in '{source_by_name[clash[0]]}' too; leave "
+                "one of them out, or rename it"
             )
         return cls.of(
             vocabularies=vocabularies, scales=scales, separators=separators, times=times, types=types, filled=filled
@@ -169,12 +169,12 @@ class RowContext:
 
     @cached_property
     def separators(self) -> dict[str, str]:
-        """Separator of the values of each column of texts that hold lists."""
+        """Separator of the values in each column of texts with lists."""
         return {step.column: str(step.separator) for step, _ in self._pairs if isinstance(step, Lists)}
 
     @cached_property
     def times(self) -> dict[str, tuple[str, ...]]:
-        """Names of the columns of ids that are made of each column of times."""
+        """Names of the id columns made of each column of times."""
         return {step.column: step.writes for step, _ in self._pairs if isinstance(step, TimeFeatures)}
 
     @property
@@ -183,12 +183,12 @@ class RowContext:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all columns that a model may read."""
+        """Names of all columns of ids and of numbers."""
         return (*self.vocab, *self.scales)
 
     @property
     def vocab(self) -> dict[str, int]:
-        """Number of rows that the table of each column of ids needs."""
+        """Number of rows of the table of each column of ids."""
         return dict(self.steps.vocab)
 
     def transform(self, rows: RawColumns | Chunk) -> dict[str, Column]:
@@ -202,7 +202,7 @@ class RowContext:
         return {**self.steps.online(columns), **times}
 
     def raw(self, rows: Chunk) -> dict[str, pa.Array]:
-        """Maps ids and numbers back to the values that a file or a request would hold; null for the unknown."""
+        """Maps ids and numbers back to raw values, as in a file or a request; null for the unknown."""
         values = {name: self._words(name, rows[name]) for name in self.vocabularies if name in rows}
         for name, (mean, deviation) in self.scales.items():
             if name in rows:
@@ -214,20 +214,20 @@ class RowContext:
         return values
 
     def raw_type(self, name: str) -> str:
-        """Returns the type that a raw column has in a file or a request."""
+        """Returns the type of a raw column in a file or a request."""
         return self.steps.raw[name]
 
     def sources(self, names: Sequence[str]) -> list[str]:
-        """Returns the raw columns that ``names`` are made of, in their order; other names stay."""
-        made_of = {made: name for name, features in self.times.items() for made in features}
-        return list(dict.fromkeys(made_of.get(name, name) for name in names))
+        """Returns the raw columns behind ``names``, in their order; other names stay."""
+        source_of = {column: name for name, features in self.times.items() for column in features}
+        return list(dict.fromkeys(source_of.get(name, name) for name in names))
 
     def steps_of(self, name: str) -> list[tuple[Step, Any]]:
-        """Returns the steps, with their states, that read a raw column."""
+        """Returns the steps on a raw column, with their states."""
         return [(step, state) for step, state in self._pairs if step.reads == (name,)]
 
     def joined(self, other: RowContext) -> RowContext:
-        """Returns one mapping of the columns of both, which must differ."""
+        """Returns one mapping of both mappings' columns, which must differ."""
         first, second = self.steps, other.steps
         return RowContext(
             steps=FittedPreprocessor(
@@ -257,9 +257,9 @@ def _arrays(rows: RawColumns | Chunk) -> dict[str, pa.Array]:
 
 def _counted(values: pa.Array) -> Vocabulary:
     """Returns the distinct values, in sorted order, with the number of rows of each."""
-    counted = pc.value_counts(values.cast(pa.int64()) if pa.types.is_boolean(values.type) else values)
-    order = pc.sort_indices(counted.field("values"))
-    return Vocabulary(counted.field("values").take(order), counted.field("counts").take(order))
+    value_counts = pc.value_counts(values.cast(pa.int64()) if pa.types.is_boolean(values.type) else values)
+    order = pc.sort_indices(value_counts.field("values"))
+    return Vocabulary(value_counts.field("values").take(order), value_counts.field("counts").take(order))
 
 
 def _microseconds(times: pa.Array) -> Int64:
@@ -268,7 +268,7 @@ def _microseconds(times: pa.Array) -> Int64:
 
 
 def raw_column(path: Path, name: str, column: pa.Array | pa.ChunkedArray) -> pa.Array:
-    """Returns a column of a file in a type that steps take, its missing values as nulls.
+    """Converts a column of a file to a type supported by steps, its missing values as nulls.
 
     Whole numbers are int64; dates, times and texts in ISO 8601 ``timestamp[us, UTC]``; text, fractions, bools and lists
     stay.
@@ -348,32 +348,32 @@ def same_types(columns: Mapping[Path, RawColumns]) -> list[dict[str, pa.Array]]:
     Raises:
         DataError: a file lacks a column of the first, or has it in another type.
     """
-    (first, types), *_ = ((path, arrays) for path, arrays in columns.items())
+    (first, first_columns), *_ = ((path, arrays) for path, arrays in columns.items())
     aligned = []
     for path, arrays in columns.items():
-        made = {}
-        for name, array in types.items():
+        converted_columns = {}
+        for name, array in first_columns.items():
             if name not in arrays:
                 raise DataError(
                     f"{path}: column '{name}' is missing, {first.name} has it and {path.name} {sorted(arrays)}; write "
                     "the same columns to all files"
                 )
-            made[name] = _as_type(path, name, arrays[name], first, array.type)
-        aligned.append(made)
+            converted_columns[name] = _as_type(path, name, arrays[name], first, array.type)
+        aligned.append(converted_columns)
     return aligned
 
 
-def _as_type(path: Path, name: str, array: pa.Array, first: Path, wanted: pa.DataType) -> pa.Array:
-    if array.type == wanted:
+def _as_type(path: Path, name: str, array: pa.Array, first: Path, expected: pa.DataType) -> pa.Array:
+    if array.type == expected:
         return array
-    if pa.types.is_timestamp(wanted) and pa.types.is_string(array.type):
+    if pa.types.is_timestamp(expected) and pa.types.is_string(array.type):
         return times_in(path, name, array)
-    both_fractions = pa.types.is_floating(array.type) and pa.types.is_floating(wanted)
+    both_fractions = pa.types.is_floating(array.type) and pa.types.is_floating(expected)
     if not both_fractions and not pa.types.is_null(array.type):
         raise DataError(
-            f"{path}: column '{name}' is {array.type}, in {first.name} {wanted}; write one type to all files"
+            f"{path}: column '{name}' is {array.type}, in {first.name} {expected}; write one type to all files"
         )
-    return array.cast(wanted)
+    return array.cast(expected)
 
 
 def _one_piece(column: pa.Array | pa.ChunkedArray) -> pa.Array:
@@ -393,7 +393,7 @@ def _whole(path: Path, name: str, column: pa.Array) -> pa.Array:
 
 
 def check_finite(path: Path, name: str, values: Array) -> None:
-    """Refuses NaN and infinity in a column of fractions, and values that are infinite as float32.
+    """Refuses NaN, infinity and numbers beyond float32 in a column of fractions.
 
     Raises:
         DataError: a value is not finite; the message names file, column, row and value.
@@ -447,27 +447,29 @@ def side_features(
     Example:
         >>> genres, year = np.array(["b|a", "a"], dtype=object), np.array([1995, 1995])
         >>> table = Chunk({"genres": Column(genres), "year": Column(year)})
-        >>> made = side_features(np.array([1, 3]), table, 4, ["genres", "year"])
-        >>> [made.columns["genres"].row(item).tolist() for item in range(4)], made.columns["year"].values.tolist()
+        >>> features = side_features(np.array([1, 3]), table, 4, ["genres", "year"])
+        >>> genre_lists = [features.columns["genres"].row(item).tolist() for item in range(4)]
+        >>> genre_lists, features.columns["year"].values.tolist()
         ([[], [2, 1], [], [1]], [0, 1, 0, 1])
-        >>> made.vocab
+        >>> features.vocab
         {'genres': 3, 'year': 2}
     """
     arrays = {
         name: array if not _is_float(array) else array.cast(pa.float64()) for name, array in _arrays(table).items()
     }
-    chosen = columns if columns is not None else [name for name in arrays if _describes(arrays[name])]
-    raw = {name: arrays[name] for name in chosen}
-    words = RowContext.fit(raw, filled=[name for name in chosen if raw[name].null_count], separator=SEPARATOR)
-    made = words.transform(raw) if raw else {}
+    column_names = columns if columns is not None else [name for name in arrays if _describes(arrays[name])]
+    raw = {name: arrays[name] for name in column_names}
+    words = RowContext.fit(raw, filled=[name for name in column_names if raw[name].null_count], separator=SEPARATOR)
+    feature_columns = words.transform(raw) if raw else {}
     missing = dict.fromkeys(words.times, MISSING_TIME)
     return SideFeatures(
-        Chunk({name: _by_id(ids, column, size, missing.get(name, 0)) for name, column in made.items()}), words
+        Chunk({name: _by_id(ids, column, size, missing.get(name, 0)) for name, column in feature_columns.items()}),
+        words,
     )
 
 
 def check_described(path: Path, key: str, ids: Array, table: Chunk) -> None:
-    """Refuses a file of users or items from which a part would silently be lost.
+    """Refuses repeated ids and non-finite numbers in a file of users or items.
 
     Args:
         path: file of users or items.
@@ -492,8 +494,8 @@ def check_described(path: Path, key: str, ids: Array, table: Chunk) -> None:
 
 def vocabulary_of(values: Array | Sequence[str]) -> Vocabulary:
     """Returns the distinct values of a column of text or whole numbers, in sorted order."""
-    named = np.asarray(values)
-    words = pa.array(named.astype(np.int64) if named.dtype.kind in "iub" else named)
+    array = np.asarray(values)
+    words = pa.array(array.astype(np.int64) if array.dtype.kind in "iub" else array)
     return Vocabulary(words, pa.array(np.zeros(len(words), np.int64)))
 
 
@@ -510,7 +512,7 @@ def _describes(column: pa.Array) -> bool:
 
 
 def _by_id(ids: Int64, column: Column, size: int, missing: int = 0) -> Column:
-    """Returns a column with a row for each id, ``missing`` or an empty list where ``ids`` (B,) has none."""
+    """Spreads a column to a row for each id; ids without a row get ``missing`` or an empty list."""
     if column.windows is None:
         values = np.full(size, missing, dtype=column.values.dtype)
         values[ids] = column.values

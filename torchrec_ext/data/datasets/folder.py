@@ -48,11 +48,11 @@ from torchrec_ext.schema import DataError
 
 
 def ncf_files(folder: Path) -> tuple[Path, Path, Path] | None:
-    """Returns the training, test and negative file, or None where one of them is missing."""
-    found = sorted(folder.glob("*.test.negative"))
-    stem = found[0].name.removesuffix(".test.negative") if found else ""
+    """Returns the training, test and negative file; None if one of them is missing."""
+    negative_files = sorted(folder.glob("*.test.negative"))
+    stem = negative_files[0].name.removesuffix(".test.negative") if negative_files else ""
     files = tuple(folder / f"{stem}{suffix}" for suffix in (".train.rating", ".test.rating", ".test.negative"))
-    return (files[0], files[1], files[2]) if found and all(file.exists() for file in files) else None
+    return (files[0], files[1], files[2]) if negative_files and all(file.exists() for file in files) else None
 
 
 def read_ncf(files: tuple[Path, Path, Path]) -> tuple[Chunk, Chunk, Chunk]:
@@ -69,7 +69,7 @@ def read_ncf(files: tuple[Path, Path, Path]) -> tuple[Chunk, Chunk, Chunk]:
 
 
 def line_files(folder: Path) -> tuple[Path, Path] | None:
-    """Returns train.txt and test.txt, or None where one of them is missing."""
+    """Returns train.txt and test.txt; None if one of them is missing."""
     files = (folder / "train.txt", folder / "test.txt")
     return files if all(file.exists() for file in files) else None
 
@@ -150,7 +150,7 @@ def from_folder(
     context: Sequence[str] = (),
     licence: str | None = None,
 ) -> InteractionData:
-    """Loads the set in ``folder``, whose layout is one of :data:`torchrec_ext.data.datasets.config.LAYOUTS`.
+    """Loads the set in ``folder``, in one of the layouts of :data:`torchrec_ext.data.datasets.config.LAYOUTS`.
 
     Where neither times nor a file says which rows are for validation, one training item of each user is, drawn at
     random; where test items have candidates of their own, it gets as many, drawn uniformly from the items that the user
@@ -277,16 +277,18 @@ def _split(pairs: Chunk, part: NDArray[np.int8] | None, history_length: int, see
 
 
 def _numbered(
-    folder: Path, pairs: Chunk, split: Split, trained: Sequence[int], negatives: Chunk | None, texts: _Texts
+    folder: Path, pairs: Chunk, split: Split, training_parts: Sequence[int], negatives: Chunk | None, texts: _Texts
 ) -> tuple[_Ids, Chunk, Split]:
     """Replaces the ids of pairs and histories by rows; items of the parts ``trained`` make the catalogue."""
-    described = {
+    described_ids = {
         key: _ids_in(folder / f"{file}.parquet", key, texts)
         for key, file in (("user_id", "users"), ("item_id", "items"))
     }
-    users = np.unique(np.concatenate([pairs["user_id"].values, described["user_id"]]))
+    users = np.unique(np.concatenate([pairs["user_id"].values, described_ids["user_id"]]))
     item = pairs["item_id"].values
-    catalogue = np.unique(np.concatenate([item[split.rows[np.isin(split.part, trained)]], described["item_id"]]))
+    catalogue = np.unique(
+        np.concatenate([item[split.rows[np.isin(split.part, training_parts)]], described_ids["item_id"]])
+    )
     outside = np.setdiff1d(
         np.concatenate([item, *([] if negatives is None else [negatives["negative"].values])]), catalogue
     )
@@ -302,7 +304,7 @@ def _numbered(
 
 
 def _nobody(ids: Int64) -> int:
-    """Returns the greatest number below 0 that is none of ``ids``."""
+    """Returns the greatest negative number outside ``ids``."""
     return next(number for number in itertools.count(-1, -1) if number not in ids)
 
 
@@ -310,7 +312,7 @@ _Texts = Mapping[str, pa.Array]  # by user_id and item_id: the texts that are id
 
 
 def _text_ids(folder: Path) -> dict[str, pa.Array]:
-    """Reads the texts that are ids of users or items in any file of a folder.
+    """Collects the text ids of users and items from all files of a folder.
 
     Raises:
         DataError: a file has ids of text and another one has numbers.
@@ -322,21 +324,21 @@ def _text_ids(folder: Path) -> dict[str, pa.Array]:
             spellings = (*_SPELLINGS[key], *(("negative",) if key == "item_id" else ()))
             if word := next((word for word in spellings if word in available), None):
                 kinds[key][file] = word
-    texts = {}
+    texts_by_key = {}
     for key, columns in kinds.items():
         types = {file: raw_ids(file, name, _column(file, name, rows=0)).type for file, name in columns.items()}
         types |= dict.fromkeys(_text_files(folder), pa.int64())
         if len({str(kind) for kind in types.values()}) > 1:
-            shown = ", ".join(f"{kind} in {file.name}" for file, kind in types.items())
-            raise DataError(f"{folder}: the ids in '{key}' are {shown}; write one type to all files")
+            type_list = ", ".join(f"{kind} in {file.name}" for file, kind in types.items())
+            raise DataError(f"{folder}: the ids in '{key}' are {type_list}; write one type to all files")
         if types and pa.types.is_string(next(iter(types.values()))):
             ids = pa.chunked_array([raw_ids(file, name, _column(file, name)) for file, name in columns.items()])
-            texts[key] = pc.unique(ids).drop_null().sort()
-    return texts
+            texts_by_key[key] = pc.unique(ids).drop_null().sort()
+    return texts_by_key
 
 
 def _text_files(folder: Path) -> tuple[Path, ...]:
-    """Returns the text files whose rows, with ids of whole numbers, are read; none where parquet files are."""
+    """Returns the text files of pairs, with ids of whole numbers; none if parquet files are read instead."""
     return () if (folder / "inter.parquet").exists() else ncf_files(folder) or _by_lines(folder) or ()
 
 
@@ -348,7 +350,7 @@ def _column(path: Path, name: str, rows: int | None = None) -> pa.Array:
 
 
 def _as_text(ids: Int64, texts: pa.Array | None) -> Array:
-    """Returns the ids (rows,) as the files have them; None for row 0 where they are text."""
+    """Returns the ids (rows,) as in the files; if these are text, None for row 0."""
     if texts is None:
         return ids
     words: Array = texts.take(pa.array(ids, mask=ids < 0)).to_numpy(zero_copy_only=False)
@@ -356,16 +358,16 @@ def _as_text(ids: Int64, texts: pa.Array | None) -> Array:
 
 
 def _rows_of(ids: Int64, values: Int64) -> Int64:
-    """Returns (N,) the row that ``ids`` (rows,) gives each of ``values`` (N,), -1 where it gives none."""
+    """Returns (N,) the row of each of ``values`` (N,) among ``ids`` (rows,), -1 for a value without one."""
     order = np.argsort(ids, kind="stable")
     indices = np.minimum(ids[order].searchsorted(values), len(ids) - 1)
     return np.where(ids[order][indices] == values, order[indices], -1)
 
 
-def _check_placeholder(folder: Path, trained: Chunk) -> None:
-    """Refuses training rows of user or item 0 in a folder that a preprocessor wrote, where 0 is the unknown value."""
+def _check_placeholder(folder: Path, training_rows: Chunk) -> None:
+    """Refuses training rows of user or item 0 in a preprocessor's folder: there 0 is the unknown value."""
     for name in ("user_id", "item_id"):
-        count = int((trained[name].values == 0).sum())
+        count = int((training_rows[name].values == 0).sum())
         if count:
             raise DataError(
                 f"{folder}: {count:,} training rows have {name} 0, which the {PREPROCESSOR} there writes for a value "
@@ -374,7 +376,7 @@ def _check_placeholder(folder: Path, trained: Chunk) -> None:
 
 
 def _parts(folder: Path, texts: _Texts) -> tuple[dict[int, Chunk], Chunk | None]:
-    """Reads the pairs of each part, and the negatives of the test items where there are any."""
+    """Reads the pairs of each part, and the negatives of the test items if there are any."""
     if (files := ncf_files(folder)) is not None:
         train, test, negatives = read_ncf(files)
         return {TRAIN: train, TEST: test}, negatives
@@ -396,7 +398,7 @@ def _parts(folder: Path, texts: _Texts) -> tuple[dict[int, Chunk], Chunk | None]
 
 
 def _by_lines(folder: Path) -> tuple[Path, Path] | None:
-    """Returns train.txt and test.txt where they, and not parquet files, are the rows of the folder."""
+    """Returns train.txt and test.txt if the rows of the folder are in them, not in parquet files."""
     return None if (folder / "train.parquet").exists() else line_files(folder)
 
 
@@ -423,21 +425,21 @@ def _context(files: Sequence[Path], names: Sequence[str]) -> dict[str, pa.Array]
             f"{files[0].name}"
         )
     columns = same_types({file: _context_in(file, names) for file in files})
-    return {name: pa.concat_arrays([made[name] for made in columns]) for name in names}
+    return {name: pa.concat_arrays([file_columns[name] for file_columns in columns]) for name in names}
 
 
 def _context_in(path: Path, names: Sequence[str]) -> dict[str, pa.Array]:
     """Reads columns of one value per row; True and False are 1 and 0."""
     table = read_columns(path, names)
-    made = {name: raw_column(path, name, table.column(name)) for name in names}
-    for name, column in made.items():
+    columns = {name: raw_column(path, name, table.column(name)) for name in names}
+    for name, column in columns.items():
         if is_list_type(column.type):
             raise DataError(
                 f"{path}: column '{name}' holds lists; context is one value per row: name another in data.context"
             )
         if pa.types.is_boolean(column.type):
-            made[name] = column.cast(pa.int64())
-    return made
+            columns[name] = column.cast(pa.int64())
+    return columns
 
 
 def _read(path: Path, *names: str, texts: _Texts) -> Chunk:
@@ -448,12 +450,12 @@ def _read(path: Path, *names: str, texts: _Texts) -> Chunk:
             nor a date.
     """
     available = _names_in(path)
-    spelled = {
+    column_names = {
         name: next((word for word in _SPELLINGS.get(name, (name,)) if word in available), name) for name in names
     }
-    table = read_columns(path, list(spelled.values()))
+    table = read_columns(path, list(column_names.values()))
     columns = {}
-    for name, word in spelled.items():
+    for name, word in column_names.items():
         column = table.column(word)
         if name in _SPELLINGS:
             array = raw_ids(path, word, column)
@@ -463,7 +465,7 @@ def _read(path: Path, *names: str, texts: _Texts) -> Chunk:
             row = array.is_null().index(True).as_py()
             raise DataError(
                 f"{path}: column '{word}', row {row}: value is null ({array.null_count:,} such rows), and a row needs "
-                f"{', '.join(spelled.values())}; leave these rows out"
+                f"{', '.join(column_names.values())}; leave these rows out"
             )
         key = "item_id" if name == "negative" else name
         if key in texts:
@@ -473,7 +475,7 @@ def _read(path: Path, *names: str, texts: _Texts) -> Chunk:
 
 
 def _names_in(path: Path) -> list[str]:
-    """Returns the names of the file's columns; none where it cannot be read, which :func:`read_parquet` reports."""
+    """Returns the names of the file's columns; none if it is unreadable, for :func:`read_columns` to report."""
     try:
         return list(pq.read_schema(path).names)
     except (pa.ArrowException, OSError):
@@ -481,7 +483,7 @@ def _names_in(path: Path) -> list[str]:
 
 
 def _ids_in(path: Path, key: str, texts: _Texts) -> Int64:
-    """Reads the ids that a file of users or items describes; none where there is no such file."""
+    """Reads the ids in a file of users or items; none if there is no such file."""
     return _read(path, key, texts=texts)[key].values if path.exists() else np.zeros(0, np.int64)
 
 
@@ -493,17 +495,17 @@ def _side(
     if not path.exists():
         return Chunk(numbers), RowContext(), None
     available = _names_in(path)
-    spelled = next((word for word in _SPELLINGS[key] if word in available), key)
-    described = _ids_in(path, key, texts)
-    check_described(path, spelled, _as_text(described, texts.get(key)), Chunk({}))
-    names = [name for name in available if name != spelled] if columns is None else list(columns)
+    id_column = next((word for word in _SPELLINGS[key] if word in available), key)
+    described_ids = _ids_in(path, key, texts)
+    check_described(path, id_column, _as_text(described_ids, texts.get(key)), Chunk({}))
+    names = [name for name in available if name != id_column] if columns is None else list(columns)
     table = read_columns(path, list(dict.fromkeys([*names, *(["title"] if "title" in available else [])])))
-    rows = _rows_of(ids, described)
+    rows = _rows_of(ids, described_ids)
     titles = _titles(rows, table.column("title"), len(ids)) if "title" in table.column_names else None
     renamed = {name: f"item_{name}" if name in (taken or ()) else name for name in names}
     raw = {renamed[name]: raw_column(path, name, table.column(name)) for name in names}
-    made = side_features(rows, raw, len(ids), columns)
-    return Chunk({**numbers, **made.columns}), made.words, titles
+    features = side_features(rows, raw, len(ids), columns)
+    return Chunk({**numbers, **features.columns}), features.words, titles
 
 
 def _titles(ids: Int64, column: pa.ChunkedArray, size: int) -> list[str]:
@@ -514,7 +516,7 @@ def _titles(ids: Int64, column: pa.ChunkedArray, size: int) -> list[str]:
 
 
 def _one_of_each(user: Int64, part: NDArray[np.int8], seed: int) -> Int64:
-    """Draws a training row of each user who has two or more."""
+    """Draws a training row of each user with two or more."""
     rows = np.random.default_rng([seed, 1]).permutation(np.flatnonzero(part == TRAIN))
     _, first, count = np.unique(user[rows], return_index=True, return_counts=True)
     return rows[first[count > 1]]
@@ -532,7 +534,7 @@ def _with_candidates(data: InteractionData, ids: _Ids, negatives: Chunk, seed: i
 
 
 def candidates_by_user(users: Int64, ids: Int64, owners: Int64, negatives: Int64) -> Int64:
-    """Returns (U, N) the negatives of each user, -1 where there are fewer than N.
+    """Returns (U, N) the negatives of each user, filled up with -1.
 
     Args:
         users: (U,) rows of the users.

@@ -65,7 +65,7 @@ def leave_one_out(user: Int64, item: Int64, timestamp: Array, history_length: in
 
 
 def with_profiles(user: Int64, item: Int64, part: NDArray[np.int8], length: int, seed: int = 0) -> Split:
-    """Builds a split from given parts, where the order of events is not known.
+    """Splits rows by given parts, for events in an unknown order.
 
     A pair that occurs more than once in a part is kept once.
 
@@ -149,7 +149,7 @@ LIKED = 4  # stars from which on a rating says that the user liked the item
 
 
 class Pairs(NamedTuple):
-    """(P,) user ids and (P,) item ids that belong together."""
+    """Matching (P,) user ids and (P,) item ids."""
 
     users: Int64
     items: Int64
@@ -212,12 +212,12 @@ class InteractionData:
 
     @property
     def num_items(self) -> int:
-        """Number of items in the catalogue, which can be recommended: ids 1 to ``num_items``."""
+        """Number of items in the catalogue, ids 1 to ``num_items``: only these can be recommended."""
         return self.items.num_rows - 1 - self.outside
 
     @property
     def of_context(self) -> tuple[Sequence[str], Sequence[str]]:
-        """Names of the columns of ids and of numbers that are neither the user's nor the item's."""
+        """Names of the context columns of ids and of numbers: neither the user's nor the item's."""
         if self.prepared is not None:
             features, dense = self.prepared.towers.get("context", ((), ()))
             return features, dense
@@ -225,12 +225,12 @@ class InteractionData:
 
     @property
     def id_values(self) -> dict[str, Any]:
-        """The values that ids stand for, in the order of the ids, by column; none where a value is its id."""
+        """The values behind each column's ids, in the order of the ids; no entry if values are the ids."""
         if self.prepared is not None:
             return dict(self.prepared.id_values)
-        named = {"user_id": self.user_ids, "item_id": self.item_ids}
-        described = self.context.steps.id_values | self.sides.steps.id_values
-        return described | {name: ids for name, ids in named.items() if ids is not None}
+        id_columns = {"user_id": self.user_ids, "item_id": self.item_ids}
+        feature_values = self.context.steps.id_values | self.sides.steps.id_values
+        return feature_values | {name: ids for name, ids in id_columns.items() if ids is not None}
 
     @property
     def users_by_row(self) -> Array:
@@ -312,9 +312,11 @@ def from_ratings(
         _check_known(name, column, ratings[column].values, table.num_rows)
     user, item = ratings["user_id"].values, ratings["item_id"].values
     split = split or leave_one_out(user, item, ratings["timestamp"].values, history_length)
-    fitted, made = _context_of(context, split.rows[split.part == TRAIN])
-    ratings = ratings.with_columns(made)
-    train, validation, test = (_part(split, part, ratings, users, tuple(made)) for part in (TRAIN, VALIDATION, TEST))
+    fitted, context_columns = _context_of(context, split.rows[split.part == TRAIN])
+    ratings = ratings.with_columns(context_columns)
+    train, validation, test = (
+        _part(split, part, ratings, users, tuple(context_columns)) for part in (TRAIN, VALIDATION, TEST)
+    )
     past = split.rows[split.part != TEST]
     liked = past[ratings["rating"].values[past] >= LIKED] if "rating" in ratings else past
     return InteractionData(
@@ -381,10 +383,10 @@ def labelled_rows(data: InteractionData, part: str = "validation", *, negatives:
     pairs = data.pairs()
     sampler = UniformNegatives(data.num_items, pairs.users, pairs.items, seed)
     rows = np.arange(chunk.num_rows)
-    drawn = sampler.draw(chunk["user_id"].values, rows, 0, negatives).ids
+    negative_ids = sampler.draw(chunk["user_id"].values, rows, 0, negatives).ids
     labels = np.zeros((chunk.num_rows, 1 + negatives), dtype=np.float32)
     labels[:, 0] = 1.0
-    ids = np.concatenate([chunk["item_id"].values[:, None], drawn], axis=1)
+    ids = np.concatenate([chunk["item_id"].values[:, None], negative_ids], axis=1)
     return chunk.take(rows.repeat(1 + negatives)).with_columns(
         {"item_id": Column(ids.reshape(-1)), "label": Column(labels.reshape(-1))}
     )

@@ -91,7 +91,7 @@ class LabelledData:
 
     @property
     def id_values(self) -> dict[str, Any]:
-        """The values that ids stand for, in the order of the ids, by column; none where a value is its id."""
+        """The values behind each column's ids, in the order of the ids; no entry if values are the ids."""
         return dict(self.words.steps.id_values if self.prepared is None else self.prepared.id_values)
 
     @property
@@ -132,12 +132,12 @@ class LabelledData:
         return {**towers, "context": (self.context, dense)} if self.context or dense or not towers else towers
 
     def sample(self, rows: int) -> Chunk:
-        """Returns ``rows`` training rows, evenly spread over all, or all where there are fewer."""
+        """Returns ``rows`` training rows, evenly spread over all, or all if there are fewer."""
         count = self.train.num_rows
         return self.train.take(np.linspace(0, count - 1, min(rows, count)).astype(np.int64))
 
     def described(self, key: str, rows: Int64) -> Chunk:
-        """Returns what describes the users or items in ``rows`` (N,) of a table: columns of their last training row.
+        """Returns the features of the users or items in ``rows`` (N,) of a table, from their last training rows.
 
         A row without a training row has unknown values and zeros. What is made of a time has the time beside it.
 
@@ -148,19 +148,19 @@ class LabelledData:
         names = self.user_features if key == "user_id" else self.item_features
         last = np.full(self.vocab[key], -1)
         last[self.train[key].values] = np.arange(self.train.num_rows)  # of an id that is there twice the last row stays
-        trained, chosen = last[rows] >= 0, self.train.take(np.maximum(last[rows], 0))
+        is_trained, last_rows = last[rows] >= 0, self.train.take(np.maximum(last[rows], 0))
         fillers = {**self.oov_ids, **dict.fromkeys(self.words.times, MISSING_TIME)}
         columns = {
-            name: _only(chosen[name], trained, fillers.get(name, 0))
+            name: _only(last_rows[name], is_trained, fillers.get(name, 0))
             for name in dict.fromkeys((*names, *self.words.sources(names)))
         }
         return Chunk({key: Column(rows), **columns})
 
     def trained(self, name: str) -> Int64:
-        """Returns the rows of a sparse column's table that stand for an id of a training row, in ascending order."""
+        """Returns the rows of a sparse column's table with an id of a training row, in ascending order."""
         rows = np.unique(self.train[name].values)
-        known: Int64 = rows[rows != self.oov_ids[name]]
-        return known
+        trained_rows: Int64 = rows[rows != self.oov_ids[name]]
+        return trained_rows
 
     def ids(self, name: str, rows: Int64) -> Array:
         """Returns (N,) the files' ids of ``rows`` (N,) of a sparse column's table; none may be the unknown row."""
@@ -171,7 +171,7 @@ class LabelledData:
 
 
 def load_labelled(config: LabelledConfig) -> LabelledData:
-    """Loads the rows that ``config`` names.
+    """Loads the rows named by ``config``.
 
     Raises:
         DatasetUnavailable: the files are not on this machine.
@@ -183,7 +183,7 @@ def load_labelled(config: LabelledConfig) -> LabelledData:
 
 
 def planted_context(*, rows: int = 60_000, users: int = 300, items: int = 200, seed: int = 0) -> LabelledData:
-    """Generates clicks whose log-odds are a user's taste for an item's kind, moved by the hour; the weekday is noise.
+    """Generates clicks with log-odds from a user's taste and an item's kind, moved by the hour, not by the weekday.
 
     The column ``weight``, 1 or 2 by the weekday, is read where ``loader.weight`` names it.
 
@@ -242,25 +242,25 @@ def _from_folder(config: LabelledConfig) -> LabelledData:
     sizes, words = _words(
         raw, [name for name in placeholder if pa.types.is_integer(raw["train"].get(name, pa.nulls(0)).type)]
     )
-    made = {part: _numbered(columns, sizes, words) for part, columns in raw.items()}
-    names = [made_of for name in raw["train"] for made_of in words.times.get(name, (name,))]
+    chunks = {part: _numbered(columns, sizes, words) for part, columns in raw.items()}
+    names = [column for name in raw["train"] for column in words.times.get(name, (name,))]
     sparse = [name for name in names if name in sizes or name in words.vocab]
     owned = {owner: _owned(config, raw["train"], words, owner) for owner in _NAMES}
     for key, about in descriptions.items():
-        if clash := sorted(set(made["train"]) & set(about.features.columns)):
+        if clash := sorted(set(chunks["train"]) & set(about.features.columns)):
             raise DataError(f"{about.path}: '{clash[0]}' is there, and is a column made of dates, too; rename a column")
-        made = {part: rows.with_columns(about.columns_of(raw[part][key])) for part, rows in made.items()}
+        chunks = {part: rows.with_columns(about.columns_of(raw[part][key])) for part, rows in chunks.items()}
         words, owned[about.name] = words.joined(about.words), (*owned[about.name], *about.words.names)
         sparse += about.words.vocab
     unknown = {**sizes, **{name: 0 for names in words.times.values() for name in names}}
-    made = {part: _untrained_unknown(rows, made["train"], unknown) for part, rows in made.items()}
+    chunks = {part: _untrained_unknown(rows, chunks["train"], unknown) for part, rows in chunks.items()}
     vocab = {name: size + 1 for name, size in sizes.items()} | words.vocab
     described = {name for names in owned.values() for name in names}
     return LabelledData(
         name=config.name,
-        train=made["train"],
-        validation=made["validation"],
-        test=made["test"],
+        train=chunks["train"],
+        validation=chunks["validation"],
+        test=chunks["test"],
         vocab={name: vocab[name] for name in sparse},
         context=tuple(name for name in sparse if name not in _NAMES.values() and name not in described),
         dense=tuple(words.scales),
@@ -273,7 +273,7 @@ def _from_folder(config: LabelledConfig) -> LabelledData:
 
 
 class _Descriptions(NamedTuple):
-    """What users.parquet or items.parquet says: ``ids`` (M,), and ``table``, their M rows of raw values."""
+    """The content of users.parquet or items.parquet: ``ids`` (M,), and ``table``, their M rows of raw values."""
 
     name: str
     path: Path
@@ -288,28 +288,28 @@ class _Descriptions(NamedTuple):
 
     @property
     def read(self) -> list[str]:
-        """Names of the columns of the file that features are made of."""
+        """Names of the file's columns behind the features."""
         return self.words.sources(self.words.names)
 
     def rows_of(self, ids: pa.Array) -> Int64:
-        """Returns (B,) the row of each id, counted from 1; 0 for one that the file does not have, and for a null."""
+        """Returns (B,) the row of each id, counted from 1; 0 for a null and for an id outside the file."""
         rows: Int64 = pc.index_in(ids, self.ids).fill_null(-1).to_numpy().astype(np.int64) + 1
         return rows
 
     def columns_of(self, ids: pa.Array) -> Chunk:
-        """Returns the features of ``ids`` (B,), unknown values and zeros for an id that the file does not have."""
+        """Returns the features of ``ids`` (B,); unknown values and zeros for an id outside the file."""
         return self.features.columns.take(self.rows_of(ids))
 
 
 def _descriptions(folder: Path, train: Path | None, rows: RawColumns) -> dict[str, _Descriptions]:
-    """Reads users.parquet and items.parquet where they are; returns them by ``user_id`` and ``item_id``.
+    """Reads users.parquet and items.parquet if they exist; returns them by ``user_id`` and ``item_id``.
 
     Args:
         folder: folder of the files.
         train: file of the training rows, for messages.
         rows: raw columns of the training rows.
     """
-    made: dict[str, _Descriptions] = {}
+    descriptions: dict[str, _Descriptions] = {}
     for name, key in _NAMES.items():
         path = folder / f"{name}s.parquet"
         if not path.exists():
@@ -326,11 +326,11 @@ def _descriptions(folder: Path, train: Path | None, rows: RawColumns) -> dict[st
             raise DataError(
                 f"{path}: column '{name}' is missing, the file has {file.column_names}; write the ids there"
             )
-        taken = {word for about in made.values() for word in about.features.columns}
+        other_names = {word for about in descriptions.values() for word in about.features.columns}
         table: dict[str, pa.Array] = {}
         for word in file.column_names:
             plain = word.replace(".", "_")
-            short = f"{name}_{plain}" if plain in taken else plain
+            short = f"{name}_{plain}" if plain in other_names else plain
             if word == column:
                 continue
             if short in _RESERVED:
@@ -341,12 +341,12 @@ def _descriptions(folder: Path, train: Path | None, rows: RawColumns) -> dict[st
         _, ids = same_types({train: {key: rows[key]}, path: {key: _ids_of(path, column, file.column(column))}})
         features = side_features(np.arange(1, len(file) + 1), table, len(file) + 1)
         if features.words.names:
-            made[key] = _Descriptions(name, path, ids[key], table, features)
-    return made
+            descriptions[key] = _Descriptions(name, path, ids[key], table, features)
+    return descriptions
 
 
 def _ids_of(path: Path, name: str, column: pa.ChunkedArray) -> pa.Array:
-    """Reads the ids that a file of users or items describes; each must be there, and once."""
+    """Reads the ids in a file of users or items; refuses missing and repeated ones."""
     ids = raw_ids(path, name, column)
     if ids.null_count:
         row = ids.is_null().index(True).as_py()
@@ -361,57 +361,59 @@ def _ids_of(path: Path, name: str, column: pa.ChunkedArray) -> pa.Array:
 def _without_described(
     path: Path | None, columns: RawColumns, descriptions: Mapping[str, _Descriptions]
 ) -> dict[str, pa.Array]:
-    """Returns the raw columns without those that a file of users or items has too.
+    """Drops the raw columns repeated in a file of users or items.
 
     Raises:
         DataError: a row says something else of its user or item than that file.
     """
-    kept = dict(columns)
+    row_columns = dict(columns)
     for key, about in descriptions.items():
-        numbers = about.rows_of(columns[key])
-        for name in [name for name in about.read if name in kept]:
-            given = kept.pop(name)
-            stated = about.table[name].take(pa.array(numbers - 1, mask=numbers == 0))
-            wrong = pc.and_(given.is_valid(), pc.invert(_equal(given, _plain(stated))))
+        file_rows = about.rows_of(columns[key])
+        for name in [name for name in about.read if name in row_columns]:
+            row_values = row_columns.pop(name)
+            file_values = about.table[name].take(pa.array(file_rows - 1, mask=file_rows == 0))
+            wrong = pc.and_(row_values.is_valid(), pc.invert(_equal(row_values, _plain(file_values))))
             row = wrong.index(True).as_py()
             if row >= 0:
-                says = f"says {stated[row].as_py()}" if numbers[row] else f"does not have that {about.name}"
+                says = f"says {file_values[row].as_py()}" if file_rows[row] else f"does not have that {about.name}"
                 raise DataError(
-                    f"{path}: column '{name}', row {row}: {given[row].as_py()} for {about.name} "
+                    f"{path}: column '{name}', row {row}: {row_values[row].as_py()} for {about.name} "
                     f"{columns[key][row].as_py()}, and {about.path.name} {says}; leave the column out of one of the "
                     "files, or rename it in this one where it describes the event"
                 )
-    return kept
+    return row_columns
 
 
-def _equal(given: pa.Array, stated: pa.Array) -> pa.Array:
-    """Says of each value whether it equals that of the other array: numbers by value, all else in one type only."""
-    if _is_number(given) and _is_number(stated):
-        given, stated = given.cast(pa.float64(), safe=False), stated.cast(pa.float64(), safe=False)
-    if given.type != stated.type:
-        return pa.array(np.zeros(len(given), bool))
-    return pc.equal(given, stated).fill_null(False)
+def _equal(first: pa.Array, second: pa.Array) -> pa.Array:
+    """Compares two arrays value by value: numbers by value, all else in one type only."""
+    if _is_number(first) and _is_number(second):
+        first, second = first.cast(pa.float64(), safe=False), second.cast(pa.float64(), safe=False)
+    if first.type != second.type:
+        return pa.array(np.zeros(len(first), bool))
+    return pc.equal(first, second).fill_null(False)
 
 
 def _owned(config: LabelledConfig, rows: RawColumns, words: RowContext, owner: str) -> tuple[str, ...]:
-    """Returns what is made of the columns that describe the ``owner``, user or item, by their names or the settings."""
-    named = [name.replace(".", "_") for name in getattr(config, f"{owner}_features")]
-    if unknown := [name for name in named if name not in rows or name in _RESERVED]:
+    """Returns the columns made for the ``owner``, user or item, chosen by their names or the settings."""
+    setting_names = [name.replace(".", "_") for name in getattr(config, f"{owner}_features")]
+    if unknown := [name for name in setting_names if name not in rows or name in _RESERVED]:
         raise DataError(
-            f"data.{owner}_features={','.join(named)}: the rows of '{config.name}' have no column {unknown[0]} that "
-            f"could describe {'an' if owner == 'item' else 'a'} {owner}; they have {listed(rows)}"
+            f"data.{owner}_features={','.join(setting_names)}: the rows of '{config.name}' have no column "
+            f"{unknown[0]} that could describe {'an' if owner == 'item' else 'a'} {owner}; they have {listed(rows)}"
         )
-    owned = [name for name in rows if name not in _RESERVED and (name in named or name.startswith(f"{owner}_"))]
-    return tuple(made for name in owned for made in words.times.get(name, (name,)))
+    owner_columns = [
+        name for name in rows if name not in _RESERVED and (name in setting_names or name.startswith(f"{owner}_"))
+    ]
+    return tuple(column for name in owner_columns for column in words.times.get(name, (name,)))
 
 
-def _only(column: Column, kept: NDArray[np.bool_], filler: float) -> Column:
-    """Returns a column whose other rows are ``filler``, or empty bags."""
+def _only(column: Column, mask: NDArray[np.bool_], filler: float) -> Column:
+    """Replaces the rows outside ``mask`` by ``filler``, or by empty bags."""
     if not column.ragged:
-        return Column(np.where(kept, column.values, filler).astype(column.values.dtype))
+        return Column(np.where(mask, column.values, filler).astype(column.values.dtype))
     windows = column.windows
     assert windows is not None, "it is ragged"
-    return Column.from_windows(column.pool, Windows(windows.starts, np.where(kept, windows.stops, windows.starts)))
+    return Column.from_windows(column.pool, Windows(windows.starts, np.where(mask, windows.stops, windows.starts)))
 
 
 def _words(raw: Mapping[str, RawColumns], placeholder: Sequence[str]) -> tuple[dict[str, int], RowContext]:
@@ -425,16 +427,18 @@ def _words(raw: Mapping[str, RawColumns], placeholder: Sequence[str]) -> tuple[d
         N of each column whose ids are 0 to N - 1 in all parts together, and the mapping of the other columns.
     """
     train = {name: column for name, column in raw["train"].items() if name != "label"}
-    whole = [name for name, column in train.items() if pa.types.is_integer(column.type) and name not in placeholder]
-    sizes = {name: _size([columns[name].drop_null().to_numpy() for columns in raw.values()]) for name in whole}
+    integer_names = [
+        name for name, column in train.items() if pa.types.is_integer(column.type) and name not in placeholder
+    ]
+    sizes = {name: _size([columns[name].drop_null().to_numpy() for columns in raw.values()]) for name in integer_names}
     sizes = {name: size for name, size in sizes.items() if size}
-    known = {name: column for name, column in train.items() if name not in sizes}
-    known |= {
-        name: pc.if_else(pc.equal(known[name], 0), pa.scalar(None, known[name].type), known[name])
+    inputs = {name: column for name, column in train.items() if name not in sizes}
+    inputs |= {
+        name: pc.if_else(pc.equal(inputs[name], 0), pa.scalar(None, inputs[name].type), inputs[name])
         for name in placeholder
     }
-    filled = [name for name in known if any(columns[name].null_count for columns in raw.values())]
-    return sizes, RowContext.fit(known, filled=filled)
+    filled = [name for name in inputs if any(columns[name].null_count for columns in raw.values())]
+    return sizes, RowContext.fit(inputs, filled=filled)
 
 
 def _numbered(columns: RawColumns, sizes: Mapping[str, int], words: RowContext) -> Chunk:
@@ -444,13 +448,13 @@ def _numbered(columns: RawColumns, sizes: Mapping[str, int], words: RowContext) 
 
 
 def _size(parts: list[Array]) -> int:
-    """Returns N where the ids of all parts together are 0 to N - 1, else 0."""
+    """Returns N if the ids of all parts together are 0 to N - 1, else 0."""
     ids = np.unique(np.concatenate(parts))
     return len(ids) if len(ids) and ids[0] == 0 and ids[-1] == len(ids) - 1 else 0
 
 
 def _untrained_unknown(rows: Chunk, train: Chunk, unknown: Mapping[str, int]) -> Chunk:
-    """Returns ``rows`` in which ids that no training row has are replaced by the column's row in ``unknown``."""
+    """Replaces ids without a training row by the column's row in ``unknown``."""
     columns = {}
     for name, row in unknown.items():
         ids = rows[name].values
@@ -469,18 +473,18 @@ def _read(path: Path) -> dict[str, pa.Array]:
         raise DataError(
             f"{path}: column 'label' is missing, the file has {table.column_names}; add it, as in docs/recipes.md"
         )
-    made: dict[str, pa.Array] = {}
+    columns: dict[str, pa.Array] = {}
     for name in table.column_names:
         role = _NAMES.get(name, name.replace(".", "_"))  # a module's name has no dot, and tables are named so
-        if role in made:
+        if role in columns:
             raise DataError(f"{path}: two columns are '{role}', of which one is written '{name}'; rename one")
         column = raw_ids(path, name, table.column(name)) if role in _NAMES.values() else None
         column = raw_column(path, name, table.column(name)) if column is None else column
         if is_list_type(column.type):
             raise DataError(f"{path}: column '{name}' holds lists; must be one value per row: leave it out")
-        made[role] = _plain(column)
-    made["label"] = _labels(path, made["label"])
-    return made
+        columns[role] = _plain(column)
+    columns["label"] = _labels(path, columns["label"])
+    return columns
 
 
 def _plain(column: pa.Array) -> pa.Array:
@@ -522,7 +526,7 @@ def without_context(data: LabelledData) -> LabelledData:
 
 
 def _auc(scores: Array, labels: Array) -> float:
-    """Computes the area under the ROC curve of scores that do not tie."""
+    """Computes the area under the ROC curve of scores without ties."""
     ranks = np.empty(len(scores))
     ranks[np.argsort(scores)] = np.arange(1, len(scores) + 1)
     positives = labels.sum()
