@@ -166,7 +166,7 @@ def movielens_100k(
 
 
 def split_title(title: str, year: str = "") -> tuple[str, int]:
-    """Splits a title into the title without its year, and the year, 0 where it is not known.
+    """Splits a title from its year, 0 if the year is unknown.
 
     Example:
         >>> split_title("Toy Story (1995)"), split_title("Land Before Time III (1995) (V)")
@@ -187,7 +187,7 @@ ITEM_COLUMNS = ("movie_title", "release_year", "class")
 
 
 def features_of_items(columns: Mapping[str, pa.Array]) -> dict[str, pa.Array]:
-    """Turns the columns :data:`ITEM_COLUMNS` of ``items.parquet`` into the item features that a request gives.
+    """Turns the columns :data:`ITEM_COLUMNS` of ``items.parquet`` into the item features of a request.
 
     Args:
         columns: (N,) texts of each column, by name.
@@ -197,12 +197,12 @@ def features_of_items(columns: Mapping[str, pa.Array]) -> dict[str, pa.Array]:
 
     Example:
         >>> texts = {"movie_title": ["Toy Story (1995)"], "release_year": [""], "class": ["Animation Comedy"]}
-        >>> made = features_of_items({name: pa.array(values) for name, values in texts.items()})
-        >>> {name: values.to_pylist() for name, values in made.items()}
+        >>> features = features_of_items({name: pa.array(values) for name, values in texts.items()})
+        >>> {name: values.to_pylist() for name, values in features.items()}
         {'release_year': [1995], 'genres': ['Animation Comedy']}
     """
-    named = zip(columns["movie_title"].to_pylist(), columns["release_year"].to_pylist(), strict=True)
-    years = [split_title(title or "", year or "")[1] or None for title, year in named]
+    pairs = zip(columns["movie_title"].to_pylist(), columns["release_year"].to_pylist(), strict=True)
+    years = [split_title(title or "", year or "")[1] or None for title, year in pairs]
     return {"release_year": pa.array(years, pa.int64()), "genres": columns["class"]}
 
 
@@ -229,7 +229,7 @@ def from_parquet(folder: Path) -> Tables:
 
 
 def from_zip(path: Path) -> Tables:
-    """Reads (ratings, users, items) from the publisher's ``ml-100k.zip``, latin-1 text that is not unpacked to disk.
+    """Reads (ratings, users, items) from the publisher's ``ml-100k.zip``, latin-1 text, without unpacking it to disk.
 
     Years stand in a column of their own.
 
@@ -281,11 +281,11 @@ def _lines(archive: zipfile.ZipFile, name: str, separator: str) -> list[list[str
     return [line.split(separator) for line in text.split("\n") if line.strip()]
 
 
-def _check_fields(path: Path, name: str, rows: Sequence[Sequence[str]], wanted: int) -> None:
+def _check_fields(path: Path, name: str, rows: Sequence[Sequence[str]], count: int) -> None:
     for number, fields in enumerate(rows, start=1):
-        if len(fields) != wanted:
+        if len(fields) != count:
             raise DataError(
-                f"{path}: {name} line {number} has {len(fields)} fields, must have {wanted}; delete the file and "
+                f"{path}: {name} line {number} has {len(fields)} fields, must have {count}; delete the file and "
                 "download it again"
             )
 
@@ -299,7 +299,7 @@ def _texts(rows: Sequence[Sequence[str]], index: int) -> Array:
 
 
 def _rows(name: str, described: Int64, ids: Int64) -> Int64:
-    """Returns (N,) the row, from 1 on, of each of ``ids`` (N,) among ``described``, which ascend.
+    """Returns (N,) the row, from 1 on, of each of ``ids`` (N,) in the ascending ``described``.
 
     Raises:
         DataError: an id is not described.
@@ -339,7 +339,7 @@ def _users(people: Chunk, described: Int64) -> Chunk:
 
 
 def _genres(item_ids: Int64, names: Array, size: int) -> Column:
-    """Returns ragged genre ids by item id; an unknown genre is id 0, an item that is not listed has none."""
+    """Returns ragged genre ids by item id; an unknown genre is id 0, an unlisted item has none."""
     lists: list[list[str]] = [[]] * size
     for item, text in zip(item_ids.tolist(), names, strict=True):
         lists[item] = text.split()
@@ -348,7 +348,7 @@ def _genres(item_ids: Int64, names: Array, size: int) -> Column:
 
 
 def _ids(values: Array, vocabulary: Sequence[str]) -> Int64:
-    """Returns 1 + the index of each value in the vocabulary, 0 for a value that is not in it."""
+    """Returns 1 + the index of each value in the vocabulary, 0 for a value outside it."""
     distinct, inverse = np.unique(values.astype(str), return_inverse=True)
     rows = {value: row for row, value in enumerate(vocabulary, start=1)}
     return np.array([rows.get(str(value), 0) for value in distinct], dtype=np.int64)[inverse]
@@ -386,14 +386,15 @@ def recbole(ratings: Chunk, file: Path, history_length: int) -> Protocol:
     """
     table = read_parquet(file, {"user_id": "int", "item_id": "int", "split": "string"})
     many = int(max(ratings["item_id"].values.max(), table["item_id"].values.max())) + 1
-    wanted, given = (
+    rating_keys, table_keys = (
         chunk["user_id"].values.astype(np.int64) * many + chunk["item_id"].values for chunk in (ratings, table)
     )
-    order = np.argsort(given)
-    indices = order[np.minimum(given[order].searchsorted(wanted), len(given) - 1)]
-    if len(given) != len(wanted) or not np.array_equal(given[indices], wanted):
+    order = np.argsort(table_keys)
+    indices = order[np.minimum(table_keys[order].searchsorted(rating_keys), len(table_keys) - 1)]
+    if len(table_keys) != len(rating_keys) or not np.array_equal(table_keys[indices], rating_keys):
         raise DataError(
-            f"{file}: {len(given):,} pairs, which are not the {len(wanted):,} of the ratings, each once; get both anew"
+            f"{file}: {len(table_keys):,} pairs, which are not the {len(rating_keys):,} of the ratings, each once; "
+            "get both anew"
         )
     part = np.array([_PARTS[str(name)] for name in table["split"].values], dtype=np.int8)[indices]
     split = with_profiles(ratings["user_id"].values, ratings["item_id"].values, part, history_length)

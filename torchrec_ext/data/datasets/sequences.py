@@ -108,7 +108,7 @@ class SequenceData:
 
     @property
     def id_values(self) -> dict[str, Array]:
-        """The value that each item's id stands for, in the order of the ids; none where a value is its id."""
+        """The items' values in the order of their ids; empty if values are the ids."""
         return {} if self.item_ids is None else {"item_id": self.item_ids}
 
     def _check_times(self, times: Column) -> None:
@@ -139,12 +139,12 @@ class SequenceData:
 
     @property
     def vocab(self) -> dict[str, int]:
-        """Number of rows that the item table needs."""
+        """Number of rows of the item table."""
         return {"item_id": self.num_items + 1}
 
     @property
     def least(self) -> int:
-        """The least number of items of a user of whom some are held out."""
+        """The least number of items of a user with held-out items."""
         return 2 * self.test_items + 1
 
     def training(self) -> Column:
@@ -179,7 +179,7 @@ class SequenceData:
 
 
 def training_windows(sequences: Column, max_targets: int) -> Column:
-    """Cuts sequences into pieces in which each item but a user's first is a target exactly once.
+    """Cuts sequences into pieces: each item but a user's first is a target exactly once.
 
     Pieces are cut from the end, so the last ones are whole, and overlap by one item, the first input of the next. Users
     with a single item have no target and no piece.
@@ -249,7 +249,7 @@ def from_rows(
 
 
 def _rows_and_steps(lengths: Int64) -> tuple[Int64, Int64]:
-    """Returns, for each value of a ragged column, its row and its index in that row."""
+    """Returns the row of each value of a ragged column, and its index in the row."""
     rows = np.arange(len(lengths)).repeat(lengths)
     return rows, np.arange(len(rows)) - (np.cumsum(lengths) - lengths)[rows]
 
@@ -259,7 +259,7 @@ _SPELLINGS = {"user": ("user", "user_id"), "item": ("item", "item_id"), "order":
 
 
 def load_sequences(config: SequenceConfig) -> SequenceData:
-    """Loads the set that ``config`` names.
+    """Loads the set named by ``config``.
 
     Raises:
         DatasetUnavailable: there is no such folder, or no file of the layout in it.
@@ -267,9 +267,9 @@ def load_sequences(config: SequenceConfig) -> SequenceData:
     """
     if config.name == PLANTED:
         options = {key: value for key, value in (("users", config.users), ("items", config.items)) if value is not None}
-        made = planted_sequences(seed=config.seed, **options)
-        best = made.best if config.test_items == 1 else {}
-        return dataclasses.replace(made, max_length=config.max_length, test_items=config.test_items, best=best)
+        sequences = planted_sequences(seed=config.seed, **options)
+        best = sequences.best if config.test_items == 1 else {}
+        return dataclasses.replace(sequences, max_length=config.max_length, test_items=config.test_items, best=best)
     root = config.folder or os.environ.get(FOLDER_VARIABLE)
     if not root:
         raise DatasetUnavailable(
@@ -285,21 +285,25 @@ def load_sequences(config: SequenceConfig) -> SequenceData:
 def read_sequences(path: Path, *, name: str) -> SequenceData:
     """Reads a file of ``config.SEQUENCES_LAYOUT``; rows may have any order, ids may be whole numbers or text."""
     available = list(pq.read_schema(path).names)
-    spelled = {role: next((word for word in words if word in available), "") for role, words in _SPELLINGS.items()}
+    column_names = {role: next((word for word in words if word in available), "") for role, words in _SPELLINGS.items()}
     for role, words in _SPELLINGS.items():
-        if not spelled[role]:
+        if not column_names[role]:
             raise DataError(f"{path}: no column {' or '.join(words)}; the file has {listed(available)}")
-    table = read_columns(path, list(spelled.values()))
-    user, item = (raw_ids(path, spelled[role], table.column(spelled[role])) for role in ("user", "item"))
-    columns = {"user": user, "item": item, "order": raw_column(path, spelled["order"], table.column(spelled["order"]))}
+    table = read_columns(path, list(column_names.values()))
+    user, item = (raw_ids(path, column_names[role], table.column(column_names[role])) for role in ("user", "item"))
+    columns = {
+        "user": user,
+        "item": item,
+        "order": raw_column(path, column_names["order"], table.column(column_names["order"])),
+    }
     for role, column in columns.items():
-        _check_events(path, spelled[role], column)
+        _check_events(path, column_names[role], column)
     if pa.types.is_string(columns["order"].type):
-        times_in(path, spelled["order"], columns["order"])  # names what is no date
+        times_in(path, column_names["order"], columns["order"])  # names what is no date
     if pa.types.is_timestamp(columns["order"].type):
         columns["order"] = columns["order"].cast(pa.int64())
     values = (column.to_numpy(zero_copy_only=False) for column in columns.values())
-    return from_rows(name, *values, times=spelled["order"] != "position")
+    return from_rows(name, *values, times=column_names["order"] != "position")
 
 
 def _check_events(path: Path, name: str, column: pa.Array) -> None:
@@ -337,23 +341,23 @@ def _with_candidates(data: SequenceData, folder: Path, seed: int) -> SequenceDat
         users = data.held_out("validation").users
         owners = np.arange(len(data.sequences)).repeat(data.sequences.lengths)
         sampler = UniformNegatives(data.num_items, owners + 1, data.sequences.values, seed)
-        drawn = sampler.draw(users + 1, np.arange(len(users)), 0, candidates["test"].shape[1])
-        candidates["validation"] = drawn.ids
+        sample = sampler.draw(users + 1, np.arange(len(users)), 0, candidates["test"].shape[1])
+        candidates["validation"] = sample.ids
     return dataclasses.replace(data, candidates=candidates)
 
 
 def _negatives(data: SequenceData, split: str, file: Path) -> Int64:
-    """Reads (Q, N) the candidates of each held-out item of a split beside the item itself, -1 where there are fewer."""
+    """Reads (Q, N) the candidates of a split's held-out items beside the items themselves, filled up with -1."""
     assert data.user_ids is not None
     assert data.item_ids is not None
     table = read_columns(file)
     items = data.item_ids[1:]
-    spelled = {
+    spellings = {
         "user": (("user", "user_id"), data.user_ids),
         "negative": (("negative", "item_id", "item"), items),
     }
     columns: dict[str, Array] = {}
-    for role, (words, ids) in spelled.items():
+    for role, (words, ids) in spellings.items():
         word = next((word for word in words if word in table.column_names), None)
         if word is None or is_list_type(table.column(word).type):
             raise DataError(
@@ -368,22 +372,22 @@ def _negatives(data: SequenceData, split: str, file: Path) -> Int64:
             )
         kinds = [pa.types.is_string(array.type) for array in (column, pa.array(ids))]
         if kinds[0] != kinds[1]:
-            was, wanted = ("text" if kind else "numbers" for kind in kinds)
+            ids_kind, sequences_kind = ("text" if kind else "numbers" for kind in kinds)
             raise DataError(
-                f"{file}: the ids in '{word}' are {was}, and those in the sequences of '{data.name}' {wanted}; write "
-                "one type to both files"
+                f"{file}: the ids in '{word}' are {ids_kind}, and those in the sequences of '{data.name}' "
+                f"{sequences_kind}; write one type to both files"
             )
         columns[role] = column.to_numpy(zero_copy_only=False)
-    known = np.isin(columns["negative"], items)
-    if not known.all():
-        row = int((~known).argmax())
+    in_catalogue = np.isin(columns["negative"], items)
+    if not in_catalogue.all():
+        row = int((~in_catalogue).argmax())
         raise DataError(
             f"{file}: row {row}: negative {columns['negative'][row]} is in no sequence of '{data.name}' "
-            f"({int((~known).sum()):,} such rows); leave these rows out, since the model knows no such item"
+            f"({int((~in_catalogue).sum()):,} such rows); leave these rows out, since the model knows no such item"
         )
-    named = np.isin(columns["user"], data.user_ids)
-    owners = data.user_ids.searchsorted(columns["user"][named])
-    negatives = items.searchsorted(columns["negative"][named]) + 1
+    in_sequences = np.isin(columns["user"], data.user_ids)
+    owners = data.user_ids.searchsorted(columns["user"][in_sequences])
+    negatives = items.searchsorted(columns["negative"][in_sequences]) + 1
     return candidates_by_user(data.held_out(split).users, data.user_ids, owners, negatives)
 
 
@@ -403,7 +407,7 @@ def _file_in(folder: Path, name: str) -> Path:
 
 
 def planted_sequences(*, users: int = 4_000, items: int = 400, seed: int = 0) -> SequenceData:
-    """Generates sequences in which an item's fixed successor follows with probability .7, else any item.
+    """Generates sequences: with probability .7 an item's fixed successor follows, else any item.
 
     No item is taken twice. The answer: rank the successor of the last item first, if it has not been taken, and the
     others in any order. ``best`` holds the figures of that rule on the test items, in expectation over the order of the
@@ -421,12 +425,12 @@ def planted_sequences(*, users: int = 4_000, items: int = 400, seed: int = 0) ->
     rng = np.random.default_rng([seed, users, items])
     rows, successor = np.arange(users), rng.permutation(items)
     lengths = rng.integers(4, LONGEST + 1, users)
-    steps, left = np.zeros((users, LONGEST), dtype=np.int64), np.ones((users, items), dtype=bool)
+    steps, available = np.zeros((users, LONGEST), dtype=np.int64), np.ones((users, items), dtype=bool)
     for step in range(LONGEST):
         following = successor[steps[:, step - 1]]
-        follows = (rng.random(users) < 0.7) & left[rows, following] & (step > 0)
-        steps[:, step] = np.where(follows, following, (rng.random((users, items)) * left).argmax(axis=1))
-        left[rows, steps[:, step]] = False
+        follows = (rng.random(users) < 0.7) & available[rows, following] & (step > 0)
+        steps[:, step] = np.where(follows, following, (rng.random((users, items)) * available).argmax(axis=1))
+        available[rows, steps[:, step]] = False
     inside = np.arange(LONGEST) < lengths[:, None]
     return SequenceData(
         name=PLANTED,
@@ -440,13 +444,13 @@ def _best(steps: Int64, lengths: Int64, successor: Int64) -> dict[str, float]:
     """Returns the expected figures of the rule on the last items; earlier items are left out of the ranking."""
     rows, last = np.arange(len(steps)), lengths - 1
     targets, guesses = steps[rows, last], successor[steps[rows, last - 1]]
-    left = np.ones((len(steps), len(successor)), dtype=bool)
+    available = np.ones((len(steps), len(successor)), dtype=bool)
     before = np.arange(steps.shape[1]) < last[:, None]
-    left[np.nonzero(before)[0], steps[before]] = False
-    first = left[rows, guesses].astype(np.int64)  # places that the guess takes
+    available[np.nonzero(before)[0], steps[before]] = False
+    first = available[rows, guesses].astype(np.int64)  # places that the guess takes
     gains = np.concatenate([[0.0], np.cumsum(1 / np.log2(np.arange(2, 12)))])
     figures = {}
     for name, upto in (("HR@1", np.arange(11.0).clip(max=1)), ("HR@10", np.arange(11.0)), ("NDCG@10", gains)):
-        by_chance = (upto[-1] - upto[first]) / (left.sum(axis=1) - first)
+        by_chance = (upto[-1] - upto[first]) / (available.sum(axis=1) - first)
         figures[name] = float(np.where(targets == guesses, upto[1], by_chance).mean())
     return figures

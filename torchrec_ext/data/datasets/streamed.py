@@ -48,7 +48,7 @@ _GROUP_ROWS = 8_192  # rows of a row group of generated data
 
 @dataclass(frozen=True, kw_only=True)
 class Roles:
-    """The columns of preprocessed rows that are more than features.
+    """The special columns of preprocessed rows, beside their features.
 
     Args:
         label: column of the labels, 0 to 1; empty where every row is a positive.
@@ -97,10 +97,10 @@ class StreamedData:
 
     def __post_init__(self) -> None:
         roles = self.roles
-        kept: list[str] = [name for name in (roles.label, *roles.tasks, roles.weight) if name]
+        number_columns: list[str] = [name for name in (roles.label, *roles.tasks, roles.weight) if name]
         for source in self.splits.values():
             source.require({name: _KINDS[self.preprocessor.outputs[name]] for name in (*self.features, *self.dense)})
-            source.require(dict.fromkeys(kept, _NUMBERS))
+            source.require(dict.fromkeys(number_columns, _NUMBERS))
 
     @cached_property
     def digest(self) -> str:
@@ -114,7 +114,7 @@ class StreamedData:
 
     @cached_property
     def vocab(self) -> dict[str, int]:
-        """Number of rows of each feature's table, whose row 0 is the unknown value."""
+        """Number of rows of each feature's table; row 0 is the unknown value."""
         return self.preprocessor.vocab
 
     @property
@@ -173,7 +173,7 @@ class StreamedData:
 
     @property
     def task_positives(self) -> dict[str, dict[str, tuple[float, float]]]:
-        """The weight of the positives of each task, among all rows and among those whose label is 1.
+        """The weight of the positives of each task, among all rows and among the rows with label 1.
 
         By split and by task, the label being the first; see :attr:`positives`.
         """
@@ -250,13 +250,13 @@ class StreamedData:
         """
         item = self._item()
         last = self._last_rows(item)
-        known: Int64 = 1 + np.flatnonzero(last[1:] >= 0)
-        if not len(known):
+        item_rows: Int64 = 1 + np.flatnonzero(last[1:] >= 0)
+        if not len(item_rows):
             raise DataError(
                 f"{self.folder}: column '{item}' is 0, the unknown item, in all training rows; lower min_count of its "
                 "Categorify"
             )
-        rows, pieces, start = np.sort(last[known]), [], 0
+        rows, pieces, start = np.sort(last[item_rows]), [], 0
         features, dense = self.towers["item"]
         names = list(dict.fromkeys([item, *features, *dense]))
         for chunk in self.chunks("train", names):
@@ -267,11 +267,11 @@ class StreamedData:
             start += chunk.num_rows
         table = Chunk({name: concatenate([piece[name] for piece in pieces]) for name in names})
         ids = np.arange(self.vocab[item])
-        nearest = known[np.minimum(known.searchsorted(ids), len(known) - 1)]
-        return known, table.take(rows.searchsorted(last[nearest])).with_columns({item: Column(ids)})
+        nearest = item_rows[np.minimum(item_rows.searchsorted(ids), len(item_rows) - 1)]
+        return item_rows, table.take(rows.searchsorted(last[nearest])).with_columns({item: Column(ids)})
 
     def _last_rows(self, name: str) -> Int64:
-        """Returns the number of the last training row of each id of a column, (V,); -1 where there is none."""
+        """Returns the number of the last training row of each id of a column, (V,); -1 for an id without one."""
         last, start = np.full(self.vocab[name], -1), 0
         for chunk in self.chunks("train", [name]):
             ids = chunk[name].values
@@ -292,7 +292,7 @@ def positive_share(positive: float, total: float) -> float:
 
 
 def prepared_folder(name: str, root: str | None) -> Path | None:
-    """Returns the folder of preprocessed rows of that name, a path or in ``root``; None where there is none.
+    """Finds a folder of preprocessed rows by name, a path or in ``root``; None if there is none.
 
     Files train.parquet or inter.parquet beside the rows are a set of their own, which is read instead.
     """
@@ -308,7 +308,7 @@ def prepared_folder(name: str, root: str | None) -> Path | None:
 def load_streamed(
     config: StreamConfig, *, labels: bool = True, generate: Callable[..., dict[str, float]] | None = None
 ) -> StreamedData:
-    """Opens the preprocessed rows that ``config`` names; only metadata are read.
+    """Opens the preprocessed rows named by ``config``; only metadata are read.
 
     Args:
         config: settings that name the folder.
@@ -321,16 +321,16 @@ def load_streamed(
         DataError: the folder is not one that rec.data.preprocess wrote, or its files contradict it.
     """
     if config.name == PLANTED:
-        kept = tempfile.TemporaryDirectory(prefix="torchrec_ext-planted-")
-        best = (generate or planted_folder)(Path(kept.name), seed=config.seed)
-        return _open(Path(kept.name), config, labels, best=best, kept=kept)
+        temporary_folder = tempfile.TemporaryDirectory(prefix="torchrec_ext-planted-")
+        best = (generate or planted_folder)(Path(temporary_folder.name), seed=config.seed)
+        return _open(Path(temporary_folder.name), config, labels, best=best, kept=temporary_folder)
     folder = Path(config.name)
     if not folder.is_dir():
         folder = data_folder(config.name, config.folder) or folder
     if not folder.is_dir():
-        looked = f"nor in {folder}" if config.folder else f"and neither data.folder nor {FOLDER_VARIABLE} has it"
+        place = f"nor in {folder}" if config.folder else f"and neither data.folder nor {FOLDER_VARIABLE} has it"
         raise DatasetUnavailable(
-            f"data.name={config.name}: there is no such folder, {looked}; write one from your log by `torchx run "
+            f"data.name={config.name}: there is no such folder, {place}; write one from your log by `torchx run "
             f"rec.data.preprocess --recipe ... --out {config.name}`, or use generated rows: data.name={PLANTED}"
         )
     return _open(folder, config, labels)
@@ -380,9 +380,9 @@ def _summary(folder: Path) -> dict[str, Any]:
 
 def _roles(folder: Path, summary: Mapping[str, Any], preprocessor: FittedPreprocessor, labels: bool) -> Roles:
     """Reads the columns' roles from the summary; an older one has none, and its label is the column ``label``."""
-    given = summary.get("roles", {})
-    roles = {**given, "label": given.get("label") or "label"}
-    for name in given.get("tasks", ()):
+    saved_roles = summary.get("roles", {})
+    roles = {**saved_roles, "label": saved_roles.get("label") or "label"}
+    for name in saved_roles.get("tasks", ()):
         if name not in preprocessor.keep:
             raise DataError(
                 f"{folder}: task '{name}' is no column of its rows, which keep {listed(preprocessor.keep)}; set "
@@ -398,11 +398,11 @@ def _roles(folder: Path, summary: Mapping[str, Any], preprocessor: FittedPreproc
     return Roles(**roles)
 
 
-def _whole(data: StreamedData, split: str) -> Chunk:
+def _all_rows(data: StreamedData, split: str) -> Chunk:
     """Reads all rows of a split: ids, numbers and labels; no rows where the folder has no such split."""
     names = list(dict.fromkeys([*data.features, *data.dense, *filter(None, [data.roles.label])]))
     if split not in data.splits:
-        return _whole(data, "train").slice(0, 0)
+        return _all_rows(data, "train").slice(0, 0)
     chunks = list(data.chunks(split, names))
     return Chunk({name: concatenate([chunk[name] for chunk in chunks]) for name in names})
 
@@ -418,8 +418,8 @@ def labelled_rows_of(data: StreamedData, *, context: bool = True) -> LabelledDat
         DataError: user or item have another name, a label is neither 0 nor 1, or the rows have weights.
     """
     _check_names(data)
-    made = {split: _whole(data, split) for split in _SPLITS}
-    for split, rows in made.items():
+    chunks = {split: _all_rows(data, split) for split in _SPLITS}
+    for split, rows in chunks.items():
         labels = rows[data.roles.label].values
         wrong = ~np.isin(labels, (0, 1))
         if wrong.any():
@@ -427,7 +427,7 @@ def labelled_rows_of(data: StreamedData, *, context: bool = True) -> LabelledDat
                 f"{data.folder}: column '{data.roles.label}', row {int(wrong.argmax())} of {split}: "
                 f"{labels[wrong][0]}; must be 0 or 1 in a recipe that keeps its rows in memory: take --recipe stream"
             )
-        made[split] = rows.with_columns({"label": Column(labels.astype(np.float32))})
+        chunks[split] = rows.with_columns({"label": Column(labels.astype(np.float32))})
     described = {
         tower: tuple(
             name for names in data.towers.get(tower, ()) for name in names if name != getattr(data.roles, tower)
@@ -436,9 +436,9 @@ def labelled_rows_of(data: StreamedData, *, context: bool = True) -> LabelledDat
     }
     labelled = LabelledData(
         name=data.name,
-        train=made["train"],
-        validation=made["validation"],
-        test=made["test"],
+        train=chunks["train"],
+        validation=chunks["validation"],
+        test=chunks["test"],
         vocab={name: data.vocab[name] for name in data.features},
         context=tuple(data.towers.get("context", ((), ()))[0]),
         dense=data.dense,
@@ -453,13 +453,13 @@ def labelled_rows_of(data: StreamedData, *, context: bool = True) -> LabelledDat
 
 
 def _check_names(data: StreamedData) -> None:
-    """Refuses names and weights that a recipe whose rows are in memory does not read."""
-    for role, wanted in (("user", "user_id"), ("item", "item_id")):
+    """Refuses names and weights not supported by recipes with rows in memory."""
+    for role, expected_name in (("user", "user_id"), ("item", "item_id")):
         name = getattr(data.roles, role)
-        if name not in (None, wanted):
+        if name not in (None, expected_name):
             raise DataError(
-                f"{data.folder}: the {role}'s column is '{name}', and this recipe reads '{wanted}'; write "
-                f"output='{wanted}' to its step in the preprocessing recipe, or take --recipe stream"
+                f"{data.folder}: the {role}'s column is '{name}', and this recipe reads '{expected_name}'; write "
+                f"output='{expected_name}' to its step in the preprocessing recipe, or take --recipe stream"
             )
     if data.roles.weight:
         raise DataError(
@@ -486,42 +486,42 @@ def interactions_of(data: StreamedData) -> InteractionData:
         )
     _check_names(data)
     train, validation, test = (_positives(data, split) for split in _SPLITS)
-    known, table = data.items
-    if len(known) < table.num_rows - 1:
+    item_rows, table = data.items
+    if len(item_rows) < table.num_rows - 1:
         raise DataError(
-            f"{data.folder}: {table.num_rows - 1 - len(known):,} rows of '{roles.item}' are no item's: its ids are "
+            f"{data.folder}: {table.num_rows - 1 - len(item_rows):,} rows of '{roles.item}' are no item's: its ids are "
             "hashed, or the first split is not the training rows; take Categorify for the item, or --recipe "
             "stream"
         )
-    whole = train.take(np.flatnonzero((train["user_id"].values > 0) & (train["item_id"].values > 0)))
-    if left_out := train.num_rows - whole.num_rows:
+    training_rows = train.take(np.flatnonzero((train["user_id"].values > 0) & (train["item_id"].values > 0)))
+    if left_out := train.num_rows - training_rows.num_rows:
         warnings.warn(
             f"{data.folder}: {left_out:,} of {train.num_rows:,} positives for training have an unknown user or item, "
             "and are left out; a lower min_count of the preprocessing knows more of them",
             stacklevel=2,
         )
-    if not whole.num_rows:
+    if not training_rows.num_rows:
         raise DataError(f"{data.folder}: no training row is a positive: with label 1, and a known user and item")
-    outside = len(known) + 1
+    outside = len(item_rows) + 1
     validation, test = (
         rows.with_columns({"item_id": Column(np.where(rows["item_id"].values > 0, rows["item_id"].values, outside))})
         for rows in (validation, test)
     )
     unknown = table.take(np.zeros(1, np.int64))
     items = Chunk({name: concatenate([table[name], unknown[name]]) for name in table})
-    owners = whole["user_id"].values
+    owners = training_rows["user_id"].values
     order = np.argsort(owners, kind="stable")
     counts = np.bincount(owners, minlength=data.vocab["user_id"])
     return InteractionData(
         name=data.name,
-        train=whole,
+        train=training_rows,
         validation=validation,
         test=test,
         items=items,
         vocab={name: data.vocab[name] for tower in data.towers.values() for name in tower[0]},
         dense=data.dense,
-        known=Pairs(owners, whole["item_id"].values),
-        liked=Column.from_lengths(whole["item_id"].values[order], counts),
+        known=Pairs(owners, training_rows["item_id"].values),
+        liked=Column.from_lengths(training_rows["item_id"].values[order], counts),
         user_ids=_values_of(data.preprocessor, "user_id", data.vocab["user_id"]),
         item_ids=_values_of(data.preprocessor, "item_id", items.num_rows),
         outside=1,
@@ -531,12 +531,12 @@ def interactions_of(data: StreamedData) -> InteractionData:
 
 
 def _positives(data: StreamedData, split: str) -> Chunk:
-    rows, label = _whole(data, split), data.roles.label
+    rows, label = _all_rows(data, split), data.roles.label
     return rows.take(np.flatnonzero(rows[label].values > 0)) if label else rows
 
 
 def _values_of(preprocessor: FittedPreprocessor, name: str, rows: int) -> Array | None:
-    """Returns (rows,) the log's value of each row of a column's table; None where a hash made the rows."""
+    """Returns (rows,) the log's value of each row of a column's table; None if a hash made the rows."""
     steps = zip(preprocessor.steps, preprocessor.states, strict=True)
     state = next((state for step, state in reversed(list(steps)) if name in step.writes), None)
     if not isinstance(state, Vocabulary):
@@ -569,10 +569,10 @@ def planted_folder(folder: Path, *, seed: int = 0, rows: int = 60_000) -> dict[s
         chunk: Chunk = getattr(data, split)
         rows_of[split] = {name: chunk[name].values.tolist() for name in (*names, *numbers)}
     requests = data.train.slice(0, 1_000)
-    asked = pa.table({name: requests[name].values for name in names})
+    request_table = pa.table({name: requests[name].values for name in names})
     roles = {"label": "label", "weight": None, "user": "user_id", "item": "item_id"}
     items, users = (pa.table({name: data.trained(name)}) for name in ("item_id", "user_id"))
-    _write_planted(folder, fitted, rows_of, asked, items, users, roles)
+    _write_planted(folder, fitted, rows_of, request_table, items, users, roles)
     return dict(data.best)
 
 
@@ -589,9 +589,9 @@ def _write_planted(
     fitted.save(folder / PREPROCESSOR)
     counts = {}
     for split, rows in splits.items():
-        made = fitted.online(rows)
+        columns = fitted.online(rows)
         (folder / split).mkdir()
-        table = pa.table({name: _arrow(column) for name, column in made.items()})
+        table = pa.table({name: _arrow(column) for name, column in columns.items()})
         path = folder / split / "part-00000.parquet"
         pq.write_table(table, path, row_group_size=_GROUP_ROWS, write_page_checksum=True)
         counts[split] = len(table)
@@ -626,21 +626,21 @@ def planted_log_folder(folder: Path, *, seed: int = 0, sessions: bool = True) ->
     columns, size = log.columns, len(log.bought)
     rng = np.random.default_rng([seed, 1])
     clicks = np.arange(size).repeat(2)
-    shown = columns["item_id"][clicks]
-    shown[1::2] = rng.integers(1, int(shown.max()) + 1, size)
+    shown_items = columns["item_id"][clicks]
+    shown_items[1::2] = rng.integers(1, int(shown_items.max()) + 1, size)
     click = np.tile(np.array([1.0, 0.0]), size)
-    other = np.ones(len(shown), np.bool_)
-    other[1::2] = shown[1::2] != shown[::2]
-    clicks, shown, click = clicks[other], shown[other], click[other]
+    mask = np.ones(len(shown_items), np.bool_)
+    mask[1::2] = shown_items[1::2] != shown_items[::2]
+    clicks, shown_items, click = clicks[mask], shown_items[mask], click[mask]
     categories = int(columns["category_id"].max()) + 1
     rows: dict[str, list[Any]] = {
         "user_id": columns["user_id"][clicks].tolist(),
         "timestamp": columns["timestamp"][clicks].tolist(),
-        "item_id": shown.tolist(),
-        "category_id": (shown % categories).tolist(),
+        "item_id": shown_items.tolist(),
+        "category_id": (shown_items % categories).tolist(),
         "click": click.tolist(),
         "conversion": (click * log.bought[clicks]).tolist(),
-        "weight": (1.0 + shown % 2).tolist(),
+        "weight": (1.0 + shown_items % 2).tolist(),
     }
     rows |= _past(columns, clicks, length)
     cuts = [0, int(0.8 * len(clicks)), int(0.9 * len(clicks)), len(clicks)]
@@ -666,8 +666,8 @@ def planted_log_folder(folder: Path, *, seed: int = 0, sessions: bool = True) ->
     requests = pa.table(
         {name: splits["train"][name][-1_000:] for name in names if name not in ("item_id", "category_id")}
     )
-    known = np.unique(np.array(splits["train"]["item_id"]))
-    items = pa.table({"item_id": known, "category_id": known % categories})
+    training_items = np.unique(np.array(splits["train"]["item_id"]))
+    items = pa.table({"item_id": training_items, "category_id": training_items % categories})
     roles = {
         "label": labels[0],
         "tasks": labels[1:],
@@ -678,12 +678,12 @@ def planted_log_folder(folder: Path, *, seed: int = 0, sessions: bool = True) ->
     }
     users, last = np.unique(columns["user_id"][::-1], return_index=True)
     latest = _past(columns, size - 1 - last, length, itself=1)
-    known = np.isin(users, np.unique(np.array(splits["train"]["user_id"])))
-    named = pa.table({"user_id": users, **latest}).filter(pa.array(known))
-    _write_planted(folder, fitted, splits, requests, items, named, roles)
+    is_training_user = np.isin(users, np.unique(np.array(splits["train"]["user_id"])))
+    user_table = pa.table({"user_id": users, **latest}).filter(pa.array(is_training_user))
+    _write_planted(folder, fitted, splits, requests, items, user_table, roles)
     test = slice(cuts[2], cuts[3])
-    odds = log.odds(clicks[test], shown[test])
-    chances = {"click": odds / (1 + odds), "conversion": odds / (1 + odds) * log.buys(shown[test])}
+    odds = log.odds(clicks[test], shown_items[test])
+    chances = {"click": odds / (1 + odds), "conversion": odds / (1 + odds) * log.buys(shown_items[test])}
     best = {}
     for name, chance in chances.items():
         label = np.array(rows[name][test])
@@ -693,7 +693,7 @@ def planted_log_folder(folder: Path, *, seed: int = 0, sessions: bool = True) ->
 
 
 def _past(columns: Mapping[str, Int64], clicks: Int64, length: int, itself: int = 0) -> dict[str, list[Any]]:
-    """Returns the lists that a request has of each row's latest clicks before it, a few more than are read.
+    """Lists each row's latest earlier clicks as a request does, a few more than are read.
 
     With ``itself=1`` the row's own click is the last of them.
     """
@@ -703,8 +703,8 @@ def _past(columns: Mapping[str, Int64], clicks: Int64, length: int, itself: int 
         before.append([*past.setdefault(user, [])[-length - 2 :], *[row] * itself])
         past[user].append(row)
     lists = [before[click] for click in clicks.tolist()]
-    sent = {"items": "item_id", "times": "timestamp", "category_id": "category_id"}
-    return {f"history_{name}": [columns[column][row].tolist() for row in lists] for name, column in sent.items()}
+    sources = {"items": "item_id", "times": "timestamp", "category_id": "category_id"}
+    return {f"history_{name}": [columns[column][row].tolist() for row in lists] for name, column in sources.items()}
 
 
 def _area(scores: NDArray[np.float64], labels: NDArray[np.float64]) -> float:

@@ -84,12 +84,15 @@ def planted(
     user, item = _draw(rng, preferences)
     matching = taste[user] == kind[item]
     ratings = _ratings(user, item, _times(rng, user), np.where(matching, 5, 3))
-    seen_as = np.where(rng.random(users) < 0.9, taste[1:], rng.integers(clusters, size=users)) + 1
+    visible_taste = np.where(rng.random(users) < 0.9, taste[1:], rng.integers(clusters, size=users)) + 1
     data = from_ratings(
         name="planted",
         ratings=ratings,
         users=_users(
-            rng, users, occupation=seen_as, age=(taste[1:] / clusters - 0.5) * 3 + rng.normal(scale=0.5, size=users)
+            rng,
+            users,
+            occupation=visible_taste,
+            age=(taste[1:] / clusters - 0.5) * 3 + rng.normal(scale=0.5, size=users),
         ),
         items=_items(rng, items, genre=kind[1:] + 1),
         vocab=_vocab(users, items),
@@ -141,22 +144,22 @@ def _draw(rng: np.random.Generator, preferences: Floats) -> tuple[Int64, Int64]:
     keys = np.log(preferences[1:, 1:])
     keys += rng.gumbel(size=keys.shape)
     ranked = np.argsort(-keys, axis=1)[:, : counts.max()] + 1
-    taken = np.arange(ranked.shape[1]) < counts[:, None]
-    return np.arange(1, users + 1).repeat(taken.sum(axis=1)), ranked[taken]
+    is_drawn = np.arange(ranked.shape[1]) < counts[:, None]
+    return np.arange(1, users + 1).repeat(is_drawn.sum(axis=1)), ranked[is_drawn]
 
 
 def _times(rng: np.random.Generator, user: Int64) -> Int64:
-    """Draws seconds that never fall along a user's rows; a quarter of them equal the one before."""
+    """Draws seconds in ascending order along a user's rows; a quarter of them equal the one before."""
     return np.cumsum(rng.integers(0, 4, size=len(user))) + 1_000_000
 
 
 def _best(preferences: Floats, data: InteractionData) -> Mapping[str, float]:
     """Returns the expected figures of ranking test items by the true preferences, other parts' items masked."""
     users = data.test["user_id"].values
-    left = preferences[users]
-    seen = data.seen(users, "train", "validation")
-    left[np.arange(len(users)).repeat(seen.lengths), seen.values] = 0.0
-    top = -np.sort(-left, axis=1)[:, :10] / left.sum(axis=1, keepdims=True)
+    weights = preferences[users]
+    masked_items = data.seen(users, "train", "validation")
+    weights[np.arange(len(users)).repeat(masked_items.lengths), masked_items.values] = 0.0
+    top = -np.sort(-weights, axis=1)[:, :10] / weights.sum(axis=1, keepdims=True)
     gain = 1 / np.log2(np.arange(10) + 2)
     hits = {f"HR@{k}": float(top[:, :k].sum(axis=1).mean()) for k in (1, 5, 10)}
     return hits | {f"NDCG@{k}": float((top[:, :k] * gain[:k]).sum(axis=1).mean()) for k in (1, 5, 10)}
@@ -238,7 +241,7 @@ def planted_log(
     favourite: float = 0.6,
     seed: int = 0,
 ) -> PlantedLog:
-    """Generates clicks whose next category is told by the latest click, if it was less than an hour ago.
+    """Generates clicks: the latest click, if less than an hour old, tells the category of the next one.
 
     A visit is a few clicks, minutes apart; visits are a day or more apart. Within a visit the category is the one after
     that of the click before, in a share ``follows`` of cases. Else, and for the first click of a visit, it is the
@@ -269,22 +272,22 @@ def planted_log(
                 rows.append((now, user, item or categories * (items // categories), category, click > 0))
                 now += int(rng.integers(60, 300))
             now += int(rng.integers(86_400, 2 * 86_400))
-    times, owners, taken, kinds, within = np.array(sorted(rows), dtype=np.int64).T
+    times, owners, item_ids, kinds, in_visit = np.array(sorted(rows), dtype=np.int64).T
     before = np.full(len(rows), -1)  # the category of the user's click before, where it is of the same visit
     last = dict.fromkeys(range(users + 1), -1)
     for row, (user, category) in enumerate(zip(owners.tolist(), kinds.tolist(), strict=True)):
-        before[row] = last[user] if within[row] else -1
+        before[row] = last[user] if in_visit[row] else -1
         last[user] = category
 
-    def buys(shown: Int64) -> NDArray[np.float64]:
-        return np.where(shown % categories % 2 == 0, 0.6, 0.1)
+    def buys(candidates: Int64) -> NDArray[np.float64]:
+        return np.where(candidates % categories % 2 == 0, 0.6, 0.1)
 
-    def odds(clicks: Int64, shown: Int64) -> NDArray[np.float64]:
-        following = shown % categories == (before[clicks] + 1) % categories
+    def odds(clicks: Int64, candidates: Int64) -> NDArray[np.float64]:
+        following = candidates % categories == (before[clicks] + 1) % categories
         alone: NDArray[np.float64] = (
-            1 - favourite + favourite * categories * (owners[clicks] % categories == shown % categories)
+            1 - favourite + favourite * categories * (owners[clicks] % categories == candidates % categories)
         )
         return np.where(before[clicks] < 0, alone, (1 - follows) * alone + follows * categories * following)
 
-    columns = {"user_id": owners, "item_id": taken, "category_id": kinds, "timestamp": times}
-    return PlantedLog(columns, rng.random(len(rows)) < buys(taken), odds, buys)
+    columns = {"user_id": owners, "item_id": item_ids, "category_id": kinds, "timestamp": times}
+    return PlantedLog(columns, rng.random(len(rows)) < buys(item_ids), odds, buys)
