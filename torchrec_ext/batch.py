@@ -86,7 +86,7 @@ class TowerBatch(_Fields):
             tables.
         targets: labels of the second and further tasks, (B, T - 1) float32; None for one task.
         users: user of each row, (B,) int64, as sampled: id dropout changes the look-up and not this. 0 for padding.
-            Losses that compare rows read it; None where the schema names no such column.
+            Losses that compare rows read it; None if the schema names no such column.
         items: item of each row, (B,) int64, sampled likewise.
         queries: number of first rows that have a query; the rows after them are candidates alone. If given, as by a
             loader, the batches of all ranks have one size; None: every row has a query, and ranks may differ.
@@ -124,7 +124,7 @@ class TowerBatch(_Fields):
     def bags(self, name: str) -> JaggedTensor:
         """Returns the bags of one feature, in whichever field it is: B of them, or Q if the feature is shared.
 
-        The call waits for the device where the bags are in ``joint`` or ``weighted``.
+        The call waits for the device if the bags are in ``joint`` or ``weighted``.
         """
         for bags in (self.weighted, self.joint):
             for key in bags.keys() if bags is not None else []:
@@ -149,7 +149,7 @@ class TowerBatch(_Fields):
 class Jagged(NamedTuple):
     """One sparse feature of a batch: its ids in ``values`` (sum of lengths,), and the ``lengths`` (B,) of its bags.
 
-    ``lengths=None`` is one id per row. ``weights`` (sum of lengths,) holds a number for each id, where the model pools
+    ``lengths=None`` is one id per row. ``weights`` (sum of lengths,) holds a number for each id, if the model pools
     by them.
     """
 
@@ -182,7 +182,7 @@ class KeyLayout(NamedTuple):
 class KeyedIds(NamedTuple):
     """The content of one KeyedJaggedTensor: ``values`` int64, ``lengths`` int32, ``weights`` float32 or None.
 
-    ``length_per_key``, where it is known, spares a wait for the device, which would count the ids of each key.
+    ``length_per_key``, if it is known, spares a wait for the device to count the ids of each key.
     """
 
     values: Tensor
@@ -240,8 +240,8 @@ def pack(
         users: (B,) int64.
         items: (B,) int64.
         queries: number of rows that have a query.
-        shared_dense: (Q, Fd) float32, the dense columns of the shared rows; needed where the layout has such rows.
-        index: (B,) int64, the shared row of each row; needed where the layout has shared rows.
+        shared_dense: (Q, Fd) float32, the dense columns of the shared rows; needed if the layout has such rows.
+        index: (B,) int64, the shared row of each row; needed if the layout has shared rows.
     """
     size, shared = labels.numel(), None
     halves: tuple[int, ...] = (size,)
@@ -288,9 +288,9 @@ def concatenated(
 
     Args:
         keys: keys of one KeyedJaggedTensor.
-        sizes: number of bags of each feature; where a feature has fewer, empty bags follow.
+        sizes: number of bags of each feature; if a feature has fewer, empty bags follow.
         bags: int64 ids of each feature by name.
-        device: device of the result where no feature has bags; the CPU where not given.
+        device: device of the result if no feature has bags; the CPU by default.
     """
     columns = [None if name is None else bags[name] for name in keys.features]
     present_columns = [column for column in columns if column is not None]

@@ -64,7 +64,7 @@ class Entry:
 
     Args:
         path: ``module:name`` of the object.
-        facts: attributes of the object that are known before it is imported, where they differ from what is usual.
+        facts: attributes of the object that are known before its import, if they differ from the usual ones.
     """
 
     path: str
@@ -79,10 +79,10 @@ def entry(path: str, **facts: Any) -> Entry:
 class Registry(Mapping[str, Any]):
     """Objects by name, each imported when it is looked up first.
 
-    So a config can check a name, and a few attributes of what it names, before torch is imported.
+    So a config can check a name, and a few attributes of its object, before torch is imported.
 
     Args:
-        entries: lines by name: where each object is, and which of its ``usual`` attributes differ.
+        entries: lines by name: the place of each object, and those of its ``usual`` attributes that differ.
         usual: attributes that are known before an import, with their usual values.
 
     Example:

@@ -1,4 +1,4 @@
-"""`python -m torchrec_ext.probe`: imports the triple, looks two rows up, and prints what torch sees as one JSON line.
+"""`python -m torchrec_ext.probe`: imports the triple, looks two rows up, and prints the result as one JSON line.
 
 It runs as a separate process, because a mixed triple may end it without an exception.
 """

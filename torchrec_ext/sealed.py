@@ -286,9 +286,9 @@ def lock_folder(folder: str, name: str, error: type[Exception], *, shown: str, b
         folder: path of the folder.
         name: file that is locked; its text says who holds the lock.
         error: class of the exceptions.
-        shown: what messages call the folder.
-        busy: remedy where another process holds the lock.
-        otherwise: remedy where the file system has no locks.
+        shown: name of the folder in messages.
+        busy: remedy if another process holds the lock.
+        otherwise: remedy if the file system has no locks.
 
     Raises:
         error: another process holds the lock, the folder cannot be written, or its file system has no locks.

@@ -1,4 +1,4 @@
-"""The pinned triples of torch, fbgemm and torchrec: which builds belong together, what is installed, how to repair it.
+"""The pinned triples of torch, fbgemm and torchrec: matching builds, installed builds, and how to repair a mismatch.
 
 Standard library only: this module must answer before torch can be imported, and above all when it cannot. The three are
 compiled against each other (torch 2.13 = fbgemm 1.8 = torchrec 1.8); any other mix dies inside a shared object with

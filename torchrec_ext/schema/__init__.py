@@ -1,4 +1,4 @@
-"""Which columns a batch has, derived from the tables that will read them, and the one place where ids are checked.
+"""The columns of a batch, derived from the tables that will read them, and the one place to check ids.
 
 Axis letters, one legend for the whole package: B batch, Q shared rows, F features, L bag length, D embedding dim, T
 towers or tasks, N negatives or candidates, K retrieved, R ranks, S session length.

@@ -49,13 +49,13 @@ class BatchColumns:
     Args:
         sparse: the features, F of them.
         dense: the names of the columns of the one dense matrix, Fd of them; ``profile[3]`` is the fourth number of the
-            array column ``profile``, where the data have no column of that very name.
+            array column ``profile``, if the data have no column of that very name.
         shared: names of those of these columns that are in the batch's shared part, see :class:`SharedRows`.
         joint: the keys of ``batch.joint``, for tables that read shared and other features.
         weighted: the keys of ``batch.weighted``, for tables that pool by weights.
         tasks: the columns with the labels of further tasks, which become ``batch.targets``.
         label_range: smallest and largest label, 0 to 1 as binary cross entropy asks; None for any finite label.
-        out_of_range: decides what a negative or too large id does. ``error`` raises :class:`DataError`; ``oov`` maps
+        out_of_range: the treatment of a negative or too large id. ``error`` raises :class:`DataError`; ``oov`` maps
             the id to the feature's ``oov_id``. Decided here, before any sharding: TorchRec's own answer depends on the
             sharding type (a row-wise table trains the row of another id, see FACTS).
         query: the column with the user of each row of a training batch, for ``batch.users``. Needed by models that
@@ -110,7 +110,7 @@ class BatchColumns:
             shared: names of the columns in the batch's shared part.
             label_range: see :class:`BatchSchema`.
             out_of_range: see :class:`BatchSchema`.
-            oov_ids: out-of-vocabulary row by feature name; row 0 where not given.
+            oov_ids: out-of-vocabulary row by feature name; row 0 by default.
             weights: maps a feature to the column with a weight for each of its ids.
         """
         tables, shared, weights = merged(tables), frozenset(shared), weights or {}
@@ -220,19 +220,19 @@ class BatchSchema(BatchColumns):
         """Checks the columns and packs them into one batch.
 
         Args:
-            sparse: a :class:`Jagged` for each sparse feature, of B rows or, where it is shared, Q, with weights where
-                the feature has such; further entries are ignored.
+            sparse: a :class:`Jagged` for each sparse feature, of B rows or, if it is shared, Q, with weights if the
+                feature has such; further entries are ignored.
             dense: a (B,) or (Q,) column for each dense name, (B, W) or (Q, W) for an array column; further entries are
                 ignored; or :class:`Dense`.
             labels: (B,).
-            weights: (B,), 0 for padding; ones where not given.
+            weights: (B,), 0 for padding; ones by default.
             total_weight: the sum of the weights over all ranks divided by R, by which the loss divides; the sum of
-                ``weights`` where not given.
+                ``weights`` by default.
             log_q: (B,) log-probability with which the candidate was sampled.
-            targets: (B, T - 1) the labels of the schema's ``tasks``; must be given where it has such.
-            rows: (B,) numbers by which an error message names the rows; their indices in the batch where not given.
+            targets: (B, T - 1) the labels of the schema's ``tasks``; required if it has such.
+            rows: (B,) numbers by which an error message names the rows; their indices in the batch by default.
             index: (B,) the shared row of each row, or the number of rows that each shared row has, one after the other;
-                where not given, Q is B and row i has shared row i.
+                by default Q is B and row i has shared row i.
             shared_rows: (Q,) numbers by which an error message names the shared rows; must be given with ``index``.
 
         Raises:

@@ -27,7 +27,7 @@ class SparseFeature:
         oov_id: the row that ``out_of_range="oov"`` sends invalid ids to.
         keyed: whether it is a key of ``batch.sparse`` or ``batch.shared.sparse``; else it is in ``batch.joint`` or
             ``batch.weighted`` alone.
-        weights: the column with a weight for each id; None where bags are pooled without weights.
+        weights: the column with a weight for each id; None if bags are pooled without weights.
         row_bytes: bytes of the weights of one row, summed over all its tables.
     """
 
@@ -64,9 +64,9 @@ class Joint(NamedTuple):
     """A key of ``batch.joint`` or ``batch.weighted``: the Q bags of a shared feature, then the B bags of another.
 
     A table that a shared tower and another both read is looked up once, with Q + B bags, so that its rows move once a
-    step. Where one side has more features than the other, the missing half is empty bags. Bags with weights stand in
-    ``weighted``, all others apart from them: FBGEMM trains a table that pools by mean wrongly where its ids have
-    weights, even of 1.
+    step. If one side has more features than the other, the missing half is empty bags. Bags with weights stand in
+    ``weighted``, all others apart from them: FBGEMM wrongly trains a table that pools by mean if its ids have weights,
+    even of 1.
     """
 
     shared: str | None

@@ -1,6 +1,6 @@
 """DataError, which every check of the data raises, OutOfRange, and names listed for a message.
 
-This module imports no torch: settings name what it defines.
+This module imports no torch, because settings use its names.
 """
 
 from __future__ import annotations

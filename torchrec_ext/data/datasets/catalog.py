@@ -53,7 +53,7 @@ def fetch(source: Download, target: Path, *, licence: str, progress: bool) -> st
 
     Args:
         source: file to download.
-        target: path of the file on this machine, where it is put by an atomic rename.
+        target: path of the file on this machine; an atomic rename puts it there.
         licence: line to show before the download.
         progress: show the licence and a progress bar.
 
@@ -151,7 +151,7 @@ def load_dataset(
     validation: bool = True,
     progress: bool = True,
 ) -> InteractionData:
-    """Loads a set by name: see :class:`DataConfig` for the arguments and :func:`load_config` for what it does."""
+    """Loads a set by name; see :class:`DataConfig` for the arguments and :func:`load_config` for the steps."""
     config = DataConfig(
         name=name,
         history_length=history_length,

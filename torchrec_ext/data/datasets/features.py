@@ -84,9 +84,9 @@ class RowContext:
         Args:
             vocabularies: maps a column of text or whole numbers to its values, from row 1 on.
             scales: maps a column of fractions to its mean and standard deviation.
-            separators: maps a column of texts that hold lists to what stands between two values.
+            separators: maps a column of texts with lists to the separator of their values.
             times: maps a column of times to the features made of it.
-            types: maps a column to its raw type where that is not the type of the values; see
+            types: maps a column to its raw type, if that is not the type of the values; see
                 ``data.preprocess.column_types``.
             filled: columns of fractions in which a missing value stands for the mean.
         """
@@ -117,7 +117,7 @@ class RowContext:
         Args:
             rows: raw columns of the training rows.
             filled: columns of fractions in which a missing value stands for the mean.
-            separator: what stands between two values in texts that hold lists; None where no column does.
+            separator: separator of the values in texts with lists; None if no column has such texts.
 
         Raises:
             DataError: all values of a column are missing.
@@ -194,8 +194,8 @@ class RowContext:
     def transform(self, rows: RawColumns | Chunk) -> dict[str, Column]:
         """Maps raw columns to ids (B,) int64 from 1 on, and numbers (B,) float32 of mean 0 and deviation 1.
 
-        A column of times stays beside what is made of it, in microseconds since 1970, ``MISSING_TIME`` where it is
-        missing.
+        A column of times stays next to its features, in microseconds since 1970; ``MISSING_TIME`` stands for a missing
+        one.
         """
         columns = _arrays(rows)
         times = {name: Column(_microseconds(columns[name])) for name in self.times}
@@ -442,7 +442,7 @@ def side_features(
             describes is all 0.
         table: B rows of raw values.
         size: number of rows of the result.
-        columns: columns of ``table`` to use; where not given, all that are not left out.
+        columns: columns of ``table`` to use; by default all that are not left out.
 
     Example:
         >>> genres, year = np.array(["b|a", "a"], dtype=object), np.array([1995, 1995])

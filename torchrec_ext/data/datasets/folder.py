@@ -152,12 +152,12 @@ def from_folder(
 ) -> InteractionData:
     """Loads the set in ``folder``, in one of the layouts of :data:`torchrec_ext.data.datasets.config.LAYOUTS`.
 
-    Where neither times nor a file says which rows are for validation, one training item of each user is, drawn at
-    random; where test items have candidates of their own, it gets as many, drawn uniformly from the items that the user
+    If neither times nor a file says which rows are for validation, one random training item of each user is. If test
+    items have candidates of their own, the validation item gets as many, drawn uniformly from the items that the user
     has not taken. Without candidates all held-out items of a user are found in one ranking of the whole catalogue.
 
     Ids are whole numbers or text; a pair without one of them is refused. Missing values of features and of context are
-    unknown. Where the order of events is told by dates, equal ones are one moment.
+    unknown. If dates give the order of events, equal dates are one moment.
 
     The catalogue consists of the items of the training rows and of ``items.parquet``, whatever their ids. A held-out
     item that is in neither can be recommended to nobody: it counts as missed, or as the unknown item among candidates
@@ -166,13 +166,13 @@ def from_folder(
     Args:
         folder: folder with the files.
         name: name of the set.
-        history_length: greatest length of a history, or of a profile where no times are known.
+        history_length: greatest length of a history, or of a profile if no times are known.
         validation: hold rows out for validation; False trains on them.
         seed: seed of the choice of held-out rows.
-        columns: columns to read of the files, under ``users`` and ``items``; where not given, all that describe (see
+        columns: columns to read of the files, under ``users`` and ``items``; by default all that describe (see
             :func:`side_features`).
         context: columns of the interactions that say in what context an item was taken.
-        licence: what the publisher asks of users, or None.
+        licence: terms of the publisher for users, or None.
 
     Raises:
         DataError: a file or a column is missing or damaged, ids are text in one file and numbers in another, or a
@@ -186,7 +186,7 @@ def from_folder(
         _check_placeholder(folder, pairs.rows.take(split.rows[split.part == TRAIN]))
     ids, ratings, split = _numbered(folder, pairs.rows, split, pairs.trained, pairs.negatives, texts)
     users = _side(folder / "users.parquet", "user_id", ids.users, texts, columns.get("users"))
-    items = _side(folder / "items.parquet", "item_id", ids.items, texts, columns.get("items"), taken=set(users[0]))
+    items = _side(folder / "items.parquet", "item_id", ids.items, texts, columns.get("items"), user_names=set(users[0]))
     catalogue = len(ids.items) - ids.outside
     numbers = np.arange(len(ids.items))
     features = items[0].with_columns({"item_id": Column(np.where(numbers < catalogue, numbers, 0))})
@@ -225,7 +225,7 @@ def from_folder(
 class _Interactions(NamedTuple):
     """The pairs in a folder.
 
-    ``rows`` hold the files' ids, ``context`` their context, and ``part`` the part of each, None where times decide;
+    ``rows`` hold the files' ids, ``context`` their context, and ``part`` the part of each, None if times decide;
     ``trained`` names the parts that come from training rows, ``negatives`` the candidates of test items if given.
     """
 
@@ -488,7 +488,7 @@ def _ids_in(path: Path, key: str, texts: _Texts) -> Int64:
 
 
 def _side(
-    path: Path, key: str, ids: Int64, texts: _Texts, columns: Sequence[str] | None, taken: set[str] | None = None
+    path: Path, key: str, ids: Int64, texts: _Texts, columns: Sequence[str] | None, user_names: set[str] | None = None
 ) -> tuple[Chunk, RowContext, list[str] | None]:
     """Reads features by row, how they were made, and titles if there are such; ``ids`` (rows,) are the files' ids."""
     numbers = {key: Column(np.arange(len(ids)))}
@@ -502,7 +502,7 @@ def _side(
     table = read_columns(path, list(dict.fromkeys([*names, *(["title"] if "title" in available else [])])))
     rows = _rows_of(ids, described_ids)
     titles = _titles(rows, table.column("title"), len(ids)) if "title" in table.column_names else None
-    renamed = {name: f"item_{name}" if name in (taken or ()) else name for name in names}
+    renamed = {name: f"item_{name}" if name in (user_names or ()) else name for name in names}
     raw = {renamed[name]: raw_column(path, name, table.column(name)) for name in names}
     features = side_features(rows, raw, len(ids), columns)
     return Chunk({**numbers, **features.columns}), features.words, titles

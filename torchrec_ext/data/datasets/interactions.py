@@ -42,7 +42,7 @@ def leave_one_out(user: Int64, item: Int64, timestamp: Array, history_length: in
     Equal times keep the order of the input. Of a pair that occurs more than once only the first is kept, so that no
     held-out pair is also a training pair. A user with fewer than 3 interactions has all of them in training. The
     history of a row holds the user's most recent ``history_length`` items with a *strictly* earlier time than the row's
-    own: of what happened in the same second nothing is known to have come first.
+    own: nothing is known about the order of events in the same second.
 
     Args:
         user: (B,) ids.
@@ -71,7 +71,7 @@ def with_profiles(user: Int64, item: Int64, part: NDArray[np.int8], length: int,
 
     In place of a history each row has a profile: at most ``length`` of its user's training items in a random order,
     never the row itself, and no held-out item. Rows of a user stand in that order, so that the profile of a training
-    row is the ``length`` rows after it, where the first row follows the last::
+    row is the ``length`` rows after it; the first row follows the last::
 
         training items of a user    5 2 9
         profiles of their rows      5: [2, 9]   2: [9, 5]   9: [5, 2]
@@ -162,9 +162,9 @@ class InteractionData:
     Args:
         name: name by which the set was loaded.
         train: one row per positive: ``user_id``, ``item_id``, the user's features, ``history`` (ragged item ids, oldest
-            first where the times are known) and, where they are, ``timestamp``.
-        validation: held-out rows: where the set is split by time, the last row but one of each user. May have no rows.
-        test: held-out rows: where the set is split by time, the last row of each user.
+            first if the times are known) and, with known times, ``timestamp``.
+        validation: held-out rows. In a split by time, the last row but one of each user. May have no rows.
+        test: held-out rows. In a split by time, the last row of each user.
         items: row i holds the features of item i, its ``item_id`` = i among them; row 0 is the unknown item. The last
             ``outside`` rows are of items that are not in the catalogue: their ``item_id`` is 0, as that of any unknown
             item.
@@ -174,19 +174,19 @@ class InteractionData:
         liked: row u holds the items that user u rated 4 or higher before the test item, oldest first; for display.
         titles: titles by item id, or None.
         categories: names of each item's categories, such as genres, by item id; or None.
-        user_ids: (users + 1,) int64 or text, the files' id of the user in each row, [0] no user's; None where ids are
+        user_ids: (users + 1,) int64 or text, the files' id of the user in each row, [0] no user's; None if ids are
             rows.
-        item_ids: (rows of ``items``,) int64 or text, the files' id of the item in each row, [0] no item's; None where
+        item_ids: (rows of ``items``,) int64 or text, the files' id of the item in each row, [0] no item's; None if
             ids are rows.
         outside: number of the last rows of ``items`` that are held-out items or candidates, neither trained nor
             described.
-        licence: what the publisher asks of users, or None.
-        best: figures of the best possible ranking where they are known (generated data), such as ``HR@10``.
+        licence: terms of the publisher for users, or None.
+        best: figures of the best possible ranking, if known (generated data), such as ``HR@10``.
         evaluation: rules by which the publishers rank the held-out items.
         context: columns of each row that are neither the user's nor the item's; they are among ``vocab`` and ``dense``.
         sides: mapping of the files' values to the features of users and items; other features hold the values
             themselves.
-        prepared: the StreamedData that the rows come from, whose preprocessor made them; or None.
+        prepared: the StreamedData that the rows were read from, with its preprocessor; or None.
     """
 
     name: str
@@ -286,7 +286,7 @@ def from_ratings(
 
     Args:
         name: name of the set.
-        ratings: columns ``user_id``, ``item_id``, ``timestamp`` and, where known, ``rating``; every row is a positive,
+        ratings: columns ``user_id``, ``item_id``, ``timestamp`` and, if known, ``rating``; every row is a positive,
             whatever its stars. ``timestamp`` is not needed with ``split``.
         users: row u holds the features of user u, ``user_id`` among them; row 0 is the unknown user.
         items: row i holds the features of item i; row 0 is the unknown item.
@@ -298,8 +298,8 @@ def from_ratings(
         user_ids: see :class:`InteractionData`.
         item_ids: see :class:`InteractionData`.
         outside: see :class:`InteractionData`.
-        licence: what the publisher asks of users, or None.
-        split: split of the ratings; :func:`leave_one_out` where not given.
+        licence: terms of the publisher for users, or None.
+        split: split of the ratings; :func:`leave_one_out` by default.
         evaluation: see :class:`InteractionData`.
         context: raw columns of context, a row for each of ``ratings``; see
             :func:`torchrec_ext.data.datasets.features.raw_column`.

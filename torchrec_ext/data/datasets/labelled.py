@@ -54,7 +54,7 @@ class LabelledData:
 
     Args:
         name: name by which the set was loaded.
-        train: rows with ``user_id`` and ``item_id``, where the set has them, the context and ``label``, 0 or 1.
+        train: rows with ``user_id`` and ``item_id``, if the set has them, the context and ``label``, 0 or 1.
         validation: held-out rows with the same columns.
         test: held-out rows with the same columns.
         vocab: number of rows that the table of each sparse column needs.
@@ -62,12 +62,12 @@ class LabelledData:
         dense: names of the dense columns.
         user_features: names of the columns that describe the user.
         item_features: names of the columns that describe the item: the catalogue has them, and no request gives them.
-        licence: what the publisher asks of users, or None.
-        best: figures of the best possible prediction where they are known (generated data).
+        licence: terms of the publisher for users, or None.
+        best: figures of the best possible prediction, if known (generated data).
         words: mapping of the files' values to ids and numbers, but for the columns whose ids are 0 to N - 1.
-        oov_ids: maps a sparse column to the row of missing ids and of those that no training row has; where not given
+        oov_ids: maps a sparse column to the row of missing ids and of those that no training row has; by default
             row 0 of the columns that ``words`` makes, and the last row of the others.
-        prepared: the StreamedData that the rows come from, whose preprocessor made them; or None.
+        prepared: the StreamedData that the rows were read from, with its preprocessor; or None.
     """
 
     name: str
@@ -142,7 +142,7 @@ class LabelledData:
         A row without a training row has unknown values and zeros. What is made of a time has the time beside it.
 
         Args:
-            key: ``user_id`` or ``item_id``, whose table the rows are of, and which is the first column of the result.
+            key: ``user_id`` or ``item_id``: the rows are of its table, and it is the first column of the result.
             rows: rows of that table.
         """
         names = self.user_features if key == "user_id" else self.item_features
@@ -185,7 +185,7 @@ def load_labelled(config: LabelledConfig) -> LabelledData:
 def planted_context(*, rows: int = 60_000, users: int = 300, items: int = 200, seed: int = 0) -> LabelledData:
     """Generates clicks with log-odds from a user's taste and an item's kind, moved by the hour, not by the weekday.
 
-    The column ``weight``, 1 or 2 by the weekday, is read where ``loader.weight`` names it.
+    The column ``weight``, 1 or 2 by the weekday, is read if ``loader.weight`` names it.
 
     The answer: no score can order the rows better than the log-odds themselves, whose AUC and log loss on the test rows
     are in ``best``.

@@ -99,7 +99,7 @@ def movielens_100k(
     Args:
         tables: (ratings, users, items) as :func:`from_parquet` and :func:`from_zip` read them.
         history_length: greatest length of a history.
-        split: split of the ratings; by time where not given.
+        split: split of the ratings; by time if None.
         evaluation: rules by which the held-out ratings are ranked.
     """
     ratings, people, movies = tables
@@ -193,7 +193,7 @@ def features_of_items(columns: Mapping[str, pa.Array]) -> dict[str, pa.Array]:
         columns: (N,) texts of each column, by name.
 
     Returns:
-        ``release_year``, whole numbers, null where it is not known, and ``genres``, texts with a space between two.
+        ``release_year``, whole numbers, null if unknown, and ``genres``, texts with a space between two.
 
     Example:
         >>> texts = {"movie_title": ["Toy Story (1995)"], "release_year": [""], "class": ["Animation Comedy"]}

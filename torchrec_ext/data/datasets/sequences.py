@@ -57,12 +57,12 @@ class SequenceData:
         max_length: S, the greatest number of items, the most recent ones, that a model reads before its target.
         test_items: k, the number of a user's items for test, and for validation.
         candidates: maps ``validation`` or ``test`` to (Q, N) item ids, below 0 for none: each held-out item is ranked
-            among its own N and nothing else; the whole catalogue where not given.
+            among its own N and nothing else; the whole catalogue by default.
         times: U rows of the times at which the items were taken, equally long; or None.
         user_ids: (U,) the file's ids of the users.
         item_ids: (num_items + 1,) the file's ids of the items; [0] is unused.
-        licence: what the publisher asks of users, or None.
-        best: figures of the best possible ranking where they are known (generated data), such as ``HR@1``.
+        licence: terms of the publisher for users, or None.
+        best: figures of the best possible ranking, if known (generated data), such as ``HR@1``.
 
     Raises:
         ValueError: ``max_length`` is not positive.
@@ -232,7 +232,7 @@ def from_rows(
         item: (E,) ids; the catalogue consists of those that occur.
         order: (E,) index in the sequence, or time; a user's events with equal ones keep the order of the rows.
         times: ``order`` is a time, which is kept.
-        licence: what the publisher asks of users, or None.
+        licence: terms of the publisher for users, or None.
     """
     rows = np.lexsort((order, user))
     user_ids, counts = np.unique(user, return_counts=True)

@@ -51,7 +51,7 @@ class Roles:
     """The special columns of preprocessed rows, beside their features.
 
     Args:
-        label: column of the labels, 0 to 1; empty where every row is a positive.
+        label: column of the labels, 0 to 1; empty if every row is a positive.
         tasks: further columns of labels, of tasks that are learned together with the label.
         weight: column of a weight for each row, or None.
         user: column of the users' ids, or None.
@@ -75,13 +75,13 @@ class StreamedData:
 
     Args:
         name: name by which the set was loaded.
-        splits: files of each split: ``train``, ``test`` and, where there is one, ``validation``.
+        splits: files of each split: ``train``, ``test`` and, if there is one, ``validation``.
         preprocessor: the preprocessing that made the rows; a request's rows go through it.
         roles: columns of label, weight, user and item.
         folder: the folder with the rows.
         ranked: greatest number of held-out rows for which the catalogue is ranked.
-        best: figures of the best possible prediction where they are known (generated data).
-        licence: what the publisher asks of users, or None.
+        best: figures of the best possible prediction, if known (generated data).
+        licence: terms of the publisher for users, or None.
         kept: a temporary folder that lives as long as the data, or None.
     """
 
@@ -314,7 +314,7 @@ def load_streamed(
         config: settings that name the folder.
         labels: the rows must have labels.
         generate: function that writes generated rows into an empty folder and returns the best possible figures;
-            :func:`planted_folder` where not given.
+            :func:`planted_folder` by default.
 
     Raises:
         DatasetUnavailable: the folder is not on this machine.
@@ -399,7 +399,7 @@ def _roles(folder: Path, summary: Mapping[str, Any], preprocessor: FittedPreproc
 
 
 def _all_rows(data: StreamedData, split: str) -> Chunk:
-    """Reads all rows of a split: ids, numbers and labels; no rows where the folder has no such split."""
+    """Reads all rows of a split: ids, numbers and labels; no rows if the folder has no such split."""
     names = list(dict.fromkeys([*data.features, *data.dense, *filter(None, [data.roles.label])]))
     if split not in data.splits:
         return _all_rows(data, "train").slice(0, 0)
@@ -411,7 +411,7 @@ def labelled_rows_of(data: StreamedData, *, context: bool = True) -> LabelledDat
     """Reads preprocessed rows with labels into memory.
 
     Args:
-        data: rows on disk, with any columns; user and item, where there are such, are ``user_id`` and ``item_id``.
+        data: rows on disk, with any columns; user and item, if there are such, are ``user_id`` and ``item_id``.
         context: see :class:`LabelledConfig`.
 
     Raises:
@@ -469,7 +469,7 @@ def _check_names(data: StreamedData) -> None:
 
 
 def interactions_of(data: StreamedData) -> InteractionData:
-    """Reads the positives among preprocessed rows into memory: those with label 1, or all where there are no labels.
+    """Reads the positives among preprocessed rows into memory: those with label 1, or all if there are no labels.
 
     A row keeps the columns that the preprocessing made of it, such as its history. Training rows of an unknown user or
     item are left out with a warning; a held-out item that is unknown counts as missed. Each held-out row is a question

@@ -108,7 +108,7 @@ def planted_preferences(*, users: int = 2_000, items: int = 800, clusters: int =
 
     Row 0 and column 0 are 0.
 
-    An item's weight falls as 1 / rank**0.7 within its kind, times 60 where its kind is the user's taste and 10 in the
+    An item's weight falls as 1 / rank**0.7 within its kind, times 60 if its kind is the user's taste and 10 in the
     next kind.
     """
     if not 2 <= clusters <= GENRES or items < 50 or users < 1 or users * items > MOST_CELLS:

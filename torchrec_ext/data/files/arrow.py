@@ -1,4 +1,4 @@
-"""Arrow arrays -> Columns, without a copy where the layout allows it; a value that is not allowed is named by its row.
+"""Arrow arrays -> Columns, without a copy if the layout allows it; an invalid value is named by its row.
 
 RowGroup and Source: the protocol of data that are read a row group at a time.
 """
@@ -99,7 +99,7 @@ def as_int64(where: str, name: str, column: Column, first: int = 0) -> Int64:
     """Returns the values of a column of whole numbers as int64.
 
     Args:
-        where: file, and row group where there is one, for the message.
+        where: file, and row group if there is one, for the message.
         name: name of the column.
         column: rows of the column.
         first: number of the first row, for the message.

@@ -82,7 +82,7 @@ def find_files(paths: PathLike | Sequence[PathLike], endings: Sequence[str]) -> 
         paths: local files, folders (read with all that lies below them, also behind links), patterns, or addresses
             such as ``s3://bucket/day=*/``. Only folders below a named folder, or from the first wildcard of a pattern
             on, are partitions.
-        endings: endings of data files in a folder; a file whose name begins with ``_`` or ``.`` is none.
+        endings: endings of data files in a folder; names with a leading ``_`` or ``.`` are no data files.
 
     Raises:
         DataError: a path names nothing, or cannot be read; a link leads nowhere, back to a folder above it, or to

@@ -31,13 +31,13 @@ def read_parquet(
 ) -> Chunk:
     """Reads whole files, one after the other.
 
-    Numbers without nulls are views of Arrow's memory where a column lies in one piece. Strings are object arrays, lists
+    Numbers without nulls are views of Arrow's memory if a column lies in one piece. Strings are object arrays, lists
     ragged columns.
 
     Args:
         paths: one file or several with the same columns.
         columns: names, or names with the kind that each must have (``float`` takes integers as well; None takes any);
-            all columns where not given.
+            all columns by default.
         fill: maps a scalar column to the value that stands for null; other columns must have no nulls.
 
     Raises:
@@ -75,7 +75,7 @@ def read_columns(path: Path, names: Sequence[str] | None = None) -> pa.Table:
 
     Args:
         path: a parquet file.
-        names: names of columns; all where not given.
+        names: names of columns; all by default.
 
     Raises:
         DataError: the file is missing, is not parquet, is cut short or damaged, has no rows, or lacks a column.

@@ -2,7 +2,7 @@
 
 FileSource: files of one format as row groups, checked before the first is read; faults are named by file and row.
 
-warn_of_parquet(), warn_of_arrow(): warnings, once a run, of files whose damage nobody would notice.
+warn_of_parquet(), warn_of_arrow(): warnings, once a run, of files without checksums, whose damage nobody would notice.
 """
 
 from __future__ import annotations
@@ -320,7 +320,7 @@ _PIECE = 16_384  # rows decoded at a time; Arrow keeps the last ones, 22 MB for 
 class ParquetSource(FileSource):
     """Rows of parquet files, read a row group at a time.
 
-    Page checksums are verified where the files have them (write with ``write_page_checksum=True``: 0.06 % of size).
+    Page checksums are verified if the files have them (write with ``write_page_checksum=True``: 0.06 % of size).
 
     Args:
         paths: files, folders, patterns, or addresses such as ``s3://bucket/clicks/day=*/`` (through fsspec, with its

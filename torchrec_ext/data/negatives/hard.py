@@ -38,7 +38,7 @@ class HardNegatives(TrainingSampler):
     :meth:`state_dict`. The loader does both: see ``refresh`` of :class:`ChunkLoader`.
 
     Args:
-        easy: sampler of the uniform draws, which knows what each user has taken; its seed is used here too.
+        easy: sampler of the uniform draws, with the items taken by each user; its seed is used here too.
         k: K, the number of items among which a hard draw is uniform. A small K draws false negatives more often.
         share: share of hard draws, above 0 and below 1: the correction needs a q for every positive.
     """
@@ -70,7 +70,7 @@ class HardNegatives(TrainingSampler):
             index: function from users (B,) to their items (B, K'), best first, such as a search in a FAISS
                 index. Ids below 1 stand for no item. Known items are dropped, so an index that does not know
                 them should return more.
-            users: (U,) users to ask for; all known users where not given.
+            users: (U,) users to ask for; all known users by default.
             block: B, the number of users asked for at once.
 
         Raises:

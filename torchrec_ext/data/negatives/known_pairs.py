@@ -1,4 +1,4 @@
-"""KnownPairs: who has taken what, asked for millions of pairs at once."""
+"""KnownPairs: the items taken by each user, looked up for millions of pairs at once."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """DeviceNegatives: the samplers of :mod:`negatives` as torch ops, for rows that already are on the device.
 
 Ids and log_q are, in eager mode, bit for bit those of the numpy samplers, so a run may move between the two. A draw
-launches a fixed number of kernels and never waits for the device: what replaces a rejected draw is computed for every
-draw, and a mask says where to take it. On a CPU that is several times the work of the numpy samplers.
+launches a fixed number of kernels and never waits for the device: a replacement is computed for every draw, and a
+mask says where to take it. On a CPU that is several times the work of the numpy samplers.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def sampler_on_device(sampler: Negatives, device: torch.device, *, users: Int64 
     Args:
         sampler: sampler whose tables are copied.
         device: device of the users and positions that will be drawn for.
-        users: (U,) users that will be drawn for, checked here; all users of the known pairs where not given.
+        users: (U,) users that will be drawn for, checked here; all users of the known pairs by default.
 
     Raises:
         DataError: one of ``users`` has taken every item.

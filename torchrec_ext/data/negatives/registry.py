@@ -1,7 +1,7 @@
 """NEGATIVES: the samplers that ``loader.sampling`` can name, in the order in which messages list them.
 
-A line says where a class is, and those attributes of :class:`TrainingSampler` in which it differs from the base: the
-checks of LoaderConfig read them, without torch.
+A line gives a class's place, and its attributes that differ from those of :class:`TrainingSampler`: the checks of
+LoaderConfig read them, without torch.
 """
 
 from __future__ import annotations

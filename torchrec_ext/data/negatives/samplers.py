@@ -27,7 +27,7 @@ class FreeMass:
     Args:
         known: pairs that are taken.
         weights: (num_items,) weights of the items 1 to ``num_items``, above 0. They become whole numbers, at least 1
-            each, whose sum is as great as int64 allows (2 ** 52, or 2 ** 62 / users); ``share`` (num_items + 1,) are
+            each, with a sum as great as int64 allows (2 ** 52, or 2 ** 62 / users); ``share`` (num_items + 1,) are
             these divided by their sum.
     """
 
@@ -145,10 +145,10 @@ class TrainingSampler(ABC):
     """A sampler for ``loader.sampling``: add a line to :data:`NEGATIVES`, and nothing else.
 
     Attributes:
-        shared: all queries of a step share what is drawn (``loader.shared_negatives``, a subclass of
+        shared: all queries of a step share the samples (``loader.shared_negatives``, a subclass of
             :class:`MixedCandidates`); else each positive has its own (``loader.negatives``, see :class:`Negatives`).
         refreshed: ``refresh(index)`` asks the model for hard items at the start of each epoch but the first.
-        host_only: what happens on the host, for a message, where nothing can be drawn on a device; None where
+        host_only: the work on the host, for a message, if nothing can be drawn on a device; None if
             :func:`sampler_on_device` has a form of it.
     """
 
@@ -165,9 +165,9 @@ class TrainingSampler(ABC):
 class RejectionNegatives(TrainingSampler):
     """Draws from a distribution p over all items; a known item is replaced by a draw from those the user has not taken.
 
-    With P_u the sum of p over the user's known items, the draws follow q = p / (1 - P_u) exactly: what was rejected, a
-    share of P_u, is drawn from q itself. Two steps for every draw, however much a user has taken, so a device needs no
-    loop.
+    With P_u the sum of p over the user's known items, the draws follow q = p / (1 - P_u) exactly: rejected draws,
+    a share of P_u, are drawn again, from q itself. Two steps for every draw, however much a user has taken, so a device
+    needs no loop.
 
     Args:
         num_items: items have the ids 1 to ``num_items``.
@@ -246,11 +246,11 @@ class PopularityNegatives(RejectionNegatives):
     Args:
         num_items: items have the ids 1 to ``num_items``.
         users: (P,) users of the known pairs.
-        items: (P,) items of the known pairs, whose counts are the popularity where ``counts`` is not given.
+        items: (P,) items of the known pairs; their counts are the popularity unless ``counts`` is given.
         seed: seed of the draws.
         exponent: power of the counts: 1 is popularity itself, 0 uniform, 0.75 word2vec's choice.
         smoothing: added to each count, so that every item can be drawn: one that is never drawn is never pushed down.
-        counts: (num_items + 1,) count of each item where it is not the number of its known pairs.
+        counts: (num_items + 1,) count of each item, if it is not the number of its known pairs.
     """
 
     def __init__(
