@@ -38,10 +38,12 @@ class _Fields(Pipelineable):
 
     def _map(self, function: Callable[[Any], Any]) -> Self:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        # A number, such as ``queries``, has no device: it is passed on as it is.
         plain_types = (int, type(None))
-        return type(self)(
-            **{name: value if isinstance(value, plain_types) else function(value) for name, value in values.items()}
-        )
+        for name, value in values.items():
+            if not isinstance(value, plain_types):
+                values[name] = function(value)
+        return type(self)(**values)
 
 
 @dataclass
@@ -60,7 +62,8 @@ class SharedRows(_Fields):
 
     def spread(self, rows: Tensor) -> Tensor:
         """Returns the shared row of each row of the batch: (B, ...) from (Q, ...)."""
-        return rows.index_select(0, self.index)  # not rows[index], whose backward adds number by number
+        # Not rows[index], because its backward adds number by number.
+        return rows.index_select(0, self.index)
 
 
 @dataclass
@@ -137,9 +140,11 @@ class TowerBatch(_Fields):
 
     def _half(self, bags: JaggedTensor, *, first: bool) -> JaggedTensor:
         lengths = bags.lengths()
+        # The key holds the bags of Q shared rows, then those of B rows.
         queries = lengths.numel() - len(self)
         end = int(lengths[:queries].sum())
-        rows, ids = (slice(queries), slice(end)) if first else (slice(queries, None), slice(end, None))
+        rows = slice(queries) if first else slice(queries, None)
+        ids = slice(end) if first else slice(end, None)
         weights = bags.weights_or_none()
         return JaggedTensor(
             bags.values()[ids], lengths=lengths[rows], weights=None if weights is None else weights[ids]
@@ -198,6 +203,7 @@ def skip_fx_notice() -> None:
     Each KeyedJaggedTensor brings the notice, because its metaclass in torch calls that function: neither its user nor
     TorchRec can call another.
     """
+    # A filter, not a higher level: the level of the logger is the user's own.
     logger = logging.getLogger("torch.fx._symbolic_trace")
     logger.addFilter(_no_record)
     try:
@@ -243,9 +249,11 @@ def pack(
         shared_dense: (Q, Fd) float32, the dense columns of the shared rows; needed if the layout has such rows.
         index: (B,) int64, the shared row of each row; needed if the layout has shared rows.
     """
-    size, shared = labels.numel(), None
+    size = labels.numel()
+    shared = None
     halves: tuple[int, ...] = (size,)
 
+    # Before the first KeyedJaggedTensor, which would show the notice.
     skip_fx_notice()
 
     def keyed(keys: Keys, *bags: int) -> KeyedJaggedTensor:
@@ -298,15 +306,19 @@ def concatenated(
         [column.values for column in present_columns] or [torch.empty(0, dtype=torch.int64, device=device)]
     )
     pairs = list(zip(columns, sizes, strict=True))
+    # One id for each row of every feature is the common case, which needs no concatenation.
     if all(column is not None and column.lengths is None and len(column.values) == size for column, size in pairs):
         lengths = torch.ones(len(values), dtype=torch.int32, device=values.device)
     else:
         lengths = torch.cat([_lengths(column, size, values.device) for column, size in pairs])
     if not keys.weighted:
         return KeyedIds(values, lengths)
-    weights = [
-        torch.ones(len(c.values), device=values.device) if c.weights is None else c.weights for c in present_columns
-    ]
+    weights: list[Tensor] = []
+    for column in present_columns:
+        if column.weights is None:
+            weights.append(torch.ones(len(column.values), device=values.device))
+        else:
+            weights.append(column.weights)
     return KeyedIds(values, lengths, torch.cat(weights or [torch.empty(0, device=device)]))
 
 
@@ -318,7 +330,9 @@ def _lengths(column: Jagged | None, size: int, device: torch.device) -> Tensor:
         lengths = torch.ones(len(column.values), dtype=torch.int32, device=device)
     else:
         lengths = column.lengths.int()
-    return lengths if len(lengths) == size else torch.cat([lengths, lengths.new_zeros(size - len(lengths))])
+    if len(lengths) == size:
+        return lengths
+    return torch.cat([lengths, lengths.new_zeros(size - len(lengths))])
 
 
 @runtime_checkable

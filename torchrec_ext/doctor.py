@@ -75,7 +75,9 @@ def reason(output: str) -> str:
         errors.append(
             "pip did not reach its package index; without a network give it a folder of wheels: PIP_FIND_LINKS=DIR"
         )
-    return "\n    ".join(errors[-6:] or [line for line in lines if not line.startswith("WARNING")][-5:])
+    if not errors:
+        errors = [line for line in lines if not line.startswith("WARNING")][-5:]
+    return "\n    ".join(errors[-6:])
 
 
 def install(variant: Variant, editable: str | None = None, say: Say = print, named: Triple | None = None) -> None:
@@ -136,7 +138,8 @@ def _cpu_torch(triples: list[Triple], *, forced: bool, say: Say) -> tuple[Triple
         builds = re.findall(r"\d[\w.]*\+cpu", run_quietly([*PIP, "index", "versions", "torch"]))
         pip_said = "it finds torch, but no CPU build of it"
     except CommandError as error:
-        builds, pip_said = [], str(error).splitlines()[-1].strip()
+        builds = []
+        pip_said = str(error).splitlines()[-1].strip()
     for triple in triples:
         if f"{triple.torch}+cpu" in builds:
             return triple, f"torch=={triple.torch}+cpu"
@@ -218,7 +221,8 @@ def _step(say: Say, what: str, command: Sequence[str], env: dict[str, str] | Non
 
 
 def _check_platform(variant: Variant, triple: Triple) -> None:
-    system, machine = platform.system(), platform.machine()
+    system = platform.system()
+    machine = platform.machine()
     if system != "Linux" or machine not in ("x86_64", "aarch64"):
         raise InstallError(
             f"this is {system} on {machine}: fbgemm {triple.fbgemm} has wheels for Linux on x86_64 and aarch64 only; "
@@ -284,14 +288,17 @@ def diagnose(*, really_import: bool = True, named: Triple | None = None) -> Inst
         really_import: import the triple in a separate process too and look two rows up, which takes seconds.
         named: the expected triple; by default the installed one, or the newest if none is.
     """
-    current, machine = stack.installed(), stack.machine_variant()
+    current = stack.installed()
+    machine = stack.machine_variant()
     variant = stack.wanted_variant(current, machine)
     triple = named or stack.installed_triple(current) or stack.TRIPLES[0]
-    problems = [*_python_problem(sys.version_info[:2]), *stack.problems(current, variant, stack.interpreter(), named)]
+    problems = _python_problem(sys.version_info[:2])
+    problems += stack.problems(current, variant, stack.interpreter(), named)
     seconds = None
     if really_import and not problems:
         outcome = probe(variant)
         seconds, problems = (outcome, []) if isinstance(outcome, float) else (None, [outcome])
+    # A container or a scheduler may give this process fewer cores than the machine has.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     devices = tuple(stack.gpu_nodes()) if variant == "cuda" else ()
     ranks = len(devices) or cores
@@ -335,12 +342,15 @@ def probe(variant: Variant) -> float | Problem:
 
 
 def _failed_import(stderr: str, status: int, variant: Variant) -> Problem:
-    last = [line.strip() for line in stderr.splitlines() if line.strip()][-1:] or ["nothing on stderr"]
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    last = lines[-1] if lines else "nothing on stderr"
+    # A mixed triple can end the process inside a shared object, without an exception.
     ended = f"signal {-status}" if status < 0 else f"status {status}"
-    python, fbgemm = stack.interpreter(), stack.FBGEMM_NAME[variant]
+    python = stack.interpreter()
+    fbgemm = stack.FBGEMM_NAME[variant]
     return Problem(
         what="import",
-        found=f"{last[0]} ({ended})",
+        found=f"{last} ({ended})",
         expected="torch, fbgemm_gpu and torchrec import, and look a row up",
         repair=f"{python} -m pip uninstall -y torch {fbgemm} torchrec && {stack.doctor_line(python)}",
     )
@@ -368,17 +378,19 @@ def _notes(variant: Variant, machine: Variant) -> list[str]:
     if variant == machine:
         return []
     switch = f"TORCHREC_EXT_VARIANT={machine} {stack.interpreter()} -m torchrec_ext.doctor --install"
-    mismatch = (
-        "an NVIDIA GPU is in sight, but the CPU builds are used"
-        if machine == "cuda"
-        else "CUDA builds, but no GPU in sight"
-    )
+    mismatch = "CUDA builds, but no GPU in sight"
+    if machine == "cuda":
+        mismatch = "an NVIDIA GPU is in sight, but the CPU builds are used"
     return [f"{mismatch}; to change that: {switch}"]
 
 
 def compiler() -> str | None:
     """Returns the C++ compiler for torch.compile, or None."""
-    return next(filter(None, map(shutil.which, filter(None, [os.environ.get("CXX"), "g++", "clang++", "c++"]))), None)
+    for name in (os.environ.get("CXX"), "g++", "clang++", "c++"):
+        path = shutil.which(name) if name else None
+        if path:
+            return path
+    return None
 
 
 def text(seen: Installation) -> str:
@@ -414,11 +426,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (InstallError, ValueError) as error:
         print(f"doctor: {error}", file=sys.stderr)
         return 1
-    print(
-        json.dumps(asdict(installation) | {"healthy": installation.healthy}, indent=2)
-        if flags.json
-        else text(installation)
-    )
+    if flags.json:
+        print(json.dumps(asdict(installation) | {"healthy": installation.healthy}, indent=2))
+    else:
+        print(text(installation))
     return 0 if installation.healthy else 1
 
 

@@ -25,6 +25,7 @@ def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], 
         file: ``__file__`` of the package.
     """
     with open(f"{file.removesuffix('.py')}.pyi") as stream:
+        # Parsed and not imported, because the modules in it import torch.
         imports = [node for node in ast.parse(stream.read()).body if isinstance(node, ast.ImportFrom)]
     modules = {
         alias.name: resolve_name(f"{'.' * node.level}{node.module}", package)
@@ -93,7 +94,8 @@ class Registry(Mapping[str, Any]):
     """
 
     def __init__(self, entries: Mapping[str, Entry], **usual: Any) -> None:
-        self._entries, self._usual = entries, usual
+        self._entries = entries
+        self._usual = usual
         self._objects: dict[str, Any] = {}
 
     def facts(self, name: str) -> SimpleNamespace:

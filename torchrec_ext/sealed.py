@@ -25,10 +25,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, BinaryIO
 
-_HERE, _RENAME_EXCHANGE = -100, 2  # AT_FDCWD of fcntl.h, and of linux/fs.h
-_BLOCK = 2**22  # bytes that are read and hashed at a time
-_LARGE = 2**20  # bytes from which a block is hashed by a thread
-_WRITE_RANGE = 2  # SYNC_FILE_RANGE_WRITE of linux/fs.h
+# AT_FDCWD of fcntl.h: paths are relative to the working folder.
+_HERE = -100
+# RENAME_EXCHANGE of linux/fs.h.
+_RENAME_EXCHANGE = 2
+# Bytes that are read and hashed at a time.
+_BLOCK = 2**22
+# Bytes from which on a thread hashes a block.
+_LARGE = 2**20
+# SYNC_FILE_RANGE_WRITE of linux/fs.h.
+_WRITE_RANGE = 2
 _HOST = socket.gethostname()
 
 
@@ -65,6 +71,7 @@ def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
     with open(new, "wb") as stream:
         stream.write(content)
         stream.flush()
+        # Before the rename: else a power failure could leave the new name with an empty file.
         os.fsync(stream.fileno())
     os.replace(new, path)
     sync_to_disk(os.path.dirname(os.path.abspath(path)))
@@ -92,6 +99,7 @@ def exchange(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> b
         ...     done and open(f"{folder}/a").read()
         'b'
     """
+    # Called through ctypes, because os has no function for it. An old libc has none either.
     call = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
     return call is not None and call(_HERE, os.fsencode(first), _HERE, os.fsencode(second), _RENAME_EXCHANGE) == 0
 
@@ -102,6 +110,7 @@ def open_plain(path: str | os.PathLike[str]) -> BinaryIO:
     Raises:
         OSError: it is missing, or not a plain file.
     """
+    # O_NONBLOCK, because opening a pipe would otherwise wait for a writer.
     stream = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # noqa: SIM115  (the caller closes it)
     if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
         return stream
@@ -116,6 +125,7 @@ def read_plain(path: str | os.PathLike[str], most: int) -> bytes:
         OSError: see :func:`open_plain`; or the file is larger.
     """
     with open_plain(path) as stream:
+        # One byte more shows that the file is too large, even if it grew after its size was read.
         data = stream.read(most + 1)
         if len(data) > most:
             size = os.fstat(stream.fileno()).st_size
@@ -131,7 +141,8 @@ def measure_stream(stream: BinaryIO) -> dict[str, Any]:
         >>> measure_stream(io.BytesIO(b"")) == {"bytes": 0, "sha256": hashlib.sha256().hexdigest()}
         True
     """
-    sha, size = hashlib.sha256(), 0
+    sha = hashlib.sha256()
+    size = 0
     while block := stream.read(_BLOCK):
         sha.update(block)
         size += len(block)
@@ -156,7 +167,9 @@ class MeasuredStream:
     """
 
     def __init__(self, stream: Any) -> None:
-        self._stream, self._sha, self._size = stream, hashlib.sha256(), 0
+        self._stream = stream
+        self._sha = hashlib.sha256()
+        self._size = 0
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="sha256")
 
     def write(self, data: Any) -> int:
@@ -171,6 +184,7 @@ class MeasuredStream:
                 self._stream.write(block)
                 self._begin_to_store(block.nbytes)
             finally:
+                # Waits, because afterwards the memory of the block is the caller's again.
                 hashed.result()  # whose memory is the caller's again afterwards
         self._size += block.nbytes
         return block.nbytes
@@ -210,7 +224,8 @@ class MeasuredStream:
         call = getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform == "linux" else None
         if call is None:
             return
-        with contextlib.suppress(OSError, AttributeError):  # a stream without a file
+        # A stream without a file has nothing to store early.
+        with contextlib.suppress(OSError, AttributeError):
             offset = ctypes.c_int64
             call(self.fileno(), offset(self._size), offset(size), _WRITE_RANGE)
 
@@ -295,6 +310,7 @@ def lock_folder(folder: str, name: str, error: type[Exception], *, shown: str, b
     """
     try:
         os.makedirs(folder, exist_ok=True)
+        # Not "w", because the file may hold the name of another process, for the message.
         lock_file = open(os.path.join(folder, name), "a+")  # noqa: SIM115  (held until the caller closes it)
     except OSError as problem:
         raise error(f"{shown} cannot be written: {problem.strerror or problem}") from None
@@ -320,14 +336,16 @@ def make_hidden(out: Path) -> tuple[Path, int]:
         The folder, and its file descriptor, which keeps the lock while it is open.
     """
     hidden = out.parent / f".{out.name}.partial-{_HOST}-{os.getpid()}"
+    # Another process may remove the new folder as a leftover before it is locked. Then make it again.
     while True:
         hidden.mkdir(parents=True)
         handle = os.open(hidden, os.O_RDONLY)
-        with contextlib.suppress(OSError):  # a file system without locks
+        # A file system without locks: leftovers are then told by host and process id.
+        with contextlib.suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_EX)
         if hidden.exists():
             return hidden, handle
-        os.close(handle)  # another process took it for a leftover before it was locked
+        os.close(handle)
 
 
 def visible_name(path: Path) -> Path:
@@ -397,6 +415,7 @@ def _is_written(handle: int, name: str) -> bool:
     try:
         return not take_lock(handle)
     except OSError:
+        # The process of another host cannot be looked up, so its folder stays.
         host, _, process = name.partition(".partial-")[2].rpartition("-")
         return host != _HOST or not process.isdecimal() or (int(process) != os.getpid() and _runs(int(process)))
 

@@ -130,7 +130,10 @@ def _agreement(current: Installed, triple: Triple) -> tuple[int, bool]:
     """Returns how many of the three have the triple's minor version, and whether torch has."""
     expected = {"torch": triple.torch, "torchrec": triple.torchrec}
     expected |= dict.fromkeys(FBGEMM_NAME.values(), triple.fbgemm)
-    equal = {name for name, version in expected.items() if _minor(current.versions.get(name, "")) == _minor(version)}
+    equal = set()
+    for name, version in expected.items():
+        if _minor(current.versions.get(name, "")) == _minor(version):
+            equal.add(name)
     return len(equal), "torch" in equal
 
 
@@ -157,7 +160,8 @@ def _numbers(minor: str) -> list[int]:
 
 def installed() -> Installed:
     """Reads the metadata of the running interpreter's environment; nothing is imported from it."""
-    from importlib import metadata  # costs 40 ms, so only when asked
+    # Costs 40 ms, so it is imported only when needed.
+    from importlib import metadata
 
     names = ["torch", *FBGEMM_NAME.values(), "torchrec", *NEEDS]
     versions: dict[str, str] = {}
@@ -183,6 +187,7 @@ def torch_build(version: str, requires: list[str]) -> Variant:
         >>> torch_build("2.13.0", ["filelock", 'nvidia-nccl-cu13==2.29.7; platform_system == "Linux"'])
         'cuda'
     """
+    # PyTorch's own index marks its builds by a suffix: +cpu or +cu130. The public registry's have none.
     if "+" in version:
         return "cuda" if version.partition("+")[2].startswith("cu") else "cpu"
     return "cuda" if any(line.startswith(("nvidia-", "cuda-")) for line in requires) else "cpu"
@@ -280,7 +285,9 @@ def _torch_problem(current: Installed, torch: Requirement, variant: Variant, by_
     version = current.versions.get("torch")
     if version and version.partition("+")[0] == torch.version and torch_fits(current, variant):
         return None
-    here = f"{version} ({_BUILD[current.torch_build]})" if version and current.torch_build else version or "nothing"
+    here = version or "nothing"
+    if version and current.torch_build:
+        here = f"{version} ({_BUILD[current.torch_build]})"
     # Never a plain `pip install torch`: on a CPU machine it takes the CUDA build, and beside a CPU build it does
     # nothing.
     return Problem(what="torch", found=here, expected=f"{torch.version} ({_BUILD[variant]})", repair=by_doctor)
@@ -293,7 +300,9 @@ def _fbgemm_problem(current: Installed, fbgemm: Requirement, variant: Variant, p
     # Both unpack into the same folder `fbgemm_gpu`: removing one takes files of the other along.
     repair = f"{python} -m pip uninstall -y {other} && {python} -m pip install --force-reinstall --no-deps {fbgemm.pin}"
     version = current.versions.get(fbgemm.name)
-    here = f"{other} {current.versions[other]}" + (f" laid over {fbgemm.name} {version}" if version else "")
+    here = f"{other} {current.versions[other]}"
+    if version:
+        here += f" laid over {fbgemm.name} {version}"
     return Problem(what=fbgemm.name, found=here, expected=f"{fbgemm.version} alone", repair=repair)
 
 
@@ -317,8 +326,10 @@ def doctor_line(python: str, named: Triple | None = None) -> str:
 
 def interpreter() -> str:
     """Returns the running interpreter as a user in this folder would type it."""
-    here = Path(sys.executable)
-    return shlex.quote(str(here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here))
+    path = Path(sys.executable)
+    if path.is_relative_to(Path.cwd()):
+        path = path.relative_to(Path.cwd())
+    return shlex.quote(str(path))
 
 
 def require() -> None:

@@ -61,7 +61,9 @@ class TensorWriter:
     """
 
     def __init__(self, file: Path, tensors: Mapping[str, Shape]) -> None:
-        self._file, self._part, self._tensors = file, file.with_name(file.name + ".part"), tensors
+        self._file = file
+        self._part = file.with_name(file.name + ".part")
+        self._tensors = tensors
         self._starts: dict[str, int] = {}
 
     def __enter__(self) -> Self:
@@ -105,9 +107,11 @@ class TensorWriter:
             begin, end = end, end + shape.bytes
             entries[name] = {"dtype": _NAMES[shape.dtype], "shape": list(shape.size), "data_offsets": [begin, end]}
         text = json.dumps(entries).encode()
+        # safetensors aligns the data to 8 bytes.
         text += b" " * (-len(text) % 8)
         self._stream.write(len(text).to_bytes(8, "little") + text)
         start = 8 + len(text)
+        # Blocks may come in any order, so the file has its full size from the start.
         self._stream.truncate(start + end)
         self._starts = {name: start + entry["data_offsets"][0] for name, entry in entries.items()}
 

@@ -79,7 +79,9 @@ class Column:
             windows: one window for each of B rows.
         """
         column = cls.__new__(cls)
-        column._pool, column._windows, column._values = pool, windows, None
+        column._pool = pool
+        column._windows = windows
+        column._values = None
         return column
 
     def __len__(self) -> int:
@@ -108,6 +110,7 @@ class Column:
         """The values of all rows, one row after the other: (B,), or (sum of lengths,) for a ragged column."""
         if self._values is None and self._windows is not None:
             lengths = self.lengths
+            # The index of each value in the pool: its place in the result, moved by its row's distance from there.
             indices = (self._windows.starts - _offsets(lengths)[:-1]).repeat(lengths)
             indices += np.arange(len(indices))
             self._values = self._pool.take(indices)
@@ -186,7 +189,8 @@ class Chunk(Mapping[str, Column]):
     def _of_equal(cls, columns: dict[str, Column], num_rows: int) -> Chunk:
         """Builds a Chunk unchecked: comparing the lengths would cost as much as assembling a small batch."""
         chunk = cls.__new__(cls)
-        chunk._columns, chunk.num_rows = columns, num_rows
+        chunk._columns = columns
+        chunk.num_rows = num_rows
         return chunk
 
     def __contains__(self, name: object) -> bool:
@@ -223,11 +227,13 @@ class Chunk(Mapping[str, Column]):
 
     def matrix(self, names: Sequence[str]) -> Array | None:
         """Returns scalar columns (B, names) as one matrix if they are stored so, in this order; else None."""
+        # Only packed rows are stored as a matrix; see PackedRows.
         del names
         return None
 
 
-_SAMPLE = 65_536  # rows of which a digest is made
+# Rows that a digest is made of: it need not read all of a large set.
+_SAMPLE = 65_536
 
 
 def sample_digest(rows: Chunk) -> str:
@@ -235,6 +241,7 @@ def sample_digest(rows: Chunk) -> str:
     digest = hashlib.sha256()
     sample = rows.take(np.linspace(0, rows.num_rows - 1, min(rows.num_rows, _SAMPLE)).astype(np.int64))
     for name, column in sorted(sample.items()):
+        # Objects have addresses instead of bytes, which differ from run to run.
         if column.pool.dtype != object:
             digest.update(f"{name} {column.pool.dtype} {rows.num_rows};".encode())
             digest.update(column.lengths.tobytes())
@@ -259,6 +266,7 @@ class PackedRows:
             vectors |= {(name, kind): values for kind, values in arrays.items()}
         self._matrices: list[Array] = []
         positions: dict[tuple[str, str], tuple[int, int]] = {}
+        # One matrix for each type. Its columns keep their order, so that matrix() finds neighbours side by side.
         for number, dtype in enumerate(dict.fromkeys(values.dtype for values in vectors.values())):
             names = [name for name, values in vectors.items() if values.dtype == dtype]
             self._matrices.append(_side_by_side([vectors[name] for name in names]))
@@ -267,7 +275,8 @@ class PackedRows:
 
     def take(self, indices: Int64) -> Chunk:
         """Returns the rows ``indices`` (B',), in their order."""
-        return _GatheredRows(self._layout, [matrix.take(indices, axis=0) for matrix in self._matrices], len(indices))
+        matrices = [matrix.take(indices, axis=0) for matrix in self._matrices]
+        return _GatheredRows(self._layout, matrices, len(indices))
 
 
 class _Layout(NamedTuple):
@@ -282,7 +291,9 @@ class _GatheredRows(Chunk):
     """Rows of :class:`PackedRows`; a column is made when it is first read, since a batch reads few by themselves."""
 
     def __init__(self, layout: _Layout, matrices: Sequence[Array], num_rows: int) -> None:
-        self._layout, self._matrices, self.num_rows = layout, matrices, num_rows
+        self._layout = layout
+        self._matrices = matrices
+        self.num_rows = num_rows
         self._columns = {}
 
     def __contains__(self, name: object) -> bool:
@@ -307,7 +318,8 @@ class _GatheredRows(Chunk):
 
     def slice(self, start: int, stop: int) -> Chunk:
         """See :meth:`Chunk.slice`."""
-        return _GatheredRows(self._layout, [matrix[start:stop] for matrix in self._matrices], stop - start)
+        matrices = [matrix[start:stop] for matrix in self._matrices]
+        return _GatheredRows(self._layout, matrices, stop - start)
 
     def matrix(self, names: Sequence[str]) -> Array | None:
         """See :meth:`Chunk.matrix`."""

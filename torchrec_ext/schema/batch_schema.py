@@ -113,7 +113,9 @@ class BatchColumns:
             oov_ids: out-of-vocabulary row by feature name; row 0 by default.
             weights: maps a feature to the column with a weight for each of its ids.
         """
-        tables, shared, weights = merged(tables), frozenset(shared), weights or {}
+        tables = merged(tables)
+        shared = frozenset(shared)
+        weights = weights or {}
         joint = joints(tables, shared, weights)
         return cls(
             sparse=features_of(tables, shared, oov_ids or {}, weights),
@@ -138,12 +140,9 @@ class BatchColumns:
     @cached_property
     def layout(self) -> KeyLayout:
         """The features of each KeyedJaggedTensor of a batch, in order."""
-        rows, shared = (
-            tuple(
-                feature.name for feature in self.sparse if feature.keyed and (feature.name in self.shared) == is_shared
-            )
-            for is_shared in (False, True)
-        )
+        keyed = [feature.name for feature in self.sparse if feature.keyed]
+        rows = tuple(name for name in keyed if name not in self.shared)
+        shared = tuple(name for name in keyed if name in self.shared)
         return KeyLayout(
             rows=Keys(rows, rows),
             shared=Keys(shared, shared) if self.shared else None,
@@ -246,16 +245,15 @@ class BatchSchema(BatchColumns):
             )
         if self.shared and not isinstance(index, Tensor):
             index = torch.from_numpy(np.arange(queries.size).repeat(index or 1))
-        columns = {
-            feature.name: bags_of(
-                feature, self._column(sparse, feature.name), queries if feature.name in self.shared else row_names
-            )
-            for feature in self.sparse
-        }
+        columns = {}
+        for feature in self.sparse:
+            expected = queries if feature.name in self.shared else row_names
+            columns[feature.name] = bags_of(feature, self._column(sparse, feature.name), expected)
         bags = {name: column.bags for name, column in columns.items()}
 
         def fill(keys: Keys, sizes: Sequence[int]) -> KeyedIds:
             ids = concatenated(keys, sizes, bags)
+            # After concatenation, so that one pass checks the ids of many features.
             check_ids(ids.values, [columns[name] for name in keys.features if name], replace=self.out_of_range == "oov")
             return ids
 
@@ -292,11 +290,10 @@ class BatchSchema(BatchColumns):
     def _matrix(self, dense: Mapping[str, Tensor], names: Sequence[str], rows: ExpectedRows) -> Tensor:
         widths = {name: width for name, width in widths_of(names, dense).items() if name in dense}
         arrays = {name: array_of(name, dense[name], width, rows) for name, width in widths.items()}
-        elements = {
-            f"{name}[{index}]": column
-            for name, array in arrays.items()
-            for index, column in enumerate(array.unbind(dim=1))
-        }
+        elements = {}
+        for name, array in arrays.items():
+            for index, column in enumerate(array.unbind(dim=1)):
+                elements[f"{name}[{index}]"] = column
         columns = {**elements, **dense}
         return side_by_side(names, [self._column(columns, name) for name in names], rows)
 
@@ -310,15 +307,21 @@ class BatchSchema(BatchColumns):
             row.
         """
         columns = features.to_dict()
-        kinds = (set(self.layout.shared.keys if self.layout.shared else ()), set(self.layout.rows.keys))
-        missing_keys = (kinds[0] | kinds[1]) - set(columns)
-        if missing_keys and (missing_keys == kinds[0] | kinds[1] or missing_keys not in kinds):
+        shared_keys = set(self.layout.shared.keys if self.layout.shared else ())
+        row_keys = set(self.layout.rows.keys)
+        all_keys = shared_keys | row_keys
+        missing_keys = all_keys - set(columns)
+        # A tensor may lack one kind as a whole, since shared and other features are two tensors of a batch.
+        if missing_keys and (missing_keys == all_keys or missing_keys not in (shared_keys, row_keys)):
             missing_names = [name for name in self.keys if name in missing_keys]
             raise DataError(f"the KeyedJaggedTensor lacks {missing_names}; it has the keys {features.keys()}")
-        rows, replace = ExpectedRows(features.stride(), "B"), self.out_of_range == "oov"
+        rows = ExpectedRows(features.stride(), "B")
+        replace = self.out_of_range == "oov"
         values = []
         for name in features.keys():  # noqa: SIM118  a KeyedJaggedTensor is no mapping
-            ids, feature = columns[name].values(), self._by_name.get(name)
+            ids = columns[name].values()
+            feature = self._by_name.get(name)
+            # check_ids writes into the values that it replaces, and the caller's tensor must stay as it is.
             values.append(ids.clone() if replace else ids)
             if feature:
                 weights = columns[name].weights_or_none() if feature.weights else None

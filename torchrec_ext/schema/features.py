@@ -53,8 +53,10 @@ class SparseFeature:
 
     def remedy(self, largest: int) -> str:
         """Suggests remedies for ids outside the tables; ``largest`` is the greatest of them."""
-        rows, enlarge = largest + 1, "enlarge num_embeddings"
-        if rows > 2 * self.num_embeddings:  # ids with gaps, such as hashes, and not a few that came later
+        rows = largest + 1
+        enlarge = "enlarge num_embeddings"
+        # Ids with gaps, such as hashes, and not a few that came later.
+        if rows > 2 * self.num_embeddings:
             enlarge += f" to {rows:,} ({rows * self.row_bytes / 1e9:,.3g} GB of weights, for ids up to {largest:,})"
             enlarge += ", map the ids to fewer rows by rec.data.preprocess (Categorify or HashBucket)"
         return f"{enlarge}, fix the data, or set out_of_range='oov' to use row {self.oov_id} for them"
@@ -98,15 +100,18 @@ def merged(tables: Iterable[BaseEmbeddingConfig]) -> list[BaseEmbeddingConfig]:
 
 
 def _check_same(first: BaseEmbeddingConfig, second: BaseEmbeddingConfig) -> None:
-    one, two = _facts(first), _facts(second)
-    if type(first) is not type(second):  # one of them pools
-        one, two = ({name: fact for name, fact in facts.items() if name != "pooling"} for facts in (one, two))
+    one = _facts(first)
+    two = _facts(second)
+    # Only an EmbeddingBagConfig has a pooling, and such tables are merged.
+    if type(first) is not type(second):
+        one.pop("pooling", None)
+        two.pop("pooling", None)
     different = [name for name in one if one[name] != two.get(name)]
     if different:
-        values = " and ".join(", ".join(f"{name}={facts.get(name)}" for name in different) for facts in (one, two))
+        values = [", ".join(f"{name}={facts.get(name)}" for name in different) for facts in (one, two)]
         raise ValueError(
-            f"two tables are called '{first.name}', with {values}: tables of one name share weights and must agree in "
-            "all but their features; make them equal, or give one another name"
+            f"two tables are called '{first.name}', with {' and '.join(values)}: tables of one name share weights "
+            "and must agree in all but their features; make them equal, or give one another name"
         )
 
 
@@ -131,13 +136,12 @@ def joints(tables: Iterable[BaseEmbeddingConfig], shared: Collection[str], weigh
     """Finds the tables with features of both kinds, ``shared`` and others, or with ``weights``."""
     result = Joints({}, {})
     for table in tables:
-        halves = [
-            [name for name in table.feature_names if (name in shared) == is_shared] for is_shared in (True, False)
-        ]
-        pairs = [Joint(*pair) for pair in zip_longest(*halves)]
+        shared_names = [name for name in table.feature_names if name in shared]
+        row_names = [name for name in table.feature_names if name not in shared]
+        pairs = [Joint(*pair) for pair in zip_longest(shared_names, row_names)]
         if not set(weights).isdisjoint(table.feature_names):
             result.weighted[table.name] = pairs
-        elif all(halves):
+        elif shared_names and row_names:
             result.plain[table.name] = pairs
     return result
 
@@ -210,7 +214,10 @@ def dense_names(dense: Sequence[str] | Mapping[str, int]) -> tuple[str, ...]:
     for name, width in dense.items():
         if width < 1:
             raise ValueError(f"dense: {name}={width}: the column must have 1 number in each row or more")
-        names += [name] if width == 1 else [f"{name}[{index}]" for index in range(width)]
+        if width == 1:
+            names.append(name)
+        else:
+            names += [f"{name}[{index}]" for index in range(width)]
     return tuple(names)
 
 
@@ -246,7 +253,9 @@ def source_columns(names: Iterable[str], columns: Collection[str] = ()) -> list[
         >>> source_columns(["age", "profile[0]", "profile[1]"])
         ['age', 'profile']
     """
-    elements = [(name, element_of(name)) for name in names]
-    return list(
-        dict.fromkeys(name if element is None or name in columns else element.column for name, element in elements)
-    )
+    sources: dict[str, None] = {}
+    for name in names:
+        element = element_of(name)
+        source = name if element is None or name in columns else element.column
+        sources[source] = None
+    return list(sources)

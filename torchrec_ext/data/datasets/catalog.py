@@ -66,13 +66,16 @@ def fetch(source: Download, target: Path, *, licence: str, progress: bool) -> st
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _locked(target.parent / ".lock"):
+            # Another process may have downloaded it while this one waited for the lock.
             if target.exists():
                 return None
+            # On the same file system as the target, so that the file can be renamed.
             with tempfile.TemporaryDirectory(dir=target.parent) as folder:
                 unfinished = Path(folder) / target.name
                 _copy(source, unfinished, licence if progress else None)
                 verify(unfinished, source)
                 unfinished.replace(target)
+    # urllib's errors are OSErrors too.
     except OSError as error:  # urllib's errors are OSErrors too
         return f"{source.url}: {getattr(error, 'reason', None) or error}"
     return None
@@ -95,7 +98,8 @@ def _copy(source: Download, target: Path, licence: str | None) -> None:
         tqdm(total=source.size, unit="B", unit_scale=True, desc=target.name, disable=licence is None) as bar,
     ):
         if licence is not None:
-            bar.write(licence, file=sys.stderr)  # only now: without a connection there is nothing to licence
+            # Only now: without a connection there is nothing to license.
+            bar.write(licence, file=sys.stderr)
         while block := stream.read(1 << 16):
             out.write(block)
             bar.update(len(block))
@@ -105,6 +109,7 @@ def _copy(source: Download, target: Path, licence: str | None) -> None:
 def _locked(path: Path) -> Iterator[None]:
     """Lets one process of this host in at a time; without file locks two may download, and either's file is whole."""
     with path.open("w") as stream:
+        # Some network file systems have no locks. See the docstring for what may happen then.
         with suppress(OSError):
             fcntl.flock(stream, fcntl.LOCK_EX)
         yield

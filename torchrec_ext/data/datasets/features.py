@@ -34,17 +34,20 @@ from torchrec_ext.data.preprocess.columns import as_times, is_iso
 from torchrec_ext.data.preprocess.times import Feature, offsets_of
 from torchrec_ext.schema import DataError
 
-UNKNOWN = "unknown"  # stands in a list for a value that is in no vocabulary
+# Stands in a list for a value that is in no vocabulary.
+UNKNOWN = "unknown"
 SEPARATOR = "|"
-MOST_DISTINCT = (
-    0.5  # share of distinct values from which on a column names its row, as a title does, and says nothing of another
-)
+# Share of distinct values from which on a column names its row, as a title does, and says nothing about another row.
+MOST_DISTINCT = 0.5
 MISSING_TIME = np.iinfo(np.int64).min
-_LOOKED_AT = 1000  # rows among which the first text says whether a column holds dates
+# The first text among these rows decides whether a column holds dates.
+_LOOKED_AT = 1000
 _DAY = 86_400_000_000
-TIME = "timestamp[us]"  # raw type of a column of dates or times
+# Raw type of a column of dates or times.
+TIME = "timestamp[us]"
 OF_TIMES: tuple[Feature, ...] = ("hour", "weekday")
-OF_DATES: tuple[Feature, ...] = ("weekday", "month")  # of a column in which every time is midnight
+# Features of a column in which every time is midnight: its hour says nothing.
+OF_DATES: tuple[Feature, ...] = ("weekday", "month")
 _OTHER_DATE = re.compile(r"(\d{4}[./]\d{1,2}[./]\d{1,2}|\d{1,2}[./-]\d{1,2}[./-]\d{4})(\D.*)?")
 RawColumns = Mapping[str, pa.Array]
 
@@ -90,7 +93,8 @@ class RowContext:
                 ``data.preprocess.column_types``.
             filled: columns of fractions in which a missing value stands for the mean.
         """
-        separators, raw = separators or {}, dict(types or {})
+        separators = separators or {}
+        raw = dict(types or {})
         pairs: list[tuple[Step, Any]] = []
         for name, words in (vocabularies or {}).items():
             raw.setdefault(name, "string" if name in separators else str(words.values.type))
@@ -133,9 +137,11 @@ class RowContext:
                 raise DataError(f"column '{name}': all {len(column):,} values are missing; leave the column out")
             if pa.types.is_floating(values.type):
                 numbers = values.to_numpy()
+                # A constant column has deviation 0, by which nothing can be divided.
                 scales[name] = (float(numbers.mean()), float(numbers.std()) or 1.0)
             elif pa.types.is_timestamp(values.type):
-                times[name] = OF_DATES if (values.cast(pa.int64()).to_numpy() % _DAY == 0).all() else OF_TIMES
+                is_midnight = values.cast(pa.int64()).to_numpy() % _DAY == 0
+                times[name] = OF_DATES if is_midnight.all() else OF_TIMES
             elif (
                 separator and pa.types.is_string(values.type) and pc.any(pc.match_substring(values, separator)).as_py()
             ):
@@ -228,7 +234,8 @@ class RowContext:
 
     def joined(self, other: RowContext) -> RowContext:
         """Returns one mapping of both mappings' columns, which must differ."""
-        first, second = self.steps, other.steps
+        first = self.steps
+        second = other.steps
         return RowContext(
             steps=FittedPreprocessor(
                 steps=(*first.steps, *second.steps),
@@ -289,7 +296,9 @@ def raw_column(path: Path, name: str, column: pa.Array | pa.ChunkedArray) -> pa.
     if pa.types.is_floating(kind):
         check_finite(path, name, column.fill_null(0).to_numpy(zero_copy_only=False))
         return column.cast(pa.float32()) if pa.types.is_float16(kind) else column
-    first = next((text for text in column[:_LOOKED_AT].to_pylist() if text), "") if pa.types.is_string(kind) else ""
+    first = ""
+    if pa.types.is_string(kind):
+        first = next((text for text in column[:_LOOKED_AT].to_pylist() if text), "")
     if is_iso(first) or _OTHER_DATE.fullmatch(first) or pa.types.is_date(kind) or pa.types.is_timestamp(kind):
         return times_in(path, name, column)
     if pa.types.is_string(kind) or pa.types.is_boolean(kind) or pa.types.is_null(kind) or is_list_type(kind):
@@ -379,7 +388,8 @@ def _as_type(path: Path, name: str, array: pa.Array, first: Path, expected: pa.D
 def _one_piece(column: pa.Array | pa.ChunkedArray) -> pa.Array:
     """Returns a column as one array, text without a dictionary and of one type."""
     array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-    if isinstance(array, pa.ChunkedArray):  # of no chunks
+    # Combining no chunks gives a ChunkedArray again.
+    if isinstance(array, pa.ChunkedArray):
         array = pa.array([], array.type)
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
@@ -401,6 +411,7 @@ def check_finite(path: Path, name: str, values: Array) -> None:
     if values.dtype.kind != "f":
         return
     with np.errstate(over="ignore"):
+        # A number beyond float32 becomes infinite here, and is meant to.
         bad = ~np.isfinite(values.astype(np.float32, copy=False))
     if bad.any():
         row = int(bad.argmax())
@@ -483,7 +494,8 @@ def check_described(path: Path, key: str, ids: Array, table: Chunk) -> None:
     order = np.argsort(ids, kind="stable")
     twice = np.flatnonzero(ids[order[1:]] == ids[order[:-1]])
     if len(twice):
-        first, second = order[twice[0]], order[twice[0] + 1]
+        first = order[twice[0]]
+        second = order[twice[0] + 1]
         raise DataError(
             f"{path}: column '{key}', rows {first} and {second}: both describe id {ids[first]} ({len(twice):,} rows "
             "more than there are ids); keep one row for each id"
@@ -517,7 +529,8 @@ def _by_id(ids: Int64, column: Column, size: int, missing: int = 0) -> Column:
         values = np.full(size, missing, dtype=column.values.dtype)
         values[ids] = column.values
         return Column(values)
-    starts, stops = np.zeros(size, np.int64), np.zeros(size, np.int64)
+    starts = np.zeros(size, np.int64)
+    stops = np.zeros(size, np.int64)
     starts[ids], stops[ids] = column.windows
     rows = Column.from_windows(column.pool, Windows(starts, stops))
     return Column(rows.values, rows.offsets)

@@ -52,7 +52,9 @@ def ncf_files(folder: Path) -> tuple[Path, Path, Path] | None:
     negative_files = sorted(folder.glob("*.test.negative"))
     stem = negative_files[0].name.removesuffix(".test.negative") if negative_files else ""
     files = tuple(folder / f"{stem}{suffix}" for suffix in (".train.rating", ".test.rating", ".test.negative"))
-    return (files[0], files[1], files[2]) if negative_files and all(file.exists() for file in files) else None
+    if not negative_files or not all(file.exists() for file in files):
+        return None
+    return files[0], files[1], files[2]
 
 
 def read_ncf(files: tuple[Path, Path, Path]) -> tuple[Chunk, Chunk, Chunk]:
@@ -101,9 +103,12 @@ def _pairs(file: Path) -> Chunk:
 
 def _negatives(file: Path) -> Chunk:
     lines = [line.split("\t") for line in _lines(file)]
-    users = _numbers(file, [[line[0].strip("()").split(",")[0]] for line in lines], 1)[:, 0]
+    # A line begins with (user,item); the user alone is read.
+    owners = [[line[0].strip("()").split(",")[0]] for line in lines]
+    users = _numbers(file, owners, 1)[:, 0]
     items = _numbers(file, [line[1:] for line in lines], len(lines[0]) - 1)
-    return Chunk({"user_id": Column(users.repeat(items.shape[1])), "negative": Column(items.reshape(-1))})
+    owner_of_each = users.repeat(items.shape[1])
+    return Chunk({"user_id": Column(owner_of_each), "negative": Column(items.reshape(-1))})
 
 
 def _lines(file: Path) -> list[str]:
@@ -122,9 +127,11 @@ def _numbers(file: Path, rows: list[list[str]], width: int) -> Int64:
     return np.array(rows, dtype=np.int64).reshape(len(rows), width)
 
 
-PREPROCESSOR = "preprocessor"  # the folder that `rec.data.preprocess` writes beside the rows, whose id 0 is the unknown
+# The folder that `rec.data.preprocess` writes next to the rows. Id 0 of these rows is the unknown value.
+PREPROCESSOR = "preprocessor"
 _NAMES = {TRAIN: "train", VALIDATION: "validation", TEST: "test"}
-_WITH_IDS = ("inter", *_NAMES.values(), "test_negatives", "users", "items")  # files of a folder
+# Files of a folder that have ids of users or items.
+_WITH_IDS = ("inter", *_NAMES.values(), "test_negatives", "users", "items")
 _SPELLINGS = {
     "user_id": ("user_id", "user"),
     "item_id": ("item_id", "item"),
@@ -189,6 +196,7 @@ def from_folder(
     items = _side(folder / "items.parquet", "item_id", ids.items, texts, columns.get("items"), user_names=set(users[0]))
     catalogue = len(ids.items) - ids.outside
     numbers = np.arange(len(ids.items))
+    # Items outside the catalogue share the row of the unknown item.
     features = items[0].with_columns({"item_id": Column(np.where(numbers < catalogue, numbers, 0))})
     if ambiguous := [word for word in context if word in users[0] or word in items[0]]:
         raise DataError(
@@ -289,14 +297,18 @@ def _numbered(
     catalogue = np.unique(
         np.concatenate([item[split.rows[np.isin(split.part, training_parts)]], described_ids["item_id"]])
     )
-    outside = np.setdiff1d(
-        np.concatenate([item, *([] if negatives is None else [negatives["negative"].values])]), catalogue
-    )
+    occurring = item if negatives is None else np.concatenate([item, negatives["negative"].values])
+    outside = np.setdiff1d(occurring, catalogue)
     items = np.concatenate([catalogue, outside])
-    ids = _Ids(np.concatenate([[_nobody(users)], users]), np.concatenate([[_nobody(items)], items]), len(outside))
+    ids = _Ids(
+        users=np.concatenate([[_nobody(users)], users]),
+        items=np.concatenate([[_nobody(items)], items]),
+        outside=len(outside),
+    )
     windows = split.history.windows
     assert windows is not None, "a history is ragged"
     in_history = _rows_of(ids.items, np.unique(item))
+    # A model has no row for an item outside the catalogue.
     in_history[in_history > len(catalogue)] = 0
     split = split._replace(history=Column.from_windows(in_history[split.history.pool], windows))
     rows = {"user_id": _rows_of(ids.users, pairs["user_id"].values), "item_id": _rows_of(ids.items, item)}
@@ -308,7 +320,8 @@ def _nobody(ids: Int64) -> int:
     return next(number for number in itertools.count(-1, -1) if number not in ids)
 
 
-_Texts = Mapping[str, pa.Array]  # by user_id and item_id: the texts that are ids, sorted; none where ids are numbers
+# The sorted texts that are ids, by user_id and item_id; no entry if ids are numbers.
+_Texts = Mapping[str, pa.Array]
 
 
 def _text_ids(folder: Path) -> dict[str, pa.Array]:
@@ -321,11 +334,15 @@ def _text_ids(folder: Path) -> dict[str, pa.Array]:
     for file in (folder / f"{name}.parquet" for name in _WITH_IDS):
         available = _names_in(file) if file.exists() else []
         for key in kinds:
-            spellings = (*_SPELLINGS[key], *(("negative",) if key == "item_id" else ()))
-            if word := next((word for word in spellings if word in available), None):
+            spellings = _SPELLINGS[key]
+            if key == "item_id":
+                spellings = (*spellings, "negative")
+            word = next((word for word in spellings if word in available), None)
+            if word:
                 kinds[key][file] = word
     texts_by_key = {}
     for key, columns in kinds.items():
+        # Types are compared before any row is read.
         types = {file: raw_ids(file, name, _column(file, name, rows=0)).type for file, name in columns.items()}
         types |= dict.fromkeys(_text_files(folder), pa.int64())
         if len({str(kind) for kind in types.values()}) > 1:
@@ -404,9 +421,13 @@ def _by_lines(folder: Path) -> tuple[Path, Path] | None:
 
 def _joined(parts: Mapping[int, Chunk], *, validation: bool, seed: int) -> tuple[Chunk, NDArray[np.int8]]:
     """Concatenates the pairs of all parts; returns them with the part of each."""
-    columns = {key: [chunk[key].values for chunk in parts.values()] for key in ("user_id", "item_id")}
-    ratings = Chunk({key: Column(np.concatenate(ids)) for key, ids in columns.items()})
-    part = np.repeat(np.array(list(parts), dtype=np.int8), [chunk.num_rows for chunk in parts.values()])
+    columns = {}
+    for key in ("user_id", "item_id"):
+        ids = [chunk[key].values for chunk in parts.values()]
+        columns[key] = Column(np.concatenate(ids))
+    ratings = Chunk(columns)
+    sizes = [chunk.num_rows for chunk in parts.values()]
+    part = np.repeat(np.array(list(parts), dtype=np.int8), sizes)
     if not validation:
         part[part == VALIDATION] = TRAIN
     elif VALIDATION not in parts:
@@ -450,17 +471,20 @@ def _read(path: Path, *names: str, texts: _Texts) -> Chunk:
             nor a date.
     """
     available = _names_in(path)
-    column_names = {
-        name: next((word for word in _SPELLINGS.get(name, (name,)) if word in available), name) for name in names
-    }
+    column_names = {}
+    for name in names:
+        spellings = _SPELLINGS.get(name, (name,))
+        column_names[name] = next((word for word in spellings if word in available), name)
     table = read_columns(path, list(column_names.values()))
     columns = {}
     for name, word in column_names.items():
         column = table.column(word)
         if name in _SPELLINGS:
             array = raw_ids(path, word, column)
+        elif pa.types.is_integer(column.type):
+            array = column
         else:
-            array = column if pa.types.is_integer(column.type) else times_in(path, word, column).cast(pa.int64())
+            array = times_in(path, word, column).cast(pa.int64())
         if array.null_count:
             row = array.is_null().index(True).as_py()
             raise DataError(
@@ -499,7 +523,10 @@ def _side(
     described_ids = _ids_in(path, key, texts)
     check_described(path, id_column, _as_text(described_ids, texts.get(key)), Chunk({}))
     names = [name for name in available if name != id_column] if columns is None else list(columns)
-    table = read_columns(path, list(dict.fromkeys([*names, *(["title"] if "title" in available else [])])))
+    read_names = list(names)
+    if "title" in available and "title" not in names:
+        read_names.append("title")
+    table = read_columns(path, list(dict.fromkeys(read_names)))
     rows = _rows_of(ids, described_ids)
     titles = _titles(rows, table.column("title"), len(ids)) if "title" in table.column_names else None
     renamed = {name: f"item_{name}" if name in (user_names or ()) else name for name in names}
@@ -517,19 +544,22 @@ def _titles(ids: Int64, column: pa.ChunkedArray, size: int) -> list[str]:
 
 def _one_of_each(user: Int64, part: NDArray[np.int8], seed: int) -> Int64:
     """Draws a training row of each user with two or more."""
+    # Not ``seed`` alone, because with_profiles draws its order from that.
     rows = np.random.default_rng([seed, 1]).permutation(np.flatnonzero(part == TRAIN))
     _, first, count = np.unique(user[rows], return_index=True, return_counts=True)
     return rows[first[count > 1]]
 
 
 def _with_candidates(data: InteractionData, ids: _Ids, negatives: Chunk, seed: int) -> InteractionData:
-    owners, items = _rows_of(ids.users, negatives["user_id"].values), _rows_of(ids.items, negatives["negative"].values)
+    owners = _rows_of(ids.users, negatives["user_id"].values)
+    items = _rows_of(ids.items, negatives["negative"].values)
     candidates = {"test": candidates_by_user(data.test["user_id"].values, ids.users, owners, items)}
     if data.validation.num_rows:
         pairs = data.pairs("train", "validation")
         sampler = UniformNegatives(data.num_items, pairs.users, pairs.items, seed)
         users = data.validation["user_id"].values
-        candidates["validation"] = sampler.draw(users, np.arange(len(users)), 0, candidates["test"].shape[1]).ids
+        count = candidates["test"].shape[1]
+        candidates["validation"] = sampler.draw(users, np.arange(len(users)), 0, count).ids
     return dataclasses.replace(data, evaluation=Evaluation(candidates=candidates))
 
 
@@ -546,8 +576,10 @@ def candidates_by_user(users: Int64, ids: Int64, owners: Int64, negatives: Int64
         DataError: one of ``users`` has no candidate.
     """
     order = np.argsort(owners, kind="stable")
-    owners, items = owners[order], negatives[order]
-    starts, stops = owners.searchsorted(users), owners.searchsorted(users, side="right")
+    owners = owners[order]
+    items = negatives[order]
+    starts = owners.searchsorted(users)
+    stops = owners.searchsorted(users, side="right")
     if (starts == stops).any():
         row = int((starts == stops).argmax())
         raise DataError(

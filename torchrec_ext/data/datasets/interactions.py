@@ -51,14 +51,20 @@ def leave_one_out(user: Int64, item: Int64, timestamp: Array, history_length: in
         history_length: greatest length of a history.
     """
     rows = np.lexsort((timestamp, user)).astype(np.int64)
+    # One number for each pair, so that np.unique compares pairs.
     pair = user[rows] * (item.max(initial=0) + 1) + item[rows]
     rows = rows[np.sort(np.unique(pair, return_index=True)[1])]
-    user, item, timestamp = user[rows], item[rows], timestamp[rows]
+    user = user[rows]
+    item = item[rows]
+    timestamp = timestamp[rows]
     first, past_last = _runs(user)
     from_end = past_last - np.arange(len(rows))
-    part = np.where(
-        past_last - first < 3, TRAIN, np.where(from_end == 1, TEST, np.where(from_end == 2, VALIDATION, TRAIN))
-    )
+    part = np.full(len(rows), TRAIN)
+    part[from_end == 2] = VALIDATION
+    part[from_end == 1] = TEST
+    # With fewer than 3 rows a user would have nothing to train on.
+    part[past_last - first < 3] = TRAIN
+    # A history ends before the first row of the same time.
     same_time, _ = _runs(user, timestamp)
     history = Column.from_windows(item, Windows(np.maximum(first, same_time - history_length), same_time))
     return Split(rows, part.astype(np.int8), history)
@@ -84,10 +90,13 @@ def with_profiles(user: Int64, item: Int64, part: NDArray[np.int8], length: int,
         length: greatest length of a profile.
         seed: seed of the order.
     """
+    # One number for each pair and part, so that np.unique compares both.
     pair = (user * (item.max(initial=0) + 1) + item) * 3 + part
     shuffled = np.random.default_rng(seed).permutation(np.unique(pair, return_index=True)[1])
     rows = shuffled[np.lexsort((part[shuffled], user[shuffled]))].astype(np.int64)
-    user, item, part = user[rows], item[rows], part[rows]
+    user = user[rows]
+    item = item[rows]
+    part = part[rows]
     first, past_last = _runs(user)
     training = part == TRAIN
     before = np.concatenate([[0], training.cumsum()])
@@ -99,7 +108,8 @@ def with_profiles(user: Int64, item: Int64, part: NDArray[np.int8], length: int,
     for copy in (0, 1):
         pool[(start + index + copy * count)[training]] = item[training]
     starts = np.where(training, start + index + 1, start)
-    return Split(rows, part, Column.from_windows(pool, Windows(starts, starts + np.minimum(count - training, length))))
+    stops = starts + np.minimum(count - training, length)
+    return Split(rows, part, Column.from_windows(pool, Windows(starts, stops)))
 
 
 def _runs(*keys: Array) -> tuple[Int64, Int64]:
@@ -145,7 +155,8 @@ class Evaluation:
             raise ValueError(f"figures={self.figures}: must be some of {', '.join(get_args(Figure))}")
 
 
-LIKED = 4  # stars from which on a rating says that the user liked the item
+# A rating of so many stars or more says that the user liked the item.
+LIKED = 4
 
 
 class Pairs(NamedTuple):
@@ -249,7 +260,8 @@ class InteractionData:
     def pairs(self, *parts: str) -> Pairs:
         """Returns the (user, item) pairs of the parts named, or of all; items outside the catalogue are left out."""
         chunks = [getattr(self, part) for part in parts or ("train", "validation", "test")]
-        users, items = (np.concatenate([chunk[name].values for chunk in chunks]) for name in ("user_id", "item_id"))
+        users = np.concatenate([chunk["user_id"].values for chunk in chunks])
+        items = np.concatenate([chunk["item_id"].values for chunk in chunks])
         inside = items <= self.num_items
         return Pairs(users[inside], items[inside])
 
@@ -310,15 +322,17 @@ def from_ratings(
     """
     for column, table in (("user_id", users), ("item_id", items)):
         _check_known(name, column, ratings[column].values, table.num_rows)
-    user, item = ratings["user_id"].values, ratings["item_id"].values
+    user = ratings["user_id"].values
+    item = ratings["item_id"].values
     split = split or leave_one_out(user, item, ratings["timestamp"].values, history_length)
     fitted, context_columns = _context_of(context, split.rows[split.part == TRAIN])
     ratings = ratings.with_columns(context_columns)
-    train, validation, test = (
-        _part(split, part, ratings, users, tuple(context_columns)) for part in (TRAIN, VALIDATION, TEST)
-    )
-    past = split.rows[split.part != TEST]
-    liked = past[ratings["rating"].values[past] >= LIKED] if "rating" in ratings else past
+    names = tuple(context_columns)
+    train, validation, test = (_part(split, part, ratings, users, names) for part in (TRAIN, VALIDATION, TEST))
+    # Without stars, an item that was taken is an item that was liked.
+    liked = split.rows[split.part != TEST]
+    if "rating" in ratings:
+        liked = liked[ratings["rating"].values[liked] >= LIKED]
     return InteractionData(
         name=name,
         train=train,
@@ -346,7 +360,8 @@ def _context_of(context: RawColumns | None, rows: Int64) -> tuple[RowContext, di
     if not context:
         return RowContext(), {}
     filled = [name for name, column in context.items() if column.null_count]
-    fitted = RowContext.fit({name: column.take(pa.array(rows)) for name, column in context.items()}, filled=filled)
+    training = {name: column.take(pa.array(rows)) for name, column in context.items()}
+    fitted = RowContext.fit(training, filled=filled)
     return fitted, fitted.transform(context)
 
 
@@ -354,7 +369,8 @@ def _part(split: Split, part: int, ratings: Chunk, users: Chunk, context: tuple[
     indices = np.flatnonzero(split.part == part)
     rows = split.rows[indices]
     columns = {name: ratings[name].take(rows) for name in ("item_id", "timestamp", *context) if name in ratings}
-    return users.take(ratings["user_id"].values[rows]).with_columns({"history": split.history.take(indices), **columns})
+    described_users = users.take(ratings["user_id"].values[rows])
+    return described_users.with_columns({"history": split.history.take(indices), **columns})
 
 
 def _check_known(name: str, column: str, ids: Int64, size: int) -> None:

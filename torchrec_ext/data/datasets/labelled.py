@@ -147,8 +147,10 @@ class LabelledData:
         """
         names = self.user_features if key == "user_id" else self.item_features
         last = np.full(self.vocab[key], -1)
-        last[self.train[key].values] = np.arange(self.train.num_rows)  # of an id that is there twice the last row stays
-        is_trained, last_rows = last[rows] >= 0, self.train.take(np.maximum(last[rows], 0))
+        # numpy keeps the last value that is assigned to an index, so each id gets its last row.
+        last[self.train[key].values] = np.arange(self.train.num_rows)
+        is_trained = last[rows] >= 0
+        last_rows = self.train.take(np.maximum(last[rows], 0))
         fillers = {**self.oov_ids, **dict.fromkeys(self.words.times, MISSING_TIME)}
         columns = {
             name: _only(last_rows[name], is_trained, fillers.get(name, 0))
@@ -199,8 +201,10 @@ def planted_context(*, rows: int = 60_000, users: int = 300, items: int = 200, s
     rng = np.random.default_rng([seed, rows, users, items])
     columns = {"user_id": users, "item_id": items, "hour": 24, "weekday": 7}
     ids = {name: rng.integers(size, size=rows) for name, size in columns.items()}
-    taste, kind = rng.normal(size=(users, 4)), rng.normal(size=(items, 4))
-    evening = rng.normal(size=items)  # how much more an item is wanted at night than at noon
+    taste = rng.normal(size=(users, 4))
+    kind = rng.normal(size=(items, 4))
+    # How much more an item is wanted at night than at noon.
+    evening = rng.normal(size=items)
     logits = (taste[ids["user_id"]] * kind[ids["item_id"]]).sum(1)
     logits += 2 * evening[ids["item_id"]] * np.cos(2 * np.pi * ids["hour"] / 24) - 1
     chance = 1 / (1 + np.exp(-logits))
@@ -209,7 +213,10 @@ def planted_context(*, rows: int = 60_000, users: int = 300, items: int = 200, s
     everything = Chunk({name: Column(values) for name, values in (ids | numbers).items()})
     tenth = rows // 10
     test = slice(rows - tenth, rows)
-    train, unknown = everything.slice(0, rows - 2 * tenth), columns  # the row after those of the ids
+    likelihood = np.where(label[test] > 0, chance[test], 1 - chance[test])
+    train = everything.slice(0, rows - 2 * tenth)
+    # Ids are 0 to size - 1, so the row after them is free for the unknown.
+    unknown = columns
     return LabelledData(
         name="planted",
         train=train,
@@ -217,10 +224,7 @@ def planted_context(*, rows: int = 60_000, users: int = 300, items: int = 200, s
         test=_untrained_unknown(everything.slice(rows - tenth, rows), train, unknown),
         vocab={name: size + 1 for name, size in columns.items()},
         context=("hour", "weekday"),
-        best={
-            "auc": _auc(logits[test], label[test]),
-            "log_loss": float(-np.log(np.where(label[test] > 0, chance[test], 1 - chance[test])).mean()),
-        },
+        best={"auc": _auc(logits[test], label[test]), "log_loss": float(-np.log(likelihood).mean())},
     )
 
 
@@ -234,14 +238,17 @@ def _from_folder(config: LabelledConfig) -> LabelledData:
             "or set data.name=planted"
         )
     assert folder is not None, "a file was found in it"
-    raw = dict(zip(PARTS, same_types({file: _read(file) for file in files.values() if file is not None}), strict=True))
+    columns_by_file = {file: _read(file) for file in files.values() if file is not None}
+    raw = dict(zip(PARTS, same_types(columns_by_file), strict=True))
     descriptions = _descriptions(folder, files["train"], raw["train"])
     raw = {part: _without_described(files[part], columns, descriptions) for part, columns in raw.items()}
     # A preprocessor writes 0 for a user or an item that it does not know.
-    placeholder = _NAMES.values() if (folder / PREPROCESSOR).is_dir() else ()
-    sizes, words = _words(
-        raw, [name for name in placeholder if pa.types.is_integer(raw["train"].get(name, pa.nulls(0)).type)]
-    )
+    placeholder: list[str] = []
+    if (folder / PREPROCESSOR).is_dir():
+        placeholder = [
+            name for name in _NAMES.values() if name in raw["train"] and pa.types.is_integer(raw["train"][name].type)
+        ]
+    sizes, words = _words(raw, placeholder)
     chunks = {part: _numbered(columns, sizes, words) for part, columns in raw.items()}
     names = [column for name in raw["train"] for column in words.times.get(name, (name,))]
     sparse = [name for name in names if name in sizes or name in words.vocab]
@@ -250,9 +257,12 @@ def _from_folder(config: LabelledConfig) -> LabelledData:
         if clash := sorted(set(chunks["train"]) & set(about.features.columns)):
             raise DataError(f"{about.path}: '{clash[0]}' is there, and is a column made of dates, too; rename a column")
         chunks = {part: rows.with_columns(about.columns_of(raw[part][key])) for part, rows in chunks.items()}
-        words, owned[about.name] = words.joined(about.words), (*owned[about.name], *about.words.names)
+        words = words.joined(about.words)
+        owned[about.name] = (*owned[about.name], *about.words.names)
         sparse += about.words.vocab
-    unknown = {**sizes, **{name: 0 for names in words.times.values() for name in names}}
+    unknown = dict(sizes)
+    for columns_of_times in words.times.values():
+        unknown |= dict.fromkeys(columns_of_times, 0)
     chunks = {part: _untrained_unknown(rows, chunks["train"], unknown) for part, rows in chunks.items()}
     vocab = {name: size + 1 for name, size in sizes.items()} | words.vocab
     described = {name for names in owned.values() for name in names}
@@ -326,7 +336,9 @@ def _descriptions(folder: Path, train: Path | None, rows: RawColumns) -> dict[st
             raise DataError(
                 f"{path}: column '{name}' is missing, the file has {file.column_names}; write the ids there"
             )
-        other_names = {word for about in descriptions.values() for word in about.features.columns}
+        other_names: set[str] = set()
+        for about in descriptions.values():
+            other_names |= set(about.features.columns)
         table: dict[str, pa.Array] = {}
         for word in file.column_names:
             plain = word.replace(".", "_")
@@ -338,7 +350,8 @@ def _descriptions(folder: Path, train: Path | None, rows: RawColumns) -> dict[st
             if short in table:
                 raise DataError(f"{path}: two columns are '{short}', of which one is written '{word}'; rename one")
             table[short] = raw_column(path, word, file.column(word))
-        _, ids = same_types({train: {key: rows[key]}, path: {key: _ids_of(path, column, file.column(column))}})
+        described_ids = _ids_of(path, column, file.column(column))
+        _, ids = same_types({train: {key: rows[key]}, path: {key: described_ids}})
         features = side_features(np.arange(1, len(file) + 1), table, len(file) + 1)
         if features.words.names:
             descriptions[key] = _Descriptions(name, path, ids[key], table, features)
@@ -387,7 +400,8 @@ def _without_described(
 def _equal(first: pa.Array, second: pa.Array) -> pa.Array:
     """Compares two arrays value by value: numbers by value, all else in one type only."""
     if _is_number(first) and _is_number(second):
-        first, second = first.cast(pa.float64(), safe=False), second.cast(pa.float64(), safe=False)
+        first = first.cast(pa.float64(), safe=False)
+        second = second.cast(pa.float64(), safe=False)
     if first.type != second.type:
         return pa.array(np.zeros(len(first), bool))
     return pc.equal(first, second).fill_null(False)
@@ -430,13 +444,15 @@ def _words(raw: Mapping[str, RawColumns], placeholder: Sequence[str]) -> tuple[d
     integer_names = [
         name for name, column in train.items() if pa.types.is_integer(column.type) and name not in placeholder
     ]
-    sizes = {name: _size([columns[name].drop_null().to_numpy() for columns in raw.values()]) for name in integer_names}
+    sizes = {}
+    for name in integer_names:
+        sizes[name] = _size([columns[name].drop_null().to_numpy() for columns in raw.values()])
+    # Ids 0 to N - 1 are table rows as they are, without a vocabulary.
     sizes = {name: size for name, size in sizes.items() if size}
     inputs = {name: column for name, column in train.items() if name not in sizes}
-    inputs |= {
-        name: pc.if_else(pc.equal(inputs[name], 0), pa.scalar(None, inputs[name].type), inputs[name])
-        for name in placeholder
-    }
+    for name in placeholder:
+        column = inputs[name]
+        inputs[name] = pc.if_else(pc.equal(column, 0), pa.scalar(None, column.type), column)
     filled = [name for name in inputs if any(columns[name].null_count for columns in raw.values())]
     return sizes, RowContext.fit(inputs, filled=filled)
 
@@ -450,7 +466,8 @@ def _numbered(columns: RawColumns, sizes: Mapping[str, int], words: RowContext) 
 def _size(parts: list[Array]) -> int:
     """Returns N if the ids of all parts together are 0 to N - 1, else 0."""
     ids = np.unique(np.concatenate(parts))
-    return len(ids) if len(ids) and ids[0] == 0 and ids[-1] == len(ids) - 1 else 0
+    is_range = len(ids) > 0 and ids[0] == 0 and ids[-1] == len(ids) - 1
+    return len(ids) if is_range else 0
 
 
 def _untrained_unknown(rows: Chunk, train: Chunk, unknown: Mapping[str, int]) -> Chunk:
@@ -463,7 +480,9 @@ def _untrained_unknown(rows: Chunk, train: Chunk, unknown: Mapping[str, int]) ->
 
 
 def _file(folder: Path | None, part: str) -> Path | None:
-    return next((folder / name for name in _FILES[part] if (folder / name).exists()), None) if folder else None
+    if folder is None:
+        return None
+    return next((folder / name for name in _FILES[part] if (folder / name).exists()), None)
 
 
 def _read(path: Path) -> dict[str, pa.Array]:
@@ -475,6 +494,7 @@ def _read(path: Path) -> dict[str, pa.Array]:
         )
     columns: dict[str, pa.Array] = {}
     for name in table.column_names:
+        # Tables are named like their columns, and a module's name has no dot.
         role = _NAMES.get(name, name.replace(".", "_"))  # a module's name has no dot, and tables are named so
         if role in columns:
             raise DataError(f"{path}: two columns are '{role}', of which one is written '{name}'; rename one")
@@ -491,15 +511,21 @@ def _plain(column: pa.Array) -> pa.Array:
     """Returns a raw column with True and False as 1 and 0, and fractions of 32 bits."""
     if pa.types.is_boolean(column.type):
         return column.cast(pa.int64())
-    return column.cast(pa.float32()).cast(pa.float64()) if pa.types.is_floating(column.type) else column
+    if pa.types.is_floating(column.type):
+        # Rounded to 32 bits, so that a number compares equal in files of 32 and of 64 bits.
+        return column.cast(pa.float32()).cast(pa.float64())
+    return column
 
 
 def _labels(path: Path, column: pa.Array) -> pa.Array:
-    wrong = pc.invert(pc.is_in(column, pa.array([0, 1], column.type))) if _is_number(column) else None
-    row = 0 if wrong is None else wrong.index(True).as_py()
+    row = 0
+    if _is_number(column):
+        wrong = pc.invert(pc.is_in(column, pa.array([0, 1], column.type)))
+        row = wrong.index(True).as_py()
     if row >= 0:
         value = column[row].as_py()
-        value = float(value) if wrong is not None and value is not None else value
+        if _is_number(column) and value is not None:
+            value = float(value)
         raise DataError(f"{path}: column 'label', row {row}: {value}; must be 0 or 1")
     return column.cast(pa.float32())
 
@@ -530,4 +556,6 @@ def _auc(scores: Array, labels: Array) -> float:
     ranks = np.empty(len(scores))
     ranks[np.argsort(scores)] = np.arange(1, len(scores) + 1)
     positives = labels.sum()
-    return float((ranks[labels > 0].sum() - positives * (positives + 1) / 2) / (positives * (len(labels) - positives)))
+    # The sum of ranks counts the pairs of positives too; without them it counts a positive above a negative.
+    above = ranks[labels > 0].sum() - positives * (positives + 1) / 2
+    return float(above / (positives * (len(labels) - positives)))

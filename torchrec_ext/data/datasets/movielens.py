@@ -81,8 +81,10 @@ OCCUPATIONS = (
     "writer",
 )
 DIGITS = "0123456789"
-CANADA = len(DIGITS) + 1  # 18 of the 943 users gave a Canadian code, which starts with a letter
-AGE_CENTRE, AGE_SCALE = 35.0, 15.0
+# 18 of the 943 users gave a Canadian code, which starts with a letter.
+CANADA = len(DIGITS) + 1
+AGE_CENTRE = 35.0
+AGE_SCALE = 15.0
 
 Tables = tuple[Chunk, Chunk, Chunk]
 
@@ -325,7 +327,8 @@ def _users(people: Chunk, described: Int64) -> Chunk:
     ids = described.searchsorted(people["user_id"].values) + 1
     size = len(described) + 1
     first = np.array([code[:1].upper() for code in people["zip_code"].values])
-    prefix = np.where(np.char.isdigit(first), _ids(first, DIGITS), np.where(np.char.isalpha(first), CANADA, 0))
+    letters = np.where(np.char.isalpha(first), CANADA, 0)
+    prefix = np.where(np.char.isdigit(first), _ids(first, DIGITS), letters)
     age = ((people["age"].values - AGE_CENTRE) / AGE_SCALE).astype(np.float32)
     return Chunk(
         {
@@ -396,7 +399,8 @@ def recbole(ratings: Chunk, file: Path, history_length: int) -> Protocol:
             f"{file}: {len(table_keys):,} pairs, which are not the {len(rating_keys):,} of the ratings, each once; "
             "get both anew"
         )
-    part = np.array([_PARTS[str(name)] for name in table["split"].values], dtype=np.int8)[indices]
+    part_of_pair = np.array([_PARTS[str(name)] for name in table["split"].values], dtype=np.int8)
+    part = part_of_pair[indices]
     split = with_profiles(ratings["user_id"].values, ratings["item_id"].values, part, history_length)
     return Protocol(ratings, split, Evaluation(figures=("recall", "ndcg"), by="user"))
 
@@ -428,6 +432,7 @@ def tfrs(tables: tuple[Chunk, Chunk, Chunk], history_length: int, *, validation:
     part = np.full(ratings.num_rows, TRAIN, dtype=np.int8)
     part[order[: 2 * tenth]] = TEST
     if validation:
+        # A tenth of the eight tenths that are left for training.
         part[order[2 * tenth : 2 * tenth + 8 * tenth // 10]] = VALIDATION
     split = with_profiles(ratings["user_id"].values.astype(np.int64), ratings["item_id"].values, part, history_length)
     return Protocol(ratings, split, Evaluation(at=(1, 5, 10, 50, 100), figures=("hr",), keep_seen=True))

@@ -28,7 +28,8 @@ from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.schema import DataError
 from torchrec_ext.schema.validation import listed
 
-HELD_OUT = {"validation": 2, "test": 1}  # the group of held-out items, counted from the end
+# The group of held-out items, counted from the end.
+HELD_OUT = {"validation": 2, "test": 1}
 
 
 class HeldOut(NamedTuple):
@@ -116,7 +117,8 @@ class SequenceData:
             raise DataError(
                 f"set '{self.name}': times are {times}; must be ragged, one for each item of {self.sequences}"
             )
-        values, (_, steps) = times.values, _rows_and_steps(times.lengths)
+        values = times.values
+        _, steps = _rows_and_steps(times.lengths)
         falls = np.zeros(len(values), dtype=bool)
         falls[1:] = (values[1:] < values[:-1]) & (steps[1:] > 0)
         if falls.any():
@@ -157,15 +159,18 @@ class SequenceData:
         """Returns the questions of ``validation`` or ``test``; the validation items precede the test items."""
         if part not in HELD_OUT:
             raise ValueError(f"part={part!r}: must be one of {', '.join(HELD_OUT)}")
-        users, k = np.flatnonzero(self.sequences.lengths >= self.least), self.test_items
+        users = np.flatnonzero(self.sequences.lengths >= self.least)
+        k = self.test_items
         windows = self._windows()
-        starts, stops = windows.starts[users], windows.stops[users] - k * HELD_OUT[part]
+        starts = windows.starts[users]
+        stops = windows.stops[users] - k * HELD_OUT[part]
         before = Column.from_windows(self.sequences.pool, Windows(starts, stops))
         targets = self.sequences.pool[stops[:, None] + np.arange(k)]
         if k == 1:
             return HeldOut(users, before, targets[:, 0])
         rows = np.arange(len(users)).repeat(k)
-        pairs = np.unique(np.stack([rows, targets.reshape(-1)]), axis=1)  # an item that is taken twice is found once
+        # An item that is taken twice is found once in a ranking.
+        pairs = np.unique(np.stack([rows, targets.reshape(-1)]), axis=1)
         return HeldOut(users, before, pairs[1].copy(), pairs[0].copy())
 
     def popularity(self) -> Int64:
@@ -199,6 +204,7 @@ def training_windows(sequences: Column, max_targets: int) -> Column:
     targets = np.maximum(sequences.lengths - 1, 0)
     pieces = -(-targets // max_targets)
     rows, nth = _rows_and_steps(pieces)
+    # Counted from the end, so that only the first piece of a user is short.
     stops = windows.stops[rows] - (pieces[rows] - 1 - nth) * max_targets
     return Column.from_windows(
         sequences.pool, Windows(np.maximum(windows.starts[rows], stops - max_targets - 1), stops)
@@ -243,6 +249,7 @@ def from_rows(
         num_items=len(item_ids),
         times=Column.from_lengths(order[rows], counts) if times else None,
         user_ids=user_ids,
+        # [0] is never read. Any value of the ids' type fills it.
         item_ids=np.concatenate([item_ids[:1], item_ids]),
         licence=licence,
     )
@@ -254,7 +261,8 @@ def _rows_and_steps(lengths: Int64) -> tuple[Int64, Int64]:
     return rows, np.arange(len(rows)) - (np.cumsum(lengths) - lengths)[rows]
 
 
-LONGEST = 20  # of planted sequences
+# Length of the longest planted sequence.
+LONGEST = 20
 _SPELLINGS = {"user": ("user", "user_id"), "item": ("item", "item_id"), "order": ("position", "timestamp", "time")}
 
 
@@ -285,21 +293,22 @@ def load_sequences(config: SequenceConfig) -> SequenceData:
 def read_sequences(path: Path, *, name: str) -> SequenceData:
     """Reads a file of ``config.SEQUENCES_LAYOUT``; rows may have any order, ids may be whole numbers or text."""
     available = list(pq.read_schema(path).names)
-    column_names = {role: next((word for word in words if word in available), "") for role, words in _SPELLINGS.items()}
+    column_names = {}
     for role, words in _SPELLINGS.items():
-        if not column_names[role]:
+        word = next((word for word in words if word in available), None)
+        if word is None:
             raise DataError(f"{path}: no column {' or '.join(words)}; the file has {listed(available)}")
+        column_names[role] = word
     table = read_columns(path, list(column_names.values()))
-    user, item = (raw_ids(path, column_names[role], table.column(column_names[role])) for role in ("user", "item"))
-    columns = {
-        "user": user,
-        "item": item,
-        "order": raw_column(path, column_names["order"], table.column(column_names["order"])),
-    }
+    columns = {}
+    for role, name_in_file in column_names.items():
+        convert = raw_column if role == "order" else raw_ids
+        columns[role] = convert(path, name_in_file, table.column(name_in_file))
     for role, column in columns.items():
         _check_events(path, column_names[role], column)
     if pa.types.is_string(columns["order"].type):
-        times_in(path, column_names["order"], columns["order"])  # names what is no date
+        # raw_column keeps text without a first date. This raises an error that names the row.
+        times_in(path, column_names["order"], columns["order"])
     if pa.types.is_timestamp(columns["order"].type):
         columns["order"] = columns["order"].cast(pa.int64())
     values = (column.to_numpy(zero_copy_only=False) for column in columns.values())
@@ -395,11 +404,9 @@ def _file_in(folder: Path, name: str) -> Path:
     files = sorted(folder.glob("*sequences.parquet")) or sorted(folder.glob("inter.parquet"))
     if len(files) == 1:
         return files[0]
-    what = (
-        f"has {', '.join(file.name for file in files)}"
-        if files
-        else ("has no such file" if folder.exists() else "is not there")
-    )
+    what = "has no such file" if folder.exists() else "is not there"
+    if files:
+        what = f"has {', '.join(file.name for file in files)}"
     raise DatasetUnavailable(
         f"set '{name}': {folder} {what}; it needs one file *sequences.parquet or inter.parquet, as in "
         f"docs/recipes.md; or set data.name={PLANTED}"
@@ -423,13 +430,17 @@ def planted_sequences(*, users: int = 4_000, items: int = 400, seed: int = 0) ->
             f"planted sequences of users={users}, items={items}: needs at least 1 user and {LONGEST + 10} items"
         )
     rng = np.random.default_rng([seed, users, items])
-    rows, successor = np.arange(users), rng.permutation(items)
+    rows = np.arange(users)
+    successor = rng.permutation(items)
     lengths = rng.integers(4, LONGEST + 1, users)
-    steps, available = np.zeros((users, LONGEST), dtype=np.int64), np.ones((users, items), dtype=bool)
+    steps = np.zeros((users, LONGEST), dtype=np.int64)
+    available = np.ones((users, items), dtype=bool)
     for step in range(LONGEST):
         following = successor[steps[:, step - 1]]
         follows = (rng.random(users) < 0.7) & available[rows, following] & (step > 0)
-        steps[:, step] = np.where(follows, following, (rng.random((users, items)) * available).argmax(axis=1))
+        # The greatest of uniform numbers is a uniform choice among the available items.
+        others = (rng.random((users, items)) * available).argmax(axis=1)
+        steps[:, step] = np.where(follows, following, others)
         available[rows, steps[:, step]] = False
     inside = np.arange(LONGEST) < lengths[:, None]
     return SequenceData(
@@ -442,12 +453,15 @@ def planted_sequences(*, users: int = 4_000, items: int = 400, seed: int = 0) ->
 
 def _best(steps: Int64, lengths: Int64, successor: Int64) -> dict[str, float]:
     """Returns the expected figures of the rule on the last items; earlier items are left out of the ranking."""
-    rows, last = np.arange(len(steps)), lengths - 1
-    targets, guesses = steps[rows, last], successor[steps[rows, last - 1]]
+    rows = np.arange(len(steps))
+    last = lengths - 1
+    targets = steps[rows, last]
+    guesses = successor[steps[rows, last - 1]]
     available = np.ones((len(steps), len(successor)), dtype=bool)
     before = np.arange(steps.shape[1]) < last[:, None]
     available[np.nonzero(before)[0], steps[before]] = False
-    first = available[rows, guesses].astype(np.int64)  # places that the guess takes
+    # Number of places that the guess takes: none if the user has taken the successor already.
+    first = available[rows, guesses].astype(np.int64)
     gains = np.concatenate([[0.0], np.cumsum(1 / np.log2(np.arange(2, 12)))])
     figures = {}
     for name, upto in (("HR@1", np.arange(11.0).clip(max=1)), ("HR@10", np.arange(11.0)), ("NDCG@10", gains)):

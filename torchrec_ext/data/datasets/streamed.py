@@ -37,13 +37,18 @@ from torchrec_ext.schema import DataError
 from torchrec_ext.schema.validation import listed
 
 SUMMARY = "summary.json"
-RAW_REQUESTS = "raw/requests.parquet"  # some training rows as a request has them
-RAW_ITEMS = "raw/items.parquet"  # a row for each item, its columns as in the log
-RAW_USERS = "raw/users.parquet"  # a row for each user, his or her columns and latest events as a request has them
+# Some training rows as a request has them.
+RAW_REQUESTS = "raw/requests.parquet"
+# A row for each item, its columns as in the log.
+RAW_ITEMS = "raw/items.parquet"
+# A row for each user: the user's columns and latest events as a request has them.
+RAW_USERS = "raw/users.parquet"
 _SPLITS = ("train", "validation", "test")
 _KINDS: dict[str, tuple[Kind, ...]] = {"int64": ("int",), "list<int64>": ("ints",), "float32": ("float",)}
-_NUMBERS: tuple[Kind, ...] = ("int", "float", "bool")  # of labels and weights
-_GROUP_ROWS = 8_192  # rows of a row group of generated data
+# Kinds of labels and weights.
+_NUMBERS: tuple[Kind, ...] = ("int", "float", "bool")
+# Rows of a row group of generated data: a small set still has several groups.
+_GROUP_ROWS = 8_192
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,12 +159,14 @@ class StreamedData:
     def sample(self, rows: int) -> Chunk:
         """Returns the columns of ids of the first ``rows`` training rows, or of fewer."""
         source = self.splits["train"]
-        return next(source.parts(source.groups[0], list(self.features), 0, min(rows, source.groups[0].rows)))
+        group = source.groups[0]
+        return next(source.parts(group, list(self.features), 0, min(rows, group.rows)))
 
     def chunks(self, split: str, names: Sequence[str]) -> Iterator[Chunk]:
         """Yields the columns ``names`` of a split, a part of a row group at a time, in the order of the files."""
         source = self.splits[split]
         for group in source.groups:
+            # In parts, because a row group may be larger than the memory.
             yield from source.parts(group, list(names), 0, 1 << 16)
 
     @cached_property
@@ -178,18 +185,22 @@ class StreamedData:
         By split and by task, the label being the first; see :attr:`positives`.
         """
         names = [self.roles.label, *self.roles.tasks]
-        return {
-            split: {name: (float(each), float(some)) for name, each, some in zip(names, every, clicked, strict=True)}
-            for split, (every, clicked, _) in self._label_sums.items()
-        }
+        positives = {}
+        for split, (every, clicked, _) in self._label_sums.items():
+            sums = zip(names, every, clicked, strict=True)
+            positives[split] = {name: (float(all_rows), float(clicks)) for name, all_rows, clicks in sums}
+        return positives
 
     @cached_property
     def _label_sums(self) -> dict[str, tuple[NDArray[np.float64], NDArray[np.float64], float]]:
         """The weight of positives of label and tasks (T,), of those with label 1 (T,), and of all rows, by split."""
-        names, weight = [self.roles.label, *self.roles.tasks], self.roles.weight
+        names = [self.roles.label, *self.roles.tasks]
+        weight = self.roles.weight
         sums = {}
         for split, source in self.splits.items():
-            every, clicked, total = np.zeros(len(names)), np.zeros(len(names)), 0.0
+            every = np.zeros(len(names))
+            clicked = np.zeros(len(names))
+            total = 0.0
             for chunk in self.chunks(split, [*names, *([weight] if weight else [])]):
                 labels = np.stack([chunk[name].values.astype(np.float64) for name in names])
                 weights = chunk[weight].values.astype(np.float64) if weight else np.ones(chunk.num_rows)
@@ -256,7 +267,9 @@ class StreamedData:
                 f"{self.folder}: column '{item}' is 0, the unknown item, in all training rows; lower min_count of its "
                 "Categorify"
             )
-        rows, pieces, start = np.sort(last[item_rows]), [], 0
+        rows = np.sort(last[item_rows])
+        pieces = []
+        start = 0
         features, dense = self.towers["item"]
         names = list(dict.fromkeys([item, *features, *dense]))
         for chunk in self.chunks("train", names):
@@ -272,7 +285,8 @@ class StreamedData:
 
     def _last_rows(self, name: str) -> Int64:
         """Returns the number of the last training row of each id of a column, (V,); -1 for an id without one."""
-        last, start = np.full(self.vocab[name], -1), 0
+        last = np.full(self.vocab[name], -1)
+        start = 0
         for chunk in self.chunks("train", [name]):
             ids = chunk[name].values
             if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < len(last):
@@ -280,13 +294,15 @@ class StreamedData:
                     f"{self.folder}: column '{name}' has ids of {ids.min()} to {ids.max()}, and its vocabulary rows 0 "
                     f"to {len(last) - 1}: the rows and the preprocessor are of two runs; preprocess the log again"
                 )
-            last[ids] = np.arange(start, start + len(ids))  # of an id that is there twice the last row stays
+            # numpy keeps the last value that is assigned to an index, so each id gets its last row.
+            last[ids] = np.arange(start, start + len(ids))
             start += len(ids)
         return last
 
 
 def positive_share(positive: float, total: float) -> float:
     """Returns the share of ``positive`` in ``total``, never quite 0 or 1."""
+    # Half a row: a share of 0 or 1 would have an infinite log loss and log-odds.
     least = 0.5 / (total + 1)
     return min(max(positive / total if total else 0.0, least), 1 - least)
 
@@ -337,7 +353,8 @@ def load_streamed(
 
 
 def _open(folder: Path, config: StreamConfig, labels: bool, **details: Any) -> StreamedData:
-    summary, preprocessor = _summary(folder), FittedPreprocessor.load(folder / PREPROCESSOR)
+    summary = _summary(folder)
+    preprocessor = FittedPreprocessor.load(folder / PREPROCESSOR)
     for split in ("train", "test"):
         if not (folder / split).is_dir():
             raise DataError(
@@ -400,7 +417,9 @@ def _roles(folder: Path, summary: Mapping[str, Any], preprocessor: FittedPreproc
 
 def _all_rows(data: StreamedData, split: str) -> Chunk:
     """Reads all rows of a split: ids, numbers and labels; no rows if the folder has no such split."""
-    names = list(dict.fromkeys([*data.features, *data.dense, *filter(None, [data.roles.label])]))
+    names = list(dict.fromkeys([*data.features, *data.dense]))
+    if data.roles.label and data.roles.label not in names:
+        names.append(data.roles.label)
     if split not in data.splits:
         return _all_rows(data, "train").slice(0, 0)
     chunks = list(data.chunks(split, names))
@@ -428,12 +447,10 @@ def labelled_rows_of(data: StreamedData, *, context: bool = True) -> LabelledDat
                 f"{labels[wrong][0]}; must be 0 or 1 in a recipe that keeps its rows in memory: take --recipe stream"
             )
         chunks[split] = rows.with_columns({"label": Column(labels.astype(np.float32))})
-    described = {
-        tower: tuple(
-            name for names in data.towers.get(tower, ()) for name in names if name != getattr(data.roles, tower)
-        )
-        for tower in ("user", "item")
-    }
+    described = {}
+    for tower in ("user", "item"):
+        features, dense = data.towers.get(tower, ((), ()))
+        described[tower] = tuple(name for name in (*features, *dense) if name != getattr(data.roles, tower))
     labelled = LabelledData(
         name=data.name,
         train=chunks["train"],
@@ -493,7 +510,8 @@ def interactions_of(data: StreamedData) -> InteractionData:
             "hashed, or the first split is not the training rows; take Categorify for the item, or --recipe "
             "stream"
         )
-    training_rows = train.take(np.flatnonzero((train["user_id"].values > 0) & (train["item_id"].values > 0)))
+    is_known = (train["user_id"].values > 0) & (train["item_id"].values > 0)
+    training_rows = train.take(np.flatnonzero(is_known))
     if left_out := train.num_rows - training_rows.num_rows:
         warnings.warn(
             f"{data.folder}: {left_out:,} of {train.num_rows:,} positives for training have an unknown user or item, "
@@ -503,6 +521,7 @@ def interactions_of(data: StreamedData) -> InteractionData:
     if not training_rows.num_rows:
         raise DataError(f"{data.folder}: no training row is a positive: with label 1, and a known user and item")
     outside = len(item_rows) + 1
+    # An unknown item becomes one outside the catalogue, so that a model cannot find it.
     validation, test = (
         rows.with_columns({"item_id": Column(np.where(rows["item_id"].values > 0, rows["item_id"].values, outside))})
         for rows in (validation, test)
@@ -531,7 +550,8 @@ def interactions_of(data: StreamedData) -> InteractionData:
 
 
 def _positives(data: StreamedData, split: str) -> Chunk:
-    rows, label = _all_rows(data, split), data.roles.label
+    rows = _all_rows(data, split)
+    label = data.roles.label
     return rows.take(np.flatnonzero(rows[label].values > 0)) if label else rows
 
 
@@ -557,7 +577,8 @@ def planted_folder(folder: Path, *, seed: int = 0, rows: int = 60_000) -> dict[s
     data = planted_context(rows=rows, seed=seed)
     numbers = ("label", "weight")
     names = [name for name in data.train if name not in numbers]
-    steps, states = [], []
+    steps = []
+    states = []
     for name in names:
         ids = data.trained(name)
         steps.append(Categorify(column=name))
@@ -622,16 +643,22 @@ def planted_log_folder(folder: Path, *, seed: int = 0, sessions: bool = True) ->
         The best possible figures of the labels ``click`` and ``conversion`` on the test rows.
     """
     follows, favourite = (0.7, 0.6) if sessions else (0.0, 0.8)
-    log, length = planted_log(users=150, items=120, visits=20, follows=follows, favourite=favourite, seed=seed), 10
-    columns, size = log.columns, len(log.bought)
+    log = planted_log(users=150, items=120, visits=20, follows=follows, favourite=favourite, seed=seed)
+    length = 10
+    columns = log.columns
+    size = len(log.bought)
     rng = np.random.default_rng([seed, 1])
+    # Two rows for each click: the clicked item, and one that is drawn uniformly.
     clicks = np.arange(size).repeat(2)
     shown_items = columns["item_id"][clicks]
     shown_items[1::2] = rng.integers(1, int(shown_items.max()) + 1, size)
     click = np.tile(np.array([1.0, 0.0]), size)
+    # A drawn item that is the clicked one would have both labels, so its row is dropped.
     mask = np.ones(len(shown_items), np.bool_)
     mask[1::2] = shown_items[1::2] != shown_items[::2]
-    clicks, shown_items, click = clicks[mask], shown_items[mask], click[mask]
+    clicks = clicks[mask]
+    shown_items = shown_items[mask]
+    click = click[mask]
     categories = int(columns["category_id"].max()) + 1
     rows: dict[str, list[Any]] = {
         "user_id": columns["user_id"][clicks].tolist(),
@@ -644,10 +671,9 @@ def planted_log_folder(folder: Path, *, seed: int = 0, sessions: bool = True) ->
     }
     rows |= _past(columns, clicks, length)
     cuts = [0, int(0.8 * len(clicks)), int(0.9 * len(clicks)), len(clicks)]
-    splits = {
-        split: {name: values[start:stop] for name, values in rows.items()}
-        for split, start, stop in zip(_SPLITS, cuts[:-1], cuts[1:], strict=True)
-    }
+    splits = {}
+    for split, start, stop in zip(_SPLITS, cuts[:-1], cuts[1:], strict=True):
+        splits[split] = {name: values[start:stop] for name, values in rows.items()}
     steps = (
         History(user="user_id", item="item_id", time="timestamp", length=length, also=("category_id",), gaps=GAPS),
         Categorify(column="item_id", also=("history",)),
@@ -683,12 +709,14 @@ def planted_log_folder(folder: Path, *, seed: int = 0, sessions: bool = True) ->
     _write_planted(folder, fitted, splits, requests, items, user_table, roles)
     test = slice(cuts[2], cuts[3])
     odds = log.odds(clicks[test], shown_items[test])
-    chances = {"click": odds / (1 + odds), "conversion": odds / (1 + odds) * log.buys(shown_items[test])}
+    click_chance = odds / (1 + odds)
+    chances = {"click": click_chance, "conversion": click_chance * log.buys(shown_items[test])}
     best = {}
     for name, chance in chances.items():
         label = np.array(rows[name][test])
         best[f"{name}_auc"] = _area(chance, label)
-        best[f"{name}_log_loss"] = float(-np.log(np.where(label > 0, chance, 1 - chance)).mean())
+        likelihood = np.where(label > 0, chance, 1 - chance)
+        best[f"{name}_log_loss"] = float(-np.log(likelihood).mean())
     return {name: best[f"click_{name}"] for name in ("auc", "log_loss")} | best
 
 
@@ -700,11 +728,15 @@ def _past(columns: Mapping[str, Int64], clicks: Int64, length: int, itself: int 
     past: dict[int, list[int]] = {}
     before = []
     for row, user in enumerate(columns["user_id"].tolist()):
-        before.append([*past.setdefault(user, [])[-length - 2 :], *[row] * itself])
-        past[user].append(row)
+        earlier = past.setdefault(user, [])
+        before.append([*earlier[-length - 2 :], *[row] * itself])
+        earlier.append(row)
     lists = [before[click] for click in clicks.tolist()]
     sources = {"items": "item_id", "times": "timestamp", "category_id": "category_id"}
-    return {f"history_{name}": [columns[column][row].tolist() for row in lists] for name, column in sources.items()}
+    histories = {}
+    for name, column in sources.items():
+        histories[f"history_{name}"] = [columns[column][row].tolist() for row in lists]
+    return histories
 
 
 def _area(scores: NDArray[np.float64], labels: NDArray[np.float64]) -> float:

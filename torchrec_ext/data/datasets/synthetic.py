@@ -17,7 +17,8 @@ from torchrec_ext.data.datasets.interactions import InteractionData, from_rating
 
 Floats = NDArray[np.float64]
 GENDERS, OCCUPATIONS, ZIP_PREFIXES, YEARS, GENRES = 2, 21, 11, 20, 18
-MOST_CELLS = 100_000_000  # users x items; planted() holds one float64 for each
+# Users x items. planted() holds one float64 for each: 800 MB.
+MOST_CELLS = 100_000_000
 
 
 def checkerboard(*, users: int = 64, items: int = 64, history_length: int = 50, seed: int = 0) -> InteractionData:
@@ -84,7 +85,8 @@ def planted(
     user, item = _draw(rng, preferences)
     matching = taste[user] == kind[item]
     ratings = _ratings(user, item, _times(rng, user), np.where(matching, 5, 3))
-    visible_taste = np.where(rng.random(users) < 0.9, taste[1:], rng.integers(clusters, size=users)) + 1
+    is_right = rng.random(users) < 0.9
+    visible_taste = np.where(is_right, taste[1:], rng.integers(clusters, size=users)) + 1
     data = from_ratings(
         name="planted",
         ratings=ratings,
@@ -120,9 +122,11 @@ def planted_preferences(*, users: int = 2_000, items: int = 800, clusters: int =
     affinity = np.ones((clusters, clusters))
     affinity[np.arange(clusters), (np.arange(clusters) + 1) % clusters] = 10.0
     np.fill_diagonal(affinity, 60.0)
-    weight = (1.0 + np.arange(items) // clusters) ** -0.7  # kinds go round, so this is the rank within the kind
+    # Kinds go round, so the quotient is the rank within the kind.
+    weight = (1.0 + np.arange(items) // clusters) ** -0.7
     weights = np.zeros((users + 1, items + 1))
-    weights[1:, 1:] = affinity[np.ix_(taste[1:], kind[1:])] * weight[_ranks(items, seed)]
+    match = affinity[np.ix_(taste[1:], kind[1:])]
+    weights[1:, 1:] = match * weight[_ranks(items, seed)]
     weights[1:] /= weights[1:].sum(axis=1, keepdims=True)
     return weights
 
@@ -161,8 +165,12 @@ def _best(preferences: Floats, data: InteractionData) -> Mapping[str, float]:
     weights[np.arange(len(users)).repeat(masked_items.lengths), masked_items.values] = 0.0
     top = -np.sort(-weights, axis=1)[:, :10] / weights.sum(axis=1, keepdims=True)
     gain = 1 / np.log2(np.arange(10) + 2)
-    hits = {f"HR@{k}": float(top[:, :k].sum(axis=1).mean()) for k in (1, 5, 10)}
-    return hits | {f"NDCG@{k}": float((top[:, :k] * gain[:k]).sum(axis=1).mean()) for k in (1, 5, 10)}
+    figures = {}
+    for k in (1, 5, 10):
+        figures[f"HR@{k}"] = float(top[:, :k].sum(axis=1).mean())
+    for k in (1, 5, 10):
+        figures[f"NDCG@{k}"] = float((top[:, :k] * gain[:k]).sum(axis=1).mean())
+    return figures
 
 
 def _ratings(user: Int64, item: Int64, time: Int64, rating: Int64) -> Chunk:
@@ -187,7 +195,9 @@ def _items(rng: np.random.Generator, items: int, *, genre: Int64) -> Chunk:
     """Gives every item its genre, and every other item a second one, drawn at random."""
     second = rng.integers(1, GENRES + 1, items)
     has_second = (rng.random(items) < 0.5) & (second != genre)
-    both = np.stack([genre, second], axis=1)[np.stack([np.ones(items, dtype=bool), has_second], axis=1)]
+    genres = np.stack([genre, second], axis=1)
+    is_genre = np.stack([np.ones(items, dtype=bool), has_second], axis=1)
+    both = genres[is_genre]
     return Chunk(
         {
             "item_id": Column(np.arange(items + 1)),
@@ -273,6 +283,7 @@ def planted_log(
                 now += int(rng.integers(60, 300))
             now += int(rng.integers(86_400, 2 * 86_400))
     times, owners, item_ids, kinds, in_visit = np.array(sorted(rows), dtype=np.int64).T
+    # The category of the user's previous click, if it is of the same visit; else -1.
     before = np.full(len(rows), -1)  # the category of the user's click before, where it is of the same visit
     last = dict.fromkeys(range(users + 1), -1)
     for row, (user, category) in enumerate(zip(owners.tolist(), kinds.tolist(), strict=True)):

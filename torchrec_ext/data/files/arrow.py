@@ -23,7 +23,9 @@ def kind_of(dtype: pa.DataType) -> Kind | None:
     """Returns the kind of values in a column of this type; None if it cannot become a feature."""
     if is_list_type(dtype):
         inner = kind_of(dtype.value_type)
-        return "ints" if inner == "int" else "floats" if inner == "float" else None
+        if inner == "int":
+            return "ints"
+        return "floats" if inner == "float" else None
     if pa.types.is_integer(dtype):
         return "int"
     if pa.types.is_floating(dtype):
@@ -66,9 +68,11 @@ class ColumnRules:
         array = _one_piece(data)
         if not is_list_type(array.type):
             return Column(_numpy(self._filled(where, name, array, first)))
+        # A null list has no length; it becomes an empty one.
         lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
         if array.null_count and name not in self.fill:
             raise _null(where, name, array, first + _first_null(array))
+        # Unlike array.values, flatten leaves out null lists and the values outside a slice.
         values = array.flatten()
         if values.null_count and name not in self.fill:
             row = int(np.searchsorted(np.cumsum(lengths), _first_null(values), side="right"))
@@ -107,7 +111,8 @@ def as_int64(where: str, name: str, column: Column, first: int = 0) -> Int64:
     Raises:
         DataError: an unsigned number is beyond int64, so it would come out negative.
     """
-    values, most = column.values, np.iinfo(np.int64).max
+    values = column.values
+    most = np.iinfo(np.int64).max
     if values.dtype == np.uint64 and len(values) and int(values.max()) > most:
         index = int((values > most).argmax())
         row = int(np.searchsorted(np.cumsum(column.lengths), index, side="right"))
@@ -139,6 +144,7 @@ def _one_piece(data: pa.Array | pa.ChunkedArray) -> pa.Array:
 
 
 def _numpy(array: pa.Array) -> Array:
+    # Arrow's bools and strings are laid out otherwise than numpy's, so they are copied.
     plain = pa.types.is_integer(array.type) or pa.types.is_floating(array.type)
     values: Array = array.to_numpy(zero_copy_only=plain)
     return values

@@ -14,9 +14,13 @@ from urllib.parse import unquote
 from torchrec_ext.schema import DataError
 
 PathLike = str | os.PathLike[str]
-NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"  # the value of a hive partition whose rows have none
-_BLOCKS, _BLOCK = 16, 4_096  # number and bytes of the blocks of a sample
-_HIDDEN = (".", "_")  # in front of what is no data, such as what a writer has not finished
+# The value of a hive partition for rows without one.
+NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
+# Number and bytes of the blocks of a sample.
+_BLOCKS = 16
+_BLOCK = 4_096
+# Such names are no data, but for example what a writer has not finished.
+_HIDDEN = (".", "_")
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ class DataFile:
         blocks = [str(size).encode()]
         with open(self.path, "rb") as stream:
             for number in range(_BLOCKS):
+                # The first block is at the start of the file, and the last one at its end.
                 stream.seek(max(0, size - _BLOCK) * number // (_BLOCKS - 1))
                 blocks.append(stream.read(_BLOCK))
         return b"".join(blocks)
@@ -89,11 +94,10 @@ def find_files(paths: PathLike | Sequence[PathLike], endings: Sequence[str]) -> 
             a file that another path leads to as well.
     """
     path_list = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
-    files = [
-        file
-        for path in path_list
-        for file in (_remote if "://" in os.fspath(path) else _local)(os.fspath(path), endings)
-    ]
+    files = []
+    for path in map(os.fspath, path_list):
+        find = _remote if "://" in path else _local
+        files += find(path, endings)
     if not files:
         raise DataError("no file was given; name at least one")
     return files
@@ -119,7 +123,11 @@ def check_partitions(file: DataFile, columns: Collection[str]) -> None:
 
 def _local(path: str, endings: Sequence[str]) -> list[DataFile]:
     try:
-        names = sorted({name for match in _matches(path) for name in _below(match, endings)})
+        # A set, because patterns such as ** match a file both by itself and below its folder.
+        unique_names: set[str] = set()
+        for match in _matches(path):
+            unique_names.update(_below(match, endings))
+        names = sorted(unique_names)
         _check_twins(names)
         files = [DataFile(name, name, _partitions(path, name), None, _stamp(name)) for name in names]
     except OSError as error:
@@ -143,6 +151,7 @@ def _matches(path: str) -> list[str]:
         inside = (segment, "") if segment == "**" else ("",)
         for folder in glob.glob(os.path.join(".", *segments[:index], *inside), recursive=True):
             if glob.has_magic(segment):
+                # Raises if the folder may not be listed; a glob would find nothing there.
                 os.scandir(folder).close()
             else:
                 with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -160,6 +169,7 @@ def _below(path: str, endings: Sequence[str]) -> list[str]:
         return []
     files = []
     for folder, inside, names in os.walk(path, onerror=_raise, followlinks=True):
+        # In place, so that os.walk does not enter hidden folders.
         inside[:] = [name for name in inside if not name.startswith(_HIDDEN)]
         for name in [*inside, *names]:
             if not name.startswith(_HIDDEN):
@@ -210,7 +220,8 @@ def _remote(path: str, endings: Sequence[str]) -> list[DataFile]:
         names = sorted({name for match in matches for name in _below_remote(system, match, endings)})
     except DataError:
         raise
-    except Exception as error:  # each file system has its own: no such bucket, no right, no network, no driver
+    # Each file system has errors of its own: no such bucket, no right, no network, no driver.
+    except Exception as error:
         raise DataError(
             f"{path}: cannot be read ({type(error).__name__}: {error}); check address, rights and network"
         ) from error

@@ -57,12 +57,10 @@ def read_parquet(
     if wrong:
         raise ValueError(f"columns asks for the kinds {wrong}; a kind is one of {', '.join(get_args(Kind))}")
     chunks = [_read_file(file, kinds, fill or {}) for file in files]
-    chunk = Chunk(
-        {
-            name: concatenate([_same_kind(name, files, chunks, index) for index in range(len(files))])
-            for name in chunks[0]
-        }
-    )
+    joined_columns = {}
+    for name in chunks[0]:
+        joined_columns[name] = concatenate([_same_kind(name, files, chunks, index) for index in range(len(files))])
+    chunk = Chunk(joined_columns)
     if not chunk.num_rows:
         raise DataError(
             f"{files[0]}: zero rows, as in all {len(files)} files; write at least one, or leave the file out"
@@ -120,11 +118,10 @@ def _open(path: Path) -> pq.ParquetFile:
             raise DataError(
                 f"{path}: cannot be read ({cause.strerror or cause}); check the file and its rights"
             ) from cause
-        rule = (
-            f"starts as parquet, but its footer is missing or damaged ({size} bytes): it was cut short"
-            if has_magic
-            else "is not parquet"
-        )
+        if has_magic:
+            rule = f"starts as parquet, but its footer is missing or damaged ({size} bytes): it was cut short"
+        else:
+            rule = "is not parquet"
         raise DataError(f"{path}: {rule}; copy or write it again ({error})") from error
 
 
@@ -173,14 +170,15 @@ def _without_nulls(where: str, name: str, data: pa.ChunkedArray, fill: Mapping[s
     """Returns the column with its nulls filled; nulls inside a list are never filled."""
     if data.null_count and name in fill:
         data = data.fill_null(fill[name])
-    inside = sum(chunk.flatten().null_count for chunk in data.chunks) if hasattr(data.type, "value_type") else 0
+    inside = 0
+    if hasattr(data.type, "value_type"):
+        inside = sum(chunk.flatten().null_count for chunk in data.chunks)
     if not data.null_count and not inside:
         return data
-    row = (
-        data.is_null().index(True).as_py()
-        if data.null_count
-        else next(at for at, ids in enumerate(data) if None in ids.as_py())
-    )
+    if data.null_count:
+        row = data.is_null().index(True).as_py()
+    else:
+        row = next(index for index, ids in enumerate(data) if None in ids.as_py())
     raise DataError(
         f"{where}, column '{name}', row {row}: value is null ({data.null_count or inside} nulls in this row group, "
         f"none allowed); fill them in the file, or those of a scalar column by fill={{'{name}': ...}}"

@@ -33,10 +33,10 @@ from torchrec_ext.schema.features import element_of
 from torchrec_ext.schema.validation import listed
 
 ARRAYS: tuple[Kind, ...] = ("floats", "ints")
-_WHOLE_FOOTERS = 8  # footers read at a time: each waits for the disk or the network
-HEAVY = (
-    256 << 20
-)  # bytes that reading a part may hold before it is told; a group of a million rows of 41 columns holds 80 MB
+# Footers that are read at a time: each waits for the disk or the network.
+_WHOLE_FOOTERS = 8
+# Bytes that reading a part may hold without a warning. A group of a million rows of 41 columns holds 80 MB.
+HEAVY = 256 << 20
 
 
 class _Opening(NamedTuple):
@@ -57,7 +57,8 @@ class FileSource(ABC):
     """
 
     endings: tuple[str, ...]
-    remedy: str  # how to write files of which a part can be read by itself
+    # How to write files so that a part can be read by itself.
+    remedy: str
 
     def __init__(
         self,
@@ -151,13 +152,12 @@ class FileSource(ABC):
         elsewhere = next(
             (file.name for file, other in zip(self.files, self._schemas, strict=True) if name in other.names), None
         )
-        hint = (
-            f"{elsewhere} has it"
-            if elsewhere
-            else f"did you mean '{near[0]}'?"
-            if near
-            else "rename the column, or write it"
-        )
+        if elsewhere:
+            hint = f"{elsewhere} has it"
+        elif near:
+            hint = f"did you mean '{near[0]}'?"
+        else:
+            hint = "rename the column, or write it"
         raise DataError(f"{self.files[index].name}: column '{name}' is missing, the file has {schema.names}; {hint}")
 
     def read(self, group: RowGroup, names: Sequence[str]) -> Chunk:
@@ -175,7 +175,8 @@ class FileSource(ABC):
         Raises:
             DataError: see :meth:`read`.
         """
-        stored, before = self._stored(names), pa.total_allocated_bytes()
+        stored = self._stored(names)
+        before = pa.total_allocated_bytes()
         tables = self._parts(group, stored, start, size)
         for first in [start, *range((start // size + 1) * size, group.rows, size)]:
             rows = min((first // size + 1) * size, group.rows) - first
@@ -183,6 +184,7 @@ class FileSource(ABC):
             chunk_slot = [self._chunk(part, names, lambda _: next(tables))]
             if first == start:
                 self._warn_if_heavy(group, size, pa.total_allocated_bytes() - before)
+            # The caller's alone. A name in this frame would keep the chunk alive, one for each lane.
             yield chunk_slot.pop()  # the caller's alone: in this frame it would live on, one for each lane
 
     def _warn_if_heavy(self, group: RowGroup, size: int, held_bytes: int) -> None:
@@ -199,11 +201,13 @@ class FileSource(ABC):
     def _chunk(
         self, part: RowGroup, names: Sequence[str], read_table: Callable[[list[str]], pa.Table | pa.RecordBatch]
     ) -> Chunk:
-        file, stored = self.files[part.file], self._stored(names)
+        file = self.files[part.file]
+        stored = self._stored(names)
         file.check_unchanged()
         try:
             table = read_table(stored) if stored else None
-        except Exception as error:  # of Arrow, the disk, or any fsspec file system
+        # Of Arrow, the disk, or any fsspec file system.
+        except Exception as error:
             file.check_unchanged()
             if isinstance(error, DataError):
                 raise
@@ -217,8 +221,10 @@ class FileSource(ABC):
             for name in stored
             if table is not None
         }
-        chunk = Chunk(columns | {name: self._partition(part, name) for name in names if name in self._partitions})
-        return with_elements(chunk, names, part.name, part.first)
+        for name in names:
+            if name in self._partitions:
+                columns[name] = self._partition(part, name)
+        return with_elements(Chunk(columns), names, part.name, part.first)
 
     def _readable(self, group: RowGroup, name: str) -> bool:
         try:
@@ -231,8 +237,9 @@ class FileSource(ABC):
         text = self.files[group.file].partitions[name]
         if text == NULL_PARTITION:
             return self.rules.column(group.name, name, pa.nulls(group.rows, self._partitions[name]), group.first)
-        whole = pa.types.is_integer(self._partitions[name])
-        return Column(np.full(group.rows, int(text)) if whole else np.full(group.rows, text, dtype=object))
+        if pa.types.is_integer(self._partitions[name]):
+            return Column(np.full(group.rows, int(text)))
+        return Column(np.full(group.rows, text, dtype=object))
 
 
 def _partition_types(files: Sequence[DataFile]) -> dict[str, pa.DataType]:
@@ -243,15 +250,20 @@ def _partition_types(files: Sequence[DataFile]) -> dict[str, pa.DataType]:
                 f"{listed(sorted(files[0].partitions))}; give files of one layout"
             )
     values = {name: {file.partitions[name] for file in files} - {NULL_PARTITION} for name in files[0].partitions}
-    return {name: pa.int64() if all(map(_is_whole, texts)) else pa.string() for name, texts in values.items()}
+    types = {}
+    for name, texts in values.items():
+        types[name] = pa.int64() if all(map(_is_whole, texts)) else pa.string()
+    return types
 
 
 def _is_whole(text: str) -> bool:
     return text.removeprefix("-").isdecimal()
 
 
+# Number of the field in a page's header, after its type and its two sizes.
 _CRC = 4  # the field of a page's header, after its type and its two sizes
-_HEADER = 64  # bytes that hold the fields up to it
+# Bytes that hold all fields up to it.
+_HEADER = 64
 _warned: set[str] = set()
 
 
@@ -280,6 +292,7 @@ def warn_of_arrow(name: str) -> None:
 
 def _warn(kind: str, what: str) -> None:
     """Warns once for each kind of file and run, on the run's first rank."""
+    # All ranks read the same files, so one warning is enough.
     if kind in _warned or os.environ.get("RANK", "0") != "0":
         return
     _warned.add(kind)
@@ -297,10 +310,12 @@ def _has_checksum(header: bytes) -> bool:
         >>> [_has_checksum(bytes.fromhex(page)) for page in ("1504 1510 1522 15c2a60f 4c15", "1504 1510 1522 4c15")]
         [True, False]
     """
-    field, offset = 0, 0
+    field = 0
+    offset = 0
     while offset < len(header):
         field += header[offset] >> 4
-        if field >= _CRC or header[offset] & 15 != 5:  # of a type other than i32: a header that is not as it should be
+        # Type 5 is i32. A field of another type means that the header is not as it should be.
+        if field >= _CRC or header[offset] & 15 != 5:
             return field == _CRC
         offset += 1
         while offset < len(header) and header[offset] & 128:
@@ -309,12 +324,13 @@ def _has_checksum(header: bytes) -> bool:
     return False
 
 
-_KEPT_FOOTERS = (
-    64  # parsed footers held; a set of many files parses them anew for each row group rather than fill the memory
-)
-# Where a row group is read in parts:
-_AHEAD, _AHEAD_REMOTE = 1 << 16, 1 << 20  # bytes of each column read at a time
-_PIECE = 16_384  # rows decoded at a time; Arrow keeps the last ones, 22 MB for 65,536 of 41 columns
+# Parsed footers that are held. A set of more files parses them anew for each row group rather than fill the memory.
+_KEPT_FOOTERS = 64
+# Bytes of each column that are read at a time if a row group is read in parts. A remote request takes longer to answer.
+_AHEAD = 1 << 16
+_AHEAD_REMOTE = 1 << 20
+# Rows that are decoded at a time. Arrow keeps the last ones: 22 MB for 65,536 of 41 columns.
+_PIECE = 16_384
 
 
 class ParquetSource(FileSource):
@@ -354,6 +370,7 @@ class ParquetSource(FileSource):
             self._footers[file.path] = metadata
         rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
         stream = pa.BufferOutputStream()
+        # The footer has sizes and statistics of all columns, so its digest stands for the content.
         metadata.write_metadata_file(stream)
         return _Opening(metadata.schema.to_arrow_schema(), rows, hashlib.sha256(stream.getvalue()).digest())
 
@@ -363,7 +380,8 @@ class ParquetSource(FileSource):
                 file.open() if file.remote else file.path,
                 metadata=self._footers.get(file.path),
                 page_checksum_verification=True,
-                pre_buffer=file.remote is not None and not in_parts,  # fewer and larger requests
+                # Fewer and larger requests.
+                pre_buffer=file.remote is not None and not in_parts,
                 buffer_size=(_AHEAD_REMOTE if file.remote else _AHEAD)
                 if in_parts
                 else 0,  # 0 reads a column's bytes at once
@@ -380,7 +398,8 @@ class ParquetSource(FileSource):
             batches = file.iter_batches(_piece(size), row_groups=[group.number], columns=names, use_threads=False)
             for first in range(0, group.rows, size):
                 rows = min(size, group.rows - first)
-                if first + rows > start:  # no name for the table: it would live on in this frame, one for each lane
+                # The table gets no name, since it would live on in this frame, one for each lane.
+                if first + rows > start:
                     yield _joined(batches, rows).slice(max(start - first, 0))
                 else:  # pyarrow cannot skip pages: they are decoded for nothing
                     _joined(batches, rows)
@@ -429,6 +448,7 @@ class ArrowSource(FileSource):
     def _read(self, group: RowGroup, names: list[str]) -> pa.RecordBatch:
         with self._reader(self.files[group.file], names, self._schemas[group.file]) as reader:
             batch = reader.get_batch(group.number)
+        # A damaged offset would otherwise lead out of the file's memory.
         batch.validate(full=True)  # an offset that is damaged would be followed out of the file's memory
         return batch
 
@@ -461,9 +481,8 @@ def _unreadable(file: DataFile, magic: bytes, form: str, error: Exception) -> Da
         )
     if not size:
         return DataError(f"{file.name}: is empty (0 bytes); copy or write it again")
-    rule = (
-        f"starts as {form}, but its footer is missing or damaged ({size} bytes): it was cut short"
-        if has_magic
-        else f"is not {form}"
-    )
+    if has_magic:
+        rule = f"starts as {form}, but its footer is missing or damaged ({size} bytes): it was cut short"
+    else:
+        rule = f"is not {form}"
     return DataError(f"{file.name}: {rule}; copy or write it again ({error})")

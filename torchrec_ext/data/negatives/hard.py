@@ -24,7 +24,8 @@ from torchrec_ext.data.negatives.samplers import (
 )
 from torchrec_ext.schema import DataError
 
-Index = Callable[[Int64], Int64]  # users (B,) -> items (B, K), best first; below 1 where there are fewer
+# Users (B,) -> items (B, K), best first; below 1 if there are fewer.
+Index = Callable[[Int64], Int64]
 
 
 class HardNegatives(TrainingSampler):
@@ -53,7 +54,9 @@ class HardNegatives(TrainingSampler):
             raise ValueError(
                 f"share={share}: must be above 0 and below 1, so that every item can be drawn and has a log_q"
             )
-        self.easy, self.k, self.share = easy, k, share
+        self.easy = easy
+        self.k = k
+        self.share = share
         nothing = np.zeros(0, dtype=np.int64)
         self._hard = KnownPairs(easy.known.num_items, nothing, nothing)
         self.refreshes = 0
@@ -85,13 +88,16 @@ class HardNegatives(TrainingSampler):
 
     def draw(self, users: Int64, positions: Int64, epoch: int, n: int) -> NegativeSample:
         """See :meth:`Negatives.draw`."""
-        hard = self._hard  # one object for the whole draw, whatever another thread refreshes
+        # One object for the whole draw, whatever another thread refreshes.
+        hard = self._hard
         ids = self.easy.draw(users, positions, epoch, n).ids
         counts = hard.known(users)
         kinds = uniform(stream(self.easy.seed, epoch, KIND), positions[:, None], np.arange(n))
         rows, draws = np.nonzero((kinds < self.share) & (counts > 0)[:, None])
         ranks = uniform(stream(self.easy.seed, epoch, PLACE), positions[rows], draws) * counts[rows]
-        ids[rows, draws] = hard.nth_known(users[rows], np.minimum(ranks.astype(np.int64), counts[rows] - 1))
+        # Rounding can make a number below 1, times the count, the count itself.
+        ranks_below = np.minimum(ranks.astype(np.int64), counts[rows] - 1)
+        ids[rows, draws] = hard.nth_known(users[rows], ranks_below)
         return NegativeSample(ids, self._log_q(hard, users[:, None], ids))
 
     def log_q(self, users: Int64, items: Int64) -> Float32:
@@ -112,7 +118,9 @@ class HardNegatives(TrainingSampler):
         counts = hard.known(users)
         share = np.where(counts > 0, self.share, 0.0)
         easy = (1 - share) * np.exp(self.easy.log_q(users, items).astype(np.float64))
-        log_q: Float32 = np.log(easy + hard.contains(users, items) * share / np.maximum(counts, 1)).astype(np.float32)
+        # A user without hard items has share 0, so any number above 0 may divide it.
+        of_hard = hard.contains(users, items) * share / np.maximum(counts, 1)
+        log_q: Float32 = np.log(easy + of_hard).astype(np.float32)
         return log_q
 
     def _best(self, users: Int64, index: Index) -> tuple[Int64, Int64]:
@@ -129,6 +137,7 @@ class HardNegatives(TrainingSampler):
                 f"the index returned item {best[row, rank]} for user {users[row]}; items are 1 to {num_items}: return "
                 "the ids of the data, not places in the index, and 0 where there is none"
             )
+        # Items below 1 stand for none. They are clipped, because contains() takes no negative ids.
         good = (best > 0) & ~self.easy.known.contains(users[:, None], np.maximum(best, 0))
         rows, ranks = np.nonzero(good & (np.cumsum(good, axis=1) <= self.k))
         return users[rows], best[rows, ranks]

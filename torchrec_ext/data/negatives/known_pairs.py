@@ -12,11 +12,12 @@ from torchrec_ext.data.columns import Int64
 from torchrec_ext.schema import DataError
 
 _GOLDEN, _ONE, _LAST_BIT = np.uint64(0x9E3779B97F4A7C15), np.uint64(1), np.uint64(63)
-_AT_ONCE = 1 << 18  # places whose copies a bitmap is made from: they stay in the cache
-_ROW_BYTES = (
-    32  # of a user: where the pairs start, how many items are free, the logarithm of that, and one while it is made
-)
-MOST_BITS = 1 << 28  # a bitmap of users x items up to 32 MB; above it, a search in the sorted pairs
+# Places whose copies a bitmap is made from: so many stay in the cache.
+_AT_ONCE = 1 << 18
+# Of a user: the start of the pairs, the number of free items, its logarithm, and one number while these are made.
+_ROW_BYTES = 32
+# A bitmap of users x items takes up to 32 MB. Above, pairs are searched in sorted order.
+MOST_BITS = 1 << 28
 
 
 class Tables(NamedTuple):
@@ -43,10 +44,9 @@ class KnownPairs:
 
     def __init__(self, num_items: int, users: Int64, items: Int64) -> None:
         _check(num_items, users, items)
-        users, items = (
-            users.astype(np.int64, copy=False),
-            items.astype(np.int64, copy=False),
-        )  # a narrower key would overflow
+        # In a narrower type the keys would overflow.
+        users = users.astype(np.int64, copy=False)
+        items = items.astype(np.int64, copy=False)
         self.num_items = num_items
         self.num_users = int(users.max(initial=-1)) + 1
         self._width = num_items + 1
@@ -145,6 +145,7 @@ class _Filter:
     """
 
     def __init__(self, keys: Int64) -> None:
+        # 16 to 32 bits for each key, in a power of 2 of words of 64 bits.
         bits = max(16 * len(keys), 64).bit_length() - 6
         self._shift = np.uint64(64 - bits)
         self._words = np.zeros(1 << bits, np.uint64)
@@ -158,7 +159,8 @@ class _Filter:
 
     def _places(self, keys: Int64) -> tuple[Int64, NDArray[np.uint64]]:
         """Returns the index of each key's word, and a word with the key's bits, the next bits of its hash."""
-        hashed = keys.astype(np.uint64) * _GOLDEN  # Fibonacci hashing
+        # Fibonacci hashing: the highest bits of the product are spread best.
+        hashed = keys.astype(np.uint64) * _GOLDEN
         bits = np.zeros(keys.shape, np.uint64)
         for number in range(1, 4):
             bits |= _ONE << (hashed >> self._shift - np.uint64(6 * number) & _LAST_BIT)
@@ -191,10 +193,10 @@ def bitmap(places: Int64, size: int) -> NDArray[np.uint8]:
     packed = np.zeros(-(-size // 8), np.uint8)
     for start in range(0, len(places), _AT_ONCE):
         some = places[start : start + _AT_ONCE]
-        bytes_, bits = some >> 3, (some & 7).astype(np.uint8)
-        for bit in range(
-            8
-        ):  # one at a time, since a byte that stands twice in an assignment takes the last value alone
+        bytes_ = some >> 3
+        bits = (some & 7).astype(np.uint8)
+        # One bit at a time, because a byte that stands twice in an assignment takes the last value alone.
+        for bit in range(8):
             packed[bytes_[bits == bit]] |= np.uint8(1 << bit)
     return packed
 
@@ -206,4 +208,7 @@ def _bits(bitmap: NDArray[np.uint8], indices: Int64) -> NDArray[np.bool_]:
 def _sorted_once(keys: Int64) -> Int64:
     """Sorts keys and drops repeated ones. np.unique hashes: 3.6 s in place of 0.6 s for 3.6 million pairs."""
     keys = np.sort(keys)
-    return keys[np.concatenate([[True], keys[1:] != keys[:-1]])] if len(keys) else keys
+    if not len(keys):
+        return keys
+    is_first = np.concatenate([[True], keys[1:] != keys[:-1]])
+    return keys[is_first]

@@ -41,7 +41,10 @@ class MixedNegatives:
         for name, value in (("num_items", num_items), ("extra", extra), ("batch_size", batch_size)):
             if value < 1:
                 raise ValueError(f"{name}={value}: must be 1 or more")
-        self.num_items, self.extra, self.batch_size, self.seed = num_items, extra, batch_size, seed
+        self.num_items = num_items
+        self.extra = extra
+        self.batch_size = batch_size
+        self.seed = seed
 
     def draw(self, epoch: int, step: int, *, rank: int = 0, world_size: int = 1) -> Int64:
         """Returns (ceil(N / R),) items: this rank's part of the step's N, filled up with 0, which is no item."""
@@ -104,6 +107,7 @@ class StreamingFrequency:
             raise ValueError(f"initial_gap={initial_gap}: must be 1 step or more")
         self._settings = {"buckets": buckets, "rate": rate, "initial_gap": initial_gap, "hashes": hashes, "seed": seed}
         keys = [stream(seed, number) for number in range(hashes)]
+        # torch calculates with int64 and not with uint64, so keys become the int64 of the same bits.
         self._keys = torch.tensor([key - 2 * _SIGNED if key >= _SIGNED else key for key in keys], device=device)[
             :, None
         ]
@@ -116,14 +120,13 @@ class StreamingFrequency:
     def update(self, ids: Tensor) -> None:
         """Counts one batch of all ranks, (C,) int64 items; a repeated item counts once, item 0 not at all."""
         self.step += 1
-        rate, buckets = self._settings["rate"], self._places(ids)
+        rate = self._settings["rate"]
+        buckets = self._places(ids)
         # Equal places write equal values, so their order does not matter.
-        self.gap[self._rows, buckets] = (1 - rate) * self.gap[self._rows, buckets] + rate * (
-            self.step - self.last[self._rows, buckets]
-        )
-        self.last[self._rows, buckets] = torch.full_like(
-            buckets, self.step
-        )  # a number of the host's would be copied first
+        newest = self.step - self.last[self._rows, buckets]
+        self.gap[self._rows, buckets] = (1 - rate) * self.gap[self._rows, buckets] + rate * newest
+        # A plain number would first be copied from the host.
+        self.last[self._rows, buckets] = torch.full_like(buckets, self.step)
 
     def log_q(self, ids: Tensor) -> Tensor:
         """Returns (C,) float32 the log of each item's estimated probability to be in a batch."""
@@ -158,7 +161,8 @@ class StreamingFrequency:
         return torch.where(ids == 0, buckets, hashed)
 
 
-_BUCKETS = 8  # per item: with two hash functions one item in 70 shares both of its buckets with others
+# Per item. With two hash functions one item in 70 shares both of its buckets with others.
+_BUCKETS = 8
 
 
 class MixedCandidates(TrainingSampler):
@@ -184,13 +188,17 @@ class MixedCandidates(TrainingSampler):
                 f"({mixed.num_items + 1},) with a count above 0: row i counts the training rows of item i"
             )
         self.mixed = mixed
-        self._log_p = None if counts is None else torch.from_numpy(np.maximum(counts, 0) / counts[1:].sum()).log()
-        self._frequency = (
-            StreamingFrequency(_BUCKETS * (mixed.num_items + 1), seed=mixed.seed) if counts is None else None
-        )
-        self._epoch, self._counts = 0, False
+        self._log_p: Tensor | None = None
+        self._frequency: StreamingFrequency | None = None
+        if counts is None:
+            self._frequency = StreamingFrequency(_BUCKETS * (mixed.num_items + 1), seed=mixed.seed)
+        else:
+            self._log_p = torch.from_numpy(np.maximum(counts, 0) / counts[1:].sum()).log()
+        self._epoch = 0
+        self._counts = False
         self._saved = None if self._frequency is None else self._frequency.state_dict()
-        self._after: dict[str, Any] | None = None  # at its end, which a prefetch thread reaches before the caller
+        # The state at the end of the epoch, which a prefetch thread reaches before the caller.
+        self._after: dict[str, Any] | None = None
 
     @classmethod
     def configured(cls, config: SamplingSettings, data: SampledData) -> Self:
@@ -221,7 +229,9 @@ class MixedCandidates(TrainingSampler):
     def begin(self, epoch: int) -> None:
         """Goes to the start of ``epoch``; items of epochs before the state's are not counted again."""
         if self._after is not None and epoch > self._epoch:
-            self._epoch, self._saved, self._after = self._epoch + 1, self._after, None
+            self._epoch = self._epoch + 1
+            self._saved = self._after
+            self._after = None
         self._counts = self._epoch <= epoch
         if self._frequency is not None and self._saved is not None:
             self._epoch = max(self._epoch, epoch)
@@ -253,7 +263,9 @@ class MixedCandidates(TrainingSampler):
         """
         if self._frequency is not None:
             self._frequency.load_state_dict(state["frequency"])
-            self._epoch, self._saved, self._after = int(state["epoch"]), self._frequency.state_dict(), None
+            self._epoch = int(state["epoch"])
+            self._saved = self._frequency.state_dict()
+            self._after = None
 
 
 class CatalogueCandidates:

@@ -44,7 +44,8 @@ class DeviceKnownPairs:
     """
 
     def __init__(self, known: KnownPairs, device: torch.device) -> None:
-        self.num_users, self.num_items = known.num_users, known.num_items
+        self.num_users = known.num_users
+        self.num_items = known.num_items
         self._width = known.num_items + 1
         tables = known.tables()
         self.keys, self.starts, self.free, self.below = (torch.from_numpy(table).to(device) for table in tables[:4])
@@ -86,8 +87,10 @@ class KnownItems(nn.Module):
 
     def __init__(self, known: KnownPairs) -> None:
         super().__init__()
-        self.num_users, self.num_items = known.num_users, known.num_items
+        self.num_users = known.num_users
+        self.num_items = known.num_items
         users, items = known.pairs
+        # Each user's bits begin at a new byte, so that rows of bytes can be selected.
         row = known.num_items // 8 + 1
         small = (known.num_users + 1) * row * 8 <= MOST_BITS
         bits = bitmap(users * row * 8 + items, (known.num_users + 1) * row * 8) if small else None
@@ -127,7 +130,8 @@ class DeviceNegatives(ABC):
 
     def __init__(self, sampler: RejectionNegatives, device: torch.device, users: Int64 | None) -> None:
         sampler.known.free(np.arange(sampler.known.num_users) if users is None else users)
-        self.seed, self.device = sampler.seed, device
+        self.seed = sampler.seed
+        self.device = device
         self.known = DeviceKnownPairs(sampler.known, device)
 
     @abstractmethod
@@ -152,7 +156,9 @@ class DeviceNegatives(ABC):
             epoch: epoch of the training, from 0.
             n: N, the number of draws per row.
         """
-        users, positions, draws = users[:, None], positions[:, None], torch.arange(n, device=self.device)
+        users = users[:, None]
+        positions = positions[:, None]
+        draws = torch.arange(n, device=self.device)
         first = self._propose(device_uniform(stream(self.seed, epoch, PROPOSED), positions, draws))
         second = self._from_rest(users, device_uniform(stream(self.seed, epoch, FROM_REST), positions, draws))
         ids = torch.where(self.known.contains(users, first), second, first)
@@ -184,14 +190,15 @@ class _Popularity(DeviceNegatives):
     def __init__(self, sampler: PopularityNegatives, device: torch.device, users: Int64 | None) -> None:
         super().__init__(sampler, device, users)
         mass = sampler.free_mass
-        self._log_p, self._log_left = self._copied(sampler.log_p), self._copied(sampler.log_left)
-        self._accept, self._alias = self._copied(sampler.accept), self._copied(sampler.alias)
-        self._sums, self._before, self._below = (
-            self._copied(mass.sums),
-            self._copied(mass.before),
-            self._copied(mass.below),
-        )
-        self._mass, self._total = self._copied(mass.mass), mass.total
+        self._log_p = self._copied(sampler.log_p)
+        self._log_left = self._copied(sampler.log_left)
+        self._accept = self._copied(sampler.accept)
+        self._alias = self._copied(sampler.alias)
+        self._sums = self._copied(mass.sums)
+        self._before = self._copied(mass.before)
+        self._below = self._copied(mass.below)
+        self._mass = self._copied(mass.mass)
+        self._total = mass.total
 
     def log_q(self, users: Tensor, items: Tensor) -> Tensor:
         return (self._log_p[items] - self._log_left[self.known.row_of(users)]).float()

@@ -15,7 +15,10 @@ UInt64 = NDArray[np.uint64]
 
 _MASK = (1 << 64) - 1
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_GOLDEN_64, _FIRST_64, _SECOND_64, _ONE = np.uint64(_GOLDEN), np.uint64(_FIRST), np.uint64(_SECOND), np.uint64(1)
+_GOLDEN_64 = np.uint64(_GOLDEN)
+_FIRST_64 = np.uint64(_FIRST)
+_SECOND_64 = np.uint64(_SECOND)
+_ONE = np.uint64(1)
 
 
 def alias_table(probabilities: Float64) -> tuple[Float64, Int64]:
@@ -26,15 +29,20 @@ def alias_table(probabilities: Float64) -> tuple[Float64, Int64]:
     (Huebschle-Schneider and Sanders 2019, sweeping).
     """
     scaled = probabilities * len(probabilities)
-    least = min(1.0, scaled.max())  # rounding may leave all of them below 1; the greatest then give to the others
-    light, heavy = np.flatnonzero(scaled < least), np.flatnonzero(scaled >= least)
-    accept, alias = scaled.copy(), np.arange(len(scaled))
-    lack, spare = np.cumsum(1 - scaled[light]), np.cumsum(scaled[heavy] - 1)
+    # Rounding may leave all of them below 1. The greatest then give to the others.
+    least = min(1.0, scaled.max())
+    light = np.flatnonzero(scaled < least)
+    heavy = np.flatnonzero(scaled >= least)
+    accept = scaled.copy()
+    alias = np.arange(len(scaled))
+    lack = np.cumsum(1 - scaled[light])
+    spare = np.cumsum(scaled[heavy] - 1)
     last = len(heavy) - 1
     alias[light] = heavy[
         np.minimum(spare.searchsorted(np.concatenate([[0.0], lack[:-1]])[: len(light)], side="right"), last)
     ]
-    light_ends = lack.searchsorted(spare)  # the light slot at which each heavy one has given all that it had to spare
+    # The light slot at which each heavy one has given all that it had to spare.
+    light_ends = lack.searchsorted(spare)
     inner = light_ends < len(light)
     accept[heavy] = 1.0
     accept[heavy[inner]] = 1 + spare[inner] - lack[light_ends[inner]]
@@ -55,6 +63,7 @@ def uniform(key: int, positions: Int64, draws: Int64) -> Float64:
     """Returns numbers in [0, 1) with 53 random bits, one for each (position, draw); the arguments broadcast."""
     rows = _mixed(positions.astype(np.uint64) * _GOLDEN_64 + np.uint64(key))
     hashed = _mixed(rows + (draws.astype(np.uint64) + _ONE) * _GOLDEN_64)
+    # A float64 holds 53 of the 64 bits.
     hashed >>= np.uint64(11)
     return np.asarray(hashed * 2.0**-53)
 

@@ -33,16 +33,18 @@ class FreeMass:
 
     def __init__(self, known: KnownPairs, weights: NDArray[np.float64]) -> None:
         rows = known.num_users + 1
-        units = np.maximum(np.rint(weights * (min(1 << 52, (1 << 62) // rows) / weights.sum())), 1).astype(np.int64)
+        # Whole numbers up to 2 ** 52 are exact in float64; 2 ** 62 / rows keeps the sum over all users in int64.
+        largest_sum = min(1 << 52, (1 << 62) // rows)
+        units = np.maximum(np.rint(weights * (largest_sum / weights.sum())), 1).astype(np.int64)
         self.known = known
-        self.sums = np.concatenate([[0], np.cumsum(units)])  # by item: the weight of it and of those before
+        # By item: its weight and those of the items before.
+        self.sums = np.concatenate([[0], np.cumsum(units)])
         self.total = int(self.sums[-1])
         self.share = np.concatenate([[0.0], units / self.total])
         owners, taken_items = known.pairs
         self.starts = known.tables().starts
-        self.before = np.concatenate(
-            [[0], np.cumsum(units[taken_items - 1])]
-        )  # of the pairs before each, over all users
+        # By pair: the weight of the pairs before, over all users.
+        self.before = np.concatenate([[0], np.cumsum(units[taken_items - 1])])
         own_before = self.before[:-1] - self.before[self.starts[owners]]
         ends = np.append(self.starts[1:], len(taken_items))
         self.mass = self.total - (self.before[ends] - self.before[self.starts])
@@ -194,6 +196,7 @@ class RejectionNegatives(TrainingSampler):
 
     def draw(self, users: Int64, positions: Int64, epoch: int, n: int) -> NegativeSample:
         """See :meth:`Negatives.draw`."""
+        # Raises if a user has taken every item.
         self.known.free(users)
         ids = self._propose(uniform(stream(self.seed, epoch, PROPOSED), positions[:, None], np.arange(n)))
         rows, draws = np.nonzero(self.known.contains(users[:, None], ids))
