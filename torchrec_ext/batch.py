@@ -70,8 +70,8 @@ class SharedRows(_Fields):
 class TowerBatch(_Fields):
     """B rows for all towers at once.
 
-    All sparse features of a kind are one KeyedJaggedTensor, and an attribute: ``TrainPipelineSparseDist`` overlaps the
-    input dist only of modules whose input it can follow by ``getattr`` from the batch.
+    All sparse features of a kind are one KeyedJaggedTensor, and an attribute of the batch. ``TrainPipelineSparseDist``
+    overlaps the input dist only if it can follow a module's input by ``getattr`` from the batch.
 
     Args:
         sparse: bags of F features, stride B.

@@ -230,8 +230,8 @@ class BatchSchema(BatchColumns):
             log_q: (B,) log-probability with which the candidate was sampled.
             targets: (B, T - 1) the labels of the schema's ``tasks``; required if it has such.
             rows: (B,) numbers by which an error message names the rows; their indices in the batch by default.
-            index: (B,) the shared row of each row, or the number of rows that each shared row has, one after the other;
-                by default Q is B and row i has shared row i.
+            index: (B,) the shared row of each row, or the number of consecutive rows of each shared row. By default Q
+                is B and row i has shared row i.
             shared_rows: (Q,) numbers by which an error message names the shared rows; must be given with ``index``.
 
         Raises:

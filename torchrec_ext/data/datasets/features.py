@@ -58,8 +58,9 @@ class RowContext:
 
     Args:
         steps: the fitted preprocessor that maps rows in memory here and the rows of a request later. Text and whole
-            numbers become ids from 1 on, in the order of the values, dates and times the ids of their hour, weekday
-            or month, and fractions numbers of mean 0 and deviation 1; 0 stands for a missing and for an unknown value.
+            numbers become ids from 1 on, in the order of the values. Dates and times become the ids of their hour,
+            weekday or month. Fractions become numbers of mean 0 and deviation 1. 0 stands for a missing and for an
+            unknown value.
 
     Example:
         >>> device, price = np.array(["tv", "phone"], dtype=object), np.array([1.0, 3.0])
@@ -443,10 +444,10 @@ def side_features(
 ) -> SideFeatures:
     """Turns a table of users or items into feature columns by id.
 
-    Text and whole numbers become ids from 1, in sorted order, and text with ``|`` in it a list of ids; fractions become
-    dense columns of mean 0 and standard deviation 1, dates the ids of their weekday and month or hour. A missing value
-    is the unknown one, or the mean. Columns whose values are nearly all distinct, such as titles and postal codes, are
-    left out: they name a row and do not describe it.
+    Text and whole numbers become ids from 1, in sorted order. Text with ``|`` in it becomes a list of ids. Fractions
+    become dense columns of mean 0 and standard deviation 1. Dates become the ids of their weekday and month or hour. A
+    missing value is the unknown one, or the mean. Columns whose values are nearly all distinct, such as titles and
+    postal codes, are left out: they name a row and do not describe it.
 
     Args:
         ids: (B,) from 1 to ``size - 1``, the row of the result that each row of ``table`` describes; a row that none

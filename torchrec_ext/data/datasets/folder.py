@@ -233,8 +233,8 @@ def from_folder(
 class _Interactions(NamedTuple):
     """The pairs in a folder.
 
-    ``rows`` hold the files' ids, ``context`` their context, and ``part`` the part of each, None if times decide;
-    ``trained`` names the parts that come from training rows, ``negatives`` the candidates of test items if given.
+    ``rows`` hold the files' ids and ``context`` their context. ``part`` is the part of each row, None if times decide.
+    ``trained`` names the parts that come from training rows. ``negatives`` are the candidates of test items, if given.
     """
 
     rows: Chunk

@@ -42,7 +42,7 @@ def leave_one_out(user: Int64, item: Int64, timestamp: Array, history_length: in
     Equal times keep the order of the input. Of a pair that occurs more than once only the first is kept, so that no
     held-out pair is also a training pair. A user with fewer than 3 interactions has all of them in training. The
     history of a row holds the user's most recent ``history_length`` items with a *strictly* earlier time than the row's
-    own: nothing is known about the order of events in the same second.
+    own. Nothing is known about the order of events in the same second.
 
     Args:
         user: (B,) ids.

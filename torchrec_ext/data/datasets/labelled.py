@@ -65,8 +65,8 @@ class LabelledData:
         licence: terms of the publisher for users, or None.
         best: figures of the best possible prediction, if known (generated data).
         words: mapping of the files' values to ids and numbers, but for the columns whose ids are 0 to N - 1.
-        oov_ids: maps a sparse column to the row of missing ids and of those that no training row has; by default
-            row 0 of the columns that ``words`` makes, and the last row of the others.
+        oov_ids: maps a sparse column to the row of missing and of untrained ids. By default row 0 of the columns that
+            ``words`` makes, and the last row of the others.
         prepared: the StreamedData that the rows were read from, with its preprocessor; or None.
     """
 

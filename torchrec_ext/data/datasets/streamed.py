@@ -636,7 +636,7 @@ def planted_log_folder(folder: Path, *, seed: int = 0, sessions: bool = True) ->
     Args:
         folder: an empty folder.
         seed: seed of the generator.
-        sessions: whether the latest clicks tell the next one; else the user alone does, so that a model which reads a
+        sessions: whether the latest clicks tell the next one. Otherwise the user alone does, so a model that reads a
             session as a bag can be as good as any.
 
     Returns:

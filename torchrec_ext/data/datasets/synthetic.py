@@ -24,9 +24,9 @@ MOST_CELLS = 100_000_000
 def checkerboard(*, users: int = 64, items: int = 64, history_length: int = 50, seed: int = 0) -> InteractionData:
     """Generates users u who take item i if and only if u + i is even, in a random order; other features are noise.
 
-    The answer: once a user's training and validation items are masked, the test item is the only one of the right
-    colour that is left, so the best HR@k and NDCG@k are exactly 1 for every k, and popularity knows nothing. The idea
-    is that of implicit's test data.
+    The answer: once a user's training and validation items are masked, only the test item of the right colour is left.
+    So the best HR@k and NDCG@k are exactly 1 for every k, and popularity knows nothing. The idea is that of implicit's
+    test data.
 
     Args:
         users: number of users, ids from 1.
@@ -230,8 +230,8 @@ class PlantedLog(NamedTuple):
     Attributes:
         columns: user_id, item_id, category_id and timestamp of each click, (n,) int64.
         bought: whether the click was followed by a purchase, (n,) bool.
-        odds: odds with which a row of a click, or of an item drawn uniformly in its place, is the click, as a function
-            of the rows' clicks (m,) and their items (m,).
+        odds: odds that a row is the click and not an item drawn uniformly in its place, as a function of the rows'
+            clicks (m,) and their items (m,).
         buys: chance that a click on each item (m,) is followed by a purchase, as a function of the items.
     """
 

@@ -31,7 +31,7 @@ Index = Callable[[Int64], Int64]
 class HardNegatives(TrainingSampler):
     """Draws one of the user's K best items of the last :meth:`refresh` with probability ``share``, else a uniform one.
 
-    With T_u the K best of the items that the user is not known to have taken, q(i) = share / K if i is in T_u, plus
+    T_u are the K best items not taken by the user. The probability of item i is q(i) = share / K if i is in T_u, plus
     (1 - share) / (number not taken). Before the first refresh, and for users it did not cover, all draws are uniform.
 
     Draws are functions of (seed, epoch, position) and of the last refresh. To keep ranks and restarts alike, refresh

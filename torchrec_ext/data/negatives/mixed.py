@@ -27,8 +27,7 @@ class MixedNegatives:
     """Draws N uniform candidates for each step, shared by all queries of all ranks (Yang et al. 2020).
 
     They are appended to the positives of a rank as rows without a query (``in_batch_negatives(..., queries=B)``), which
-    also excludes a user's known items among them, and corrected together with them by the mixture that :meth:`log_q`
-    states.
+    also excludes a user's known items among them. :meth:`log_q` corrects both together, by their mixture.
 
     Args:
         num_items: items have the ids 1 to ``num_items``.
@@ -168,9 +167,9 @@ _BUCKETS = 8
 class MixedCandidates(TrainingSampler):
     """Draws by :class:`MixedNegatives`, corrected by counts, or by an estimate of them made while the rows go by.
 
-    An estimate takes each global batch before that batch is corrected. What is saved is its state at the start of an
-    epoch: the loader shows the items of the steps before the one where it resumes once more, so that a state is the
-    same whatever a prefetch thread has built.
+    An estimate takes each global batch before that batch is corrected. A checkpoint holds its state at the start of an
+    epoch. On resuming, the loader repeats the items of the epoch's earlier steps. So a state does not depend on how far
+    a prefetch thread has come.
 
     Args:
         mixed: sampler of the candidates that the queries of a step share.

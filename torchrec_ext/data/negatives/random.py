@@ -24,8 +24,8 @@ _ONE = np.uint64(1)
 def alias_table(probabilities: Float64) -> tuple[Float64, Int64]:
     """Returns (accept, alias), each (I,): take slot i, drawn uniformly, with probability accept[i], else alias[i].
 
-    This is Walker's alias method (1977). The tables are built without a loop: the slots below 1/I are filled in order
-    from those above, so running sums say who fills whom, and a slot above that gave too much is filled by the next
+    This is Walker's alias method (1977). The tables are built without a loop. The slots below 1/I are filled in order
+    from those above, so running sums say who fills whom. A slot above that gave too much is filled by the next
     (Huebschle-Schneider and Sanders 2019, sweeping).
     """
     scaled = probabilities * len(probabilities)

@@ -1,7 +1,7 @@
 """Negatives: items that a user is not known to have taken, drawn by formula, so that any rank can draw any row's.
 
-A draw is a pure function of (seed, epoch, position, number of the draw): ranks that hold different slices of an epoch
-draw exactly what one rank would, and a resumed run draws what the uninterrupted one would.
+A draw is a pure function of (seed, epoch, position, number of the draw). So the draws do not depend on the number of
+ranks, and a resumed run draws the same as an uninterrupted one.
 
 FreeMass: the items that each user has not taken, with a weight for each item.
 """
@@ -27,8 +27,8 @@ class FreeMass:
     Args:
         known: pairs that are taken.
         weights: (num_items,) weights of the items 1 to ``num_items``, above 0. They become whole numbers, at least 1
-            each, with a sum as great as int64 allows (2 ** 52, or 2 ** 62 / users); ``share`` (num_items + 1,) are
-            these divided by their sum.
+            each, with a sum as great as int64 allows (2 ** 52, or 2 ** 62 / users). ``share`` (num_items + 1,) are
+            these numbers divided by their sum.
     """
 
     def __init__(self, known: KnownPairs, weights: NDArray[np.float64]) -> None:
@@ -167,8 +167,8 @@ class TrainingSampler(ABC):
 class RejectionNegatives(TrainingSampler):
     """Draws from a distribution p over all items; a known item is replaced by a draw from those the user has not taken.
 
-    With P_u the sum of p over the user's known items, the draws follow q = p / (1 - P_u) exactly: rejected draws,
-    a share of P_u, are drawn again, from q itself. Two steps for every draw, however much a user has taken, so a device
+    P_u is the sum of p over the user's known items. The draws follow q = p / (1 - P_u) exactly, because rejected draws,
+    a share of P_u, are drawn again from q itself. Two steps for every draw, however much a user has taken, so a device
     needs no loop.
 
     Args:
