@@ -34,6 +34,7 @@ class _Fields(Pipelineable):
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Marks these tensors as in use on ``stream``, for the allocator."""
+        # record_stream returns nothing, so the result of _map, a batch of None, is dropped.
         self._map(lambda tensor: tensor.record_stream(stream))
 
     def _map(self, function: Callable[[Any], Any]) -> Self:
@@ -302,6 +303,7 @@ def concatenated(
     """
     columns = [None if name is None else bags[name] for name in keys.features]
     present_columns = [column for column in columns if column is not None]
+    # torch.cat refuses an empty list.
     values = torch.cat(
         [column.values for column in present_columns] or [torch.empty(0, dtype=torch.int64, device=device)]
     )

@@ -170,6 +170,7 @@ class MeasuredStream:
         self._stream = stream
         self._sha = hashlib.sha256()
         self._size = 0
+        # One thread, because a digest takes its blocks in order.
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="sha256")
 
     def write(self, data: Any) -> int:
@@ -381,6 +382,7 @@ def remove_leftovers(out: Path) -> None:
     """Removes leftovers of killed processes of any host beside ``out``; restores a folder hidden by one."""
     for old in _hidden(out, "old"):
         writer = out.with_name(old.name.replace(f".{out.name}.old-", f".{out.name}.partial-", 1))
+        # Its writer lives and is between the two renames of replace_folder.
         if writer.exists() and not _remove_unless_written(writer):
             continue
         if out.exists():
@@ -392,6 +394,7 @@ def remove_leftovers(out: Path) -> None:
 
 
 def _hidden(out: Path, kind: str) -> list[Path]:
+    # Escaped, because a folder's name may have brackets or stars.
     return list(out.parent.glob(glob.escape(f".{out.name}.{kind}-") + "*"))
 
 

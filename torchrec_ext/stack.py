@@ -196,6 +196,7 @@ def torch_build(version: str, requires: list[str]) -> Variant:
 def gpu_nodes(dev: Path = Path("/dev")) -> list[str]:
     """Returns the NVIDIA device nodes of this machine or container; under WSL, without such nodes, the shared one."""
     nodes = sorted(str(path) for path in dev.glob("nvidia[0-9]*"))
+    # WSL has /dev/dxg for a GPU of any make; only NVIDIA's comes with nvidia-smi.
     if not nodes and (dev / "dxg").exists() and shutil.which("nvidia-smi"):
         return [str(dev / "dxg")]
     return nodes
@@ -225,6 +226,7 @@ def wanted_variant(current: Installed, machine: Variant) -> Variant:
     if requested := asked_variant():
         return requested
     for variant, name in FBGEMM_NAME.items():
+        # Both packages of fbgemm can be installed at once, which is a mix and no variant.
         if current.torch_build == variant and set(current.versions) & set(FBGEMM_NAME.values()) == {name}:
             return variant
     return machine

@@ -48,6 +48,7 @@ class Column:
 
     def __init__(self, values: Array, offsets: Int64 | None = None) -> None:
         if values.ndim == 2 and offsets is None:
+            # A matrix is a ragged column with equally long rows.
             offsets = np.arange(len(values) + 1, dtype=np.int64) * values.shape[1]
             values = values.reshape(-1)
         if values.ndim != 1:
@@ -240,6 +241,7 @@ def sample_digest(rows: Chunk) -> str:
     """Returns a digest of sample rows from all over a chunk; other rows most likely have another."""
     digest = hashlib.sha256()
     sample = rows.take(np.linspace(0, rows.num_rows - 1, min(rows.num_rows, _SAMPLE)).astype(np.int64))
+    # Sorted, because the order of the columns says nothing about the rows.
     for name, column in sorted(sample.items()):
         # Objects have addresses instead of bytes, which differ from run to run.
         if column.pool.dtype != object:

@@ -94,6 +94,7 @@ def merged(tables: Iterable[BaseEmbeddingConfig]) -> list[BaseEmbeddingConfig]:
         if first is not table:
             _check_same(first, table)
             names = list(dict.fromkeys([*first.feature_names, *table.feature_names]))
+            # Rows that are looked up one by one can be pooled afterwards, but pooled rows cannot be taken apart.
             base = first if isinstance(first, EmbeddingConfig) else table
             by_name[table.name] = dataclasses.replace(base, feature_names=names)
     return list(by_name.values())
@@ -171,6 +172,7 @@ def features_of(
         SparseFeature(
             name=name,
             tables=tuple(table.name for table in feature_tables),
+            # An id must be a row of every table that reads it.
             num_embeddings=min(table.num_embeddings for table in feature_tables),
             oov_id=oov_ids.get(name, 0),
             keyed=any(table.name not in joint.plain and table.name not in joint.weighted for table in feature_tables),

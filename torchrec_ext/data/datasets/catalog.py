@@ -189,6 +189,7 @@ def load_config(config: DataConfig, *, progress: bool = True) -> InteractionData
         return _ml_100k(config, _found_ml_100k(config, progress))
     if config.name not in GENERATED:
         return _from_folder(config)
+    # None leaves the number to the generator.
     options = {key: value for key, value in (("users", config.users), ("items", config.items)) if value is not None}
     generate = synthetic.planted if config.name == "planted" else synthetic.checkerboard
     return generate(history_length=config.history_length, seed=config.seed, **options)

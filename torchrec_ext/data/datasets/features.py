@@ -473,6 +473,7 @@ def side_features(
     raw = {name: arrays[name] for name in column_names}
     words = RowContext.fit(raw, filled=[name for name in column_names if raw[name].null_count], separator=SEPARATOR)
     feature_columns = words.transform(raw) if raw else {}
+    # A missing time has a mark of its own, because 0 is a time, too: 1970.
     missing = dict.fromkeys(words.times, MISSING_TIME)
     return SideFeatures(
         Chunk({name: _by_id(ids, column, size, missing.get(name, 0)) for name, column in feature_columns.items()}),

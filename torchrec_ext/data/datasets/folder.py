@@ -575,6 +575,7 @@ def candidates_by_user(users: Int64, ids: Int64, owners: Int64, negatives: Int64
     Raises:
         DataError: one of ``users`` has no candidate.
     """
+    # Stable, so that the candidates of a user keep the order of the file.
     order = np.argsort(owners, kind="stable")
     owners = owners[order]
     items = negatives[order]

@@ -50,9 +50,11 @@ def leave_one_out(user: Int64, item: Int64, timestamp: Array, history_length: in
         timestamp: (B,) in any unit.
         history_length: greatest length of a history.
     """
+    # lexsort is stable: equal times keep the order of the input.
     rows = np.lexsort((timestamp, user)).astype(np.int64)
     # One number for each pair, so that np.unique compares pairs.
     pair = user[rows] * (item.max(initial=0) + 1) + item[rows]
+    # The first row of each pair, in the order of time.
     rows = rows[np.sort(np.unique(pair, return_index=True)[1])]
     user = user[rows]
     item = item[rows]

@@ -388,6 +388,7 @@ def recbole(ratings: Chunk, file: Path, history_length: int) -> Protocol:
         DataError: the file is missing, or does not hold each rating once.
     """
     table = read_parquet(file, {"user_id": "int", "item_id": "int", "split": "string"})
+    # A pair becomes one number, user * many + item.
     many = int(max(ratings["item_id"].values.max(), table["item_id"].values.max())) + 1
     rating_keys, table_keys = (
         chunk["user_id"].values.astype(np.int64) * many + chunk["item_id"].values for chunk in (ratings, table)

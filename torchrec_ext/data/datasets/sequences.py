@@ -274,6 +274,7 @@ def load_sequences(config: SequenceConfig) -> SequenceData:
         DataError: a file is damaged, lacks a column, or holds a null.
     """
     if config.name == PLANTED:
+        # None leaves the number to the generator.
         options = {key: value for key, value in (("users", config.users), ("items", config.items)) if value is not None}
         sequences = planted_sequences(seed=config.seed, **options)
         best = sequences.best if config.test_items == 1 else {}
@@ -436,6 +437,7 @@ def planted_sequences(*, users: int = 4_000, items: int = 400, seed: int = 0) ->
     steps = np.zeros((users, LONGEST), dtype=np.int64)
     available = np.ones((users, items), dtype=bool)
     for step in range(LONGEST):
+        # At step 0 this reads the last column, which is still 0; ``follows`` is False there.
         following = successor[steps[:, step - 1]]
         follows = (rng.random(users) < 0.7) & available[rows, following] & (step > 0)
         # The greatest of uniform numbers is a uniform choice among the available items.

@@ -271,6 +271,7 @@ def planted_log(
     rng = np.random.default_rng([seed, users, items, categories, visits])
     rows = []
     for user in range(1, users + 1):
+        # The first day of Taobao's log: 25 November 2017 in Beijing.
         now = 1_511_539_200 + int(rng.integers(86_400))
         for _ in range(visits):
             category = 0
@@ -279,6 +280,7 @@ def planted_log(
                 other = user % categories if rng.random() < favourite else int(rng.integers(categories))
                 category = (category + 1) % categories if follow else other
                 item = category + categories * int(rng.integers(items // categories))
+                # Ids begin at 1: item 0, which is of category 0, becomes the last multiple of ``categories``.
                 rows.append((now, user, item or categories * (items // categories), category, click > 0))
                 now += int(rng.integers(60, 300))
             now += int(rng.integers(86_400, 2 * 86_400))

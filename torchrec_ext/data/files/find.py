@@ -168,6 +168,7 @@ def _below(path: str, endings: Sequence[str]) -> list[str]:
     if not os.path.isdir(path):
         return []
     files = []
+    # Without onerror, os.walk would leave out folders that it may not list.
     for folder, inside, names in os.walk(path, onerror=_raise, followlinks=True):
         # In place, so that os.walk does not enter hidden folders.
         inside[:] = [name for name in inside if not name.startswith(_HIDDEN)]

@@ -208,6 +208,7 @@ class FileSource(ABC):
             table = read_table(stored) if stored else None
         # Of Arrow, the disk, or any fsspec file system.
         except Exception as error:
+            # A file that was cut or replaced meanwhile fails in many ways, so the cause is told instead.
             file.check_unchanged()
             if isinstance(error, DataError):
                 raise
@@ -360,6 +361,7 @@ class ParquetSource(FileSource):
     def __init__(self, paths: PathLike | Sequence[PathLike], **options: Any) -> None:
         self._footers: dict[str, pq.FileMetaData] = {}
         super().__init__(paths, **options)
+        # Without footers in memory every file would be opened again, so the first stands for all.
         for file in self.files if self._footers else self.files[:1]:
             if file.remote is None:
                 warn_of_parquet(file.name, file.path, self._footers.get(file.path) or self._file(file).metadata)

@@ -81,6 +81,7 @@ class HardNegatives(TrainingSampler):
         """
         users = np.arange(self.easy.known.num_users) if users is None else users
         blocks = [self._best(users[start : start + block], index) for start in range(0, len(users), block)]
+        # users[:0] keeps the type if there are no blocks.
         owners = np.concatenate([users[:0], *(owners for owners, _ in blocks)])
         items = np.concatenate([users[:0], *(items for _, items in blocks)])
         self._hard = KnownPairs(self.easy.known.num_items, owners, items)

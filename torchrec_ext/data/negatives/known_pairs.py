@@ -49,6 +49,7 @@ class KnownPairs:
         items = items.astype(np.int64, copy=False)
         self.num_items = num_items
         self.num_users = int(users.max(initial=-1)) + 1
+        # Item ids begin at 1, so place 0 of each user stays free.
         self._width = num_items + 1
         _check_users(self.num_users, self._width)
         self._keys = _sorted_once(users * self._width + items)
@@ -117,6 +118,7 @@ class KnownPairs:
     def nth_free(self, users: Int64, ranks: Int64) -> Int64:
         """Returns (B,) item number ``ranks`` (B,), from 0, among those not taken by each of ``users`` (B,)."""
         rows = self.row_of(users)
+        # The free item of rank r comes after all taken items that have at most r free items below them.
         below = self._below.searchsorted(ranks + rows * self._width, side="right")
         items: Int64 = ranks + 1 + below - self._starts[rows]
         return items

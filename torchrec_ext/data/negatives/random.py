@@ -55,6 +55,7 @@ def stream(seed: int, *numbers: int) -> int:
     """Returns the 64-bit key of one stream of random numbers."""
     key = seed & _MASK
     for number in numbers:
+        # An array of one number, because _mixed works in place and uint64 arrays wrap around in silence.
         key = int(_mixed(np.array([(key * _GOLDEN + number + 1) & _MASK], dtype=np.uint64))[0])
     return key
 
