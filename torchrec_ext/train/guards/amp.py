@@ -22,7 +22,7 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 
 def forward_context(amp: Amp, device: torch.device) -> Context:
-    """Returns the context in which a training forward runs.
+    """Returns the context of a training forward.
 
     bfloat16 has float32's range, so its gradients need no loss scaling; those of float16 do, see :class:`LossScaling`.
 
@@ -39,10 +39,10 @@ Forward = Callable[[TowerBatch], tuple[Tensor, Any]]
 
 
 class LossScaling:
-    """torch's GradScaler around a HybridOptimizer: scales the loss, and divides gradients before they move weights.
+    """torch's GradScaler around a HybridOptimizer: scales the loss, and divides the gradients before the update.
 
-    A step whose gradients overflow moves nothing and halves the factor; 2,000 steps without one double it. Where
-    gradients are the mean of all ranks, all ranks see the same overflow. A resumed run begins with the first factor
+    If gradients overflow, the step updates nothing and the factor is halved; 2,000 steps without overflow double it.
+    If gradients are the mean of all ranks, all ranks see the same overflow. A resumed run begins with the first factor
     again.
 
     Args:
@@ -51,14 +51,14 @@ class LossScaling:
         first: the first factor.
 
     Raises:
-        ValueError: a kernel moves some table inside the backward, where the gradient is still scaled.
+        ValueError: a kernel updates some table inside the backward, before the gradient is divided.
     """
 
     def __init__(self, optimizer: HybridOptimizer, device: torch.device, *, first: float = 65536.0) -> None:
         self._optimizer = optimizer
         self._scaler = torch.amp.GradScaler(device.type, init_scale=first)
         sharded = [
-            name for name in optimizer.table_choices if not any(f".{name}." in key for key in self._replicated())
+            name for name in optimizer.table_choices if not any(f".{name}." in key for key in self._replicated_keys())
         ]
         if sharded:
             raise ValueError(
@@ -66,9 +66,9 @@ class LossScaling:
                 "still scaled as the loss is; set train.amp=bf16, or plan.sharding=data_parallel"
             )
 
-    def _replicated(self) -> list[str]:
-        held = {id(table) for table in self._optimizer.replicated_tables}
-        return [key for key, table in self._optimizer.params.items() if id(table) in held]
+    def _replicated_keys(self) -> list[str]:
+        replicated = {id(table) for table in self._optimizer.replicated_tables}
+        return [key for key, table in self._optimizer.params.items() if id(table) in replicated]
 
     @property
     def factor(self) -> float:
@@ -82,17 +82,17 @@ class LossScaling:
     def around(self, forward: Forward) -> Forward:
         """Returns ``forward`` with its loss scaled, for a pipeline."""
 
-        def scaled(batch: TowerBatch) -> tuple[Tensor, Any]:
+        def scaled_forward(batch: TowerBatch) -> tuple[Tensor, Any]:
             loss, output = forward(batch)
             return self.scale(loss), output
 
-        return scaled
+        return scaled_forward
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears all gradients, as :meth:`torch.optim.Optimizer.zero_grad`."""
         self._optimizer.zero_grad(set_to_none)
 
     def step(self) -> None:
-        """Divides the gradients by the factor and makes the optimizer's step, unless one of them has overflowed."""
+        """Divides the gradients by the factor and steps the optimizer, unless a gradient has overflowed."""
         self._scaler.step(self._optimizer)
         self._scaler.update()

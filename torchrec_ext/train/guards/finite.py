@@ -1,4 +1,4 @@
-"""FiniteLoss: checks each step's loss; one that is not finite ends the run on all ranks, with one explanation."""
+"""FiniteLoss: checks each step's loss; a loss that is not finite ends the run on all ranks, with one explanation."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from torchrec_ext.train.guards.amp import Context
 from torchrec_ext.train.guards.gradient_gate import GradientGate, holding
 
 BLOCK_ROWS = 65536
-_DATA = "mend the column, or fill its missing values in preprocessing"
-_RATES = (
+_DATA_REMEDY = "mend the column, or fill its missing values in preprocessing"
+_RATES_REMEDY = (
     "lower optimizer.tables_lr or optimizer.dense_lr, set optimizer.clip_norm, or look for extreme values in the steps "
     "before"
 )
-_AFTER_GRADIENT = "no dense layer and no data_parallel table was changed by this step, sharded tables were"
-_NOTHING = "nothing was written by this step"
+_TABLES_CHANGED = "no dense layer and no data_parallel table was changed by this step, sharded tables were"
+_NOTHING_WRITTEN = "nothing was written by this step"
 _OVERFLOW = "labels and dense columns are finite, so the forward overflowed"
 
 
@@ -50,8 +50,8 @@ class RunStoppedError(ValueError):
 
 
 @dataclass
-class _Seen:
-    """A step whose loss was checked; ``worst`` over ranks is still on its way to the host where it is a tensor."""
+class _CheckedStep:
+    """A step under check; ``worst``, the ranks' greatest answers, may be a tensor still on its way to the host."""
 
     step: int
     batch: TowerBatch | DrawnStep
@@ -63,31 +63,30 @@ class _Seen:
 class FiniteLoss:
     """Calls the model for a pipeline and checks each loss.
 
-    The ranks agree by one small all-reduce per step. On the CPU the answer is there at once: nothing is written by the
-    bad step. Where a gate checks the gradients too, the one all-reduce is the gate's, after the first half of the
-    backward, in which nothing moves; else it comes before the backward. On CUDA the answer is read one step late, so
-    that the host never waits for the device: by then the step has been written, and the message says so; a gradient
-    that is no number shows as the loss after it.
+    The ranks agree by one small all-reduce per step. On the CPU the answer is there at once, and a bad step writes
+    nothing. If a gate checks the gradients too, this all-reduce follows the first half of the backward, which updates
+    nothing; else it precedes the backward. On CUDA the answer is read one step late, so that the host never waits for
+    the device. By then the step has been written, and the message says so; a NaN gradient shows as the next step's
+    loss.
 
-    Where ranks exchange nothing in a step (:class:`LocalSGD` without sharded tables) they do not for this either: a
-    rank whose loss is not finite goes on without writing (the optimizer refuses its gradient) until they meet next, in
-    :meth:`settle`.
+    If ranks exchange nothing in a step (:class:`LocalSGD` without sharded tables), they do not compare losses either. A
+    rank with a bad loss goes on without writing, because the optimizer refuses its gradient, until the ranks next meet
+    in :meth:`settle`.
 
     Args:
         model: module whose forward returns (loss, output).
         runtime: rank and device of this process.
-        steps_per_epoch: number of steps, by which messages name the epoch of a step.
-        late: read the answer one step late; on CUDA where not given.
-        ranks: how the ranks are kept equal; in every step where not given.
+        steps_per_epoch: number of steps in an epoch, for the epoch numbers in messages.
+        late: read the answer one step late; by default on CUDA only.
+        ranks: how the ranks are kept equal; by default in every step.
         stop: returns whether this rank was asked to stop; the answers travel with the losses, for :attr:`stop_asked`.
         context: makes the context of the forward, see :func:`forward_context`.
-        leave_out: tells the optimizer that the next step moves nothing; with it, a step with a bad loss, or one that
-            the gate refuses, is left out on all ranks, and the run goes on. Every step then waits for its answer, on
-            CUDA too.
-        gate: checks the gradients of each step before they reach a table; without it the optimizer alone does.
+        leave_out: tells the optimizer to skip the next update. If given, a step with a bad loss, or refused by the
+            gate, is left out on all ranks, and the run goes on. Every step then waits for its answer, on CUDA too.
+        gate: checks the gradients of each step before they reach a table; without it only the optimizer checks.
 
     Attributes:
-        left_out: why the last step was left out; empty where it was not.
+        left_out: why the last step was left out; empty if it was not.
         stop_asked: whether some rank was asked to stop, known on all ranks after the same step.
     """
 
@@ -108,16 +107,16 @@ class FiniteLoss:
         self._stop, self.stop_asked, self._context, self._gate = stop, False, context, gate
         self._ranks, self._leave_out, self.left_out = ranks or EveryStep(), leave_out, ""
         self._late = (leave_out is None and runtime.device.type == "cuda") if late is None else late
-        self._pending: _Seen | None = None
-        self._at_gate: _Seen | None = None  # a step whose loss the ranks compare at the gate
-        self._own: _Seen | None = None  # the first bad step of this rank, that the others do not know of yet
+        self._pending: _CheckedStep | None = None
+        self._step_at_gate: _CheckedStep | None = None  # its loss is compared at the gate, with the gradients
+        self._own_bad_step: _CheckedStep | None = None  # the first bad step of this rank, not yet reported to others
         self.step = 0
 
     def __call__(self, batch: TowerBatch) -> tuple[Tensor, Any]:
         """Returns the model's loss and output.
 
         Raises:
-            TrainingDivergedError: the loss of this step or, where read late, of the step before is not finite on some
+            TrainingDivergedError: the loss of this step, or of the step before if read late, is not finite on some
                 rank.
         """
         with self._context(), holding(self._gate):
@@ -125,18 +124,18 @@ class FiniteLoss:
         self.left_out = ""
         if self._waits_for_gate(loss):
             self.step += 1
-            self._at_gate = _Seen(self.step, batch, loss.detach(), self._local(loss.detach()), None)
+            self._step_at_gate = _CheckedStep(self.step, batch, loss.detach(), self._local_answers(loss.detach()), None)
             return loss, output
         self.look(loss, batch)
-        # A backward from here reaches no table and no layer: those in it move, even by a gradient of 0.
+        # The backward of this zero reaches no table and no layer: even a gradient of 0 would update what it reaches.
         return torch.zeros_like(loss, requires_grad=True) if self.left_out else loss, output
 
     def _waits_for_gate(self, loss: Tensor) -> bool:
         """Whether ranks compare the loss together with the gradients: a backward follows, and ends at the gate."""
-        return self._gate is not None and self._together and not self._late and loss.requires_grad
+        return self._gate is not None and self._ranks_compare and not self._late and loss.requires_grad
 
     def before_tables(self) -> None:
-        """Runs the second half of the backward, in which tables are moved; all ranks call it after the first half.
+        """Runs the second half of the backward, which updates tables; all ranks call it after the first half.
 
         Raises:
             TrainingDivergedError: the loss is not finite on some rank.
@@ -144,30 +143,30 @@ class FiniteLoss:
         """
         if self._gate is None or self.left_out:
             return
-        seen, self._at_gate = self._at_gate, None
-        answers = [*([0.0, 0.0] if seen is None else seen.worst), float(self._gate.refuses())]
+        step_at_gate, self._step_at_gate = self._step_at_gate, None
+        answers = [*([0.0, 0.0] if step_at_gate is None else step_at_gate.worst), float(self._gate.refuses())]
         if self._runtime.world_size > 1:
             worst = torch.tensor(answers, device=self._runtime.device)
             dist.all_reduce(worst, dist.ReduceOp.MAX)
             answers = worst.tolist()
-        if seen is not None:
-            seen.worst = answers[:2]
+        if step_at_gate is not None:
+            step_at_gate.worst = answers[:2]
             if answers[0]:
                 self._gate.drop()
-            self._check(seen)
+            self._check(step_at_gate)
             if self.left_out:
                 return
         if not answers[2]:
             self._gate.open()
             return
-        bad = self._gate.explain()
+        cause = self._gate.explain()
         if self._leave_out is None:
-            raise GradientNotFiniteError(bad, in_time=True)
-        self.left_out = f"{bad} at {self.where(self.step)}; {_NOTHING}; {_RATES}"
+            raise GradientNotFiniteError(cause, in_time=True)
+        self.left_out = f"{cause} at {self.where(self.step)}; {_NOTHING_WRITTEN}; {_RATES_REMEDY}"
         self._leave_out()
 
     def look(self, loss: Tensor, batch: TowerBatch | DrawnStep, *, written: bool = False) -> None:
-        """Checks the loss of a step; a step that is ``written`` already is read one step late on every device.
+        """Checks the loss of a step; reads it one step late if the step is already ``written``, on every device.
 
         Raises:
             TrainingDivergedError: see :meth:`__call__`.
@@ -175,145 +174,147 @@ class FiniteLoss:
         self._late = self._late or written
         self.step += 1
         loss = loss.detach()
-        before, self._pending = self._pending, self._seen(batch, loss, self._worst(loss))
+        to_check, self._pending = self._pending, self._start_check(batch, loss, self._worst(loss))
         if not self._late:
-            before, self._pending = self._pending, None
-        self._check(before)
+            to_check, self._pending = self._pending, None
+        self._check(to_check)
 
     def settle(self) -> None:
-        """Checks the losses not read yet, so that every step so far is known to be good; all ranks call it."""
+        """Checks the losses not read yet, so that every step so far is verified; all ranks call it."""
         self._check(self._pending)
         self._pending = None
         if self._ranks.silent:
-            worst = self._answers(torch.tensor(float(self._own is not None), device=self._runtime.device))
+            worst = self._answers(torch.tensor(float(self._own_bad_step is not None), device=self._runtime.device))
             dist.all_reduce(worst, dist.ReduceOp.MAX)
-            bad, asked = worst.tolist()
-            self.stop_asked = self.stop_asked or bool(asked)
+            bad, stop_requested = worst.tolist()
+            self.stop_asked = self.stop_asked or bool(stop_requested)
             if bad:
-                self._raise(self._own)
+                self._raise(self._own_bad_step)
 
     @property
-    def _together(self) -> bool:
+    def _ranks_compare(self) -> bool:
         """Whether the ranks compare their answers in this step."""
         return self._runtime.world_size > 1 and not self._ranks.silent
 
     def _worst(self, loss: Tensor) -> Tensor | list[float]:
-        """The answers for a loss, the greatest of all ranks where they exchange them in each step."""
-        if loss.device.type == "cpu":  # of a small network ten ops are a share of its step
-            answers = self._local(loss)
-            if not self._together:
+        """Returns the :meth:`_answers` for a loss: the greatest of all ranks, or this rank's if they do not compare."""
+        if loss.device.type == "cpu":  # plain Python: ten tensor ops are a noticeable share of a small network's step
+            answers = self._local_answers(loss)
+            if not self._ranks_compare:
                 return answers
             worst = torch.tensor(answers)
         else:
             worst = self._answers((~torch.isfinite(loss)).any().float())
-        if self._together:
+        if self._ranks_compare:
             dist.all_reduce(worst, dist.ReduceOp.MAX)
         return worst
 
-    def _local(self, loss: Tensor) -> list[float]:
+    def _local_answers(self, loss: Tensor) -> list[float]:
         """This rank's :meth:`_answers` for a loss, on the host."""
-        asked = self._stop is not None and self._stop()
+        stop_requested = self._stop is not None and self._stop()
         finite = math.isfinite(loss.item()) if loss.numel() == 1 else bool(torch.isfinite(loss).all())
-        return [float(self._ranks.fault or not finite), float(asked)]
+        return [float(self._ranks.fault or not finite), float(stop_requested)]
 
     def _answers(self, bad: Tensor) -> Tensor:
-        """(2,): whether this rank's loss, or a gradient of the step before, is not finite; whether a stop was asked."""
-        asked = self._stop is not None and self._stop()
-        return torch.stack([torch.ones_like(bad) if self._ranks.fault else bad, torch.full_like(bad, float(asked))])
+        """Returns (2,): 1 if this rank's loss or previous gradient is not finite; 1 if a stop was requested."""
+        stop_requested = self._stop is not None and self._stop()
+        return torch.stack(
+            [torch.ones_like(bad) if self._ranks.fault else bad, torch.full_like(bad, float(stop_requested))]
+        )
 
-    def _seen(self, batch: TowerBatch | DrawnStep, loss: Tensor, worst: Tensor | list[float]) -> _Seen:
+    def _start_check(self, batch: TowerBatch | DrawnStep, loss: Tensor, worst: Tensor | list[float]) -> _CheckedStep:
         arrived = None
         if isinstance(worst, Tensor) and worst.device.type == "cuda":
             worst = worst.to("cpu", non_blocking=True)  # into page-locked memory
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record()
-        return _Seen(self.step, batch, loss, worst, arrived)
+        return _CheckedStep(self.step, batch, loss, worst, arrived)
 
-    def _check(self, seen: _Seen | None) -> None:
-        if seen is None:
+    def _check(self, checked: _CheckedStep | None) -> None:
+        if checked is None:
             return
-        if seen.arrived is not None:
-            seen.arrived.synchronize()
-        bad, asked = seen.worst.tolist() if isinstance(seen.worst, Tensor) else seen.worst
-        # Where ranks go their own ways, this is the answer of one: the others hear it in settle().
-        self.stop_asked = self.stop_asked or (bool(asked) and not self._ranks.silent)
+        if checked.arrived is not None:
+            checked.arrived.synchronize()
+        bad, stop_requested = checked.worst.tolist() if isinstance(checked.worst, Tensor) else checked.worst
+        # If ranks do not compare in this step, the answer is this rank's own: the others receive it in settle().
+        self.stop_asked = self.stop_asked or (bool(stop_requested) and not self._ranks.silent)
         if bad:
             self._pending = None
             if self._leave_out is not None:
-                self.left_out, _ = self._explain(seen)
+                self.left_out, _ = self._explain(checked)
                 self._leave_out()
                 return
             if not self._ranks.silent:
-                self._raise(seen)
-            self._own = self._own or seen
+                self._raise(checked)
+            self._own_bad_step = self._own_bad_step or checked
 
-    def _raise(self, seen: _Seen | None) -> None:
-        """Raises the same error on every rank; all call it, with the step that they check."""
-        message, step = self._explain(seen)
+    def _raise(self, checked: _CheckedStep | None) -> None:
+        """Raises the same error on every rank; all ranks call it, each with the step it checks."""
+        message, step = self._explain(checked)
         raise TrainingDivergedError(message, step)
 
     def explained(self, error: GradientNotFiniteError | TrainingDivergedError) -> TrainingDivergedError:
-        """Returns the error of a step, with its number where it lacks one."""
+        """Turns an error into a TrainingDivergedError with the number of its step."""
         if isinstance(error, TrainingDivergedError):
             return error
         step = error.step or self.step
-        written = _NOTHING if error.in_time else _AFTER_GRADIENT
-        return TrainingDivergedError(f"{error} at {self.where(step)}; {written}; {_RATES}", step)
+        effect = _NOTHING_WRITTEN if error.in_time else _TABLES_CHANGED
+        return TrainingDivergedError(f"{error} at {self.where(step)}; {effect}; {_RATES_REMEDY}", step)
 
     def where(self, step: int) -> str:
-        """Returns how a message names a step."""
+        """Returns the name of a step for messages."""
         return f"step {step} of epoch {self.epoch(step)}"
 
     def epoch(self, step: int) -> int:
         """Returns the epoch of a step, counted from 1."""
         return 1 + (step - 1) // self._steps_per_epoch
 
-    def _explain(self, seen: _Seen | None) -> tuple[str, int]:
+    def _explain(self, checked: _CheckedStep | None) -> tuple[str, int]:
         """Returns the cause and the step, the same on every rank; all call it."""
-        bad = None if seen is None or torch.isfinite(seen.loss).all() else str(seen.loss.sum().item())
-        columns = list(_bad_columns(seen.batch, self._model)) if seen and bad else []
-        # On a device that is read late, the weights have taken up the bad step and no longer tell its cause.
+        bad_loss = None if checked is None or torch.isfinite(checked.loss).all() else str(checked.loss.sum().item())
+        columns = list(_bad_columns(checked.batch, self._model)) if checked and bad_loss else []
+        # If losses are read late, the bad step has already changed the weights, so they no longer show the cause.
         weights = [] if self._late else list(_bad_weights(self._model))
-        local = (bad, columns, weights, seen.step if seen else self.step)
+        local = (bad_loss, columns, weights, checked.step if checked else self.step)
         ranks: list[Any] = [local]
         if self._runtime.world_size > 1:
             ranks = [None] * self._runtime.world_size
             dist.all_gather_object(ranks, local)
-        lost = [rank for rank, (loss, *_) in enumerate(ranks) if loss is not None]
-        if not lost:  # it was a gradient
+        bad_ranks = [rank for rank, (loss, *_) in enumerate(ranks) if loss is not None]
+        if not bad_ranks:  # every loss is finite, so it was a gradient: meet() raises its error
             self._ranks.meet()
-        in_data = [f"{text} on rank {rank}" for rank, (_, texts, *_) in enumerate(ranks) for text in texts]
-        causes = in_data or list(dict.fromkeys(text for _, _, texts, _ in ranks for text in texts)) or [_OVERFLOW]
+        data_causes = [f"{text} on rank {rank}" for rank, (_, texts, *_) in enumerate(ranks) for text in texts]
+        causes = data_causes or list(dict.fromkeys(text for _, _, texts, _ in ranks for text in texts)) or [_OVERFLOW]
         more = f" and {len(causes) - 3} more" if len(causes) > 3 else ""
-        written = "the update of this step was written" if self._late else _NOTHING
-        step = min(ranks[rank][3] for rank in lost)
+        effect = "the update of this step was written" if self._late else _NOTHING_WRITTEN
+        step = min(ranks[rank][3] for rank in bad_ranks)
         message = (
-            f"the loss is {ranks[lost[0]][0]} on rank(s) {lost} at {self.where(step)}: {'; '.join(causes[:3])}{more}; "
-            f"{written}; {_DATA if in_data else _RATES}"
+            f"the loss is {ranks[bad_ranks[0]][0]} on rank(s) {bad_ranks} at {self.where(step)}: "
+            f"{'; '.join(causes[:3])}{more}; {effect}; {_DATA_REMEDY if data_causes else _RATES_REMEDY}"
         )
         return message, step
 
 
 def _bad_columns(batch: TowerBatch | DrawnStep, model: nn.Module) -> Iterator[str]:
-    """Yields the labels, weights and dense columns of a batch that are not finite."""
+    """Describes the labels, weights and dense columns of a batch with values that are not finite."""
     batch = batch.batch() if isinstance(batch, DrawnStep) else batch
     for name, values in (("label", batch.labels), ("weight", batch.weights), ("log_q", batch.log_q)):
         if values is not None:
-            yield from _bad(f"the {name}", values)
+            yield from _describe_bad(f"the {name}", values)
     parts = [("row_dense", batch.dense)] + ([("shared_dense", batch.shared.dense)] if batch.shared is not None else [])
     for names, matrix in parts:
         for name, column in zip(_dense_names(model, names, matrix.shape[1]), matrix.T, strict=True):
-            yield from _bad(f"the dense column '{name}'", column)
+            yield from _describe_bad(f"the dense column '{name}'", column)
 
 
 def _dense_names(model: nn.Module, attribute: str, width: int) -> list[str]:
-    """The names of dense columns where the model has a schema; else their indices."""
+    """Returns the names of dense columns from the model's schema; their indices without a schema."""
     schema = getattr(get_unwrapped_module(model), "schema", None)
     names = list(getattr(schema(), attribute, ())) if callable(schema) else []
     return names if len(names) == width else [str(number) for number in range(width)]
 
 
-def _bad(name: str, values: Tensor) -> Iterator[str]:
+def _describe_bad(name: str, values: Tensor) -> Iterator[str]:
     rows = (~torch.isfinite(values)).nonzero().reshape(-1)
     if len(rows):
         more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
@@ -321,7 +322,7 @@ def _bad(name: str, values: Tensor) -> Iterator[str]:
 
 
 def _bad_weights(model: nn.Module) -> Iterator[str]:
-    """Yields the tables, as far as this rank holds them, and dense parameters that are not finite."""
+    """Describes this rank's table shards and dense parameters with values that are not finite."""
     tables = set()
     for shard in local_shards(model):
         tables.add(shard.fqn)

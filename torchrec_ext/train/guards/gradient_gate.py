@@ -1,4 +1,4 @@
-"""GradientGate: no backward moves a row of a sharded table before all ranks know that every gradient is finite."""
+"""GradientGate: no backward updates a row of a sharded table before all ranks know that every gradient is finite."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ from torchrec_ext.distributed.tables import collections
 
 
 class GradientGate:
-    """Cuts the backward in two where looked-up vectors enter the dense layers, and checks the gradients in between.
+    """Cuts the backward between looked-up vectors and dense layers, and checks the gradients in between.
 
-    Kernels move the rows of a sharded table while the backward runs, and the exchange carries a gradient that is not
-    finite on one rank to rows of all. The first half of the backward ends at the vectors: by then the gradients of the
-    dense layers have been averaged, and nothing has moved. The ranks agree by the one small all-reduce of a step, which
-    :class:`FiniteLoss` makes for the loss and the gradients together; then the second half runs, through the exchange
-    into the kernels. It costs a sum over the vectors' gradient, and the averaging of the layers' gradients no longer
-    overlaps with the tables' backward; their norm is taken here instead of in the optimizer's step. The row
+    Kernels update the rows of a sharded table while the backward runs, and the exchange carries a bad gradient of one
+    rank to rows of all. The first half of the backward ends at the vectors. By then the gradients of the dense layers
+    have been averaged, and nothing has been updated. The ranks agree by one small all-reduce, in which
+    :class:`FiniteLoss` compares the loss and the gradients together. Then the second half runs, through the exchange
+    into the kernels.
+
+    It costs a sum over the vectors' gradient, and the averaging of the layers' gradients no longer overlaps with the
+    tables' backward. The norm of the layers' gradients is taken here instead of in the optimizer's step. The row
     ``gradient-gate`` of ``benchmarks/checkpoint.py`` measures it.
 
     Args:
@@ -39,16 +41,16 @@ class GradientGate:
     def __init__(self, model: nn.Module, optimizer: HybridOptimizer, runtime: Runtime) -> None:
         self._optimizer, self._runtime = optimizer, runtime
         self._collections = {path: collection for path, collection in collections(model) if _sharded(collection)}
-        self._held: list[
+        self._cuts: list[
             tuple[str, Tensor, Tensor]
-        ] = []  # (path, vectors, what the dense layers were given in their place)
+        ] = []  # (path, vectors, the detached copy that the dense layers read)
         self._bad: tuple[list[str], list[str]] = [], []
 
     @contextmanager
     def holding(self) -> Iterator[None]:
-        """Makes the backward of a forward inside it end at the gate."""
-        self._held = []
-        hooks = [module.register_forward_hook(self._cutting(path)) for path, module in self._collections.items()]
+        """Lets the backward of each forward in this context end at the gate."""
+        self._cuts = []
+        hooks = [module.register_forward_hook(self._hook_for(path)) for path, module in self._collections.items()]
         try:
             yield
         finally:
@@ -57,30 +59,34 @@ class GradientGate:
 
     def refuses(self) -> bool:
         """Checks this rank's gradients after the first half of the backward; returns whether one is not finite."""
-        paths = [path for path, _, given in self._held if given.grad is not None and not _finite(given.grad)]
+        paths = [
+            path
+            for path, _, dense_input in self._cuts
+            if dense_input.grad is not None and not _finite(dense_input.grad)
+        ]
         self._bad = list(dict.fromkeys(paths)), self._optimizer.bad_gradients()
         return any(self._bad)
 
     def explain(self) -> str:
-        """Returns a text, the same on every rank, that names what some rank refuses; all ranks call it."""
+        """Names the refused gradients of all ranks, in the same text on every rank; all ranks call it."""
         self.drop()
         ranks: list[Any] = [self._bad]
         if self._runtime.world_size > 1:
             ranks = [None] * self._runtime.world_size
             dist.all_gather_object(ranks, self._bad)
-        return _told(ranks)
+        return _describe(ranks)
 
     def drop(self) -> None:
-        """Forgets the second half of the backward, which then moves nothing."""
-        self._held = []
+        """Discards the second half of the backward, so that no table is updated."""
+        self._cuts = []
 
     def open(self) -> None:
-        """Runs the second half of the backward; all ranks call it where none refuses."""
-        held, self._held = self._held, []
-        arrived = [(vectors, given.grad) for _, vectors, given in held if given.grad is not None]
-        torch.autograd.backward([vectors for vectors, _ in arrived], [gradient for _, gradient in arrived])
+        """Runs the second half of the backward; all ranks call it if none refuses."""
+        cuts, self._cuts = self._cuts, []
+        gradients = [(vectors, dense_input.grad) for _, vectors, dense_input in cuts if dense_input.grad is not None]
+        torch.autograd.backward([vectors for vectors, _ in gradients], [gradient for _, gradient in gradients])
 
-    def _cutting(self, path: str) -> Callable[..., None]:
+    def _hook_for(self, path: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             assert isinstance(output, LazyAwaitable)
             output.callbacks.append(lambda output_now: self._cut(path, output_now))
@@ -92,29 +98,31 @@ class GradientGate:
             assert isinstance(embeddings, (JaggedTensor, KeyedTensor))
             vectors = embeddings.values()
             if vectors.requires_grad:
-                embeddings._values = vectors.detach().requires_grad_()  # as TorchRec's semi-sync pipeline cuts
-                self._held.append((path, vectors, embeddings._values))
+                embeddings._values = (
+                    vectors.detach().requires_grad_()
+                )  # the same cut as in TorchRec's semi-sync pipeline
+                self._cuts.append((path, vectors, embeddings._values))
         return output
 
 
 def gate_for(model: nn.Module, optimizer: HybridOptimizer, runtime: Runtime, *, always: bool) -> GradientGate | None:
-    """Returns a gate where a kernel moves some table on some rank, else None; all ranks call it.
+    """Returns a gate if a kernel updates some table on some rank, else None; all ranks call it.
 
     Args:
         model: model from :func:`hybrid_parallel`.
         optimizer: the model's optimizer.
         runtime: rank and device of this process.
-        always: return a gate even where no kernel moves a table; the optimizer alone would refuse a bad gradient with
-            an error.
+        always: return a gate even if no kernel updates a table; without a gate the optimizer raises an error at a bad
+            gradient.
     """
     gate = GradientGate(model, optimizer, runtime)
-    needed = torch.tensor(float(always or bool(gate._collections)), device=runtime.device)
-    dist.all_reduce(needed, dist.ReduceOp.MAX)  # where towers are placed, ranks hold different ones
-    return gate if needed else None
+    gate_needed = torch.tensor(float(always or bool(gate._collections)), device=runtime.device)
+    dist.all_reduce(gate_needed, dist.ReduceOp.MAX)  # with placed towers, ranks hold different collections
+    return gate if gate_needed else None
 
 
 def holding(gate: GradientGate | None) -> AbstractContextManager[None]:
-    """Returns :meth:`GradientGate.holding`, or a context that does nothing where there is no gate."""
+    """Returns :meth:`GradientGate.holding`, or an empty context without a gate."""
     return nullcontext() if gate is None else gate.holding()
 
 
@@ -123,18 +131,18 @@ def _sharded(collection: nn.Module) -> bool:
 
 
 def _finite(gradient: Tensor) -> bool:
-    """Sums first, in one pass: a finite sum has only finite parts, any other may have overflowed."""
+    """Checks the sum first, in one pass: a finite sum has only finite parts, any other may have overflowed."""
     return bool(torch.isfinite(gradient.sum())) or bool(torch.isfinite(gradient).all())
 
 
-def _told(ranks: list[tuple[list[str], list[str]]]) -> str:
-    """Returns one text for all ranks; empty where nothing is wrong."""
+def _describe(ranks: list[tuple[list[str], list[str]]]) -> str:
+    """Returns one text about all ranks; empty if nothing is wrong."""
     messages = []
     for prefix, names_by_rank in (("vectors of ", [bad for bad, _ in ranks]), ("", [bad for _, bad in ranks])):
         names = list(dict.fromkeys(name for bad in names_by_rank for name in bad))
         bad_ranks = [str(rank) for rank, bad in enumerate(names_by_rank) if bad]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        where = f" on rank {', '.join(bad_ranks)}" if len(bad_ranks) < len(ranks) else ""
+        on_ranks = f" on rank {', '.join(bad_ranks)}" if len(bad_ranks) < len(ranks) else ""
         if names:
-            messages.append(f"the gradient of {prefix}{', '.join(names[:3])}{more} is not finite{where}")
+            messages.append(f"the gradient of {prefix}{', '.join(names[:3])}{more} is not finite{on_ranks}")
     return "; ".join(reversed(messages))

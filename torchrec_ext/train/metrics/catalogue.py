@@ -23,14 +23,14 @@ from torchrec_ext.train.metrics.shares import Kept, Recommender, embed_all, embe
 
 
 class Coverage:
-    """The share of items that are in some query's list of the k best; exact over all updates, in a byte per item.
+    """Counts the share of items in at least one query's k best; exact over all updates, in a byte per item.
 
-    Where candidates tie for the last place of a list, torch.topk chooses.
+    If candidates tie for the last place of a list, torch.topk chooses.
 
     Args:
         num_items: number of rows of the catalogue, I.
         k: length of a list.
-        not_items: rows that are not items, and so count neither way.
+        not_items: rows without an item, left out of the numerator and of the denominator.
 
     Example:
         >>> shown = Coverage(5, k=2)
@@ -43,27 +43,27 @@ class Coverage:
         if k < 1 or num_items < 1:
             raise ValueError(f"num_items={num_items}, k={k}: both must be 1 or more")
         self._k = k
-        self._shown = torch.zeros(num_items, dtype=torch.uint8)
+        self._is_recommended = torch.zeros(num_items, dtype=torch.uint8)
         self._not_items = list(not_items)
 
     def update(self, scores: Tensor) -> None:
-        """Adds the k best items of each row of ``scores`` (B, I), of which -inf is never recommended."""
-        if scores.shape[1] != len(self._shown):
-            raise ValueError(f"scores: {scores.shape[1]} columns, must be num_items={len(self._shown)}")
+        """Adds the k best items of each row of ``scores`` (B, I); an item with score -inf is never recommended."""
+        if scores.shape[1] != len(self._is_recommended):
+            raise ValueError(f"scores: {scores.shape[1]} columns, must be num_items={len(self._is_recommended)}")
         best = scores.topk(min(self._k, scores.shape[1]), sorted=False)
-        self._shown[best.indices[best.values > -torch.inf].cpu()] = 1
+        self._is_recommended[best.indices[best.values > -torch.inf].cpu()] = 1
 
     def compute(self, runtime: Runtime) -> dict[str, float]:
         """Returns ``coverage@k`` over the queries of all ranks; every rank must call it."""
-        shown = self._shown.to(runtime.device, copy=True)
+        is_recommended = self._is_recommended.to(runtime.device, copy=True)
         if runtime.world_size > 1:
-            dist.all_reduce(shown, dist.ReduceOp.MAX)
-        shown[self._not_items] = 0
-        return {f"coverage@{self._k}": int(shown.sum()) / (len(shown) - len(set(self._not_items)))}
+            dist.all_reduce(is_recommended, dist.ReduceOp.MAX)
+        is_recommended[self._not_items] = 0
+        return {f"coverage@{self._k}": int(is_recommended.sum()) / (len(is_recommended) - len(set(self._not_items)))}
 
 
 PAIRS_PER_BLOCK = 2**17  # scores of half a MiB stay in the cache between the passes over them
-_CHEAPER = (
+_ADVICE = (
     "cheaper: evaluate less often with train.eval_every, or score by a product (model.interaction=dot or cosine), "
     "where a network over both sides runs for every pair"
 )
@@ -71,15 +71,15 @@ _CHEAPER = (
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """Held-out interactions to rank the catalogue for, of U queries; the same on every rank.
+    """Held-out interactions of U queries, to be ranked in the catalogue; the same on every rank.
 
     Args:
-        targets: items that should be found, (T,): one for each query in order, T = U, unless ``target_rows`` is given.
-        seen_rows: query of each pair that is left out of the ranking, (P,).
+        targets: relevant items, (T,): one for each query in order, T = U, unless ``target_rows`` is given.
+        seen_rows: query of each pair to leave out of the ranking, (P,).
         seen_items: item of each such pair, (P,); a query's targets are ranked nevertheless.
         not_items: ids that are never ranked, such as the out-of-vocabulary row.
-        target_rows: query of each target, (T,) int64, ascending, where queries have several: each of 0 to U - 1 at
-            least once.
+        target_rows: query of each target, (T,) int64, ascending, if queries have several targets. Each of 0 to U - 1
+            occurs at least once.
 
     Raises:
         ValueError: lengths differ, a number is below 0, target_rows has a gap or is out of order, or a target is given
@@ -120,14 +120,14 @@ class Question:
         return self.target_rows[first:last] - start, self.targets[first:last]
 
     def seen_by(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Returns rows, counted from ``start``, and items of the pairs that queries ``start`` to ``stop`` leave out."""
+        """Returns rows, counted from ``start``, and items of the pairs left out by queries ``start`` to ``stop``."""
         rows, items = self._seen
         first, last = torch.searchsorted(rows, torch.tensor([start, stop])).tolist()
         return rows[first:last] - start, items[first:last]
 
     @cached_property
     def _seen(self) -> tuple[Tensor, Tensor]:
-        """The pairs in the order of the queries, so that a block's are one slice."""
+        """The pairs sorted by query, so that the pairs of a block are one slice."""
         if bool((self.seen_rows[1:] >= self.seen_rows[:-1]).all()):
             return self.seen_rows.contiguous(), self.seen_items
         rows, order = self.seen_rows.sort(stable=True)
@@ -135,14 +135,14 @@ class Question:
 
 
 def ranks_of(scores: Tensor, question: Question, start: int = 0, *, depth: int | None = None) -> TargetRanks:
-    """Ranks the targets of queries ``start`` to ``start + B`` by ``scores`` (B, I), which is changed.
+    """Ranks the targets of queries ``start`` to ``start + B`` by ``scores`` (B, I); overwrites ``scores``.
 
     Args:
         scores: score of each item for each query.
         question: targets, and items to leave out.
         start: number of the first query.
-        depth: greatest k of the figures to be computed, where queries have several targets: a target that is not among
-            the first ``depth`` gets that rank, which costs less than its own. Ranks are exact where it is not given.
+        depth: greatest k of the figures to be computed. If queries have several targets, a target beyond the first
+            ``depth`` gets the rank ``depth``, which is cheaper than its exact rank. None for exact ranks.
 
     Raises:
         ValueError: a score is NaN, a target's score is infinite, or a target is not an item.
@@ -153,27 +153,27 @@ def ranks_of(scores: Tensor, question: Question, start: int = 0, *, depth: int |
         raise ValueError(
             f"targets: item {int(items.max())}, but the catalogue has {scores.shape[1]} items, from 0; give its row"
         )
-    wanted = scores[rows, items]
-    _check_scores(scores, wanted, start)
+    target_scores = scores[rows, items]
+    _check_scores(scores, target_scores, start)
     scores[tuple(tensor.to(scores.device) for tensor in question.seen_by(start, stop))] = -torch.inf
     scores[:, list(question.not_items)] = -torch.inf
-    scores[rows, items] = wanted
+    scores[rows, items] = target_scores
     if question.target_rows is None:
-        return TargetRanks(*_compare(scores, rows, wanted, alone=True), None)
+        return TargetRanks(*_compare(scores, rows, target_scores, alone=True), None)
     if depth is None or depth >= scores.shape[1]:
-        return TargetRanks(*_compare(scores, rows, wanted, alone=False), rows + start)
-    near = (wanted >= _bounds(scores, depth)[rows]).nonzero()[:, 0]
+        return TargetRanks(*_compare(scores, rows, target_scores, alone=False), rows + start)
+    within_depth = (target_scores >= _bounds(scores, depth)[rows]).nonzero()[:, 0]
     better, ties = torch.full_like(rows, depth), torch.zeros_like(rows)
-    counted, equal = _compare(scores, rows[near], wanted[near], alone=False)
-    better[near], ties[near] = counted.clamp(max=depth), torch.where(counted < depth, equal, 0)
+    greater, equal = _compare(scores, rows[within_depth], target_scores[within_depth], alone=False)
+    better[within_depth], ties[within_depth] = greater.clamp(max=depth), torch.where(greater < depth, equal, 0)
     return TargetRanks(better, ties, rows + start)
 
 
 def _bounds(scores: Tensor, depth: int) -> Tensor:
-    """Returns for each row of ``scores`` (B, I) a number up to its ``depth``-th greatest score, and near it, (B,).
+    """Returns a close lower bound of each row's ``depth``-th greatest score, (B,), from ``scores`` (B, I).
 
-    The greatest scores of parts of a row are scores of the row, so that the ``depth``-th greatest of them is no greater
-    than the row's own; they take a fraction of the time of a selection among all.
+    The row is split into parts, and only the greatest score of each part is compared. These are scores of the row, so
+    the ``depth``-th greatest of them is at most the row's own. It takes a fraction of the time of a full selection.
     """
     parts = 16 * depth
     folds = scores.shape[1] // parts
@@ -183,23 +183,25 @@ def _bounds(scores: Tensor, depth: int) -> Tensor:
     return scores.topk(depth, sorted=False).values.amin(1)
 
 
-def _compare(scores: Tensor, rows: Tensor, wanted: Tensor, *, alone: bool) -> tuple[Tensor, Tensor]:
-    """Counts, for each target, the scores of its row that are greater, and the others that are equal."""
+def _compare(scores: Tensor, rows: Tensor, target_scores: Tensor, *, alone: bool) -> tuple[Tensor, Tensor]:
+    """Counts, for each target, the greater scores of its row, and the other scores equal to its own."""
     if alone:
-        return _count(torch.gt, scores, wanted[:, None]), _count(torch.eq, scores, wanted[:, None]) - 1
+        return _count(torch.gt, scores, target_scores[:, None]), _count(torch.eq, scores, target_scores[:, None]) - 1
     parts = [  # a row is copied for each of its targets, no more of them at a time than there are scores
-        _compare(scores[some], some, few, alone=True)
-        for some, few in zip(*(torch.split(tensor, max(1, len(scores))) for tensor in (rows, wanted)), strict=True)
+        _compare(scores[block_rows], block_rows, block_scores, alone=True)
+        for block_rows, block_scores in zip(
+            *(torch.split(tensor, max(1, len(scores))) for tensor in (rows, target_scores)), strict=True
+        )
     ]
     better, ties = (torch.cat(values) for values in zip(*parts, strict=True))
     return better, ties
 
 
-def _count(compare: Callable[..., Tensor], scores: Tensor, wanted: Tensor) -> Tensor:
-    """Counts the scores of each row that compare so, (B,); summing floats takes a sixth of the time of bools."""
+def _count(compare: Callable[..., Tensor], scores: Tensor, target_scores: Tensor) -> Tensor:
+    """Counts the scores of each row for which ``compare`` holds, (B,), as floats: six times faster than as bools."""
     if scores.shape[1] >= 2**24:  # from there on a float32 cannot count
-        return compare(scores, wanted).sum(1)
-    return compare(scores, wanted, out=torch.empty_like(scores, dtype=torch.float32)).sum(1).long()
+        return compare(scores, target_scores).sum(1)
+    return compare(scores, target_scores, out=torch.empty_like(scores, dtype=torch.float32)).sum(1).long()
 
 
 @torch.no_grad()
@@ -236,9 +238,11 @@ def catalogue_ranks(
     embedded = torch.cat(embed_own(model, towers[:-1], queries, runtime), dim=1)
     start = own_start(len(embedded), question.queries, runtime)
     parts, rows = [], max(1, PAIRS_PER_BLOCK // max(len(items), 1))
-    most = max(1, -(-question.queries // (runtime.world_size * rows)))
+    most_blocks = max(1, -(-question.queries // (runtime.world_size * rows)))
     for block in watched(
-        torch.split(embedded, rows), most, cheaper=f"{question.queries:,} queries x {len(items):,} items; {_CHEAPER}"
+        torch.split(embedded, rows),
+        most_blocks,
+        cheaper=f"{question.queries:,} queries x {len(items):,} items; {_ADVICE}",
     ):
         scores = model.interaction.score_all(block, items)
         ranks = ranks_of(scores, question, start)
@@ -251,9 +255,10 @@ def catalogue_ranks(
 
 
 def popularity_ranks(popularity: Tensor, question: Question) -> TargetRanks:
-    """Ranks the targets by ``popularity`` (I,) for every query, on the same candidates: the baseline of a model.
+    """Ranks the targets by ``popularity`` (I,), among the same candidates as the model: its baseline.
 
-    An item's rank is the same for all queries but for the items that each leaves out, of which only these are counted.
+    An item has the same rank for all queries, except for the items that a query leaves out. Only these are counted per
+    query.
     """
     count = len(popularity)
     if len(question.targets) and int(question.targets.max()) >= count:
@@ -262,50 +267,50 @@ def popularity_ranks(popularity: Tensor, question: Question) -> TargetRanks:
         )
     levels, level = (values.cpu().numpy() for values in torch.unique(popularity, return_inverse=True))
     rows = np.arange(question.queries) if question.target_rows is None else question.target_rows.cpu().numpy()
-    targets, candidate = question.targets.cpu().numpy(), np.ones(count, bool)
-    candidate[list(question.not_items)] = False
-    equal = np.bincount(level[candidate], minlength=len(levels))
-    greater = equal[::-1].cumsum()[::-1] - equal
+    targets, is_candidate = question.targets.cpu().numpy(), np.ones(count, bool)
+    is_candidate[list(question.not_items)] = False
+    items_at_level = np.bincount(level[is_candidate], minlength=len(levels))
+    items_above_level = items_at_level[::-1].cumsum()[::-1] - items_at_level
 
-    def of_query(pairs: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Returns for each target how many of the pairs, row * I + item, of its query are more, and as, popular."""
+    def count_within_query(pairs: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Counts for each target its query's more popular, and equally popular, items in ``pairs``: row * I + item."""
         keys = _sorted(pairs // count * len(levels) + level[pairs % count])
         key = rows * len(levels) + level[targets]
         first, last = keys.searchsorted(key), keys.searchsorted(key, side="right")
         ends = keys.searchsorted(np.arange(1, question.queries + 1) * len(levels))
         return ends[rows] - last, last - first
 
-    asked = _sorted(rows * count + targets)
-    left_out = _sorted(question.seen_rows.cpu().numpy() * count + question.seen_items.cpu().numpy())
-    left_out = left_out[(np.diff(left_out, prepend=-1) > 0) & candidate[left_out % count]]
-    index = left_out.searchsorted(asked)
-    both = np.append(left_out, -1)[index] == asked
-    left_out = np.delete(left_out, index[both])  # a query's targets are ranked nevertheless
-    fewer, fewer_equal = of_query(left_out)
-    more, more_equal = of_query(asked[~candidate[asked % count]])
-    better = greater[level[targets]] + more - fewer
-    ties = equal[level[targets]] + more_equal - 1 - fewer_equal
+    target_keys = _sorted(rows * count + targets)
+    excluded_keys = _sorted(question.seen_rows.cpu().numpy() * count + question.seen_items.cpu().numpy())
+    excluded_keys = excluded_keys[(np.diff(excluded_keys, prepend=-1) > 0) & is_candidate[excluded_keys % count]]
+    index = excluded_keys.searchsorted(target_keys)
+    is_target = np.append(excluded_keys, -1)[index] == target_keys
+    excluded_keys = np.delete(excluded_keys, index[is_target])  # a query's targets are ranked nevertheless
+    fewer_better, fewer_equal = count_within_query(excluded_keys)
+    more_better, more_equal = count_within_query(target_keys[~is_candidate[target_keys % count]])
+    better = items_above_level[level[targets]] + more_better - fewer_better
+    ties = items_at_level[level[targets]] + more_equal - 1 - fewer_equal
     return TargetRanks(torch.from_numpy(better), torch.from_numpy(ties), question.target_rows)
 
 
 def _sorted(keys: NDArray[np.int64]) -> NDArray[Any]:
-    """Returns keys of 0 or more in order: as they are where they are in order, and in half the time where they fit."""
+    """Sorts keys of 0 or more: unchanged if in order, as int32 if they fit, which is twice as fast."""
     if not len(keys) or bool((keys[1:] >= keys[:-1]).all()):
         return keys
     return np.sort(keys.astype(np.int32) if keys.max() < 2**31 else keys)
 
 
-def _check_scores(scores: Tensor, wanted: Tensor, start: int) -> None:
-    """Refuses NaN, which is neither better nor worse than anything, so that it would count as worse."""
-    if not torch.isfinite(wanted).all() or torch.isnan(scores.sum()):
+def _check_scores(scores: Tensor, target_scores: Tensor, start: int) -> None:
+    """Refuses NaN: it compares as neither better nor equal, and so would count as worse than the target."""
+    if not torch.isfinite(target_scores).all() or torch.isnan(scores.sum()):
         bad = torch.isnan(scores).nonzero()
-        what = (
+        problem = (
             f"the score of query {start + int(bad[0, 0])} for item {int(bad[0, 1])} is NaN"
             if len(bad)
             else "a target's is infinite"
         )
-        if len(bad) or torch.isinf(wanted).any():  # inf - inf is NaN, but other items may have such scores
-            raise ValueError(f"scores: {what}; a rank needs numbers: has training diverged?")
+        if len(bad) or torch.isinf(target_scores).any():  # inf - inf is NaN, but other items may have such scores
+            raise ValueError(f"scores: {problem}; a rank needs numbers: has training diverged?")
 
 
 def _check_targets(rows: Tensor, items: Tensor) -> None:

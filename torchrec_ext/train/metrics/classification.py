@@ -1,8 +1,11 @@
 """AUC, log loss, normalised entropy and calibration of logits: exact, or streaming in memory of 4 MiB.
 
-A row counts by its weight, as in the losses; rows of weight 0 are padding. They replace torchmetrics 1.0.3, which puts
-logits through a float32 sigmoid, after which all above 17 tie, and adds areas in float32; and torchrec, whose AUC has
-no ties, whose window forgets, and whose log loss is in bits, of probabilities clamped at 1e-12.
+A row counts by its weight, as in the losses; rows of weight 0 are padding. These figures replace two libraries:
+
+- torchmetrics 1.0.3 puts logits through a float32 sigmoid, after which all logits above 17 tie, and adds areas in
+  float32.
+- torchrec's AUC ignores ties and forgets rows outside of its window. Its log loss is in bits, of probabilities clamped
+  at 1e-12.
 
 grouped_auc(): how well the rows of each user, or of each session, are ordered among themselves.
 """
@@ -47,24 +50,24 @@ def auc(logits: Tensor, labels: Tensor, weights: Tensor, runtime: Runtime) -> fl
 
 def classification_metrics(logits: Tensor, labels: Tensor, weights: Tensor, runtime: Runtime) -> dict[str, float]:
     """Returns exact ``auc``, ``log_loss``, ``ne``, ``calibration`` of all ranks' rows; arguments as for :func:`auc`."""
-    others = ClassificationMetrics(logits.device)
-    others.update(logits, labels, weights)
-    return {"auc": auc(logits, labels, weights, runtime), **others.sums(runtime)}
+    other_figures = ClassificationMetrics(logits.device)
+    other_figures.update(logits, labels, weights)
+    return {"auc": auc(logits, labels, weights, runtime), **other_figures.sums(runtime)}
 
 
 def classification_names(*, calibrated: bool) -> list[str]:
-    """Returns the names of the figures of rows with labels; scores that only rank have the AUC alone."""
+    """Returns the names of the figures of labelled rows: the AUC alone for scores without calibration."""
     return ["auc", "log_loss", "ne", "calibration"] if calibrated else ["auc"]
 
 
 class ClassificationMetrics:
     """Classification figures over any number of updates and all ranks, in 4 MiB; all but the AUC are exact.
 
-    For the AUC logits are cut to 10 significant bits, and logits that are then equal count as tied; ``auc_error``
-    bounds the difference.
+    For the AUC, logits are cut to 10 significant bits, and logits with the same bits count as tied.
+    ``auc_error`` bounds the difference.
 
     Args:
-        device: device of the sums; the CPU where not given.
+        device: device of the sums; the CPU by default.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -91,9 +94,9 @@ class ClassificationMetrics:
         """Returns ``log_loss`` in nats, ``ne`` and ``calibration``; every rank must call it.
 
         ``ne`` is the log loss divided by that of always predicting the mean label (He et al. 2014), ``calibration`` the
-        mean prediction divided by the mean label. NaN where there are no rows, or all are of one class.
+        mean prediction divided by the mean label. NaN if there are no rows, or all are of one class.
         """
-        loss, predicted, positive, negative = _all_ranks(self._sums, runtime).tolist()
+        loss, predicted_positives, positive, negative = _all_ranks(self._sums, runtime).tolist()
         total = positive + negative
         if not total:
             return dict.fromkeys(("log_loss", "ne", "calibration"), math.nan)
@@ -101,23 +104,25 @@ class ClassificationMetrics:
         return {
             "log_loss": loss / total,
             "ne": loss / total / entropy if entropy else math.nan,
-            "calibration": predicted / positive if positive else math.nan,
+            "calibration": predicted_positives / positive if positive else math.nan,
         }
 
 
 def counted_rows(logits: Tensor, labels: Tensor, weights: Tensor) -> list[Tensor]:
-    """Checks the rows, and returns those of weight above 0 in float64."""
+    """Checks the rows, and returns the rows of weight above 0 in float64."""
     if logits.dim() != 1 or not logits.shape == labels.shape == weights.shape:
-        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in _named(logits, labels, weights))
+        shapes = ", ".join(
+            f"{name} {tuple(tensor.shape)}" for name, tensor in _arguments_by_name(logits, labels, weights)
+        )
         raise ValueError(f"{shapes}: must all be (B,), one for each row")
-    kept = weights != 0
-    logits, labels, weights = (tensor.detach()[kept].double() for tensor in (logits, labels, weights))
-    wrong = (
+    has_weight = weights != 0
+    logits, labels, weights = (tensor.detach()[has_weight].double() for tensor in (logits, labels, weights))
+    rules = (
         ("logits", logits, ~torch.isfinite(logits), "finite: has training diverged?"),
         ("labels", labels, ~((labels >= 0) & (labels <= 1)), "0 to 1: turn ratings into 0 and 1 first"),
         ("weights", weights, ~((weights > 0) & (weights < torch.inf)), "0 or more, and finite; 0 marks padding"),
     )
-    for name, tensor, bad, rule in wrong:
+    for name, tensor, bad, rule in rules:
         if bad.any():
             raise ValueError(
                 f"{name}: {float(tensor[bad][0])} in {int(bad.sum())} of {len(tensor)} rows; must be {rule}"
@@ -125,7 +130,7 @@ def counted_rows(logits: Tensor, labels: Tensor, weights: Tensor) -> list[Tensor
     return [logits, labels, weights]
 
 
-def _named(logits: Tensor, labels: Tensor, weights: Tensor) -> list[tuple[str, Tensor]]:
+def _arguments_by_name(logits: Tensor, labels: Tensor, weights: Tensor) -> list[tuple[str, Tensor]]:
     return [("logits", logits), ("labels", labels), ("weights", weights)]
 
 
@@ -140,8 +145,10 @@ def _area(classes: Tensor) -> tuple[float, float]:
     pairs = float(positive.sum() * negative.sum())
     if not pairs:
         return math.nan, math.nan
-    below = negative.cumsum(0) - negative
-    return float((positive * (below + negative / 2)).sum()) / pairs, float((positive * negative).sum()) / 2 / pairs
+    negatives_below = negative.cumsum(0) - negative
+    return float((positive * (negatives_below + negative / 2)).sum()) / pairs, float(
+        (positive * negative).sum()
+    ) / 2 / pairs
 
 
 def _bins(logits: Tensor) -> Tensor:
@@ -153,7 +160,7 @@ def _bins(logits: Tensor) -> Tensor:
 
 
 def _all_ranks(sums: Tensor, runtime: Runtime) -> Tensor:
-    """Returns the sum over ranks; the tensor itself stays this rank's."""
+    """Returns the sum over ranks; ``sums`` itself is unchanged."""
     if runtime.world_size == 1:
         return sums
     total = sums.to(runtime.device, copy=True)
@@ -172,9 +179,9 @@ class GroupedAuc(NamedTuple):
 def grouped_auc(logits: Tensor, labels: Tensor, weights: Tensor, groups: Tensor, runtime: Runtime) -> GroupedAuc:
     """Returns the mean over groups of the exact AUC within each, weighted by the group (Zhu et al. 2017, "GAUC").
 
-    It replaces torchrec's GAUC, which weighs all groups alike, orders ties by their index, and needs each group whole
-    in one batch. A group may be spread over several ranks. Every rank must call it, and holds some 200 bytes for each
-    row of all ranks while it sorts.
+    It replaces torchrec's GAUC, which weighs all groups alike, orders ties by their index, and needs each group
+    complete in one batch. Here a group may be spread over several ranks. Every rank must call it, and holds some 200
+    bytes for each row of all ranks while it sorts.
 
     Args:
         logits: logits or probabilities, (B,).
@@ -184,7 +191,7 @@ def grouped_auc(logits: Tensor, labels: Tensor, weights: Tensor, groups: Tensor,
         runtime: rank and device of this process.
 
     Returns:
-        The value, NaN where every group has rows of one class only; the number of groups counted, and skipped.
+        The value, NaN if every group has rows of one class only; the numbers of counted and of skipped groups.
     """
     if groups.shape != logits.shape or groups.is_floating_point():
         raise ValueError(
@@ -198,12 +205,16 @@ def grouped_auc(logits: Tensor, labels: Tensor, weights: Tensor, groups: Tensor,
     positive, negative = torch.zeros(2, len(cells), dtype=torch.float64, device=rows.device).index_add_(
         1, cell, by_class(rows[:, 1], rows[:, 2])
     )
-    owner = cells // max(1, len(values))
+    group_of_cell = cells // max(1, len(values))
     zeros = torch.zeros(len(names), dtype=torch.float64, device=rows.device)
-    positives, negatives = zeros.index_add(0, owner, positive), zeros.index_add(0, owner, negative)
-    below = negative.cumsum(0) - negative - (negatives.cumsum(0) - negatives)[owner]
-    ordered = zeros.index_add(0, owner, positive * (below + negative / 2))
-    both = (positives > 0) & (negatives > 0)
-    size = (positives + negatives)[both]
-    mean = float((size * ordered[both] / (positives * negatives)[both]).sum() / size.sum()) if len(size) else math.nan
+    positives, negatives = zeros.index_add(0, group_of_cell, positive), zeros.index_add(0, group_of_cell, negative)
+    negatives_below = negative.cumsum(0) - negative - (negatives.cumsum(0) - negatives)[group_of_cell]
+    ordered_pairs = zeros.index_add(0, group_of_cell, positive * (negatives_below + negative / 2))
+    has_both_classes = (positives > 0) & (negatives > 0)
+    size = (positives + negatives)[has_both_classes]
+    mean = (
+        float((size * ordered_pairs[has_both_classes] / (positives * negatives)[has_both_classes]).sum() / size.sum())
+        if len(size)
+        else math.nan
+    )
     return GroupedAuc(mean, len(size), len(names) - len(size))

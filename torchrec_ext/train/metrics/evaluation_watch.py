@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torchrec_ext.distributed.runtime import Runtime
 
 Block = TypeVar("Block")
-LOOK_S = 0.5  # seconds between two looks at whether a rank was asked to stop
-SAY_S = 10.0  # seconds between two lines
-LONG_S = 60.0  # seconds from which on an evaluation's cost is told beforehand
+LOOK_S = 0.5  # seconds between two checks for a stop request on any rank
+SAY_S = 10.0  # seconds between two progress lines
+LONG_S = 60.0  # a longer evaluation is announced with its expected cost
 
 
 class EvaluationStoppedError(Exception):
@@ -39,38 +39,38 @@ class EvaluationWatch:
 
     def over(self, blocks: Iterable[Block], total: int, cheaper: str) -> Iterator[Block]:
         """Yields the blocks of an evaluation, and watches it in between; see :func:`watched`."""
-        left, missing = iter(blocks), object()
-        start = shown = time.perf_counter()
-        looked, every, foreseen = 0, 1, False
+        remaining_blocks, no_block = iter(blocks), object()
+        start = last_line_at = time.perf_counter()
+        last_checked, check_every, warned = 0, 1, False
         for number in range(1, total + 1):
-            block: Any = next(left, missing)
-            if block is not missing:
+            block: Any = next(remaining_blocks, no_block)
+            if block is not no_block:
                 yield block
-            if number - looked < every and number < total:
+            if number - last_checked < check_every and number < total:
                 continue
-            looked, now = number, time.perf_counter()
-            each = self._look((now - start) / number)
-            every, rest = max(1, int(LOOK_S / max(each, 1e-9))), each * (total - number)
-            if not foreseen and rest > LONG_S:
-                foreseen, shown = True, now
-                self._tell(f"this evaluation takes about {_readable(rest)}; {cheaper}")
-            elif now - shown >= SAY_S:
-                shown = now
-                self._tell(f"evaluating: {number / total:.0%}, {_readable(rest)} left")
-        yield from left
+            last_checked, now = number, time.perf_counter()
+            block_s = self._check_ranks((now - start) / number)
+            check_every, remaining_s = max(1, int(LOOK_S / max(block_s, 1e-9))), block_s * (total - number)
+            if not warned and remaining_s > LONG_S:
+                warned, last_line_at = True, now
+                self._say_on_main(f"this evaluation takes about {_readable(remaining_s)}; {cheaper}")
+            elif now - last_line_at >= SAY_S:
+                last_line_at = now
+                self._say_on_main(f"evaluating: {number / total:.0%}, {_readable(remaining_s)} left")
+        yield from remaining_blocks
 
-    def _look(self, seconds: float) -> float:
-        """Returns the seconds that a block takes on the slowest rank."""
-        asked = self._stop is not None and self._stop()
+    def _check_ranks(self, seconds: float) -> float:
+        """Returns the seconds per block of the slowest rank; raises on every rank if one was asked to stop."""
+        stop_requested = self._stop is not None and self._stop()
         if self._runtime.world_size > 1:
-            worst = torch.tensor([seconds, float(asked)], dtype=torch.float64, device=self._runtime.device)
-            dist.all_reduce(worst, dist.ReduceOp.MAX)
-            seconds, asked = worst[0].item(), bool(worst[1])
-        if asked:
+            slowest = torch.tensor([seconds, float(stop_requested)], dtype=torch.float64, device=self._runtime.device)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            seconds, stop_requested = slowest[0].item(), bool(slowest[1])
+        if stop_requested:
             raise EvaluationStoppedError
         return seconds
 
-    def _tell(self, text: str) -> None:
+    def _say_on_main(self, text: str) -> None:
         if self._runtime.is_main:
             self._say(text)
 
@@ -80,25 +80,25 @@ _CURRENT: ContextVar[EvaluationWatch | None] = ContextVar("evaluation", default=
 
 @contextmanager
 def watching(watch: EvaluationWatch) -> Iterator[None]:
-    """Makes ``watch`` watch all evaluations inside it."""
-    before = _CURRENT.set(watch)
+    """Lets ``watch`` follow all evaluations in this context."""
+    token = _CURRENT.set(watch)
     try:
         yield
     finally:
-        _CURRENT.reset(before)
+        _CURRENT.reset(token)
 
 
 def watched(
     blocks: Iterable[Block], total: int, *, cheaper: str = "train.eval_every evaluates less often"
 ) -> Iterator[Block]:
-    """Yields the blocks of this rank's share of an evaluation, which a loop's :class:`EvaluationWatch` may watch.
+    """Yields the blocks of this rank's share of an evaluation, watched by the loop's :class:`EvaluationWatch`.
 
-    All ranks call it, and agree about twice a second, whatever number of blocks each has.
+    All ranks call it. They agree about twice a second, also if their numbers of blocks differ.
 
     Args:
         blocks: blocks of this rank, at most ``total``.
         total: the most blocks that any rank has, the same on every rank.
-        cheaper: advice that makes it cheaper, for a line about an evaluation of over a minute.
+        cheaper: advice for a cheaper evaluation, printed if this one takes over a minute.
 
     Raises:
         EvaluationStoppedError: a rank was asked to stop.

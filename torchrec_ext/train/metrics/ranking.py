@@ -1,7 +1,7 @@
 """HR, recall, precision, NDCG, MRR and MAP from the ranks of the relevant items, ties broken without favour.
 
-They replace torchmetrics and torchrec, which sort the scores, so that a tie goes to the first candidate, loop over the
-queries in Python (torchmetrics) and keep every score; from ranks a figure is a sum that needs no memory.
+These figures replace torchmetrics and torchrec. Both sort the scores, so a tie goes to the first candidate, and keep
+every score; torchmetrics loops over the queries in Python. Figures computed from ranks are running sums.
 
 candidate_ranks(): ranks among given candidates, such as the target and 99 negatives.
 """
@@ -20,14 +20,14 @@ from torchrec_ext.train.config import Figure
 from torchrec_ext.train.metrics.evaluation_watch import watched
 from torchrec_ext.train.metrics.shares import Kept, Recommender, embed_all, embed_own, gather_uneven_rows, own_start
 
-_DEFAULT: tuple[Figure, ...] = ("hr", "ndcg")
+_DEFAULT_FIGURES: tuple[Figure, ...] = ("hr", "ndcg")
 
 
 class TargetRanks(NamedTuple):
     """Ranks of T relevant items: ``better`` (T,) candidates score higher, ``ties`` (T,) others score the same.
 
-    ``queries`` (T,) is the query of each, ascending; None where each query has one. A query's other relevant items are
-    candidates like all others.
+    ``queries`` (T,) is the query of each, ascending; None if each query has one relevant item. A query's other relevant
+    items are candidates like all others.
     """
 
     better: Tensor
@@ -36,14 +36,14 @@ class TargetRanks(NamedTuple):
 
 
 def joined_ranks(blocks: Sequence[TargetRanks]) -> TargetRanks:
-    """Returns the ranks of all blocks of queries, of which there is one or more, in their order."""
+    """Concatenates the ranks of one or more blocks of queries, in order."""
     better, ties, queries = zip(*blocks, strict=True)
-    numbers = [each for each in queries if each is not None]
+    numbers = [numbers_of_block for numbers_of_block in queries if numbers_of_block is not None]
     return TargetRanks(torch.cat(better), torch.cat(ties), torch.cat(numbers) if numbers else None)
 
 
 def ranking_metrics(
-    ranks: TargetRanks, k: int | Sequence[int] = 10, names: Sequence[Figure] = _DEFAULT
+    ranks: TargetRanks, k: int | Sequence[int] = 10, names: Sequence[Figure] = _DEFAULT_FIGURES
 ) -> dict[str, float]:
     """Returns the mean over the queries of each figure at each k; see :func:`query_figures`.
 
@@ -73,13 +73,13 @@ class RankingMetrics:
         names: names of the figures.
     """
 
-    def __init__(self, k: int | Sequence[int] = 10, names: Sequence[Figure] = _DEFAULT) -> None:
+    def __init__(self, k: int | Sequence[int] = 10, names: Sequence[Figure] = _DEFAULT_FIGURES) -> None:
         self._k, self._names = k, names
         self._keys = list(query_figures(_NO_RANKS, k, names))
         self._sums = torch.zeros(1 + len(self._keys), dtype=torch.float64)
 
     def update(self, ranks: TargetRanks) -> None:
-        """Adds queries that no other update of any rank contains; a query's relevant items come in one update."""
+        """Adds queries: each in one update of one rank only, with all its relevant items."""
         figures = query_figures(ranks, self._k, self._names)
         count = len(next(iter(figures.values())))
         self._sums += torch.stack(
@@ -87,7 +87,7 @@ class RankingMetrics:
         )
 
     def compute(self, runtime: Runtime) -> dict[str, float]:
-        """Returns the means over the queries of all ranks, NaN where there are none; every rank must call it."""
+        """Returns the means over the queries of all ranks, NaN without queries; every rank must call it."""
         sums = self._sums.to(runtime.device, copy=True)
         if runtime.world_size > 1:
             dist.all_reduce(sums)
@@ -95,17 +95,17 @@ class RankingMetrics:
 
 
 def query_figures(
-    ranks: TargetRanks, k: int | Sequence[int] = 10, names: Sequence[Figure] = _DEFAULT
+    ranks: TargetRanks, k: int | Sequence[int] = 10, names: Sequence[Figure] = _DEFAULT_FIGURES
 ) -> dict[str, Tensor]:
     """Returns the figures of each query, (U,) float64, by ``name@k``.
 
-    ``hr``: whether a relevant item is among the first k. ``recall``: the share of the relevant items that are.
-    ``precision``: the share of the first k that are relevant. ``ndcg``: the sum of 1 / log2(1 + place) over those,
-    divided by the greatest that is possible (Järvelin and Kekäläinen 2002). ``mrr``: 1 / place of the first relevant
-    item, 0 beyond k. With several relevant items these are RecBole's; with one of them ``recall`` is ``hr``.
+    ``hr``: whether a relevant item is among the first k. ``recall``: the share of the relevant items among the first k.
+    ``precision``: the share of relevant items in the first k. ``ndcg``: the sum of 1 / log2(1 + place) over these,
+    divided by its greatest possible value (Järvelin and Kekäläinen 2002). ``mrr``: 1 / place of the first relevant
+    item, 0 beyond k. With several relevant items these are RecBole's figures; with one, ``recall`` equals ``hr``.
 
-    Ties are broken without favour: a candidate that ties with t others stands at each of the t + 1 places with equal
-    probability, and the expectation is what counts.
+    Ties are broken without favour: a candidate that ties with t others is at each of the t + 1 places with equal
+    probability, and the expected figure counts.
 
     Args:
         ranks: ranks of the relevant items.
@@ -142,7 +142,7 @@ def query_figures(
 
 
 class _Places:
-    """Ranks in the form that the figures need: U queries with T relevant items."""
+    """Computes sums over the ranks of T relevant items, for each of U queries."""
 
     def __init__(self, better: Tensor, ties: Tensor, queries: Tensor, count: int) -> None:
         self._better, self._ties, self._queries = better, ties, queries
@@ -160,7 +160,7 @@ class _Places:
     def precision_sum(self, k: int) -> Tensor:
         """Returns the expected sum of the precisions at the places of the relevant items among the first k, (U,).
 
-        A group of n candidates of one score, r of them relevant, stands behind b candidates, R of them relevant. Its
+        A group of n candidates of one score, r of them relevant, is behind b candidates, R of them relevant. Its
         j-th place has a relevant item with probability r/n, and (j - 1) (r - 1) / (n - 1) relevant ones before it in
         the group (McSherry and Najork 2008, "Computing information retrieval performance measures efficiently in the
         presence of tied scores").
@@ -171,7 +171,7 @@ class _Places:
         cells, cell, relevant = torch.unique(keys, return_inverse=True, return_counts=True)
         cells = torch.stack([cells // k, cells % k], dim=1)
         size = torch.zeros_like(relevant).index_copy_(0, cell, self._ties[near] + 1).double()
-        before = relevant.cumsum(0) - relevant  # cells ascend by query, and in it by the candidates that are better
+        before = relevant.cumsum(0) - relevant  # cells are ordered by query, then by the number of better candidates
         first = torch.ones_like(relevant, dtype=torch.bool)
         first[1:] = cells[1:, 0] != cells[:-1, 0]
         starts = torch.where(first, before, torch.zeros_like(before)).cummax(0).values
@@ -184,9 +184,9 @@ class _Places:
     def first(self, k: int) -> tuple[Tensor, Tensor]:
         """Returns the probability that a relevant item is among the first k, and the expectation of 1 / its place.
 
-        The first relevant item is in the query's best group of candidates with one score that has any: n of them, m
-        relevant, after b better ones. The group's first j are irrelevant with probability (n - m)/n x (n - m - 1)/(n -
-        1) x ...
+        The first relevant item is in the query's best group of equal scores with a relevant item: n candidates, m of
+        them relevant, after b better ones. The group's first j are irrelevant with probability
+        (n - m)/n x (n - m - 1)/(n - 1) x ...
         """
         start = torch.full_like(self.relevant, torch.iinfo(torch.int64).max)
         start = start.scatter_reduce(0, self._queries, self._better, "amin")
@@ -195,18 +195,18 @@ class _Places:
         size = self._zeros.scatter_reduce(0, self._queries, (self._ties + 1).double() * in_group, "amax")
         hit, reciprocal, none_yet = self._zeros.clone(), self._zeros.clone(), torch.ones_like(self._zeros)
         for offset in range(k):
-            left = (size - offset).clamp(min=1)
-            here = torch.where((offset < size) & (start + offset < k), none_yet * relevant / left, 0.0)
+            remaining = (size - offset).clamp(min=1)
+            here = torch.where((offset < size) & (start + offset < k), none_yet * relevant / remaining, 0.0)
             hit += here
             reciprocal += here / (start + offset + 1)
-            none_yet = none_yet * ((left - relevant) / left).clamp(min=0)
+            none_yet = none_yet * ((remaining - relevant) / remaining).clamp(min=0)
         return hit, reciprocal
 
 
 def _discounts(k: int, device: torch.device) -> Tensor:
     """Returns the sums of 1 / log2(1 + place) over the first 0, 1, ... k places, (k + 1,)."""
-    each = 1 / torch.log2(torch.arange(k, dtype=torch.float64, device=device) + 2)
-    return torch.cat([each.new_zeros(1), each.cumsum(0)])
+    discounts = 1 / torch.log2(torch.arange(k, dtype=torch.float64, device=device) + 2)
+    return torch.cat([discounts.new_zeros(1), discounts.cumsum(0)])
 
 
 def _check(ks: Sequence[int], names: Sequence[str]) -> None:
@@ -231,7 +231,7 @@ def ranks_among(scores: Tensor, ids: Tensor) -> TargetRanks:
 
     Args:
         scores: scores of the target and its N candidates, (U, 1 + N).
-        ids: items, (U, 1 + N) int64; below 0 where a row has fewer candidates.
+        ids: items, (U, 1 + N) int64; below 0 for padding, if a row has fewer candidates.
 
     Raises:
         ValueError: shapes differ, a row has no target, a score is NaN, or a target's score is infinite.
@@ -241,11 +241,11 @@ def ranks_among(scores: Tensor, ids: Tensor) -> TargetRanks:
         >>> int(better), int(ties)
         (1, 1)
     """
-    _check_of_candidates(scores, ids)
-    wanted = scores[:, :1]
-    others = ~_repeated(ids) & (ids >= 0)
-    others[:, 0] = False
-    return TargetRanks(((scores > wanted) & others).sum(1), ((scores == wanted) & others).sum(1))
+    _check_candidates(scores, ids)
+    target_scores = scores[:, :1]
+    is_other = ~_find_repeated(ids) & (ids >= 0)
+    is_other[:, 0] = False
+    return TargetRanks(((scores > target_scores) & is_other).sum(1), ((scores == target_scores) & is_other).sum(1))
 
 
 @torch.no_grad()
@@ -276,14 +276,16 @@ def candidate_ranks(
     items = embed_all(model, towers[-1], candidates, runtime)
     embedded = embed_own(model, towers[:-1], queries, runtime)
     start = own_start(len(embedded[0]), len(ids), runtime)
-    asked = ids[start : start + len(embedded[0])].to(items.device)
+    own_ids = ids[start : start + len(embedded[0])].to(items.device)
     width, scores = ids.shape[1], []
     rows = max(1, PAIRS_PER_BLOCK // width)
-    most = max(1, -(-len(ids) // (runtime.world_size * rows)))
-    for *some, wanted in watched(zip(*(torch.split(tensor, rows) for tensor in (*embedded, asked)), strict=True), most):
-        outputs = [tensor.repeat_interleave(width, dim=0) for tensor in some]
-        scores.append(model.interaction([*outputs, items[wanted.clamp(min=0).flatten()]]).view(wanted.shape))
-    return gather_ranks(ranks_among(torch.cat(scores), asked), runtime)
+    most_blocks = max(1, -(-len(ids) // (runtime.world_size * rows)))
+    for *block_towers, block_ids in watched(
+        zip(*(torch.split(tensor, rows) for tensor in (*embedded, own_ids)), strict=True), most_blocks
+    ):
+        outputs = [tensor.repeat_interleave(width, dim=0) for tensor in block_towers]
+        scores.append(model.interaction([*outputs, items[block_ids.clamp(min=0).flatten()]]).view(block_ids.shape))
+    return gather_ranks(ranks_among(torch.cat(scores), own_ids), runtime)
 
 
 def gather_ranks(ranks: TargetRanks, runtime: Runtime) -> TargetRanks:
@@ -294,15 +296,15 @@ def gather_ranks(ranks: TargetRanks, runtime: Runtime) -> TargetRanks:
     return TargetRanks(better, ties)
 
 
-def _repeated(ids: Tensor) -> Tensor:
-    """Returns (U, 1 + N), whether the id is also further left in its row."""
+def _find_repeated(ids: Tensor) -> Tensor:
+    """Marks each id that also occurs further left in its row, (U, 1 + N)."""
     ordered, order = ids.sort(dim=1, stable=True)
-    again = torch.zeros_like(ids, dtype=torch.bool)
-    again[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
-    return torch.zeros_like(again).scatter_(1, order, again)
+    is_repeated = torch.zeros_like(ids, dtype=torch.bool)
+    is_repeated[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
+    return torch.zeros_like(is_repeated).scatter_(1, order, is_repeated)
 
 
-def _check_of_candidates(scores: Tensor, ids: Tensor) -> None:
+def _check_candidates(scores: Tensor, ids: Tensor) -> None:
     if scores.dim() != 2 or scores.shape != ids.shape or not scores.shape[1]:
         raise ValueError(
             f"scores: shape {tuple(scores.shape)}, ids: {tuple(ids.shape)}; both must be (U, 1 + N), the target first; "
@@ -317,7 +319,7 @@ def _check_of_candidates(scores: Tensor, ids: Tensor) -> None:
             f"row {row}: target {int(ids[row, 0])} with score {float(scores[row, 0])}; the first id of a row must be "
             "an item, 0 or more, and its score a number: leave padding rows out, or has training diverged?"
         )
-    nan = torch.isnan(scores) & (ids >= 0)  # would count as worse than the target, and flatter the model
+    nan = torch.isnan(scores) & (ids >= 0)  # NaN would count as worse than the target and flatter the model
     if nan.any():
         row, column = nan.nonzero()[0].tolist()
         raise ValueError(

@@ -12,21 +12,21 @@ from torch import Tensor
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.runtime import Runtime
 
-Kept = tuple[TowerBatch, int]  # a batch and how many of its rows count
+Kept = tuple[TowerBatch, int]  # a batch and the number of its rows that count; the rest is padding
 
 
 class Interaction(Protocol):
-    """An interaction module, as ranking needs it."""
+    """The methods of an interaction module used by ranking."""
 
     def score_all(self, query: Tensor, candidates: Tensor) -> Tensor:
-        """Returns logits (B, N) of every query, its towers' outputs side by side, with every candidate."""
+        """Returns logits (B, N) of every query with every candidate; a query is its towers' outputs, concatenated."""
 
     def __call__(self, outputs: list[Tensor]) -> Tensor:
         """Returns logits of rows, (B,), from each tower's output (B, D)."""
 
 
 class Recommender(Protocol):
-    """A model, such as a TowerModel, as ranking needs it."""
+    """The parts of a model, such as a TowerModel, used by ranking."""
 
     interaction: Interaction
 
@@ -35,14 +35,14 @@ class Recommender(Protocol):
 
 
 class PaddedRows(NamedTuple):
-    """Rows of one look-up, of which the first ``keep`` count; never empty, as a sharded look-up of no rows fails."""
+    """Rows of one look-up; the first ``keep`` count. Never empty, because a sharded look-up of no rows fails."""
 
     rows: slice
     keep: int
 
 
 def own_share(total: int, runtime: Runtime, block: int = 1024) -> list[PaddedRows]:
-    """Returns this rank's rows of ``total`` (1 or more) in blocks, as many on every rank.
+    """Splits this rank's rows of ``total`` (1 or more) into blocks, equally many on every rank.
 
     Example:
         >>> own_share(5, Runtime(rank=1, world_size=2), block=2)
@@ -82,17 +82,17 @@ def embed_all(model: Recommender, tower: str, batches: Iterable[Kept], runtime: 
 
 @torch.no_grad()
 def embed_own(model: Recommender, towers: Sequence[str], batches: Iterable[Kept], runtime: Runtime) -> list[Tensor]:
-    """Returns each tower's outputs of this rank's rows, (rows, D); all ranks look up as many batches, collectively."""
-    parts: list[list[Tensor]] = [[] for _ in towers]
+    """Returns each tower's outputs of this rank's rows, (rows, D); ranks must have equally many batches."""
+    outputs_by_tower: list[list[Tensor]] = [[] for _ in towers]
     for batch, keep in batches:
-        there = batch.to(runtime.device)
-        for tower, outputs in zip(towers, parts, strict=True):
-            outputs.append(model.embed(tower, there)[:keep])
-    return [torch.cat(outputs) for outputs in parts]
+        batch_on_device = batch.to(runtime.device)
+        for tower, outputs in zip(towers, outputs_by_tower, strict=True):
+            outputs.append(model.embed(tower, batch_on_device)[:keep])
+    return [torch.cat(outputs) for outputs in outputs_by_tower]
 
 
 def gather_uneven_rows(rows: Tensor, runtime: Runtime) -> Tensor:
-    """Concatenates the rows (n_r, ...) of all ranks, whose number n_r may differ."""
+    """Concatenates the rows (n_r, ...) of all ranks; their numbers n_r may differ."""
     if runtime.world_size == 1:
         return rows
     sizes = [torch.zeros(1, dtype=torch.int64, device=rows.device) for _ in range(runtime.world_size)]

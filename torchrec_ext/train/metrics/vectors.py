@@ -1,4 +1,4 @@
-"""vector_ranks(): ranks of anybody's vectors over a whole catalogue, exact, in blocks of queries."""
+"""vector_ranks(): exact ranks in a whole catalogue by the vectors of any model, in blocks of queries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchrec_ext.train.metrics.ranking import TargetRanks
 
 Similarity = Literal["dot", "cosine"]
 SCORES = 2**18  # scores of 1 MiB stay in the cache between the passes over them
-QUERIES = 8  # fewer would read a large catalogue once for each
+QUERIES = 8  # with fewer queries a block, a large catalogue would be read from memory for each of them
 
 
 def vector_ranks(
@@ -21,8 +21,8 @@ def vector_ranks(
 ) -> Iterator[tuple[int, TargetRanks]]:
     """Ranks each query's targets among all items by the product of their vectors, a block of queries at a time.
 
-    Beside the vectors it holds 2**18 scores, or those of 8 queries where that is more, three times while it compares
-    them.
+    Next to the vectors it holds 2**18 scores, or the scores of 8 queries if these are more: three copies during the
+    comparison.
 
     Args:
         queries: vectors, (U, D) float32, one for each query of the question.
