@@ -1,8 +1,8 @@
-"""TrainConfig: how a run is trained. Schedule: how learning rates change over it.
+"""TrainConfig: settings of the training loop. Schedule: the learning rate by step.
 
-EarlyStop: when a run may end before its last epoch, and which of its evaluations was the best.
+EarlyStop: the condition for an end before the last epoch, and the choice of the best evaluation.
 
-EvaluationConfig: the ranking figures of an evaluation, by name, and the baselines beside them.
+EvaluationConfig: the ranking figures of an evaluation, by name, and its baselines.
 
 ClosedFormConfig: penalties of EASE and ALS.
 
@@ -27,8 +27,8 @@ Kind = Literal["constant", "linear", "cosine", "inverse_sqrt", "step"]
 class Schedule:
     """A factor on the learning rate, by step.
 
-    The rate rises in equal parts over ``warmup`` steps to the optimizer's learning rate, then follows
-    ``kind``: ``constant``; ``linear`` or ``cosine`` down to ``floor`` at the last step; ``inverse_sqrt``, sqrt(warmup /
+    The rate rises linearly over ``warmup`` steps to the optimizer's learning rate, then follows ``kind``:
+    ``constant``; ``linear`` or ``cosine`` down to ``floor`` at the last step; ``inverse_sqrt``, sqrt(warmup /
     step) (Vaswani et al. 2017); ``step``, times ``gamma`` every ``every`` steps.
 
     Args:
@@ -60,7 +60,7 @@ class Schedule:
 
     @property
     def changes(self) -> bool:
-        """Whether the factor is anything but 1 throughout."""
+        """Whether the factor differs from 1 in some step."""
         return self.kind != "constant" or self.warmup > 0
 
     def factor(self, step: int, steps: int) -> float:
@@ -68,7 +68,7 @@ class Schedule:
 
         Args:
             step: number of the step, counted from 0.
-            steps: number of steps of the whole run.
+            steps: number of steps of the run.
 
         Example:
             >>> [round(Schedule(kind="linear", warmup=2).factor(step, 6), 2) for step in range(6)]
@@ -76,27 +76,27 @@ class Schedule:
         """
         if step < self.warmup:
             return (step + 1) / self.warmup
-        after, last = step - self.warmup, max(steps - 1 - self.warmup, 1)
+        steps_after_warmup, decay_steps = step - self.warmup, max(steps - 1 - self.warmup, 1)
         if self.kind == "inverse_sqrt":
             return math.sqrt(max(self.warmup, 1) / max(step + 1, 1))
         if self.kind == "step":
-            return self.gamma ** (after // self.every)
-        done = min(after / last, 1.0)
-        left = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[self.kind]
-        return self.floor + (1 - self.floor) * left
+            return self.gamma ** (steps_after_warmup // self.every)
+        progress = min(steps_after_warmup / decay_steps, 1.0)
+        decay = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}[self.kind]
+        return self.floor + (1 - self.floor) * decay
 
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyStop:
-    """Ends a run whose figure no longer gets better.
+    """Ends a run once its figure stops improving.
 
     Args:
         metric: name of an evaluated figure, such as ``auc``; empty for no early stop.
         mode: whether the figure should rise (``max``) or fall (``min``).
-        patience: evaluations without a better figure after which the run ends.
-        min_delta: least difference from the best figure that counts as better.
-        restore: end the run, early or not, with the weights of its best evaluation, which are then tested, exported and
-            served; else with those of its last step.
+        patience: number of evaluations without a better figure before the run ends.
+        min_delta: least improvement over the best figure that counts.
+        restore: end the run, early or not, with the weights of its best evaluation: these are tested, exported and
+            served. If False, end with the weights of its last step.
     """
 
     metric: str = ""
@@ -119,11 +119,11 @@ class EvaluationConfig:
     """Settings of an evaluation.
 
     Args:
-        metrics: ranking figures with the number of items shown, as ``recall@20,ndcg@20``: ``hr``, ``recall``,
-            ``precision``, ``ndcg``, ``mrr`` or ``map``, see :func:`query_figures`; the recipe's own where empty.
-        baselines: rankings beside the model's, as ``popularity,ease,als``, fitted on its training rows and ranked by
-            its rules: ``popularity``, which is always there; ``ease`` and ``als``, see :class:`ClosedFormConfig`. Where
-            empty, all that take less than about ten seconds.
+        metrics: ranking figures with the length of the list, as ``recall@20,ndcg@20``: ``hr``, ``recall``,
+            ``precision``, ``ndcg``, ``mrr`` or ``map``, see :func:`query_figures`; by default the recipe's own.
+        baselines: rankings to compare the model with, as ``popularity,ease,als``, fitted on its training rows and
+            ranked by its rules: ``popularity``, always included; ``ease`` and ``als``, see :class:`ClosedFormConfig`.
+            By default all that take less than about ten seconds.
 
     Example:
         >>> EvaluationConfig(metrics=("recall@20", "ndcg@10")).figures
@@ -141,32 +141,32 @@ class EvaluationConfig:
 
     @property
     def figures(self) -> list[tuple[Figure, int]]:
-        """The figures, each with its number of items shown.
+        """The figures, each with the length k of its list.
 
         Raises:
             ValueError: a name is unknown, or its number is not 1 or more.
         """
         figures: list[tuple[Figure, int]] = []
         for text in self.metrics:
-            name, _, shown = text.strip().partition("@")
-            if name not in get_args(Figure) or not shown.isdecimal() or int(shown) < 1:
+            name, _, k = text.strip().partition("@")
+            if name not in get_args(Figure) or not k.isdecimal() or int(k) < 1:
                 raise ValueError(
                     f"metrics: '{text}' must be a figure and a number of items shown, such as recall@20; figures are "
                     f"{', '.join(get_args(Figure))}"
                 )
-            figures.append((cast(Figure, name), int(shown)))
+            figures.append((cast(Figure, name), int(k)))
         return figures
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClosedFormConfig:
-    """Settings of the recommenders that are solved for and not trained, as baselines and as tables to begin with.
+    """Settings of closed-form recommenders, used as baselines and as initial tables.
 
     The default penalty of EASE is the paper's for MovieLens 20M; those of ALS lie between the best for the validation
     rows of MovieLens 100K and of 1M.
 
     ``ease`` predicts a user's items from the user's other items (Steck 2019); ``als`` is matrix factorisation of all
-    pairs of a user and an item, those that did not occur among them (Hu, Koren and Volinsky 2008).
+    pairs of a user and an item, including pairs that did not occur (Hu, Koren and Volinsky 2008).
 
     Args:
         ease_l2: penalty of EASE, above 0: 200 to 1,000 in the paper.
@@ -193,7 +193,7 @@ class ClosedFormConfig:
                 raise ValueError(f"{name}={getattr(self, name)}: must be 1 or more")
 
 
-Record = dict[str, Any]  # figures and messages by name, as metrics.jsonl has them
+Record = dict[str, Any]  # figures and messages by name, as written to metrics.jsonl
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,32 +202,32 @@ class TrainConfig:
 
     Args:
         epochs: passes over the data.
-        log_every: steps between two records of loss and throughput, besides one at each epoch's end; a record is the
-            only place where the loop waits for the device.
+        log_every: steps between two records of loss and throughput, in addition to one at each epoch's end. Only a
+            record makes the loop wait for the device.
         eval_every: epochs between two evaluations; the last epoch is always evaluated.
         seed: seed of the dense layers, the tables and dropout; added to the loader's, for the order of samples and the
             negatives.
         tables_schedule: how the tables' learning rates change over the run.
         dense_schedule: how the dense layers' learning rates change over the run.
-        early_stop: evaluations after which the run ends before its last epoch, and the weights it ends with.
-        on_nan: what a loss or gradient that is NaN or infinite on some rank does: ``stop`` the run, or ``skip`` the
-            step on all ranks, which then moves nothing; a record of kind ``left_out`` says why.
+        early_stop: when the run ends before its last epoch, and with which weights.
+        on_nan: reaction to a loss or gradient that is NaN or infinite on some rank: ``stop`` the run, or ``skip`` the
+            update of this step on all ranks. A record of kind ``left_out`` then says why.
         check_gradients: check each step's gradients before they reach a sharded table, see :class:`GradientGate`:
-            ``on``, ``off`` or ``auto``, which is on where it costs no wait for the device: on the CPU, and with
-            ``on_nan=skip``. Where it is off, a gradient that is not finite is found after it has moved sharded tables.
+            ``on``, ``off`` or ``auto``: on if it costs no wait for the device, that is, on the CPU and with
+            ``on_nan=skip``. If it is off, a gradient that is not finite is found after it has changed sharded tables.
             Captured steps are not checked.
-        hang_s: seconds without a step after which a rank writes its stacks and ends the job; more than the slowest step
+        hang_s: seconds without a step before a rank writes its stacks and ends the job; more than the slowest step
             takes. If not given, 100 times the slowest of the last steps, from 25 s to 240 s. 0 for never: collectives
             then fail after five minutes.
         trace_steps: steps, after the first five, that the timeline of all ranks shows; 0 for none.
         compile: capture the whole step, forward to optimizers, as one compiled graph (CPU) or CUDA graph, on a rank
-            that no other waits for; members of a stack of networks together. ``auto`` captures where the rest of the
-            run is long enough to pay for it and the model allows it, ``off`` never, ``require`` ends with an error
-            where it is not possible. The result is the same to rounding; see :class:`Steps`.
+            that no other waits for; members of a stack of networks together. ``auto`` captures if the model allows it
+            and the rest of the run is long enough to pay for it, ``off`` never captures, ``require`` ends with an error
+            if it is not possible. The result is the same to rounding; see :class:`Steps`.
         amp: ``bf16`` computes the dense layers in bfloat16; tables, weights and optimizer state stay float32. ``fp16``
             computes them in float16, for devices without bfloat16, with a scaled loss; see :class:`LossScaling`.
         threads: ``auto`` measures on the first steps, for two seconds, how many compute threads a process should have,
-            and pins it to its share of the cores; ``given`` keeps those that it was started with.
+            and pins it to its share of the cores; ``given`` keeps the number at the start of the process.
     """
 
     epochs: int = 10

@@ -23,11 +23,11 @@ class EarlyStopWatch:
 
     def __init__(self, config: EarlyStop, runtime: Runtime) -> None:
         self._config, self._runtime = config, runtime
-        self._since = 0
+        self._without_gain = 0
         self.best: dict[str, Any] | None = None
 
     def see(self, record: Mapping[str, Any]) -> bool:
-        """Takes an evaluation; returns whether it is the best so far, False where nothing is watched.
+        """Takes an evaluation; returns whether it is the best so far, False if nothing is watched.
 
         Raises:
             ValueError: the evaluation has no such figure, or the figure is not a number, on every rank alike.
@@ -40,51 +40,53 @@ class EarlyStopWatch:
             raise ValueError(
                 f"train.early_stop.metric={name!r}: an evaluation has no such figure; it has {figures or 'none'}"
             )
-        value = self._agreed(record[name])
+        value = self._broadcast(record[name])
         if math.isnan(value):
             raise ValueError(
                 f"train.early_stop.metric={name!r}: the figure is nan at step {record['step']}, so nothing can be "
                 "compared"
             )
         better = self.best is None or self._gain(value) > self._config.min_delta
-        self._since = 0 if better else self._since + 1
+        self._without_gain = 0 if better else self._without_gain + 1
         if better:
             self.best = {"best": value, "best_epoch": record["epoch"], "best_step": record["step"]}
         return better
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what it has seen, as JSON can hold it."""
-        return {"since": self._since, "best": self.best}
+        """Returns its state, ready for JSON."""
+        return {"since": self._without_gain, "best": self.best}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a state that :meth:`state_dict` returned."""
-        self._since, self.best = int(state["since"]), state["best"]
+        self._without_gain, self.best = int(state["since"]), state["best"]
 
     def stops(self) -> dict[str, Any] | None:
-        """Returns the record of the end where the run should end now, else None."""
-        if self.best is None or self._since < self._config.patience:
+        """Returns the record of an early stop if the run should end now, else None."""
+        if self.best is None or self._without_gain < self._config.patience:
             return None
         name, best, epoch = self._config.metric, self.best["best"], self.best["best_epoch"]
-        message = f"stopped early: no {name} better than {best:.4f}, of epoch {epoch}, in {self._since} evaluation(s)"
+        message = (
+            f"stopped early: no {name} better than {best:.4f}, of epoch {epoch}, in {self._without_gain} evaluation(s)"
+        )
         return {"kind": "stop", "metric": name, **self.best, "message": message}
 
     def better_than(self, step: int) -> dict[str, Any] | None:
-        """Returns the best evaluation where a run that ends at ``step`` should go back to it, else None."""
+        """Returns the best evaluation if a run ending at ``step`` should go back to it, else None."""
         if not (self._config.metric and self._config.restore) or self.best is None or self.best["best_step"] == step:
             return None
         return self.best
 
     def told(self, best: Mapping[str, Any]) -> str:
-        """Returns how a message names the best evaluation."""
+        """Returns the name of the best evaluation for messages."""
         return f"epoch {best['best_epoch']} ({self._config.metric} {best['best']:.4f})"
 
     def _gain(self, value: float) -> float:
         before = self.best["best"] if self.best else value
         return float(value - before if self._config.mode == "max" else before - value)
 
-    def _agreed(self, value: float) -> float:
+    def _broadcast(self, value: float) -> float:
         if self._runtime.world_size == 1:
             return value
-        agreed = torch.tensor(value, dtype=torch.float64, device=self._runtime.device)
-        dist.broadcast(agreed, src=0)
-        return float(agreed)
+        value_of_main = torch.tensor(value, dtype=torch.float64, device=self._runtime.device)
+        dist.broadcast(value_of_main, src=0)
+        return float(value_of_main)

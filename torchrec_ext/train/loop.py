@@ -1,9 +1,9 @@
 """train(): the training loop.
 
-Settings that exclude each other are refused before the first step, and so are loaders of unequal lengths, on all ranks,
-which would otherwise hang in the last step.
+Settings that exclude each other are refused before the first step. So are loaders of unequal lengths, on all ranks:
+otherwise the job would hang in the last step.
 
-BestWeights: the weights of the best evaluation so far, in memory, for a run that saves no checkpoints.
+BestWeights: the weights of the best evaluation so far, in memory, for a run without checkpoints.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from torchrec_ext.train.step.schedule import rates, scheduler
 
 
 def leave_out(config: TrainConfig, sync: SyncConfig, optimizer: KeyedOptimizer) -> Callable[[], None] | None:
-    """Returns what makes the optimizer leave out a step, where the run goes on after a loss that is not finite."""
+    """Returns a function that makes the optimizer skip its next update under ``train.on_nan=skip``, else None."""
     if config.on_nan == "stop":
         return None
     if not isinstance(optimizer, HybridOptimizer) or not sync.agrees_every_step or config.compile == "require":
@@ -56,7 +56,7 @@ def leave_out(config: TrainConfig, sync: SyncConfig, optimizer: KeyedOptimizer) 
 
 
 def scaling(config: TrainConfig, sync: SyncConfig, optimizer: KeyedOptimizer, runtime: Runtime) -> LossScaling | None:
-    """Returns the scaling of the loss that float16 needs, else None."""
+    """Returns the loss scaling for float16, else None."""
     if config.amp != "fp16":
         return None
     if not sync.agrees_every_step or config.on_nan == "skip" or not isinstance(optimizer, HybridOptimizer):
@@ -68,7 +68,7 @@ def scaling(config: TrainConfig, sync: SyncConfig, optimizer: KeyedOptimizer, ru
 
 
 def gate(config: TrainConfig, model: nn.Module, optimizer: KeyedOptimizer, runtime: Runtime) -> GradientGate | None:
-    """Returns the gate in front of the tables where ``check_gradients`` asks for one; all ranks call it."""
+    """Returns the gate for the tables' gradients if ``check_gradients`` requests one; all ranks call it."""
     skips = config.on_nan == "skip"
     if not isinstance(optimizer, HybridOptimizer) or config.check_gradients == "off":
         return None
@@ -80,7 +80,7 @@ def gate(config: TrainConfig, model: nn.Module, optimizer: KeyedOptimizer, runti
 def checked_steps(
     model: DistributedModelParallel, optimizer: HybridOptimizer, runtime: Runtime, *, config: TrainConfig | None = None
 ) -> TrainPipelineSparseDist[TowerBatch, Any]:
-    """Returns the pipeline that runs the steps of :func:`train` on several ranks, with its checks, for trials.
+    """Returns the pipeline of :func:`train` on several ranks, with its checks, for trials.
 
     Args:
         model: model from :func:`hybrid_parallel`.
@@ -89,21 +89,24 @@ def checked_steps(
         config: settings of the training.
     """
     config = config or TrainConfig()
-    if runtime.device.type == "cuda":  # where nothing waits for the checks
+    if (
+        runtime.device.type == "cuda"
+    ):  # training reads its checks one step late there, at no cost that a trial could miss
         return make_pipeline(model, optimizer, runtime.device)
     forward = FiniteLoss(
         model,
         runtime,
         sys.maxsize,
         context=forward_context(config.amp, runtime.device),
-        leave_out=partial(setattr, optimizer, "leave_out", True),  # what is wrong shows in the training
+        # A trial only measures, so it goes on after a bad step: the training reports the error.
+        leave_out=partial(setattr, optimizer, "leave_out", True),
         gate=gate(config, model, optimizer, runtime),
     )
     return make_pipeline(model, optimizer, runtime.device, forward=forward, before_tables=forward.before_tables)
 
 
 def piped(config: TrainConfig, sync: SyncConfig) -> bool:
-    """Whether the run needs what only the pipeline's steps can do: a timeline, semi-sync, leaving a step out."""
+    """Whether the run needs the pipeline: for a timeline, semi-sync, or steps left out."""
     if config.compile == "require" and sync.looks_ahead:
         raise ValueError(
             f"train.compile=require with sync.mode={sync.mode}: look-ups a step ahead are the pipeline's; choose one"
@@ -112,7 +115,7 @@ def piped(config: TrainConfig, sync: SyncConfig) -> bool:
 
 
 def warn_unpipelined(paths: list[str]) -> None:
-    """Prints which sharded modules the pipeline does not overlap."""
+    """Warns of sharded modules without overlap in the pipeline."""
     if paths:
         print(
             f"not pipelined: {', '.join(paths)}: their input dist does not overlap with the step before; pass them an "
@@ -122,7 +125,7 @@ def warn_unpipelined(paths: list[str]) -> None:
 
 
 class SizedBatches(Sized, Protocol):
-    """An iterable of batches whose number is known."""
+    """An iterable of batches with a length."""
 
     def __iter__(self) -> Iterator[TowerBatch]: ...
 
@@ -136,19 +139,19 @@ def check_even(loader: Sized, runtime: Runtime) -> None:
     lengths = [0] * runtime.world_size
     dist.all_gather_object(lengths, len(loader))
     if len(set(lengths)) > 1:
-        listed = ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))
+        by_rank = ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))
         raise UnevenStepsError(
-            f"loader: ranks have unequal numbers of batches in an epoch, {listed}, and each step waits for all ranks; "
+            f"loader: ranks have unequal numbers of batches in an epoch, {by_rank}, and each step waits for all ranks; "
             "pad the last batches with rows of weight 0, or drop them"
         )
 
 
 def exactly(loader: SizedBatches, *, after: int = 0) -> Iterator[TowerBatch]:
-    """Yields the batches of an epoch that remain ``after`` so many of them.
+    """Yields an epoch's batches, and checks that they are ``len(loader)`` in all; the first is number ``after`` + 1.
 
     Raises:
-        UnevenStepsError: their number is not ``len(loader)``, as was promised to the other ranks. The error ends this
-            rank at once, and thereby the others, which would wait for it.
+        UnevenStepsError: their number is not ``len(loader)``, which the other ranks rely on. The error ends this rank
+            at once, and thereby the others, which would wait for it.
     """
     number = after
     for number, batch in enumerate(loader, after + 1):
@@ -156,14 +159,14 @@ def exactly(loader: SizedBatches, *, after: int = 0) -> Iterator[TowerBatch]:
             break
         yield batch
     if number != len(loader):
-        given = f"only {number}" if number < len(loader) else "more"
+        actual = f"only {number}" if number < len(loader) else "more"
         raise UnevenStepsError(
-            f"loader: len(loader) is {len(loader)}, but it gave {given} batches: other ranks count on its length"
+            f"loader: len(loader) is {len(loader)}, but it gave {actual} batches: other ranks count on its length"
         )
 
 
 class BestWeights:
-    """A copy of what this rank holds of a model's tables, layers and running statistics, in host memory.
+    """A copy in host memory of this rank's tables, layers and running statistics of a model.
 
     Args:
         model: model from :func:`hybrid_parallel`, or unsharded.
@@ -175,26 +178,26 @@ class BestWeights:
 
     @property
     def held(self) -> bool:
-        """Whether any weights were kept."""
+        """Whether there is a copy."""
         return bool(self._copies)
 
     def keep(self) -> None:
-        """Copies the weights as they are now over those kept before."""
+        """Replaces the copy by the current weights."""
         self._copies = {
-            name: held.map(lambda tensor, _: _copy(tensor)) if isinstance(held, Parts) else _copy(held)
-            for name, held in model_state(self._model).tensors.items()
+            name: value.map(lambda tensor, _: _copy(tensor)) if isinstance(value, Parts) else _copy(value)
+            for name, value in model_state(self._model).tensors.items()
         }
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Writes the weights that were kept into the model."""
-        for name, held in model_state(self._model).tensors.items():
-            kept = self._copies[name]
-            if isinstance(held, Parts) and isinstance(kept, Parts):
-                for shard, kept_shard in zip(held.parts, kept.parts, strict=True):
-                    shard.tensor.copy_(kept_shard.tensor)
-            elif isinstance(held, Tensor) and isinstance(kept, Tensor):
-                held.copy_(kept)
+        """Writes the copy into the model."""
+        for name, value in model_state(self._model).tensors.items():
+            copy = self._copies[name]
+            if isinstance(value, Parts) and isinstance(copy, Parts):
+                for shard, shard_copy in zip(value.parts, copy.parts, strict=True):
+                    shard.tensor.copy_(shard_copy.tensor)
+            elif isinstance(value, Tensor) and isinstance(copy, Tensor):
+                value.copy_(copy)
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -202,7 +205,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 class Loader(Protocol):
-    """An iterable of the batches of one epoch, as many on every rank."""
+    """An iterable of the batches of one epoch, equally many on every rank."""
 
     def __iter__(self) -> Iterator[TowerBatch]: ...
 
@@ -229,32 +232,32 @@ def train(
 ) -> list[Record]:
     """Trains ``model`` on TorchRec's pipeline for ``config.epochs`` passes over ``loader``.
 
-    Where an early stop watches a figure, the model ends with the weights of its best evaluation, see
+    If an early stop watches a figure, the model ends with the weights of its best evaluation, see
     :class:`EarlyStop`.
 
     Args:
         model: model from :func:`hybrid_parallel`; its forward returns (loss, output with a ``loss`` and ``weights``).
         optimizer: the model's optimizer.
-        loader: batches; every rank's loader must have as many.
+        loader: batches; equally many on every rank.
         runtime: rank and device of this process.
         config: settings of the loop.
         evaluate: called on every rank after an epoch; the figures it returns are logged.
         log: called on rank 0 with each record.
-        sync: how often ranks exchange what; the gradients in every step where not given. Evaluations, at the end of an
-            epoch, and the caller find all ranks equal.
+        sync: how often ranks exchange what; by default the gradients in every step. All ranks are equal in an
+            evaluation, at the end of an epoch, and on return.
         timeline: called on rank 0 with the timeline of ``config.trace_steps``.
-        checkpoints: saves the run, and says where it begins; the loader must then be able to resume.
-        watchdog: watchdog that hears of each step.
-        stop: called on every rank after each step and between blocks of an evaluation; where it returns True on one
+        checkpoints: saves the run, and restores its position; the loader must then be able to resume.
+        watchdog: watchdog, told of each step.
+        stop: called on every rank after each step and between blocks of an evaluation; if it returns True on one
             rank, the run is saved and ends on all.
 
     Returns:
         The records, the same on every rank but for throughput. Each has ``kind``, ``epoch``, counted from 1, and
         ``step``. ``train``: ``loss``, ``rows`` and ``rows_per_s`` over all ranks since the record before;
-        ``data_wait``, the share of that time in which the rank that waited longest waited for its batches;
-        ``ranks_wait`` and ``waits``, the shares in collectives, see :meth:`Window.record`; and the learning rates where
-        a schedule changes them. ``eval``: the figures, and ``best`` where it is the best so far of
-        an early stop's metric. ``stop``, the last one after an early stop: its ``metric``, ``best``, ``best_epoch``,
+        ``data_wait``, the share of that time spent waiting for batches, on the rank that waited longest;
+        ``ranks_wait`` and ``waits``, the shares in collectives, see :meth:`Window.record`; and the learning rates if a
+        schedule changes them. ``eval``: the figures, and ``best`` if it is the best so far by the early stop's
+        metric. ``stop``, the last one after an early stop: its ``metric``, ``best``, ``best_epoch``,
         ``best_step`` and a ``message``. ``timeline``: what ran at the same time, see :func:`overlap`. Before a diverged
         run ends, ``log`` gets one of kind ``error`` with its ``message``. Two kinds are logged but not returned:
         ``steps`` says whether steps were ``captured``, with the milliseconds of a step, and ``restore`` that the
@@ -286,7 +289,7 @@ def train(
 
 
 class _Run:
-    """One call of :func:`train`: its collaborators, and its position."""
+    """The state of one call of :func:`train`: its collaborators and its position."""
 
     def __init__(
         self,
@@ -307,8 +310,10 @@ class _Run:
         self.config, self.ranks, self.trace, self.checkpoints, self.log = config, ranks, trace, checkpoints, log
         self.watchdog = watchdog
         steps = config.epochs * len(loader)
-        changing = config.tables_schedule.changes or config.dense_schedule.changes
-        self.schedule = scheduler(optimizer, config.tables_schedule, config.dense_schedule, steps) if changing else None
+        rates_change = config.tables_schedule.changes or config.dense_schedule.changes
+        self.schedule = (
+            scheduler(optimizer, config.tables_schedule, config.dense_schedule, steps) if rates_change else None
+        )
         self.watch = EarlyStopWatch(config.early_stop, runtime)
         self.window, self.best, self.over = Window(runtime), BestWeights(model), False
         self.at = checkpoints.restore(self) if checkpoints is not None else Position()
@@ -335,24 +340,24 @@ class _Run:
             before_tables=self.forward.before_tables,
             sync=sync,
         )
-        in_pipe = piped(config, sync)
-        chosen = StepsConfig(
-            compile="off" if config.compile == "auto" and in_pipe else config.compile,
+        needs_pipeline = piped(config, sync)
+        steps_config = StepsConfig(
+            compile="off" if config.compile == "auto" and needs_pipeline else config.compile,
             total=steps - self.at.step,
-            piped=in_pipe,
+            piped=needs_pipeline,
             threads=config.threads,
             context=context,
             scaling=scaler,
-            take_time=self._take_time,
+            take_time=self._pause_watchdog,
             tell=self._log_steps,
         )
-        self.steps = Steps(model, optimizer, runtime, self.pipeline, self.forward, ranks, chosen)
+        self.steps = Steps(model, optimizer, runtime, self.pipeline, self.forward, ranks, steps_config)
         self._resume()
 
     def _resume(self) -> None:
         self.forward.step = self.at.step
         if self.schedule is not None and self.at.step:
-            self.schedule.last_epoch = self.at.step - 1  # of its steps; the rate is a function of their number alone
+            self.schedule.last_epoch = self.at.step - 1  # the rate depends only on the number of steps
             self.schedule.step()
         if self.runtime.is_main and self.log is not None:
             for record in self.at.history:
@@ -362,7 +367,7 @@ class _Run:
             self.at.begin(self.at.epoch + 1)
 
     def train_epoch(self) -> None:
-        """Trains the rest of the epoch: nothing in a run that was saved before its evaluation."""
+        """Trains the rest of the epoch; returns at once if the run was saved just before the evaluation."""
         if self.at.done and self.at.done == len(self.loader):
             return
         if not self.at.done:
@@ -370,15 +375,17 @@ class _Run:
             self.window.restart()
         self.model.train()
         if self.watchdog is not None:  # an evaluation, a save or a refresh of negatives is over
-            begun = self.forward.where(self.at.step) if self.at.done else f"the beginning of epoch {self.at.epoch + 1}"
-            self.watchdog.beat(begun)
+            position = (
+                self.forward.where(self.at.step) if self.at.done else f"the beginning of epoch {self.at.epoch + 1}"
+            )
+            self.watchdog.beat(position)
         try:
             for output in self.steps.outputs(self.loader, self._batches):
                 self._after_step(output)
             self.ranks.settle()
         except (GradientNotFiniteError, TrainingDivergedError) as error:
             explained = self.forward.explained(error)
-            self._keep(
+            self._record(
                 {
                     "kind": "error",
                     "epoch": self.forward.epoch(explained.step),
@@ -387,11 +394,11 @@ class _Run:
                 }
             )
             raise explained from None
-        # an evaluation, or a loader that asks the model for hard negatives, runs it outside the pipeline
+        # an evaluation, or a loader that draws hard negatives with the model, runs it outside the pipeline
         self.pipeline.detach()
 
     def _batches(self, loader: Any) -> Iterator[Any]:
-        """Yields the rest of an epoch's batches, and counts the seconds until each is there."""
+        """Yields the rest of an epoch's batches, and counts the seconds of waiting for each."""
         batches = exactly(loader, after=self.at.done)
         while (batch := self.window.fetch(batches)) is not None:
             yield batch
@@ -401,16 +408,18 @@ class _Run:
         step = self.at.step
         self.progress.advance()
         if self.forward.left_out:
-            self._keep({"kind": "left_out", "epoch": self.at.epoch + 1, "step": step, "message": self.forward.left_out})
+            self._record(
+                {"kind": "left_out", "epoch": self.at.epoch + 1, "step": step, "message": self.forward.left_out}
+            )
         else:
             self.window.add(output.loss, output.weights)
         if self.trace is not None and (overlap := self.trace.step()) is not None:
-            self._keep({"kind": "timeline", "epoch": self.at.epoch + 1, "step": step, **overlap})
+            self._record({"kind": "timeline", "epoch": self.at.epoch + 1, "step": step, **overlap})
         if self.progress.first and self.runtime.is_main and self.steps.piped:
             warn_unpipelined(unpipelined(self.pipeline, self.model))
         if step % self.config.log_every == 0 or self.at.done == len(self.loader):
             self.forward.settle()
-            self._keep(
+            self._record(
                 {**self.window.record(self.at.epoch + 1, step), **(rates(self.optimizer) if self.schedule else {})}
             )
         if self.schedule:
@@ -423,19 +432,19 @@ class _Run:
             self.watchdog.beat(self.forward.where(step))
 
     def end_epoch(self, evaluate: Callable[[], Record] | None) -> None:
-        """Saves, evaluates where it is time to, and finds out whether the run is over."""
+        """Saves, evaluates if the epoch is due for it, and decides whether the run is over."""
         epoch, best = self.at.epoch + 1, False
-        self._take_time()
+        self._pause_watchdog()
         last = epoch == self.config.epochs
         if evaluate is not None and (epoch % self.config.eval_every == 0 or last):
             if self.checkpoints is not None:
                 self.checkpoints.before_evaluation(self, last=last)
-            record = {"kind": "eval", "epoch": epoch, "step": self.at.step, **self._evaluated(evaluate)}
+            record = {"kind": "eval", "epoch": epoch, "step": self.at.step, **self._evaluate(evaluate)}
             best = self.watch.see(record)
-            self._keep({**record, "best": True} if best else record)
+            self._record({**record, "best": True} if best else record)
             if not last and (stop := self.watch.stops()) is not None:
                 self.over = True
-                self._keep({"epoch": epoch, "step": self.at.step, **stop})
+                self._record({"epoch": epoch, "step": self.at.step, **stop})
         self.at.ended = True
         if self.checkpoints is not None:
             self.checkpoints.after_epoch(self, last=last or self.over, best=best)
@@ -443,21 +452,21 @@ class _Run:
             self.best.keep()
         self.at.begin(self.at.epoch + 1)
 
-    def _evaluated(self, evaluate: Callable[[], Record]) -> Record:
+    def _evaluate(self, evaluate: Callable[[], Record]) -> Record:
         self.model.eval()
         try:
             with watching(self.looking):
                 return evaluate()
         except EvaluationStoppedError:
             self._stop(f"in the evaluation after epoch {self.at.epoch + 1}")
-            raise  # never: _stop raises
+            raise  # never reached: _stop raises
 
     def restore_best(self) -> None:
-        """Goes back to the weights of the best evaluation, where an early stop watched for it; all ranks call it."""
+        """Restores the weights of the best evaluation if an early stop asks for it; all ranks call it."""
         best = self.watch.better_than(self.at.step)
         if best is None:
             return
-        self._take_time()
+        self._pause_watchdog()
         restored = self.best.held
         if restored:
             self.best.put_back()
@@ -474,19 +483,19 @@ class _Run:
             self.log({"kind": "restore", "epoch": best["best_epoch"], "step": best["best_step"], "message": text})
 
     def _log_steps(self, figures: Record) -> None:
-        """Logs which way steps go: what this process does, and no part of the run's history."""
+        """Logs whether this process captures its steps; such records are no part of the run's history."""
         self.progress.say(figures["message"])
         if self.runtime.is_main and self.log is not None:
             self.log({"kind": "steps", "epoch": self.at.epoch + 1, "step": self.at.step, **figures})
 
-    def _take_time(self) -> None:
+    def _pause_watchdog(self) -> None:
         """Pauses the watchdog before an evaluation, a save or a refresh of negatives."""
         if self.watchdog is not None:
             self.watchdog.pause()
 
     def settle(self) -> None:
-        """Checks all steps so far, updates rows that lag behind and makes ranks equal: fit for a checkpoint."""
-        self._take_time()
+        """Checks all steps so far, updates stale rows and makes ranks equal, ready for a checkpoint."""
+        self._pause_watchdog()
         self.forward.settle()
         self.ranks.settle()
         self.steps.settle()
@@ -506,7 +515,7 @@ class _Run:
         if self.checkpoints is not None:
             self.checkpoints.close()
 
-    def _keep(self, record: Record) -> None:
+    def _record(self, record: Record) -> None:
         self.at.history.append(record)
         if self.runtime.is_main:
             self.progress.show(record)

@@ -37,7 +37,7 @@ def require_matplotlib(remedy: str) -> None:
     """Checks that pictures can be drawn, before work is done for them.
 
     Args:
-        remedy: what to do where matplotlib cannot be installed, such as the flag that turns pictures off.
+        remedy: what to do if matplotlib cannot be installed, such as the flag that turns pictures off.
 
     Raises:
         ValueError: matplotlib is not installed.

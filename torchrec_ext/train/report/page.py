@@ -1,7 +1,7 @@
 """page(): one self-contained HTML file of cards with text, tables and pictures, for phones and desks, light and dark.
 
-Pictures are SVG, made here, so that a page needs no network, no script and no plotting library. Words stand beside
-bars and not inside of them: bars get narrower with the screen, and words do not.
+Pictures are SVG, written here, so a page needs no network, no script and no plotting library. Words are placed next to
+bars, not inside of them, because bars get narrower with the screen and words do not.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ ul, ol { margin: .2rem 0 .6rem; padding-left: 1.3rem; }
 _COLOURS = 8
 _MOST_POINTS = 400
 _HUGE = 1e30
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 360, 180, 46, 34  # of a chart, with the room of its axes
+_CHART_WIDTH, _CHART_HEIGHT, _LEFT, _BOTTOM = 360, 180, 46, 34  # of a chart, with the room of its axes
 
 
 def page(title: str, summary: str, cards: Iterable[str]) -> str:
-    """Returns a whole HTML page.
+    """Renders a complete HTML page.
 
     Args:
         title: title, as plain text.
@@ -88,30 +88,30 @@ def page(title: str, summary: str, cards: Iterable[str]) -> str:
 
 
 def card(title: str, *content: str, wide: bool = False) -> str:
-    """Returns a card of a page.
+    """Renders a card of a page.
 
     Args:
         title: heading, as HTML.
         content: HTML.
-        wide: whether it is as wide as the page.
+        wide: whether it takes the full width of the page.
     """
     return f'<section class="card{" wide" if wide else ""}"><h2>{title}</h2>{"".join(content)}</section>\n'
 
 
 def paragraph(text: str, kind: str = "") -> str:
-    """Returns plain text as a paragraph of a kind: ``muted`` or ``warning``."""
+    """Renders plain text as a paragraph of a kind: ``muted``, ``warning`` or ``conclusion``."""
     return f"<p{f' class={kind}' if kind else ''}>{escape(text)}</p>"
 
 
 def text_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Returns a table of plain texts."""
-    head = "".join(f"<th>{escape(each)}</th>" for each in headers)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(each)}</td>' for each in row)}</tr>" for row in rows)
+    """Renders a table of plain texts."""
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in headers)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 class Bar(NamedTuple):
-    """A bar of a lane, from ``start`` to ``end``; ``pale`` where it is uncertain."""
+    """A bar of a lane, from ``start`` to ``end``; ``pale`` if it is uncertain."""
 
     name: str
     start: float
@@ -125,7 +125,7 @@ class Lane:
 
     Args:
         name: words on its left.
-        spans: bars, on the scale that all lanes of a picture share.
+        spans: bars, on the common scale of all lanes of a picture.
         value: words on its right.
     """
 
@@ -135,23 +135,23 @@ class Lane:
 
 
 def stacked(name: str, parts: Mapping[str, float], value: str = "") -> Lane:
-    """Returns a lane of bars that follow each other, by name and length.
+    """Stacks bars, given by name and length, into one lane.
 
     Example:
         >>> stacked("rank 0", {"user": 2.0, "item": 1.0}).spans[1]
         Bar(name='item', start=2.0, end=3.0, pale=False)
     """
     spans, start = [], 0.0
-    for each, length in parts.items():
-        spans.append(Bar(each, start, start + length))
+    for part, length in parts.items():
+        spans.append(Bar(part, start, start + length))
         start += length
     return Lane(name=name, spans=spans, value=value)
 
 
 def lanes(rows: Sequence[Lane], caption: str = "") -> str:
-    """Returns a picture of lanes to one scale, and below it what its colours mean.
+    """Draws lanes on one scale, with a legend of the colours.
 
-    A span inside of another is drawn over it, and lower.
+    A span inside of another is drawn over it, at a smaller height.
 
     Args:
         rows: lanes.
@@ -160,42 +160,42 @@ def lanes(rows: Sequence[Lane], caption: str = "") -> str:
     end = max((span.end for row in rows for span in row.spans if math.isfinite(span.end)), default=0.0) or 1.0
     names = list(dict.fromkeys(span.name for row in rows for span in row.spans))
     colours = {name: f"var(--c{number % _COLOURS})" for number, name in enumerate(names)}
-    made = [
+    row_elements = [
         f'<div class="row"><span class="name">{escape(row.name)}</span>'
-        f'<svg viewBox="0 0 1000 20" preserveAspectRatio="none" role="img" aria-label="{escape(_spoken(row))}">'
+        f'<svg viewBox="0 0 1000 20" preserveAspectRatio="none" role="img" aria-label="{escape(_aria_label(row))}">'
         f"{''.join(_bars(row.spans, end, colours))}</svg>"
         f'<span class="value">{escape(row.value)}</span></div>'
         for row in rows
     ]
-    key = "".join(f'<li><i style="background: {colours[name]}"></i>{escape(name)}</li>' for name in names)
-    return f'<figure>{"".join(made)}<ul class="key">{key}</ul>{_caption(caption)}</figure>'
+    legend_items = "".join(f'<li><i style="background: {colours[name]}"></i>{escape(name)}</li>' for name in names)
+    return f'<figure>{"".join(row_elements)}<ul class="key">{legend_items}</ul>{_caption(caption)}</figure>'
 
 
-def _spoken(row: Lane) -> str:
+def _aria_label(row: Lane) -> str:
     return f"{row.name}: " + ", ".join(dict.fromkeys(span.name for span in row.spans[:8]))
 
 
 def _bars(spans: Sequence[Bar], end: float, colours: Mapping[str, str]) -> Iterable[str]:
-    drawn: list[Bar] = []
-    for span in sorted(spans, key=lambda each: each.start - each.end):
+    drawn_bars: list[Bar] = []
+    for span in sorted(spans, key=lambda other: other.start - other.end):
         if not (math.isfinite(span.start) and span.end > span.start):
             continue
-        inside = any(each.start <= span.start and span.end <= each.end for each in drawn)
-        top, height = (5, 10) if inside else (1, 18)
+        is_nested = any(other.start <= span.start and span.end <= other.end for other in drawn_bars)
+        top, height = (5, 10) if is_nested else (1, 18)
         x, width = 1000 * span.start / end, 1000 * (span.end - span.start) / end
         yield (
             f'<rect x="{x:.2f}" y="{top}" width="{max(width, 0.6):.2f}" height="{height}" fill="{colours[span.name]}"'
             f"{' opacity=' + chr(34) + '0.35' + chr(34) if span.pale else ''}><title>{escape(span.name)}</title></rect>"
         )
         if not span.pale:
-            drawn.append(span)
+            drawn_bars.append(span)
 
 
 def gains(rows: Sequence[tuple[str, tuple[float, float] | None, float | None]], caption: str = "") -> str:
-    """Returns a picture of speed-ups on one logarithmic scale: an interval as a bar, what came true as a line in it.
+    """Draws speed-ups on one logarithmic scale: the expected interval as a bar, the measured value as a line.
 
     Args:
-        rows: name, the interval that is expected, and what was measured; None where there is none.
+        rows: name, expected interval and measured value; None for a missing one.
         caption: what the picture shows, as plain text.
     """
     values = [value for _, gain, ratio in rows for value in (*(gain or ()), ratio) if value and math.isfinite(value)]
@@ -204,7 +204,7 @@ def gains(rows: Sequence[tuple[str, tuple[float, float] | None, float | None]], 
     def position(value: float) -> float:
         return 1000 * math.log(min(max(value, low), high) / low) / math.log(high / low)
 
-    made = []
+    row_elements = []
     for name, gain, ratio in rows:
         shapes = ""
         if gain is not None:
@@ -214,23 +214,23 @@ def gains(rows: Sequence[tuple[str, tuple[float, float] | None, float | None]], 
         if ratio is not None:
             x = min(position(ratio), 992)
             shapes += f'<rect x="{x:.2f}" y="0" width="8" height="20" fill="var(--c1)"><title>measured</title></rect>'
-        text = f"{_figure(gain[0])} to {_figure(gain[1])}x" if gain is not None else "not known"
+        text = f"{_short_number(gain[0])} to {_short_number(gain[1])}x" if gain is not None else "not known"
         if ratio is not None:
-            text += f", was {_figure(ratio)}x"
-        made.append(
+            text += f", was {_short_number(ratio)}x"
+        row_elements.append(
             f'<div class="row"><span class="name">{escape(name)}</span>'
             f'<svg viewBox="0 0 1000 20" preserveAspectRatio="none" role="img" aria-label="{escape(name)}: {text}">'
             f'{shapes}</svg><span class="value">{text}</span></div>'
         )
-    key = '<li><i style="background: var(--c0)"></i>expected</li>'
-    key += '<li><i style="background: var(--muted)"></i>as fast as now</li>'
+    legend_items = '<li><i style="background: var(--c0)"></i>expected</li>'
+    legend_items += '<li><i style="background: var(--muted)"></i>as fast as now</li>'
     if any(ratio is not None for _, _, ratio in rows):
-        key += '<li><i style="background: var(--c1)"></i>measured afterwards</li>'
-    return f'<figure>{"".join(made)}<ul class="key">{key}</ul>{_caption(caption)}</figure>'
+        legend_items += '<li><i style="background: var(--c1)"></i>measured afterwards</li>'
+    return f'<figure>{"".join(row_elements)}<ul class="key">{legend_items}</ul>{_caption(caption)}</figure>'
 
 
 class Curve(NamedTuple):
-    """A line of a chart through points (x, y), or these alone; ``dashed`` for what it is compared with."""
+    """A line of a chart through points (x, y): ``marked`` draws the points too, ``dashed`` is for a reference."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -239,7 +239,7 @@ class Curve(NamedTuple):
 
 
 def chart(curves: Sequence[Curve], *, x: str, log: bool = False, caption: str = "") -> str:
-    """Returns a chart of curves; points that are not finite are left out.
+    """Draws a chart of curves; points that are not finite are left out.
 
     Args:
         curves: lines.
@@ -247,47 +247,53 @@ def chart(curves: Sequence[Curve], *, x: str, log: bool = False, caption: str = 
         log: whether both axes are logarithmic; points must be above 0.
         caption: what the chart shows, as plain text.
     """
-    shown = [curve._replace(points=_thinned([p for p in curve.points if _drawable(p, log)])) for curve in curves]
-    points = [point for curve in shown for point in curve.points]
+    drawable_curves = [
+        curve._replace(points=_thin_out([p for p in curve.points if _drawable(p, log)])) for curve in curves
+    ]
+    points = [point for curve in drawable_curves for point in curve.points]
     if not points:
         return f"<figure>{_caption(caption or 'no figures')}</figure>"
     (left, right), (low, high) = (_range([point[axis] for point in points], log) for axis in (0, 1))
 
-    def placed(point: tuple[float, float]) -> tuple[float, float]:
+    def to_pixels(point: tuple[float, float]) -> tuple[float, float]:
         return (
-            _LEFT + (_WIDTH - _LEFT - 8) * _part(point[0], left, right, log),
-            _HEIGHT - _BOTTOM - (_HEIGHT - _BOTTOM - 10) * _part(point[1], low, high, log),
+            _LEFT + (_CHART_WIDTH - _LEFT - 8) * _fraction(point[0], left, right, log),
+            _CHART_HEIGHT - _BOTTOM - (_CHART_HEIGHT - _BOTTOM - 10) * _fraction(point[1], low, high, log),
         )
 
-    drawn = []
-    for value, label in _labelled(_ticks(low, high, log)):
-        _, y = placed((left, value))
-        drawn.append(f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH - 8}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        drawn.append(f'<text x="{_LEFT - 5}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
-    for value, label in _labelled(_ticks(left, right, log)):
-        x_of, _ = placed((value, low))
-        drawn.append(f'<text x="{x_of:.1f}" y="{_HEIGHT - _BOTTOM + 15}" text-anchor="middle">{label}</text>')
-    drawn.append(f'<text x="{(_LEFT + _WIDTH) / 2}" y="{_HEIGHT - 4}" text-anchor="middle">{escape(x)}</text>')
-    for number, curve in enumerate(shown):
-        drawn += _curve(curve, [placed(point) for point in curve.points], f"var(--c{number % _COLOURS})")
-    svg = f'<svg class="chart" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(caption)}">'
-    key = "".join(
+    elements = []
+    for value, label in _with_labels(_ticks(low, high, log)):
+        _, y = to_pixels((left, value))
+        elements.append(f'<line class="axis" x1="{_LEFT}" x2="{_CHART_WIDTH - 8}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        elements.append(f'<text x="{_LEFT - 5}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
+    for value, label in _with_labels(_ticks(left, right, log)):
+        x_pixel, _ = to_pixels((value, low))
+        elements.append(
+            f'<text x="{x_pixel:.1f}" y="{_CHART_HEIGHT - _BOTTOM + 15}" text-anchor="middle">{label}</text>'
+        )
+    elements.append(
+        f'<text x="{(_LEFT + _CHART_WIDTH) / 2}" y="{_CHART_HEIGHT - 4}" text-anchor="middle">{escape(x)}</text>'
+    )
+    for number, curve in enumerate(drawable_curves):
+        elements += _curve(curve, [to_pixels(point) for point in curve.points], f"var(--c{number % _COLOURS})")
+    svg = f'<svg class="chart" viewBox="0 0 {_CHART_WIDTH} {_CHART_HEIGHT}" role="img" aria-label="{escape(caption)}">'
+    legend_items = "".join(
         f'<li><i style="background: var(--c{number % _COLOURS})"></i>{escape(curve.name)}</li>'
-        for number, curve in enumerate(shown)
+        for number, curve in enumerate(drawable_curves)
         if curve.name
     )
-    named = f'<ul class="key">{key}</ul>' if key else ""
-    return f"<figure>{svg}{''.join(drawn)}</svg>{named}{_caption(caption)}</figure>"
+    legend = f'<ul class="key">{legend_items}</ul>' if legend_items else ""
+    return f"<figure>{svg}{''.join(elements)}</svg>{legend}{_caption(caption)}</figure>"
 
 
 def _curve(curve: Curve, points: Sequence[tuple[float, float]], colour: str) -> list[str]:
     marked = curve.marked or len(points) == 1
-    drawn = [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}"/>' for x, y in points if marked]
+    elements = [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}"/>' for x, y in points if marked]
     if len(points) > 1:
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         dashes = ' stroke-dasharray="5 4"' if curve.dashed else ""
-        drawn.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.8"{dashes}/>')
-    return drawn
+        elements.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.8"{dashes}/>')
+    return elements
 
 
 def _caption(text: str) -> str:
@@ -298,12 +304,12 @@ def _drawable(point: tuple[float, float], log: bool) -> bool:
     return all(abs(value) < _HUGE and (value > 1 / _HUGE or not log) for value in point)
 
 
-def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Returns as many points as a screen can show: means of neighbours."""
-    many = -(-len(points) // _MOST_POINTS)
-    if many <= 1:
+def _thin_out(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Replaces neighbouring points by their mean, down to the number a screen can show."""
+    points_per_mean = -(-len(points) // _MOST_POINTS)
+    if points_per_mean <= 1:
         return list(points)
-    blocks = [points[start : start + many] for start in range(0, len(points), many)]
+    blocks = [points[start : start + points_per_mean] for start in range(0, len(points), points_per_mean)]
     return [(sum(p[0] for p in block) / len(block), sum(p[1] for p in block) / len(block)) for block in blocks]
 
 
@@ -312,18 +318,18 @@ def _range(values: Sequence[float], log: bool) -> tuple[float, float]:
     if log:
         return (low, high) if high > low else (low / 2, 2 * high)
     if high - low <= 1e-9 * max(abs(low), abs(high), 1e-9):
-        # Half of the smallest float is 0, so a range around tiny values is one around 0.
+        # Half of the smallest float is 0, so tiny values get a range around 0 instead.
         margin = abs(low) / 2 if abs(low) > 1e-9 else 0.5
         return low - margin, high + margin
     return low, high
 
 
-def _part(value: float, low: float, high: float, log: bool) -> float:
+def _fraction(value: float, low: float, high: float, log: bool) -> float:
     return math.log(value / low) / math.log(high / low) if log else (value - low) / (high - low)
 
 
 def _ticks(low: float, high: float, log: bool) -> list[float]:
-    """Returns some round numbers of a range.
+    """Picks some round numbers in a range.
 
     Example:
         >>> _ticks(0.31, 0.69, False), _ticks(3, 20_000, True)
@@ -341,22 +347,22 @@ def _ticks(low: float, high: float, log: bool) -> list[float]:
     return [round(number * step, digits) for number in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def _labelled(ticks: Sequence[float]) -> list[tuple[float, str]]:
-    """Returns ticks with their labels, which have as many digits as tell neighbours apart.
+def _with_labels(ticks: Sequence[float]) -> list[tuple[float, str]]:
+    """Labels ticks, with enough digits to distinguish neighbours.
 
     Example:
         >>> _labelled([0.9985, 0.999, 0.9995]), _labelled([10_000, 20_000])
         ([(0.9985, '0.9985'), (0.999, '0.9990'), (0.9995, '0.9995')], [(10000, '10k'), (20000, '20k')])
     """
-    step = min((later - each for each, later in itertools.pairwise(ticks)), default=1.0)
+    step = min((later - earlier for earlier, later in itertools.pairwise(ticks)), default=1.0)
     digits = math.ceil(-math.log10(step) - 1e-6)
-    fixed = 0 < digits < 9 and max(map(abs, ticks)) < 10_000
-    labels = [f"{value:.{digits}f}" if fixed else _figure(value) for value in ticks]
+    fixed_point = 0 < digits < 9 and max(map(abs, ticks)) < 10_000
+    labels = [f"{value:.{digits}f}" if fixed_point else _short_number(value) for value in ticks]
     return list(zip(ticks, labels, strict=True))
 
 
-def _figure(value: float) -> str:
-    """Writes a number shortly.
+def _short_number(value: float) -> str:
+    """Formats a number in few characters.
 
     Example:
         >>> [_figure(value) for value in (0.6, 12_500, 3e6, 1.05, 2.5e9)]

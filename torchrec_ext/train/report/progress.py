@@ -26,25 +26,25 @@ from torchrec_ext.train.config import Record
 from torchrec_ext.train.report.figures import BLUE, RED, figure_with_panels, save_figure
 from torchrec_ext.train.report.page import Bar, Curve, Lane, card, chart, lanes, page, paragraph, stacked, text_table
 
-_TOGETHER = 32  # steps whose losses and weights are summed at once
-_MANY_RANKS = 64  # ranks from which on a record and a page no longer name each
+_STEPS_PER_SUM = 32  # steps to sum in one go: fewer small operations on the device
+_MOST_RANKS = 64  # a record and a page name each rank up to this number
 Item = TypeVar("Item")
 
 
 class _Sleep:
-    """Seconds in which the thread that made it neither computed nor stood in the queue for a core: it waited.
+    """Measures the seconds in which the current thread was blocked, neither running nor waiting for a core.
 
-    Where Linux' schedstat cannot be read, ``known`` is False.
+    If Linux' schedstat cannot be read, ``is_available`` is False.
     """
 
     def __init__(self, path: str = "/proc/thread-self/schedstat") -> None:
-        self.known = False
+        self.is_available = False
         try:
             self._file = os.open(path, os.O_RDONLY)
         except OSError:
             return
         weakref.finalize(self, os.close, self._file)
-        self.known = len(os.pread(self._file, 96, 0).split()) == 3
+        self.is_available = len(os.pread(self._file, 96, 0).split()) == 3
 
     def __call__(self) -> float:
         queued = int(os.pread(self._file, 96, 0).split()[1]) * 1e-9
@@ -54,10 +54,10 @@ class _Sleep:
 class Window:
     """The loss and rows since the last record, summed on the device so that no step waits for it.
 
-    It also counts the seconds in which this rank waited for its batches, and on several ranks of a CPU those in which
-    its thread slept otherwise: in collectives, until other ranks came and what they sent was there. What a thread reads
-    for that takes two microseconds. Several compute threads of a rank wait for each other too, and a save between two
-    steps waits for its files, which is counted alike.
+    It also counts the seconds of waiting for batches. On several ranks of a CPU it counts the other blocked seconds of
+    the thread too: in collectives, until the other ranks arrive and their data is there. Reading this clock takes two
+    microseconds. Two other waits are counted alike: compute threads of a rank wait for each other, and a save between
+    two steps waits for its files.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -65,42 +65,42 @@ class Window:
         self._sleep: _Sleep | None = None
         if runtime.world_size > 1 and runtime.device.type == "cpu":
             sleep = _Sleep()
-            self._sleep = sleep if sleep.known else None
+            self._sleep = sleep if sleep.is_available else None
         self._reset()
 
     def restart(self) -> None:
-        """Forgets what was added since the last record."""
+        """Discards the sums since the last record."""
         self._reset()
 
     @property
     def sums(self) -> Tensor:
-        """This rank's sums since the last record, (3,) float64, which a checkpoint keeps and restores."""
-        self._take_up()
+        """This rank's sums since the last record, (3,) float64; a checkpoint saves and restores them."""
+        self._add_steps()
         return self._sums
 
     def _reset(self) -> None:
         self._steps: list[tuple[Tensor, Tensor]] = []
         self._sums = torch.zeros(3, dtype=torch.float64, device=self._runtime.device)
-        self._start, self._waited = time.perf_counter(), 0.0
-        self._slept = -self._sleep() if self._sleep is not None else 0.0
+        self._start, self._data_wait_s = time.perf_counter(), 0.0
+        self._sleep_s = -self._sleep() if self._sleep is not None else 0.0
 
     def fetch(self, batches: Iterator[Item]) -> Item | None:
-        """Returns the next batch, None after the last, and counts the seconds until it was there."""
+        """Returns the next batch, None after the last, and counts the seconds of waiting for it."""
         slept = self._sleep() if self._sleep is not None else 0.0
         start = time.perf_counter()
         batch = next(batches, None)
-        self._waited += time.perf_counter() - start
+        self._data_wait_s += time.perf_counter() - start
         if self._sleep is not None:
-            self._slept -= self._sleep() - slept
+            self._sleep_s -= self._sleep() - slept
         return batch
 
     def add(self, loss: Tensor, weights: Tensor) -> None:
         """Adds a step: its loss, (), and the weights of its rows, (B,)."""
         self._steps.append((loss.detach(), weights))
-        if len(self._steps) == _TOGETHER:
-            self._take_up()
+        if len(self._steps) == _STEPS_PER_SUM:
+            self._add_steps()
 
-    def _take_up(self) -> None:
+    def _add_steps(self) -> None:
         if not self._steps:
             return
         losses, weights = zip(*self._steps, strict=True)
@@ -111,19 +111,19 @@ class Window:
     def record(self, epoch: int, step: int) -> dict[str, Any]:
         """Returns the mean loss over ranks and steps, the rows of all ranks per second of this one, and ``data_wait``.
 
-        The latter is the share of the time in which the rank that waited longest for its batches did so. On several
-        ranks of a CPU also ``ranks_wait``, the mean share of their time in collectives, and ``waits``, for each of up
-        to 64 ranks its share of waits for batches and in collectives.
+        ``data_wait`` is the share of time spent waiting for batches, on the rank that waited longest. Several ranks of
+        a CPU add ``ranks_wait``, the mean share of their time in collectives, and ``waits``: for each of up to 64 ranks
+        its share of waits for batches and of waits in collectives.
         """
-        slept = self._slept + self._sleep() if self._sleep is not None else -1.0
-        local = torch.cat([self.sums, self.sums.new_tensor([self._waited, slept])])
+        slept = self._sleep_s + self._sleep() if self._sleep is not None else -1.0
+        local = torch.cat([self.sums, self.sums.new_tensor([self._data_wait_s, slept])])
         ranks = [torch.zeros_like(local) for _ in range(self._runtime.world_size)]
         dist.all_gather(ranks, local)
         by_rank = torch.stack(ranks).cpu()
         seconds = time.perf_counter() - self._start
         losses = (by_rank[:, 0] / by_rank[:, 1]).tolist()
         waits = (by_rank[:, 3:] / seconds).clamp(0, 1).tolist()
-        known = self._runtime.world_size > 1 and float(by_rank[:, 4].min()) > -0.5
+        waits_known = self._runtime.world_size > 1 and float(by_rank[:, 4].min()) > -0.5
         self._reset()
         return {
             "kind": "train",
@@ -133,30 +133,30 @@ class Window:
             "rows": int(by_rank[:, 2].sum()),
             "rows_per_s": float(by_rank[:, 2].sum()) / seconds,
             "data_wait": float(by_rank[:, 3].max()) / seconds,
-            **(_ranks_wait(waits) if known else {}),
+            **(_ranks_wait(waits) if waits_known else {}),
         }
 
 
 def _ranks_wait(waits: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """Returns what a record says of the ranks' waits: for each its share for batches and in collectives."""
+    """Returns a record's entries about waits: the mean share in collectives, and each rank's two shares."""
     shares = [[round(data, 4), round(min(ranks, 1 - data), 4)] for data, ranks in waits]
     mean = sum(ranks for _, ranks in shares) / len(shares)
-    return {"ranks_wait": mean, **({"waits": shares} if len(shares) <= _MANY_RANKS else {})}
+    return {"ranks_wait": mean, **({"waits": shares} if len(shares) <= _MOST_RANKS else {})}
 
 
 def time_shares(records: Sequence[Record]) -> dict[str, float]:
     """Returns the shares of the steps' time over a run, from its records of kind ``train``.
 
     Returns:
-        ``data``: waiting for batches, the mean of the ranks where it is known of each, else on the rank that waited
-        longest; ``ranks``: in collectives, the mean of the ranks, where it was measured; ``compute``: the rest.
+        ``data``: waiting for batches, the mean of the ranks if it is known for each, else on the rank that waited
+        longest; ``ranks``: in collectives, the mean of the ranks, if it was measured; ``compute``: the rest.
 
     Example:
         >>> time_shares([{"kind": "train", "rows": 8, "rows_per_s": 4.0, "data_wait": 0.25}])
         {'data': 0.25, 'compute': 0.75}
     """
     records = [record for record in records if record["kind"] == "train" and record.get("rows_per_s")]
-    data = _over_time(records, [record.get("data_wait", 0.0) for record in records])
+    data = _mean_over_time(records, [record.get("data_wait", 0.0) for record in records])
     measured = [record for record in records if "ranks_wait" in record]
     if not measured:
         return {"data": data, "compute": 1 - data}
@@ -164,30 +164,34 @@ def time_shares(records: Sequence[Record]) -> dict[str, float]:
     if by_rank:
         data, ranks = (sum(shares) / len(by_rank) for shares in zip(*by_rank, strict=True))
     else:
-        ranks = _over_time(measured, [record["ranks_wait"] for record in measured])
+        ranks = _mean_over_time(measured, [record["ranks_wait"] for record in measured])
     return {"data": data, "ranks": ranks, "compute": max(0.0, 1 - data - ranks)}
 
 
 def rank_shares(records: Sequence[Record]) -> list[tuple[float, float]]:
-    """Returns each rank's shares of the steps' time: waiting for batches, and in collectives; empty where unknown."""
+    """Returns each rank's shares of the steps' time: waiting for batches, and in collectives; empty if unknown."""
     records = [record for record in records if record["kind"] == "train" and "waits" in record]
     ranks = {len(record["waits"]) for record in records}
-    if len(ranks) != 1:  # a run that went on with another number of ranks
+    if len(ranks) != 1:  # the run was resumed on another number of ranks
         return []
     return [
         (
-            _over_time(records, [record["waits"][rank][0] for record in records]),
-            _over_time(records, [record["waits"][rank][1] for record in records]),
+            _mean_over_time(records, [record["waits"][rank][0] for record in records]),
+            _mean_over_time(records, [record["waits"][rank][1] for record in records]),
         )
         for rank in range(ranks.pop())
     ]
 
 
-def _over_time(records: Sequence[Record], shares: Sequence[float]) -> float:
-    """Returns the mean of shares, each of its record's seconds."""
+def _mean_over_time(records: Sequence[Record], shares: Sequence[float]) -> float:
+    """Returns the mean of shares, weighted by the seconds of their records."""
     seconds = [record["rows"] / record["rows_per_s"] for record in records]
-    whole = sum(seconds)
-    return sum(share * each for share, each in zip(shares, seconds, strict=True)) / whole if whole else 0.0
+    total = sum(seconds)
+    return (
+        sum(share * record_seconds for share, record_seconds in zip(shares, seconds, strict=True)) / total
+        if total
+        else 0.0
+    )
 
 
 class Progress:
@@ -202,7 +206,7 @@ class Progress:
 
     @property
     def first(self) -> bool:
-        """Whether this process has made one step."""
+        """Whether this process has made exactly one step."""
         return self._steps == 1
 
     def advance(self) -> None:
@@ -223,7 +227,7 @@ class Progress:
             print(f"epoch {record['epoch']}, step {record['step']} of {self._total}: {figures}", flush=True)
 
     def say(self, text: str) -> None:
-        """Prints a line beside the bar, on rank 0 alone."""
+        """Prints a line above the bar, on rank 0 only."""
         if self._visible:
             tqdm.write(text)
             sys.stdout.flush()
@@ -241,18 +245,17 @@ def _readable(name: str, value: float) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """Facts about a run that its page shows beside the records.
+    """Facts about a run, shown on its page in addition to the records.
 
     Args:
         title: what was trained on what.
         notes: lines of text, such as a warning.
-        plan: tables, each with its name and the bytes that each rank holds, by rank.
+        plan: tables, each with its name and its bytes by rank.
         memory: peak memory of each rank in MiB.
-        outside: share of the run's time in evaluations, saves and what else is no step; None where unknown.
-        test: figures on the test rows by name: the model's first, then the baseline's and those of further baselines,
-            by the name of each.
+        outside: share of the run's time outside of steps, such as in evaluations and saves; None if unknown.
+        test: figures on the test rows by name: the model's first, then those of each baseline, by its name.
         settings: the most used settings of the run.
-        commands: commands that a reader may run next, by what they do.
+        commands: commands to run next, by their purpose.
     """
 
     title: str = "a run"
@@ -273,7 +276,7 @@ REPORT = "report.html"
 
 
 class RunFolder:
-    """A folder that one rank writes.
+    """The folder of a run, written by one rank.
 
     Args:
         path: folder, created if missing.
@@ -281,7 +284,7 @@ class RunFolder:
         replace: write over another run in the folder, as a restarted rank does with its own.
 
     Attributes:
-        facts: what ``report.html`` shows beside the records, to be replaced when it is known.
+        facts: what ``report.html`` shows in addition to the records; replace it once more is known.
 
     Raises:
         RunFolderError: the folder cannot be made or written to, or holds another run.
@@ -313,7 +316,7 @@ class RunFolder:
         for name, value in record.items():
             if isinstance(value, float):
                 self._events.add_scalar(f"{record['kind']}/{name}", value, record["step"])
-        if record["kind"] == "error":  # the run is about to end, and whoever drives it may not come back here
+        if record["kind"] == "error":  # the run is about to end, and its caller may not close the folder
             self.close()
 
     def write(self, name: str, text: str) -> None:
@@ -337,11 +340,11 @@ class RunFolder:
 
 
 def conclusion(records: Sequence[Record], test: Mapping[str, Mapping[str, float]] | None) -> str:
-    """Says in a line how good the model is by its main figure, against each baseline, and which epoch was best.
+    """Summarises a run in a line: the main figure, its comparison with each baseline, and the best epoch.
 
     Args:
         records: records of the run.
-        test: figures on the test rows, as of :class:`RunFacts`.
+        test: figures on the test rows, as in :class:`RunFacts`.
 
     Example:
         >>> test = {"this model": {"hr@10": 0.2495}, "popularity": {"hr@10": 0.048}, "ease": {"hr@10": 0.259}}
@@ -353,8 +356,8 @@ def conclusion(records: Sequence[Record], test: Mapping[str, Mapping[str, float]
         figures, *others = test.values()
         name = main_figure(figures)
         comparisons = [
-            _compared(name, figures[name], baseline[name], of)
-            for of, baseline in zip(list(test)[1:], others, strict=True)
+            _comparison(name, figures[name], baseline[name], baseline_name)
+            for baseline_name, baseline in zip(list(test)[1:], others, strict=True)
             if name in baseline
         ]
         parts.append(f"{name} {figures[name]:.4f}{': ' if comparisons else ''}{', '.join(comparisons)}")
@@ -365,7 +368,7 @@ def conclusion(records: Sequence[Record], test: Mapping[str, Mapping[str, float]
 
 
 def main_figure(figures: Mapping[str, float]) -> str:
-    """Returns the name of the figure that a conclusion is about: of a ranking, else the area under the curve.
+    """Returns the name of the main figure: the first of a ranking, else the area under the curve.
 
     Example:
         >>> main_figure({"auc": 0.9, "hr@10": 0.2}), main_figure({"log_loss": 0.3, "auc": 0.9})
@@ -383,23 +386,23 @@ def best_evaluation(records: Sequence[Record]) -> Record | None:
     if not figures:
         return None
     name = main_figure(figures)
-    sign = -1 if _falls(name) else 1
+    sign = -1 if _is_better_lower(name) else 1
     return max((record for record in evaluations if name in record), key=lambda record: sign * record[name])
 
 
-def _compared(name: str, value: float, other: float, of: str) -> str:
+def _comparison(name: str, value: float, other: float, baseline_name: str) -> str:
     if value == other:
         relation = "equal to"
     elif "@" in name and 0 < 2 * other <= value:
         relation = f"{value / other:.1f}x"
-    elif _falls(name):
+    elif _is_better_lower(name):
         relation = "better than" if value < other else "worse than"
     else:
         relation = "above" if value > other else "below"
-    return f"{relation} {of} {other:.4f}"
+    return f"{relation} {baseline_name} {other:.4f}"
 
 
-def _falls(name: str) -> bool:
+def _is_better_lower(name: str) -> bool:
     """Whether a figure is better when it is lower."""
     return name.endswith(("loss", "rmse"))
 
@@ -411,7 +414,7 @@ def draw_training(
     baseline_name: str = "popularity",
     title: str = "",
 ) -> None:
-    """Draws the loss over steps, and beside it one panel per evaluated figure, with a line at the best epoch."""
+    """Draws the loss over steps, and one panel per evaluated figure with a line at the best epoch."""
     train = [record for record in records if record["kind"] == "train"]
     evaluations = [record for record in records if record["kind"] == "eval"]
     names = [name for name, value in (evaluations[-1] if evaluations else {}).items() if isinstance(value, float)]
@@ -436,10 +439,10 @@ def draw_training(
 def run_page(
     records: Sequence[Record], facts: RunFacts, baselines: Mapping[str, float], baseline_name: str = "popularity"
 ) -> str:
-    """Returns a run as one HTML page, see :func:`page`: its records from the first step on, and its facts.
+    """Renders a run as one HTML page, see :func:`page`: its records from the first step on, and its facts.
 
     Args:
-        records: records of the run, also those of earlier attempts that it was resumed from.
+        records: records of the run, including those before a resume.
         facts: what else is known.
         baselines: figures by name on the same held-out rows, drawn as dashed lines.
         baseline_name: name of these figures.
@@ -492,7 +495,7 @@ def _time_picture(train: Sequence[Record], facts: RunFacts) -> str:
         x="step",
         caption="rows a second, over all ranks",
     )
-    if not all("data_wait" in record for record in train):  # those of a stack of networks do not know
+    if not all("data_wait" in record for record in train):  # records of a stack of networks lack it
         return rates
     shares = time_shares(train)
     names = {"data": "waiting for data", "ranks": "in collectives", "compute": "computing"}
@@ -518,29 +521,29 @@ def _time_picture(train: Sequence[Record], facts: RunFacts) -> str:
 
 
 def _plan_picture(plan: Sequence[tuple[str, Mapping[int, float]]]) -> str:
-    """Returns the bytes of tables on each rank, to scale; the largest have names and colours."""
+    """Draws the bytes of tables on each rank, to scale; the largest have names and colours."""
     by_size = sorted(plan, key=lambda each: -sum(each[1].values()))
-    shown, rest = by_size[:7], by_size[7:]
+    largest, smaller = by_size[:7], by_size[7:]
     ranks = sorted({rank for _, shards in plan for rank in shards})
     rows = []
-    for rank in ranks[:_MANY_RANKS]:
-        sizes = {name: shards[rank] / 2**20 for name, shards in shown if rank in shards}
-        others = sum(shards.get(rank, 0.0) for _, shards in rest) / 2**20
+    for rank in ranks[:_MOST_RANKS]:
+        sizes = {name: shards[rank] / 2**20 for name, shards in largest if rank in shards}
+        others = sum(shards.get(rank, 0.0) for _, shards in smaller) / 2**20
         if others:
-            sizes[f"{len(rest)} smaller tables"] = others
+            sizes[f"{len(smaller)} smaller tables"] = others
         rows.append(stacked(f"rank {rank}", sizes, f"{sum(sizes.values()):,.2f} MiB"))
     text = "tables over ranks, to scale"
-    if len(ranks) > _MANY_RANKS:
-        text += f"; {len(ranks) - _MANY_RANKS} more ranks are left out"
+    if len(ranks) > _MOST_RANKS:
+        text += f"; {len(ranks) - _MOST_RANKS} more ranks are left out"
     return lanes(rows, text)
 
 
 def _memory_picture(memory: Sequence[float]) -> str:
     rows = [
         Lane(name=f"rank {rank}", spans=[Bar("peak memory", 0, size)], value=f"{size:,.0f} MiB")
-        for rank, size in enumerate(memory[:_MANY_RANKS])
+        for rank, size in enumerate(memory[:_MOST_RANKS])
     ]
-    more = f"; {len(memory) - _MANY_RANKS} more ranks are left out" if len(memory) > _MANY_RANKS else ""
+    more = f"; {len(memory) - _MOST_RANKS} more ranks are left out" if len(memory) > _MOST_RANKS else ""
     return lanes(rows, f"the most that each rank's process took{more}")
 
 

@@ -1,8 +1,8 @@
 """StepTrace: torch.profiler over some steps of training, on every rank at once, gathered into a Timeline.
 
-RankSpans: the times at which one rank computed and exchanged, read from torch.profiler's trace.
+RankSpans: the intervals in which one rank computed or exchanged, read from torch.profiler's trace.
 
-Timeline: the traces of all ranks on one clock: a Chrome trace with a row for each, a picture, and how much ran at once.
+Timeline: the traces of all ranks on one clock, as a Chrome trace, a picture, and shares of simultaneous work.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from torchrec_ext.distributed.runtime import Runtime
 
 Interval = tuple[float, float]
 Event = dict[str, Any]
-TOWER = "tower "  # before a tower's name, in the trace
+TOWER = "tower "  # prefix of a tower's name in the trace
 _BACKWARD = "autograd::engine::evaluate_function: "
-# What computes. An autograd function of TorchRec's that waits for an exchange is an operator too, but calls these when
-# it computes.
+# Operators that compute. TorchRec's autograd functions that wait for an exchange are operators too, but these call the
+# ones below to compute.
 _COMPUTING = ("aten::", "fbgemm::")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankSpans:
-    """The times at which one rank computed and exchanged, as intervals in microseconds of one clock.
+    """The intervals in which one rank computed or exchanged, in microseconds of one clock.
 
     Args:
         forward: forward passes of each tower, waits included.
         backward: backward passes of each tower.
-        busy: intervals in which an operator computed; on a GPU, in which a kernel ran.
-        exchange: intervals in which a collective was under way, waits for other ranks included.
+        busy: intervals with a computing operator; on a GPU, with a running kernel.
+        exchange: intervals of collectives, including waits for other ranks.
     """
 
     forward: Mapping[str, Sequence[Interval]]
@@ -53,7 +53,7 @@ class RankSpans:
     exchange: Sequence[Interval]
 
     def towers(self) -> dict[str, list[Interval]]:
-        """Returns the intervals in which each tower computed."""
+        """Returns each tower's intervals of computing."""
         names = dict.fromkeys([*self.forward, *self.backward])
         return {
             name: both(self.busy, union([*self.forward.get(name, ()), *self.backward.get(name, ())])) for name in names
@@ -61,7 +61,7 @@ class RankSpans:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Merges intervals that overlap or touch; returns them in order.
+    """Merges overlapping and touching intervals; returns them in order.
 
     Example:
         >>> union([(3, 5), (0, 2), (1, 3)]), union([(0, 1), (4, 4)])
@@ -79,43 +79,46 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def at_least(count: int, sets: Sequence[Sequence[Interval]]) -> list[Interval]:
-    """Returns the times at which ``count`` or more sets have an interval; those of one set do not overlap.
+    """Returns the times covered by ``count`` or more sets of intervals; intervals of one set must not overlap.
 
     Example:
         >>> at_least(2, [[(0, 4)], [(1, 2), (3, 6)], [(5, 7)]])
         [(1, 2), (3, 4), (5, 6)]
     """
-    changes = sorted(
-        (moment, step) for intervals in sets for start, stop in intervals for moment, step in ((start, 1), (stop, -1))
+    edges = sorted(
+        (moment, change)
+        for intervals in sets
+        for start, stop in intervals
+        for moment, change in ((start, 1), (stop, -1))
     )
-    result, level, since = [], 0, 0.0
-    for moment, step in changes:
-        if level < count <= level + step:
-            since = moment
-        elif level + step < count <= level:
-            result.append((since, moment))
-        level += step
+    result, level, level_start = [], 0, 0.0
+    for moment, change in edges:
+        if level < count <= level + change:
+            level_start = moment
+        elif level + change < count <= level:
+            result.append((level_start, moment))
+        level += change
     return union(result)
 
 
 def both(first: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """Returns the times at which both have an interval."""
+    """Returns the times covered by both sets."""
     return at_least(2, [first, other])
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Returns the sum of the lengths of intervals that do not overlap."""
+    """Sums the lengths of intervals; these must not overlap."""
     return sum(stop - start for start, stop in intervals)
 
 
 def overlap(ranks: Sequence[RankSpans]) -> dict[str, float]:
-    """Returns how much ran at the same time, as shares of 0 to 1.
+    """Measures simultaneous work, as shares of 0 to 1.
 
     Returns:
-        ``ranks_in_towers``: the share of the time in which some rank computed in a tower, in which two or more did.
-        ``towers_at_once``: the share of that time in which two different towers or more were computed, on any ranks.
-        ``exchange_hidden``: the share of the time of a rank's exchanges in which the rank computed. Shares of no time
-        are left out.
+        ``ranks_in_towers``: of the time with some rank computing in a tower, the share with two or more such ranks.
+        ``towers_at_once``: of the same time, the share with two or more different towers, on any ranks.
+        ``exchange_hidden``: of the time of a rank's exchanges, the share in which the rank computed. A share of no time
+        is left out.
     """
     towers = [rank.towers() for rank in ranks]
     by_rank = [union(interval for spans in rank.values() for interval in spans) for rank in towers]
@@ -125,40 +128,46 @@ def overlap(ranks: Sequence[RankSpans]) -> dict[str, float]:
     parts = {
         "ranks_in_towers": (length(at_least(2, by_rank)), length(at_least(1, by_rank))),
         "towers_at_once": (length(at_least(2, by_tower)), length(at_least(1, by_tower))),
-        "exchange_hidden": (sum(hidden for _, hidden in exchanges), sum(whole for whole, _ in exchanges)),
+        "exchange_hidden": (sum(hidden for _, hidden in exchanges), sum(total for total, _ in exchanges)),
     }
-    return {name: share / whole for name, (share, whole) in parts.items() if whole}
+    return {name: share / total for name, (share, total) in parts.items() if total}
 
 
 def read_spans(events: Iterable[Event], shift: float = 0.0) -> RankSpans:
-    """Reads the spans of one rank's trace events, moved by ``shift`` microseconds.
+    """Reads the spans of one rank's trace events, and adds ``shift`` microseconds.
 
     A tower's backward is found by autograd's sequence numbers: a backward node has the number of the operator that made
-    it. On a GPU the spans of a tower are those of the kernels that were launched in them.
+    it. On a GPU a tower's spans are those of the kernels launched by it.
     """
-    done = [event for event in events if event.get("ph") == "X"]
-    calls = [event for event in done if event["name"].startswith(TOWER) and event.get("cat") == "user_annotation"]
+    complete_events = [event for event in events if event.get("ph") == "X"]
+    calls = [
+        event for event in complete_events if event["name"].startswith(TOWER) and event.get("cat") == "user_annotation"
+    ]
     forward: dict[str, list[Interval]] = {}
     for event in calls:
         forward.setdefault(event["name"].removeprefix(TOWER), []).append(_interval(event))
-    backward = _backward(done, calls)
-    kernels = [event for event in done if event.get("cat") == "kernel"]
-    collectives = [event for event in done if event["name"].startswith(("gloo:", "nccl"))]
-    computing = [event for event in done if event.get("cat") == "cpu_op" and event["name"].startswith(_COMPUTING)]
+    backward = _backward(complete_events, calls)
+    kernels = [event for event in complete_events if event.get("cat") == "kernel"]
+    collectives = [event for event in complete_events if event["name"].startswith(("gloo:", "nccl"))]
+    computing = [
+        event for event in complete_events if event.get("cat") == "cpu_op" and event["name"].startswith(_COMPUTING)
+    ]
     if kernels:
         computing = [event for event in kernels if not event["name"].startswith("nccl")]
-        launched = {
-            e["args"]["correlation"]: float(e["ts"]) for e in done if e.get("cat") in ("cuda_runtime", "cuda_driver")
+        launch_times = {
+            e["args"]["correlation"]: float(e["ts"])
+            for e in complete_events
+            if e.get("cat") in ("cuda_runtime", "cuda_driver")
         }
         forward, backward = (
-            {name: _launched_in(spans, computing, launched) for name, spans in by_tower.items()}
+            {name: _launched_in(spans, computing, launch_times) for name, spans in by_tower.items()}
             for by_tower in (forward, backward)
         )
     return RankSpans(
-        forward={name: _later(spans, shift) for name, spans in forward.items()},
-        backward={name: _later(spans, shift) for name, spans in backward.items()},
-        busy=_later(union(map(_interval, computing)), shift),
-        exchange=_later(union(map(_interval, collectives)), shift),
+        forward={name: _shift(spans, shift) for name, spans in forward.items()},
+        backward={name: _shift(spans, shift) for name, spans in backward.items()},
+        busy=_shift(union(map(_interval, computing)), shift),
+        exchange=_shift(union(map(_interval, collectives)), shift),
     )
 
 
@@ -166,59 +175,61 @@ def _interval(event: Event) -> Interval:
     return event["ts"], event["ts"] + event["dur"]
 
 
-def _later(intervals: Iterable[Interval], shift: float) -> list[Interval]:
+def _shift(intervals: Iterable[Interval], shift: float) -> list[Interval]:
     return [(start + shift, stop + shift) for start, stop in intervals]
 
 
 def _launched_in(
-    intervals: Iterable[Interval], kernels: Iterable[Event], launched: Mapping[int, float]
+    intervals: Iterable[Interval], kernels: Iterable[Event], launch_times: Mapping[int, float]
 ) -> list[Interval]:
-    """Returns the times of the kernels that were launched in the intervals."""
+    """Returns the running times of the kernels launched in the intervals."""
     spans = union(intervals)
     starts = [start for start, _ in spans]
     result = []
     for kernel in kernels:
-        time = launched.get(kernel["args"]["correlation"])
-        index = -1 if time is None else bisect.bisect_right(starts, time) - 1
-        if time is not None and index >= 0 and time <= spans[index][1]:
+        launch_time = launch_times.get(kernel["args"]["correlation"])
+        index = -1 if launch_time is None else bisect.bisect_right(starts, launch_time) - 1
+        if launch_time is not None and index >= 0 and launch_time <= spans[index][1]:
             result.append(_interval(kernel))
     return union(result)
 
 
-def _backward(done: Sequence[Event], calls: Sequence[Event]) -> dict[str, list[Interval]]:
-    """Returns each tower's intervals from first to last backward node without another tower's in between."""
-    made = _makers(done, calls)
-    nodes = sorted((e for e in done if e["name"].startswith(_BACKWARD)), key=lambda event: float(event["ts"]))
+def _backward(complete_events: Sequence[Event], calls: Sequence[Event]) -> dict[str, list[Interval]]:
+    """Returns each tower's intervals of consecutive backward nodes, unbroken by another tower's."""
+    tower_of_node = _towers_of_nodes(complete_events, calls)
+    nodes = sorted(
+        (e for e in complete_events if e["name"].startswith(_BACKWARD)), key=lambda event: float(event["ts"])
+    )
     result: dict[str, list[Interval]] = {}
-    before = None
+    tower_before = None
     for event in nodes:
-        tower = made.get(event.get("args", {}).get("Sequence number"), "")
+        tower = tower_of_node.get(event.get("args", {}).get("Sequence number"), "")
         start, stop = _interval(event)
-        if tower and tower == before:
+        if tower and tower == tower_before:
             result[tower][-1] = (result[tower][-1][0], stop)
         elif tower:
             result.setdefault(tower, []).append((start, stop))
         # A node without an operator of the forward, such as one that adds up a parameter's gradient, belongs to its
         # neighbours.
-        before = before if event.get("args", {}).get("Sequence number") not in made else tower
+        tower_before = tower_before if event.get("args", {}).get("Sequence number") not in tower_of_node else tower
     return result
 
 
-def _makers(done: Sequence[Event], calls: Sequence[Event]) -> dict[int, str]:
-    """Maps sequence numbers to the tower in whose forward the operator ran, '' for none.
+def _towers_of_nodes(complete_events: Sequence[Event], calls: Sequence[Event]) -> dict[int, str]:
+    """Maps the sequence number of each operator to its tower in the forward, '' for none.
 
-    Operators before it that make no node, and those around it, carry the number too: the last that begins counts.
+    Earlier operators that make no node, and enclosing operators, have the same number: the last to begin counts.
     """
     order = sorted(calls, key=lambda event: float(event["ts"]))
     starts = [event["ts"] for event in order]
     last: dict[int, Event] = {}
-    for event in done:
+    for event in complete_events:
         arguments = event.get("args", {})
         if arguments.get("Fwd thread id") == 0 and not event["name"].startswith(_BACKWARD):
-            known = last.get(arguments["Sequence number"])
-            if known is None or known["ts"] <= event["ts"]:
+            latest = last.get(arguments["Sequence number"])
+            if latest is None or latest["ts"] <= event["ts"]:
                 last[arguments["Sequence number"]] = event
-    made = {}
+    tower_of_node = {}
     for number, event in last.items():
         index = bisect.bisect_right(starts, event["ts"]) - 1
         inside = (
@@ -226,8 +237,8 @@ def _makers(done: Sequence[Event], calls: Sequence[Event]) -> dict[int, str]:
             and event["ts"] <= order[index]["ts"] + order[index]["dur"]
             and event["tid"] == order[index]["tid"]
         )
-        made[number] = order[index]["name"].removeprefix(TOWER) if inside else ""
-    return made
+        tower_of_node[number] = order[index]["name"].removeprefix(TOWER) if inside else ""
+    return tower_of_node
 
 
 JSON_NAME, PICTURE_NAME = "timeline.json", "timeline.png"
@@ -236,7 +247,7 @@ _EXCHANGE, _BUSY = "#8a8a8a", "#b9c4cf"
 
 @dataclass(frozen=True, kw_only=True)
 class RankTrace:
-    """The trace that torch.profiler wrote on one rank.
+    """The trace of torch.profiler on one rank.
 
     Args:
         host: name of the rank's host.
@@ -259,7 +270,7 @@ class Timeline:
 
     @cached_property
     def shifts(self) -> list[float]:
-        """The microseconds to add to each rank's times, which then count on rank 0's clock from the earliest event."""
+        """The microseconds to add to each rank's times, for rank 0's clock with the earliest event at 0."""
         bases = [rank.trace["baseTimeNanoseconds"] for rank in self.ranks]
         shifts = [(base - bases[0]) / 1e3 - rank.ahead_us for base, rank in zip(bases, self.ranks, strict=True)]
         first = min(
@@ -279,26 +290,26 @@ class Timeline:
         ]
 
     def figures(self) -> dict[str, float]:
-        """The shares of what ran at the same time, see :func:`overlap`."""
+        """Returns the shares of simultaneous work, see :func:`overlap`."""
         return overlap(self.spans)
 
     def merged(self) -> dict[str, Any]:
-        """Returns one Chrome trace: a process for each rank, with the towers' spans in a row above its threads."""
+        """Merges the ranks into one Chrome trace: a process per rank, with its towers' spans above its threads."""
         events: list[Event] = []
         for number, (rank, shift, spans) in enumerate(zip(self.ranks, self.shifts, self.spans, strict=True)):
             events += [
-                _meta("process_name", number, 0, name=f"rank {number} on {rank.host}"),
-                _meta("process_sort_index", number, 0, sort_index=number),
-                _meta("thread_name", number, 0, name="towers"),
-                _meta("thread_sort_index", number, 0, sort_index=-1),
+                _metadata_event("process_name", number, 0, name=f"rank {number} on {rank.host}"),
+                _metadata_event("process_sort_index", number, 0, sort_index=number),
+                _metadata_event("thread_name", number, 0, name="towers"),
+                _metadata_event("thread_sort_index", number, 0, sort_index=-1),
             ]
-            for way, by_tower in (("forward", spans.forward), ("backward", spans.backward)):
+            for direction, by_tower in (("forward", spans.forward), ("backward", spans.backward)):
                 for tower, intervals in by_tower.items():
-                    events += [_span(f"{tower} {way}", number, interval) for interval in intervals]
+                    events += [_tower_event(f"{tower} {direction}", number, interval) for interval in intervals]
             events += [
-                _moved(event, number, shift)
+                _shift_event(event, number, shift)
                 for event in rank.trace["traceEvents"]
-                if _is_work(event) or _names_thread(event)
+                if _is_work(event) or _is_thread_name(event)
             ]
         clocks = [{"rank": n, "ahead_us": r.ahead_us, "error_us": r.error_us} for n, r in enumerate(self.ranks)]
         return {"traceEvents": events, "displayTimeUnit": "ms", "clocks": clocks, "overlap": self.figures()}
@@ -309,7 +320,7 @@ class Timeline:
         self.draw(folder / PICTURE_NAME)
 
     def draw(self, path: Path) -> None:
-        """Draws for each rank a band of forwards, one of backwards and one of exchanges, light where they wait."""
+        """Draws bands of forwards, backwards, exchanges and all operators for each rank; waits are pale."""
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
 
@@ -342,7 +353,7 @@ def _is_work(event: Event) -> bool:
     return event["ph"] in ("X", "s", "f") and event.get("cat") not in ("Trace", None)
 
 
-def _names_thread(event: Event) -> bool:
+def _is_thread_name(event: Event) -> bool:
     return (
         event["ph"] == "M"
         and event["name"].startswith("thread_")
@@ -351,21 +362,21 @@ def _names_thread(event: Event) -> bool:
     )
 
 
-def _meta(kind: str, rank: int, thread: int, **arguments: object) -> Event:
+def _metadata_event(kind: str, rank: int, thread: int, **arguments: object) -> Event:
     return {"ph": "M", "name": kind, "pid": rank, "tid": thread, "args": arguments}
 
 
-def _span(name: str, rank: int, interval: Interval) -> Event:
+def _tower_event(name: str, rank: int, interval: Interval) -> Event:
     start, stop = interval
     return {"ph": "X", "cat": "tower", "name": name, "pid": rank, "tid": 0, "ts": start, "dur": stop - start}
 
 
-def _moved(event: Event, rank: int, shift: float) -> Event:
+def _shift_event(event: Event, rank: int, shift: float) -> Event:
     """Moves an event to the rank's process and to the common clock; arrows stay within their rank."""
     if event["ph"] == "M":
         return {**event, "pid": rank}
-    moved = {**event, "pid": rank, "ts": event["ts"] + shift}
-    return {**moved, "id": f"{rank}.{event['id']}"} if "id" in event else moved
+    shifted = {**event, "pid": rank, "ts": event["ts"] + shift}
+    return {**shifted, "id": f"{rank}.{event['id']}"} if "id" in event else shifted
 
 
 def _band(axes: Any, intervals: Sequence[Interval], low: float, height: float, colour: str, alpha: float = 1.0) -> None:
@@ -373,16 +384,16 @@ def _band(axes: Any, intervals: Sequence[Interval], low: float, height: float, c
     axes.broken_barh(bars, (low, height), color=colour, alpha=alpha, linewidth=0)
 
 
-SKIP = 5  # steps before it: the pipeline fills, buffers are made
+SKIP = 5  # steps before the trace: the pipeline fills, buffers are allocated
 MOST = 100
-_ROUNDS = 10
+_CLOCK_ROUNDS = 10
 
 
 class StepTrace:
-    """Profiles ``steps`` steps after the first few, on all ranks: to profile one of two that exchange is a deadlock.
+    """Profiles ``steps`` steps after the first few, on all ranks: profiling only some would deadlock their exchange.
 
     Args:
-        model: model, whose towers are the modules of its ``towers``, or, where it has none, its children.
+        model: model; its towers are the modules of its ``towers``, or its children without that attribute.
         runtime: rank and device of this process.
         steps: number of steps to profile.
         done: called on rank 0 with the timeline.
@@ -391,18 +402,18 @@ class StepTrace:
     def __init__(
         self, model: nn.Module, runtime: Runtime, steps: int, done: Callable[[Timeline], None] | None = None
     ) -> None:
-        self._model, self._runtime, self._done = model, runtime, done
-        self._first, self._last, self._seen = SKIP, SKIP + steps, 0
+        self._model, self._runtime, self._on_timeline = model, runtime, done
+        self._first, self._last, self._steps_seen = SKIP, SKIP + steps, 0
         self._handles: list[Any] = []
         self._clock = (0.0, 0.0)
         self._profile: Any = None
 
     def step(self) -> dict[str, float] | None:
-        """Takes note of a step; returns the overlap figures, the same on every rank, after the last traced one."""
-        self._seen += 1
-        if self._seen == self._first:
+        """Counts a step; returns the overlap figures after the last traced step, the same on every rank."""
+        self._steps_seen += 1
+        if self._steps_seen == self._first:
             self._start()
-        return self._stop() if self._seen == self._last else None
+        return self._stop() if self._steps_seen == self._last else None
 
     def _start(self) -> None:
         self._clock = clock_ahead(self._runtime)
@@ -423,19 +434,19 @@ class StepTrace:
             self._profile.export_chrome_trace(str(path))
             local = (socket.gethostname(), *self._clock, zlib.compress(path.read_bytes(), 1))
         self._profile = None
-        gathered: list[Any] = [None] * self._runtime.world_size
-        dist.gather_object(local, gathered if self._runtime.is_main else None)
+        ranks: list[Any] = [None] * self._runtime.world_size
+        dist.gather_object(local, ranks if self._runtime.is_main else None)
         figures: list[Any] = [None]
         if self._runtime.is_main:
             timeline = Timeline(
                 [
                     RankTrace(host=host, ahead_us=ahead, error_us=error, trace=json.loads(zlib.decompress(packed)))
-                    for host, ahead, error, packed in gathered
+                    for host, ahead, error, packed in ranks
                 ]
             )
             figures = [timeline.figures()]
-            if self._done is not None:
-                self._done(timeline)
+            if self._on_timeline is not None:
+                self._on_timeline(timeline)
         dist.broadcast_object_list(figures, device=self._runtime.device)
         return figures[0]  # type: ignore[no-any-return]
 
@@ -458,21 +469,21 @@ def check_fits(traced: int, steps: int) -> None:
 
 
 def towers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Returns the modules whose spans a timeline shows, with their names."""
-    whole = get_unwrapped_module(model)
-    return list(getattr(whole, "towers", whole).named_children())
+    """Returns the modules with spans in a timeline, by name."""
+    unwrapped = get_unwrapped_module(model)
+    return list(getattr(unwrapped, "towers", unwrapped).named_children())
 
 
 def _named_in_trace(name: str, tower: nn.Module) -> list[Any]:
-    """Registers hooks by which each forward of the tower is a span of its own; returns their handles."""
-    opened: list[Any] = []
+    """Registers hooks to record each forward of the tower as a span; returns their handles."""
+    open_spans: list[Any] = []
 
     def enter(*_: Any) -> None:
-        opened.append(record_function(TOWER + name))
-        opened[-1].__enter__()
+        open_spans.append(record_function(TOWER + name))
+        open_spans[-1].__enter__()
 
     def leave(*_: Any) -> None:
-        opened.pop().__exit__(None, None, None)
+        open_spans.pop().__exit__(None, None, None)
 
     return [tower.register_forward_pre_hook(enter), tower.register_forward_hook(leave, always_call=True)]
 
@@ -480,36 +491,38 @@ def _named_in_trace(name: str, tower: nn.Module) -> list[Any]:
 def clock_ahead(runtime: Runtime) -> tuple[float, float]:
     """Returns the microseconds by which this rank's clock is ahead of rank 0's, and their greatest error.
 
-    Each rank in turn answers rank 0 with its time, which is taken to have been in the middle between question and
-    answer; the fastest of several rounds counts, and half its length is the error. A difference within the error counts
-    as 0, since the ranks of a host have one clock.
+    Each rank in turn answers rank 0 with its time. This time is assumed to be halfway between question and answer. The
+    fastest of several rounds counts, and half its duration is the error. A difference within the error counts as 0,
+    because the ranks of a host have one clock.
     """
-    best = [(0.0, 0.0)]
+    answers = [(0.0, 0.0)]
     for other in range(1, runtime.world_size):
         if runtime.is_main:
-            best.append(min((_asked(other, runtime.device) for _ in range(_ROUNDS)), key=lambda answer: answer[1]))
+            answers.append(
+                min((_ask_clock(other, runtime.device) for _ in range(_CLOCK_ROUNDS)), key=lambda answer: answer[1])
+            )
         elif runtime.rank == other:
-            for _ in range(_ROUNDS):
-                _answer(runtime.device)
-    clocks: list[Any] = [best]
+            for _ in range(_CLOCK_ROUNDS):
+                _answer_clock(runtime.device)
+    clocks: list[Any] = [answers]
     dist.broadcast_object_list(clocks, device=runtime.device)
     ahead, error = clocks[0][runtime.rank]
     return (ahead if abs(ahead) > error else 0.0), error
 
 
-def _asked(other: int, device: torch.device) -> tuple[float, float]:
+def _ask_clock(other: int, device: torch.device) -> tuple[float, float]:
     stamp = torch.zeros(1, dtype=torch.int64, device=device)
     start = time.time_ns()
     dist.send(stamp, other)
     dist.recv(stamp, other)
-    theirs = int(stamp)
+    their_time = int(stamp)
     stop = time.time_ns()
-    return (theirs - (start + stop) / 2) / 1e3, (stop - start) / 2e3
+    return (their_time - (start + stop) / 2) / 1e3, (stop - start) / 2e3
 
 
-def _answer(device: torch.device) -> None:
+def _answer_clock(device: torch.device) -> None:
     stamp = torch.zeros(1, dtype=torch.int64, device=device)
     dist.recv(stamp, 0)
-    int(stamp)  # on a GPU: until it has come
+    int(stamp)  # on a GPU: waits for its arrival
     stamp.fill_(time.time_ns())
     dist.send(stamp, 0)
