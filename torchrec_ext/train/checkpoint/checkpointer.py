@@ -32,9 +32,9 @@ class Checkpointer:
     group of its own. One save is in flight at a time.
 
     Args:
-        folder: folder of the checkpoints; on several hosts one that all of them see.
+        folder: folder of the checkpoints; on several hosts a shared one.
         runtime: rank and device of this process.
-        keep: number of newest checkpoints that stay.
+        keep: number of newest checkpoints to keep.
 
     Raises:
         CheckpointError: the folder cannot be written, another job writes it, or not all ranks see it.
@@ -43,10 +43,10 @@ class Checkpointer:
     def __init__(self, folder: str, runtime: Runtime, *, keep: int = 3) -> None:
         self.folder, self._runtime, self._keep = CheckpointFolder(folder), runtime, keep
         self.together = CheckpointRanks(runtime)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_stand_back)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_lower_priority)
         self._running: Future[None] | None = None
         self._copies: dict[str, Any] = {}
-        self._parent: dict[str, Any] | None = None  # step and digest of the checkpoint that the next one follows
+        self._parent: dict[str, Any] | None = None  # step and digest of the previous checkpoint
         if runtime.world_size > 1 or self.folder.remote:
             check_shared(folder, runtime.rank, self.together.gathered)
         self.together.on_main(self.folder.lock)
@@ -54,28 +54,28 @@ class Checkpointer:
     def save(
         self, step: int, state: ModelState, extra: State | None = None, content: Mapping[str, Any] | None = None
     ) -> None:
-        """Begins to save in the background, after the save before has ended.
+        """Begins to save in the background, once the previous save has ended.
 
         Args:
-            step: steps that the run has made.
+            step: number of steps of the run so far.
             state: state of the model and its optimizers.
             extra: further tensors by name, such as random states; a name belongs to one rank, or is equal on all.
-            content: further entries of the manifest, which JSON can hold, the same on every rank.
+            content: further entries of the manifest, ready for JSON, the same on every rank.
 
         Raises:
-            CheckpointError: the save before has failed, on every rank alike.
+            CheckpointError: the previous save has failed, on every rank alike.
         """
         self.wait()
-        copies = self._copied({**state.everything(), **(extra or {})})
-        described = {
+        copies = self._copy_state({**state.everything(), **(extra or {})})
+        content = {
             "step": step,
             "world_size": self._runtime.world_size,
             "tables": state.tables,
             "paths": state.paths,
-            "content": json.loads(json.dumps(content or {})),  # as it is now: it is written while the run goes on
-            **self._of_all_ranks(state),
+            "content": json.loads(json.dumps(content or {})),  # a copy, because it is written while the run goes on
+            **self._gather_layout(state),
         }
-        self._running = self._thread.submit(self._write, step, copies, described)
+        self._running = self._thread.submit(self._write, step, copies, content)
 
     def wait(self) -> None:
         """Waits for the save in flight.
@@ -96,46 +96,46 @@ class Checkpointer:
             self.folder.unlock()
 
     def mark_best(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Marks the checkpoint of ``step`` as the best, which stays however many follow it; the mark moves to it."""
-        before = self._running
+        """Moves the mark of the best checkpoint to ``step``; the marked checkpoint is never pruned."""
+        save_in_flight = self._running
 
         def mark() -> None:
-            if before is not None:
-                before.result()  # where the save has failed, the one marked before stays
-            self.together.on_main(lambda: self._marked(step, figures))
+            if save_in_flight is not None:
+                save_in_flight.result()  # raises if the save has failed, so that the previous mark stays
+            self.together.on_main(lambda: self._mark_best_now(step, figures))
 
         self._running = self._thread.submit(mark)
 
-    def _marked(self, step: int, figures: Mapping[str, Any]) -> None:
+    def _mark_best_now(self, step: int, figures: Mapping[str, Any]) -> None:
         self.folder.note("best.json", {"step": step, **figures})
         self.folder.prune(self._keep, [step])
 
     def note(self, name: str, content: Mapping[str, Any]) -> None:
-        """Writes a small file beside the checkpoints; rank 0 alone does."""
+        """Writes a small file next to the checkpoints, on rank 0 only."""
         if self._runtime.is_main:
             self.folder.note(name, content)
 
     def last_good(self, say: Callable[[str], None] = print) -> str | None:
-        """Returns the newest checkpoint without damage, the same on every rank; None where there is none.
+        """Returns the newest checkpoint without damage, the same on every rank; None if there is none.
 
         Args:
-            say: called on rank 0 with a line for each newer checkpoint that is damaged.
+            say: called on rank 0 with a line for each newer, damaged checkpoint.
         """
         return newest_good(self.folder, self.together, say)
 
     def load(self, path: str, state: ModelState, extra: State | None = None) -> dict[str, Any]:
-        """Writes a run's checkpoint into its model, under any plan and number of ranks; see :func:`load_checkpoint`."""
+        """Loads a run's checkpoint into its model, under any plan and number of ranks; see :func:`load_checkpoint`."""
         return load_checkpoint(path, state, self.together, extra)[0]
 
     def branch(
         self, saved: Mapping[str, Any], best: Mapping[str, Any] | None, say: Callable[[str], None] = print
     ) -> None:
-        """Sets aside the checkpoints ahead of the one that a run goes on from, which is the parent of the next save.
+        """Sets aside the checkpoints ahead of the loaded one, which becomes the parent of the next save.
 
         Args:
             saved: the checkpoint's manifest, as :meth:`load_checkpoint` returns it.
-            best: figures and ``best_step`` of the best checkpoint that the loaded run knew, or None.
-            say: called on rank 0 with a line where something was set aside.
+            best: figures and ``best_step`` of the best evaluation in the loaded run, or None.
+            say: called on rank 0 with a line if something was set aside.
         """
         self._parent = {"step": saved["step"], "sha256": manifest.manifest_digest(saved)}
         line = self.together.on_main(lambda: self._set_aside(saved["step"], best))
@@ -143,17 +143,17 @@ class Checkpointer:
             say(line)
 
     def _set_aside(self, step: int, best: Mapping[str, Any] | None) -> str | None:
-        """Moves checkpoints ahead of ``step`` away; marks as best the best one up to that step, if it is there."""
+        """Moves checkpoints ahead of ``step`` away; marks the best one up to that step, if it still exists."""
         line = self.folder.set_aside(step)
         marked, steps = self.folder.noted("best.json"), self.folder.steps()
         if isinstance(marked, dict) and marked.get("step") not in steps:
-            kept = best if best is not None and best["best_step"] in steps else None
-            self.folder.note("best.json", kept and {"step": kept["best_step"], **kept})
+            best_saved = best if best is not None and best["best_step"] in steps else None
+            self.folder.note("best.json", best_saved and {"step": best_saved["best_step"], **best_saved})
         return line
 
-    def _write(self, step: int, copies: State, described: Mapping[str, Any]) -> None:
-        needed = sum(self.together.gathered(_bytes(copies)))
-        path = self.together.on_main(lambda: self._make_room(step, needed))
+    def _write(self, step: int, copies: State, content: Mapping[str, Any]) -> None:
+        needed_bytes = sum(self.together.gathered(_size_in_bytes(copies)))
+        path = self.together.on_main(lambda: self._make_room(step, needed_bytes))
         try:
             files = writer(path)
             dcp.save(
@@ -164,11 +164,11 @@ class Checkpointer:
                 no_dist=self.together.group is None,
             )
         except (CheckpointException, OSError, RuntimeError) as error:
-            raise CheckpointError(self._why(path, needed, error)) from None
+            raise CheckpointError(self._explain_failure(path, needed_bytes, error)) from None
         digests: dict[str, Any] = {}
-        for written in self.together.gathered(files.digests):
-            digests |= written
-        self.together.on_main(lambda: self._commit(step, {**described, "files": digests}))
+        for digests_of_rank in self.together.gathered(files.digests):
+            digests |= digests_of_rank
+        self.together.on_main(lambda: self._commit(step, {**content, "files": digests}))
 
     def _commit(self, step: int, content: Mapping[str, Any]) -> None:
         content = {**content, "parent": self._parent}
@@ -177,45 +177,47 @@ class Checkpointer:
         best = self.folder.noted("best.json")
         self.folder.prune(self._keep, [best["step"]] if isinstance(best, dict) and "step" in best else [])
 
-    def _make_room(self, step: int, needed: int) -> str:
-        line = self._set_aside(step, None)  # what is newer is of another run, for this one begins anew
+    def _make_room(self, step: int, needed_bytes: int) -> str:
+        line = self._set_aside(step, None)  # newer checkpoints are of another run, because this one begins anew
         if line:
             print(line, flush=True)
         path = self.folder.begin(step)
-        if not self.folder.remote and (free := shutil.disk_usage(self.folder.root).free) < needed:
-            raise CheckpointError(self._no_space(self.folder.path(step), needed, free))
+        if not self.folder.remote and (free := shutil.disk_usage(self.folder.root).free) < needed_bytes:
+            raise CheckpointError(self._no_space(self.folder.path(step), needed_bytes, free))
         return path
 
-    def _no_space(self, path: str, needed: int, free: int) -> str:
+    def _no_space(self, path: str, needed_bytes: int, free: int) -> str:
         return (
-            f"no space left for checkpoint '{path}': it needs {size_text(needed)}, {size_text(free)} are free; make "
-            "room, lower checkpoint.keep, or choose another --run-dir, and go on with --resume auto"
+            f"no space left for checkpoint '{path}': it needs {size_text(needed_bytes)}, {size_text(free)} are free; "
+            "make room, lower checkpoint.keep, or choose another --run-dir, and go on with --resume auto"
         )
 
-    def _why(self, path: str, needed: int, error: BaseException) -> str:
-        if not self.folder.remote and (free := shutil.disk_usage(self.folder.root).free) < needed // 10:
-            return self._no_space(path, needed, free)
+    def _explain_failure(self, path: str, needed_bytes: int, error: BaseException) -> str:
+        if not self.folder.remote and (free := shutil.disk_usage(self.folder.root).free) < needed_bytes // 10:
+            return self._no_space(path, needed_bytes, free)
         return f"checkpoint '{path}' could not be written: {cause(error)}; the one before it is as it was"
 
-    def _copied(self, state: State) -> State:
-        """Copies the state into buffers that are reused by each save."""
+    def _copy_state(self, state: State) -> State:
+        """Copies the state into buffers, reused by each save."""
 
         def copy(key: str, tensor: Tensor) -> Tensor:
-            held = self._copies.get(key)
-            if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
-                held = self._copies[key] = torch.empty_like(tensor, device="cpu", memory_format=torch.contiguous_format)
-            return held.copy_(tensor)
+            buffer = self._copies.get(key)
+            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+                buffer = self._copies[key] = torch.empty_like(
+                    tensor, device="cpu", memory_format=torch.contiguous_format
+                )
+            return buffer.copy_(tensor)
 
         with torch.no_grad():
             return {
-                name: held.map(lambda tensor, number, name=name: copy(f"{name}/{number}", tensor))
-                if isinstance(held, Parts)
-                else copy(name, held)
-                for name, held in state.items()
+                name: value.map(lambda tensor, number, name=name: copy(f"{name}/{number}", tensor))
+                if isinstance(value, Parts)
+                else copy(name, value)
+                for name, value in state.items()
             }
 
-    def _of_all_ranks(self, state: ModelState) -> dict[str, Any]:
-        """What a rank without a shard of a table or layer does not know: paths of layers, and widths of columns."""
+    def _gather_layout(self, state: ModelState) -> dict[str, Any]:
+        """Gathers paths of layers and widths of columns, because a rank without a shard does not know them."""
         layers = [
             name.removeprefix("dense.") for name in state.tensors if name.startswith("dense.") and "@" not in name
         ]
@@ -228,13 +230,13 @@ class Checkpointer:
         }
 
 
-def _stand_back() -> None:
-    """Lowers the priority of the writing thread below the training's; Linux has priorities by thread."""
+def _lower_priority() -> None:
+    """Lowers the priority of the writing thread below the training's; only Linux has priorities by thread."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
-def _bytes(state: State) -> int:
-    tensors = [shard.tensor for held in state.values() if isinstance(held, Parts) for shard in held.parts]
-    tensors += [held for held in state.values() if isinstance(held, Tensor)]
+def _size_in_bytes(state: State) -> int:
+    tensors = [shard.tensor for value in state.values() if isinstance(value, Parts) for shard in value.parts]
+    tensors += [value for value in state.values() if isinstance(value, Tensor)]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

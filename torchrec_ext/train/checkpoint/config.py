@@ -1,6 +1,6 @@
-"""CheckpointConfig: when a run is saved, and where.
+"""CheckpointConfig: when and where a run is saved.
 
-StartConfig: a new run that begins with the weights of another, which may have had fewer rows, tables or layers.
+StartConfig: the weights of another run to begin with; it may have had fewer rows, tables or layers.
 
 This module imports no torch, so that a command line is checked at once.
 """
@@ -16,19 +16,19 @@ Change = Literal["more_rows", "new_tables", "fewer_tables", "new_layers", "fewer
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Says when a run is saved, and in which folder.
+    """Settings for the saving of a run: when, and in which folder.
 
     A checkpoint is written while the training goes on, and any plan on any number of ranks can load it.
 
     Args:
-        epochs: epochs between two checkpoints, each before the epoch's evaluation, which a resumed run makes if it was
-            cut short; the last epoch is always saved. 0 for none.
-        steps: steps between two checkpoints besides these; 0 for none.
-        keep: how many of the newest stay, beside that of the best evaluation (see ``train.early_stop.metric``).
-        folder: a path, or an address that fsspec opens, such as ``s3://bucket/runs/a``; on several hosts one that all
-            of them see. ``checkpoints`` in the run folder where empty.
-        changed: what a resume does where data, batch size or another setting of the stream of samples has changed:
-            ``refuse``, since the remaining samples of the epoch would not be those that are missing, or begin the
+        epochs: epochs between two checkpoints. Each is saved before the epoch's evaluation, so that a resumed run can
+            repeat an evaluation that was cut short. The last epoch is always saved. 0 for none.
+        steps: steps between two further checkpoints; 0 for none.
+        keep: number of newest checkpoints to keep, plus that of the best evaluation (see ``train.early_stop.metric``).
+        folder: a path, or an address that fsspec opens, such as ``s3://bucket/runs/a``; on several hosts a shared
+            one. By default ``checkpoints`` in the run folder.
+        changed: reaction of a resume to a change of data, batch size or another setting of the stream of samples:
+            ``refuse``, because the rest of the epoch would have other samples than the missing ones, or begin the
             ``next_epoch``.
     """
 
@@ -55,12 +55,12 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StartConfig:
-    """The checkpoint whose weights and optimizer state a new run begins with; all other state is new.
+    """Starts a new run with the weights and optimizer state of a checkpoint; all other state is new.
 
     Args:
         path: run folder, folder of checkpoints or checkpoint; empty to begin with newly drawn weights.
-        allow: differences between the model and the checkpoint that are allowed. ``more_rows``: a table's rows beyond
-            those saved begin as its row for ids never seen. ``new_tables``, ``new_layers``: these begin as drawn.
+        allow: differences to allow between the model and the checkpoint. ``more_rows``: a table's new rows begin as its
+            row for unseen ids. ``new_tables``, ``new_layers``: these begin as drawn.
             ``fewer_tables``, ``fewer_layers``: these are left out. Any other difference is refused, and named.
     """
 

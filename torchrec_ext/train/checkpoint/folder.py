@@ -1,8 +1,8 @@
-"""CheckpointFolder: the checkpoints of one run side by side, each there as a whole or not at all.
+"""CheckpointFolder: the checkpoints of one run, each complete or absent.
 
-A checkpoint's manifest lists its files with their digests, so that neither a damaged nor a mixed one is ever loaded.
-CheckpointRanks lets the ranks of a job agree on a checkpoint, and check_shared() refuses, before the first step, a
-folder that not all hosts see.
+A checkpoint's manifest lists its files with their digests, so a damaged or mixed one is never loaded. CheckpointRanks
+lets the ranks of a job agree on a checkpoint. check_shared() refuses, before the first step, a folder that some host
+cannot see.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def digest(files: AbstractFileSystem, path: str) -> dict[str, Any]:
 
 
 def sealed(content: Mapping[str, Any]) -> bytes:
-    """Returns the bytes of a manifest, which holds the digest of its own content."""
+    """Returns the bytes of a manifest, including the digest of its own content."""
     return sealed_json({"format": FORMAT, **content}, "sha256")
 
 
 def manifest_digest(content: Mapping[str, Any]) -> str:
-    """Returns the digest of a manifest with ``content``, by which a later checkpoint names its parent."""
+    """Returns the digest of a manifest with ``content``; a later checkpoint names its parent by it."""
     return json_digest({"format": FORMAT, **content})
 
 
@@ -73,26 +73,26 @@ def opened(data: bytes, where: str) -> dict[str, Any]:
         CheckpointError: it is damaged, or of a newer format.
     """
     try:
-        whole = json.loads(data)
-        sha = whole.pop("sha256")
-        version = whole["format"]
+        manifest = json.loads(data)
+        sha = manifest.pop("sha256")
+        version = manifest["format"]
     except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
         raise CheckpointError(f"{where} is damaged: it is not a manifest") from None
     if isinstance(version, int) and version > FORMAT:
         raise CheckpointError(f"{where} is of format {version}, this version reads up to {FORMAT}: update torchrec-ext")
-    if sha != json_digest(whole) or data != sealed(whole):
+    if sha != json_digest(manifest) or data != sealed(manifest):
         raise CheckpointError(f"{where} is damaged: its content does not fit its digest")
-    return whole  # type: ignore[no-any-return]
+    return manifest  # type: ignore[no-any-return]
 
 
 def damaged(
     files: AbstractFileSystem, folder: str, listed: Mapping[str, Mapping[str, Any]], names: Iterable[str]
 ) -> str | None:
-    """Says what is wrong with the first damaged file of ``names``; None where all are as the manifest lists them."""
+    """Describes the first damaged file of ``names``; None if all match the manifest."""
     for name in names:
-        path, wanted = f"{folder}/{name}", listed[name]
+        path, expected = f"{folder}/{name}", listed[name]
         try:
-            wrong = difference(digest(files, path), wanted)
+            wrong = difference(digest(files, path), expected)
         except FileNotFoundError:
             wrong = "is missing"
         except OSError as error:
@@ -102,25 +102,26 @@ def damaged(
     return None
 
 
-_NAME = re.compile(r"step-(\d{10})")
+_STEP_NAME = re.compile(r"step-(\d{10})")
 _PARTIAL, _AGAIN = ".partial", ".again"
 _ASIDE = re.compile(r"set-aside-(\d+)")
-_MOVING = "set-aside.json"  # what is being set aside: written first, so that no kill leaves some of it to be resumed
+_MOVE_NOTE = "set-aside.json"  # the pending move: written first, so that a kill never leaves half of the steps behind
 
 
-class _Moving(NamedTuple):
-    """Steps that are being moved into a folder beside them."""
+class _Move(NamedTuple):
+    """Checkpoints, by step, on their way into a folder next to them."""
 
     folder: str
     steps: list[int]
 
 
 class CheckpointFolder:
-    """Folder of ``step-0000000120`` folders, on a local file system or behind any address that fsspec opens.
+    """Folder of ``step-0000000120`` folders, on a local file system or behind any address fsspec opens.
 
-    A checkpoint is one from the moment its manifest is there. Locally it is written beside, synced and renamed; an
-    object store has no rename, and its manifest is written last. A step that is saved twice is for a moment, and behind
-    an address for good, in ``step-0000000120.again``, so that the first one stays until the second is whole.
+    A checkpoint exists once its manifest exists. Locally it is written under another name, synced and renamed. An
+    object store has no rename, so the manifest is written last. If a step is saved twice, the second checkpoint is in
+    ``step-0000000120.again``, so that the first one stays until the second is complete: for a moment in a local folder,
+    for good behind an address.
 
     Args:
         folder: a path, or an address such as ``s3://bucket/runs/a``.
@@ -147,19 +148,19 @@ class CheckpointFolder:
         return str(self._address)
 
     def path(self, step: int) -> str:
-        """The path or address of the checkpoint after ``step`` steps."""
+        """Returns the path or address of the checkpoint after ``step`` steps."""
         first, second = self._names_of_step(step)
         return second if self._is_whole(second) else first
 
     def writing(self, step: int) -> str:
-        """The path or address that a checkpoint after ``step`` steps is written to."""
+        """Returns the path or address to write a checkpoint after ``step`` steps to."""
         first, second = self._names_of_step(step)
         if not self.remote:
             return first + _PARTIAL
         return second if self._is_whole(first) else first
 
     def steps(self) -> list[int]:
-        """Returns the steps of the whole checkpoints, the newest first."""
+        """Returns the steps of the complete checkpoints, newest first."""
         return sorted({step for _, step, whole in self._entries() if whole}, reverse=True)
 
     def begin(self, step: int) -> str:
@@ -181,7 +182,7 @@ class CheckpointFolder:
         return path
 
     def commit(self, step: int, content: bytes) -> None:
-        """Turns the files that were written into a checkpoint, whose manifest has the bytes ``content``."""
+        """Turns the written files into a checkpoint; ``content`` are the bytes of its manifest."""
         path, (first, second) = self.writing(step), self._names_of_step(step)
         if self.remote:
             with self.files.open(f"{path}/{NAME}", "wb") as stream:
@@ -193,87 +194,87 @@ class CheckpointFolder:
         self._settle(step)
 
     def clean(self) -> list[str]:
-        """Removes checkpoints that were never finished, and returns their names."""
+        """Removes unfinished checkpoints, and returns their names."""
         entries = self._entries()
-        left = [name for name, _, whole in entries if not whole]
-        for name in left:
+        unfinished = [name for name, _, whole in entries if not whole]
+        for name in unfinished:
             self.files.rm(f"{self.root}/{name}", recursive=True)
         for step in {step for _, step, whole in entries if whole}:
             self._settle(step)
-        return left
+        return unfinished
 
     def prune(self, keep: int, spare: Iterable[int] = ()) -> None:
-        """Removes all checkpoints but the newest ``keep`` and those of the steps in ``spare``."""
+        """Removes all checkpoints except the newest ``keep`` and the steps in ``spare``."""
         for step in self.steps()[keep:]:
             if step not in spare:
                 for path in self._names_of_step(step):
                     self._remove(path)
 
     def set_aside(self, step: int) -> str | None:
-        """Moves every checkpoint newer than ``step`` into a folder of its own, where it is neither resumed nor pruned.
+        """Moves every checkpoint newer than ``step`` into a separate folder, out of reach of resume and pruning.
 
-        A run that goes on from an earlier step is another branch from there on: later checkpoints are not its past, and
-        would be taken for its newest ones. All of them leave the list at one moment; a move that a kill has interrupted
-        is finished by the next :meth:`lock`.
+        A run that goes on from an earlier step is a new branch. Later checkpoints are not its past, but would be taken
+        for its newest ones. All of them leave the list at the same moment. If a kill interrupts the move, the next
+        :meth:`lock` finishes it.
 
         Returns:
-            A line that names the steps and the folder, or None where nothing lies ahead.
+            A line that names the steps and the folder, or None if no checkpoint is newer.
         """
         ahead = sorted(newer for newer in self.steps() if newer > step)
         if not ahead:
             return None
         numbers = [int(match[1]) for match in map(_ASIDE.fullmatch, self._names()) if match]
         name = f"set-aside-{max(numbers, default=0) + 1}"
-        self.note(_MOVING, {"folder": name, "steps": ahead})
+        self.note(_MOVE_NOTE, {"folder": name, "steps": ahead})
         self._finish_setting_aside()
         steps = ", ".join(f"{newer:,}" for newer in ahead)
         ahead_of = f"which lie ahead of step {step:,}"
         return f"set aside: the checkpoints of step {steps}, {ahead_of}, are in {self._address}/{name}"
 
     def _finish_setting_aside(self) -> None:
-        """Moves the checkpoints that :meth:`set_aside` has noted, from wherever an earlier attempt has come to."""
-        moving = self._moving()
-        if moving is None:
+        """Moves the checkpoints noted by :meth:`set_aside`; continues an interrupted attempt."""
+        move = self._pending_move()
+        if move is None:
             return
-        aside = f"{self.root}/{moving.folder}"
+        aside = f"{self.root}/{move.folder}"
         self.files.makedirs(aside, exist_ok=True)
-        for path in (path for step in moving.steps for path in self._names_of_step(step)):
+        for path in (path for step in move.steps for path in self._names_of_step(step)):
             source = f"{self.root}/{_name_of(path)}"
             if not self.files.exists(source):
                 continue
             if not self.remote:
                 os.rename(source, f"{aside}/{_name_of(source)}")
                 continue
-            for file in self.files.find(source):  # one by one: a folder that is there already would be moved into
+            for file in self.files.find(source):  # one by one: moving a folder onto an existing one would nest it
                 self.files.mv(file, f"{aside}/{_name_of(source)}/{_name_of(file)}")
-            if self.files.exists(source):  # memory:// has folders, an object store none
+            if self.files.exists(source):  # memory:// has folders, an object store has none
                 self.files.rm(source, recursive=True)
         if not self.remote:
             sync_to_disk(aside)
             sync_to_disk(self.root)
-        self.files.rm(f"{self.root}/{_MOVING}")
+        self.files.rm(f"{self.root}/{_MOVE_NOTE}")
 
-    def _moving(self) -> _Moving | None:
-        """Returns what :meth:`set_aside` has noted; None if nothing is being set aside.
+    def _pending_move(self) -> _Move | None:
+        """Returns the note of :meth:`set_aside`; None if nothing is being set aside.
 
         Raises:
-            CheckpointError: the note is not one of :meth:`set_aside`, which moves into this folder alone.
+            CheckpointError: the note is not from :meth:`set_aside`, which only moves within this folder.
         """
-        path = f"{self.root}/{_MOVING}"
+        path = f"{self.root}/{_MOVE_NOTE}"
         if not self.files.exists(path):
             return None
-        note = self.noted(_MOVING)
+        note = self.noted(_MOVE_NOTE)
         name, steps = (note.get("folder"), note.get("steps")) if isinstance(note, dict) else (None, None)
-        named = isinstance(name, str) and _ASIDE.fullmatch(name) is not None
-        if named and isinstance(steps, list) and all(type(step) is int and step >= 0 for step in steps):
-            return _Moving(str(name), steps)
+        is_valid_name = isinstance(name, str) and _ASIDE.fullmatch(name) is not None
+        if is_valid_name and isinstance(steps, list) and all(type(step) is int and step >= 0 for step in steps):
+            return _Move(str(name), steps)
         raise CheckpointError(
             f"{path}: must name a folder set-aside-NUMBER beside it and a list of steps, as this package writes it; "
             "remove the file to leave all checkpoints where they are"
         )
 
     def _names_of_step(self, step: int) -> tuple[str, str]:
-        """Returns the path of a step's checkpoint, and its path once the step was saved twice."""
+        """Returns the path of a step's checkpoint, and the path of a second one of the same step."""
         first = f"{self._address}/step-{step:010d}"
         return first, first + _AGAIN
 
@@ -281,14 +282,14 @@ class CheckpointFolder:
         return bool(self.files.exists(f"{path}/{NAME}"))
 
     def _remove(self, path: str) -> None:
-        """Removes a checkpoint, its manifest first, so that none is ever half there."""
+        """Removes a checkpoint, manifest first, so that an incomplete one never counts."""
         if self._is_whole(path):
             self.files.rm(f"{path}/{NAME}")
         if self.files.exists(path):
             self.files.rm(path, recursive=True)
 
     def _settle(self, step: int) -> None:
-        """Keeps the later checkpoint of a step that was saved twice; locally it takes the name of the first."""
+        """Keeps the second checkpoint of a step saved twice; locally it takes the name of the first."""
         first, second = self._names_of_step(step)
         if self._is_whole(second):
             self._remove(first)
@@ -299,18 +300,18 @@ class CheckpointFolder:
         return [_name_of(path) for path in self.files.ls(self.root, detail=False)]
 
     def note(self, name: str, content: Any) -> None:
-        """Writes a small JSON file beside the checkpoints, as a whole."""
+        """Writes a small JSON file next to the checkpoints, atomically in a local folder."""
         path = f"{self.root}/{name}"
         text = json.dumps(content) + "\n"
         if self.remote:
-            self.files.makedirs(self.root, exist_ok=True)  # nothing need have been saved yet
+            self.files.makedirs(self.root, exist_ok=True)  # there may be no checkpoint yet
             with self.files.open(path, "w") as stream:
                 stream.write(text)
             return
         write_whole(path, text.encode())
 
     def noted(self, name: str) -> Any:
-        """Returns the content that :meth:`note` wrote; None where there is none, or it is damaged."""
+        """Returns the content written by :meth:`note`; None if it is missing or damaged."""
         with (
             contextlib.suppress(OSError, ValueError, RecursionError),
             self.files.open(f"{self.root}/{name}", "r") as stream,
@@ -321,7 +322,7 @@ class CheckpointFolder:
     def lock(self) -> None:
         """Keeps other jobs from writing here until :meth:`unlock` or the end of this process.
 
-        An object store offers no lock, and there is none behind an address.
+        Behind an address there is no lock, because an object store offers none.
 
         Raises:
             CheckpointError: another process holds it, the folder cannot be written, or its file system has no locks.
@@ -349,15 +350,15 @@ class CheckpointFolder:
             self._lock = None
 
     def _entries(self) -> list[tuple[str, int, bool]]:
-        """Returns (name, step, whether it is whole) of every checkpoint that was begun here."""
+        """Returns (name, step, is it complete) of every checkpoint begun here."""
         if not self.files.exists(self.root):
             return []
         names, entries = self._names(), []
-        moving = self._moving() if _MOVING in names else None
-        gone = [] if moving is None else moving.steps
+        move = self._pending_move() if _MOVE_NOTE in names else None
+        moved_steps = [] if move is None else move.steps
         for name in names:
-            match = _NAME.fullmatch(name.removesuffix(_PARTIAL).removesuffix(_AGAIN))
-            if match and int(match[1]) not in gone:
+            match = _STEP_NAME.fullmatch(name.removesuffix(_PARTIAL).removesuffix(_AGAIN))
+            if match and int(match[1]) not in moved_steps:
                 whole = not name.endswith(_PARTIAL) and self._is_whole(f"{self.root}/{name}")
                 entries.append((name, int(match[1]), whole))
         return entries
@@ -367,13 +368,13 @@ def _name_of(path: str) -> str:
     return path.rstrip("/").rpartition("/")[2]
 
 
-_TIMEOUT = timedelta(minutes=30)  # a rank may write for as long
+_TIMEOUT = timedelta(minutes=30)  # the others wait for a rank while it writes
 
 
 class CheckpointRanks:
-    """The ranks of a job around a checkpoint, with a process group of their own.
+    """Lets the ranks of a job agree on a checkpoint, over a process group of their own.
 
-    Every rank makes one and calls each method alike, from one thread at a time.
+    Every rank makes one, and all ranks call each method, from one thread at a time.
 
     Args:
         runtime: rank of this process, and the number of ranks.
@@ -405,8 +406,8 @@ class CheckpointRanks:
         return outcome
 
 
-_MOST_BYTES = 16 * 2**20  # of a manifest, which lists the files of all ranks: a hundred thousand
-_CONTENT = {
+_MAX_MANIFEST_BYTES = 16 * 2**20  # room for the files of all ranks, about a hundred thousand
+_MANIFEST_TYPES = {
     "step": int,
     "world_size": int,
     "tables": dict,
@@ -425,39 +426,39 @@ def read_checkpoint_manifest(path: str) -> dict[str, Any]:
         CheckpointError: there is none, or it is damaged or of a newer format.
     """
     where = f"{path}/{NAME}"
-    saved = opened(_bytes(where, f"; is '{path}' a checkpoint?", _MOST_BYTES), where)
-    lacks = [name for name, kind in _CONTENT.items() if not isinstance(saved.get(name), kind)]
-    if lacks:
-        raise CheckpointError(f"{where} is not the manifest of a checkpoint: it lacks {', '.join(lacks)}")
+    saved = opened(_read_bytes(where, f"; is '{path}' a checkpoint?", _MAX_MANIFEST_BYTES), where)
+    missing = [name for name, kind in _MANIFEST_TYPES.items() if not isinstance(saved.get(name), kind)]
+    if missing:
+        raise CheckpointError(f"{where} is not the manifest of a checkpoint: it lacks {', '.join(missing)}")
     return saved
 
 
 def read_index(path: str) -> Metadata:
-    """Returns torch's index of a checkpoint, which says in what file each chunk of each tensor is.
+    """Returns torch's index of a checkpoint: the file of each chunk of each tensor.
 
     Raises:
         CheckpointError: it is missing, damaged, or was made to run code.
     """
-    return read_metadata(_bytes(f"{path}/.metadata"), f"{path}/.metadata")
+    return read_metadata(_read_bytes(f"{path}/.metadata"), f"{path}/.metadata")
 
 
 def damage(path: str, together: CheckpointRanks) -> str | None:
-    """Says what is wrong with a checkpoint, or returns None; the ranks share the reading of its files."""
+    """Describes the damage of a checkpoint, or returns None; the ranks share the reading of its files."""
     try:
         listed = read_checkpoint_manifest(path)["files"]
         wrong = damaged(url_to_fs(path)[0], path, listed, sorted(listed)[together.rank :: together.ranks])
     except (CheckpointError, KeyError, TypeError, AttributeError) as error:
         wrong = str(error)
-    return next((each for each in together.gathered(wrong) if each), None)
+    return next((wrong_on_rank for wrong_on_rank in together.gathered(wrong) if wrong_on_rank), None)
 
 
 def newest_good(folder: CheckpointFolder, together: CheckpointRanks, say: Callable[[str], None] = print) -> str | None:
-    """Returns the path of the newest undamaged checkpoint, alike on every rank; None where there is none.
+    """Returns the path of the newest undamaged checkpoint, the same on every rank; None if there is none.
 
     Args:
         folder: checkpoints to choose from.
-        together: ranks of the job, all of which call this function.
-        say: called on rank 0 with a line for each newer checkpoint that is damaged.
+        together: ranks of the job; all call this function.
+        say: called on rank 0 with a line for each newer, damaged checkpoint.
     """
     for step in together.on_main(folder.steps):
         path = folder.path(step)
@@ -469,25 +470,25 @@ def newest_good(folder: CheckpointFolder, together: CheckpointRanks, say: Callab
     return None
 
 
-def _bytes(where: str, hint: str = "", most: int | None = None) -> bytes:
+def _read_bytes(where: str, hint: str = "", max_bytes: int | None = None) -> bytes:
     try:
         files, path = url_to_fs(where)
         with open_plain(path) if isinstance(files, LocalFileSystem) else files.open(path, "rb") as stream:
-            data: bytes = stream.read(-1 if most is None else most + 1)
-        if most is not None and len(data) > most:
-            raise OSError(errno.EFBIG, f"it has more than the {most:,} bytes that are read")
+            data: bytes = stream.read(-1 if max_bytes is None else max_bytes + 1)
+        if max_bytes is not None and len(data) > max_bytes:
+            raise OSError(errno.EFBIG, f"it has more than the {max_bytes:,} bytes that are read")
         return data
     except OSError as error:
         raise CheckpointError(f"{where} cannot be read: {error.strerror or error}{hint}") from None
 
 
-_LATE_S = 30.0  # so long an NFS client may go on believing that a folder it once looked for is missing
+_LATE_S = 30.0  # an NFS client may cache for this long that a file is missing
 
 
 def check_shared(folder: str, rank: int, gathered: Callable[[Any], list[Any]]) -> None:
-    """Refuses a folder in which not every rank sees the files of rank 0; all ranks call it together.
+    """Refuses a folder if some rank cannot see the files of rank 0 in it; all ranks call it together.
 
-    Otherwise each host would keep what its own ranks write of a checkpoint, and nobody could load it.
+    Otherwise each host would keep only its own ranks' part of a checkpoint, and nobody could load it.
 
     Args:
         folder: path, which each rank takes from its own working folder, or address that fsspec opens.
@@ -498,23 +499,23 @@ def check_shared(folder: str, rank: int, gathered: Callable[[Any], list[Any]]) -
         CheckpointError: on every rank alike, naming ranks, hosts and remedy.
     """
     files, root = url_to_fs(folder if is_url(folder) else str(Path(folder).absolute()))
-    name, wrong = gathered(_write(files, root) if rank == 0 else None)[0]
+    name, wrong = gathered(_write_probe(files, root) if rank == 0 else None)[0]
     if wrong:
         raise CheckpointError(f"folder '{folder}' cannot be written: {wrong}")
-    seen = gathered((rank == 0 or _appears(files, f"{root}/{name}"), socket.gethostname()))
+    views = gathered((rank == 0 or _wait_for_file(files, f"{root}/{name}"), socket.gethostname()))
     if rank == 0:
         files.rm(f"{root}/{name}")
-    blind = [f"rank {number} on {host}" for number, (sees, host) in enumerate(seen) if not sees]
+    blind = [f"rank {number} on {host}" for number, (sees, host) in enumerate(views) if not sees]
     if blind:
         more = f" and {len(blind) - 1} more" if len(blind) > 1 else ""
         raise CheckpointError(
-            f"folder '{folder}': {blind[0]}{more} cannot see what rank 0 on {seen[0][1]} writes; give a folder that "
+            f"folder '{folder}': {blind[0]}{more} cannot see what rank 0 on {views[0][1]} writes; give a folder that "
             "all hosts share, by an absolute path, with --run_dir, or checkpoint.folder=s3://bucket/runs"
         )
 
 
-def _write(files: AbstractFileSystem, root: str) -> tuple[str, str]:
-    """Writes a file that no rank can have looked for before; returns its name and what went wrong, if anything."""
+def _write_probe(files: AbstractFileSystem, root: str) -> tuple[str, str]:
+    """Writes a file with a new random name, which no client has cached as missing; returns its name and the error."""
     name = f".shared-{secrets.token_hex(8)}"
     try:
         files.makedirs(root, exist_ok=True)
@@ -527,8 +528,8 @@ def _write(files: AbstractFileSystem, root: str) -> tuple[str, str]:
     return name, ""
 
 
-def _appears(files: AbstractFileSystem, path: str) -> bool:
-    """Waits for a file, and returns whether it appeared in time."""
+def _wait_for_file(files: AbstractFileSystem, path: str) -> bool:
+    """Waits for a file; returns whether it appeared in time."""
     end = time.monotonic() + _LATE_S
     while True:
         files.invalidate_cache()

@@ -1,7 +1,7 @@
-"""load_checkpoint(): a checkpoint into a model under another plan, on other ranks, or with more rows and layers.
+"""load_checkpoint(): loads a checkpoint under another plan, on other ranks, or with more rows and layers.
 
-match() compares them name by name: what fits, what grew, and what must be allowed or is refused. inherited() moves an
-optimizer's number per row between tables whose columns are split differently.
+match() compares names and shapes: tensors that fit, tables that grew, and differences to allow or refuse. inherited()
+converts an optimizer's numbers per row between different splits of a table's columns.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from torchrec_ext.train.checkpoint.storage import CheckpointError, cause, reader
 
 @dataclass
 class Match:
-    """The tensors of a model that a checkpoint fills.
+    """The tensors of a model to load from a checkpoint.
 
     Args:
-        tensors: tensors to be loaded; where a table has more rows than were saved, the saved rows.
-        row_states: names of the row states to be loaded.
-        grown: tables with more rows, and the number of rows that were saved.
+        tensors: tensors to load; of a table with new rows, only the saved rows.
+        row_states: names of the row states to load.
+        grown: tables with new rows, and their saved number of rows.
         said: a line for each difference, for the report.
     """
 
@@ -49,7 +49,7 @@ def match(
     allow: Sequence[Change],
     together: CheckpointRanks,
 ) -> Match:
-    """Compares a model with what was saved.
+    """Compares a model with a checkpoint.
 
     Args:
         path: name of the checkpoint in messages.
@@ -57,41 +57,41 @@ def match(
         wanted: the model's tensors without row states.
         index: the checkpoint's index of tensors.
         saved: the checkpoint's manifest.
-        allow: the kinds of differences that are allowed.
+        allow: the kinds of differences to allow.
         together: the ranks that load; all call it.
 
     Raises:
         CheckpointError: there is a difference of another kind; each is named, on every rank alike.
     """
-    there = {name: tuple(getattr(held, "size", ())) for name, held in index.state_dict_metadata.items()}
-    mine = {name: tuple(held.size()) for name, held in wanted.items()} | {
+    saved_shapes = {name: tuple(getattr(value, "size", ())) for name, value in index.state_dict_metadata.items()}
+    model_sizes = {name: tuple(value.size()) for name, value in wanted.items()} | {
         name: (row_state.rows,) for name, row_state in state.row_states.items()
     }
-    sizes = {name: (size[:1] if name in state.row_states else size) for name, size in there.items()}
+    saved_sizes = {name: (size[:1] if name in state.row_states else size) for name, size in saved_shapes.items()}
     differences: dict[str, Change | None] = {}
     result = Match({}, [])
-    for name, size in mine.items():
-        kind = _kind(name, size, sizes.get(name), saved)
+    for name, size in model_sizes.items():
+        kind = _kind(name, size, saved_sizes.get(name), saved)
         if kind == "more_rows":
-            result.grown[name.split(".")[1]] = sizes[name][0]
+            result.grown[name.split(".")[1]] = saved_sizes[name][0]
         if kind != "fits":
-            differences[_line(name, size, sizes.get(name))] = kind  # type: ignore[assignment]
+            differences[_line(name, size, saved_sizes.get(name))] = kind  # type: ignore[assignment]
         if kind in ("fits", "more_rows"):
             if name in state.row_states:
                 result.row_states.append(name)
             else:
-                result.tensors[name] = _clipped(wanted[name], sizes[name])
-    known = {*mine, *(f"tables.{name}.{slot}" for name in state.tables for slot in _slots(state))}
-    for name in there:
-        if name.startswith(("tables.", "dense.")) and name not in known:
-            gone = "fewer_tables" if name.startswith("tables.") and name.split(".")[1] not in state.tables else None
-            differences[f"{name} is not in this model"] = "fewer_layers" if name.startswith("dense.") else gone  # type: ignore[assignment]
+                result.tensors[name] = _clip_rows(wanted[name], saved_sizes[name])
+    model_names = {*model_sizes, *(f"tables.{name}.{slot}" for name in state.tables for slot in _slots(state))}
+    for name in saved_shapes:
+        if name.startswith(("tables.", "dense.")) and name not in model_names:
+            change = "fewer_tables" if name.startswith("tables.") and name.split(".")[1] not in state.tables else None
+            differences[f"{name} is not in this model"] = "fewer_layers" if name.startswith("dense.") else change  # type: ignore[assignment]
     _refuse(path, differences, allow, together, result)
     return result
 
 
 def _kind(name: str, size: tuple[int, ...], before: tuple[int, ...] | None, saved: Mapping[str, Any]) -> str | None:
-    """Returns ``fits``, the name of the change that loading would be, or None for one that nothing allows."""
+    """Returns ``fits``, the kind of change that ``allow`` must name, or None for a change nothing can allow."""
     if size == before:
         return "fits"
     if name.startswith("tables."):
@@ -108,11 +108,11 @@ def _line(name: str, size: tuple[int, ...], before: tuple[int, ...] | None) -> s
     return f"{name} was not saved" if before is None else f"{name} is {size} and was saved as {before}"
 
 
-def _clipped(held: Any, size: tuple[int, ...]) -> Any:
-    """The rows of a table that were saved."""
-    if not isinstance(held, Parts) or held.size() == size:
-        return held
-    parts = [LocalShard(shard.tensor[: max(size[0] - shard.offsets[0], 0)], shard.offsets) for shard in held.parts]
+def _clip_rows(value: Any, size: tuple[int, ...]) -> Any:
+    """Clips a table to its saved rows; other tensors are returned unchanged."""
+    if not isinstance(value, Parts) or value.size() == size:
+        return value
+    parts = [LocalShard(shard.tensor[: max(size[0] - shard.offsets[0], 0)], shard.offsets) for shard in value.parts]
     return Parts(size, parts)
 
 
@@ -120,7 +120,7 @@ def _refuse(
     path: str, differences: dict[str, Change | None], allow: Sequence[Change], together: CheckpointRanks, result: Match
 ) -> None:
     by_rank = together.gathered(differences)
-    everything = {line: kind for lines in by_rank for line, kind in lines.items() if _agreed(line, by_rank)}
+    everything = {line: kind for lines in by_rank for line, kind in lines.items() if _on_all_ranks(line, by_rank)}
     refused = [line for line, kind in everything.items() if kind not in allow]
     result.said = [line for line in everything if line not in refused]
     if refused:
@@ -132,8 +132,8 @@ def _refuse(
         )
 
 
-def _agreed(line: str, by_rank: Sequence[Mapping[str, Any]]) -> bool:
-    """A rank that holds no part of a table does not know its names; another one does."""
+def _on_all_ranks(line: str, by_rank: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a difference counts: a rank without a part of a table may miss its names, so all ranks must."""
     return not line.endswith("is not in this model") or all(line in lines for lines in by_rank)
 
 
@@ -144,17 +144,17 @@ def _slots(state: ModelState) -> set[str]:
 
 
 def inherited(saved: Tensor, widths: Sequence[int], start: int, stop: int) -> Tensor:
-    """Returns the number that a part of the columns inherits: the mean over its columns of each saved part's number.
+    """Computes the optimizer's numbers for a part of the columns: the mean of the saved numbers over its columns.
 
-    A table whose columns are split keeps one sum of squared gradients (their mean over the part's columns) for each
-    part. The mean over the parts, weighted by their widths, is the sum that the whole table would have kept for the
-    same gradients; a part of a whole, or of another part, starts from the sum of what it was a part of.
+    A table with split columns keeps one sum of squared gradients per part (their mean over the part's columns). The
+    mean over the parts, weighted by their widths, is the sum of the unsplit table for the same gradients. A part of the
+    table, or of another part, starts from the sum of the part that contained it.
 
     Args:
         saved: numbers of n rows and P saved parts, (n, P).
         widths: number of columns of each saved part, in order.
-        start: first column of the part that inherits.
-        stop: column after the last of that part.
+        start: first column of the new part.
+        stop: column after its last.
 
     Returns:
         (n, 1).
@@ -178,29 +178,32 @@ def load_checkpoint(
     allow: Sequence[Change] = (),
     cold: Mapping[str, int] | None = None,
 ) -> tuple[dict[str, Any], Match]:
-    """Writes a checkpoint into ``state`` and ``extra``, whatever plan and number of ranks it was saved with.
+    """Loads a checkpoint into ``state`` and ``extra``, saved under any plan and number of ranks.
 
     Args:
         path: checkpoint in which :func:`damage` found nothing.
         state: state of the model and its optimizers.
         together: the ranks that load; all call it.
-        extra: tensors to fill as well; names that were not saved are left as they are.
-        allow: how the model may differ. ``more_rows``: the rows beyond those saved begin as the saved row of ``cold``,
-            without optimizer state. ``new_tables`` and ``new_layers`` stay as they were drawn. ``fewer_tables`` and
-            ``fewer_layers`` are left in the checkpoint.
-        cold: row of each table that stands for ids never seen; 0 where not given.
+        extra: further tensors to load; names without a saved tensor are left unchanged.
+        allow: how the model may differ. ``more_rows``: new rows begin as the saved row of ``cold``, without optimizer
+            state. ``new_tables`` and ``new_layers`` keep their initial values. ``fewer_tables`` and ``fewer_layers``
+            are not loaded.
+        cold: row of each table for unseen ids; 0 by default.
 
     Returns:
-        The manifest, and what was matched.
+        The manifest, and the match.
 
     Raises:
         CheckpointError: the checkpoint was saved from another model; each difference is named.
     """
     saved, index = read_checkpoint_manifest(path), read_index(path)
-    counted = state.counted()
-    matched = match(path, state, {**state.tensors, **counted}, index, saved, allow, together)
-    wanted = {**matched.tensors, **{n: held for n, held in (extra or {}).items() if n in index.state_dict_metadata}}
-    other: dict[str, Parts] = {}
+    step_counts = state.counted()
+    matched = match(path, state, {**state.tensors, **step_counts}, index, saved, allow, together)
+    to_load = {
+        **matched.tensors,
+        **{n: tensor for n, tensor in (extra or {}).items() if n in index.state_dict_metadata},
+    }
+    other_splits: dict[str, Parts] = {}
     for name in matched.row_states:
         row_state, widths = state.row_states[name], saved["row_parts"][name]
         rows = matched.grown.get(name.split(".")[1], row_state.rows)
@@ -208,46 +211,48 @@ def load_checkpoint(
             LocalShard(shard.tensor[: max(rows - shard.offsets[0], 0)], shard.offsets) for shard in row_state.parts
         ]
         if tuple(widths) == row_state.widths:
-            wanted[name] = Parts((rows, len(widths)), parts)
+            to_load[name] = Parts((rows, len(widths)), parts)
         else:
             lengths = {shard.offsets[0]: len(shard.tensor) for shard in parts}
-            made = [LocalShard(torch.empty(length, len(widths)), (row, 0)) for row, length in lengths.items()]
-            other[name] = Parts((rows, len(widths)), made)
+            buffers = [LocalShard(torch.empty(length, len(widths)), (row, 0)) for row, length in lengths.items()]
+            other_splits[name] = Parts((rows, len(widths)), buffers)
     cold_rows = _cold_rows(state, matched, cold or {})
-    _read(path, {**wanted, **other}, together)
+    _load_tensors(path, {**to_load, **other_splits}, together)
     if cold_rows:
-        # Apart: one name has one shape in a load, and these are whole rows where the table may be split.
-        _read(path, cold_rows, together)
-    state.count(counted)
-    _merge(state, other, saved)
+        # A load of its own: a name has one shape in a load, and these are full rows even if the table is split.
+        _load_tensors(path, cold_rows, together)
+    state.count(step_counts)
+    _merge(state, other_splits, saved)
     _grow(state, matched, cold_rows)
     return saved, matched
 
 
 def load_weights(path: str, state: ModelState, together: CheckpointRanks) -> None:
-    """Writes the weights of a checkpoint, without optimizer state, into the model it was saved from, under any plan.
+    """Loads the weights of a checkpoint, without optimizer state, into the same model under any plan.
 
     Args:
         path: checkpoint in which :func:`damage` found nothing.
         state: state of the model alone.
         together: the ranks that load; all call it.
     """
-    _read(path, state.tensors, together)
+    _load_tensors(path, state.tensors, together)
 
 
-def _read(path: str, wanted: State, together: CheckpointRanks) -> None:
+def _load_tensors(path: str, tensors: State, together: CheckpointRanks) -> None:
     group = together.group
     try:
-        dcp.load(wanted, storage_reader=reader(path), planner=LoadPlanner(), process_group=group, no_dist=group is None)
+        dcp.load(
+            tensors, storage_reader=reader(path), planner=LoadPlanner(), process_group=group, no_dist=group is None
+        )
     except CheckpointException as error:
         raise CheckpointError(f"checkpoint '{path}' could not be read: {cause(error)}") from None
 
 
-def _merge(state: ModelState, other: Mapping[str, Parts], saved: Mapping[str, Any]) -> None:
-    """Converts row states of tables whose columns are split differently."""
-    for name, held in other.items():
+def _merge(state: ModelState, other_splits: Mapping[str, Parts], saved: Mapping[str, Any]) -> None:
+    """Converts row states between different splits of a table's columns."""
+    for name, saved_parts in other_splits.items():
         row_state, widths = state.row_states[name], saved["row_parts"][name]
-        by_row = {shard.offsets[0]: shard.tensor for shard in held.parts}
+        by_row = {shard.offsets[0]: shard.tensor for shard in saved_parts.parts}
         for shard in row_state.parts:
             row, number = shard.offsets
             start = sum(row_state.widths[:number])
@@ -257,7 +262,7 @@ def _merge(state: ModelState, other: Mapping[str, Parts], saved: Mapping[str, An
 
 
 def _cold_rows(state: ModelState, matched: Match, cold: Mapping[str, int]) -> dict[str, Any]:
-    """Allocates, on every rank, the row as which each grown table's new rows begin."""
+    """Allocates, on every rank, the initial value of each grown table's new rows."""
     rows: dict[str, Any] = {}
     for table, before in matched.grown.items():
         dim = state.tables[table][1]
@@ -269,8 +274,8 @@ def _cold_rows(state: ModelState, matched: Match, cold: Mapping[str, int]) -> di
 
 @torch.no_grad()
 def _grow(state: ModelState, matched: Match, cold_rows: Mapping[str, Parts]) -> None:
-    for name, held in {**state.tensors, **state.row_states}.items():
-        parts = getattr(held, "parts", None)
+    for name, value in {**state.tensors, **state.row_states}.items():
+        parts = getattr(value, "parts", None)
         table = name.split(".")[1] if name.startswith("tables.") else ""
         if table not in matched.grown or parts is None:
             continue

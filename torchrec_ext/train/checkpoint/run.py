@@ -1,4 +1,4 @@
-"""RunCheckpoints: everything that a run needs to go on as if it had never stopped."""
+"""RunCheckpoints: saves and restores a run, so that it goes on as if it had never stopped."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from torchrec_ext.train.checkpoint.folder import CheckpointFolder, CheckpointRan
 from torchrec_ext.train.checkpoint.load import load_checkpoint, load_weights
 from torchrec_ext.train.checkpoint.state import State, model_state
 
-_TENSOR = "a tensor of the checkpoint"
-_EVALUATED = "evaluated.json"  # beside the checkpoints: the outcome of the evaluation after the last one
+_TENSOR_KEY = "a tensor of the checkpoint"
+_OUTCOME = "evaluated.json"  # next to the checkpoints: the outcome of the evaluation after the last one
 
 
 @dataclass
@@ -32,8 +32,8 @@ class Position:
 
     Args:
         epoch: counted from 0.
-        done: steps that this epoch has made.
-        step: steps that the run has made.
+        done: number of steps of this epoch so far.
+        step: number of steps of the run so far.
         ended: whether the epoch has been evaluated, so that the next one begins.
         history: the records so far.
     """
@@ -50,7 +50,7 @@ class Position:
 
 
 class Resumable(Protocol):
-    """An object whose state JSON can hold, such as an EarlyStopWatch."""
+    """An object with a state for JSON, such as an EarlyStopWatch."""
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state."""
@@ -60,15 +60,15 @@ class Resumable(Protocol):
 
 
 class Sums(Protocol):
-    """The figures that a loop adds up between two records."""
+    """Sums of figures between two records of a loop."""
 
     @property
     def sums(self) -> Tensor:
-        """This rank's sums since the last record: of its losses, of their number and of its rows, (3,) float64."""
+        """This rank's sums since the last record, (3,) float64: of losses, of steps and of rows."""
 
 
 class CheckpointedRun(Protocol):
-    """The parts of a run that a checkpoint saves."""
+    """The parts of a run saved in a checkpoint."""
 
     model: nn.Module
     optimizer: KeyedOptimizer
@@ -92,22 +92,27 @@ class CheckpointedRun(Protocol):
 
 
 class RunCheckpoints:
-    """Saves a run as ``config`` says, and restores it.
+    """Saves a run by the settings in ``config``, and restores it.
 
     A resumed run equals the uninterrupted one sample for sample, and on the same plan and ranks bit for bit. A
     checkpoint holds weights, optimizer rows and counts, the loader's position, the random states of each rank
     (dropout), records and early stopping; schedules follow from the step. On another number of ranks each rank draws
-    new dropout, and the record that was begun is completed. Three things are not equal bit for bit: captured and
-    compiled steps (``train.compile``) equal eager ones to rounding, and a resumed run makes its first ones eager; under
-    local SGD and DiLoCo the first step after a resume is taken together, with rank 0's optimizer state on every rank
-    and no outer momentum; and on three ranks or more with over 1 MiB of dense gradients that step is rounded otherwise,
-    see :func:`settle_buckets`.
+    new dropout, and the current record is completed.
+
+    Three things are not equal bit for bit:
+
+    - Captured and compiled steps (``train.compile``) equal eager ones to rounding, and a resumed run makes its first
+      steps eager.
+    - Under local SGD and DiLoCo all ranks take the first step after a resume together, with rank 0's optimizer state on
+      every rank and no outer momentum.
+    - On three ranks or more, with over 1 MiB of dense gradients, that step is rounded differently, see
+      :func:`settle_buckets`.
 
     Args:
         checkpointer: writes and reads the checkpoints.
         config: epochs and steps between two checkpoints.
         resume: path of the checkpoint to begin from; None starts a new run.
-        about: further entries of the manifest, such as the job's settings; JSON can hold them.
+        about: further entries of the manifest, ready for JSON, such as the job's settings.
     """
 
     def __init__(
@@ -119,8 +124,8 @@ class RunCheckpoints:
         about: Mapping[str, Any] | None = None,
     ) -> None:
         self._checkpointer, self._config, self._resume, self._about = checkpointer, config, resume, about or {}
-        self._last: int | None = None  # the step that was saved last
-        self._history = 0  # records it was saved with
+        self._last_saved_step: int | None = None
+        self._saved_records = 0  # number of records in that checkpoint
 
     @property
     def saves(self) -> bool:
@@ -128,7 +133,7 @@ class RunCheckpoints:
         return self._config.saves
 
     def restore(self, run: CheckpointedRun) -> Position:
-        """Loads the checkpoint to begin from, if there is one, and returns where the run stands.
+        """Loads the checkpoint to begin from, if there is one, and returns the position of the run.
 
         Raises:
             CheckpointError: the checkpoint was saved from another model.
@@ -136,21 +141,21 @@ class RunCheckpoints:
         """
         if not isinstance(run.loader, ResumableLoader):
             raise ValueError(
-                f"checkpoints need a loader with state_dict(step=) and load_state_dict(), and {_kind(run.loader)} "
-                "lacks them"
+                "checkpoints need a loader with state_dict(step=) and load_state_dict(), and "
+                f"{_class_name(run.loader)} lacks them"
             )
         if self._resume is None:
             return Position()
         index = read_index(self._resume).state_dict_metadata
         sums = [name for name in index if name.startswith("rank.") and name.endswith(".sums")]
-        wanted = ("loader.", f"rank.{run.runtime.rank}.", *(sums if len(sums) != run.runtime.world_size else ()))
+        prefixes = ("loader.", f"rank.{run.runtime.rank}.", *(sums if len(sums) != run.runtime.world_size else ()))
         extra: State = {
-            name: torch.empty(held.size, dtype=held.properties.dtype)
-            for name, held in index.items()
-            if name.startswith(wanted) and isinstance(held, TensorStorageMetadata)
+            name: torch.empty(metadata.size, dtype=metadata.properties.dtype)
+            for name, metadata in index.items()
+            if name.startswith(prefixes) and isinstance(metadata, TensorStorageMetadata)
         }
         saved = self._checkpointer.load(self._resume, model_state(run.model, run.optimizer), extra)
-        content = self._evaluated(counted_from_one(saved["content"]))
+        content = self._with_evaluation(counted_from_one(saved["content"]))
         position = Position(**content["position"])
         run.watch.load_state_dict(content["watch"])
         if saved["world_size"] == run.runtime.world_size:
@@ -165,60 +170,58 @@ class RunCheckpoints:
             position.ended = True
         self._checkpointer.branch(saved, content["watch"]["best"])
         if _parent(self._resume) == self._checkpointer.folder.address:
-            self._last, self._history = position.step, len(saved["content"]["position"]["history"])
+            self._last_saved_step, self._saved_records = position.step, len(saved["content"]["position"]["history"])
         return position
 
     def after_step(self, run: CheckpointedRun) -> None:
-        """Saves a checkpoint where the config asks for one after this step."""
+        """Saves a checkpoint if one is due after this step."""
         if self.due_after(run.at.step):
             self.save(run)
 
     def due_after(self, step: int) -> bool:
-        """Whether the config asks for a checkpoint after a step of the run."""
+        """Whether ``config.steps`` makes a checkpoint due after a step."""
         return bool(self._config.steps) and step % self._config.steps == 0
 
     def before_evaluation(self, run: CheckpointedRun, *, last: bool) -> None:
-        """Saves where the config says so or this is the ``last`` epoch: an evaluation may take long, and be stopped.
+        """Saves if a checkpoint is due or in the ``last`` epoch, because an evaluation may take long and be stopped.
 
-        A run that resumes from here evaluates first.
+        A run resumed from here evaluates first.
         """
         if self._due(run) or (self._config.saves and last):
             self.save(run)
 
     def after_epoch(self, run: CheckpointedRun, *, last: bool, best: bool) -> None:
-        """Saves where the config says so or this was the ``last`` epoch, and keeps it if it is the ``best`` so far.
+        """Saves if a checkpoint is due, or after the ``last`` epoch; marks it if it is the ``best`` so far.
 
-        A checkpoint saved before the evaluation is not saved again: the outcome is noted beside it.
+        A checkpoint saved before the evaluation is not saved again: the outcome is noted next to it.
         """
         if not (self._due(run) or (self._config.saves and (last or best))):
             return
-        if self._last != run.at.step:
+        if self._last_saved_step != run.at.step:
             self.save(run)
         else:
             outcome = {
                 "step": run.at.step,
-                "records": self._history,
+                "records": self._saved_records,
                 "position": vars(run.at),
                 "watch": run.watch.state_dict(),
             }
-            self._checkpointer.note(_EVALUATED, outcome)
+            self._checkpointer.note(_OUTCOME, outcome)
         if best:
             self._checkpointer.mark_best(run.at.step, run.watch.state_dict()["best"] or {})
 
     def _due(self, run: CheckpointedRun) -> bool:
-        by_epoch = self._config.epochs and (run.at.epoch + 1) % self._config.epochs == 0
-        return bool(by_epoch) or self.due_after(run.at.step)
+        epoch_is_due = self._config.epochs and (run.at.epoch + 1) % self._config.epochs == 0
+        return bool(epoch_is_due) or self.due_after(run.at.step)
 
-    def _evaluated(self, content: dict[str, Any]) -> dict[str, Any]:
-        """The saved content, with the outcome of the evaluation after it where that was made."""
+    def _with_evaluation(self, content: dict[str, Any]) -> dict[str, Any]:
+        """Returns the saved content, updated by the outcome of its evaluation if there was one."""
         assert self._resume is not None
-        note = self._checkpointer.together.on_main(
-            lambda: CheckpointFolder(_parent(str(self._resume))).noted(_EVALUATED)
-        )
+        note = self._checkpointer.together.on_main(lambda: CheckpointFolder(_parent(str(self._resume))).noted(_OUTCOME))
         saved = content["position"]
         if not isinstance(note, dict) or note.get("step") != saved["step"] or saved["ended"]:
             return content
-        # Another run that was at this step before, and that this one overtook, has records with other times.
+        # The note may be from an earlier run that had reached this step too: its records then differ in their times.
         if note["position"]["history"][: note["records"]] != saved["history"] or note["records"] != len(
             saved["history"]
         ):
@@ -226,7 +229,7 @@ class RunCheckpoints:
         return {**content, "position": note["position"], "watch": note["watch"]}
 
     def load_weights(self, model: nn.Module, step: int) -> bool:
-        """Loads the weights saved after ``step`` and returns whether they are still there; all ranks call it.
+        """Loads the weights saved after ``step`` if they still exist; returns whether they do; all ranks call it.
 
         Args:
             model: model from :func:`hybrid_parallel`, or unsharded.
@@ -242,11 +245,11 @@ class RunCheckpoints:
         return False
 
     def save(self, run: CheckpointedRun) -> None:
-        """Begins to save in the background, unless this step was saved last."""
-        if self._last == run.at.step:
+        """Begins to save in the background, unless this step is saved already."""
+        if self._last_saved_step == run.at.step:
             return
         run.settle()
-        extra: State = dict(_of_rank(run))
+        extra: State = dict(_state_of_rank(run))
         content = {
             **self._about,
             "versions": _versions(),
@@ -256,7 +259,7 @@ class RunCheckpoints:
             "loader": _without_tensors(run.loader.state_dict(step=run.at.done), "loader", extra),
         }
         self._checkpointer.save(run.at.step, model_state(run.model, run.optimizer), extra, content)
-        self._last, self._history = run.at.step, len(run.at.history)
+        self._last_saved_step, self._saved_records = run.at.step, len(run.at.history)
 
     def close(self) -> None:
         """Waits until the last checkpoint is written."""
@@ -278,12 +281,12 @@ def counted_from_one(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parent(path: str) -> str:
-    """The folder in which a checkpoint lies."""
+    """Returns the folder of a checkpoint."""
     return path.rstrip("/").rpartition("/")[0]
 
 
-def _kind(thing: Any) -> str:
-    return f"a {type(thing).__name__}"
+def _class_name(value: Any) -> str:
+    return f"a {type(value).__name__}"
 
 
 def _versions() -> dict[str, str]:
@@ -294,12 +297,12 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _of_rank(run: CheckpointedRun) -> State:
-    """This rank's state: the random states that dropout draws from, and the sums of the next record."""
-    held = {"cpu": torch.get_rng_state(), "sums": run.window.sums}
+def _state_of_rank(run: CheckpointedRun) -> State:
+    """Returns this rank's state: the random states for dropout, and the sums of the next record."""
+    states = {"cpu": torch.get_rng_state(), "sums": run.window.sums}
     if run.runtime.device.type == "cuda":
-        held["cuda"] = torch.cuda.get_rng_state(run.runtime.device)
-    return {f"rank.{run.runtime.rank}.{name}": state for name, state in held.items()}
+        states["cuda"] = torch.cuda.get_rng_state(run.runtime.device)
+    return {f"rank.{run.runtime.rank}.{name}": value for name, value in states.items()}
 
 
 def _restore_rank(states: State, run: CheckpointedRun) -> None:
@@ -311,29 +314,29 @@ def _restore_rank(states: State, run: CheckpointedRun) -> None:
 
 
 def _share_sums(by_rank: State, run: CheckpointedRun) -> None:
-    """Continues the next record with what another number of ranks had added up for it, so that no row is left out."""
+    """Continues the next record with the sums of another number of ranks, so that no row is lost."""
     saved = torch.stack([sums.cpu() for sums in by_rank.values()])  # type: ignore[union-attr]
     rows = float(saved[:, 2].sum()) if run.runtime.rank == 0 else 0.0
     run.window.sums.copy_(torch.tensor([*saved[:, :2].mean(0).tolist(), rows], dtype=torch.float64))
 
 
 def _without_tensors(tree: Any, path: str, tensors: State) -> Any:
-    """Returns a state as JSON can hold it; its tensors go to ``tensors`` by their path."""
+    """Makes a state ready for JSON: moves its tensors to ``tensors``, by path."""
     if isinstance(tree, Mapping):
         return {key: _without_tensors(value, f"{path}.{key}", tensors) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
         return [_without_tensors(value, f"{path}.{number}", tensors) for number, value in enumerate(tree)]
     if isinstance(tree, Tensor):
         tensors[path] = tree
-        return {_TENSOR: path}
+        return {_TENSOR_KEY: path}
     return tree
 
 
 def _with_tensors(tree: Any, tensors: State) -> Any:
     if isinstance(tree, Mapping):
         return (
-            tensors[tree[_TENSOR]]
-            if _TENSOR in tree
+            tensors[tree[_TENSOR_KEY]]
+            if _TENSOR_KEY in tree
             else {key: _with_tensors(value, tensors) for key, value in tree.items()}
         )
     if isinstance(tree, list):
@@ -349,7 +352,7 @@ def begin_with(
     config: StartConfig,
     cold: Mapping[str, int],
 ) -> str:
-    """Loads the checkpoint at ``path`` and returns a text that says what was matched; all ranks call it.
+    """Loads the checkpoint at ``path``; returns a text about differences to the model; all ranks call it.
 
     Args:
         path: checkpoint without damage.
@@ -357,12 +360,14 @@ def begin_with(
         optimizer: optimizer from :func:`hybrid_parallel`.
         together: the ranks that load.
         config: how the model may differ.
-        cold: row of each table that stands for ids never seen.
+        cold: row of each table for unseen ids.
     """
     saved, matched = load_checkpoint(path, model_state(model, optimizer), together, allow=config.allow, cold=cold)
     grown = [
         f"table '{name}' had {rows:,} rows, the others begin as row {cold.get(name, 0)}"
         for name, rows in matched.grown.items()
     ]
-    others = [line for line in matched.said if not any(line.startswith(f"tables.{name}.") for name in matched.grown)]
-    return "\n".join([f"begun with the weights of {path}, after {saved['step']:,} steps", *grown, *others])
+    other_differences = [
+        line for line in matched.said if not any(line.startswith(f"tables.{name}.") for name in matched.grown)
+    ]
+    return "\n".join([f"begun with the weights of {path}, after {saved['step']:,} steps", *grown, *other_differences])

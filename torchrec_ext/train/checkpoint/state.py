@@ -1,10 +1,10 @@
-"""ModelState: the tensors of a model and its optimizers, under names that no plan, number of ranks or path changes.
+"""ModelState: the tensors of a model and its optimizers, under names independent of plan, ranks and paths.
 
-``tables.NAME.weight`` (rows, D) and ``tables.NAME.STATE`` belong to a table, wherever its collection stands in the
+``tables.NAME.weight`` (rows, D) and ``tables.NAME.STATE`` belong to a table, at any path of its collection in the
 model; ``dense.PATH`` and ``dense.PATH@STATE`` to the dense layers. STATE is torch.optim's name: ``sum``, ``exp_avg``,
 ``exp_avg_sq``, ``step``.
 
-Parts: a tensor of which this rank holds rectangles, saved and loaded by torch.distributed.checkpoint, however divided.
+Parts: this rank's rectangles of a tensor, saved and loaded by torch.distributed.checkpoint under any division.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from torchrec_ext.distributed.optim.sharded import kernels_of
 from torchrec_ext.distributed.tables import collections, local_shards, table_configs
 from torchrec_ext.distributed.tower_parallel.lookups import unhosted
 
-BLOCK_BYTES = 32 * 2**20  # a reader holds one saved block at a time, whatever it is asked for
+BLOCK_BYTES = 32 * 2**20  # a reader always has one complete saved block in memory
 
 
 class LocalShard(NamedTuple):
-    """One rectangle of a tensor, which begins at ``offsets`` of the whole; writing ``tensor`` writes the whole."""
+    """One rectangle of a larger tensor, beginning at ``offsets`` of it."""
 
     tensor: Tensor
     offsets: tuple[int, ...]
 
 
 class Parts:
-    """The rectangles of a tensor that this rank holds; all ranks together hold each element once, or equal copies.
+    """This rank's rectangles of a tensor; all ranks together have each element once, or equal copies.
 
-    It follows the protocol by which torch.distributed.checkpoint takes tensors of other libraries
-    (``torch.distributed._checkpointable``), so a table needs no ShardedTensor, which replicated tables and the row-wise
-    state of an optimizer do not have.
+    It follows torch.distributed.checkpoint's protocol for tensors of other libraries
+    (``torch.distributed._checkpointable``), so a table needs no ShardedTensor: replicated tables and the row-wise state
+    of an optimizer have none.
 
     Args:
         shape: shape of the whole tensor.
@@ -55,7 +55,7 @@ class Parts:
         self.parts = [shard for shard in parts if shard.tensor.numel()]
 
     def size(self) -> torch.Size:
-        """The shape of the whole, which torch.distributed.checkpoint compares with what was saved."""
+        """The shape of the whole tensor; torch.distributed.checkpoint compares it with the saved one."""
         return self.shape
 
     def map(self, function: Any) -> Parts:
@@ -66,7 +66,7 @@ class Parts:
         )
 
     def at(self, offsets: Sequence[int]) -> Tensor:
-        """Returns the block or rectangle that begins at ``offsets``."""
+        """Returns the block or rectangle beginning at ``offsets``."""
         blocks = {tuple(shard.offsets): shard.tensor for shard in self.parts} | {
             shard.offsets: shard.tensor for shard in self._blocks()
         }
@@ -109,30 +109,30 @@ class SavePlanner(DefaultSavePlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """Returns the tensor to be written."""
-        return _with_its_own_storage(_look_up(self.state_dict, index))
+        """Returns the tensor to write."""
+        return _own_storage(_look_up(self.state_dict, index))
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Writes what was saved into the tensors of a flat state, reading no more than they need."""
+    """Loads saved tensors into a flat state, reading no more than it needs."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        """Keeps the state as it is: nothing is flattened, and no tensor is allocated."""
+        """Uses the state unchanged, without flattening it or allocating tensors."""
         self.original_state_dict = self.state_dict = state_dict
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """Returns the tensor to be filled."""
+        """Returns the tensor to load into."""
         return _look_up(self.state_dict, index)
 
 
-def _with_its_own_storage(block: Tensor) -> Tensor:
-    """Returns a block of rows as a tensor that torch does not copy to write it: one whose storage holds nothing else.
+def _own_storage(block: Tensor) -> Tensor:
+    """Wraps a block of rows in a storage of its own, with the same memory, so that torch writes it without a copy.
 
-    The memory is that of ``block``. A copy would be as large, and its pages new ones: it took longer than the hash.
+    A copy is as large as the block and needs new pages: it took longer than the hash.
     """
     if (
         block.untyped_storage().size() == block.nbytes
@@ -145,13 +145,13 @@ def _with_its_own_storage(block: Tensor) -> Tensor:
 
 
 def _look_up(state: Mapping[str, Any], index: MetadataIndex) -> Tensor:
-    held = state[index.fqn]
-    return held.at(index.offset or ()) if isinstance(held, Parts) else held
+    value = state[index.fqn]
+    return value.at(index.offset or ()) if isinstance(value, Parts) else value
 
 
 @dataclass
 class RowState:
-    """An optimizer's number per row for each part into which columns are split, such as row-wise Adagrad's sum.
+    """An optimizer's number per row and part of the columns, such as row-wise Adagrad's sum.
 
     Args:
         widths: number of columns of each part, in order.
@@ -166,14 +166,14 @@ class RowState:
 
 @dataclass
 class ModelState:
-    """The tensors of a model and its optimizers; writing them writes the model.
+    """The tensors of a model and its optimizers, as views: writing them changes the model.
 
     Args:
-        tensors: tensors by name; tables as the rows that this rank holds.
+        tensors: tensors by name; of tables this rank's rows.
         row_states: numbers per row by name.
         tables: (rows, D) and dtype by table name, on every rank alike.
         paths: path of each table's weight in the unsharded model.
-        kernels: kernels that count steps for Adam's bias correction, by the name of that count.
+        kernels: kernels that count steps for Adam's bias correction, by the name of their count.
     """
 
     tensors: State
@@ -183,7 +183,7 @@ class ModelState:
     kernels: dict[str, Any]
 
     def everything(self) -> State:
-        """Returns the tensors, the row states, (rows, parts) each, and copies of what kernels count."""
+        """Returns the tensors, the row states, (rows, parts) each, and copies of the kernels' step counts."""
         rows = {
             name: Parts((row_state.rows, len(row_state.widths)), row_state.parts)
             for name, row_state in self.row_states.items()
@@ -191,11 +191,11 @@ class ModelState:
         return {**self.tensors, **rows, **self.counted()}
 
     def counted(self) -> State:
-        """Returns the steps that kernels have counted, () float32 each, as torch.optim keeps them."""
+        """Returns the kernels' step counts, () float32 each, as in torch.optim."""
         return {name: kernel.iter.float().reshape(()).cpu() for name, kernel in self.kernels.items()}
 
     def count(self, steps: State) -> None:
-        """Sets the kernels' counts of steps."""
+        """Sets the kernels' step counts."""
         for name, kernel in self.kernels.items():
             kernel.set_optimizer_step(int(steps[name]))  # type: ignore[arg-type]
 
@@ -205,94 +205,98 @@ def model_state(model: nn.Module, optimizer: KeyedOptimizer | None = None) -> Mo
 
     Args:
         model: model from :func:`hybrid_parallel`, or unsharded.
-        optimizer: the model's optimizer; None for the weights alone. If it has made no step, its state is made first.
+        optimizer: the model's optimizer; None for the weights alone. Its state is created if it has made no step.
     """
-    configs = dict(_configs(model))
+    configs = dict(_configs_by_path(model))
     tables: dict[str, tuple[int, int, str]] = {
         config.name: (config.num_embeddings, config.embedding_dim, config.data_type.value)
         for config in configs.values()
     }
     tensors: State = {}
-    held: dict[str, list[LocalShard]] = {}
+    shards_by_table: dict[str, list[LocalShard]] = {}
     for shard in local_shards(model):
-        held.setdefault(shard.config.name, []).append(LocalShard(shard.tensor.detach(), (shard.row, shard.column)))
-    for name, parts in held.items():
+        shards_by_table.setdefault(shard.config.name, []).append(
+            LocalShard(shard.tensor.detach(), (shard.row, shard.column))
+        )
+    for name, parts in shards_by_table.items():
         tensors[f"tables.{name}.weight"] = Parts(tables[name][:2], parts)
     for key, value in get_unwrapped_module(model).state_dict().items():
         if key not in configs and isinstance(value, Tensor) and not isinstance(value, (ShardedTensor, DTensor)):
             tensors[f"dense.{key}"] = value.detach()
     rows: dict[str, RowState] = {}
-    for each in _single(optimizer):
-        _start(each)
-        for key, parameter in each.params.items():
-            for slot, value in _slots(each.state.get(parameter, {}), configs.get(key)).items():
+    for single in _split_combined(optimizer):
+        _make_first_state(single)
+        for key, parameter in single.params.items():
+            for slot, value in _slots(single.state.get(parameter, {}), configs.get(key)).items():
                 if key in configs:
-                    _add_of_table(tensors, rows, configs[key], slot, value, parameter)
+                    _add_table_state(tensors, rows, configs[key], slot, value, parameter)
                 else:
                     tensors[f"dense.{key}@{slot}"] = value
-    moved = {name.split(".")[1] for name in tensors if name.endswith(".exp_avg")}
-    kernels = {f"tables.{name}.step": kernel for name, kernel in _kernels(model) if name in moved}
+    adam_tables = {name.split(".")[1] for name in tensors if name.endswith(".exp_avg")}
+    kernels = {f"tables.{name}.step": kernel for name, kernel in _kernels(model) if name in adam_tables}
     paths = {config.name: unhosted(get_unwrapped_module(model), path) for path, config in configs.items()}
     return ModelState(
         tensors, rows, tables, paths, {name: kernel for name, kernel in kernels.items() if name not in tensors}
     )
 
 
-def _configs(model: nn.Module) -> Iterator[tuple[str, BaseEmbeddingConfig]]:
-    """Yields the path of the weight and the config of each table, whether or not this rank holds a shard of it."""
+def _configs_by_path(model: nn.Module) -> Iterator[tuple[str, BaseEmbeddingConfig]]:
+    """Yields the path of the weight and the config of each table, with or without a shard on this rank."""
     for path, collection in collections(model):
         configs = {config.name: config for config in table_configs(collection)}
         for key in collection.state_dict():
             yield (f"{path}.{key}" if path else key), configs[key.split(".")[1]]
 
 
-def _single(optimizer: KeyedOptimizer | None) -> list[KeyedOptimizer]:
-    """The optimizers that a combined one is made of; the kernels' stays combined, its keys being whole paths."""
+def _split_combined(optimizer: KeyedOptimizer | None) -> list[KeyedOptimizer]:
+    """Splits a combined optimizer; the kernels' one stays combined, because its keys are full paths."""
     if isinstance(optimizer, CombinedOptimizer):
         return [single for _, single in optimizer._optims]
     return [] if optimizer is None else [optimizer]
 
 
-def _start(optimizer: KeyedOptimizer) -> None:
-    """Makes the state that a torch optimizer would make at its first step, by a step at a rate of 0."""
-    inner = getattr(optimizer, "_optimizer", None)
-    if not isinstance(optimizer, KeyedOptimizerWrapper) or inner is None or inner.state:
+def _make_first_state(optimizer: KeyedOptimizer) -> None:
+    """Creates a torch optimizer's state before its first step, by a step at a rate of 0."""
+    torch_optimizer = getattr(optimizer, "_optimizer", None)
+    if not isinstance(optimizer, KeyedOptimizerWrapper) or torch_optimizer is None or torch_optimizer.state:
         return
-    groups = inner.param_groups
-    kept = [(parameter, parameter.grad) for group in groups for parameter in group["params"]]
+    groups = torch_optimizer.param_groups
+    gradients = [(parameter, parameter.grad) for group in groups for parameter in group["params"]]
     rates = [group["lr"] for group in groups]
-    for parameter, _ in kept:
+    for parameter, _ in gradients:
         parameter.grad = torch.zeros_like(parameter)
     for group in groups:
         group["lr"] = 0.0
-    inner.step()
+    torch_optimizer.step()
     for group, rate in zip(groups, rates, strict=True):
         group["lr"] = rate
-    for parameter, gradient in kept:
+    for parameter, gradient in gradients:
         parameter.grad = gradient
-        if "step" in inner.state[parameter]:
-            inner.state[parameter]["step"].zero_()
+        if "step" in torch_optimizer.state[parameter]:
+            torch_optimizer.state[parameter]["step"].zero_()
 
 
 def _slots(state: Mapping[str, Any], table: BaseEmbeddingConfig | None) -> dict[str, Any]:
-    """An optimizer's state by torch.optim's names; TorchRec's kernels name the first one ``TABLE.momentum1``."""
+    """Renames an optimizer's state to torch.optim's names; TorchRec's kernels use ``TABLE.momentum1`` for the first."""
     slots = {name.removeprefix(f"{table.name}.") if table else name: value for name, value in state.items()}
     if "momentum1" in slots:
         slots["exp_avg" if "exp_avg_sq" in slots else "sum"] = slots.pop("momentum1")
     if table and "sum" in slots:
-        slots.pop("step", None)  # Adagrad's, for a decay of its rate that nobody can ask for; kernels do not count it
+        slots.pop(
+            "step", None
+        )  # torch's Adagrad counts steps for a decay of its rate, which no setting offers; kernels do not count
     return slots
 
 
-def _add_of_table(
+def _add_table_state(
     tensors: State, rows: dict[str, RowState], config: BaseEmbeddingConfig, slot: str, value: Any, weight: Any
 ) -> None:
     name, shape = f"tables.{config.name}.{slot}", (config.num_embeddings, config.embedding_dim)
     if slot == "step":
         tensors[name] = value
     elif isinstance(value, (ShardedTensor, DTensor)):
-        # Of a table with copies the state is a DTensor, its weight a ShardedTensor of one copy all the same.
-        places, shards = [begin for _, begin in _pieces(weight)], [tensor for tensor, _ in _pieces(value)]
+        # If a table has copies, its state is a DTensor, but its weight is a ShardedTensor of one copy.
+        places, shards = [begin for _, begin in _local_pieces(weight)], [tensor for tensor, _ in _local_pieces(value)]
         if value.size() == weight.size():
             tensors[name] = Parts(
                 shape, [LocalShard(tensor, begin) for tensor, begin in zip(shards, places, strict=True)]
@@ -305,11 +309,13 @@ def _add_of_table(
         rows[name] = RowState((config.embedding_dim,), config.num_embeddings, [LocalShard(value.view(-1, 1), (0, 0))])
 
 
-def _pieces(held: ShardedTensor | DTensor) -> list[tuple[Tensor, tuple[int, ...]]]:
-    """The tensors that this rank holds, each with the offsets at which it begins."""
-    if isinstance(held, ShardedTensor):
-        return [(shard.tensor, tuple(shard.metadata.shard_offsets)) for shard in held.local_shards()]
-    local: Any = held.to_local()  # TorchRec's LocalShardsWrapper; a rank without a shard has one offset all the same
+def _local_pieces(tensor: ShardedTensor | DTensor) -> list[tuple[Tensor, tuple[int, ...]]]:
+    """Returns this rank's tensors, each with its offsets."""
+    if isinstance(tensor, ShardedTensor):
+        return [(shard.tensor, tuple(shard.metadata.shard_offsets)) for shard in tensor.local_shards()]
+    local: Any = (
+        tensor.to_local()
+    )  # TorchRec's LocalShardsWrapper; a rank without a shard has an offset nevertheless, hence strict=False
     return [(tensor, tuple(begin)) for tensor, begin in zip(local.local_shards(), local.local_offsets(), strict=False)]
 
 

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 
 from torchrec_ext.sealed import MeasuredStream
 
-# All that a `.metadata` of tensors names. Anything else in one was put there to be run.
-_ALLOWED = {
+# The names in a `.metadata` of tensors. Any other name was put there to run code.
+_ALLOWED_NAMES = {
     "torch.distributed.checkpoint.metadata": {
         "Metadata",
         "TensorStorageMetadata",
@@ -40,15 +40,15 @@ class CheckpointError(ValueError):
     """A checkpoint cannot be written or read, or does not belong here: the message names the file and what to do."""
 
 
-def cause(error: BaseException) -> str:
+def first_error(error: BaseException) -> str:
     """Returns, in one line, the error of the first rank that failed."""
     failures = list(getattr(error, "failures", {}).values())
-    cause = failures[0][0] if failures else error
-    return f"{type(cause).__name__}: {cause}".splitlines()[0]
+    first_error = failures[0][0] if failures else error
+    return f"{type(first_error).__name__}: {first_error}".splitlines()[0]
 
 
-# Opcodes of pickle that no index has: some reserve as much memory as the file says, others call more than `_ALLOWED`.
-_REFUSED = {
+# Opcodes of pickle that no index has: some reserve any amount of memory, others call more than `_ALLOWED_NAMES`.
+_REFUSED_OPCODES = {
     pickle.BYTEARRAY8,
     pickle.NEXT_BUFFER,
     pickle.READONLY_BUFFER,
@@ -57,23 +57,23 @@ _REFUSED = {
     pickle.INST,
     pickle.OBJ,
 }
-_REFUSED |= {pickle.EXT1, pickle.EXT2, pickle.EXT4}
+_REFUSED_OPCODES |= {pickle.EXT1, pickle.EXT2, pickle.EXT4}
 
 
 class _Unpickler(pickle._Unpickler):
-    """Unpickler written in Python: a number in the file makes the C one reserve gigabytes for its memo."""
+    """Pickle's Python unpickler: the C one reserves gigabytes for its memo if a number in the file says so."""
 
     dispatch: ClassVar[dict[int, Any]] = {
-        code: load for code, load in pickle._Unpickler.dispatch.items() if bytes([code]) not in _REFUSED
+        code: load for code, load in pickle._Unpickler.dispatch.items() if bytes([code]) not in _REFUSED_OPCODES
     }
 
     def find_class(self, module: str, name: str) -> Any:
-        if name not in _ALLOWED.get(module, ()):
+        if name not in _ALLOWED_NAMES.get(module, ()):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
         return super().find_class(module, name)
 
     def load_build(self) -> None:
-        """Refuses pickle's BUILD on a class, which could alter that class for the whole process."""
+        """Refuses pickle's BUILD on a class, because it could alter the class for the entire process."""
         if isinstance(self.stack[-2], type):  # type: ignore[attr-defined]
             raise pickle.UnpicklingError(f"it changes {self.stack[-2].__name__} itself")  # type: ignore[attr-defined]
         super().load_build()  # type: ignore[misc]
@@ -82,7 +82,7 @@ class _Unpickler(pickle._Unpickler):
 
 
 def read_metadata(data: bytes, where: str) -> Metadata:
-    """Returns the index in a ``.metadata`` file, which torch itself would read by running whatever is in it.
+    """Reads the index in a ``.metadata`` file without running its code, as torch itself would.
 
     Args:
         data: bytes of the file.
@@ -99,32 +99,35 @@ def read_metadata(data: bytes, where: str) -> Metadata:
         raise CheckpointError(
             f"{where} is not the index of a checkpoint: it holds a {type(metadata).__name__}; do not load it"
         )
-    if not _is_whole(metadata):
+    if not _is_valid(metadata):
         raise CheckpointError(
             f"{where} is not the index of a checkpoint: a part of it is of another kind; do not load it"
         )
     return metadata
 
 
-def _is_whole(metadata: Metadata) -> bool:
-    """Returns whether every tensor of an index has a shape, a dtype and chunks that lie in files beside it."""
+def _is_valid(metadata: Metadata) -> bool:
+    """Returns whether every tensor of an index has a shape, a dtype, and chunks in files next to it."""
     try:
         tensors: dict[str, Any] = metadata.state_dict_metadata
         chunks: dict[Any, Any] = metadata.storage_data
         shapes = [
             size
-            for name, held in tensors.items()
+            for name, metadata_of_tensor in tensors.items()
             if isinstance(name, str)
-            and isinstance(held, TensorStorageMetadata)
-            and isinstance(held.properties.dtype, torch.dtype)
-            for size in (held.size, *(size for chunk in held.chunks for size in (chunk.offsets, chunk.sizes)))
+            and isinstance(metadata_of_tensor, TensorStorageMetadata)
+            and isinstance(metadata_of_tensor.properties.dtype, torch.dtype)
+            for size in (
+                metadata_of_tensor.size,
+                *(size for chunk in metadata_of_tensor.chunks for size in (chunk.offsets, chunk.sizes)),
+            )
         ]
         files = [
             (chunk.relative_path, chunk.offset, chunk.length)
             for index, chunk in chunks.items()
             if isinstance(index, MetadataIndex) and index.fqn in tensors
         ]
-        expected: int = sum(1 + 2 * len(held.chunks) for held in tensors.values())
+        expected: int = sum(1 + 2 * len(metadata_of_tensor.chunks) for metadata_of_tensor in tensors.values())
         return (
             len(files) == len(chunks)
             and len(shapes) == expected
@@ -139,7 +142,7 @@ def _is_whole(metadata: Metadata) -> bool:
 
 
 class _Guarded:
-    """Mixin for torch's readers, whose own ``read_metadata`` would run code."""
+    """Mixin for torch's readers, because their own ``read_metadata`` would run code."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         path = self._get_metadata_path(kwargs.get("rank"))  # type: ignore[attr-defined]
@@ -159,7 +162,7 @@ class _UrlReader(_Guarded, FsspecReader):
 
 
 def is_url(folder: str) -> bool:
-    """Returns whether a folder is an address that fsspec has to open."""
+    """Returns whether a folder is an address for fsspec."""
     return "://" in folder
 
 
@@ -169,7 +172,7 @@ def reader(folder: str) -> StorageReader:
 
 
 class _Measured:
-    """Mixin for torch's file systems: takes size and SHA-256 of each file while it is written, by its name."""
+    """Mixin for torch's file systems: measures size and SHA-256 of each file while writing it, by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +206,7 @@ class _UrlMeasured(_Measured, UrlFiles):
 
 
 class LocalWriter(FileSystemWriter):
-    """Writer of a rank's tensors to a folder; ``digests``: size and SHA-256 of each file written, by its name."""
+    """Writes a rank's tensors to a folder; ``digests``: size and SHA-256 of each file, by name."""
 
     def __init__(self, folder: str) -> None:
         super().__init__(folder)
@@ -212,13 +215,13 @@ class LocalWriter(FileSystemWriter):
 
 
 class UrlWriter(FsspecWriter):
-    """Writer of a rank's tensors behind an address; ``digests``: size and SHA-256 of each file written, by its name."""
+    """Writes a rank's tensors behind an address; ``digests``: size and SHA-256 of each file, by name."""
 
     def __init__(self, folder: str) -> None:
         super().__init__(folder)
         files = _UrlMeasured()
         files.init_path(folder)
-        self.fs = files  # type: ignore[assignment]  # as torch's own FsspecWriter
+        self.fs = files  # type: ignore[assignment]  # the same as in torch's own FsspecWriter
         self.digests = files.digests
 
 

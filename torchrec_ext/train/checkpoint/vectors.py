@@ -1,6 +1,6 @@
-"""load_vectors(): pretrained vectors into a table, by id and block by block, into the shards that this rank holds.
+"""load_vectors(): loads pretrained vectors into this rank's shards of a table, by id, block by block.
 
-publish_weights(): the weights of a checkpoint as one file, written block by block, of whatever size.
+publish_weights(): writes the weights of a checkpoint of any size to one file, block by block.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ BLOCK = 65536
 
 
 def read_vectors(path: Path) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields ids (n,) int64, rows of a table, and vectors (n, D) float32 of a file, block by block.
+    """Reads a file block by block: yields ids (n,) int64, rows of a table, and vectors (n, D) float32.
 
     Args:
         path: ``.npy``, (N, D), row i being id i; ``.npz`` with ``ids`` and ``vectors``; ``.safetensors`` with
-            ``vectors`` and, where they are not 0 to N - 1, ``ids``; ``.parquet`` with a column ``id`` of integers and
+            ``vectors`` and, unless they are 0 to N - 1, ``ids``; ``.parquet`` with a column ``id`` of integers and
             ``vector`` of lists.
 
     Raises:
         CheckpointError: the file is missing or damaged, or lacks a part.
     """
-    readers = {".npy": _numpy, ".npz": _numpy, ".safetensors": _safetensors, ".parquet": _parquet}
+    readers = {".npy": _read_numpy, ".npz": _read_numpy, ".safetensors": _read_safetensors, ".parquet": _read_parquet}
     if path.suffix not in readers:
         raise CheckpointError(f"'{path}': vectors are read from {', '.join(readers)} files")
     try:
@@ -49,13 +49,13 @@ def read_vectors(path: Path) -> Iterator[tuple[Tensor, Tensor]]:
 def load_vectors(
     model: nn.Module, table: str, path: Path, blocks: Iterable[tuple[Tensor, Tensor]] | None = None
 ) -> int:
-    """Writes the vectors of a file into a table; rows that it does not name stay as they are.
+    """Loads the vectors of a file into a table; rows without a vector are unchanged.
 
     Args:
         model: model from :func:`hybrid_parallel`, or unsharded; each rank reads the file and writes its own shards.
         table: name of the table.
         path: file of vectors, see :func:`read_vectors`; with ``blocks``, a name for them.
-        blocks: ids (n,) and vectors (n, D), block by block, in the place of a file.
+        blocks: ids (n,) and vectors (n, D), block by block, instead of a file.
 
     Returns:
         The number of vectors.
@@ -68,7 +68,7 @@ def load_vectors(
     count = 0
     with torch.no_grad():
         for ids, vectors in read_vectors(path) if blocks is None else blocks:
-            _check(path, table, shards[0].config if shards else None, ids, vectors, count)
+            _check_vectors(path, table, shards[0].config if shards else None, ids, vectors, count)
             count += len(ids)
             for shard in shards:
                 local = (ids >= shard.row) & (ids < shard.row + len(shard.tensor))
@@ -79,7 +79,7 @@ def load_vectors(
     return count
 
 
-def _check(path: Path, table: str, config: object, ids: Tensor, vectors: Tensor, before: int) -> None:
+def _check_vectors(path: Path, table: str, config: object, ids: Tensor, vectors: Tensor, before: int) -> None:
     if vectors.ndim != 2 or len(vectors) != len(ids):
         raise CheckpointError(
             f"'{path}': {len(ids)} ids with vectors of shape {tuple(vectors.shape)}; they must be (N,) and (N, D)"
@@ -94,29 +94,29 @@ def _check(path: Path, table: str, config: object, ids: Tensor, vectors: Tensor,
         raise CheckpointError(
             f"'{path}': vectors are {vectors.shape[1]} wide, and table '{table}' has embedding_dim={dim}"
         )
-    out = ((ids < 0) | (ids >= rows)).nonzero()
-    if len(out):
-        row = before + int(out[0])
+    outside = ((ids < 0) | (ids >= rows)).nonzero()
+    if len(outside):
+        row = before + int(outside[0])
         raise CheckpointError(
-            f"'{path}': id {int(ids[out[0]])} in row {row} is no row of table '{table}', which has {rows:,}"
+            f"'{path}': id {int(ids[outside[0]])} in row {row} is no row of table '{table}', which has {rows:,}"
         )
 
 
-def _numpy(path: Path) -> Iterator[tuple[Tensor, Tensor]]:
+def _read_numpy(path: Path) -> Iterator[tuple[Tensor, Tensor]]:
     loaded = np.load(path, mmap_mode="r", allow_pickle=False)
     vectors = loaded["vectors"] if path.suffix == ".npz" else loaded
     ids = loaded["ids"] if path.suffix == ".npz" else None
     for start in range(0, len(vectors), BLOCK):
         block = torch.from_numpy(np.array(vectors[start : start + BLOCK], dtype=np.float32))
-        message = (
+        block_ids = (
             torch.arange(start, start + len(block))
             if ids is None
             else torch.from_numpy(ids[start : start + BLOCK].astype(np.int64))
         )
-        yield message, block
+        yield block_ids, block
 
 
-def _safetensors(path: Path) -> Iterator[tuple[Tensor, Tensor]]:
+def _read_safetensors(path: Path) -> Iterator[tuple[Tensor, Tensor]]:
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
@@ -127,7 +127,7 @@ def _safetensors(path: Path) -> Iterator[tuple[Tensor, Tensor]]:
             yield (torch.arange(start, start + len(block)) if ids is None else ids[start : start + BLOCK]), block
 
 
-def _parquet(path: Path) -> Iterator[tuple[Tensor, Tensor]]:
+def _read_parquet(path: Path) -> Iterator[tuple[Tensor, Tensor]]:
     import pyarrow.parquet as pq
 
     for batch in pq.ParquetFile(path).iter_batches(BLOCK, columns=["id", "vector"]):
@@ -147,8 +147,8 @@ def publish_weights(
 
     Args:
         path: checkpoint without damage.
-        file: file to write, which appears as a whole or not at all.
-        progress: called with the bytes of each block that was written.
+        file: file to write; it appears complete or not at all.
+        progress: called with the number of bytes after each block.
 
     Returns:
         The shape of each tensor.
@@ -157,38 +157,38 @@ def publish_weights(
         CheckpointError: the checkpoint cannot be read, or the file cannot be written.
     """
     saved, index = read_checkpoint_manifest(path), read_index(path)
-    names = dict(_published(saved, index.state_dict_metadata))
-    held: dict[str, Any] = {name: index.state_dict_metadata[saved_name] for name, saved_name in names.items()}
+    names = dict(_weight_names(saved, index.state_dict_metadata))
+    metadata: dict[str, Any] = {name: index.state_dict_metadata[saved_name] for name, saved_name in names.items()}
     try:
         with TensorWriter(
-            file, {name: Shape(tuple(each.size), each.properties.dtype) for name, each in held.items()}
+            file, {name: Shape(tuple(tensor.size), tensor.properties.dtype) for name, tensor in metadata.items()}
         ) as out:
             for name, saved_name in names.items():
-                for row, block in _blocks(path, saved_name, held[name]):
+                for row, block in _read_blocks(path, saved_name, metadata[name]):
                     out.write(name, row, block)
                     if progress is not None:
                         progress(block.numel() * block.element_size())
     except OSError as error:
         raise CheckpointError(f"'{file}' cannot be written: {error.strerror or error}") from None
-    return {name: tuple(each.size) for name, each in held.items()}
+    return {name: tuple(tensor.size) for name, tensor in metadata.items()}
 
 
-def _published(saved: Mapping[str, Any], tensors: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yields the name in the model's state dict and the name in the checkpoint of each weight."""
+def _weight_names(saved: Mapping[str, Any], tensors: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields each weight's name in the model's state dict, and its name in the checkpoint."""
     for table, path in saved["paths"].items():
         yield path, f"tables.{table}.weight"
-    for name, held in tensors.items():
-        if name.startswith("dense.") and "@" not in name and isinstance(held, TensorStorageMetadata):
+    for name, metadata in tensors.items():
+        if name.startswith("dense.") and "@" not in name and isinstance(metadata, TensorStorageMetadata):
             yield name.removeprefix("dense."), name
 
 
-def _blocks(path: str, name: str, held: Any) -> Iterator[tuple[int, Tensor]]:
-    """Yields the first row and the rows of each saved block of a tensor."""
-    size = tuple(held.size)
-    starts = sorted({chunk.offsets[0] for chunk in held.chunks}) if size else [0]
+def _read_blocks(path: str, name: str, metadata: Any) -> Iterator[tuple[int, Tensor]]:
+    """Reads each saved block of a tensor: yields its first row, and its rows."""
+    size = tuple(metadata.size)
+    starts = sorted({chunk.offsets[0] for chunk in metadata.chunks}) if size else [0]
     for start, stop in zip(starts, [*starts[1:], size[0] if size else 0], strict=True):
-        block = torch.empty((stop - start, *size[1:]) if size else (), dtype=held.properties.dtype)
-        into: Any = Parts(size, [LocalShard(block, (start, *[0] * (len(size) - 1)))]) if len(size) > 1 else block
-        whole = block if len(size) <= 1 else into
-        dcp.load({name: whole}, storage_reader=reader(path), planner=LoadPlanner(), no_dist=True)
+        block = torch.empty((stop - start, *size[1:]) if size else (), dtype=metadata.properties.dtype)
+        parts: Any = Parts(size, [LocalShard(block, (start, *[0] * (len(size) - 1)))]) if len(size) > 1 else block
+        target = block if len(size) <= 1 else parts
+        dcp.load({name: target}, storage_reader=reader(path), planner=LoadPlanner(), no_dist=True)
         yield start, block
