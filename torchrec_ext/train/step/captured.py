@@ -1,10 +1,10 @@
-"""CapturedStep: forward, backward and optimizers of a whole training step as one captured function of tensors.
+"""CapturedStep: forward, backward and optimizers of a training step as one captured function of tensors.
 
-It works on the memory of a model and of its optimizer, see :class:`StepMemory`, which a :class:`StepSource` knows: a
-:class:`ShardedSource` those of the package's own models.
+It works on the memory of a model and of its optimizer, see :class:`StepMemory`. A :class:`StepSource` provides both; a
+:class:`ShardedSource` does so for the package's own models.
 
-StepExecutor: what runs a captured step: torch's inductor on a CPU, a CUDA graph on a GPU, or torch op by op. A compiled
-stack of networks uses the same executors.
+StepExecutor: runs a captured step by torch's inductor on a CPU, by a CUDA graph on a GPU, or op by op. A compiled stack
+of networks uses the same executors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from torchrec_ext.train.step.lowering import CannotCaptureError, Packer, lowered
 from torchrec_ext.train.step.memory import RowTable, StepMemory, TableRows, UpdatedParameter, moved_parameters
 from torchrec_ext.train.step.update_rules import stepped
 
-# At 1,280 rows half of a step was Python between kernels. Whoever calls looks at shapes.
+# The C++ wrapper saves the Python between kernels, half of a step at 1,280 rows. Size checks are off because
+# callers check shapes themselves.
 _INDUCTOR = {"cpp_wrapper": True, "size_asserts": False}
 
 Step = Callable[..., list[Tensor]]
@@ -39,23 +40,23 @@ Run = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
 class StepExecutor(Protocol):
-    """Turns a step, a function of tensors, into one that runs faster."""
+    """Turns a step, a function of tensors, into a faster one."""
 
     def __call__(self, step: Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
-        """Returns what runs the step on other inputs of the same shapes.
+        """Returns a function for running the step on other inputs of the same shapes.
 
         Args:
-            step: function of ``memory`` and ``inputs``, which writes into ``memory``.
-            memory: tensors that stay at their addresses from call to call.
+            step: function of ``memory`` and ``inputs``; it writes into ``memory``.
+            memory: tensors with fixed addresses.
             inputs: example of the tensors that change from call to call.
 
         Raises:
-            CannotCaptureError: the step does something that depends on values.
+            CannotCaptureError: the step depends on values.
         """
 
 
 def as_it_is(step: Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
-    """Runs the step op by op: a :class:`StepExecutor` for tests, and to compare others with."""
+    """Runs the step op by op: a :class:`StepExecutor` for tests and comparisons."""
 
     def run(inputs: Sequence[Tensor]) -> list[Tensor]:
         with torch.no_grad():
@@ -65,9 +66,9 @@ def as_it_is(step: Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
 
 
 def inductor(step: Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
-    """Compiles the step for the CPU; inductor keeps what it compiled, see :func:`compile_cache`."""
-    apart = unaliased([*memory, *inputs])
-    compiled = compile_graph(traced(step, apart), apart)
+    """Compiles the step for the CPU; inductor caches the result, see :func:`compile_cache`."""
+    separate = unaliased([*memory, *inputs])
+    compiled = compile_graph(traced(step, separate), separate)
 
     def run(inputs: Sequence[Tensor]) -> list[Tensor]:
         with torch.no_grad():
@@ -77,10 +78,9 @@ def inductor(step: Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
 
 
 def unaliased(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Returns tensors of the same shapes and strides, each with a storage to itself.
+    """Returns tensors of the same shapes and strides, each with its own storage.
 
-    Tables lie side by side in one storage. Inductor would take a write to one for a write to all, and copy them in
-    every step.
+    Tables share one storage. Inductor would treat a write to one as a write to all, and copy them in every step.
     """
     return [torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype) for tensor in tensors]
 
@@ -89,14 +89,14 @@ def compile_graph(graph: torch.fx.GraphModule, examples: Sequence[Tensor]) -> Ca
     """Compiles a traced step for tensors with the shapes and strides of ``examples``.
 
     Raises:
-        CannotCaptureError: inductor, or the compiler below it, does not take it.
+        CannotCaptureError: inductor, or the compiler below it, rejects the step.
     """
     try:
         with torch.no_grad():
             return torch._inductor.standalone_compile(
                 graph, list[Any](examples), dynamic_shapes="from_example_inputs", options={"config_patches": _INDUCTOR}
             )
-    except Exception as error:  # whatever inductor and the compiler below it meet
+    except Exception as error:  # inductor and the compiler below it raise many types
         raise CannotCaptureError(f"inductor: {type(error).__name__}: {first_line(error)}") from error
 
 
@@ -116,7 +116,8 @@ def traced(step: Step, tensors: list[Tensor]) -> torch.fx.GraphModule:
         op = getattr(error, "func", "aten._local_scalar_dense")  # float(), if and .item() of a tensor
         raise CannotCaptureError(f"{op} at {line_of(error)} depends on values that a step computes") from None
     for node in graph.graph.nodes:
-        # Kernels may return other strides than in a trace, as batch normalisation over what was transposed does.
+        # Kernels may return other strides than in the trace, for example batch normalisation of a transposed tensor. A
+        # view would then fail, a reshape does not.
         if node.target is torch.ops.aten.view.default:
             node.target = torch.ops.aten.reshape.default
         if depends_on_values(node.meta.get("val")):
@@ -134,7 +135,7 @@ def traced(step: Step, tensors: list[Tensor]) -> torch.fx.GraphModule:
 
 
 def depends_on_values(result: Any) -> bool:
-    """Whether a traced call returned a number, or tensors of a size, that only the values of its inputs decide."""
+    """Whether a traced call returned a number or a tensor size that depends on the values of its inputs."""
     unknown = (torch.SymInt, torch.SymFloat, torch.SymBool)
     leaves = pytree.tree_leaves(result)
     sizes = [size for leaf in leaves if isinstance(leaf, Tensor) for size in leaf.shape]
@@ -142,12 +143,12 @@ def depends_on_values(result: Any) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, which with torch may be a page."""
+    """Returns the first line of an error's text; torch's texts may be a page long."""
     return next(iter(str(error).strip().splitlines()), "")
 
 
 def line_of(error: BaseException) -> str:
-    """The last line outside of torch that led to an error, as FILE:LINE and its code."""
+    """Returns the last line outside of torch in an error's traceback, as FILE:LINE and its code."""
     torch_folder = os.path.dirname(torch.__file__)
     frames = [
         frame
@@ -158,40 +159,38 @@ def line_of(error: BaseException) -> str:
 
 
 def cuda_graph(step: Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
-    """Captures the step as one CUDA graph, which is launched as a whole; inputs are copied into buffers of its own."""
-    static, before = [tensor.clone() for tensor in inputs], [tensor.clone() for tensor in memory]
+    """Captures the step as one CUDA graph; copies inputs into the graph's own buffers."""
+    static_inputs, memory_before = [tensor.clone() for tensor in inputs], [tensor.clone() for tensor in memory]
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     try:
         with torch.no_grad():
-            with torch.cuda.stream(
-                stream
-            ):  # torch asks for a few runs before a capture, on a stream that is not the default one
+            with torch.cuda.stream(stream):  # torch requires a few runs before a capture, on a side stream
                 for _ in range(3):
-                    step(*memory, *static)
+                    step(*memory, *static_inputs)
             torch.cuda.current_stream().wait_stream(stream)
             with torch.cuda.graph(graph):
-                outputs = step(*memory, *static)
+                outputs = step(*memory, *static_inputs)
     except RuntimeError as error:
         raise CannotCaptureError(f"{line_of(error)} waits for the device: {first_line(error)}") from None
     finally:
-        for tensor, value in zip(memory, before, strict=True):
+        for tensor, value in zip(memory, memory_before, strict=True):
             tensor.copy_(value)
 
     def run(inputs: Sequence[Tensor]) -> list[Tensor]:
-        for tensor, value in zip(static, inputs, strict=True):
+        for tensor, value in zip(static_inputs, inputs, strict=True):
             tensor.copy_(value, non_blocking=True)
         graph.replay()
-        return [tensor.clone() for tensor in outputs]  # the next step writes over them
+        return [tensor.clone() for tensor in outputs]  # because the next step overwrites them
 
     return run
 
 
 def engine_for(device: torch.device) -> tuple[StepExecutor, str]:
-    """Returns the executor of a device, and a text that says what it does while it works.
+    """Returns the executor of a device, and a progress message for its work.
 
     Raises:
-        CannotCaptureError: there is no C++ compiler, or no folder that can keep what it compiles.
+        CannotCaptureError: there is no C++ compiler, or no writable folder for the compile cache.
     """
     if device.type == "cuda":
         return cuda_graph, "capturing the training step as a CUDA graph"
@@ -200,7 +199,7 @@ def engine_for(device: torch.device) -> tuple[StepExecutor, str]:
     folder = compile_cache()
     try:
         compiler = get_cpp_compiler()
-    except Exception:  # inductor has an error of its own for it, and a missing program others
+    except Exception:  # inductor and a missing program raise different errors
         compiler = ""
     if not shutil.which(compiler):
         raise CannotCaptureError("there is no C++ compiler; install g++ or clang, or name one in CXX")
@@ -208,7 +207,7 @@ def engine_for(device: torch.device) -> tuple[StepExecutor, str]:
 
 
 def compile_cache() -> str:
-    """Returns the folder in which inductor keeps what it compiled.
+    """Returns the folder of inductor's compile cache.
 
     Raises:
         CannotCaptureError: the folder cannot be written.
@@ -227,11 +226,11 @@ def compile_cache() -> str:
         ) from None
 
 
-MOST_GRAPHS = 4  # sizes of batches that are captured; each costs a compilation
+MOST_GRAPHS = 4  # sizes of batches to capture; each costs a compilation
 
 
 class RareShapeError(CannotCaptureError):
-    """A batch has a shape for which no step is captured yet, because it came seldom."""
+    """A batch has a rare shape, and no step is captured for it yet."""
 
 
 @dataclass(frozen=True)
@@ -239,12 +238,12 @@ class StepInputs:
     """One step's batch as tensors.
 
     Args:
-        key: what a captured step is made for: the shapes of the tensors, and whatever else it fixes.
-        size: the key without the lengths of lists: equal for two batches of which one's lists outgrew the other's.
+        key: identifies the captured step: the shapes of the tensors, and everything else that a capture fixes.
+        size: the key without the lengths of lists: equal for two batches if one only has longer lists.
         rows: number of rows of the batch.
         tensors: tensors of the batch, which change from step to step.
-        make: returns the batch, of resident tensors and those of the batch or of what stands for them.
-        resident: tensors that stay at their addresses from step to step.
+        make: builds the batch from the resident tensors and from the batch's tensors or their stand-ins.
+        resident: tensors with fixed addresses.
     """
 
     key: Hashable
@@ -256,11 +255,11 @@ class StepInputs:
 
 
 class StepSource(Protocol):
-    """A model, the memory that its steps write, and how its batches become tensors.
+    """A model for captured steps: its memory, its forward, and its batches as tensors.
 
     Attributes:
-        memory: parameters that are moved, with their optimizer's state.
-        reading: the tables by name, through which ``forward`` reads their rows; set before each forward.
+        memory: parameters to update, with their optimizer's state.
+        reading: the tables by name; ``forward`` reads their rows through these. Set before each forward.
         clip_norm: limit of the gradients' norm, see :class:`HybridOptimizer`; 0 for none.
     """
 
@@ -269,25 +268,25 @@ class StepSource(Protocol):
     clip_norm: float
 
     def inputs(self, item: Any) -> StepInputs:
-        """Returns the tensors of an item that the step was called with."""
+        """Returns the tensors of an item, the argument of a step."""
 
     def forward(self, tensors: dict[str, Tensor], batch: Any) -> tuple[Tensor, Any]:
-        """Returns the loss, (), and the output, on ``tensors`` in place of the model's own of the same names."""
+        """Returns the loss, (), and the output; ``tensors`` replace the model's own of the same names."""
 
     def gradients(self, loss: Tensor, leaves: Mapping[str, list[Tensor]]) -> dict[str, list[Tensor | None]]:
-        """Returns the gradients of the loss, by the names of the parameters; None where the loss does not reach."""
+        """Returns the gradients of the loss by parameter name; None if the loss does not depend on a leaf."""
         flat = [leaf for of_one in leaves.values() for leaf in of_one]
         grads = iter(torch.autograd.grad(loss, flat, allow_unused=True))
         return {name: [next(grads) for _ in of_one] for name, of_one in leaves.items()}
 
     def squared_norm(self, grads: Mapping[str, list[Tensor]]) -> Tensor:
-        """Returns the sum of the squares, (), of the gradients whose norm is limited, by the names of parameters."""
+        """Returns the sum of squares, (), of the gradients in ``grads``, for the limit on their norm."""
         return torch.stack([grad.square().sum() for of_one in grads.values() for grad in of_one]).sum()
 
     @torch.no_grad()
     def look_ups(self, given: StepInputs) -> dict[str, int]:
-        """Counts the rows that a step on a batch reads of each table."""
-        counting = {name: _Counting(moved.weight) for name, moved in self.memory.tables.items()}
+        """Counts the rows of each table read by a step on a batch."""
+        counting = {name: _Counting(parameter.weight) for name, parameter in self.memory.tables.items()}
         with torch.random.fork_rng():
             fixed = {name: tensor.clone() for name, tensor in self.memory.fixed.items()}
             self.reading = counting
@@ -296,12 +295,12 @@ class StepSource(Protocol):
         return {name: table.count for name, table in counting.items()}
 
     def no_gradient(self, names: Sequence[str]) -> None:
-        """Takes notice of parameters that the loss does not reach: a step leaves them as they are."""
+        """Handles parameters without a gradient; a step does not update them."""
 
 
 @runtime_checkable
 class _Named(Protocol):
-    """A key of batches that can say how another differs."""
+    """A key of batches with a description of differences."""
 
     def difference(self, other: Any) -> str: ...
 
@@ -314,13 +313,13 @@ class Reader(Protocol):
 
 
 class ShardedSource(StepSource):
-    """A model from :func:`hybrid_parallel`, whose steps take a :class:`TowerBatch` or a :class:`DrawnStep`.
+    """A model from :func:`hybrid_parallel`; its steps take a :class:`TowerBatch` or a :class:`DrawnStep`.
 
-    Lists of ids are padded, see :class:`Packer`; where a batch's lists outgrow a captured step, a new one replaces it.
+    Lists of ids are padded, see :class:`Packer`. If a batch's lists outgrow a captured step, a new one replaces it.
 
     Args:
         model: model from :func:`hybrid_parallel`, each table on this rank alone or on every rank.
-        optimizer: the model's optimizer, after its first step, which makes its state.
+        optimizer: the model's optimizer, after its first step, which creates its state.
 
     Raises:
         CannotCaptureError: the model or the optimizer has no captured form.
@@ -339,7 +338,7 @@ class ShardedSource(StepSource):
         self._packer = Packer()
 
     def inputs(self, item: TowerBatch | DrawnStep) -> StepInputs:
-        """Returns the tensors of a batch, or those of which it is made inside the step."""
+        """Returns the tensors of a batch, or of a drawn step: the latter becomes a batch inside the captured step."""
         if isinstance(item, DrawnStep):
             key = tuple(tensor.shape for tensor in item.tensors)
             return StepInputs(key, key, key[0][0], item.tensors, item.source.assemble, item.source.tensors)
@@ -353,7 +352,7 @@ class ShardedSource(StepSource):
         return loss, output
 
     def no_gradient(self, names: Sequence[str]) -> None:
-        """Lets them be: a model may have towers that some batches do not read."""
+        """Accepts them, because a model may have towers that some batches do not read."""
 
 
 class CapturedStep:
@@ -363,10 +362,10 @@ class CapturedStep:
         source: model, memory and inputs.
         engine: executor that makes the step faster.
         autocast: makes the context of the forward.
-        rule: takes (rows of a table, look-ups of a step), and returns whether the table is moved row by row.
-        take_time: called before a capture, which may take minutes.
-        patience: number of times that another shape than the first, such as that of an epoch's last batch, is refused
-            before it is captured: a capture takes longer than a few eager steps.
+        rule: takes (rows of a table, look-ups of a step), and returns whether to update the table row by row.
+        take_time: called before a capture, because it may take minutes.
+        patience: number of times that a further shape, such as that of an epoch's last batch, is refused before it is
+            captured, because a capture takes longer than a few eager steps.
 
     Attributes:
         captures: number of captures so far.
@@ -391,7 +390,7 @@ class CapturedStep:
         self.captures = 0
 
     def reload(self) -> None:
-        """Reads the number of steps that the optimizer has made, after eager steps in between.
+        """Reads the optimizer's number of steps again, after eager steps in between.
 
         Raises:
             CannotCaptureError: the parameters have made different numbers of steps.
@@ -399,37 +398,37 @@ class CapturedStep:
         self._memory.reload()
 
     def settle(self) -> None:
-        """Completes deferred updates, so that model and optimizer are as after the same number of eager steps."""
+        """Completes deferred updates: model and optimizer then equal those after the same number of eager steps."""
         self._memory.settle()
 
     def __call__(self, item: Any) -> tuple[Tensor, Any]:
         """Trains on one batch; returns the loss, (), and the model's output.
 
         Raises:
-            RareShapeError: the shape came too seldom, see ``patience``; nothing was trained.
-            CannotCaptureError: the engine cannot run the model, or this is one shape too many; nothing was trained.
+            RareShapeError: the shape is too rare so far, see ``patience``; nothing was trained.
+            CannotCaptureError: the engine cannot run the model, or there are too many shapes; nothing was trained.
         """
-        given = self._source.inputs(item)
-        inputs = self._on_device(given)
-        call = self._calls.get(given.key) or self._captured_once(given, inputs)
+        step_inputs = self._source.inputs(item)
+        inputs = self._on_device(step_inputs)
+        call = self._calls.get(step_inputs.key) or self._capture_once(step_inputs, inputs)
         self._memory.begin()
         loss, *output = call.run(inputs)
         return loss, pytree.tree_unflatten(output, call.spec)
 
     def prepare(self, item: Any) -> None:
-        """Captures the step for batches like this one, where it is not yet; trains nothing, and raises as a call."""
-        given = self._source.inputs(item)
-        if given.key not in self._calls:
-            self._captured_once(given, self._on_device(given))
+        """Captures the step for batches like this one, unless there is one; trains nothing, raises like a call."""
+        step_inputs = self._source.inputs(item)
+        if step_inputs.key not in self._calls:
+            self._capture_once(step_inputs, self._on_device(step_inputs))
 
-    def _on_device(self, given: StepInputs) -> list[Tensor]:
-        """Returns the batch's tensors on the device of the memory: a loader's are on the host."""
-        return [tensor.to(self._memory.device, non_blocking=True) for tensor in given.tensors]
+    def _on_device(self, step_inputs: StepInputs) -> list[Tensor]:
+        """Copies the batch's tensors from the host, where the loader makes them, to the device of the memory."""
+        return [tensor.to(self._memory.device, non_blocking=True) for tensor in step_inputs.tensors]
 
-    def _captured_once(self, given: StepInputs, inputs: Sequence[Tensor]) -> _Call:
-        """Captures the step for batches of that shape, unless that has failed before."""
-        key = given.key
-        outgrown = [known for known, call in self._calls.items() if call.size == given.size]
+    def _capture_once(self, step_inputs: StepInputs, inputs: Sequence[Tensor]) -> _Call:
+        """Captures the step for batches of this shape, unless that has failed before."""
+        key = step_inputs.key
+        outgrown = [captured_key for captured_key, call in self._calls.items() if call.size == step_inputs.size]
         if key in self._failed:
             raise CannotCaptureError(self._failed[key])
         if self._calls and not outgrown and self._refused[key] < self._patience:
@@ -437,74 +436,84 @@ class CapturedStep:
             raise RareShapeError("a batch of a shape that came seldom so far")
         try:
             if not outgrown:
-                self._check_number(given)
-            call = self._captured(given, inputs)
+                self._check_number(step_inputs)
+            call = self._capture(step_inputs, inputs)
         except CannotCaptureError as error:
             self._failed[key] = str(error)
             raise
-        except Exception as error:  # the user's too, perhaps: who has the eager step tries that on the same batch
+        except Exception as error:  # perhaps the user's: the caller then runs the eager step on the same batch
             self._failed[key] = f"{type(error).__name__} at {line_of(error)}: {first_line(error)}"
             raise CannotCaptureError(self._failed[key]) from error
-        for known in outgrown:
-            del self._calls[known]
+        for captured_key in outgrown:
+            del self._calls[captured_key]
         self._calls[key] = call
         self.captures += 1
         return call
 
-    def _check_number(self, given: StepInputs) -> None:
+    def _check_number(self, step_inputs: StepInputs) -> None:
         if len(self._calls) < MOST_GRAPHS:
             return
         rows = [call.rows for call in self._calls.values()]
-        if given.rows not in rows:
-            sizes = ", ".join(map(str, sorted({*rows, given.rows})))
+        if step_inputs.rows not in rows:
+            sizes = ", ".join(map(str, sorted({*rows, step_inputs.rows})))
             raise CannotCaptureError(
                 f"batches of more than {MOST_GRAPHS} sizes: {sizes} rows; give them one batch_size"
             )
-        key = given.key
-        last = next(known for known in reversed(self._calls) if self._calls[known].rows == given.rows)
-        how = last.difference(key) if isinstance(last, _Named) else f"{last} and {key}"
-        raise CannotCaptureError(f"batches of {given.rows} rows differ in more than {MOST_GRAPHS} ways: {how}")
+        key = step_inputs.key
+        last = next(
+            captured_key for captured_key in reversed(self._calls) if self._calls[captured_key].rows == step_inputs.rows
+        )
+        difference = last.difference(key) if isinstance(last, _Named) else f"{last} and {key}"
+        raise CannotCaptureError(
+            f"batches of {step_inputs.rows} rows differ in more than {MOST_GRAPHS} ways: {difference}"
+        )
 
-    def _captured(self, given: StepInputs, inputs: Sequence[Tensor]) -> _Call:
+    def _capture(self, step_inputs: StepInputs, inputs: Sequence[Tensor]) -> _Call:
         self._take_time()
-        resident, make = given.resident, given.make
-        if not self._calls:  # how a table is moved stays so for all later shapes
-            self._memory.choose(self._source.look_ups(given), self._rule)
+        resident, make = step_inputs.resident, step_inputs.make
+        if not self._calls:  # chosen once: later shapes update each table in the same way
+            self._memory.choose(self._source.look_ups(step_inputs), self._rule)
         memory = {**self._memory.tensors(), **{f"resident {number}": tensor for number, tensor in enumerate(resident)}}
         names, count = list(memory), len(memory)
 
         def step(*tensors: Tensor) -> list[Tensor]:
-            named = dict(zip(names, tensors, strict=False))
-            loss, output = self._trained(named, lambda: make(tensors[count - len(resident) : count], tensors[count:]))
+            tensors_by_name = dict(zip(names, tensors, strict=False))
+            loss, output = self._trained(
+                tensors_by_name, lambda: make(tensors[count - len(resident) : count], tensors[count:])
+            )
             outputs, call.spec = pytree.tree_flatten(output)
             return [loss, *outputs]
 
-        call = _Call(given.size, given.rows)
+        call = _Call(step_inputs.size, step_inputs.rows)
         call.run = self._engine(step, list(memory.values()), list(inputs))
         return call
 
     @property
     def row_tables(self) -> list[str]:
-        """Names of the tables that are moved row by row; known after the first step."""
+        """Names of the tables updated row by row; available after the first step."""
         return self._memory.row_tables
 
     @property
     def shapes(self) -> int:
-        """The number of shapes of batches that are captured."""
+        """The number of captured shapes of batches."""
         return len(self._calls)
 
     def describe(self) -> str:
-        """Returns a line that says how each table is moved."""
+        """Describes in a line how each table is updated."""
         return self._memory.describe()
 
     def _trained(self, tensors: dict[str, Tensor], make: Callable[[], Any]) -> tuple[Tensor, Any]:
-        """Makes one step on ``tensors``; returns the loss and the model's output."""
+        """Trains one step on ``tensors``; returns the loss and the model's output."""
         memory = self._memory
         with torch.no_grad():
             tensors["step"].add_(1)
-        tables = {name: memory.table(moved, tensors) for name, moved in memory.tables.items()}
+        tables = {name: memory.table(parameter, tensors) for name, parameter in memory.tables.items()}
         self._source.reading = tables
-        dense = {moved.name: tensors[moved.name].detach().requires_grad_() for moved in memory.moved if not moved.table}
+        dense = {
+            parameter.name: tensors[parameter.name].detach().requires_grad_()
+            for parameter in memory.moved
+            if not parameter.table
+        }
         with torch.enable_grad():
             with self._autocast():
                 loss, output = self._source.forward({**dense, **{name: tensors[name] for name in memory.fixed}}, make())
@@ -515,41 +524,41 @@ class CapturedStep:
             grads = self._source.gradients(loss, leaves)
         self._source.no_gradient([name for name, of_one in grads.items() if all(grad is None for grad in of_one)])
         with torch.no_grad():
-            self._limit(grads, tables)
-            for moved in memory.moved:
-                if moved.table:
-                    tables[moved.name].move(grads[moved.name])
-                elif grads[moved.name][0] is not None:
-                    self._move(moved, tensors, grads[moved.name][0])
+            self._limit_norm(grads, tables)
+            for parameter in memory.moved:
+                if parameter.table:
+                    tables[parameter.name].move(grads[parameter.name])
+                elif grads[parameter.name][0] is not None:
+                    self._update_dense(parameter, tensors, grads[parameter.name][0])
         return loss.detach(), output
 
-    def _limit(self, grads: dict[str, list[Tensor | None]], tables: Mapping[str, TableRows]) -> None:
+    def _limit_norm(self, grads: dict[str, list[Tensor | None]], tables: Mapping[str, TableRows]) -> None:
         """Limits the norm of the gradients of dense layers and replicated tables, as :class:`HybridOptimizer` does."""
-        limited = [moved.name for moved in self._memory.moved if not moved.sharded]
+        limited = [parameter.name for parameter in self._memory.moved if not parameter.sharded]
         if not self._clip_norm:
             return
-        counted = {name: [grad for grad in grads[name] if grad is not None] for name in limited}
+        counted_grads = {name: [grad for grad in grads[name] if grad is not None] for name in limited}
         for name in limited:
             table = tables.get(name)
             if isinstance(table, RowTable) and grads[name]:
-                summed, stands = table.gradients(grads[name])
-                counted[name] = [summed * stands]
-        norm = self._source.squared_norm(counted).sqrt()
+                row_gradients, is_representative = table.gradients(grads[name])
+                counted_grads[name] = [row_gradients * is_representative]
+        norm = self._source.squared_norm(counted_grads).sqrt()
         factor = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
         for name in limited:
             grads[name] = [None if grad is None else grad * factor for grad in grads[name]]
 
-    def _move(self, moved: UpdatedParameter, tensors: dict[str, Tensor], grad: Tensor | None) -> None:
+    def _update_dense(self, parameter: UpdatedParameter, tensors: dict[str, Tensor], grad: Tensor | None) -> None:
         assert grad is not None
-        clock, state = self._memory.clock(moved, tensors), self._memory.state(moved, tensors)
-        values, new = stepped(tensors[moved.name], grad, state, clock.step, clock.lr, moved.choice, table=False)
-        for target, value in zip([tensors[moved.name], *state], [values, *new], strict=True):
+        clock, state = self._memory.clock(parameter, tensors), self._memory.state(parameter, tensors)
+        values, new = stepped(tensors[parameter.name], grad, state, clock.step, clock.lr, parameter.choice, table=False)
+        for target, value in zip([tensors[parameter.name], *state], [values, *new], strict=True):
             target.copy_(value)
 
 
 @dataclass
 class _Call:
-    """The captured step for one shape of batch, and the tree of its outputs; see :class:`StepInputs`."""
+    """The captured step for one shape of batch, with the tree of its outputs; see :class:`StepInputs`."""
 
     size: Hashable
     rows: int
@@ -559,7 +568,7 @@ class _Call:
 
 @dataclass
 class _Counting:
-    """A table that counts its look-ups."""
+    """A table with a counter of look-ups."""
 
     weight: Tensor
     count: int = 0

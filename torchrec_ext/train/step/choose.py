@@ -1,7 +1,7 @@
-"""Steps: chooses for each step TorchRec's pipeline, a plain step on one rank, or a captured one where it pays off.
+"""Steps: chooses TorchRec's pipeline, a plain step on one rank, or a captured step if that pays off.
 
-with_best_threads(): how many compute threads a process should have, measured on the run's own first steps, not taken
-from the number of cores.
+with_best_threads(): chooses the number of compute threads by measuring the run's first steps, instead of taking the
+number of cores.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from torchrec_ext.train.step.captured import CapturedStep, RareShapeError, Shard
 from torchrec_ext.train.step.lowering import CannotCaptureError
 from torchrec_ext.train.step.plain import PlainStep
 
-SECONDS = 2.0  # of measurement, over all numbers
-_FEWEST, _MOST = 4, 200  # steps for each number
+SECONDS = 2.0  # of measurement, over all numbers of threads
+_FEWEST_STEPS, _MOST_STEPS = 4, 200  # steps for each number
 Item = TypeVar("Item")
 
 
 def numbers(cores: int) -> list[int]:
-    """Returns the numbers of threads that are tried on ``cores``: 1, 2, 4 ... and all of them.
+    """Returns the numbers of threads to try on ``cores``: 1, 2, 4 ... and all of them.
 
     Example:
         >>> numbers(1), numbers(6)
@@ -51,38 +51,42 @@ def numbers(cores: int) -> list[int]:
 def with_best_threads(
     items: Iterator[Item], run: Callable[[Iterable[Item]], Iterator[Any]], runtime: Runtime, say: Callable[[str], None]
 ) -> Iterator[Any]:
-    """Runs the first of ``items`` with several numbers of threads and keeps the fastest; these steps count as others.
+    """Trains on the first of ``items`` with several numbers of threads, and keeps the fastest number.
 
-    Where the items end before any number was measured, the number stays as it is. All ranks call it, try the same
-    numbers on as many steps, and choose the one with which the slowest of them is fastest. Each process is pinned to
-    its own share of the host's cores first. More threads than a small network can use make it slower, and many times
-    slower where other processes want the cores.
+    If the items end before any measurement, the number is unchanged. All ranks call it and try the same numbers on
+    equally many steps. They choose the number with the fastest slowest rank. Before that each process is pinned to its
+    share of the host's cores. A small network gets slower with more threads than it can use, and many times slower if
+    other processes need the cores.
 
     Args:
-        items: batches; those that are not needed stay in it.
+        items: batches; the rest stays in the iterator.
         run: trains on some of the batches.
         runtime: rank and device of this process.
-        say: receives a line that says what came out.
+        say: receives a line with the result.
     """
-    given, cores = torch.get_num_threads(), pin(runtime)
-    tried = numbers(len(cores))
-    yield from run(islice(items, 3))  # what is slow once is over then
-    step = _slowest((yield from _clocked(run(islice(items, _FEWEST)))), runtime)
-    count = min(max(int(SECONDS / len(tried) / step), _FEWEST), _MOST) if math.isfinite(step) else _FEWEST
+    initial_threads, cores = torch.get_num_threads(), pin(runtime)
+    thread_counts = numbers(len(cores))
+    yield from run(islice(items, 3))  # the first steps are slow once, so they are not measured
+    step = _max_over_ranks((yield from _measure(run(islice(items, _FEWEST_STEPS)))), runtime)
+    count = (
+        min(max(int(SECONDS / len(thread_counts) / step), _FEWEST_STEPS), _MOST_STEPS)
+        if math.isfinite(step)
+        else _FEWEST_STEPS
+    )
     times = {}
-    for number in tried:
+    for number in thread_counts:
         torch.set_num_threads(number)
-        times[number] = _slowest((yield from _clocked(run(islice(items, count)))), runtime)
+        times[number] = _max_over_ranks((yield from _measure(run(islice(items, count)))), runtime)
     times = {number: seconds for number, seconds in times.items() if math.isfinite(seconds)}
-    best = min(times, key=lambda number: times[number], default=given)
+    best = min(times, key=lambda number: times[number], default=initial_threads)
     torch.set_num_threads(best)
     measured = ", ".join(f"{number}: {seconds * 1e3:.2f} ms" for number, seconds in times.items())
-    why = f"a step with {measured}" if measured else "as before: the epoch was over before a step could be measured"
-    say(f"threads: {best} ({why}); each process is pinned to {len(cores)} core(s)")
+    basis = f"a step with {measured}" if measured else "as before: the epoch was over before a step could be measured"
+    say(f"threads: {best} ({basis}); each process is pinned to {len(cores)} core(s)")
 
 
-def _clocked(outputs: Iterator[Any]) -> Generator[Any, None, float]:
-    """Yields the outputs; returns the seconds per step, infinity where the epoch was over."""
+def _measure(outputs: Iterator[Any]) -> Generator[Any, None, float]:
+    """Yields the outputs; returns the seconds per step, infinity without any step."""
     start, count = time.perf_counter(), 0
     for output in outputs:
         count += 1
@@ -102,7 +106,7 @@ def pin(runtime: Runtime) -> list[int]:
     return local
 
 
-def _slowest(seconds: float, runtime: Runtime) -> float:
+def _max_over_ranks(seconds: float, runtime: Runtime) -> float:
     if runtime.world_size == 1:
         return seconds
     worst = torch.tensor(seconds, dtype=torch.float64, device=runtime.device)
@@ -110,28 +114,28 @@ def _slowest(seconds: float, runtime: Runtime) -> float:
     return float(worst)
 
 
-WATCHED = 12  # steps of the pipeline that are timed before "auto" decides
-PAYS_S = {"cpu": 60.0, "cuda": 10.0}  # seconds that the rest of a run must take for a capture to pay off
+WATCHED = 12  # eager steps to time before "auto" decides
+PAYS_S = {"cpu": 60.0, "cuda": 10.0}  # a capture pays off if the rest of a run takes at least these seconds
 PATIENCE = 20  # eager steps of a rare shape, such as the last batch of an epoch, before it is captured too
-_PIPED = "a timeline, train.on_nan=skip and sync.mode=semi_sync need the pipeline's steps"
+_PIPELINE_ONLY = "a timeline, train.on_nan=skip and sync.mode=semi_sync need the pipeline's steps"
 Step = DrawnStep | TowerBatch
 Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepsConfig:
-    """Says how :class:`Steps` chooses, and what is called meanwhile.
+    """Settings of :class:`Steps`: how it chooses, and its callbacks.
 
     Args:
         compile: ``auto``, ``off`` or ``require``, as in a :class:`TrainConfig`.
-        total: number of steps that the run still has.
+        total: number of remaining steps of the run.
         piped: leave every step to the pipeline.
-        threads: ``auto`` measures the right number on the first steps, on a CPU.
-        context: makes the context of a captured step's forward, as the pipeline's has it.
-        scaling: scales the loss, as the pipeline's forward and optimizer do; such steps are not captured.
-        take_time: called before what may take minutes.
-        tell: receives, once and where it changes, which way steps go: ``captured``, ``eager_ms`` and ``captured_ms``,
-            medians, and a ``message``.
+        threads: ``auto`` measures the best number on the first steps, on a CPU.
+        context: makes the context of a captured step's forward, the same as in the pipeline.
+        scaling: scales the loss, the same as in the pipeline's forward and optimizer; such steps are not captured.
+        take_time: called before work that may take minutes.
+        tell: receives the choice, once and after each change: ``captured``, the medians ``eager_ms`` and
+            ``captured_ms``, and a ``message``.
     """
 
     compile: Compile
@@ -145,12 +149,12 @@ class StepsConfig:
 
 
 class Steps:
-    """Trains on one batch after the other.
+    """Trains on one batch after the other, by eager or captured steps.
 
-    On one rank and a CPU, with tables that every rank holds whole, eager steps are :class:`PlainStep`'s, else the
-    pipeline's. ``compile="auto"``: the first steps are eager; where the rest of the run would take longer than
-    :data:`PAYS_S` and the step can be captured, the rest is captured. A rank trains captured steps where no other waits
-    for it: on one rank, or while ranks are apart under local SGD.
+    On one rank and a CPU, with replicated tables, eager steps are :class:`PlainStep`'s, else the pipeline's. With
+    ``compile="auto"`` the first steps are eager. If the rest of the run would take longer than :data:`PAYS_S` and the
+    step can be captured, the rest is captured. A rank trains captured steps only if no other waits for it: on one rank,
+    or between the exchanges of local SGD.
 
     Args:
         model: model from :func:`hybrid_parallel`.
@@ -162,7 +166,7 @@ class Steps:
         config: settings of the choice.
 
     Raises:
-        CannotCaptureError: ``compile`` is ``require``, and no step can be captured, as is known before the first.
+        CannotCaptureError: ``compile`` is ``require``, and it is clear before the first step that none can be captured.
     """
 
     def __init__(
@@ -176,14 +180,16 @@ class Steps:
         config: StepsConfig,
     ) -> None:
         self._model, self._optimizer, self._runtime, self._config = model, optimizer, runtime, config
-        self._pipeline, self._forward, self._ranks, self._left = pipeline, forward, ranks, config.total
+        self._pipeline, self._forward, self._ranks, self._remaining_steps = pipeline, forward, ranks, config.total
         self._compile, self._context, self._scaling = config.compile, config.context, config.scaling
         self._step: CapturedStep | None = None
         self._undecided = self._compile != "off"
         self._seconds: list[float] = []  # one for each eager step
         self._captured_seconds: list[float] = []
-        self._reported, self._since = False, 0
-        self._why = _PIPED if config.piped else f"train.compile={self._compile}" if self._compile == "off" else ""
+        self._reported, self._captured_since = False, 0
+        self._reason = (
+            _PIPELINE_ONLY if config.piped else f"train.compile={self._compile}" if self._compile == "off" else ""
+        )
         self._notes: set[str] = set()
         self._threads = config.threads if runtime.device.type == "cpu" else "given"
         self._plain = None if config.piped else self._plain_step()
@@ -192,20 +198,22 @@ class Steps:
             self._attempt(self._engine)
 
     def outputs(self, loader: Iterable[Step], watch: Callable[[Iterable[Step]], Iterator[Step]]) -> Iterator[Any]:
-        """Trains on the batches of an epoch, and yields what the model returns for each; then settles the model.
+        """Trains on the batches of an epoch, and yields the model's output for each; then settles the model.
 
         Args:
-            loader: batches; its ``steps()`` where it has such a method and steps may be captured.
-            watch: hands the batches on and checks their number.
+            loader: batches; its ``steps()`` if it has such a method and steps may be captured.
+            watch: passes the batches on and checks their number.
         """
-        items = watch(_Drawn(loader) if self._compile != "off" and callable(getattr(loader, "steps", None)) else loader)
+        items = watch(
+            _DrawnSteps(loader) if self._compile != "off" and callable(getattr(loader, "steps", None)) else loader
+        )
         if self._threads == "auto":
             self._threads = "given"
             yield from with_best_threads(items, self._eager, self._runtime, self._say)
         while self._undecided:
-            before = len(self._seconds)
-            yield from self._timed(self._eager(islice(items, self._watched() - before)), self._seconds)
-            if len(self._seconds) < self._watched():
+            timed_before = len(self._seconds)
+            yield from self._timed(self._eager(islice(items, self._steps_to_time() - timed_before)), self._seconds)
+            if len(self._seconds) < self._steps_to_time():
                 return  # the epoch is over
             self._decide()
         if self._step is None:
@@ -215,9 +223,9 @@ class Steps:
         self.settle()
 
     def finish(self) -> None:
-        """Reports after the last step which way steps went, where there were too few to report it before."""
+        """Reports the choice after the last step, if there were too few steps for a report before."""
         if not self._reported and self._seconds:
-            self._why = self._why or f"{len(self._seconds):,} steps are too few to look at"
+            self._reason = self._reason or f"{len(self._seconds):,} steps are too few to look at"
             self._report()
 
     def settle(self) -> None:
@@ -227,7 +235,7 @@ class Steps:
 
     @property
     def piped(self) -> bool:
-        """Whether steps that are not captured are the pipeline's."""
+        """Whether eager steps are the pipeline's."""
         return self._plain is None
 
     def _plain_step(self) -> PlainStep | None:
@@ -240,9 +248,9 @@ class Steps:
         try:
             return PlainStep(self._model, self._optimizer, self._forward, context=self._context, scaling=self._scaling)
         except CannotCaptureError:
-            return None  # the pipeline does the same, slower
+            return None  # the pipeline does the same, only slower
 
-    def _watched(self) -> int:
+    def _steps_to_time(self) -> int:
         return WATCHED if self._compile == "auto" else 2
 
     def _eager(self, items: Iterable[Step]) -> Iterator[Any]:
@@ -258,54 +266,58 @@ class Steps:
                 return
 
     def _timed(self, outputs: Iterator[Any], seconds: list[float]) -> Iterator[Any]:
-        """Hands the outputs on, and times them until it is known and said which way steps go."""
+        """Passes the outputs on, and times them until the choice is made and reported."""
         while self._undecided or not self._reported:
-            start, missing = time.perf_counter(), object()
-            output: Any = next(outputs, missing)
-            if output is missing:
+            start, no_output = time.perf_counter(), object()
+            output: Any = next(outputs, no_output)
+            if output is no_output:
                 return
             seconds.append(time.perf_counter() - start)
             yield output
             if (
                 not self._undecided and len(seconds) > WATCHED
-            ):  # one more: the first captured step is that of the capture
+            ):  # one more, because the first captured step includes the capture
                 self._report()
         yield from outputs
 
     def _report(self) -> None:
-        """Says whether steps are captured and why, with what a step takes."""
+        """Reports whether steps are captured and why, with the time of a step."""
         self._reported = True
         eager = median_step(self._seconds) * 1e3
         figures: dict[str, Any] = {"captured": self._step is not None, "eager_ms": eager}
         if self._step is not None:
             captured = figures["captured_ms"] = median_step(self._captured_seconds) * 1e3
-            few = len(self._seconds) < WATCHED  # the first steps are slower
-            before = (
-                f"the {len(self._seconds)} eager ones before took {eager:.3g} ms" if few else f"eager {eager:.3g} ms"
+            is_warming_up = len(self._seconds) < WATCHED  # the first steps are slower
+            comparison = (
+                f"the {len(self._seconds)} eager ones before took {eager:.3g} ms"
+                if is_warming_up
+                else f"eager {eager:.3g} ms"
             )
-            figures["message"] = f"captured since step {self._since:,}: {captured:.3g} ms a step, {before}"
+            figures["message"] = f"captured since step {self._captured_since:,}: {captured:.3g} ms a step, {comparison}"
         else:
-            figures["message"] = f"eager: {self._why}; {eager:.3g} ms a step"
+            figures["message"] = f"eager: {self._reason}; {eager:.3g} ms a step"
         self._config.tell(figures)
 
     def _decide(self) -> None:
         self._undecided = False
         seconds = median_step(self._seconds)
-        self._left -= len(self._seconds)
+        self._remaining_steps -= len(self._seconds)
         if self._runtime.world_size > 1 and not self._ranks.silent:
-            self._why = f"{self._runtime.world_size} ranks wait for each other in every step"
+            self._reason = f"{self._runtime.world_size} ranks wait for each other in every step"
             if self._compile == "require":
                 self._refuse(
                     CannotCaptureError(
-                        f"{self._why}; launch one rank (-j 1x1), or set sync.mode=local_sgd and "
+                        f"{self._reason}; launch one rank (-j 1x1), or set sync.mode=local_sgd and "
                         "plan.sharding=data_parallel"
                     )
                 )
             self._report()
             return
         pays = PAYS_S[self._runtime.device.type]
-        if self._compile == "auto" and self._left * seconds < pays:
-            self._why = f"capturing pays from {two_digits(pays / seconds):,} steps on, and {self._left:,} are left"
+        if self._compile == "auto" and self._remaining_steps * seconds < pays:
+            self._reason = (
+                f"capturing pays from {two_digits(pays / seconds):,} steps on, and {self._remaining_steps:,} are left"
+            )
             self._report()
             return
         self._step = self._attempt(self._capture)
@@ -313,7 +325,7 @@ class Steps:
             self._report()
 
     def _capture(self) -> CapturedStep:
-        engine, doing = self._engine()
+        engine, progress = self._engine()
         patience = PATIENCE if self._compile == "auto" else 0
         step = CapturedStep(
             ShardedSource(self._model, self._optimizer),
@@ -322,7 +334,7 @@ class Steps:
             take_time=self._config.take_time,
             patience=patience,
         )
-        self._say(f"{doing} ...")
+        self._say(f"{progress} ...")
         return step
 
     def _engine(self) -> tuple[StepExecutor, str]:
@@ -345,11 +357,11 @@ class Steps:
 
     def _run(self, step: CapturedStep, items: Iterator[Step]) -> Iterator[Any]:
         for item in items:
-            start, known = time.perf_counter(), step.captures
+            start, captures_before = time.perf_counter(), step.captures
             try:
                 loss, output = step(item)
             except CannotCaptureError as error:
-                yield from self._instead(step, item, error)
+                yield from self._run_eager_instead(step, item, error)
                 if self._step is None or not step.shapes:
                     self._step, self._reported = None, False
                     self._report()
@@ -357,49 +369,51 @@ class Steps:
                     return
                 continue
             except Exception as error:
-                self._as_the_model_says(item, error)
+                self._raise_model_error(item, error)
                 raise
-            if step.captures > known:
-                self._since = self._since or self._forward.step + 1
+            if step.captures > captures_before:
+                self._captured_since = self._captured_since or self._forward.step + 1
                 self._say(f"... {time.perf_counter() - start:.1f} s; {step.describe()}")
             self._forward.look(loss, item, written=True)
             for call in self._optimizer.after_step if isinstance(self._optimizer, HybridOptimizer) else ():
                 call()
             yield output
 
-    def _instead(self, step: CapturedStep, item: Step, error: CannotCaptureError) -> list[Any]:
-        """Makes the eager step on a batch for which there is no captured one; its own error, if any, is the user's.
+    def _run_eager_instead(self, step: CapturedStep, item: Step, error: CannotCaptureError) -> list[Any]:
+        """Trains the eager step on a batch without a captured one; an error of the eager step is the user's.
 
-        Where steps must be captured, only the model's forward is run, since the run ends here in any case.
+        If steps must be captured, only the model's forward runs, because the run ends here in any case.
         """
         step.settle()
         rare = isinstance(error, RareShapeError)
         if self._compile == "require" and not rare:
-            self._as_the_model_says(item, error)
+            self._raise_model_error(item, error)
             self._refuse(error)
         outputs = list(self._eager([item]))
         try:
-            step.reload()  # before anybody looks at how many steps were made
-        except CannotCaptureError as apart:  # the eager step has moved some parameters only, as one without a gradient
-            self._step, error, rare = None, apart, False
+            step.reload()  # before anything reads the number of steps
+        except (
+            CannotCaptureError
+        ) as mismatch:  # the eager step updated only some parameters, for example because one had no gradient
+            self._step, error, rare = None, mismatch, False
         if not rare:
             self._refuse(error)
         return outputs
 
-    def _as_the_model_says(self, item: Step, error: Exception) -> None:
-        """Raises the error of the model's own forward, if any, on a batch on which a captured step failed."""
+    def _raise_model_error(self, item: Step, error: Exception) -> None:
+        """Raises the error of the model's own forward, if any, after a captured step has failed on a batch."""
         self._pipeline.detach()
         try:
             with torch.no_grad(), self._context():
                 self._model(item.batch() if isinstance(item, DrawnStep) else item)
-        except Exception as own:
-            raise own from error
+        except Exception as model_error:
+            raise model_error from error
 
     def _refuse(self, error: CannotCaptureError) -> None:
-        """Says once why steps are not captured, or ends the run where they must be."""
+        """Says once why steps are not captured, or ends the run if they must be."""
         if self._compile == "require":
             raise CannotCaptureError(f"train.compile=require: the training step cannot be captured: {error}") from None
-        self._why = str(error)
+        self._reason = str(error)
         text = f"note: the training step is not captured: {error}; training goes on without"
         if text not in self._notes:
             self._say(text)
@@ -411,17 +425,17 @@ class Steps:
 
 
 def median_step(seconds: Sequence[float]) -> float:
-    """The median of the later half of ``seconds``: first steps are slower."""
+    """Returns the median of the later half of ``seconds``, because first steps are slower."""
     return statistics.median(seconds[len(seconds) // 2 :])
 
 
 def two_digits(steps: float) -> int:
-    """``steps`` rounded to two digits: a step's time is not known better."""
+    """Rounds ``steps`` to two digits, the precision of a step's time."""
     return int(float(f"{steps:.2g}"))
 
 
-class _Drawn:
-    """Iterates over a loader's steps, which it hands out before their batches are made."""
+class _DrawnSteps:
+    """Iterates over a loader's steps, before they are made into batches."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader

@@ -1,18 +1,16 @@
-"""lowered(): tables of a sharded model, on one rank, as plain matrices, for captured and plain steps.
+"""lowered(): turns a sharded model's tables, on one rank, into plain matrices, for captured and plain steps.
 
-TorchRec's collections read their offsets while they run, so a graph over them breaks at every one. Here a collection is
-a LoweredBags that reads rows of matrices at offsets known beforehand: one index_select for a feature with one id per
-bag. The matrices are the sharded model's own memory, so its state dict, checkpoints and evaluations show what the
-captured step learned.
+TorchRec's collections read their offsets while they run, so a graph breaks at each of them. A LoweredBags reads rows of
+matrices at fixed offsets instead: one index_select for a feature with one id per bag. The matrices are the sharded
+model's own memory, so its state dict, checkpoints and evaluations include the captured steps.
 
-Packer: a TowerBatch as a flat list of tensors whose shapes do not depend on its bags, and back. The inputs of a
-captured step must have the shapes that it was captured with. A feature with one id in each bag stays as it is; the ids
-of any other are padded to a capacity, so its part of the KeyedJaggedTensor is longer than its bags, whose lengths stay
-true. A feature has one id in each bag where its part has as many ids as there are bags: a capacity is never that
-number.
+Packer: packs a TowerBatch into a flat list of tensors with shapes independent of its bags, and back. The inputs of a
+captured step must keep their shapes. A feature with one id in each bag is unchanged. The ids of any other feature are
+padded to a capacity, so its part of the KeyedJaggedTensor is longer than its bags; the lengths of the bags stay true. A
+part with equally many ids and bags means one id in each bag, so a capacity is never the number of bags.
 
-Capacities only grow, and at least to twice what outgrew them, so lists that grow over a run make few layouts, and a
-layout that was outgrown never comes back.
+Capacities only grow, and at least to twice the number of ids that outgrew them. Lists that grow over a run therefore
+make few layouts, and an outgrown layout never returns.
 """
 
 from __future__ import annotations
@@ -35,15 +33,15 @@ from torchrec_ext.batch import SharedRows, TowerBatch
 from torchrec_ext.distributed.tables import collections, table_configs
 
 Read = Callable[[str, Tensor], Tensor]  # (name of a table, (n,) rows) -> (n, D)
-Lower = Callable[[str, nn.Module], nn.Module]  # (path of a collection, the collection) -> what stands in its place
+Lower = Callable[[str, nn.Module], nn.Module]  # (path of a collection, the collection) -> its replacement
 
 
 class CannotCaptureError(ValueError):
-    """A step cannot be captured; the message names what stands in the way."""
+    """A step cannot be captured; the message names the obstacle."""
 
 
 class Pooled(KeyedTensor):
-    """A KeyedTensor over separate tensors, which are joined only where ``values()`` is called."""
+    """A KeyedTensor over separate tensors; only ``values()`` concatenates them."""
 
     def __init__(self, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
         self._by_name = dict(zip(names, tensors, strict=True))
@@ -63,7 +61,7 @@ class Pooled(KeyedTensor):
 
 
 class LoweredBags(nn.Module):
-    """An EmbeddingBagCollection that reads the rows of its tables by a function.
+    """An EmbeddingBagCollection with a function for reading the rows of its tables.
 
     Args:
         tables: configs of the collection's tables.
@@ -97,22 +95,22 @@ def _pooled(table: EmbeddingBagConfig, features: KeyedJaggedTensor, feature: str
     if parts[index] == stride:
         return rows
     lengths = features.lengths()[index * stride : (index + 1) * stride].long()
-    # The bag of each id; those behind the last bag are padding, and fall into one bag more that is cut off.
+    # The bag of each id. Ids after the last bag are padding: they go into an extra bag, which is cut off.
     bag = torch.searchsorted(lengths.cumsum(0), torch.arange(parts[index], device=ids.device), right=True)
     pooled = rows.new_zeros(stride + 1, rows.shape[1]).index_add(0, bag, rows)[:stride]
     return pooled / lengths.clamp(min=1)[:, None] if table.pooling == PoolingType.MEAN else pooled
 
 
 def lowered(model: nn.Module, lower: Lower) -> nn.Module:
-    """Returns a copy of the unwrapped ``model`` with other modules for its collections; it shares dense parameters."""
+    """Copies the unwrapped ``model``, with other modules for its collections and shared dense parameters."""
     plain: nn.Module = get_unwrapped_module(model)
     for path, collection in collections(model):
-        plain = _with(plain, path, lower(path, collection))
+        plain = _replace_submodule(plain, path, lower(path, collection))
     return plain
 
 
 def static_bags(read: Read) -> Lower:
-    """Returns a function that makes LoweredBags of collections whose shapes do not depend on the batch's ids.
+    """Returns a function that lowers collections of bags; their shapes do not depend on the batch's ids.
 
     Raises:
         CannotCaptureError: the function was called with another collection.
@@ -129,25 +127,25 @@ def static_bags(read: Read) -> Lower:
     return lower
 
 
-def _with(module: nn.Module, path: str, new: nn.Module) -> nn.Module:
-    """Copies ``module``, and every module on the way to ``path``, shallowly, with another module at ``path``."""
+def _replace_submodule(module: nn.Module, path: str, new: nn.Module) -> nn.Module:
+    """Replaces the module at ``path`` in a shallow copy of ``module``; copies every module on the way."""
     if not path:
         return new
     head, _, rest = path.partition(".")
-    made: nn.Module = copy.copy(module)
+    module_copy: nn.Module = copy.copy(module)
     child = module.get_submodule(head)
-    made._modules = {**module._modules, head: _with(child, rest, new)}
-    return made
+    module_copy._modules = {**module._modules, head: _replace_submodule(child, rest, new)}
+    return module_copy
 
 
-_HEADROOM = 1.25  # of a capacity over the first batch that needs it
-_GROWTH = 2.0  # of a capacity over the batch that outgrew the one before: lists that grow do so in few steps
-_GRAIN = 64
+_HEADROOM = 1.25  # first capacity / ids of the first batch with lists
+_GROWTH = 2.0  # new capacity / ids of the batch that outgrew the old one: growing lists make few layouts
+_ROUND_TO = 64
 
 
 @dataclass(frozen=True)
 class KeyedLayout:
-    """A KeyedJaggedTensor without its tensors: S bags for each of its keys, and how many ids each key's part holds."""
+    """A KeyedJaggedTensor without its tensors: S bags for each key, and the number of ids in each key's part."""
 
     keys: tuple[str, ...]
     stride: int
@@ -155,7 +153,7 @@ class KeyedLayout:
     weighted: bool
 
     def keyed(self, tensors: list[Tensor]) -> KeyedJaggedTensor:
-        """Builds the KeyedJaggedTensor of ids (sum of parts,), lengths (F S,) and, where weighted, weights."""
+        """Builds the KeyedJaggedTensor of ids (sum of parts,), lengths (F S,) and, if weighted, weights."""
         return KeyedJaggedTensor(
             keys=list(self.keys),
             values=tensors[0],
@@ -168,60 +166,60 @@ class KeyedLayout:
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """A batch without its tensors: for each field what it holds, with shape and dtype of tensors."""
+    """A batch without its tensors: for each field its kind, with shape and dtype of tensors."""
 
     fields: tuple[tuple[str, Any], ...]
 
     @property
     def sizes(self) -> BatchLayout:
-        """The layout without the numbers of ids: equal for two batches of which one's lists outgrew the other's."""
-        return BatchLayout(tuple((name, _size(kind)) for name, kind in self.fields))
+        """The layout without the numbers of ids: equal for two batches if one only has longer lists."""
+        return BatchLayout(tuple((name, _without_counts(kind)) for name, kind in self.fields))
 
     def difference(self, other: BatchLayout) -> str:
-        """Names the first field in which two layouts differ, and how; empty where they are equal."""
+        """Names the first difference between two layouts; empty if they are equal."""
         for (name, ours), (_, theirs) in zip(self.fields, other.fields, strict=True):
             if ours != theirs:
                 return (
                     ours.difference(theirs)
                     if isinstance(ours, BatchLayout) and isinstance(theirs, BatchLayout)
-                    else _told(name, ours, theirs)
+                    else _describe_difference(name, ours, theirs)
                 )
         return ""
 
     def batch(self, tensors: list[Tensor]) -> TowerBatch:
-        """Builds the batch of the tensors that :meth:`Packer.pack` returned with this layout."""
-        left = iter(tensors)
-        return TowerBatch(**{name: _unpacked(kind, left) for name, kind in self.fields})
+        """Builds the batch from the tensors of :meth:`Packer.pack` with this layout."""
+        remaining = iter(tensors)
+        return TowerBatch(**{name: _unpack(kind, remaining) for name, kind in self.fields})
 
 
-def _size(kind: Any) -> Any:
+def _without_counts(kind: Any) -> Any:
     if isinstance(kind, KeyedLayout):
         return dataclasses.replace(kind, parts=())
     return kind.sizes if isinstance(kind, BatchLayout) else kind
 
 
-def _told(name: str, ours: Any, theirs: Any) -> str:
-    shown = [
+def _describe_difference(name: str, ours: Any, theirs: Any) -> str:
+    descriptions = [
         f"{kind.stride} bags of {', '.join(kind.keys)}" if isinstance(kind, KeyedLayout) else str(kind)
         for kind in (ours, theirs)
     ]
-    return f"'{name}' is {shown[0]} in one and {shown[1]} in another"
+    return f"'{name}' is {descriptions[0]} in one and {descriptions[1]} in another"
 
 
-def _unpacked(kind: Any, left: Any) -> Any:
+def _unpack(kind: Any, remaining: Any) -> Any:
     if kind is None or isinstance(kind, int):
         return kind
     if isinstance(kind, KeyedLayout):
-        return kind.keyed([next(left) for _ in range(3 if kind.weighted else 2)])
+        return kind.keyed([next(remaining) for _ in range(3 if kind.weighted else 2)])
     if isinstance(kind, BatchLayout):
-        return SharedRows(**{name: _unpacked(kind_of_field, left) for name, kind_of_field in kind.fields})
-    return next(left)
+        return SharedRows(**{name: _unpack(kind_of_field, remaining) for name, kind_of_field in kind.fields})
+    return next(remaining)
 
 
 class Packer:
-    """Packs batches, and remembers capacities, so that batches of one size get one layout.
+    """Packs batches, with remembered capacities, so that batches of one size get one layout.
 
-    A batch with more ids than a capacity gets a larger one, and thereby it and all later batches another layout.
+    If a batch has more ids than a capacity, the capacity grows, and this and all later batches get a new layout.
     """
 
     def __init__(self) -> None:
@@ -230,17 +228,17 @@ class Packer:
     def pack(self, batch: TowerBatch) -> tuple[BatchLayout, list[Tensor]]:
         """Returns the layout of a batch and its tensors."""
         tensors: list[Tensor] = []
-        return self._fields("batch", batch, tensors), tensors
+        return self._pack_fields("batch", batch, tensors), tensors
 
-    def _fields(self, where: str, rows: Any, tensors: list[Tensor]) -> BatchLayout:
+    def _pack_fields(self, where: str, rows: Any, tensors: list[Tensor]) -> BatchLayout:
         kinds = []
         for field in dataclasses.fields(rows):
             value = getattr(rows, field.name)
             kind: Any = None
             if isinstance(value, KeyedJaggedTensor):
-                kind = self._bags(f"{where}.{field.name}", value, tensors)
+                kind = self._pack_bags(f"{where}.{field.name}", value, tensors)
             elif isinstance(value, SharedRows):
-                kind = self._fields(f"{where}.{field.name}", value, tensors)
+                kind = self._pack_fields(f"{where}.{field.name}", value, tensors)
             elif isinstance(value, int):
                 kind = value
             elif value is not None:
@@ -249,21 +247,23 @@ class Packer:
             kinds.append((field.name, kind))
         return BatchLayout(tuple(kinds))
 
-    def _bags(self, where: str, bags: KeyedJaggedTensor, tensors: list[Tensor]) -> KeyedLayout:
+    def _pack_bags(self, where: str, bags: KeyedJaggedTensor, tensors: list[Tensor]) -> KeyedLayout:
         stride, keys = bags.stride(), bags.keys()
         counts = bags.length_per_key()
         lengths = bags.lengths()
-        lists = [(where, key, stride) in self._capacities for key in keys]  # once a list, padded for good
-        whole = not any(lists) and (not keys or (counts == [stride] * len(keys) and bool(lengths.eq(1).all())))
+        are_lists = [
+            (where, key, stride) in self._capacities for key in keys
+        ]  # a feature that had lists once is always padded
+        all_single = not any(are_lists) and (not keys or (counts == [stride] * len(keys) and bool(lengths.eq(1).all())))
         weights = bags.weights_or_none()
-        if whole:
+        if all_single:
             parts, values = tuple(counts), bags.values()
         else:
-            single = lengths.view(len(keys), stride).eq(1).all(dim=1).tolist() if stride else [True] * len(keys)
+            are_single = lengths.view(len(keys), stride).eq(1).all(dim=1).tolist() if stride else [True] * len(keys)
             padded = {
                 key: count
-                for key, count, is_single, known in zip(keys, counts, single, lists, strict=True)
-                if known or not is_single
+                for key, count, is_single, is_list in zip(keys, counts, are_single, are_lists, strict=True)
+                if is_list or not is_single
             }
             self._make_room(where, stride, padded)
             parts = tuple(
@@ -276,14 +276,16 @@ class Packer:
         return KeyedLayout(tuple(keys), stride, parts, weights is not None)
 
     def _make_room(self, where: str, stride: int, counts: Mapping[str, int]) -> None:
-        """Sets capacities for so many ids. If one is outgrown all grow, as lists of one batch often grow together."""
-        held = self._capacities
-        outgrown = any(count > held.get((where, key, stride), count) for key, count in counts.items())
+        """Sets capacities for ``counts`` ids; if one is outgrown all grow, because lists often grow together."""
+        capacities = self._capacities
+        outgrown = any(count > capacities.get((where, key, stride), count) for key, count in counts.items())
         for key, count in counts.items():
-            known = held.get((where, key, stride), 0)
-            if outgrown or not known:
-                wanted = -(-int(count * (_GROWTH if known else _HEADROOM)) // _GRAIN) * _GRAIN or _GRAIN
-                held[where, key, stride] = max(known, wanted + (wanted == stride))
+            current = capacities.get((where, key, stride), 0)
+            if outgrown or not current:
+                new_capacity = (
+                    -(-int(count * (_GROWTH if current else _HEADROOM)) // _ROUND_TO) * _ROUND_TO or _ROUND_TO
+                )
+                capacities[where, key, stride] = max(current, new_capacity + (new_capacity == stride))
 
 
 def _padded(values: Tensor, counts: list[int], parts: tuple[int, ...]) -> Tensor:

@@ -1,14 +1,13 @@
-"""StepMemory: the named tensors that stay from one captured step to the next: weights, state, rates, steps of rows.
+"""StepMemory: the named tensors that captured steps share: weights, state, rates, steps of rows.
 
-They are the memory of a model and of its optimizer, which others can therefore read as usual. A table is moved in one
-of two ways:
+They are the memory of a model and of its optimizer, so others can read these as usual. A table is updated in one of two
+ways:
 
-- whole: the gradient is a matrix as large as the table and the rule sweeps all of it, as torch's optimizers do;
-- row by row, where few of many rows are read: only those are moved. Adam's other rows slide on meanwhile; they catch up
-  when they are next read (:mod:`update_rules`), and all of them in :meth:`StepMemory.settle`, so that the result is
-  that of dense Adam.
+- whole: the gradient is a matrix as large as the table and the rule updates all of it, as torch's optimizers do;
+- row by row, if few of many rows are read: only these are updated. Adam's other rows are updated when they are next
+  read (:mod:`update_rules`), and all of them in :meth:`StepMemory.settle`, so that the result is that of dense Adam.
 
-TableRows: one table inside one captured step: the rows that were read, and how they are moved.
+TableRows: one table inside one captured step: its rows read so far, and their update.
 
 UpdatedParameter: a table or dense parameter as plain tensors, with its state, its rule and its learning rate.
 """
@@ -48,7 +47,7 @@ from torchrec_ext.train.step.update_rules import (
 
 @dataclass
 class Clock:
-    """The () float32 ``step``, a count that includes this step, and the learning rate ``lr``, (), of a parameter."""
+    """The step count of a parameter, this step included, () float32, and its learning rate, ()."""
 
     step: Tensor
     lr: Tensor
@@ -56,7 +55,7 @@ class Clock:
 
 @dataclass
 class WholeTable:
-    """A table that is moved as a whole.
+    """A table with an update of all rows.
 
     Args:
         weight: the table's rows, (rows, D), written.
@@ -79,7 +78,7 @@ class WholeTable:
         return embedding(ids, self.leaf)
 
     def leaves(self) -> list[Tensor]:
-        """Returns the tensors whose gradients :meth:`move` needs."""
+        """Returns the tensors to differentiate for :meth:`move`."""
         return [self.leaf]
 
     def move(self, grads: Sequence[Tensor | None]) -> None:
@@ -97,10 +96,10 @@ def _write(targets: list[Tensor], values: list[Tensor]) -> None:
 
 @dataclass
 class RowTable:
-    """A table of which a step moves only the rows that it reads.
+    """A table with an update of only the rows read in the step.
 
     Args:
-        weight: the table's rows, (rows, D), written where they are read.
+        weight: the table's rows, (rows, D); those read are written.
         state: optimizer state of all rows, written likewise.
         rows: the clock of its rows, written.
         choice: the update rule and its numbers.
@@ -115,7 +114,7 @@ class RowTable:
     _reads: list[tuple[Tensor, Tensor, list[Tensor]]] = field(default_factory=list)
 
     def read(self, ids: Tensor) -> Tensor:
-        """Returns the vectors (n, D) of the ids (n,), as they are after the step before."""
+        """Returns the vectors (n, D) of the ids (n,), up to date after the previous step."""
         rows = self.weight.index_select(0, ids)
         state = [tensor.index_select(0, ids) for tensor in self.state]
         if lags(self.choice):
@@ -126,7 +125,7 @@ class RowTable:
         return leaf
 
     def leaves(self) -> list[Tensor]:
-        """Returns the tensors whose gradients :meth:`move` needs, one for each read."""
+        """Returns the tensors to differentiate for :meth:`move`, one for each read."""
         return [leaf for _, leaf, _ in self._reads]
 
     def move(self, grads: Sequence[Tensor | None]) -> None:
@@ -143,7 +142,7 @@ class RowTable:
         state = [torch.cat(parts) for parts in zip(*(of_read for _, _, of_read in self._reads), strict=True)]
         grad, _ = self.gradients(grads)
         new = stepped(rows, grad, state, self.clock.step, self.clock.lr, self.choice, table=True)
-        # A row that was read twice is written twice, with the same values.
+        # A row that was read twice is written twice, but with the same values.
         for target, value in zip([self.weight, *self.state], [new[0], *new[1]], strict=True):
             target.index_put_((ids,), value)
         if lags(self.choice):
@@ -153,19 +152,19 @@ class RowTable:
         """Sums the gradients of all look-ups of a row; ``grads`` are those of :meth:`leaves`.
 
         Returns:
-            The sum at each look-up, (n, D), and whether a look-up stands for its row, (n, 1): one of each row does.
+            The sum at each look-up, (n, D), and whether a look-up represents its row, (n, 1): one of each row does.
 
-        This needs neither sorting nor a number of rows that depends on the batch: each look-up writes its index at its
-        row, one of them stays, and all gradients of the row are added up there.
+        This needs neither sorting nor a number of rows that depends on the batch. Each look-up writes its index at its
+        row, one of these stays, and all gradients of the row are summed there.
         """
         ids = torch.cat([ids for ids, _, _ in self._reads])
         pairs = zip(grads, self.leaves(), strict=True)
-        each = torch.cat([torch.zeros_like(leaf) if grad is None else grad for grad, leaf in pairs])
+        flat_grads = torch.cat([torch.zeros_like(leaf) if grad is None else grad for grad, leaf in pairs])
         places = torch.arange(len(ids), dtype=torch.int32, device=ids.device)
         self.rows.leader.index_put_((ids,), places)
         leader = self.rows.leader.index_select(0, ids)
         leader_index = leader.long()
-        return torch.zeros_like(each).index_add(0, leader_index, each).index_select(0, leader_index), (
+        return torch.zeros_like(flat_grads).index_add(0, leader_index, flat_grads).index_select(0, leader_index), (
             leader == places
         )[:, None]
 
@@ -173,12 +172,12 @@ class RowTable:
 TableRows = WholeTable | RowTable
 
 
-_STATES = {"adam": 2, "lazy_adam": 2, "adagrad": 1, "row_wise_adagrad": 1, "sgd": 0}
+_STATE_COUNTS = {"adam": 2, "lazy_adam": 2, "adagrad": 1, "row_wise_adagrad": 1, "sgd": 0}
 
 
 @dataclass
 class UpdatedParameter:
-    """One parameter with what its update needs; the tensors are the optimizer's and the model's own memory.
+    """One parameter and the inputs of its update; the tensors are the optimizer's and the model's own memory.
 
     Args:
         name: name of a table, or path of a dense parameter in the unwrapped model.
@@ -187,7 +186,7 @@ class UpdatedParameter:
         weight: values of the parameter.
         state: optimizer state, in the order of its rule in :data:`UPDATES`.
         steps: the optimizer's counters of steps.
-        group: the optimizer's group, which holds ``lr``.
+        group: the optimizer's group, with its ``lr``.
         choice: the update rule and its numbers.
     """
 
@@ -202,19 +201,19 @@ class UpdatedParameter:
 
 
 def moved_parameters(model: nn.Module, optimizer: HybridOptimizer) -> list[UpdatedParameter]:
-    """Returns every parameter that ``optimizer`` moves on this one rank, after its first step, which makes its state.
+    """Returns all parameters of ``optimizer`` on this one rank, after its first step, which creates its state.
 
     Raises:
-        CannotCaptureError: a table is split, not fp32, off the GPU, or moved by a rule that is not in :data:`UPDATES`.
+        CannotCaptureError: a table is split, not fp32, off the GPU, or has an update rule outside of :data:`UPDATES`.
     """
-    for name, kernel in (pair for _, held in collections(model) for pair in kernels_by_table(held).items()):
+    for name, kernel in (pair for _, collection in collections(model) for pair in kernels_by_table(collection).items()):
         if kernel not in ("dense", "fused"):
             raise CannotCaptureError(f"table '{name}' has kernel={kernel}, whose rows a captured step does not reach")
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     by_name = owners(optimizer)
     shards = list(local_shards(model))
     result = []
-    for name, weight, choice, config in _named(model, optimizer, shards):
+    for name, weight, choice, config in _named_parameters(model, optimizer, shards):
         fqn = config.fqn if config else name
         if choice.kind not in UPDATES:
             raise CannotCaptureError(
@@ -225,11 +224,11 @@ def moved_parameters(model: nn.Module, optimizer: HybridOptimizer) -> list[Updat
         if group is None:
             raise CannotCaptureError(f"no optimizer moves '{fqn}'")
         values = [optimizer.state.get(parameter, {}) for parameter in parameters]
-        # Of two, the kernel's and that of ShardedAdam on top of it, the last has the state.
+        # A table may have two parameters, the kernel's and ShardedAdam's on top of it: the last one has the state.
         state, steps = state_tensors(values[-1])
-        if len(state) != _STATES[choice.kind]:
+        if len(state) != _STATE_COUNTS[choice.kind]:
             raise CannotCaptureError(
-                f"'{fqn}' has {len(state)} tensors of {choice.kind} state, not {_STATES[choice.kind]}: run a step"
+                f"'{fqn}' has {len(state)} tensors of {choice.kind} state, not {_STATE_COUNTS[choice.kind]}: run a step"
             )
         sharded = config is not None and isinstance(parameters[0], ShardedTensor)
         result.append(UpdatedParameter(name, config is not None, sharded, weight.detach(), state, steps, group, choice))
@@ -237,18 +236,18 @@ def moved_parameters(model: nn.Module, optimizer: HybridOptimizer) -> list[Updat
 
 
 def owners(optimizer: HybridOptimizer) -> dict[str, list[Any]]:
-    """Maps names in the unwrapped model to the parameters that ``optimizer`` moves; of two, the kernel's is first."""
+    """Maps names in the unwrapped model to the parameters of ``optimizer``; of two, the kernel's is first."""
     result: dict[str, list[Any]] = {}
     prefixes = {name for name, _ in optimizer.optimizers if name}
     for key, parameter in optimizer.params.items():
         first, _, rest = key.partition(
             "."
-        )  # TorchRec puts the name of an optimizer among several before that of a parameter
+        )  # with several optimizers, TorchRec prefixes a parameter's name by its optimizer's
         result.setdefault(rest if first in prefixes else key, []).append(parameter)
     return result
 
 
-def _named(
+def _named_parameters(
     model: nn.Module, optimizer: HybridOptimizer, shards: list[Shard]
 ) -> Iterator[tuple[str, Tensor, Choice, Shard | None]]:
     for shard in shards:
@@ -280,16 +279,16 @@ def state_tensors(state: Mapping[str, Any]) -> tuple[list[Tensor], list[Tensor]]
     return tensors, steps
 
 
-BLOCK_ROWS = 1 << 14  # of a table that are brought up to date at once: six temporaries of so many rows
+BLOCK_ROWS = 1 << 14  # rows of a table to update at once: this takes six temporaries of as many rows
 
 
 class StepMemory:
-    """The tensors that a captured step reads and writes.
+    """The tensors read and written by a captured step.
 
     Args:
-        moved: parameters that the step moves, one at least, such as :func:`moved_parameters`.
-        fixed: further tensors of the model by name, which no optimizer moves.
-        clips: whether the norm of all gradients is limited, and the gradients of tables must be whole for it.
+        moved: parameters to update, one or more, such as :func:`moved_parameters`.
+        fixed: further tensors of the model by name, without an optimizer.
+        clips: whether the norm of all gradients is limited, so that gradients of tables must be complete.
 
     Attributes:
         unsettled: steps since all rows were brought up to date.
@@ -304,134 +303,134 @@ class StepMemory:
         self.device = self.moved[0].weight.device
         self._step = torch.zeros((), device=self.device)
         self._rates = [torch.zeros((), device=self.device) for _ in self._groups]
-        self._known_rates = [float("nan")] * len(self._groups)
+        self._last_rates = [float("nan")] * len(self._groups)
         self._rows: dict[str, RowClock] = {}
-        self.unsettled, self._most = 0, math.inf  # and the most before all rows must be brought up to date
+        self.unsettled, self._max_unsettled = 0, math.inf  # at the limit all rows must be updated
         self.reload()
 
     @property
     def tables(self) -> dict[str, UpdatedParameter]:
         """The tables by name."""
-        return {moved.name: moved for moved in self.moved if moved.table}
+        return {parameter.name: parameter for parameter in self.moved if parameter.table}
 
     @property
     def row_tables(self) -> list[str]:
-        """Names of the tables that are moved row by row."""
+        """Names of the tables with updates row by row."""
         return list(self._rows)
 
     def reload(self) -> None:
-        """Reads the number of steps that the optimizer has made, after eager steps in between.
+        """Reads the optimizer's number of steps again, after eager steps in between.
 
         Raises:
             CannotCaptureError: the parameters have made different numbers of steps.
         """
-        counts = {float(step) for moved in self.moved for step in moved.steps}
+        counts = {float(step) for parameter in self.moved for step in parameter.steps}
         if len(counts) > 1:
             raise CannotCaptureError(f"some parameters have made {min(counts):.0f} steps and others {max(counts):.0f}")
         self._step.fill_(max(counts, default=0.0))
         for name in self._rows:
-            self._all_made(name)
+            self._mark_current(name)
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Completes deferred updates, so that model and optimizer are as after the same number of eager steps."""
-        for moved in self.moved:
-            for step in moved.steps:
+        """Completes deferred updates: model and optimizer then equal those after the same number of eager steps."""
+        for parameter in self.moved:
+            for step in parameter.steps:
                 step.copy_(self._step)
-            if moved.name in self._rows and self.unsettled:
-                if lags(moved.choice):
-                    self._catch_up(moved)
-                self._all_made(moved.name)
+            if parameter.name in self._rows and self.unsettled:
+                if lags(parameter.choice):
+                    self._catch_up(parameter)
+                self._mark_current(parameter.name)
         self.unsettled = 0
 
-    def _catch_up(self, moved: UpdatedParameter) -> None:
+    def _catch_up(self, parameter: UpdatedParameter) -> None:
         """Brings every row of a table up to date, a block of rows at a time."""
-        clock, now = self._rows[moved.name], self._step.int()
+        clock, now = self._rows[parameter.name], self._step.int()
         for start in range(0, len(clock.since), BLOCK_ROWS):
             last, rows, *state = (
-                tensor[start : start + BLOCK_ROWS] for tensor in (clock.since, moved.weight, *moved.state)
+                tensor[start : start + BLOCK_ROWS] for tensor in (clock.since, parameter.weight, *parameter.state)
             )
-            new = caught_up(rows, state, last, now, clock, moved.choice)
-            # One call: after an interrupt between two, the rows would be updated once more.
+            new = caught_up(rows, state, last, now, clock, parameter.choice)
+            # One call, because after an interrupt between two calls the rows would be updated once more.
             torch._foreach_copy_([rows, *state, last], [*new, now.expand(len(last))])
 
     @torch.no_grad()
     def write_rows(self, name: str, rows: Tensor, value: Any) -> None:
-        """Brings some rows of a table up to date, and writes their values as ``weight[rows] = value`` does."""
-        moved = self.tables[name]
+        """Brings some rows of a table up to date, then sets ``weight[rows] = value``."""
+        parameter = self.tables[name]
         clock, now = self._rows[name], self._step.int()
-        if lags(moved.choice):
-            state = [tensor[rows] for tensor in moved.state]
-            new = caught_up(moved.weight[rows], state, clock.since[rows], now, clock, moved.choice)
-            for target, values in zip((moved.weight, *moved.state), new, strict=True):
+        if lags(parameter.choice):
+            state = [tensor[rows] for tensor in parameter.state]
+            new = caught_up(parameter.weight[rows], state, clock.since[rows], now, clock, parameter.choice)
+            for target, values in zip((parameter.weight, *parameter.state), new, strict=True):
                 target[rows] = values
         clock.since[rows] = now
-        moved.weight[rows] = value
+        parameter.weight[rows] = value
 
-    def _all_made(self, name: str) -> None:
-        """Notes that every row of a table has made the last step."""
+    def _mark_current(self, name: str) -> None:
+        """Marks every row of a table as up to date."""
         clock, now = self._rows[name], int(self._step)
         clock.since.fill_(now)
         for sums in (clock.slides, clock.decays):
             sums[now % len(sums)] = 0.0
 
     def begin(self) -> None:
-        """Begins a step: sets its learning rates, and brings all rows up to date where one may lag too far behind."""
-        if self.unsettled >= self._most:
+        """Begins a step: sets its learning rates, and first updates all rows if one may lag too far behind."""
+        if self.unsettled >= self._max_unsettled:
             self.settle()
         for index, group in enumerate(self._groups):
-            if group["lr"] != self._known_rates[index]:
-                self._known_rates[index] = group["lr"]
+            if group["lr"] != self._last_rates[index]:
+                self._last_rates[index] = group["lr"]
                 self._rates[index].fill_(group["lr"])
         self.unsettled += 1
 
     @property
     def steps_made(self) -> int:
-        """Number of steps that were made."""
+        """Number of steps so far."""
         return int(self._step)
 
     def take_back(self, steps_made: int) -> None:
-        """Takes back the count of a step that ended before anything else was written."""
+        """Resets the count after a step that ended before it wrote anything else."""
         self._step.fill_(steps_made)
 
     def choose(self, lookups: Mapping[str, int], rule: Callable[[int, int], bool]) -> None:
-        """Decides how each table is moved, by how many look-ups a step makes of it."""
-        for name, moved in self.tables.items():
-            if self._by_row(moved, lookups[name], rule):
-                self._rows[name] = row_clock(len(moved.weight), int(self._step), moved.choice, self.device)
-                if lags(moved.choice):
-                    self._most = min(self._most, SLIDES - 1)
+        """Chooses the update of each table by the number of its look-ups in a step."""
+        for name, parameter in self.tables.items():
+            if self._is_by_row(parameter, lookups[name], rule):
+                self._rows[name] = row_clock(len(parameter.weight), int(self._step), parameter.choice, self.device)
+                if lags(parameter.choice):
+                    self._max_unsettled = min(self._max_unsettled, SLIDES - 1)
 
-    def _by_row(self, moved: UpdatedParameter, lookups: int, rule: Callable[[int, int], bool]) -> bool:
-        if without_closed_form(moved.choice):
+    def _is_by_row(self, parameter: UpdatedParameter, lookups: int, rule: Callable[[int, int], bool]) -> bool:
+        if without_closed_form(parameter.choice):
             return False
-        if self._clips and not moved.sharded:
-            return False  # its gradient counts for the norm, once for each row
-        return rule(len(moved.weight), lookups)
+        if self._clips and not parameter.sharded:
+            return False  # the norm needs its gradient summed per row
+        return rule(len(parameter.weight), lookups)
 
     def describe(self) -> str:
-        """Returns a line that says how each table is moved."""
+        """Describes in a line how each table is updated."""
         ways: dict[str, list[str]] = {}
-        for name, moved in self.tables.items():
-            reason = without_closed_form(moved.choice)
+        for name, parameter in self.tables.items():
+            reason = without_closed_form(parameter.choice)
             way = "moved row by row" if name in self._rows else f"moved whole{f' ({reason})' if reason else ''}"
             ways.setdefault(way, []).append(name)
-        whole_first = sorted(ways.items(), reverse=True)
-        return "; ".join(f"{way}: {', '.join(names)}" for way, names in whole_first)
+        sorted_ways = sorted(ways.items(), reverse=True)
+        return "; ".join(f"{way}: {', '.join(names)}" for way, names in sorted_ways)
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns all tensors by name."""
         memory = {"step": self._step, **{f"rate {index}": rate for index, rate in enumerate(self._rates)}, **self.fixed}
-        for moved in self.moved:
-            memory[moved.name] = moved.weight
-            memory |= {f"{moved.name}/{index}": value for index, value in enumerate(moved.state)}
-            if moved.name in self._rows:
-                clock = self._rows[moved.name]
-                memory |= {f"{moved.name}/{name}": tensor for name, tensor in clock._asdict().items()}
+        for parameter in self.moved:
+            memory[parameter.name] = parameter.weight
+            memory |= {f"{parameter.name}/{index}": value for index, value in enumerate(parameter.state)}
+            if parameter.name in self._rows:
+                clock = self._rows[parameter.name]
+                memory |= {f"{parameter.name}/{name}": tensor for name, tensor in clock._asdict().items()}
         return memory
 
     def table(self, moved: UpdatedParameter, tensors: Mapping[str, Tensor]) -> TableRows:
-        """Returns a table for one step on ``tensors``, which stand for those of :meth:`tensors`."""
+        """Returns a table for one step on ``tensors``, the stand-ins of :meth:`tensors`."""
         state, clock = self.state(moved, tensors), self.clock(moved, tensors)
         if moved.name not in self._rows:
             return WholeTable(tensors[moved.name], state, moved.choice, clock)
@@ -443,7 +442,7 @@ class StepMemory:
         return [tensors[f"{moved.name}/{index}"] for index in range(len(moved.state))]
 
     def clock(self, moved: UpdatedParameter, tensors: Mapping[str, Tensor]) -> Clock:
-        """Returns steps and learning rate of a parameter."""
+        """Returns the step count and learning rate of a parameter."""
         return Clock(
             tensors["step"], tensors[f"rate {next(index for index, g in enumerate(self._groups) if g is moved.group)}"]
         )

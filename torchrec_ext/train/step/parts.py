@@ -1,6 +1,6 @@
-"""split_at(): a traced step as several functions, between which others compute, such as exchanges with other ranks.
+"""split_at(): splits a traced step into several functions, with room for other work, such as exchanges, in between.
 
-StepPart: one of them.
+StepPart: one of these functions.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch.fx import Graph, GraphModule, Node
 
 @dataclass
 class StepPart:
-    """The ops that a step computes between two of its results.
+    """The ops of a step between two of its results.
 
     Args:
         graph: the ops.
         examples: tensors without values, of the shapes of its inputs.
-        inputs: number of each input among the values of the step: the tensors that it is called with, and then what
-            its parts hand on.
+        inputs: number of each input among the values of the step: first the step's own inputs, then the values handed
+            on by its parts.
         outputs: number of each output among the values of the step.
     """
 
@@ -34,18 +34,18 @@ class StepPart:
 
 
 def split_at(graph: GraphModule, cuts: Sequence[int]) -> tuple[list[StepPart], list[int | None]]:
-    """Cuts a traced step behind the ops that compute some of its results.
+    """Splits a traced step after the ops of some of its results.
 
-    What a later part needs of an earlier one is handed on, but for views of the step's own inputs: those are taken
-    anew, since a part may write into an input while it reads the view.
+    Values that a later part needs are handed on, except for views of the step's own inputs. These are taken anew,
+    because a part may write into an input while it reads the view.
 
     Args:
-        graph: step from :func:`traced`, whose ops stand in the order of the calls.
-        cuts: indices of results, in the order in which they are computed.
+        graph: step from :func:`traced`, with its ops in the order of the calls.
+        cuts: indices of results, in the order of their computation.
 
     Returns:
-        The parts, one more than there are cuts, and the number of each result among the values of the step; None of a
-        result that is None.
+        The parts, one more than there are cuts, and the number of each result among the values of the step; None for a
+        result of None.
     """
     nodes = list(graph.graph.nodes)
     results, order = list(nodes[-1].args[0]), {node: index for index, node in enumerate(nodes)}
@@ -67,13 +67,13 @@ def split_at(graph: GraphModule, cuts: Sequence[int]) -> tuple[list[StepPart], l
                 bodies[origins.number[node]].give(node)
     numbers = {node: index for index, node in enumerate(node for node in nodes if node.op == "placeholder")}
     for body in bodies:
-        for node in body.given:
+        for node in body.outputs:
             numbers.setdefault(node, len(numbers))
-    return [body.made(numbers) for body in bodies], [None if result is None else numbers[result] for result in results]
+    return [body.build(numbers) for body in bodies], [None if result is None else numbers[result] for result in results]
 
 
 class _Origins:
-    """Which nodes are nothing but views of the step's inputs, and in which part each other is computed."""
+    """Finds views of the step's inputs among the nodes; ``number`` is the part of each other node."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self.number: dict[Node, int] = {}
@@ -82,21 +82,21 @@ class _Origins:
         inputs = {node for node in nodes if node.op == "placeholder"}
         for node in nodes[:-1]:
             source, writes = _source(node)
-            known = source in inputs or source in self.views or source in self._writes
-            if source is not None and known and writes:
+            is_derived = source in inputs or source in self.views or source in self._writes
+            if source is not None and is_derived and writes:
                 self._writes[node] = source
-            elif known or node.op == "get_attr":
+            elif is_derived or node.op == "get_attr":
                 self.views.add(node)
 
     def written(self, node: Node) -> Node:
-        """Returns the input, or the view of it, that an op in place returned; another node itself."""
+        """Returns the input, or the view of it, written by an in-place op; any other node is returned unchanged."""
         while node in self._writes:
             node = self._writes[node]
         return node
 
 
 def _source(node: Node) -> tuple[Node, bool] | tuple[None, bool]:
-    """Returns the node whose memory an op's result is, None where it has its own, and whether the op writes there."""
+    """Returns the node that shares its memory with an op's result, or None, and whether the op writes there."""
     if node.op != "call_function":
         return None, False
     if node.target is getitem:
@@ -116,14 +116,14 @@ def _source(node: Node) -> tuple[Node, bool] | tuple[None, bool]:
 
 @dataclass
 class _Body:
-    """The ops of one part while they are collected."""
+    """Collects the ops of one part."""
 
     whole: GraphModule
     number: int
     origins: _Origins
     graph: Graph = field(default_factory=Graph)
     inputs: list[Node] = field(default_factory=list)
-    given: dict[Node, Node] = field(default_factory=dict)
+    outputs: dict[Node, Node] = field(default_factory=dict)
     _copies: dict[Node, Node] = field(default_factory=dict)
 
     def add(self, node: Node) -> None:
@@ -131,11 +131,11 @@ class _Body:
         self._copies[node] = self.graph.node_copy(node, self._copy)
 
     def give(self, node: Node) -> None:
-        """Makes what an op computes an output."""
-        self.given[node] = self._copy(node)
+        """Makes the result of an op an output of the part."""
+        self.outputs[node] = self._copy(node)
 
     def _copy(self, node: Node) -> Node:
-        """Returns what stands for a node of the whole step in this part."""
+        """Returns this part's copy of a node of the step; values of other parts become inputs."""
         if node not in self._copies:
             base = self.origins.written(node)
             if base is not node:
@@ -144,16 +144,16 @@ class _Body:
                 self.add(node)
             else:
                 self.inputs.append(node)
-                first = next((each for each in self.graph.nodes if each.op != "placeholder"), None)
-                with nullcontext() if first is None else self.graph.inserting_before(first):
+                first_op = next((copied for copied in self.graph.nodes if copied.op != "placeholder"), None)
+                with nullcontext() if first_op is None else self.graph.inserting_before(first_op):
                     self._copies[node] = self.graph.placeholder(node.name)
                 self._copies[node].meta = dict(node.meta)
         return self._copies[node]
 
-    def made(self, numbers: dict[Node, int]) -> StepPart:
-        """Returns the part, whose inputs and outputs are numbered."""
-        self.graph.output(list(self.given.values()))
+    def build(self, numbers: dict[Node, int]) -> StepPart:
+        """Builds the part, with the numbers of its inputs and outputs."""
+        self.graph.output(list(self.outputs.values()))
         self.graph.lint()
         examples = [node.meta["val"] for node in self.inputs]
-        made = GraphModule(self.whole, self.graph)
-        return StepPart(made, examples, [numbers[node] for node in self.inputs], [numbers[n] for n in self.given])
+        module = GraphModule(self.whole, self.graph)
+        return StepPart(module, examples, [numbers[node] for node in self.inputs], [numbers[n] for n in self.outputs])

@@ -1,4 +1,4 @@
-"""make_pipeline(): the TorchRec train pipeline that runs the steps of a model.
+"""make_pipeline(): builds the TorchRec train pipeline for the steps of a model.
 
 semi_sync_pipeline(): TorchRec's TrainPipelineSemiSync, also on the CPU.
 """
@@ -25,10 +25,10 @@ from torchrec_ext.distributed.sync import SyncConfig, refuse_placed_towers
 
 
 class ForwardOnCpu(EmbeddingPipelinedForward):
-    """Stand-in for a collection in the pipeline, which uses no CUDA streams."""
+    """Stand-in for a collection in the pipeline, without CUDA streams."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the embeddings that were looked up a step ago."""
+        """Returns the embeddings of the look-up a step ago."""
         self._context.module_contexts.pop(self._name)
         embeddings = self._context.embedding_a2a_requests.pop(self._name).wait()
         if isinstance(embeddings, KeyedTensor):
@@ -38,7 +38,7 @@ class ForwardOnCpu(EmbeddingPipelinedForward):
         return LazyNoWait(embeddings)
 
     def _detach(self, embeddings: KeyedTensor) -> None:
-        """Ends the loss's backward here; the pipeline carries the gradient on to the tables afterwards."""
+        """Ends the loss's backward here; the pipeline passes the gradient to the tables afterwards."""
         values = embeddings.values()
         embeddings._values = values.detach().requires_grad_()
         self._context.embedding_tensors.append([values])
@@ -52,11 +52,11 @@ class GatedSemiSync(TrainPipelineSemiSync[TowerBatch, Any]):
     Args:
         before_tables: called after the loss's backward, which ends before the tables.
         positional: arguments of TorchRec's pipeline.
-        named: keyword arguments of TorchRec's pipeline.
+        keywords: keyword arguments of TorchRec's pipeline.
     """
 
-    def __init__(self, before_tables: Callable[[], None], *positional: Any, **named: Any) -> None:
-        super().__init__(*positional, **named)
+    def __init__(self, before_tables: Callable[[], None], *positional: Any, **keywords: Any) -> None:
+        super().__init__(*positional, **keywords)
         self._before_tables = before_tables
 
     def embedding_backward(self, context: EmbeddingTrainPipelineContext) -> None:
@@ -87,20 +87,20 @@ def semi_sync_pipeline(
     forward: Callable[[TowerBatch], tuple[Tensor, Any]] | None = None,
     before_tables: Callable[[], None] = lambda: None,
 ) -> TrainPipelineSemiSync[TowerBatch, Any]:
-    """Builds TorchRec's pipeline that looks up the rows of batch B + 1 before the backward of B has moved them.
+    """Builds TorchRec's semi-sync pipeline: it looks up the rows of batch B + 1 before the update by batch B.
 
     Args:
         model: model from :func:`hybrid_parallel`, with every table sharded.
         optimizer: the model's optimizer.
         device: device of the model.
-        sync: ``together``, the number of batches before it begins, and ``stash_gradients``.
-        forward: called in place of the model.
+        sync: ``together``, the number of synchronous batches at the beginning, and ``stash_gradients``.
+        forward: called instead of the model.
         before_tables: called in each step before the tables' backward.
 
     Raises:
         ValueError: a table is data_parallel, and its DDP takes one forward before each backward; or
-            ``stash_gradients`` with tables that :class:`ShardedAdam` moves, since TorchRec then leaves out the
-            optimizer's first step.
+            ``stash_gradients`` with tables of :class:`ShardedAdam`, because TorchRec then leaves out the optimizer's
+            first step.
     """
     replicated = _replicated_tables(model)
     if replicated:
@@ -148,28 +148,28 @@ def make_pipeline(
     sync: SyncConfig | None = None,
     before_tables: Callable[[], None] = lambda: None,
 ) -> TrainPipelineSparseDist[TowerBatch, Any]:
-    """Builds TorchRec's pipeline that overlaps copy, input dist and forward of three successive batches.
+    """Builds TorchRec's pipeline, to overlap copy, input dist and forward of three successive batches.
 
     Args:
         model: model from :func:`hybrid_parallel`.
         optimizer: the model's optimizer.
         device: device of the model.
-        forward: called in place of the model, such as :class:`FiniteLoss`.
-        sync: how ranks are kept equal: ``semi_sync`` takes TrainPipelineSemiSync where there are tables to look up
-            ahead; all other modes take one pipeline. Copies of tables are averaged at its interval.
+        forward: called instead of the model, such as :class:`FiniteLoss`.
+        sync: how ranks are kept equal: ``semi_sync`` uses TrainPipelineSemiSync if there are tables to look up ahead;
+            all other modes use one pipeline. Copies of tables are averaged at its interval.
         before_tables: called in each step when the loss's backward has ended, such as that of :class:`FiniteLoss`.
 
     Raises:
         ValueError: ``sync`` does not fit the model.
     """
     sync = sync or SyncConfig()
-    tables = any(isinstance(module, ShardedModule) for module in model.modules())
-    if sync.stash_gradients and not tables:
+    has_tables = any(isinstance(module, ShardedModule) for module in model.modules())
+    if sync.stash_gradients and not has_tables:
         raise ValueError(
             f"sync.stash_gradients: {type(model).__name__} has no table, whose look-up would overlap; leave it out, or "
             "take sync.mode=every_step"
         )
-    if sync.looks_ahead and tables:
+    if sync.looks_ahead and has_tables:
         refuse_placed_towers(model, sync)
         return semi_sync_pipeline(model, optimizer, device, sync, forward, before_tables)
     return GatedPipeline(
@@ -189,15 +189,15 @@ class GatedPipeline(TrainPipelineSparseDist[TowerBatch, Any]):
     Args:
         before_tables: called after the loss's backward, which a :class:`GradientGate` may have ended before the tables.
         positional: arguments of TorchRec's pipeline.
-        named: keyword arguments of TorchRec's pipeline.
+        keywords: keyword arguments of TorchRec's pipeline.
     """
 
-    def __init__(self, before_tables: Callable[[], None], *positional: Any, **named: Any) -> None:
-        super().__init__(*positional, **named)
+    def __init__(self, before_tables: Callable[[], None], *positional: Any, **keywords: Any) -> None:
+        super().__init__(*positional, **keywords)
         self._before_tables = before_tables
 
     def _pipeline_model(self, *args: Any, **kwargs: Any) -> None:
-        """Rewrites the model only where there is an input dist to begin early: TorchRec would search every layer."""
+        """Rewrites the model only if there is an input dist to start early, because TorchRec searches every layer."""
         if any(isinstance(module, ShardedModule) for module in self._model.modules()):
             super()._pipeline_model(*args, **kwargs)
 
@@ -207,10 +207,10 @@ class GatedPipeline(TrainPipelineSparseDist[TowerBatch, Any]):
 
 
 def unpipelined(pipeline: TrainPipelineSparseDist[TowerBatch, Any], model: nn.Module) -> list[str]:
-    """Returns paths of sharded modules whose input dist the pipeline does not overlap; known after the first step.
+    """Returns paths of sharded modules without overlap of their input dist; available after the first step.
 
-    TorchRec says nothing when it cannot follow a module's input by ``getattr`` from the batch. The tables of towers
-    that have ranks of their own belong to the towers, one module whose input dist is that of all.
+    TorchRec is silent if it cannot follow a module's input by ``getattr`` from the batch. The tables of towers with
+    ranks of their own belong to the towers, one module with a common input dist.
     """
     pipelined = {id(module) for module in pipeline._pipelined_modules}
     sharded = {path: module for path, module in model.named_modules() if isinstance(module, ShardedModule)}

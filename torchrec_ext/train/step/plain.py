@@ -1,13 +1,12 @@
-"""PlainStep: the eager step of one rank, without what only several ranks need.
+"""PlainStep: the eager step of one rank, without the overhead for several ranks.
 
-On one rank TorchRec's collections permute ids, exchange them with nobody and run inside three DistributedDataParallel
-modules: at 1,280 rows more than half of a small network's step. Here the same model runs with its replicated tables as
-plain matrices (:mod:`lowering`); the optimizer, the check of each loss and everything that reads the model afterwards
-are the pipeline's.
+On one rank TorchRec's collections still permute and exchange ids, and run inside three DistributedDataParallel modules:
+at 1,280 rows more than half of a small network's step. Here the same model runs with its replicated tables as plain
+matrices (:mod:`lowering`). The optimizer, the check of each loss and all readers of the model are the pipeline's.
 
-FusedAdam: the step of an optimizer that is Adam throughout, in one kernel for each group of settings. torch.optim,
-TorchRec's wrappers and HybridOptimizer are six calls deep with a profiler's mark at each, a quarter of a small
-network's step at 1,280 rows. FusedAdam writes into the same state.
+FusedAdam: the step of an optimizer with Adam everywhere, in one kernel per group of settings. torch.optim, TorchRec's
+wrappers and HybridOptimizer are six calls deep with a profiler's mark at each, a quarter of a small network's step at
+1,280 rows. FusedAdam writes into the same state.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from torchrec_ext.train.step.memory import owners
 
 
 class _Group(NamedTuple):
-    """A group of settings, with the tensors that they move; ``places`` are their indices among the parameters."""
+    """A group of settings with its tensors; ``places`` are their indices among the parameters."""
 
     settings: dict[str, Any]
     places: list[int]
@@ -44,11 +43,11 @@ class _Group(NamedTuple):
 
 
 class FusedAdam:
-    """Moves ``parameters`` as ``optimizer`` would.
+    """Updates ``parameters`` exactly as ``optimizer`` does.
 
     Args:
-        optimizer: optimizer that :meth:`fits`, after its first step, which makes its state.
-        parameters: all parameters that the optimizer moves.
+        optimizer: optimizer that :meth:`fits`, after its first step, which creates its state.
+        parameters: all parameters of the optimizer.
         weights: memory of these parameters.
     """
 
@@ -61,29 +60,31 @@ class FusedAdam:
         for group in optimizer.param_groups:
             states = [state[parameter] for parameter in group["params"]]
             places = [index_of[id(parameter)] for parameter in group["params"]]
-            parts = [[held[name] for held in states] for name in ("exp_avg", "exp_avg_sq", "step")]
+            parts = [
+                [parameter_state[name] for parameter_state in states] for name in ("exp_avg", "exp_avg_sq", "step")
+            ]
             self._groups.append(_Group(group, places, [weights[index].detach() for index in places], *parts))
 
     @staticmethod
     def fits(optimizer: HybridOptimizer, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether an optimizer is Adam throughout, has no limit of the norm or weight decay, and has moved all."""
+        """Whether an optimizer is plain Adam everywhere, without norm limit or weight decay, and has all states."""
         choices, state = [*optimizer.table_choices.values(), *optimizer.layer_choices.values()], optimizer.state
-        plain = all(choice.kind == "adam" and not choice.weight_decay for choice in choices)
-        return plain and not optimizer.clip_norm and all(state.get(parameter) for parameter in parameters)
+        is_plain_adam = all(choice.kind == "adam" and not choice.weight_decay for choice in choices)
+        return is_plain_adam and not optimizer.clip_norm and all(state.get(parameter) for parameter in parameters)
 
     @torch.no_grad()
     def step(self, grads: Sequence[Tensor | None]) -> bool:
-        """Makes one step by the parameters' gradients; False, and nothing moved, if one is missing or not finite."""
-        given = [grad for grad in grads if grad is not None]
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(given)))
-        if len(given) < len(grads) or not torch.isfinite(norm):
+        """Takes one step by the parameters' gradients; returns False without a step if one is missing or not finite."""
+        present_grads = [grad for grad in grads if grad is not None]
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(present_grads)))
+        if len(present_grads) < len(grads) or not torch.isfinite(norm):
             return False
         self._optimizer.gradient_norm = norm
         for settings, places, weights, first, second, steps in self._groups:
             beta1, beta2 = settings["betas"]
             torch._foreach_add_(steps, 1)
             torch._fused_adam_(
-                *(weights, [given[index] for index in places], first, second, [], steps),
+                *(weights, [present_grads[index] for index in places], first, second, [], steps),
                 lr=settings["lr"],
                 beta1=beta1,
                 beta2=beta2,
@@ -98,17 +99,17 @@ class FusedAdam:
 
 
 class PlainStep:
-    """Trains on a batch, op by op, as TorchRec's pipeline does: equal bit for bit but for the order of sums.
+    """Trains on a batch, op by op: equals TorchRec's pipeline bit for bit, except for the order of sums.
 
     Args:
         model: model from :func:`hybrid_parallel`, on one rank.
         optimizer: the model's optimizer.
         forward: checks each loss before its backward.
         context: makes the context of the forward.
-        scaling: scales the loss, where float16 needs it.
+        scaling: scales the loss for float16.
 
     Raises:
-        CannotCaptureError: a table is sharded, so that a kernel moves it inside the backward, or not fp32; or a
+        CannotCaptureError: a table is sharded, so that a kernel updates it inside the backward, or not fp32; or a
             collection takes means of weighted rows.
     """
 
@@ -125,24 +126,26 @@ class PlainStep:
         replicated = {id(table) for table in optimizer.replicated_tables}
         by_name, tables = owners(optimizer), {}
         self._parameters: list[nn.Parameter] = []
-        for shard in local_shards(model):  # never one that is read id by id: no plan replicates these on a CPU
-            owned = by_name.get(shard.fqn, [])
-            if [id(table) in replicated for table in owned] != [True] or shard.config.data_type != DataType.FP32:
+        for shard in local_shards(model):  # never a table read id by id, because no plan replicates these on a CPU
+            parameters_of_shard = by_name.get(shard.fqn, [])
+            if [id(table) in replicated for table in parameters_of_shard] != [
+                True
+            ] or shard.config.data_type != DataType.FP32:
                 raise CannotCaptureError(f"table '{shard.config.name}' is sharded, or not fp32")
             tables[shard.config.name] = shard.tensor.detach().requires_grad_()
-            self._parameters += owned
+            self._parameters += parameters_of_shard
         self._parameters += optimizer.dense_parameters
         self._leaves = [*tables.values(), *optimizer.dense_parameters]
-        self._model = lowered(model, lambda path, collection: _plain(path, collection, tables))
+        self._model = lowered(model, lambda path, collection: _lower_bags(path, collection, tables))
         self._adam: FusedAdam | None = None
 
     def begin(self) -> None:
-        """Forgets gradients and state of steps that others made, before the first of some plain steps."""
+        """Drops gradients and cached state of other steps, before the first of some plain steps."""
         self._optimizer.zero_grad()
         self._adam = None
 
     def __call__(self, batch: TowerBatch) -> Any:
-        """Trains on a batch and returns what the model returns.
+        """Trains on a batch and returns the model's output.
 
         Raises:
             TrainingDivergedError: the loss is not finite, see :meth:`FiniteLoss.look`; nothing was written.
@@ -152,11 +155,11 @@ class PlainStep:
         self._forward.look(loss, batch)
         if self._scaling is not None:
             loss = self._scaling.scale(loss)
-        # Not backward(), on which the hooks of DistributedDataParallel would wake up.
-        self._move(torch.autograd.grad(loss, self._leaves, allow_unused=True))
+        # Not backward(), because that would run the hooks of DistributedDataParallel.
+        self._update(torch.autograd.grad(loss, self._leaves, allow_unused=True))
         return output
 
-    def _move(self, grads: Sequence[Tensor | None]) -> None:
+    def _update(self, grads: Sequence[Tensor | None]) -> None:
         if self._adam is not None and self._adam.step(grads):
             return
         for parameter, grad in zip(self._parameters, grads, strict=True):
@@ -166,9 +169,9 @@ class PlainStep:
             self._adam = FusedAdam(self._optimizer, self._parameters, self._leaves)
 
 
-def _plain(path: str, collection: Any, weights: dict[str, Tensor]) -> nn.Module:
+def _lower_bags(path: str, collection: Any, weights: dict[str, Tensor]) -> nn.Module:
     tables = table_configs(collection)
-    # torch has none, and FBGEMM's has the gradient of a sum.
+    # torch has no weighted mean, and FBGEMM's has the gradient of a sum.
     if collection._is_weighted and any(table.pooling == PoolingType.MEAN for table in tables):
         raise CannotCaptureError(f"'{path}' takes means of weighted rows")
     return _PlainBags(tables, weights)
@@ -180,7 +183,7 @@ class _PlainBags(nn.Module):
     def __init__(self, tables: Sequence[Any], weights: dict[str, Tensor]) -> None:
         super().__init__()
         names = get_embedding_names_by_table(list(tables))
-        self._looked: list[tuple[str, str, EmbeddingBagConfig, Tensor]] = [
+        self._look_ups: list[tuple[str, str, EmbeddingBagConfig, Tensor]] = [
             (name, feature, table, weights[table.name])
             for table, table_names in zip(tables, names, strict=True)
             for feature, name in zip(table.feature_names, table_names, strict=True)
@@ -189,15 +192,17 @@ class _PlainBags(nn.Module):
     def forward(self, features: KeyedJaggedTensor) -> Pooled:
         """Returns the pooled bags, (B, D) each."""
         bags = _OneEach(features) if _one_each(features) else _Jagged(features)
-        pooled = [bags.pooled(feature, table, weight) for _, feature, table, weight in self._looked]
-        return Pooled([name for name, *_ in self._looked], pooled)
+        pooled = [bags.pooled(feature, table, weight) for _, feature, table, weight in self._look_ups]
+        return Pooled([name for name, *_ in self._look_ups], pooled)
 
 
 def _one_each(features: KeyedJaggedTensor) -> bool:
     lengths, weighted = features.lengths(), features.weights_or_none() is not None
     if weighted or features.values().numel() != lengths.numel():
         return False
-    return not lengths.numel() or int(lengths.max()) == 1  # as many ids as bags: no bag has more, so none has fewer
+    return (
+        not lengths.numel() or int(lengths.max()) == 1
+    )  # equally many ids and bags: if no bag has more than one id, none has fewer
 
 
 class _OneEach:
@@ -207,7 +212,7 @@ class _OneEach:
         self._ids = dict(zip(features.keys(), features.values().view(len(features.keys()), -1).unbind(), strict=True))
 
     def pooled(self, feature: str, table: BaseEmbeddingConfig, weight: Tensor) -> Tensor:
-        return weight.index_select(0, self._ids[feature])  # of which the backward is faster than embedding()'s
+        return weight.index_select(0, self._ids[feature])  # its backward is faster than that of embedding()
 
 
 class _Jagged:

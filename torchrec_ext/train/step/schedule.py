@@ -1,4 +1,4 @@
-"""scheduler(): learning rates over a run, by torch's own LambdaLR; kernels of tables take them too."""
+"""scheduler(): learning rates over a run, by torch's own LambdaLR, also for the kernels of tables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def scheduler(optimizer: KeyedOptimizer, tables: Schedule, dense: Schedule, step
         optimizer: optimizer from :func:`hybrid_parallel`; every group of another optimizer follows ``dense``.
         tables: schedule of all tables; kernels take the new rate when gradients are set to zero.
         dense: schedule of the dense layers.
-        steps: number of steps of the whole run.
+        steps: number of steps of the run.
 
     Raises:
         ValueError: a warm-up is longer than the run.
@@ -32,13 +32,13 @@ def scheduler(optimizer: KeyedOptimizer, tables: Schedule, dense: Schedule, step
             raise ValueError(
                 f"{name}: warmup={schedule.warmup} steps, but the run has {steps}; a warm-up must end before the run"
             )
-    of_tables = {id(group) for group in optimizer.table_groups} if isinstance(optimizer, HybridOptimizer) else set()
-    schedules = [tables if id(group) in of_tables else dense for group in optimizer.param_groups]
+    table_groups = {id(group) for group in optimizer.table_groups} if isinstance(optimizer, HybridOptimizer) else set()
+    schedules = [tables if id(group) in table_groups else dense for group in optimizer.param_groups]
     return LambdaLR(optimizer, [partial(schedule.factor, steps=steps) for schedule in schedules])
 
 
 def rates(optimizer: KeyedOptimizer) -> dict[str, Any]:
-    """Returns the learning rates of the first group of tables and of dense layers, as a record shows them."""
+    """Returns the learning rates of the first group of tables and of dense layers, for a record."""
     if not isinstance(optimizer, HybridOptimizer):
         return {"dense_lr": optimizer.param_groups[0]["lr"]}
     groups = {"tables_lr": optimizer.table_groups, "dense_lr": optimizer.dense_groups}

@@ -3,25 +3,25 @@
 The rules are those of torch.optim, of FBGEMM's kernels and of :class:`RowAdam`; see :class:`OptimizerConfig`. Captured
 steps and compiled stacks of networks use them.
 
-caught_up(): rows that Adam moves only when they are next read, in closed form, as dense Adam would have moved them.
+caught_up(): updates rows only when they are next read, in closed form, with the result of dense Adam.
 
-Dense Adam also moves a row that gets no gradient: its moments decay, and it slides on along the first. Over the k steps
+Dense Adam also updates a row without a gradient: its moments decay, and it slides on along the first. Over the k steps
 after step s, with first moment m and second moment v of step s, and with the learning rate lr(t) of step t, the row
 moves by
 
     sum over j = 1..k of  lr(s+j) x (b1^j m / (1 - b1^(s+j))) / (sqrt(b2^j v / (1 - b2^(s+j))) + eps)
 
-which, eps taken as it counts at the first of these steps, is m / (sqrt(v) + eps') x S(s), where S depends on steps and
-rates alone: S(s) = sum over j = 1..k of r^j lr(s+j) sqrt(1 - b2^(s+j)) / (1 - b1^(s+j)), r = b1 / sqrt(b2).
-:func:`slides` keeps S of each step s that may have moved a row last; a step adds to those of the last :func:`reach`
-steps, since r^j is nothing for those before.
+With eps scaled as in the first of these steps, this is m / (sqrt(v) + eps') x S(s), and S depends only on steps and
+rates: S(s) = sum over j = 1..k of r^j lr(s+j) sqrt(1 - b2^(s+j)) / (1 - b1^(s+j)), r = b1 / sqrt(b2).
+:func:`slides` stores S of each step s that may be a row's last one. A step adds to the S of the last :func:`reach`
+steps, because r^j vanishes for earlier ones.
 
-So a step needs to touch only the rows it reads, and ends where dense Adam does, whatever its schedule. The result
-differs by rounding, and by eps where the second moment is near its square.
+So a step touches only the rows it reads, and ends where dense Adam does, under any schedule. The result differs by
+rounding, and by eps if the second moment is near its square.
 
-Where every row also decays by d(t) = 1 - lr(t) x decay in step t (AdamW, or SGD with l2), a row of step s is multiplied
-by the product of d(s+1) .. d(t), and S(s) by d(t) in each step. :func:`decay_on` keeps sums of log d. S of a step that
-is beyond the reach is as of step s + W; the rest of its product is taken when a row is updated.
+If every row also decays by d(t) = 1 - lr(t) x decay in step t (AdamW, or SGD with l2), a row of step s is multiplied by
+the product of d(s+1) .. d(t), and S(s) by d(t) in each step. :func:`decay_on` stores sums of log d. Beyond the reach, S
+stays as of step s + W; the rest of its product is applied when a row is updated.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ def debiased(beta: float, step: Tensor) -> Tensor:
 def _lazy_adam(
     values: Tensor, grad: Tensor, state: list[Tensor], step: Tensor, lr: Tensor, choice: Choice
 ) -> tuple[Tensor, list[Tensor]]:
-    moved, moments = _adam(values, grad, state, step, lr, choice)
-    live = gradient_row_mask(grad)
-    return torch.where(live, moved, values), [
-        torch.where(live, new, old) for new, old in zip(moments, state, strict=True)
+    updated, moments = _adam(values, grad, state, step, lr, choice)
+    has_gradient = gradient_row_mask(grad)
+    return torch.where(has_gradient, updated, values), [
+        torch.where(has_gradient, new, old) for new, old in zip(moments, state, strict=True)
     ]
 
 
@@ -104,14 +104,14 @@ UPDATES: dict[str, Update] = {
 
 
 def gradient_row_mask(grad: Tensor) -> Tensor:
-    """Returns (n, 1), whether a row of a table has a gradient."""
+    """Marks the rows of a table with a gradient, (n, 1)."""
     return grad.ne(0).any(dim=1, keepdim=True)
 
 
 def stepped(
     values: Tensor, grad: Tensor, state: list[Tensor], step: Tensor, lr: Tensor, choice: Choice, *, table: bool
 ) -> tuple[Tensor, list[Tensor]]:
-    """Returns values and state after a step: weight decay, then the rule by the gradient plus that of ``l2``.
+    """Returns values and state after a step: weight decay, then the rule for the gradient plus that of ``l2``.
 
     Args:
         values: values of a parameter or rows of a table, (n, ...).
@@ -120,27 +120,26 @@ def stepped(
         step: number of steps with this one, () float32.
         lr: learning rate, ().
         choice: the rule and its numbers.
-        table: whether these are rows of a table, of which only those with a gradient decay, unless the choice has all
-            of them decay.
+        table: whether these are rows of a table. Then only rows with a gradient decay, unless the choice decays all.
     """
     if choice.weight_decay:
         decayed = values * (1 - lr * choice.weight_decay)
-        some = table and not choice.decays_all_rows
-        values = torch.where(gradient_row_mask(grad), decayed, values) if some else decayed
+        only_rows_with_gradient = table and not choice.decays_all_rows
+        values = torch.where(gradient_row_mask(grad), decayed, values) if only_rows_with_gradient else decayed
     if choice.l2:
         grad = grad + choice.l2 * values
     return UPDATES[choice.kind](values, grad, state, step, lr, choice)
 
 
-SLIDES = 1 << 18  # steps that are kept: whoever makes more brings every row up to date before
-_ROUNDING = 2.0**-25  # of float32: a smaller share of 1 is nothing
+SLIDES = 1 << 18  # steps to store: before any further step, every row must be brought up to date
+_ROUNDING = 2.0**-25  # of float32: a smaller share of 1 is lost
 
 
-_MOST_EPS = 1e-4  # above, taking it as it counts at the first skipped step moves a row by 1e-3 and more
+_MOST_EPS = 1e-4  # a larger eps, scaled as in the first skipped step, would change a row by 1e-3 and more
 
 
 def without_closed_form(choice: Choice) -> str:
-    """Says why the rows that a step does not read cannot be updated later at once; empty if they can.
+    """Explains why unread rows cannot be updated later in closed form; empty if they can.
 
     Adam's sum over skipped steps converges within a few thousand if b1 is below .999 sqrt(b2), and b2 is not 0.
     """
@@ -155,7 +154,7 @@ def without_closed_form(choice: Choice) -> str:
 
 
 def reach(betas: tuple[float, float]) -> Tensor:
-    """Returns r^1 .. r^W, (W,) float32, beyond which all powers vanish beside the first.
+    """Returns r^1 .. r^W, (W,) float32; later powers vanish in a sum with the first.
 
     Example:
         >>> reach((0.5, 0.25 / 0.36))[:3]
@@ -169,23 +168,23 @@ def reach(betas: tuple[float, float]) -> Tensor:
 
 
 def slides() -> Tensor:
-    """Returns S of the last K steps, (K,) float32: S of step s at s modulo K, 0 when s has just been made."""
+    """Returns zeros for S of the last K steps, (K,) float32: S of step s at s modulo K, 0 right after s."""
     return torch.zeros(SLIDES)
 
 
 def decay_of(choice: Choice) -> float:
-    """Returns by how much of the learning rate each row of a table decays in each step, with a gradient or without."""
+    """Returns the decay per step of all rows of a table, as a factor of the rate; 0 if unread rows do not decay."""
     if choice.kind == "sgd" and choice.l2:
         return choice.l2
     return choice.weight_decay if choice.decays_all_rows else 0.0
 
 
 def decay_on(decays: Tensor, step: Tensor, lr: Tensor | float, decay: float) -> None:
-    """Notes in (K,) float64 ``decays`` the sum of log(1 - lr x decay) up to () float32 ``step``."""
+    """Stores in ``decays``, (K,) float64, the sum of log(1 - lr x decay) up to ``step``, () float32."""
     now = step.long()
-    before = decays.index_select(0, (now - 1).remainder(len(decays)).view(1))
+    sum_before = decays.index_select(0, (now - 1).remainder(len(decays)).view(1))
     factor = 1 - torch.as_tensor(lr, dtype=torch.float64, device=decays.device) * decay
-    decays.index_put_((now.remainder(len(decays)).view(1),), before + factor.log())
+    decays.index_put_((now.remainder(len(decays)).view(1),), sum_before + factor.log())
 
 
 def slide_on(
@@ -196,32 +195,32 @@ def slide_on(
     betas: tuple[float, float],
     decay: float = 0.0,
 ) -> None:
-    """Adds to :func:`slides` how far ``step`` moves a row that gets no gradient in it.
+    """Adds to :func:`slides` the movement of rows without a gradient in ``step``.
 
     Args:
         slides: sums S, (K,), written; K is greater than W.
         powers: powers of r, (W,), from :func:`reach`.
-        step: number of the step that has been made, () float32.
+        step: number of the finished step, () float32.
         lr: learning rate of the step.
         betas: decay of the moments.
         decay: see :func:`decay_of`.
     """
-    corrected = lr * debiased(betas[1], step).sqrt() / debiased(betas[0], step)
+    step_size = lr * debiased(betas[1], step).sqrt() / debiased(betas[0], step)
     now = step.long()
-    before = (now - 1 - torch.arange(len(powers), device=slides.device)).remainder(len(slides))
-    earlier = slides.index_select(0, before)
+    earlier_steps = (now - 1 - torch.arange(len(powers), device=slides.device)).remainder(len(slides))
+    earlier = slides.index_select(0, earlier_steps)
     earlier = earlier * (1 - lr * decay) if decay else earlier
-    slides.index_put_((before,), earlier + powers * corrected)
+    slides.index_put_((earlier_steps,), earlier + powers * step_size)
     slides.index_put_((now.remainder(len(slides)).view(1),), slides.new_zeros(1))
 
 
 class RowClock(NamedTuple):
-    """Tells for each row of a table that is moved row by row how far it is behind.
+    """The state of deferred updates of a table: how far each row is behind.
 
     Args:
-        since: last step that each row has made, (rows,) int32.
+        since: last step of each row, (rows,) int32.
         leader: index of each row among a step's look-ups, (rows,) int32; any values before and after a step.
-        slides: how far Adam's rows without a gradient slide, (K,); of other optimizers (1,).
+        slides: movement of Adam's rows without a gradient, (K,); of other optimizers (1,).
         powers: the tensor (W,) from :func:`reach`; of other optimizers (1,).
         decays: sums of logarithms, (K,) float64, see :func:`decay_on`; (1,) if no row decays.
     """
@@ -234,7 +233,7 @@ class RowClock(NamedTuple):
 
 
 def row_clock(rows: int, step: int, choice: Choice, device: torch.device) -> RowClock:
-    """Returns the clock of a table all of whose rows have made ``step``."""
+    """Returns the clock of a table with all rows at ``step``."""
     since = torch.full((rows,), step, dtype=torch.int32, device=device)
     sums, powers, decays = torch.zeros(1), torch.zeros(1), torch.zeros(1, dtype=torch.float64)
     if choice.kind == "adam":
@@ -245,33 +244,33 @@ def row_clock(rows: int, step: int, choice: Choice, device: torch.device) -> Row
 
 
 def lags(choice: Choice) -> bool:
-    """Whether rows without a gradient move, so that they are updated when they are next read."""
+    """Whether rows without a gradient change too, so that their update is deferred until they are read."""
     return choice.kind == "adam" or bool(decay_of(choice))
 
 
 def caught_up(
     rows: Tensor, state: Sequence[Tensor], since: Tensor, step: Tensor, clock: RowClock, choice: Choice
 ) -> list[Tensor]:
-    """Returns rows and their state as a dense optimizer has them after ``step``, without a gradient since ``since``.
+    """Returns rows and state of a dense optimizer after ``step``, without a gradient since ``since``.
 
     Args:
         rows: rows of a table, (n, D).
         state: optimizer state of the rows after step ``since``, (n, D) each.
-        since: last step that each row has made, (n,) int32.
+        since: last step of each row, (n,) int32.
         step: number of the last step, () int32, less than K after each ``since``.
         clock: the table's clock, up to ``step``.
         choice: the optimizer, see :func:`lags`.
 
     Returns:
-        Rows and state, each (n, D); unchanged where ``since`` is ``step``.
+        Rows and state, each (n, D); unchanged if ``since`` is ``step``.
     """
-    kept: Tensor | float = 1.0
+    decay_product: Tensor | float = 1.0
     if decay_of(choice):
-        until = clock.decays.index_select(0, step.long().remainder(len(clock.decays)).view(1))
-        first = clock.decays.index_select(0, since.remainder(len(clock.decays)))
-        kept = (until - first).exp().to(rows.dtype)[:, None]
+        decays_at_step = clock.decays.index_select(0, step.long().remainder(len(clock.decays)).view(1))
+        decays_at_since = clock.decays.index_select(0, since.remainder(len(clock.decays)))
+        decay_product = (decays_at_step - decays_at_since).exp().to(rows.dtype)[:, None]
     if choice.kind != "adam":
-        return [rows * kept, *state]
+        return [rows * decay_product, *state]
     (beta1, beta2), (first_moment, second_moment) = choice.betas, state
     skipped = (step - since).to(rows.dtype)[:, None]
     decay1 = torch.exp(skipped * math.log(beta1)) if beta1 > 0 else (skipped == 0).to(rows.dtype)
@@ -279,9 +278,9 @@ def caught_up(
     slide = clock.slides.index_select(0, since.remainder(len(clock.slides)))[:, None]
     if decay_of(choice):
         last = torch.minimum(since + len(clock.powers), step).remainder(len(clock.decays))
-        slide = slide * (until - clock.decays.index_select(0, last)).exp().to(rows.dtype)[:, None]
-    near = choice.eps * torch.sqrt(1 - torch.exp((since + 1).to(rows.dtype) * math.log(beta2)))[:, None]
-    decayed = rows * kept
-    moved = decayed - slide * first_moment / (second_moment.sqrt() + near)
-    # A row that never had a gradient has moments of 0, and where eps is 0 too that would be 0 / 0.
-    return [torch.where(first_moment == 0, decayed, moved), first_moment * decay1, second_moment * decay2]
+        slide = slide * (decays_at_step - clock.decays.index_select(0, last)).exp().to(rows.dtype)[:, None]
+    scaled_eps = choice.eps * torch.sqrt(1 - torch.exp((since + 1).to(rows.dtype) * math.log(beta2)))[:, None]
+    decayed = rows * decay_product
+    updated = decayed - slide * first_moment / (second_moment.sqrt() + scaled_eps)
+    # A row that never had a gradient has moments of 0. If eps is 0 too, that would be 0 / 0.
+    return [torch.where(first_moment == 0, decayed, updated), first_moment * decay1, second_moment * decay2]
