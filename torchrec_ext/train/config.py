@@ -76,7 +76,8 @@ class Schedule:
         """
         if step < self.warmup:
             return (step + 1) / self.warmup
-        steps_after_warmup, decay_steps = step - self.warmup, max(steps - 1 - self.warmup, 1)
+        steps_after_warmup = step - self.warmup
+        decay_steps = max(steps - 1 - self.warmup, 1)
         if self.kind == "inverse_sqrt":
             return math.sqrt(max(self.warmup, 1) / max(step + 1, 1))
         if self.kind == "step":

@@ -22,7 +22,8 @@ class EarlyStopWatch:
     """
 
     def __init__(self, config: EarlyStop, runtime: Runtime) -> None:
-        self._config, self._runtime = config, runtime
+        self._config = config
+        self._runtime = runtime
         self._without_gain = 0
         self.best: dict[str, Any] | None = None
 
@@ -58,13 +59,16 @@ class EarlyStopWatch:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a state that :meth:`state_dict` returned."""
-        self._without_gain, self.best = int(state["since"]), state["best"]
+        self._without_gain = int(state["since"])
+        self.best = state["best"]
 
     def stops(self) -> dict[str, Any] | None:
         """Returns the record of an early stop if the run should end now, else None."""
         if self.best is None or self._without_gain < self._config.patience:
             return None
-        name, best, epoch = self._config.metric, self.best["best"], self.best["best_epoch"]
+        name = self._config.metric
+        best = self.best["best"]
+        epoch = self.best["best_epoch"]
         message = (
             f"stopped early: no {name} better than {best:.4f}, of epoch {epoch}, in {self._without_gain} evaluation(s)"
         )

@@ -269,7 +269,8 @@ def train(
         UnevenStepsError: the ranks' loaders have different lengths, on every rank alike; or one gives another number.
         ValueError: a warm-up or a timeline is longer than the run, or an early stop needs a figure not evaluated.
     """
-    config, sync = config or TrainConfig(), sync or SyncConfig()
+    config = config or TrainConfig()
+    sync = sync or SyncConfig()
     if config.early_stop.metric and evaluate is None:
         raise ValueError(
             f"train.early_stop.metric={config.early_stop.metric!r}, but nothing is evaluated: pass evaluate"
@@ -306,8 +307,15 @@ class _Run:
         stop: Callable[[], bool] | None,
         watchdog: Watchdog | None,
     ) -> None:
-        self.model, self.optimizer, self.loader, self.runtime = model, optimizer, loader, runtime
-        self.config, self.ranks, self.trace, self.checkpoints, self.log = config, ranks, trace, checkpoints, log
+        self.model = model
+        self.optimizer = optimizer
+        self.loader = loader
+        self.runtime = runtime
+        self.config = config
+        self.ranks = ranks
+        self.trace = trace
+        self.checkpoints = checkpoints
+        self.log = log
         self.watchdog = watchdog
         steps = config.epochs * len(loader)
         rates_change = config.tables_schedule.changes or config.dense_schedule.changes
@@ -315,7 +323,9 @@ class _Run:
             scheduler(optimizer, config.tables_schedule, config.dense_schedule, steps) if rates_change else None
         )
         self.watch = EarlyStopWatch(config.early_stop, runtime)
-        self.window, self.best, self.over = Window(runtime), BestWeights(model), False
+        self.window = Window(runtime)
+        self.best = BestWeights(model)
+        self.over = False
         self.at = checkpoints.restore(self) if checkpoints is not None else Position()
         self.progress = Progress(total=steps, visible=runtime.is_main, done=self.at.step)
         self.looking = EvaluationWatch(runtime, stop=stop, say=self.progress.say)
@@ -404,7 +414,8 @@ class _Run:
             yield batch
 
     def _after_step(self, output: Any) -> None:
-        self.at.step, self.at.done = self.at.step + 1, self.at.done + 1
+        self.at.step = self.at.step + 1
+        self.at.done = self.at.done + 1
         step = self.at.step
         self.progress.advance()
         if self.forward.left_out:
@@ -433,7 +444,8 @@ class _Run:
 
     def end_epoch(self, evaluate: Callable[[], Record] | None) -> None:
         """Saves, evaluates if the epoch is due for it, and decides whether the run is over."""
-        epoch, best = self.at.epoch + 1, False
+        epoch = self.at.epoch + 1
+        best = False
         self._pause_watchdog()
         last = epoch == self.config.epochs
         if evaluate is not None and (epoch % self.config.eval_every == 0 or last):

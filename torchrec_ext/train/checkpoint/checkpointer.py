@@ -41,7 +41,9 @@ class Checkpointer:
     """
 
     def __init__(self, folder: str, runtime: Runtime, *, keep: int = 3) -> None:
-        self.folder, self._runtime, self._keep = CheckpointFolder(folder), runtime, keep
+        self.folder = CheckpointFolder(folder)
+        self._runtime = runtime
+        self._keep = keep
         self.together = CheckpointRanks(runtime)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_lower_priority)
         self._running: Future[None] | None = None
@@ -83,7 +85,8 @@ class Checkpointer:
         Raises:
             CheckpointError: the save has failed, on every rank alike; the checkpoint before it is unchanged.
         """
-        running, self._running = self._running, None
+        running = self._running
+        self._running = None
         if running is not None:
             running.result()
 
@@ -145,7 +148,8 @@ class Checkpointer:
     def _set_aside(self, step: int, best: Mapping[str, Any] | None) -> str | None:
         """Moves checkpoints ahead of ``step`` away; marks the best one up to that step, if it still exists."""
         line = self.folder.set_aside(step)
-        marked, steps = self.folder.noted("best.json"), self.folder.steps()
+        marked = self.folder.noted("best.json")
+        steps = self.folder.steps()
         if isinstance(marked, dict) and marked.get("step") not in steps:
             best_saved = best if best is not None and best["best_step"] in steps else None
             self.folder.note("best.json", best_saved and {"step": best_saved["best_step"], **best_saved})

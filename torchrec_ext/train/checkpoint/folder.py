@@ -90,7 +90,8 @@ def damaged(
 ) -> str | None:
     """Describes the first damaged file of ``names``; None if all match the manifest."""
     for name in names:
-        path, expected = f"{folder}/{name}", listed[name]
+        path = f"{folder}/{name}"
+        expected = listed[name]
         try:
             wrong = difference(digest(files, path), expected)
         except FileNotFoundError:
@@ -183,7 +184,8 @@ class CheckpointFolder:
 
     def commit(self, step: int, content: bytes) -> None:
         """Turns the written files into a checkpoint; ``content`` are the bytes of its manifest."""
-        path, (first, second) = self.writing(step), self._names_of_step(step)
+        path = self.writing(step)
+        (first, second) = self._names_of_step(step)
         if self.remote:
             with self.files.open(f"{path}/{NAME}", "wb") as stream:
                 stream.write(content)
@@ -353,7 +355,8 @@ class CheckpointFolder:
         """Returns (name, step, is it complete) of every checkpoint begun here."""
         if not self.files.exists(self.root):
             return []
-        names, entries = self._names(), []
+        names = self._names()
+        entries = []
         move = self._pending_move() if _MOVE_NOTE in names else None
         moved_steps = [] if move is None else move.steps
         for name in names:
@@ -381,7 +384,8 @@ class CheckpointRanks:
     """
 
     def __init__(self, runtime: Runtime) -> None:
-        self.rank, self.ranks = runtime.rank, runtime.world_size
+        self.rank = runtime.rank
+        self.ranks = runtime.world_size
         self.group = dist.new_group(backend="gloo", timeout=_TIMEOUT) if runtime.world_size > 1 else None
 
     def gathered(self, value: Any) -> list[Any]:

@@ -196,7 +196,8 @@ def load_checkpoint(
     Raises:
         CheckpointError: the checkpoint was saved from another model; each difference is named.
     """
-    saved, index = read_checkpoint_manifest(path), read_index(path)
+    saved = read_checkpoint_manifest(path)
+    index = read_index(path)
     step_counts = state.counted()
     matched = match(path, state, {**state.tensors, **step_counts}, index, saved, allow, together)
     to_load = {
@@ -205,7 +206,8 @@ def load_checkpoint(
     }
     other_splits: dict[str, Parts] = {}
     for name in matched.row_states:
-        row_state, widths = state.row_states[name], saved["row_parts"][name]
+        row_state = state.row_states[name]
+        widths = saved["row_parts"][name]
         rows = matched.grown.get(name.split(".")[1], row_state.rows)
         parts = [
             LocalShard(shard.tensor[: max(rows - shard.offsets[0], 0)], shard.offsets) for shard in row_state.parts
@@ -251,7 +253,8 @@ def _load_tensors(path: str, tensors: State, together: CheckpointRanks) -> None:
 def _merge(state: ModelState, other_splits: Mapping[str, Parts], saved: Mapping[str, Any]) -> None:
     """Converts row states between different splits of a table's columns."""
     for name, saved_parts in other_splits.items():
-        row_state, widths = state.row_states[name], saved["row_parts"][name]
+        row_state = state.row_states[name]
+        widths = saved["row_parts"][name]
         by_row = {shard.offsets[0]: shard.tensor for shard in saved_parts.parts}
         for shard in row_state.parts:
             row, number = shard.offsets

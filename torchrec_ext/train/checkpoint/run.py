@@ -46,7 +46,9 @@ class Position:
 
     def begin(self, epoch: int) -> None:
         """Moves to the first step of ``epoch``."""
-        self.epoch, self.done, self.ended = epoch, 0, False
+        self.epoch = epoch
+        self.done = 0
+        self.ended = False
 
 
 class Resumable(Protocol):
@@ -123,7 +125,10 @@ class RunCheckpoints:
         resume: str | None = None,
         about: Mapping[str, Any] | None = None,
     ) -> None:
-        self._checkpointer, self._config, self._resume, self._about = checkpointer, config, resume, about or {}
+        self._checkpointer = checkpointer
+        self._config = config
+        self._resume = resume
+        self._about = about or {}
         self._last_saved_step: int | None = None
         self._saved_records = 0  # number of records in that checkpoint
 
@@ -170,7 +175,8 @@ class RunCheckpoints:
             position.ended = True
         self._checkpointer.branch(saved, content["watch"]["best"])
         if _parent(self._resume) == self._checkpointer.folder.address:
-            self._last_saved_step, self._saved_records = position.step, len(saved["content"]["position"]["history"])
+            self._last_saved_step = position.step
+            self._saved_records = len(saved["content"]["position"]["history"])
         return position
 
     def after_step(self, run: CheckpointedRun) -> None:
@@ -259,7 +265,8 @@ class RunCheckpoints:
             "loader": _without_tensors(run.loader.state_dict(step=run.at.done), "loader", extra),
         }
         self._checkpointer.save(run.at.step, model_state(run.model, run.optimizer), extra, content)
-        self._last_saved_step, self._saved_records = run.at.step, len(run.at.history)
+        self._last_saved_step = run.at.step
+        self._saved_records = len(run.at.history)
 
     def close(self) -> None:
         """Waits until the last checkpoint is written."""
@@ -270,7 +277,8 @@ def counted_from_one(content: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a checkpoint's content with epochs counted from 1; checkpoints of earlier releases count from 0."""
     if content.get("epochs_from") == 1:
         return dict(content)
-    position, watch = dict(content["position"]), dict(content["watch"])
+    position = dict(content["position"])
+    watch = dict(content["watch"])
     position["history"] = [
         {**record, **{name: record[name] + 1 for name in ("epoch", "best_epoch") if name in record}}
         for record in position["history"]

@@ -122,7 +122,8 @@ class LoadPlanner(DefaultLoadPlanner):
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         """Uses the state unchanged, without flattening it or allocating tensors."""
         self.original_state_dict = self.state_dict = state_dict
-        self.metadata, self.is_coordinator = metadata, is_coordinator
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         """Returns the tensor to load into."""
@@ -291,12 +292,14 @@ def _slots(state: Mapping[str, Any], table: BaseEmbeddingConfig | None) -> dict[
 def _add_table_state(
     tensors: State, rows: dict[str, RowState], config: BaseEmbeddingConfig, slot: str, value: Any, weight: Any
 ) -> None:
-    name, shape = f"tables.{config.name}.{slot}", (config.num_embeddings, config.embedding_dim)
+    name = f"tables.{config.name}.{slot}"
+    shape = (config.num_embeddings, config.embedding_dim)
     if slot == "step":
         tensors[name] = value
     elif isinstance(value, (ShardedTensor, DTensor)):
         # If a table has copies, its state is a DTensor, but its weight is a ShardedTensor of one copy.
-        places, shards = [begin for _, begin in _local_pieces(weight)], [tensor for tensor, _ in _local_pieces(value)]
+        places = [begin for _, begin in _local_pieces(weight)]
+        shards = [tensor for tensor, _ in _local_pieces(value)]
         if value.size() == weight.size():
             tensors[name] = Parts(
                 shape, [LocalShard(tensor, begin) for tensor, begin in zip(shards, places, strict=True)]

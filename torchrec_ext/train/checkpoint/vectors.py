@@ -156,7 +156,8 @@ def publish_weights(
     Raises:
         CheckpointError: the checkpoint cannot be read, or the file cannot be written.
     """
-    saved, index = read_checkpoint_manifest(path), read_index(path)
+    saved = read_checkpoint_manifest(path)
+    index = read_index(path)
     names = dict(_weight_names(saved, index.state_dict_metadata))
     metadata: dict[str, Any] = {name: index.state_dict_metadata[saved_name] for name, saved_name in names.items()}
     try:

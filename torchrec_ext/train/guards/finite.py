@@ -103,9 +103,16 @@ class FiniteLoss:
         leave_out: Callable[[], None] | None = None,
         gate: GradientGate | None = None,
     ) -> None:
-        self._model, self._runtime, self._steps_per_epoch = model, runtime, steps_per_epoch
-        self._stop, self.stop_asked, self._context, self._gate = stop, False, context, gate
-        self._ranks, self._leave_out, self.left_out = ranks or EveryStep(), leave_out, ""
+        self._model = model
+        self._runtime = runtime
+        self._steps_per_epoch = steps_per_epoch
+        self._stop = stop
+        self.stop_asked = False
+        self._context = context
+        self._gate = gate
+        self._ranks = ranks or EveryStep()
+        self._leave_out = leave_out
+        self.left_out = ""
         self._late = (leave_out is None and runtime.device.type == "cuda") if late is None else late
         self._pending: _CheckedStep | None = None
         self._step_at_gate: _CheckedStep | None = None  # its loss is compared at the gate, with the gradients
@@ -143,7 +150,8 @@ class FiniteLoss:
         """
         if self._gate is None or self.left_out:
             return
-        step_at_gate, self._step_at_gate = self._step_at_gate, None
+        step_at_gate = self._step_at_gate
+        self._step_at_gate = None
         answers = [*([0.0, 0.0] if step_at_gate is None else step_at_gate.worst), float(self._gate.refuses())]
         if self._runtime.world_size > 1:
             worst = torch.tensor(answers, device=self._runtime.device)
@@ -174,9 +182,11 @@ class FiniteLoss:
         self._late = self._late or written
         self.step += 1
         loss = loss.detach()
-        to_check, self._pending = self._pending, self._start_check(batch, loss, self._worst(loss))
+        to_check = self._pending
+        self._pending = self._start_check(batch, loss, self._worst(loss))
         if not self._late:
-            to_check, self._pending = self._pending, None
+            to_check = self._pending
+            self._pending = None
         self._check(to_check)
 
     def settle(self) -> None:

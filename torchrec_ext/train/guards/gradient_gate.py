@@ -39,7 +39,8 @@ class GradientGate:
     """
 
     def __init__(self, model: nn.Module, optimizer: HybridOptimizer, runtime: Runtime) -> None:
-        self._optimizer, self._runtime = optimizer, runtime
+        self._optimizer = optimizer
+        self._runtime = runtime
         self._collections = {path: collection for path, collection in collections(model) if _sharded(collection)}
         self._cuts: list[
             tuple[str, Tensor, Tensor]
@@ -82,7 +83,8 @@ class GradientGate:
 
     def open(self) -> None:
         """Runs the second half of the backward; all ranks call it if none refuses."""
-        cuts, self._cuts = self._cuts, []
+        cuts = self._cuts
+        self._cuts = []
         gradients = [(vectors, dense_input.grad) for _, vectors, dense_input in cuts if dense_input.grad is not None]
         torch.autograd.backward([vectors for vectors, _ in gradients], [gradient for _, gradient in gradients])
 

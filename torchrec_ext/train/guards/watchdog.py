@@ -55,7 +55,9 @@ class Watchdog:
     ) -> None:
         if after_s is not None and not after_s > 0:
             raise ValueError(f"after_s={after_s}: must be positive")
-        self._rank, self._fixed_after_s, self._end = rank, after_s, end
+        self._rank = rank
+        self._fixed_after_s = after_s
+        self._end = end
         self._path = folder / f"stacks-rank{rank}.txt"
         self._sign = folder / f"alive-rank{rank}"
         self._others = {other: folder / f"alive-rank{other}" for other in range(world_size) if other != rank}
@@ -105,7 +107,8 @@ class Watchdog:
         if self._last_beat is not None:
             # The decay forgets a slow step, such as one that warmed up or compiled, after some hundred others.
             self._slowest_s = max(now - self._last_beat, _DECAY * (self._slowest_s or 0.0))
-        self._where, self._last_beat = where, now
+        self._where = where
+        self._last_beat = now
 
     def pause(self) -> None:
         """Begins a pause without a time limit on computation; the next beat ends it."""
@@ -114,9 +117,13 @@ class Watchdog:
     def _watch(self) -> None:
         assert self._file is not None
         while not self._closed.wait(min(_POLL_S, self.after_s / 8)):
-            now, last, call, after_s = time.monotonic(), self._last_beat, self._current_collective(), self.after_s
+            now = time.monotonic()
+            last = self._last_beat
+            call = self._current_collective()
+            after_s = self.after_s
             if call is None or call is not self._collective:
-                self._collective, self._collective_since = call, now
+                self._collective = call
+                self._collective_since = now
             if last is None:
                 faulthandler.cancel_dump_traceback_later()
                 last = now if call is None else self._collective_since
@@ -188,7 +195,8 @@ def _collective(frame: FrameType | None) -> FrameType | None:
 def _name(frame: FrameType | None) -> str:
     if frame is None:
         return ""
-    module, name = str(frame.f_globals.get("__name__", "")), frame.f_code.co_name
+    module = str(frame.f_globals.get("__name__", ""))
+    name = frame.f_code.co_name
     if module == "torch.distributed.distributed_c10d" and not name.startswith("_"):
         return name
     if module.startswith(("torch.distributed", "torchrec.distributed")) and name in ("wait", "_wait_impl"):

@@ -165,7 +165,8 @@ def ranks_of(scores: Tensor, question: Question, start: int = 0, *, depth: int |
     within_depth = (target_scores >= _bounds(scores, depth)[rows]).nonzero()[:, 0]
     better, ties = torch.full_like(rows, depth), torch.zeros_like(rows)
     greater, equal = _compare(scores, rows[within_depth], target_scores[within_depth], alone=False)
-    better[within_depth], ties[within_depth] = greater.clamp(max=depth), torch.where(greater < depth, equal, 0)
+    better[within_depth] = greater.clamp(max=depth)
+    ties[within_depth] = torch.where(greater < depth, equal, 0)
     return TargetRanks(better, ties, rows + start)
 
 
@@ -237,7 +238,8 @@ def catalogue_ranks(
     items = embed_all(model, towers[-1], candidates, runtime)
     embedded = torch.cat(embed_own(model, towers[:-1], queries, runtime), dim=1)
     start = own_start(len(embedded), question.queries, runtime)
-    parts, rows = [], max(1, PAIRS_PER_BLOCK // max(len(items), 1))
+    parts = []
+    rows = max(1, PAIRS_PER_BLOCK // max(len(items), 1))
     most_blocks = max(1, -(-question.queries // (runtime.world_size * rows)))
     for block in watched(
         torch.split(embedded, rows),
@@ -267,7 +269,8 @@ def popularity_ranks(popularity: Tensor, question: Question) -> TargetRanks:
         )
     levels, level = (values.cpu().numpy() for values in torch.unique(popularity, return_inverse=True))
     rows = np.arange(question.queries) if question.target_rows is None else question.target_rows.cpu().numpy()
-    targets, is_candidate = question.targets.cpu().numpy(), np.ones(count, bool)
+    targets = question.targets.cpu().numpy()
+    is_candidate = np.ones(count, bool)
     is_candidate[list(question.not_items)] = False
     items_at_level = np.bincount(level[is_candidate], minlength=len(levels))
     items_above_level = items_at_level[::-1].cumsum()[::-1] - items_at_level

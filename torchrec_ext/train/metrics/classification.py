@@ -207,7 +207,8 @@ def grouped_auc(logits: Tensor, labels: Tensor, weights: Tensor, groups: Tensor,
     )
     group_of_cell = cells // max(1, len(values))
     zeros = torch.zeros(len(names), dtype=torch.float64, device=rows.device)
-    positives, negatives = zeros.index_add(0, group_of_cell, positive), zeros.index_add(0, group_of_cell, negative)
+    positives = zeros.index_add(0, group_of_cell, positive)
+    negatives = zeros.index_add(0, group_of_cell, negative)
     negatives_below = negative.cumsum(0) - negative - (negatives.cumsum(0) - negatives)[group_of_cell]
     ordered_pairs = zeros.index_add(0, group_of_cell, positive * (negatives_below + negative / 2))
     has_both_classes = (positives > 0) & (negatives > 0)

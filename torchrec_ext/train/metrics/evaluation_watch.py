@@ -35,24 +35,32 @@ class EvaluationWatch:
     def __init__(
         self, runtime: Runtime, *, stop: Callable[[], bool] | None = None, say: Callable[[str], None] = print
     ) -> None:
-        self._runtime, self._stop, self._say = runtime, stop, say
+        self._runtime = runtime
+        self._stop = stop
+        self._say = say
 
     def over(self, blocks: Iterable[Block], total: int, cheaper: str) -> Iterator[Block]:
         """Yields the blocks of an evaluation, and watches it in between; see :func:`watched`."""
-        remaining_blocks, no_block = iter(blocks), object()
+        remaining_blocks = iter(blocks)
+        no_block = object()
         start = last_line_at = time.perf_counter()
-        last_checked, check_every, warned = 0, 1, False
+        last_checked = 0
+        check_every = 1
+        warned = False
         for number in range(1, total + 1):
             block: Any = next(remaining_blocks, no_block)
             if block is not no_block:
                 yield block
             if number - last_checked < check_every and number < total:
                 continue
-            last_checked, now = number, time.perf_counter()
+            last_checked = number
+            now = time.perf_counter()
             block_s = self._check_ranks((now - start) / number)
-            check_every, remaining_s = max(1, int(LOOK_S / max(block_s, 1e-9))), block_s * (total - number)
+            check_every = max(1, int(LOOK_S / max(block_s, 1e-9)))
+            remaining_s = block_s * (total - number)
             if not warned and remaining_s > LONG_S:
-                warned, last_line_at = True, now
+                warned = True
+                last_line_at = now
                 self._say_on_main(f"this evaluation takes about {_readable(remaining_s)}; {cheaper}")
             elif now - last_line_at >= SAY_S:
                 last_line_at = now
@@ -65,7 +73,8 @@ class EvaluationWatch:
         if self._runtime.world_size > 1:
             slowest = torch.tensor([seconds, float(stop_requested)], dtype=torch.float64, device=self._runtime.device)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            seconds, stop_requested = slowest[0].item(), bool(slowest[1])
+            seconds = slowest[0].item()
+            stop_requested = bool(slowest[1])
         if stop_requested:
             raise EvaluationStoppedError
         return seconds

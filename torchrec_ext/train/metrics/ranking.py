@@ -74,7 +74,8 @@ class RankingMetrics:
     """
 
     def __init__(self, k: int | Sequence[int] = 10, names: Sequence[Figure] = _DEFAULT_FIGURES) -> None:
-        self._k, self._names = k, names
+        self._k = k
+        self._names = names
         self._keys = list(query_figures(_NO_RANKS, k, names))
         self._sums = torch.zeros(1 + len(self._keys), dtype=torch.float64)
 
@@ -145,7 +146,9 @@ class _Places:
     """Computes sums over the ranks of T relevant items, for each of U queries."""
 
     def __init__(self, better: Tensor, ties: Tensor, queries: Tensor, count: int) -> None:
-        self._better, self._ties, self._queries = better, ties, queries
+        self._better = better
+        self._ties = ties
+        self._queries = queries
         self._zeros = torch.zeros(count, dtype=torch.float64, device=better.device)
         self.relevant = self._zeros.long().index_add_(0, queries, torch.ones_like(queries))
 
@@ -175,8 +178,11 @@ class _Places:
         first = torch.ones_like(relevant, dtype=torch.bool)
         first[1:] = cells[1:, 0] != cells[:-1, 0]
         starts = torch.where(first, before, torch.zeros_like(before)).cummax(0).values
-        ahead, j = (before - starts).double()[:, None], torch.arange(1, k + 1, device=cells.device)[None]
-        position, n, r = cells[:, 1:] + j, size[:, None], relevant.double()[:, None]
+        ahead = (before - starts).double()[:, None]
+        j = torch.arange(1, k + 1, device=cells.device)[None]
+        position = cells[:, 1:] + j
+        n = size[:, None]
+        r = relevant.double()[:, None]
         precision = (ahead + 1 + (j - 1) * (r - 1) / (n - 1).clamp(min=1)) / position
         counted = (j <= n) & (position <= k)
         return self._zeros.index_add(0, cells[:, 0], (counted * precision * r / n).sum(1))
@@ -193,7 +199,9 @@ class _Places:
         in_group = self._better == start[self._queries]
         relevant = self._zeros.index_add(0, self._queries, in_group.double())
         size = self._zeros.scatter_reduce(0, self._queries, (self._ties + 1).double() * in_group, "amax")
-        hit, reciprocal, none_yet = self._zeros.clone(), self._zeros.clone(), torch.ones_like(self._zeros)
+        hit = self._zeros.clone()
+        reciprocal = self._zeros.clone()
+        none_yet = torch.ones_like(self._zeros)
         for offset in range(k):
             remaining = (size - offset).clamp(min=1)
             here = torch.where((offset < size) & (start + offset < k), none_yet * relevant / remaining, 0.0)
@@ -277,7 +285,8 @@ def candidate_ranks(
     embedded = embed_own(model, towers[:-1], queries, runtime)
     start = own_start(len(embedded[0]), len(ids), runtime)
     own_ids = ids[start : start + len(embedded[0])].to(items.device)
-    width, scores = ids.shape[1], []
+    width = ids.shape[1]
+    scores = []
     rows = max(1, PAIRS_PER_BLOCK // width)
     most_blocks = max(1, -(-len(ids) // (runtime.world_size * rows)))
     for *block_towers, block_ids in watched(

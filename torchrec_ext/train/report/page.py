@@ -141,7 +141,8 @@ def stacked(name: str, parts: Mapping[str, float], value: str = "") -> Lane:
         >>> stacked("rank 0", {"user": 2.0, "item": 1.0}).spans[1]
         Bar(name='item', start=2.0, end=3.0, pale=False)
     """
-    spans, start = [], 0.0
+    spans = []
+    start = 0.0
     for part, length in parts.items():
         spans.append(Bar(part, start, start + length))
         start += length

@@ -81,7 +81,8 @@ class Window:
     def _reset(self) -> None:
         self._steps: list[tuple[Tensor, Tensor]] = []
         self._sums = torch.zeros(3, dtype=torch.float64, device=self._runtime.device)
-        self._start, self._data_wait_s = time.perf_counter(), 0.0
+        self._start = time.perf_counter()
+        self._data_wait_s = 0.0
         self._sleep_s = -self._sleep() if self._sleep is not None else 0.0
 
     def fetch(self, batches: Iterator[Item]) -> Item | None:
@@ -105,7 +106,8 @@ class Window:
             return
         losses, weights = zip(*self._steps, strict=True)
         self._steps.clear()
-        loss, rows = torch.stack(losses).double().sum(), (torch.cat(weights) > 0).sum()
+        loss = torch.stack(losses).double().sum()
+        rows = (torch.cat(weights) > 0).sum()
         self._sums += torch.stack([loss, loss.new_full((), len(losses)), rows.double()])
 
     def record(self, epoch: int, step: int) -> dict[str, Any]:
@@ -523,7 +525,8 @@ def _time_picture(train: Sequence[Record], facts: RunFacts) -> str:
 def _plan_picture(plan: Sequence[tuple[str, Mapping[int, float]]]) -> str:
     """Draws the bytes of tables on each rank, to scale; the largest have names and colours."""
     by_size = sorted(plan, key=lambda each: -sum(each[1].values()))
-    largest, smaller = by_size[:7], by_size[7:]
+    largest = by_size[:7]
+    smaller = by_size[7:]
     ranks = sorted({rank for _, shards in plan for rank in shards})
     rows = []
     for rank in ranks[:_MOST_RANKS]:

@@ -91,7 +91,9 @@ def at_least(count: int, sets: Sequence[Sequence[Interval]]) -> list[Interval]:
         for start, stop in intervals
         for moment, change in ((start, 1), (stop, -1))
     )
-    result, level, level_start = [], 0, 0.0
+    result = []
+    level = 0
+    level_start = 0.0
     for moment, change in edges:
         if level < count <= level + change:
             level_start = moment
@@ -402,8 +404,12 @@ class StepTrace:
     def __init__(
         self, model: nn.Module, runtime: Runtime, steps: int, done: Callable[[Timeline], None] | None = None
     ) -> None:
-        self._model, self._runtime, self._on_timeline = model, runtime, done
-        self._first, self._last, self._steps_seen = SKIP, SKIP + steps, 0
+        self._model = model
+        self._runtime = runtime
+        self._on_timeline = done
+        self._first = SKIP
+        self._last = SKIP + steps
+        self._steps_seen = 0
         self._handles: list[Any] = []
         self._clock = (0.0, 0.0)
         self._profile: Any = None

@@ -160,7 +160,8 @@ def line_of(error: BaseException) -> str:
 
 def cuda_graph(step: Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
     """Captures the step as one CUDA graph; copies inputs into the graph's own buffers."""
-    static_inputs, memory_before = [tensor.clone() for tensor in inputs], [tensor.clone() for tensor in memory]
+    static_inputs = [tensor.clone() for tensor in inputs]
+    memory_before = [tensor.clone() for tensor in memory]
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     try:
@@ -381,9 +382,14 @@ class CapturedStep:
         take_time: Callable[[], None] = lambda: None,
         patience: int = 0,
     ) -> None:
-        self._source, self._memory, self._clip_norm = source, source.memory, source.clip_norm
-        self._engine, self._autocast, self._rule = engine, autocast, rule
-        self._take_time, self._patience = take_time, patience
+        self._source = source
+        self._memory = source.memory
+        self._clip_norm = source.clip_norm
+        self._engine = engine
+        self._autocast = autocast
+        self._rule = rule
+        self._take_time = take_time
+        self._patience = patience
         self._refused: Counter[Hashable] = Counter()
         self._failed: dict[Hashable, str] = {}
         self._calls: dict[Hashable, _Call] = {}
@@ -470,11 +476,13 @@ class CapturedStep:
 
     def _capture(self, step_inputs: StepInputs, inputs: Sequence[Tensor]) -> _Call:
         self._take_time()
-        resident, make = step_inputs.resident, step_inputs.make
+        resident = step_inputs.resident
+        make = step_inputs.make
         if not self._calls:  # chosen once: later shapes update each table in the same way
             self._memory.choose(self._source.look_ups(step_inputs), self._rule)
         memory = {**self._memory.tensors(), **{f"resident {number}": tensor for number, tensor in enumerate(resident)}}
-        names, count = list(memory), len(memory)
+        names = list(memory)
+        count = len(memory)
 
         def step(*tensors: Tensor) -> list[Tensor]:
             tensors_by_name = dict(zip(names, tensors, strict=False))
@@ -550,7 +558,8 @@ class CapturedStep:
 
     def _update_dense(self, parameter: UpdatedParameter, tensors: dict[str, Tensor], grad: Tensor | None) -> None:
         assert grad is not None
-        clock, state = self._memory.clock(parameter, tensors), self._memory.state(parameter, tensors)
+        clock = self._memory.clock(parameter, tensors)
+        state = self._memory.state(parameter, tensors)
         values, new = stepped(tensors[parameter.name], grad, state, clock.step, clock.lr, parameter.choice, table=False)
         for target, value in zip([tensors[parameter.name], *state], [values, *new], strict=True):
             target.copy_(value)

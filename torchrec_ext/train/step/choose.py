@@ -64,7 +64,8 @@ def with_best_threads(
         runtime: rank and device of this process.
         say: receives a line with the result.
     """
-    initial_threads, cores = torch.get_num_threads(), pin(runtime)
+    initial_threads = torch.get_num_threads()
+    cores = pin(runtime)
     thread_counts = numbers(len(cores))
     yield from run(islice(items, 3))  # the first steps are slow once, so they are not measured
     step = _max_over_ranks((yield from _measure(run(islice(items, _FEWEST_STEPS)))), runtime)
@@ -87,7 +88,8 @@ def with_best_threads(
 
 def _measure(outputs: Iterator[Any]) -> Generator[Any, None, float]:
     """Yields the outputs; returns the seconds per step, infinity without any step."""
-    start, count = time.perf_counter(), 0
+    start = time.perf_counter()
+    count = 0
     for output in outputs:
         count += 1
         yield output
@@ -179,14 +181,23 @@ class Steps:
         ranks: EveryStep,
         config: StepsConfig,
     ) -> None:
-        self._model, self._optimizer, self._runtime, self._config = model, optimizer, runtime, config
-        self._pipeline, self._forward, self._ranks, self._remaining_steps = pipeline, forward, ranks, config.total
-        self._compile, self._context, self._scaling = config.compile, config.context, config.scaling
+        self._model = model
+        self._optimizer = optimizer
+        self._runtime = runtime
+        self._config = config
+        self._pipeline = pipeline
+        self._forward = forward
+        self._ranks = ranks
+        self._remaining_steps = config.total
+        self._compile = config.compile
+        self._context = config.context
+        self._scaling = config.scaling
         self._step: CapturedStep | None = None
         self._undecided = self._compile != "off"
         self._seconds: list[float] = []  # one for each eager step
         self._captured_seconds: list[float] = []
-        self._reported, self._captured_since = False, 0
+        self._reported = False
+        self._captured_since = 0
         self._reason = (
             _PIPELINE_ONLY if config.piped else f"train.compile={self._compile}" if self._compile == "off" else ""
         )
@@ -268,7 +279,8 @@ class Steps:
     def _timed(self, outputs: Iterator[Any], seconds: list[float]) -> Iterator[Any]:
         """Passes the outputs on, and times them until the choice is made and reported."""
         while self._undecided or not self._reported:
-            start, no_output = time.perf_counter(), object()
+            start = time.perf_counter()
+            no_output = object()
             output: Any = next(outputs, no_output)
             if output is no_output:
                 return
@@ -357,13 +369,15 @@ class Steps:
 
     def _run(self, step: CapturedStep, items: Iterator[Step]) -> Iterator[Any]:
         for item in items:
-            start, captures_before = time.perf_counter(), step.captures
+            start = time.perf_counter()
+            captures_before = step.captures
             try:
                 loss, output = step(item)
             except CannotCaptureError as error:
                 yield from self._run_eager_instead(step, item, error)
                 if self._step is None or not step.shapes:
-                    self._step, self._reported = None, False
+                    self._step = None
+                    self._reported = False
                     self._report()
                     yield from self._eager(items)
                     return
@@ -395,7 +409,9 @@ class Steps:
         except (
             CannotCaptureError
         ) as mismatch:  # the eager step updated only some parameters, for example because one had no gradient
-            self._step, error, rare = None, mismatch, False
+            self._step = None
+            error = mismatch
+            rare = False
         if not rare:
             self._refuse(error)
         return outputs

@@ -45,8 +45,11 @@ class Pooled(KeyedTensor):
 
     def __init__(self, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
         self._by_name = dict(zip(names, tensors, strict=True))
-        self._keys, self._length_per_key = list(names), [tensor.shape[1] for tensor in tensors]
-        self._key_dim, self._offset_per_key, self._index_per_key = 1, None, None
+        self._keys = list(names)
+        self._length_per_key = [tensor.shape[1] for tensor in tensors]
+        self._key_dim = 1
+        self._offset_per_key = None
+        self._index_per_key = None
 
     @property
     def _values(self) -> Tensor:
@@ -76,7 +79,8 @@ class LoweredBags(nn.Module):
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Returns the pooled bags, (B, sum of D), of a KeyedJaggedTensor that :class:`Packer` may have padded."""
-        pooled, names = [], []
+        pooled = []
+        names = []
         for table, table_names in zip(self._tables, self._names, strict=True):
             for feature, name in zip(table.feature_names, table_names, strict=True):
                 pooled.append(_pooled(table, features, feature, self._read))
@@ -85,10 +89,12 @@ class LoweredBags(nn.Module):
 
 
 def _pooled(table: EmbeddingBagConfig, features: KeyedJaggedTensor, feature: str, read: Read) -> Tensor:
-    stride, parts = features.stride(), features.length_per_key()
+    stride = features.stride()
+    parts = features.length_per_key()
     index = features.keys().index(feature)
     start = sum(parts[:index])
-    ids, weights = features.values()[start : start + parts[index]], features.weights_or_none()
+    ids = features.values()[start : start + parts[index]]
+    weights = features.weights_or_none()
     rows = read(table.name, ids)
     if weights is not None:
         rows = rows * weights[start : start + parts[index], None].to(rows.dtype)
@@ -248,7 +254,8 @@ class Packer:
         return BatchLayout(tuple(kinds))
 
     def _pack_bags(self, where: str, bags: KeyedJaggedTensor, tensors: list[Tensor]) -> KeyedLayout:
-        stride, keys = bags.stride(), bags.keys()
+        stride = bags.stride()
+        keys = bags.keys()
         counts = bags.length_per_key()
         lengths = bags.lengths()
         are_lists = [
@@ -257,7 +264,8 @@ class Packer:
         all_single = not any(are_lists) and (not keys or (counts == [stride] * len(keys) and bool(lengths.eq(1).all())))
         weights = bags.weights_or_none()
         if all_single:
-            parts, values = tuple(counts), bags.values()
+            parts = tuple(counts)
+            values = bags.values()
         else:
             are_single = lengths.view(len(keys), stride).eq(1).all(dim=1).tolist() if stride else [True] * len(keys)
             padded = {
@@ -290,8 +298,11 @@ class Packer:
 
 def _padded(values: Tensor, counts: list[int], parts: tuple[int, ...]) -> Tensor:
     """Pads each key's part of the values with zeros."""
-    padded, end, start = values.new_zeros(sum(parts)), 0, 0
+    padded = values.new_zeros(sum(parts))
+    end = 0
+    start = 0
     for count, capacity in zip(counts, parts, strict=True):
         padded[end : end + count] = values[start : start + count]
-        end, start = end + capacity, start + count
+        end = end + capacity
+        start = start + count
     return padded

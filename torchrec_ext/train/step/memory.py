@@ -118,7 +118,8 @@ class RowTable:
         rows = self.weight.index_select(0, ids)
         state = [tensor.index_select(0, ids) for tensor in self.state]
         if lags(self.choice):
-            since, before = self.rows.since.index_select(0, ids), (self.clock.step - 1).int()
+            since = self.rows.since.index_select(0, ids)
+            before = (self.clock.step - 1).int()
             rows, *state = caught_up(rows, state, since, before, self.rows, self.choice)
         leaf = rows.detach().requires_grad_()
         self._reads.append((ids, leaf, state))
@@ -269,7 +270,8 @@ def _named_parameters(
 
 def state_tensors(state: Mapping[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
     """Returns the tensors of a parameter's optimizer state, in the order of its rule, and its counters of steps."""
-    tensors, steps = [], []
+    tensors = []
+    steps = []
     for name, value in state.items():
         value = value.local_shards()[0].tensor if isinstance(value, ShardedTensor) else value
         if name.split(".")[-1] == "step":
@@ -298,14 +300,17 @@ class StepMemory:
     """
 
     def __init__(self, moved: Sequence[UpdatedParameter], fixed: Mapping[str, Tensor], *, clips: bool = False) -> None:
-        self.moved, self.fixed, self._clips = list(moved), dict(fixed), clips
+        self.moved = list(moved)
+        self.fixed = dict(fixed)
+        self._clips = clips
         self._groups = list({id(moved.group): moved.group for moved in self.moved}.values())
         self.device = self.moved[0].weight.device
         self._step = torch.zeros((), device=self.device)
         self._rates = [torch.zeros((), device=self.device) for _ in self._groups]
         self._last_rates = [float("nan")] * len(self._groups)
         self._rows: dict[str, RowClock] = {}
-        self.unsettled, self._max_unsettled = 0, math.inf  # at the limit all rows must be updated
+        self.unsettled = 0
+        self._max_unsettled = math.inf  # at this many unsettled steps all rows must be updated
         self.reload()
 
     @property
@@ -345,7 +350,8 @@ class StepMemory:
 
     def _catch_up(self, parameter: UpdatedParameter) -> None:
         """Brings every row of a table up to date, a block of rows at a time."""
-        clock, now = self._rows[parameter.name], self._step.int()
+        clock = self._rows[parameter.name]
+        now = self._step.int()
         for start in range(0, len(clock.since), BLOCK_ROWS):
             last, rows, *state = (
                 tensor[start : start + BLOCK_ROWS] for tensor in (clock.since, parameter.weight, *parameter.state)
@@ -358,7 +364,8 @@ class StepMemory:
     def write_rows(self, name: str, rows: Tensor, value: Any) -> None:
         """Brings some rows of a table up to date, then sets ``weight[rows] = value``."""
         parameter = self.tables[name]
-        clock, now = self._rows[name], self._step.int()
+        clock = self._rows[name]
+        now = self._step.int()
         if lags(parameter.choice):
             state = [tensor[rows] for tensor in parameter.state]
             new = caught_up(parameter.weight[rows], state, clock.since[rows], now, clock, parameter.choice)
@@ -369,7 +376,8 @@ class StepMemory:
 
     def _mark_current(self, name: str) -> None:
         """Marks every row of a table as up to date."""
-        clock, now = self._rows[name], int(self._step)
+        clock = self._rows[name]
+        now = int(self._step)
         clock.since.fill_(now)
         for sums in (clock.slides, clock.decays):
             sums[now % len(sums)] = 0.0
@@ -431,7 +439,8 @@ class StepMemory:
 
     def table(self, moved: UpdatedParameter, tensors: Mapping[str, Tensor]) -> TableRows:
         """Returns a table for one step on ``tensors``, the stand-ins of :meth:`tensors`."""
-        state, clock = self.state(moved, tensors), self.clock(moved, tensors)
+        state = self.state(moved, tensors)
+        clock = self.clock(moved, tensors)
         if moved.name not in self._rows:
             return WholeTable(tensors[moved.name], state, moved.choice, clock)
         rows = RowClock(*(tensors[f"{moved.name}/{name}"] for name in RowClock._fields))

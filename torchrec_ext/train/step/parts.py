@@ -48,7 +48,8 @@ def split_at(graph: GraphModule, cuts: Sequence[int]) -> tuple[list[StepPart], l
         result of None.
     """
     nodes = list(graph.graph.nodes)
-    results, order = list(nodes[-1].args[0]), {node: index for index, node in enumerate(nodes)}
+    results = list(nodes[-1].args[0])
+    order = {node: index for index, node in enumerate(nodes)}
     ends = [order[results[cut]] for cut in cuts]
     origins = _Origins(nodes)
     bodies = [_Body(graph, number, origins) for number in range(len(ends) + 1)]

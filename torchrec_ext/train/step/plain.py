@@ -55,7 +55,8 @@ class FusedAdam:
         self, optimizer: HybridOptimizer, parameters: Sequence[nn.Parameter], weights: Sequence[Tensor]
     ) -> None:
         self._optimizer = optimizer
-        index_of, state = {id(parameter): index for index, parameter in enumerate(parameters)}, optimizer.state
+        index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+        state = optimizer.state
         self._groups = []
         for group in optimizer.param_groups:
             states = [state[parameter] for parameter in group["params"]]
@@ -68,7 +69,8 @@ class FusedAdam:
     @staticmethod
     def fits(optimizer: HybridOptimizer, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether an optimizer is plain Adam everywhere, without norm limit or weight decay, and has all states."""
-        choices, state = [*optimizer.table_choices.values(), *optimizer.layer_choices.values()], optimizer.state
+        choices = [*optimizer.table_choices.values(), *optimizer.layer_choices.values()]
+        state = optimizer.state
         is_plain_adam = all(choice.kind == "adam" and not choice.weight_decay for choice in choices)
         return is_plain_adam and not optimizer.clip_norm and all(state.get(parameter) for parameter in parameters)
 
@@ -122,9 +124,13 @@ class PlainStep:
         context: Context = nullcontext,
         scaling: LossScaling | None = None,
     ) -> None:
-        self._optimizer, self._forward, self._context, self._scaling = scaling or optimizer, forward, context, scaling
+        self._optimizer = scaling or optimizer
+        self._forward = forward
+        self._context = context
+        self._scaling = scaling
         replicated = {id(table) for table in optimizer.replicated_tables}
-        by_name, tables = owners(optimizer), {}
+        by_name = owners(optimizer)
+        tables = {}
         self._parameters: list[nn.Parameter] = []
         for shard in local_shards(model):  # never a table read id by id, because no plan replicates these on a CPU
             parameters_of_shard = by_name.get(shard.fqn, [])
@@ -197,7 +203,8 @@ class _PlainBags(nn.Module):
 
 
 def _one_each(features: KeyedJaggedTensor) -> bool:
-    lengths, weighted = features.lengths(), features.weights_or_none() is not None
+    lengths = features.lengths()
+    weighted = features.weights_or_none() is not None
     if weighted or features.values().numel() != lengths.numel():
         return False
     return (

@@ -43,10 +43,12 @@ Update = Callable[[Tensor, Tensor, list[Tensor], Tensor, Tensor, Choice], tuple[
 def _adam(
     values: Tensor, grad: Tensor, state: list[Tensor], step: Tensor, lr: Tensor, choice: Choice
 ) -> tuple[Tensor, list[Tensor]]:
-    (beta1, beta2), (first, second) = choice.betas, state
+    (beta1, beta2) = choice.betas
+    (first, second) = state
     first = first + (grad - first) * (1 - beta1)
     second = second * beta2 + grad * grad * (1 - beta2)
-    size, scale = lr / debiased(beta1, step), 1 / debiased(beta2, step).sqrt()
+    size = lr / debiased(beta1, step)
+    scale = 1 / debiased(beta2, step).sqrt()
     return values - size * first / (second.sqrt() * scale + choice.eps), [first, second]
 
 
@@ -235,9 +237,12 @@ class RowClock(NamedTuple):
 def row_clock(rows: int, step: int, choice: Choice, device: torch.device) -> RowClock:
     """Returns the clock of a table with all rows at ``step``."""
     since = torch.full((rows,), step, dtype=torch.int32, device=device)
-    sums, powers, decays = torch.zeros(1), torch.zeros(1), torch.zeros(1, dtype=torch.float64)
+    sums = torch.zeros(1)
+    powers = torch.zeros(1)
+    decays = torch.zeros(1, dtype=torch.float64)
     if choice.kind == "adam":
-        sums, powers = slides(), reach(choice.betas)
+        sums = slides()
+        powers = reach(choice.betas)
     if decay_of(choice):
         decays = torch.zeros(SLIDES, dtype=torch.float64)
     return RowClock(since, torch.zeros_like(since), *(tensor.to(device) for tensor in (sums, powers, decays)))
@@ -271,7 +276,8 @@ def caught_up(
         decay_product = (decays_at_step - decays_at_since).exp().to(rows.dtype)[:, None]
     if choice.kind != "adam":
         return [rows * decay_product, *state]
-    (beta1, beta2), (first_moment, second_moment) = choice.betas, state
+    (beta1, beta2) = choice.betas
+    (first_moment, second_moment) = state
     skipped = (step - since).to(rows.dtype)[:, None]
     decay1 = torch.exp(skipped * math.log(beta1)) if beta1 > 0 else (skipped == 0).to(rows.dtype)
     decay2 = torch.exp(skipped * math.log(beta2))
