@@ -385,9 +385,9 @@ class _Run:
             self.window.restart()
         self.model.train()
         if self.watchdog is not None:  # an evaluation, a save or a refresh of negatives is over
-            position = (
-                self.forward.where(self.at.step) if self.at.done else f"the beginning of epoch {self.at.epoch + 1}"
-            )
+            position = f"the beginning of epoch {self.at.epoch + 1}"
+            if self.at.done:
+                position = self.forward.where(self.at.step)
             self.watchdog.beat(position)
         try:
             for output in self.steps.outputs(self.loader, self._batches):
@@ -430,11 +430,13 @@ class _Run:
             warn_unpipelined(unpipelined(self.pipeline, self.model))
         if step % self.config.log_every == 0 or self.at.done == len(self.loader):
             self.forward.settle()
-            self._record(
-                {**self.window.record(self.at.epoch + 1, step), **(rates(self.optimizer) if self.schedule else {})}
-            )
+            record = self.window.record(self.at.epoch + 1, step)
+            if self.schedule:
+                record |= rates(self.optimizer)
+            self._record(record)
         if self.schedule:
             self.schedule.step()
+        # After the last step of an epoch end_epoch() saves, together with the evaluation.
         if self.checkpoints is not None and self.at.done < len(self.loader):
             self.checkpoints.after_step(self)
         if self.forward.stop_asked:
@@ -485,11 +487,9 @@ class _Run:
         elif self.checkpoints is not None:
             restored = self.checkpoints.load_weights(self.model, best["best_step"])
         name_of_best = self.watch.told(best)
-        text = (
-            f"restored {name_of_best}"
-            if restored
-            else f"{name_of_best} was the best, but its checkpoint is gone: the weights are those of the last step"
-        )
+        text = f"restored {name_of_best}"
+        if not restored:
+            text = f"{name_of_best} was the best, but its checkpoint is gone: the weights are those of the last step"
         self.progress.say(text)
         if self.runtime.is_main and self.log is not None:
             self.log({"kind": "restore", "epoch": best["best_epoch"], "step": best["best_step"], "message": text})

@@ -176,6 +176,7 @@ class Checkpointer:
 
     def _commit(self, step: int, content: Mapping[str, Any]) -> None:
         content = {**content, "parent": self._parent}
+        # The manifest is written last: a checkpoint without one does not count.
         self.folder.commit(step, manifest.sealed(content))
         self._parent = {"step": step, "sha256": manifest.manifest_digest(content)}
         best = self.folder.noted("best.json")
@@ -197,6 +198,7 @@ class Checkpointer:
         )
 
     def _explain_failure(self, path: str, needed_bytes: int, error: BaseException) -> str:
+        # Other files may have filled the disk during the save: then "no space" explains the error better than its text.
         if not self.folder.remote and (free := shutil.disk_usage(self.folder.root).free) < needed_bytes // 10:
             return self._no_space(path, needed_bytes, free)
         return f"checkpoint '{path}' could not be written: {cause(error)}; the one before it is as it was"

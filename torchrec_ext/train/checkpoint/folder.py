@@ -80,6 +80,7 @@ def opened(data: bytes, where: str) -> dict[str, Any]:
         raise CheckpointError(f"{where} is damaged: it is not a manifest") from None
     if isinstance(version, int) and version > FORMAT:
         raise CheckpointError(f"{where} is of format {version}, this version reads up to {FORMAT}: update torchrec-ext")
+    # The bytes are compared too: JSON with, for example, a key given twice has the same content under other bytes.
     if sha != json_digest(manifest) or data != sealed(manifest):
         raise CheckpointError(f"{where} is damaged: its content does not fit its digest")
     return manifest  # type: ignore[no-any-return]
@@ -201,6 +202,7 @@ class CheckpointFolder:
         unfinished = [name for name, _, whole in entries if not whole]
         for name in unfinished:
             self.files.rm(f"{self.root}/{name}", recursive=True)
+        # A kill between the commit and the renaming of a step that was saved twice leaves both.
         for step in {step for _, step, whole in entries if whole}:
             self._settle(step)
         return unfinished

@@ -64,10 +64,13 @@ def match(
         CheckpointError: there is a difference of another kind; each is named, on every rank alike.
     """
     saved_shapes = {name: tuple(getattr(value, "size", ())) for name, value in index.state_dict_metadata.items()}
-    model_sizes = {name: tuple(value.size()) for name, value in wanted.items()} | {
-        name: (row_state.rows,) for name, row_state in state.row_states.items()
-    }
-    saved_sizes = {name: (size[:1] if name in state.row_states else size) for name, size in saved_shapes.items()}
+    model_sizes: dict[str, tuple[int, ...]] = {name: tuple(value.size()) for name, value in wanted.items()}
+    saved_sizes = dict(saved_shapes)
+    # Only the rows of a row state must fit: its columns depend on the split of the table, which may differ.
+    for name, row_state in state.row_states.items():
+        model_sizes[name] = (row_state.rows,)
+        if name in saved_sizes:
+            saved_sizes[name] = saved_sizes[name][:1]
     differences: dict[str, Change | None] = {}
     result = Match({}, [])
     for name, size in model_sizes.items():
@@ -81,11 +84,16 @@ def match(
                 result.row_states.append(name)
             else:
                 result.tensors[name] = _clip_rows(wanted[name], saved_sizes[name])
+    # A rank without a shard of a table has no tensors of it, so the names come from the tables' configs.
     model_names = {*model_sizes, *(f"tables.{name}.{slot}" for name in state.tables for slot in _slots(state))}
     for name in saved_shapes:
-        if name.startswith(("tables.", "dense.")) and name not in model_names:
-            change = "fewer_tables" if name.startswith("tables.") and name.split(".")[1] not in state.tables else None
-            differences[f"{name} is not in this model"] = "fewer_layers" if name.startswith("dense.") else change  # type: ignore[assignment]
+        if name in model_names:
+            continue
+        if name.startswith("dense."):
+            differences[f"{name} is not in this model"] = "fewer_layers"
+        elif name.startswith("tables."):
+            is_other_table = name.split(".")[1] not in state.tables
+            differences[f"{name} is not in this model"] = "fewer_tables" if is_other_table else None
     _refuse(path, differences, allow, together, result)
     return result
 
@@ -120,6 +128,7 @@ def _refuse(
     path: str, differences: dict[str, Change | None], allow: Sequence[Change], together: CheckpointRanks, result: Match
 ) -> None:
     by_rank = together.gathered(differences)
+    # Every rank refuses the same differences: if only one raised, the others would wait for it in the load.
     everything = {line: kind for lines in by_rank for line, kind in lines.items() if _on_all_ranks(line, by_rank)}
     refused = [line for line, kind in everything.items() if kind not in allow]
     result.said = [line for line in everything if line not in refused]
@@ -212,7 +221,7 @@ def load_checkpoint(
         parts = [
             LocalShard(shard.tensor[: max(rows - shard.offsets[0], 0)], shard.offsets) for shard in row_state.parts
         ]
-        if tuple(widths) == row_state.widths:
+        if tuple(widths) == row_state.widths:  # the same split of the columns: load in place, without a conversion
             to_load[name] = Parts((rows, len(widths)), parts)
         else:
             lengths = {shard.offsets[0]: len(shard.tensor) for shard in parts}
@@ -223,6 +232,7 @@ def load_checkpoint(
     if cold_rows:
         # A load of its own: a name has one shape in a load, and these are full rows even if the table is split.
         _load_tensors(path, cold_rows, together)
+    # Kernels have counters, not tensors: the load filled copies.
     state.count(step_counts)
     _merge(state, other_splits, saved)
     _grow(state, matched, cold_rows)

@@ -228,9 +228,8 @@ class RunCheckpoints:
         if not isinstance(note, dict) or note.get("step") != saved["step"] or saved["ended"]:
             return content
         # The note may be from an earlier run that had reached this step too: its records then differ in their times.
-        if note["position"]["history"][: note["records"]] != saved["history"] or note["records"] != len(
-            saved["history"]
-        ):
+        records_before = note["position"]["history"][: note["records"]]
+        if records_before != saved["history"] or note["records"] != len(saved["history"]):
             return content
         return {**content, "position": note["position"], "watch": note["watch"]}
 
@@ -342,11 +341,9 @@ def _without_tensors(tree: Any, path: str, tensors: State) -> Any:
 
 def _with_tensors(tree: Any, tensors: State) -> Any:
     if isinstance(tree, Mapping):
-        return (
-            tensors[tree[_TENSOR_KEY]]
-            if _TENSOR_KEY in tree
-            else {key: _with_tensors(value, tensors) for key, value in tree.items()}
-        )
+        if _TENSOR_KEY in tree:
+            return tensors[tree[_TENSOR_KEY]]
+        return {key: _with_tensors(value, tensors) for key, value in tree.items()}
     if isinstance(tree, list):
         return [_with_tensors(value, tensors) for value in tree]
     return tree

@@ -236,9 +236,9 @@ def model_state(model: nn.Module, optimizer: KeyedOptimizer | None = None) -> Mo
     adam_tables = {name.split(".")[1] for name in tensors if name.endswith(".exp_avg")}
     kernels = {f"tables.{name}.step": kernel for name, kernel in _kernels(model) if name in adam_tables}
     paths = {config.name: unhosted(get_unwrapped_module(model), path) for path, config in configs.items()}
-    return ModelState(
-        tensors, rows, tables, paths, {name: kernel for name, kernel in kernels.items() if name not in tensors}
-    )
+    # A count that is among the tensors already is torch's own, and needs no copy of the kernel's.
+    kernels = {name: kernel for name, kernel in kernels.items() if name not in tensors}
+    return ModelState(tensors, rows, tables, paths, kernels)
 
 
 def _configs_by_path(model: nn.Module) -> Iterator[tuple[str, BaseEmbeddingConfig]]:
@@ -267,7 +267,7 @@ def _make_first_state(optimizer: KeyedOptimizer) -> None:
     for parameter, _ in gradients:
         parameter.grad = torch.zeros_like(parameter)
     for group in groups:
-        group["lr"] = 0.0
+        group["lr"] = 0.0  # with a gradient of 0 this leaves the weights as they are, whatever the weight decay
     torch_optimizer.step()
     for group, rate in zip(groups, rates, strict=True):
         group["lr"] = rate

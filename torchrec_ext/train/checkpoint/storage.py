@@ -148,6 +148,7 @@ class _Guarded:
         path = self._get_metadata_path(kwargs.get("rank"))  # type: ignore[attr-defined]
         with self.fs.create_stream(path, "rb") as stream:  # type: ignore[attr-defined]
             metadata = read_metadata(stream.read(), str(path))
+        # The same as in torch's own read_metadata, whose last lines this replaces.
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id  # type: ignore[attr-defined]
         return metadata

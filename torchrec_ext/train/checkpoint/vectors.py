@@ -21,7 +21,7 @@ from torchrec_ext.train.checkpoint.folder import read_checkpoint_manifest, read_
 from torchrec_ext.train.checkpoint.state import LoadPlanner, LocalShard, Parts
 from torchrec_ext.train.checkpoint.storage import CheckpointError, reader
 
-BLOCK = 65536
+BLOCK = 65536  # rows to read at once, so that a file may be larger than memory
 
 
 def read_vectors(path: Path) -> Iterator[tuple[Tensor, Tensor]]:
@@ -108,11 +108,10 @@ def _read_numpy(path: Path) -> Iterator[tuple[Tensor, Tensor]]:
     ids = loaded["ids"] if path.suffix == ".npz" else None
     for start in range(0, len(vectors), BLOCK):
         block = torch.from_numpy(np.array(vectors[start : start + BLOCK], dtype=np.float32))
-        block_ids = (
-            torch.arange(start, start + len(block))
-            if ids is None
-            else torch.from_numpy(ids[start : start + BLOCK].astype(np.int64))
-        )
+        if ids is None:
+            block_ids = torch.arange(start, start + len(block))
+        else:
+            block_ids = torch.from_numpy(ids[start : start + BLOCK].astype(np.int64))
         yield block_ids, block
 
 
@@ -124,7 +123,8 @@ def _read_safetensors(path: Path) -> Iterator[tuple[Tensor, Tensor]]:
         ids = file.get_tensor("ids").long() if "ids" in file.keys() else None  # noqa: SIM118  (no iteration over the file)
         for start in range(0, vectors.get_shape()[0], BLOCK):
             block = vectors[start : start + BLOCK].float()
-            yield (torch.arange(start, start + len(block)) if ids is None else ids[start : start + BLOCK]), block
+            block_ids = torch.arange(start, start + len(block)) if ids is None else ids[start : start + BLOCK]
+            yield block_ids, block
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[Tensor, Tensor]]:

@@ -21,7 +21,7 @@ from torchrec_ext.distributed.tables import local_shards
 from torchrec_ext.train.guards.amp import Context
 from torchrec_ext.train.guards.gradient_gate import GradientGate, holding
 
-BLOCK_ROWS = 65536
+BLOCK_ROWS = 65536  # rows of a table to check at once, so that a large one needs no mask of its size
 _DATA_REMEDY = "mend the column, or fill its missing values in preprocessing"
 _RATES_REMEDY = (
     "lower optimizer.tables_lr or optimizer.dense_lr, set optimizer.clip_norm, or look for extreme values in the steps "
@@ -159,7 +159,7 @@ class FiniteLoss:
             answers = worst.tolist()
         if step_at_gate is not None:
             step_at_gate.worst = answers[:2]
-            if answers[0]:
+            if answers[0]:  # before the error is raised, so that no later call can open the gate
                 self._gate.drop()
             self._check(step_at_gate)
             if self.left_out:
@@ -179,6 +179,7 @@ class FiniteLoss:
         Raises:
             TrainingDivergedError: see :meth:`__call__`.
         """
+        # A captured step has written its update before anybody can look at its loss, so waiting would gain nothing.
         self._late = self._late or written
         self.step += 1
         loss = loss.detach()
@@ -293,8 +294,10 @@ class FiniteLoss:
         bad_ranks = [rank for rank, (loss, *_) in enumerate(ranks) if loss is not None]
         if not bad_ranks:  # every loss is finite, so it was a gradient: meet() raises its error
             self._ranks.meet()
+        # Bad data explains bad weights, but not the other way round, so data is named first.
         data_causes = [f"{text} on rank {rank}" for rank, (_, texts, *_) in enumerate(ranks) for text in texts]
-        causes = data_causes or list(dict.fromkeys(text for _, _, texts, _ in ranks for text in texts)) or [_OVERFLOW]
+        weight_causes = list(dict.fromkeys(text for _, _, texts, _ in ranks for text in texts))
+        causes = data_causes or weight_causes or [_OVERFLOW]
         more = f" and {len(causes) - 3} more" if len(causes) > 3 else ""
         effect = "the update of this step was written" if self._late else _NOTHING_WRITTEN
         step = min(ranks[rank][3] for rank in bad_ranks)

@@ -140,11 +140,14 @@ def _finite(gradient: Tensor) -> bool:
 def _describe(ranks: list[tuple[list[str], list[str]]]) -> str:
     """Returns one text about all ranks; empty if nothing is wrong."""
     messages = []
-    for prefix, names_by_rank in (("vectors of ", [bad for bad, _ in ranks]), ("", [bad for _, bad in ranks])):
+    vectors_by_rank = [vectors for vectors, _ in ranks]
+    layers_by_rank = [layers for _, layers in ranks]
+    for prefix, names_by_rank in (("vectors of ", vectors_by_rank), ("", layers_by_rank)):
         names = list(dict.fromkeys(name for bad in names_by_rank for name in bad))
         bad_ranks = [str(rank) for rank, bad in enumerate(names_by_rank) if bad]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         on_ranks = f" on rank {', '.join(bad_ranks)}" if len(bad_ranks) < len(ranks) else ""
         if names:
             messages.append(f"the gradient of {prefix}{', '.join(names[:3])}{more} is not finite{on_ranks}")
+    # Layers first: their bad gradient is nearer to the loss, and the vectors' usually follows from it.
     return "; ".join(reversed(messages))

@@ -135,6 +135,7 @@ class Watchdog:
                 self._read_signs(now)
             else:
                 self._last_counts.clear()
+            # A rank that only waits leaves the first report to the rank it waits for, unless that one is silent.
             silent_ranks = self._standing_still(now, after_s) if now - last > after_s else []
             if silent_ranks or now - last > after_s + (0 if call is None else _PATIENCE_S):
                 self._report(self._file, now - last, _name(call), silent_ranks)
@@ -165,7 +166,7 @@ class Watchdog:
     def _report(self, file: IO[str], silent_s: float, collective: str, silent_ranks: Sequence[int]) -> None:
         waits = f"it waits for other ranks in {collective}" if collective else "it waits for no other rank"
         frame = sys._current_frames().get(self._main_thread)
-        if frame is not None:
+        if frame is not None:  # the main thread may have ended
             last_line = traceback.extract_stack(frame)[-1]
             waits += f"; its last line is {Path(last_line.filename).name}:{last_line.lineno}, in {last_line.name}"
         faulthandler.dump_traceback(file, all_threads=True)

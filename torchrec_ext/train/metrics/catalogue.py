@@ -155,6 +155,7 @@ def ranks_of(scores: Tensor, question: Question, start: int = 0, *, depth: int |
         )
     target_scores = scores[rows, items]
     _check_scores(scores, target_scores, start)
+    # Left-out items get -inf, and then the targets their score back: a target may be among the left-out items.
     scores[tuple(tensor.to(scores.device) for tensor in question.seen_by(start, stop))] = -torch.inf
     scores[:, list(question.not_items)] = -torch.inf
     scores[rows, items] = target_scores
@@ -162,6 +163,7 @@ def ranks_of(scores: Tensor, question: Question, start: int = 0, *, depth: int |
         return TargetRanks(*_compare(scores, rows, target_scores, alone=True), None)
     if depth is None or depth >= scores.shape[1]:
         return TargetRanks(*_compare(scores, rows, target_scores, alone=False), rows + start)
+    # A target below the bound is certainly beyond depth, so its scores need not be compared one by one.
     within_depth = (target_scores >= _bounds(scores, depth)[rows]).nonzero()[:, 0]
     better, ties = torch.full_like(rows, depth), torch.zeros_like(rows)
     greater, equal = _compare(scores, rows[within_depth], target_scores[within_depth], alone=False)
@@ -176,7 +178,7 @@ def _bounds(scores: Tensor, depth: int) -> Tensor:
     The row is split into parts, and only the greatest score of each part is compared. These are scores of the row, so
     the ``depth``-th greatest of them is at most the row's own. It takes a fraction of the time of a full selection.
     """
-    parts = 16 * depth
+    parts = 16 * depth  # many parts per place, so that few of the best share one and the bound is close
     folds = scores.shape[1] // parts
     if folds > 1:
         folded = scores[:, : folds * parts].reshape(-1, folds, parts).amax(1)
@@ -188,12 +190,10 @@ def _compare(scores: Tensor, rows: Tensor, target_scores: Tensor, *, alone: bool
     """Counts, for each target, the greater scores of its row, and the other scores equal to its own."""
     if alone:
         return _count(torch.gt, scores, target_scores[:, None]), _count(torch.eq, scores, target_scores[:, None]) - 1
-    parts = [  # a row is copied for each of its targets, no more of them at a time than there are scores
-        _compare(scores[block_rows], block_rows, block_scores, alone=True)
-        for block_rows, block_scores in zip(
-            *(torch.split(tensor, max(1, len(scores))) for tensor in (rows, target_scores)), strict=True
-        )
-    ]
+    # A row of scores is copied for each of its targets: in blocks, so that the copies are never larger than the scores.
+    size = max(1, len(scores))
+    blocks = zip(torch.split(rows, size), torch.split(target_scores, size), strict=True)
+    parts = [_compare(scores[block_rows], block_rows, block_scores, alone=True) for block_rows, block_scores in blocks]
     better, ties = (torch.cat(values) for values in zip(*parts, strict=True))
     return better, ties
 
@@ -285,7 +285,9 @@ def popularity_ranks(popularity: Tensor, question: Question) -> TargetRanks:
 
     target_keys = _sorted(rows * count + targets)
     excluded_keys = _sorted(question.seen_rows.cpu().numpy() * count + question.seen_items.cpu().numpy())
+    # Each pair counts once, and only if its item is a candidate: others do not count in the totals either.
     excluded_keys = excluded_keys[(np.diff(excluded_keys, prepend=-1) > 0) & is_candidate[excluded_keys % count]]
+    # Two sorted lists of keys are intersected by binary search: np.isin would sort both together again.
     index = excluded_keys.searchsorted(target_keys)
     is_target = np.append(excluded_keys, -1)[index] == target_keys
     excluded_keys = np.delete(excluded_keys, index[is_target])  # a query's targets are ranked nevertheless
@@ -305,13 +307,12 @@ def _sorted(keys: NDArray[np.int64]) -> NDArray[Any]:
 
 def _check_scores(scores: Tensor, target_scores: Tensor, start: int) -> None:
     """Refuses NaN: it compares as neither better nor equal, and so would count as worse than the target."""
+    # The sum is one pass over the scores; only if it is NaN are they looked at one by one.
     if not torch.isfinite(target_scores).all() or torch.isnan(scores.sum()):
         bad = torch.isnan(scores).nonzero()
-        problem = (
-            f"the score of query {start + int(bad[0, 0])} for item {int(bad[0, 1])} is NaN"
-            if len(bad)
-            else "a target's is infinite"
-        )
+        problem = "a target's is infinite"
+        if len(bad):
+            problem = f"the score of query {start + int(bad[0, 0])} for item {int(bad[0, 1])} is NaN"
         if len(bad) or torch.isinf(target_scores).any():  # inf - inf is NaN, but other items may have such scores
             raise ValueError(f"scores: {problem}; a rank needs numbers: has training diverged?")
 

@@ -153,6 +153,8 @@ def _area(classes: Tensor) -> tuple[float, float]:
 
 def _bins(logits: Tensor) -> Tensor:
     """Returns bins 0 to 2**BITS - 1, (B,) int64, in the order of the logits: the first bits of each float32."""
+    # As integers, the bits of positive floats are in the order of the floats. Those of negative floats are reversed, so
+    # all of their bits but the sign are flipped.
     bits = (logits.float() + 0.0).view(torch.int32)  # + 0.0, because -0.0 is the same number as 0.0
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     bins: Tensor = (ordered >> (32 - BITS)).long() + 2 ** (BITS - 1)
@@ -212,6 +214,7 @@ def grouped_auc(logits: Tensor, labels: Tensor, weights: Tensor, groups: Tensor,
     negatives_below = negative.cumsum(0) - negative - (negatives.cumsum(0) - negatives)[group_of_cell]
     ordered_pairs = zeros.index_add(0, group_of_cell, positive * (negatives_below + negative / 2))
     has_both_classes = (positives > 0) & (negatives > 0)
+    # Groups of one class have no pairs to order: their AUC is undefined, so they are skipped.
     size = (positives + negatives)[has_both_classes]
     mean = (
         float((size * ordered_pairs[has_both_classes] / (positives * negatives)[has_both_classes]).sum() / size.sum())

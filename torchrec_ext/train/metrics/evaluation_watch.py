@@ -53,6 +53,7 @@ class EvaluationWatch:
                 yield block
             if number - last_checked < check_every and number < total:
                 continue
+            # The interval is counted in blocks, not in seconds, so that all ranks check after the same block.
             last_checked = number
             now = time.perf_counter()
             block_s = self._check_ranks((now - start) / number)
@@ -65,7 +66,7 @@ class EvaluationWatch:
             elif now - last_line_at >= SAY_S:
                 last_line_at = now
                 self._say_on_main(f"evaluating: {number / total:.0%}, {_readable(remaining_s)} left")
-        yield from remaining_blocks
+        yield from remaining_blocks  # none, unless total was too low
 
     def _check_ranks(self, seconds: float) -> float:
         """Returns the seconds per block of the slowest rank; raises on every rank if one was asked to stop."""

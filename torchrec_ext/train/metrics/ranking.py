@@ -119,9 +119,11 @@ def query_figures(
     ks = [k] if isinstance(k, int) else list(k)
     _check(ks, names)
     better, ties = ranks.better.long(), ranks.ties.long()
-    queries = (
-        torch.arange(len(better), device=better.device) if ranks.queries is None else ranks.queries.to(better.device)
-    )
+    if ranks.queries is None:
+        queries = torch.arange(len(better), device=better.device)
+    else:
+        queries = ranks.queries.to(better.device)
+    # Numbers without gaps, as index_add needs them: an update may begin at any query.
     queries = torch.unique_consecutive(queries, return_inverse=True)[1]
     places = _Places(better, ties, queries, int(queries[-1]) + 1 if len(queries) else 0)
     figures: dict[str, Tensor] = {}
@@ -136,7 +138,7 @@ def query_figures(
             "ndcg": gain / ideal,
             "mrr": first,
         }
-        if "map" in names:
+        if "map" in names:  # costs a sort, so only on request
             at_k["map"] = places.precision_sum(size) / places.relevant.clamp(max=size)
         figures |= {f"{name}@{size}": at_k[name] for name in names}
     return figures
@@ -289,9 +291,8 @@ def candidate_ranks(
     scores = []
     rows = max(1, PAIRS_PER_BLOCK // width)
     most_blocks = max(1, -(-len(ids) // (runtime.world_size * rows)))
-    for *block_towers, block_ids in watched(
-        zip(*(torch.split(tensor, rows) for tensor in (*embedded, own_ids)), strict=True), most_blocks
-    ):
+    blocks = zip(*(torch.split(tensor, rows) for tensor in (*embedded, own_ids)), strict=True)
+    for *block_towers, block_ids in watched(blocks, most_blocks):
         outputs = [tensor.repeat_interleave(width, dim=0) for tensor in block_towers]
         scores.append(model.interaction([*outputs, items[block_ids.clamp(min=0).flatten()]]).view(block_ids.shape))
     return gather_ranks(ranks_among(torch.cat(scores), own_ids), runtime)

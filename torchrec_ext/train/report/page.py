@@ -64,9 +64,9 @@ th, td { overflow-wrap: break-word; text-align: left; vertical-align: top; paddi
 ul, ol { margin: .2rem 0 .6rem; padding-left: 1.3rem; }
 @media print { body { background: none; } .card { break-inside: avoid; } }
 """
-_COLOURS = 8
-_MOST_POINTS = 400
-_HUGE = 1e30
+_COLOURS = 8  # --c0 to --c7 of the style
+_MOST_POINTS = 400  # more than a chart has pixels to tell apart
+_HUGE = 1e30  # larger values would overflow the scale, and flatten everything else
 _CHART_WIDTH, _CHART_HEIGHT, _LEFT, _BOTTOM = 360, 180, 46, 34  # of a chart, with the room of its axes
 
 
@@ -199,7 +199,10 @@ def gains(rows: Sequence[tuple[str, tuple[float, float] | None, float | None]], 
         rows: name, expected interval and measured value; None for a missing one.
         caption: what the picture shows, as plain text.
     """
-    values = [value for _, gain, ratio in rows for value in (*(gain or ()), ratio) if value and math.isfinite(value)]
+    values = []
+    for _, gain, ratio in rows:
+        values += [value for value in (*(gain or ()), ratio) if value and math.isfinite(value)]
+    # The scale always includes "as fast as now" with some room, so that small gains do not look large.
     low, high = min([0.8, *values]), max([1.25, *values])
 
     def position(value: float) -> float:
@@ -213,7 +216,7 @@ def gains(rows: Sequence[tuple[str, tuple[float, float] | None, float | None]], 
             shapes = f'<rect x="{start:.2f}" y="4" width="{max(end - start, 4):.2f}" height="12" fill="var(--c0)"/>'
         shapes += f'<rect x="{position(1):.2f}" y="0" width="3" height="20" fill="var(--muted)"/>'
         if ratio is not None:
-            x = min(position(ratio), 992)
+            x = min(position(ratio), 992)  # the line is 8 wide, and must stay inside of 1,000
             shapes += f'<rect x="{x:.2f}" y="0" width="8" height="20" fill="var(--c1)"><title>measured</title></rect>'
         text = f"{_short_number(gain[0])} to {_short_number(gain[1])}x" if gain is not None else "not known"
         if ratio is not None:

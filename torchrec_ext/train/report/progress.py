@@ -362,7 +362,10 @@ def conclusion(records: Sequence[Record], test: Mapping[str, Mapping[str, float]
             for baseline_name, baseline in zip(list(test)[1:], others, strict=True)
             if name in baseline
         ]
-        parts.append(f"{name} {figures[name]:.4f}{': ' if comparisons else ''}{', '.join(comparisons)}")
+        result = f"{name} {figures[name]:.4f}"
+        if comparisons:
+            result += f": {', '.join(comparisons)}"
+        parts.append(result)
     best = best_evaluation(records)
     if best is not None:
         parts.append(f"best at epoch {best['epoch']}")
@@ -456,16 +459,23 @@ def run_page(
     summary += "".join(paragraph(note, "warning") for note in (*facts.notes, *errors))
     last = max((record["step"] for record in records), default=0)
     summary += paragraph(f"{last:,} steps, {sum(record['rows'] for record in train):,} rows trained", "muted")
-    cards = [
-        *([card("Test rows", _test_table(facts.test), wide=True)] if facts.test else []),
-        *([card("Settings", text_table(["setting", "value"], facts.settings.items()))] if facts.settings else []),
-        *([card("Next", _command_list(facts.commands))] if facts.commands else []),
-        card("Loss", chart([Curve("", [(r["step"], r["loss"]) for r in train])], x="step", caption="training loss")),
-        *_figure_cards(evaluations, baselines, baseline_name),
-        *([card("Shares of time", _time_picture(train, facts))] if train else []),
-        *([card("Plan", _plan_picture(facts.plan))] if facts.plan else []),
-        *([card("Memory", _memory_picture(facts.memory))] if facts.memory else []),
-    ]
+    # The result comes first, then what to do next; pictures of how it went follow.
+    cards = []
+    if facts.test:
+        cards.append(card("Test rows", _test_table(facts.test), wide=True))
+    if facts.settings:
+        cards.append(card("Settings", text_table(["setting", "value"], facts.settings.items())))
+    if facts.commands:
+        cards.append(card("Next", _command_list(facts.commands)))
+    losses = Curve("", [(record["step"], record["loss"]) for record in train])
+    cards.append(card("Loss", chart([losses], x="step", caption="training loss")))
+    cards += _figure_cards(evaluations, baselines, baseline_name)
+    if train:
+        cards.append(card("Shares of time", _time_picture(train, facts)))
+    if facts.plan:
+        cards.append(card("Plan", _plan_picture(facts.plan)))
+    if facts.memory:
+        cards.append(card("Memory", _memory_picture(facts.memory)))
     return page(f"Training of {facts.title}", summary, cards)
 
 
@@ -487,7 +497,11 @@ def _command_list(commands: Mapping[str, str]) -> str:
 
 def _test_table(test: Mapping[str, Mapping[str, float]]) -> str:
     names = list(dict.fromkeys(name for figures in test.values() for name in figures))
-    rows = [[name, *(f"{figures[name]:.4f}" if name in figures else "" for figures in test.values())] for name in names]
+    rows = []
+    for name in names:
+        # A baseline may lack a figure of the model, such as one of probabilities.
+        cells = [f"{figures[name]:.4f}" if name in figures else "" for figures in test.values()]
+        rows.append([name, *cells])
     return text_table(["", *test], rows)
 
 

@@ -85,12 +85,12 @@ def at_least(count: int, sets: Sequence[Sequence[Interval]]) -> list[Interval]:
         >>> at_least(2, [[(0, 4)], [(1, 2), (3, 6)], [(5, 7)]])
         [(1, 2), (3, 4), (5, 6)]
     """
-    edges = sorted(
-        (moment, change)
-        for intervals in sets
-        for start, stop in intervals
-        for moment, change in ((start, 1), (stop, -1))
-    )
+    # At equal times ends sort before starts, so intervals that only touch do not count as simultaneous.
+    edges = []
+    for intervals in sets:
+        for start, stop in intervals:
+            edges += [(start, 1), (stop, -1)]
+    edges.sort()
     result = []
     level = 0
     level_start = 0.0
@@ -426,7 +426,7 @@ class StepTrace:
         self._handles = [handle for name, tower in towers(self._model) for handle in _named_in_trace(name, tower)]
         on_gpu = self._runtime.device.type == "cuda"
         self._profile = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])])
-        dist.barrier()
+        dist.barrier()  # all traces begin with the same step, and no rank waits in it for one that starts its profiler
         self._profile.start()
 
     def _stop(self) -> dict[str, float]:
@@ -438,6 +438,7 @@ class StepTrace:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
             self._profile.export_chrome_trace(str(path))
+            # Traces are text of many MB per rank: the fastest compression already shrinks them to a fraction.
             local = (socket.gethostname(), *self._clock, zlib.compress(path.read_bytes(), 1))
         self._profile = None
         ranks: list[Any] = [None] * self._runtime.world_size

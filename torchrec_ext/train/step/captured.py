@@ -130,7 +130,7 @@ def traced(step: Step, tensors: list[Tensor]) -> torch.fx.GraphModule:
                 f"ranks meet in every step ({node.target}), as in batch normalisation or a softmax over the candidates "
                 "of all ranks; launch one rank (-j 1x1)"
             )
-    graph.recompile()
+    graph.recompile()  # the targets of some nodes were replaced
     return graph
 
 
@@ -515,6 +515,7 @@ class CapturedStep:
         memory = self._memory
         with torch.no_grad():
             tensors["step"].add_(1)
+        # The function is traced once and replayed, so it may only use tensors that it is called with.
         tables = {name: memory.table(parameter, tensors) for name, parameter in memory.tables.items()}
         self._source.reading = tables
         dense = {

@@ -102,6 +102,7 @@ def pin(runtime: Runtime) -> list[int]:
     share = len(cores) // runtime.local_world_size
     if share == 0 or runtime.local_world_size == 1:
         return cores[: max(share, 1)]
+    # Ranks of a host get disjoint cores: threads of two ranks on one core would slow both down.
     local = cores[runtime.local_rank * share : (runtime.local_rank + 1) * share]
     for thread in os.listdir("/proc/self/task"):
         os.sched_setaffinity(int(thread), local)
@@ -205,7 +206,7 @@ class Steps:
         self._threads = config.threads if runtime.device.type == "cpu" else "given"
         self._plain = None if config.piped else self._plain_step()
         ranks.checks.append(self.settle)
-        if self._compile == "require":
+        if self._compile == "require":  # fails here, before the first step, if this machine cannot capture at all
             self._attempt(self._engine)
 
     def outputs(self, loader: Iterable[Step], watch: Callable[[Iterable[Step]], Iterator[Step]]) -> Iterator[Any]:
@@ -262,6 +263,7 @@ class Steps:
             return None  # the pipeline does the same, only slower
 
     def _steps_to_time(self) -> int:
+        # With "require" there is nothing to weigh up: eager steps only let the optimizer make its state.
         return WATCHED if self._compile == "auto" else 2
 
     def _eager(self, items: Iterable[Step]) -> Iterator[Any]:
@@ -338,6 +340,7 @@ class Steps:
 
     def _capture(self) -> CapturedStep:
         engine, progress = self._engine()
+        # With "require" every step must be captured, also those of rare shapes.
         patience = PATIENCE if self._compile == "auto" else 0
         step = CapturedStep(
             ShardedSource(self._model, self._optimizer),

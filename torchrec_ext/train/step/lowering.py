@@ -290,6 +290,7 @@ class Packer:
         for key, count in counts.items():
             current = capacities.get((where, key, stride), 0)
             if outgrown or not current:
+                # Never the stride: a part with as many ids as bags would be read as one id in each bag.
                 new_capacity = (
                     -(-int(count * (_GROWTH if current else _HEADROOM)) // _ROUND_TO) * _ROUND_TO or _ROUND_TO
                 )

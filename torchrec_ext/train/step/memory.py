@@ -387,7 +387,7 @@ class StepMemory:
         if self.unsettled >= self._max_unsettled:
             self.settle()
         for index, group in enumerate(self._groups):
-            if group["lr"] != self._last_rates[index]:
+            if group["lr"] != self._last_rates[index]:  # filling a tensor on a GPU costs a kernel in each step
                 self._last_rates[index] = group["lr"]
                 self._rates[index].fill_(group["lr"])
         self.unsettled += 1
@@ -428,7 +428,9 @@ class StepMemory:
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns all tensors by name."""
-        memory = {"step": self._step, **{f"rate {index}": rate for index, rate in enumerate(self._rates)}, **self.fixed}
+        memory = {"step": self._step}
+        memory |= {f"rate {index}": rate for index, rate in enumerate(self._rates)}
+        memory |= self.fixed
         for parameter in self.moved:
             memory[parameter.name] = parameter.weight
             memory |= {f"{parameter.name}/{index}": value for index, value in enumerate(parameter.state)}
@@ -452,6 +454,5 @@ class StepMemory:
 
     def clock(self, moved: UpdatedParameter, tensors: Mapping[str, Tensor]) -> Clock:
         """Returns the step count and learning rate of a parameter."""
-        return Clock(
-            tensors["step"], tensors[f"rate {next(index for index, g in enumerate(self._groups) if g is moved.group)}"]
-        )
+        index = next(index for index, group in enumerate(self._groups) if group is moved.group)
+        return Clock(tensors["step"], tensors[f"rate {index}"])

@@ -62,6 +62,7 @@ def split_at(graph: GraphModule, cuts: Sequence[int]) -> tuple[list[StepPart], l
     for result in filter(None, results):
         if result.op != "placeholder":
             bodies[-1 if result in origins.views else origins.number[result]].give(result)
+    # After the results, because making one an output may add inputs to its part.
     for body in bodies:
         for node in body.inputs:
             if node.op != "placeholder":

@@ -214,5 +214,6 @@ def unpipelined(pipeline: TrainPipelineSparseDist[TowerBatch, Any], model: nn.Mo
     """
     pipelined = {id(module) for module in pipeline._pipelined_modules}
     sharded = {path: module for path, module in model.named_modules() if isinstance(module, ShardedModule)}
+    # A module inside of another sharded module has its input dist in that one.
     outermost = [path for path in sharded if not any(path.startswith(f"{other}.") for other in sharded)]
     return [path for path in outermost if id(sharded[path]) not in pipelined]

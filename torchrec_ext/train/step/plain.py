@@ -168,6 +168,7 @@ class PlainStep:
     def _update(self, grads: Sequence[Tensor | None]) -> None:
         if self._adam is not None and self._adam.step(grads):
             return
+        # The optimizer itself makes the first step, which creates its state, and handles missing and bad gradients.
         for parameter, grad in zip(self._parameters, grads, strict=True):
             parameter.grad = grad
         self._optimizer.step()
