@@ -83,7 +83,11 @@ class Schedule:
         if self.kind == "step":
             return self.gamma ** (steps_after_warmup // self.every)
         progress = min(steps_after_warmup / decay_steps, 1.0)
-        decay = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}[self.kind]
+        decay = 1.0
+        if self.kind == "linear":
+            decay = 1 - progress
+        elif self.kind == "cosine":
+            decay = (1 + math.cos(math.pi * progress)) / 2
         return self.floor + (1 - self.floor) * decay
 
 

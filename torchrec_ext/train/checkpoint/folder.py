@@ -268,7 +268,8 @@ class CheckpointFolder:
         if not self.files.exists(path):
             return None
         note = self.noted(_MOVE_NOTE)
-        name, steps = (note.get("folder"), note.get("steps")) if isinstance(note, dict) else (None, None)
+        name = note.get("folder") if isinstance(note, dict) else None
+        steps = note.get("steps") if isinstance(note, dict) else None
         is_valid_name = isinstance(name, str) and _ASIDE.fullmatch(name) is not None
         if is_valid_name and isinstance(steps, list) and all(type(step) is int and step >= 0 for step in steps):
             return _Move(str(name), steps)
@@ -508,7 +509,8 @@ def check_shared(folder: str, rank: int, gathered: Callable[[Any], list[Any]]) -
     name, wrong = gathered(_write_probe(files, root) if rank == 0 else None)[0]
     if wrong:
         raise CheckpointError(f"folder '{folder}' cannot be written: {wrong}")
-    views = gathered((rank == 0 or _wait_for_file(files, f"{root}/{name}"), socket.gethostname()))
+    sees_file = rank == 0 or _wait_for_file(files, f"{root}/{name}")
+    views = gathered((sees_file, socket.gethostname()))
     if rank == 0:
         files.rm(f"{root}/{name}")
     blind = [f"rank {number} on {host}" for number, (sees, host) in enumerate(views) if not sees]

@@ -120,7 +120,10 @@ def _clip_rows(value: Any, size: tuple[int, ...]) -> Any:
     """Clips a table to its saved rows; other tensors are returned unchanged."""
     if not isinstance(value, Parts) or value.size() == size:
         return value
-    parts = [LocalShard(shard.tensor[: max(size[0] - shard.offsets[0], 0)], shard.offsets) for shard in value.parts]
+    parts = []
+    for shard in value.parts:
+        saved_rows = max(size[0] - shard.offsets[0], 0)
+        parts.append(LocalShard(shard.tensor[:saved_rows], shard.offsets))
     return Parts(size, parts)
 
 
@@ -134,7 +137,9 @@ def _refuse(
     result.said = [line for line in everything if line not in refused]
     if refused:
         more = f"; and {len(refused) - 8} more" if len(refused) > 8 else ""
-        kinds = sorted({kind for line, kind in everything.items() if line in refused and kind} & set(get_args(Change)))
+        # Only differences that the user may allow are part of the remedy.
+        refused_kinds = {kind for line, kind in everything.items() if line in refused and kind}
+        kinds = sorted(refused_kinds & set(get_args(Change)))
         remedy = f"; if that is meant, allow it: start.allow={','.join([*allow, *kinds])}" if kinds else ""
         raise CheckpointError(
             f"checkpoint '{path}' is of another model or optimizer: {'; '.join(refused[:8])}{more}{remedy}"
@@ -294,7 +299,8 @@ def _grow(state: ModelState, matched: Match, cold_rows: Mapping[str, Parts]) -> 
             continue
         row = cold_rows[name].parts[0].tensor if name in cold_rows else None
         for shard in parts:
-            _fill(shard.tensor[max(matched.grown[table] - shard.offsets[0], 0) :], row, shard.offsets[1])
+            saved_rows = max(matched.grown[table] - shard.offsets[0], 0)
+            _fill(shard.tensor[saved_rows:], row, shard.offsets[1])
 
 
 def _fill(rows: Tensor, cold: Tensor | None, column: int) -> None:

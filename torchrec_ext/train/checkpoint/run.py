@@ -153,11 +153,13 @@ class RunCheckpoints:
             return Position()
         index = read_index(self._resume).state_dict_metadata
         sums = [name for name in index if name.startswith("rank.") and name.endswith(".sums")]
-        prefixes = ("loader.", f"rank.{run.runtime.rank}.", *(sums if len(sums) != run.runtime.world_size else ()))
+        prefixes = ["loader.", f"rank.{run.runtime.rank}."]
+        if len(sums) != run.runtime.world_size:  # the ranks share all sums, see _share_sums()
+            prefixes += sums
         extra: State = {
             name: torch.empty(metadata.size, dtype=metadata.properties.dtype)
             for name, metadata in index.items()
-            if name.startswith(prefixes) and isinstance(metadata, TensorStorageMetadata)
+            if name.startswith(tuple(prefixes)) and isinstance(metadata, TensorStorageMetadata)
         }
         saved = self._checkpointer.load(self._resume, model_state(run.model, run.optimizer), extra)
         content = self._with_evaluation(counted_from_one(saved["content"]))

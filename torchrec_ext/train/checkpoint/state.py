@@ -279,7 +279,8 @@ def _make_first_state(optimizer: KeyedOptimizer) -> None:
 
 def _slots(state: Mapping[str, Any], table: BaseEmbeddingConfig | None) -> dict[str, Any]:
     """Renames an optimizer's state to torch.optim's names; TorchRec's kernels use ``TABLE.momentum1`` for the first."""
-    slots = {name.removeprefix(f"{table.name}.") if table else name: value for name, value in state.items()}
+    prefix = f"{table.name}." if table else ""
+    slots = {name.removeprefix(prefix): value for name, value in state.items()}
     if "momentum1" in slots:
         slots["exp_avg" if "exp_avg_sq" in slots else "sum"] = slots.pop("momentum1")
     if table and "sum" in slots:

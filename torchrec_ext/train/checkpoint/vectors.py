@@ -189,7 +189,9 @@ def _read_blocks(path: str, name: str, metadata: Any) -> Iterator[tuple[int, Ten
     starts = sorted({chunk.offsets[0] for chunk in metadata.chunks}) if size else [0]
     for start, stop in zip(starts, [*starts[1:], size[0] if size else 0], strict=True):
         block = torch.empty((stop - start, *size[1:]) if size else (), dtype=metadata.properties.dtype)
-        parts: Any = Parts(size, [LocalShard(block, (start, *[0] * (len(size) - 1)))]) if len(size) > 1 else block
-        target = block if len(size) <= 1 else parts
+        target: Any = block
+        if len(size) > 1:  # a scalar or vector was saved as one block, so it is loaded as a plain tensor
+            offsets = (start, *[0] * (len(size) - 1))
+            target = Parts(size, [LocalShard(block, offsets)])
         dcp.load({name: target}, storage_reader=reader(path), planner=LoadPlanner(), no_dist=True)
         yield start, block

@@ -282,7 +282,9 @@ class FiniteLoss:
 
     def _explain(self, checked: _CheckedStep | None) -> tuple[str, int]:
         """Returns the cause and the step, the same on every rank; all call it."""
-        bad_loss = None if checked is None or torch.isfinite(checked.loss).all() else str(checked.loss.sum().item())
+        bad_loss = None
+        if checked is not None and not torch.isfinite(checked.loss).all():
+            bad_loss = str(checked.loss.sum().item())
         columns = list(_bad_columns(checked.batch, self._model)) if checked and bad_loss else []
         # If losses are read late, the bad step has already changed the weights, so they no longer show the cause.
         weights = [] if self._late else list(_bad_weights(self._model))
@@ -340,7 +342,8 @@ def _bad_weights(model: nn.Module) -> Iterator[str]:
     for shard in local_shards(model):
         tables.add(shard.fqn)
         for start in range(0, shard.tensor.shape[0], BLOCK_ROWS):
-            rows = (~torch.isfinite(shard.tensor[start : start + BLOCK_ROWS])).any(dim=1).nonzero().reshape(-1)
+            is_bad = (~torch.isfinite(shard.tensor[start : start + BLOCK_ROWS])).any(dim=1)
+            rows = is_bad.nonzero().reshape(-1)
             if len(rows):
                 yield f"table '{shard.config.name}' is not finite in row {shard.row + start + int(rows[0])}"
                 break

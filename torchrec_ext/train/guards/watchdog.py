@@ -161,7 +161,8 @@ class Watchdog:
                 self._last_counts[rank] = count, now
 
     def _standing_still(self, now: float, after_s: float) -> list[int]:
-        return [rank for rank, (_, since) in self._last_counts.items() if now - since > min(_SIGN_AFTER_S, after_s / 2)]
+        silence_s = min(_SIGN_AFTER_S, after_s / 2)
+        return [rank for rank, (_, since) in self._last_counts.items() if now - since > silence_s]
 
     def _report(self, file: IO[str], silent_s: float, collective: str, silent_ranks: Sequence[int]) -> None:
         waits = f"it waits for other ranks in {collective}" if collective else "it waits for no other rank"

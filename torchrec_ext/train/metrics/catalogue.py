@@ -59,7 +59,8 @@ class Coverage:
         if runtime.world_size > 1:
             dist.all_reduce(is_recommended, dist.ReduceOp.MAX)
         is_recommended[self._not_items] = 0
-        return {f"coverage@{self._k}": int(is_recommended.sum()) / (len(is_recommended) - len(set(self._not_items)))}
+        num_items = len(is_recommended) - len(set(self._not_items))
+        return {f"coverage@{self._k}": int(is_recommended.sum()) / num_items}
 
 
 PAIRS_PER_BLOCK = 2**17  # scores of half a MiB stay in the cache between the passes over them
@@ -189,7 +190,8 @@ def _bounds(scores: Tensor, depth: int) -> Tensor:
 def _compare(scores: Tensor, rows: Tensor, target_scores: Tensor, *, alone: bool) -> tuple[Tensor, Tensor]:
     """Counts, for each target, the greater scores of its row, and the other scores equal to its own."""
     if alone:
-        return _count(torch.gt, scores, target_scores[:, None]), _count(torch.eq, scores, target_scores[:, None]) - 1
+        column = target_scores[:, None]
+        return _count(torch.gt, scores, column), _count(torch.eq, scores, column) - 1  # a target equals itself
     # A row of scores is copied for each of its targets: in blocks, so that the copies are never larger than the scores.
     size = max(1, len(scores))
     blocks = zip(torch.split(rows, size), torch.split(target_scores, size), strict=True)
@@ -329,7 +331,9 @@ def _check_targets(rows: Tensor, items: Tensor) -> None:
             f"target_rows: {int(rows[index])} after {before}; must ascend from 0 without a gap, since every query "
             "needs a target: sort the targets by query, and number the queries that have one"
         )
-    pairs = (rows.long() * (1 + int(items.max()) if len(items) else 1) + items).sort().values
+    # One number for each pair, so that equal pairs are neighbours after one sort.
+    num_items = 1 + int(items.max()) if len(items) else 1
+    pairs = (rows.long() * num_items + items).sort().values
     repeated = int((pairs[1:] == pairs[:-1]).sum())
     if repeated:
         raise ValueError(f"targets: {repeated} of {len(rows)} pairs (query, item) repeat; give each once")

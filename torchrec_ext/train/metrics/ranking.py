@@ -61,7 +61,9 @@ def named_figures(ranks: TargetRanks, figures: Sequence[tuple[Figure, int]]) -> 
         >>> named_figures(TargetRanks(torch.tensor([0, 9]), torch.tensor([0, 0])), [("hr", 5), ("mrr", 10)])
         {'hr@5': 0.5, 'mrr@10': 0.55}
     """
-    values = ranking_metrics(ranks, sorted({k for _, k in figures}), sorted({name for name, _ in figures}))
+    ks = sorted({k for _, k in figures})
+    names = sorted({name for name, _ in figures})
+    values = ranking_metrics(ranks, ks, names)
     return {f"{name}@{k}": values[f"{name}@{k}"] for name, k in figures}
 
 
@@ -294,7 +296,9 @@ def candidate_ranks(
     blocks = zip(*(torch.split(tensor, rows) for tensor in (*embedded, own_ids)), strict=True)
     for *block_towers, block_ids in watched(blocks, most_blocks):
         outputs = [tensor.repeat_interleave(width, dim=0) for tensor in block_towers]
-        scores.append(model.interaction([*outputs, items[block_ids.clamp(min=0).flatten()]]).view(block_ids.shape))
+        # Padding has ids below 0: it is scored as item 0, and ranks_among() leaves it out.
+        candidates_of_block = items[block_ids.clamp(min=0).flatten()]
+        scores.append(model.interaction([*outputs, candidates_of_block]).view(block_ids.shape))
     return gather_ranks(ranks_among(torch.cat(scores), own_ids), runtime)
 
 

@@ -54,7 +54,8 @@ def own_share(total: int, runtime: Runtime, block: int = 1024) -> list[PaddedRow
     shares = []
     for start in range(runtime.rank * share, (runtime.rank + 1) * share, block):
         keep = max(0, min(start + block, stop) - start)
-        shares.append(PaddedRows(slice(start, start + keep) if keep else slice(total - 1, total), keep))
+        rows = slice(start, start + keep) if keep else slice(total - 1, total)
+        shares.append(PaddedRows(rows, keep))
     return shares
 
 

@@ -106,7 +106,10 @@ def paragraph(text: str, kind: str = "") -> str:
 def text_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Renders a table of plain texts."""
     head = "".join(f"<th>{escape(cell)}</th>" for cell in headers)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    body = ""
+    for row in rows:
+        cells = "".join(f"<td>{escape(cell)}</td>" for cell in row)
+        body += f"<tr>{cells}</tr>"
     return f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
@@ -218,7 +221,9 @@ def gains(rows: Sequence[tuple[str, tuple[float, float] | None, float | None]], 
         if ratio is not None:
             x = min(position(ratio), 992)  # the line is 8 wide, and must stay inside of 1,000
             shapes += f'<rect x="{x:.2f}" y="0" width="8" height="20" fill="var(--c1)"><title>measured</title></rect>'
-        text = f"{_short_number(gain[0])} to {_short_number(gain[1])}x" if gain is not None else "not known"
+        text = "not known"
+        if gain is not None:
+            text = f"{_short_number(gain[0])} to {_short_number(gain[1])}x"
         if ratio is not None:
             text += f", was {_short_number(ratio)}x"
         row_elements.append(
@@ -257,7 +262,8 @@ def chart(curves: Sequence[Curve], *, x: str, log: bool = False, caption: str = 
     points = [point for curve in drawable_curves for point in curve.points]
     if not points:
         return f"<figure>{_caption(caption or 'no figures')}</figure>"
-    (left, right), (low, high) = (_range([point[axis] for point in points], log) for axis in (0, 1))
+    left, right = _range([point[0] for point in points], log)
+    low, high = _range([point[1] for point in points], log)
 
     def to_pixels(point: tuple[float, float]) -> tuple[float, float]:
         return (
@@ -314,7 +320,12 @@ def _thin_out(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]
     if points_per_mean <= 1:
         return list(points)
     blocks = [points[start : start + points_per_mean] for start in range(0, len(points), points_per_mean)]
-    return [(sum(p[0] for p in block) / len(block), sum(p[1] for p in block) / len(block)) for block in blocks]
+    means = []
+    for block in blocks:
+        x = sum(point[0] for point in block) / len(block)
+        y = sum(point[1] for point in block) / len(block)
+        means.append((x, y))
+    return means
 
 
 def _range(values: Sequence[float], log: bool) -> tuple[float, float]:
@@ -329,7 +340,9 @@ def _range(values: Sequence[float], log: bool) -> tuple[float, float]:
 
 
 def _fraction(value: float, low: float, high: float, log: bool) -> float:
-    return math.log(value / low) / math.log(high / low) if log else (value - low) / (high - low)
+    if log:
+        return math.log(value / low) / math.log(high / low)
+    return (value - low) / (high - low)
 
 
 def _ticks(low: float, high: float, log: bool) -> list[float]:
@@ -340,15 +353,18 @@ def _ticks(low: float, high: float, log: bool) -> list[float]:
         ([0.4, 0.5, 0.6], [10, 100, 1000, 10000])
     """
     if log:
-        powers = range(math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9) + 1)
-        ticks = [10**power for power in powers]
+        # The margins keep a power of ten at an end of the range, in spite of rounding.
+        first = math.ceil(math.log10(low) - 1e-9)
+        last = math.floor(math.log10(high) + 1e-9)
+        ticks = [10**power for power in range(first, last + 1)]
         return ticks[:: -(-len(ticks) // 5)] if len(ticks) > 1 else [low, high]
     raw = (high - low) / 4
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw)
     first = math.ceil(low / step - 1e-9)
     digits = 1 - math.floor(math.log10(step))
-    return [round(number * step, digits) for number in range(first, math.floor(high / step + 1e-9) + 1)]
+    last = math.floor(high / step + 1e-9)
+    return [round(number * step, digits) for number in range(first, last + 1)]
 
 
 def _with_labels(ticks: Sequence[float]) -> list[tuple[float, str]]:
@@ -372,7 +388,8 @@ def _short_number(value: float) -> str:
         >>> [_figure(value) for value in (0.6, 12_500, 3e6, 1.05, 2.5e9)]
         ['0.6', '12.5k', '3M', '1.05', '2.5G']
     """
-    for size, name in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= size:
-            return f"{value / (1e3 if name == 'k' else size):.3g}{name}"
+    # From 10,000 on, not from 1,000: four digits read as easily as 1.23k.
+    for least, size, name in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if abs(value) >= least:
+            return f"{value / size:.3g}{name}"
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"

@@ -141,6 +141,7 @@ class Window:
 
 def _ranks_wait(waits: Sequence[Sequence[float]]) -> dict[str, Any]:
     """Returns a record's entries about waits: the mean share in collectives, and each rank's two shares."""
+    # The two waits are read from two clocks, so their sum may be a little above 1: it is cut.
     shares = [[round(data, 4), round(min(ranks, 1 - data), 4)] for data, ranks in waits]
     mean = sum(ranks for _, ranks in shares) / len(shares)
     return {"ranks_wait": mean, **({"waits": shares} if len(shares) <= _MOST_RANKS else {})}
@@ -458,7 +459,8 @@ def run_page(
     summary = paragraph(conclusion(records, facts.test), "conclusion")
     summary += "".join(paragraph(note, "warning") for note in (*facts.notes, *errors))
     last = max((record["step"] for record in records), default=0)
-    summary += paragraph(f"{last:,} steps, {sum(record['rows'] for record in train):,} rows trained", "muted")
+    rows = sum(record["rows"] for record in train)
+    summary += paragraph(f"{last:,} steps, {rows:,} rows trained", "muted")
     # The result comes first, then what to do next; pictures of how it went follow.
     cards = []
     if facts.test:

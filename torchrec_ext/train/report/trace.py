@@ -341,7 +341,8 @@ class Timeline:
             range(len(self.ranks)), [f"rank {number}\n{rank.host}" for number, rank in enumerate(self.ranks)]
         )
         axes.set_ylim(len(self.ranks) - 0.4, -0.5)
-        caption = ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in self.figures().items())
+        shares = [f"{name.replace('_', ' ')} {share:.0%}" for name, share in self.figures().items()]
+        caption = ", ".join(shares)
         axes.set(xlabel="ms", title=caption)
         axes.spines[["top", "right", "left"]].set_visible(False)
         key = [Patch(color=colours[name], label=f"{name}: forward above backward, waits pale") for name in names]

@@ -155,7 +155,10 @@ def line_of(error: BaseException) -> str:
         for frame in traceback.extract_tb(error.__traceback__)
         if not frame.filename.startswith((torch_folder, "<"))
     ]
-    return f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else "an unknown place"
+    if not frames:
+        return "an unknown place"
+    last = frames[-1]
+    return f"{last.filename}:{last.lineno} ({last.line})"
 
 
 def cuda_graph(step: Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
@@ -531,7 +534,8 @@ class CapturedStep:
                 **{n: t.leaves() for n, t in tables.items()},
             }
             grads = self._source.gradients(loss, leaves)
-        self._source.no_gradient([name for name, of_one in grads.items() if all(grad is None for grad in of_one)])
+        unreached = [name for name, of_one in grads.items() if all(grad is None for grad in of_one)]
+        self._source.no_gradient(unreached)
         with torch.no_grad():
             self._limit_norm(grads, tables)
             for parameter in memory.moved:

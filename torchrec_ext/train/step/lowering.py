@@ -261,7 +261,9 @@ class Packer:
         are_lists = [
             (where, key, stride) in self._capacities for key in keys
         ]  # a feature that had lists once is always padded
-        all_single = not any(are_lists) and (not keys or (counts == [stride] * len(keys) and bool(lengths.eq(1).all())))
+        all_single = not any(are_lists)
+        if all_single and keys:  # the counts are compared first: they are on the host, the lengths may be on a GPU
+            all_single = counts == [stride] * len(keys) and bool(lengths.eq(1).all())
         weights = bags.weights_or_none()
         if all_single:
             parts = tuple(counts)

@@ -217,7 +217,10 @@ class _OneEach:
     """Bags of one id each."""
 
     def __init__(self, features: KeyedJaggedTensor) -> None:
-        self._ids = dict(zip(features.keys(), features.values().view(len(features.keys()), -1).unbind(), strict=True))
+        keys = features.keys()
+        # Ids are stored feature by feature, so with one id a bag they are a matrix with a row for each feature.
+        ids_by_feature = features.values().view(len(keys), -1).unbind()
+        self._ids = dict(zip(keys, ids_by_feature, strict=True))
 
     def pooled(self, feature: str, table: BaseEmbeddingConfig, weight: Tensor) -> Tensor:
         return weight.index_select(0, self._ids[feature])  # its backward is faster than that of embedding()

@@ -285,7 +285,8 @@ def caught_up(
     if decay_of(choice):
         last = torch.minimum(since + len(clock.powers), step).remainder(len(clock.decays))
         slide = slide * (decays_at_step - clock.decays.index_select(0, last)).exp().to(rows.dtype)[:, None]
-    scaled_eps = choice.eps * torch.sqrt(1 - torch.exp((since + 1).to(rows.dtype) * math.log(beta2)))[:, None]
+    power2 = torch.exp((since + 1).to(rows.dtype) * math.log(beta2))
+    scaled_eps = choice.eps * torch.sqrt(1 - power2)[:, None]
     decayed = rows * decay_product
     updated = decayed - slide * first_moment / (second_moment.sqrt() + scaled_eps)
     # A row that never had a gradient has moments of 0. If eps is 0 too, that would be 0 / 0.
