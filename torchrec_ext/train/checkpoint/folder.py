@@ -41,8 +41,7 @@ from torchrec_ext.sealed import (
 from torchrec_ext.train.checkpoint.storage import CheckpointError, is_url, read_metadata
 
 NAME = "manifest.json"
-FORMAT = 1
-_BLOCK = 2**22
+FORMAT = 1  # of manifests; a reader refuses newer ones
 
 
 def digest(files: AbstractFileSystem, path: str) -> dict[str, Any]:
@@ -174,7 +173,7 @@ class CheckpointFolder:
         try:
             self._settle(step)
             path = self.writing(step)
-            if self.files.exists(path):
+            if self.files.exists(path):  # left by a save that was killed
                 self.files.rm(path, recursive=True)
             self.files.makedirs(path, exist_ok=True)
         except OSError as error:
@@ -186,13 +185,15 @@ class CheckpointFolder:
     def commit(self, step: int, content: bytes) -> None:
         """Turns the written files into a checkpoint; ``content`` are the bytes of its manifest."""
         path = self.writing(step)
-        (first, second) = self._names_of_step(step)
+        first, second = self._names_of_step(step)
         if self.remote:
+            # The other checkpoint of this step is removed only after the new one counts.
             with self.files.open(f"{path}/{NAME}", "wb") as stream:
                 stream.write(content)
             self._remove(first if path == second else second)
             return
         write_whole(f"{path}/{NAME}", content)
+        # A folder cannot be renamed onto another, so an existing first one is replaced in two moves.
         rename_synced(path, second if os.path.exists(first) else first)
         self._settle(step)
 
@@ -361,6 +362,7 @@ class CheckpointFolder:
         names = self._names()
         entries = []
         move = self._pending_move() if _MOVE_NOTE in names else None
+        # All steps of a pending move leave the list at once, so that a resume never sees half of them.
         moved_steps = [] if move is None else move.steps
         for name in names:
             match = _STEP_NAME.fullmatch(name.removesuffix(_PARTIAL).removesuffix(_AGAIN))

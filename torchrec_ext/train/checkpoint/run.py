@@ -22,7 +22,7 @@ from torchrec_ext.train.checkpoint.folder import CheckpointFolder, CheckpointRan
 from torchrec_ext.train.checkpoint.load import load_checkpoint, load_weights
 from torchrec_ext.train.checkpoint.state import State, model_state
 
-_TENSOR_KEY = "a tensor of the checkpoint"
+_TENSOR_KEY = "a tensor of the checkpoint"  # stands for a tensor in a JSON state; no loader has such a key
 _OUTCOME = "evaluated.json"  # next to the checkpoints: the outcome of the evaluation after the last one
 
 
@@ -174,8 +174,9 @@ class RunCheckpoints:
         except ValueError as error:
             if self._config.changed == "refuse":
                 raise ValueError(f"checkpoint '{self._resume}': {error}, with checkpoint.changed=next_epoch") from None
-            position.ended = True
+            position.ended = True  # checkpoint.changed=next_epoch: the rest of this epoch is left out
         self._checkpointer.branch(saved, content["watch"]["best"])
+        # Resumed in its own folder, the run need not save this step again; in another folder it must.
         if _parent(self._resume) == self._checkpointer.folder.address:
             self._last_saved_step = position.step
             self._saved_records = len(saved["content"]["position"]["history"])

@@ -57,6 +57,7 @@ class LossScaling:
     def __init__(self, optimizer: HybridOptimizer, device: torch.device, *, first: float = 65536.0) -> None:
         self._optimizer = optimizer
         self._scaler = torch.amp.GradScaler(device.type, init_scale=first)
+        # Kernels of sharded tables update inside the backward, before unscaling.
         sharded = [
             name for name in optimizer.table_choices if not any(f".{name}." in key for key in self._replicated_keys())
         ]

@@ -15,13 +15,13 @@ from typing import IO
 
 from typing_extensions import Self
 
-_POLL_S = 1.0
+_POLL_S = 1.0  # seconds between two looks at the rank, or fewer with a short limit
 _PATIENCE_S = 5.0  # a rank that only waits reports this much later, so that the rank it waits for reports first
 # Without a limit from the user: this many times the slowest of the last steps, within these bounds. The lower bound
 # ends a job of fast steps within a minute, half of which torchrun waits for a stopped rank. The upper bound is below
 # the collectives' own timeout of five minutes.
 _SLOWEST_STEPS, _LEAST_S, _MOST_S = 100.0, 25.0, 240.0
-_DECAY = 0.98
+_DECAY = 0.98  # of the slowest step's time, with each step
 _SIGN_AFTER_S = 5.0  # without a step: then a rank signals that its process runs, and reads the signs of the others
 
 
@@ -125,11 +125,13 @@ class Watchdog:
                 self._collective = call
                 self._collective_since = now
             if last is None:
+                # In a pause only the time in one collective counts: computing may take as long as it likes.
                 faulthandler.cancel_dump_traceback_later()
                 last = now if call is None else self._collective_since
             else:
                 # Armed anew in each round, so it fires by itself if this thread cannot run.
                 faulthandler.dump_traceback_later(after_s + _PATIENCE_S, file=self._file)
+            # While steps are made, no files are touched: they may be on a slow network.
             if self._last_beat is None or now - last > min(_SIGN_AFTER_S, after_s / 4):
                 self._write_sign()
                 self._read_signs(now)
@@ -144,7 +146,9 @@ class Watchdog:
             self._write_sign()  # until ``end`` has ended the process
 
     def _current_collective(self) -> FrameType | None:
-        return _collective(sys._current_frames().get(self._main_thread)) if self._others else None
+        if not self._others:  # one rank waits for no other
+            return None
+        return _collective(sys._current_frames().get(self._main_thread))
 
     def _write_sign(self) -> None:
         self._count += 1

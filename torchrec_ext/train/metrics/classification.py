@@ -145,6 +145,7 @@ def _area(classes: Tensor) -> tuple[float, float]:
     pairs = float(positive.sum() * negative.sum())
     if not pairs:
         return math.nan, math.nan
+    # A pair is in order if its negative row is below; pairs within one value tie and count half.
     negatives_below = negative.cumsum(0) - negative
     return float((positive * (negatives_below + negative / 2)).sum()) / pairs, float(
         (positive * negative).sum()
@@ -165,7 +166,7 @@ def _all_ranks(sums: Tensor, runtime: Runtime) -> Tensor:
     """Returns the sum over ranks; ``sums`` itself is unchanged."""
     if runtime.world_size == 1:
         return sums
-    total = sums.to(runtime.device, copy=True)
+    total = sums.to(runtime.device, copy=True)  # a copy, because later updates add to this rank's own sums
     dist.all_reduce(total)
     return total
 

@@ -200,6 +200,7 @@ class _Places:
         """
         start = torch.full_like(self.relevant, torch.iinfo(torch.int64).max)
         start = start.scatter_reduce(0, self._queries, self._better, "amin")
+        # Relevant items of one score have equal numbers of better candidates, so these identify the group.
         in_group = self._better == start[self._queries]
         relevant = self._zeros.index_add(0, self._queries, in_group.double())
         size = self._zeros.scatter_reduce(0, self._queries, (self._ties + 1).double() * in_group, "amax")
@@ -211,6 +212,7 @@ class _Places:
             here = torch.where((offset < size) & (start + offset < k), none_yet * relevant / remaining, 0.0)
             hit += here
             reciprocal += here / (start + offset + 1)
+            # Clamped, because past the end of a group fewer places are left than there are relevant items.
             none_yet = none_yet * ((remaining - relevant) / remaining).clamp(min=0)
         return hit, reciprocal
 

@@ -44,6 +44,7 @@ class _Sleep:
         except OSError:
             return
         weakref.finalize(self, os.close, self._file)
+        # Checked once here: the file may exist without its three numbers.
         self.is_available = len(os.pread(self._file, 96, 0).split()) == 3
 
     def __call__(self) -> float:

@@ -388,8 +388,8 @@ def _band(axes: Any, intervals: Sequence[Interval], low: float, height: float, c
 
 
 SKIP = 5  # steps before the trace: the pipeline fills, buffers are allocated
-MOST = 100
-_CLOCK_ROUNDS = 10
+MOST = 100  # steps to trace: rank 0 holds the traces of all ranks
+_CLOCK_ROUNDS = 10  # the fastest of these is hardly disturbed by other processes
 
 
 class StepTrace:

@@ -146,7 +146,7 @@ def _replace_submodule(module: nn.Module, path: str, new: nn.Module) -> nn.Modul
 
 _HEADROOM = 1.25  # first capacity / ids of the first batch with lists
 _GROWTH = 2.0  # new capacity / ids of the batch that outgrew the old one: growing lists make few layouts
-_ROUND_TO = 64
+_ROUND_TO = 64  # capacities are multiples, so that batches of almost equal lists share a layout
 
 
 @dataclass(frozen=True)

@@ -173,6 +173,7 @@ class RowTable:
 TableRows = WholeTable | RowTable
 
 
+# State tensors of each rule besides the step count: moments, or sums of squares.
 _STATE_COUNTS = {"adam": 2, "lazy_adam": 2, "adagrad": 1, "row_wise_adagrad": 1, "sgd": 0}
 
 

@@ -50,6 +50,7 @@ def split_at(graph: GraphModule, cuts: Sequence[int]) -> tuple[list[StepPart], l
     nodes = list(graph.graph.nodes)
     results = list(nodes[-1].args[0])
     order = {node: index for index, node in enumerate(nodes)}
+    # A part ends with the op of its cut: each op belongs to the first part that ends at or after it.
     ends = [order[results[cut]] for cut in cuts]
     origins = _Origins(nodes)
     bodies = [_Body(graph, number, origins) for number in range(len(ends) + 1)]
@@ -61,21 +62,25 @@ def split_at(graph: GraphModule, cuts: Sequence[int]) -> tuple[list[StepPart], l
     results = [None if result is None else origins.written(result) for result in results]
     for result in filter(None, results):
         if result.op != "placeholder":
-            bodies[-1 if result in origins.views else origins.number[result]].give(result)
+            # The last part returns views of inputs: only then are the inputs fully written.
+            number = -1 if result in origins.views else origins.number[result]
+            bodies[number].give(result)
     # After the results, because making one an output may add inputs to its part.
     for body in bodies:
         for node in body.inputs:
             if node.op != "placeholder":
                 bodies[origins.number[node]].give(node)
-    numbers = {node: index for index, node in enumerate(node for node in nodes if node.op == "placeholder")}
+    placeholders = [node for node in nodes if node.op == "placeholder"]
+    numbers = {node: index for index, node in enumerate(placeholders)}
     for body in bodies:
         for node in body.outputs:
             numbers.setdefault(node, len(numbers))
-    return [body.build(numbers) for body in bodies], [None if result is None else numbers[result] for result in results]
+    parts = [body.build(numbers) for body in bodies]
+    return parts, [None if result is None else numbers[result] for result in results]
 
 
 class _Origins:
-    """Finds views of the step's inputs among the nodes; ``number`` is the part of each other node."""
+    """Finds views of the step's inputs among the nodes; ``number`` is the part of each op."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self.number: dict[Node, int] = {}
@@ -146,6 +151,7 @@ class _Body:
                 self.add(node)
             else:
                 self.inputs.append(node)
+                # torch.fx needs all placeholders before the first op.
                 first_op = next((copied for copied in self.graph.nodes if copied.op != "placeholder"), None)
                 with nullcontext() if first_op is None else self.graph.inserting_before(first_op):
                     self._copies[node] = self.graph.placeholder(node.name)
