@@ -40,7 +40,7 @@ class CheckpointError(ValueError):
     """A checkpoint cannot be written or read, or does not belong here: the message names the file and what to do."""
 
 
-def first_error(error: BaseException) -> str:
+def cause(error: BaseException) -> str:
     """Returns, in one line, the error of the first rank that failed."""
     failures = list(getattr(error, "failures", {}).values())
     first_error = failures[0][0] if failures else error
