@@ -59,7 +59,7 @@ class EarlyStopWatch:
         return {"since": self._without_gain, "best": self.best}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores a state that :meth:`state_dict` returned."""
+        """Restores a state of :meth:`state_dict`."""
         self._without_gain = int(state["since"])
         self.best = state["best"]
 

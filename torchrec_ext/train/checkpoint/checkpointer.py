@@ -133,7 +133,7 @@ class Checkpointer:
     def branch(
         self, saved: Mapping[str, Any], best: Mapping[str, Any] | None, say: Callable[[str], None] = print
     ) -> None:
-        """Sets aside the checkpoints ahead of the loaded one, which becomes the parent of the next save.
+        """Sets aside the checkpoints ahead of the loaded one, and makes that the parent of the next save.
 
         Args:
             saved: the checkpoint's manifest, as :meth:`load_checkpoint` returns it.

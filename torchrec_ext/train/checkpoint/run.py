@@ -58,7 +58,7 @@ class Resumable(Protocol):
         """Returns the state."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores a state that :meth:`state_dict` returned."""
+        """Restores a state of :meth:`state_dict`."""
 
 
 class Sums(Protocol):

@@ -41,7 +41,7 @@ class CheckpointError(ValueError):
 
 
 def cause(error: BaseException) -> str:
-    """Returns, in one line, the error of the first rank that failed."""
+    """Returns the first failed rank's error in one line."""
     failures = list(getattr(error, "failures", {}).values())
     first_error = failures[0][0] if failures else error
     return f"{type(first_error).__name__}: {first_error}".splitlines()[0]

@@ -94,7 +94,7 @@ class Watchdog:
 
     @property
     def after_s(self) -> float:
-        """The seconds without a step, or in one collective during a pause, after which the job ends."""
+        """The seconds without a step, or in one collective during a pause, before the job ends."""
         if self._fixed_after_s is not None:
             return self._fixed_after_s
         if self._slowest_s is None or self._last_beat is None:

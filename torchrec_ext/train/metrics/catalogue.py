@@ -222,7 +222,7 @@ def catalogue_ranks(
 
     Both towers run once per row, spread over the ranks; then each rank scores its own queries against the whole
     catalogue, a block of pairs at a time, never a whole U x I matrix: beside the outputs of the item tower (I x D) it
-    holds 2**17 scores, or one query's where the catalogue is larger. Scores are compared unrounded: items with equal
+    holds 2**17 scores, or one query's if the catalogue is larger. Scores are compared unrounded: items with equal
     vectors tie, or differ in the last bit by their index in the matrix product, whichever of them is the target.
 
     Args:

@@ -53,7 +53,7 @@ class _Sleep:
 
 
 class Window:
-    """The loss and rows since the last record, summed on the device so that no step waits for it.
+    """Sums the loss and rows since the last record, on the device, so that no step waits for it.
 
     It also counts the seconds of waiting for batches. On several ranks of a CPU it counts the other blocked seconds of
     the thread too: in collectives, until the other ranks arrive and their data is there. Reading this clock takes two
@@ -199,7 +199,7 @@ def _mean_over_time(records: Sequence[Record], shares: Sequence[float]) -> float
 
 
 class Progress:
-    """A bar on a terminal; elsewhere a line per record, since a log file keeps every redraw of a bar."""
+    """Shows a bar on a terminal, else a line per record, because a log file keeps every redraw of a bar."""
 
     def __init__(self, total: int, visible: bool, done: int = 0) -> None:
         self._terminal = sys.stderr.isatty()

@@ -1,1 +1,1 @@
-"""One training step, in the way that is fastest where it runs: pipelined, plain or captured."""
+"""One training step, in the fastest form for its device and ranks: pipelined, plain or captured."""

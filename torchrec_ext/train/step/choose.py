@@ -241,7 +241,7 @@ class Steps:
             self._report()
 
     def settle(self) -> None:
-        """Completes deferred updates, so that model and optimizer are as after the same number of eager steps."""
+        """Completes deferred updates: model and optimizer then equal those after the same number of eager steps."""
         if self._step is not None:
             self._step.settle()
 
