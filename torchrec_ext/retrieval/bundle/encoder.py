@@ -372,7 +372,7 @@ def tower_digest(architecture: Architecture, names: Sequence[str], files: Mappin
     """
     read_tables: set[str] = set()
     for name in names:
-        read_tables |= set(tables_of(architecture.towers[name]))
+        read_tables |= set(named_tables(architecture.towers[name]))
     table_names = sorted(read_tables)
     digests = [files[architecture.tables[name]]["sha256"] for name in table_names]
     digests += [files[architecture.dense_file(name)]["sha256"] for name in names]
@@ -394,6 +394,6 @@ def projection_digest(architecture: Architecture, files: Mapping[str, Mapping[st
     return json_digest([tower, architecture.interaction, files[INTERACTION]["sha256"]], compact=True)
 
 
-def tables_of(description: Mapping[str, Any]) -> list[str]:
+def named_tables(description: Mapping[str, Any]) -> list[str]:
     """Returns the names of a described tower's tables."""
     return [table["arguments"]["name"] for table in description["arguments"]["tables"]]

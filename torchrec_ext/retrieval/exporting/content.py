@@ -35,11 +35,11 @@ from torchrec_ext.retrieval.bundle.encoder import (
     PREPROCESSOR,
     Architecture,
     RowEncoder,
+    named_tables,
     open_encoder,
     open_interaction,
     projection_digest,
     raw_request_columns,
-    tables_of,
     tower_digest,
     towers_of,
 )
@@ -200,7 +200,7 @@ class BundleContent:
         """Architecture of the bundle."""
         table_names: set[str] = set()
         for tower in self.live.towers.values():
-            table_names |= set(tables_of(tower))
+            table_names |= set(named_tables(tower))
         fields = [*self.queries.schema, *self.catalogue.features.schema]
         return Architecture(
             towers=self.live.towers,
