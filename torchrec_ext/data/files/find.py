@@ -95,9 +95,10 @@ def find_files(paths: PathLike | Sequence[PathLike], endings: Sequence[str]) -> 
     """
     path_list = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     files = []
-    for path in map(os.fspath, path_list):
-        find = _remote if "://" in path else _local
-        files += find(path, endings)
+    for path in path_list:
+        text = os.fspath(path)
+        find = _remote if "://" in text else _local
+        files += find(text, endings)
     if not files:
         raise DataError("no file was given; name at least one")
     return files

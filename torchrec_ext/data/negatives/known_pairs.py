@@ -212,5 +212,5 @@ def _sorted_once(keys: Int64) -> Int64:
     keys = np.sort(keys)
     if not len(keys):
         return keys
-    is_first = np.concatenate([[True], keys[1:] != keys[:-1]])
+    is_first: NDArray[np.bool_] = np.concatenate([[True], keys[1:] != keys[:-1]])
     return keys[is_first]
