@@ -41,7 +41,7 @@ SEPARATOR = "|"
 MOST_DISTINCT = 0.5
 MISSING_TIME = np.iinfo(np.int64).min
 # The first text among these rows decides whether a column holds dates.
-_LOOKED_AT = 1000
+_PROBE_ROWS = 1000
 _DAY = 86_400_000_000
 # Raw type of a column of dates or times.
 TIME = "timestamp[us]"
@@ -148,10 +148,10 @@ class RowContext:
             ):
                 separators[name] = separator
                 words = pc.list_flatten(pc.split_pattern(values, separator))
-                vocabularies[name] = _counted(words.filter(pc.not_equal(words, "")))
+                vocabularies[name] = _vocabulary_with_counts(words.filter(pc.not_equal(words, "")))
             else:
                 types |= {name: "bool"} if pa.types.is_boolean(values.type) else {}
-                vocabularies[name] = _counted(values)
+                vocabularies[name] = _vocabulary_with_counts(values)
         source_by_name = {f"{name}_{feature}": name for name, features in times.items() for feature in features}
         if clash := sorted(source_by_name.keys() & _arrays(rows).keys()):
             raise DataError(
@@ -263,7 +263,7 @@ def _arrays(rows: RawColumns | Chunk) -> dict[str, pa.Array]:
     return {name: pa.array(column.values) if isinstance(column, Column) else column for name, column in rows.items()}
 
 
-def _counted(values: pa.Array) -> Vocabulary:
+def _vocabulary_with_counts(values: pa.Array) -> Vocabulary:
     """Returns the distinct values, in sorted order, with the number of rows of each."""
     value_counts = pc.value_counts(values.cast(pa.int64()) if pa.types.is_boolean(values.type) else values)
     order = pc.sort_indices(value_counts.field("values"))
@@ -293,13 +293,13 @@ def raw_column(path: Path, name: str, column: pa.Array | pa.ChunkedArray) -> pa.
     column = _one_piece(column)
     kind = column.type
     if pa.types.is_integer(kind):
-        return _whole(path, name, column)
+        return _integers(path, name, column)
     if pa.types.is_floating(kind):
         check_finite(path, name, column.fill_null(0).to_numpy(zero_copy_only=False))
         return column.cast(pa.float32()) if pa.types.is_float16(kind) else column
     first = ""
     if pa.types.is_string(kind):
-        first = next((text for text in column[:_LOOKED_AT].to_pylist() if text), "")
+        first = next((text for text in column[:_PROBE_ROWS].to_pylist() if text), "")
     if is_iso(first) or _OTHER_DATE.fullmatch(first) or pa.types.is_date(kind) or pa.types.is_timestamp(kind):
         return times_in(path, name, column)
     if pa.types.is_string(kind) or pa.types.is_boolean(kind) or pa.types.is_null(kind) or is_list_type(kind):
@@ -318,7 +318,7 @@ def raw_ids(path: Path, name: str, column: pa.Array | pa.ChunkedArray) -> pa.Arr
     """
     column = _one_piece(column)
     if pa.types.is_integer(column.type):
-        return _whole(path, name, column)
+        return _integers(path, name, column)
     if pa.types.is_string(column.type) or pa.types.is_null(column.type):
         return column
     if is_list_type(column.type):
@@ -397,7 +397,7 @@ def _one_piece(column: pa.Array | pa.ChunkedArray) -> pa.Array:
     return array.cast(pa.string()) if pa.types.is_large_string(array.type) else array
 
 
-def _whole(path: Path, name: str, column: pa.Array) -> pa.Array:
+def _integers(path: Path, name: str, column: pa.Array) -> pa.Array:
     if pa.types.is_uint64(column.type):
         as_int64(str(path), name, Column(column.fill_null(0).to_numpy()))
     return column.cast(pa.int64())

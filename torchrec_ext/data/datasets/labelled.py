@@ -153,7 +153,7 @@ class LabelledData:
         last_rows = self.train.take(np.maximum(last[rows], 0))
         fillers = {**self.oov_ids, **dict.fromkeys(self.words.times, MISSING_TIME)}
         columns = {
-            name: _only(last_rows[name], is_trained, fillers.get(name, 0))
+            name: _fill_outside(last_rows[name], is_trained, fillers.get(name, 0))
             for name in dict.fromkeys((*names, *self.words.sources(names)))
         }
         return Chunk({key: Column(rows), **columns})
@@ -252,7 +252,7 @@ def _from_folder(config: LabelledConfig) -> LabelledData:
     chunks = {part: _numbered(columns, sizes, words) for part, columns in raw.items()}
     names = [column for name in raw["train"] for column in words.times.get(name, (name,))]
     sparse = [name for name in names if name in sizes or name in words.vocab]
-    owned = {owner: _owned(config, raw["train"], words, owner) for owner in _NAMES}
+    owned = {owner: _columns_of_owner(config, raw["train"], words, owner) for owner in _NAMES}
     for key, about in descriptions.items():
         if clash := sorted(set(chunks["train"]) & set(about.features.columns)):
             raise DataError(f"{about.path}: '{clash[0]}' is there, and is a column made of dates, too; rename a column")
@@ -407,7 +407,7 @@ def _equal(first: pa.Array, second: pa.Array) -> pa.Array:
     return pc.equal(first, second).fill_null(False)
 
 
-def _owned(config: LabelledConfig, rows: RawColumns, words: RowContext, owner: str) -> tuple[str, ...]:
+def _columns_of_owner(config: LabelledConfig, rows: RawColumns, words: RowContext, owner: str) -> tuple[str, ...]:
     """Returns the columns made for the ``owner``, user or item, chosen by their names or the settings."""
     setting_names = [name.replace(".", "_") for name in getattr(config, f"{owner}_features")]
     if unknown := [name for name in setting_names if name not in rows or name in _RESERVED]:
@@ -421,7 +421,7 @@ def _owned(config: LabelledConfig, rows: RawColumns, words: RowContext, owner: s
     return tuple(column for name in owner_columns for column in words.times.get(name, (name,)))
 
 
-def _only(column: Column, mask: NDArray[np.bool_], filler: float) -> Column:
+def _fill_outside(column: Column, mask: NDArray[np.bool_], filler: float) -> Column:
     """Replaces the rows outside ``mask`` by ``filler``, or by empty bags."""
     if not column.ragged:
         return Column(np.where(mask, column.values, filler).astype(column.values.dtype))

@@ -20,7 +20,7 @@ from torchrec_ext.data.files.sources import warn_of_parquet
 from torchrec_ext.schema import DataError
 
 Path_ = str | os.PathLike[str]
-_WANTED: dict[str, set[str]] = {"float": {"float", "int"}, "floats": {"floats", "ints"}}
+_ACCEPTED_KINDS: dict[str, set[str]] = {"float": {"float", "int"}, "floats": {"floats", "ints"}}
 
 
 def read_parquet(
@@ -161,7 +161,7 @@ def _check_named(path: Path, schema: pa.Schema, name: str) -> None:
 def _check_type(path: Path, schema: pa.Schema, name: str, expected_kind: Kind | None) -> None:
     _check_named(path, schema, name)
     kind = kind_of(schema.field(name).type)
-    if kind is None or (expected_kind and kind not in _WANTED.get(expected_kind, {expected_kind})):
+    if kind is None or (expected_kind and kind not in _ACCEPTED_KINDS.get(expected_kind, {expected_kind})):
         rule = f"must be {expected_kind}" if expected_kind else f"must be one of {', '.join(get_args(Kind))}"
         raise DataError(f"{path}: column '{name}' is {schema.field(name).type}, {rule}; convert it where it is written")
 

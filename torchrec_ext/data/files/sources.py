@@ -34,7 +34,7 @@ from torchrec_ext.schema.validation import listed
 
 ARRAYS: tuple[Kind, ...] = ("floats", "ints")
 # Footers that are read at a time: each waits for the disk or the network.
-_WHOLE_FOOTERS = 8
+_FOOTERS_AT_ONCE = 8
 # Bytes that reading a part may hold without a warning. A group of a million rows of 41 columns holds 80 MB.
 HEAVY = 256 << 20
 
@@ -69,7 +69,7 @@ class FileSource(ABC):
     ) -> None:
         self.files = find_files(paths, self.endings)
         self.rules = ColumnRules(fill=fill or {}, max_length=max_length or {})
-        with ThreadPoolExecutor(_WHOLE_FOOTERS) as pool:
+        with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
             openings = list(pool.map(self._open, self.files))
         self._schemas = [opening.schema for opening in openings]
         self._evidence = [opening.evidence for opening in openings]
@@ -253,11 +253,11 @@ def _partition_types(files: Sequence[DataFile]) -> dict[str, pa.DataType]:
     values = {name: {file.partitions[name] for file in files} - {NULL_PARTITION} for name in files[0].partitions}
     types = {}
     for name, texts in values.items():
-        types[name] = pa.int64() if all(map(_is_whole, texts)) else pa.string()
+        types[name] = pa.int64() if all(map(_is_integer, texts)) else pa.string()
     return types
 
 
-def _is_whole(text: str) -> bool:
+def _is_integer(text: str) -> bool:
     return text.removeprefix("-").isdecimal()
 
 
@@ -326,7 +326,7 @@ def _has_checksum(header: bytes) -> bool:
 
 
 # Parsed footers that are held. A set of more files parses them anew for each row group rather than fill the memory.
-_KEPT_FOOTERS = 64
+_FOOTER_LIMIT = 64
 # Bytes of each column that are read at a time if a row group is read in parts. A remote request takes longer to answer.
 _AHEAD = 1 << 16
 _AHEAD_REMOTE = 1 << 20
@@ -368,7 +368,7 @@ class ParquetSource(FileSource):
 
     def _open(self, file: DataFile) -> _Opening:
         metadata = self._file(file).metadata
-        if len(self.files) <= _KEPT_FOOTERS:
+        if len(self.files) <= _FOOTER_LIMIT:
             self._footers[file.path] = metadata
         rows = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
         stream = pa.BufferOutputStream()

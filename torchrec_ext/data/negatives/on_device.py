@@ -106,12 +106,12 @@ class KnownItems(nn.Module):
         rows = torch.where((users >= 0) & (users < self.num_users), users, self.num_users)
         items = torch.where((items >= 0) & (items <= self.num_items), items, 0)
         if self.bits is None:
-            return self._looked_for(rows, items)
+            return self._search_lists(rows, items)
         # By column, since rows of bytes are copied whole: 0.5 ms in place of 4.5 for 1,024 x 1,024.
         columns = self.bits.index_select(0, rows).T.contiguous().index_select(0, items >> 3)
         return (columns >> (items & 7).to(torch.uint8)[:, None] & 1).bool().T.contiguous()
 
-    def _looked_for(self, rows: Tensor, items: Tensor) -> Tensor:
+    def _search_lists(self, rows: Tensor, items: Tensor) -> Tensor:
         counts = self.starts[rows + 1] - self.starts[rows]
         owners = torch.repeat_interleave(counts)
         taken_items = self.taken[
