@@ -141,6 +141,7 @@ class Program:
                 f"the program takes more than {MOST_BYTES:,} bytes or {_OPERATIONS:,} operations for one row; "
                 "make it smaller"
             )
+        # Memory need not grow in proportion to the rows, so each half is measured again.
         first, first_operations = self._split(rows // 2)
         second, second_operations = self._split(rows - rows // 2)
         return first + second, first_operations + second_operations

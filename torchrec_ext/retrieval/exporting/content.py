@@ -1,4 +1,4 @@
-"""BundleContent: writes the files of a bundle on rank 0, one from the other, and checks them on the way.
+"""BundleContent: writes the files of a bundle on rank 0 in order of their dependence, and checks them on the way.
 
 Catalogue and NamedUsers are the data of an export: the items to recommend from, and the users.
 """
@@ -261,6 +261,7 @@ class BundleContent:
             logits, vectors = self.audit.of_towers(query, candidate, interaction)
             rounding |= self._check_rounded(logits, expected, best, self._best(query, candidate, interaction))
         self.audit.write(folder, logits)
+        # The stores carry the towers' digests, so the files so far are measured before the stores are written.
         files = file_digests(folder)
         store, store_entries = self._write_stores(folder, candidate, interaction, files, vectors)
         rows = even_rows(len(self.queries), INDEX_QUERIES)

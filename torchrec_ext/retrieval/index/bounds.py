@@ -167,9 +167,9 @@ class ScoreBounds:
 
     def _memory(self, products: int) -> tuple[Tensor, Tensor]:
         """Returns this thread's reusable buffers for int32 products and one query's scores."""
-        buffers: tuple[Tensor, Tensor] | None = getattr(self._buffers, "kept", None)
+        buffers: tuple[Tensor, Tensor] | None = getattr(self._buffers, "pair", None)
         if buffers is None or len(buffers[0]) < products:
-            buffers = self._buffers.kept = (
+            buffers = self._buffers.pair = (
                 torch.empty(products, dtype=torch.int32),
                 torch.empty(min(_ROWS, len(self.codes))),
             )

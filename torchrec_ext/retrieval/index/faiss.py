@@ -80,6 +80,7 @@ class HnswKind(FaissKind):
 
     def settings(self, count: int, k: int) -> list[int]:
         """See :meth:`FaissKind.settings`."""
+        # From 16 to 4,096 in steps of sqrt(2), but at least k: HNSW finds no more than the nodes it keeps open.
         return sorted({max(min(k, count), int(2 ** (half / 2))) for half in range(8, 25)})
 
     def parameters(self, faiss: Any, setting: int, k: int, options: Mapping[str, Any]) -> Any:
@@ -176,6 +177,7 @@ def lifted(vectors: NDArray[np.float32], norm: float = 0.0) -> NDArray[np.float3
 
 def _lists(count: int) -> int:
     """Returns the number of lists for ``count`` vectors; FAISS asks for 39 training points per list."""
+    # FAISS's guidelines advise 4 to 16 times the square root of the number of vectors.
     return max(1, min(int(4 * count**0.5), count // 39))
 
 
@@ -499,6 +501,7 @@ class FaissIndex:
 
 def _recall_lower_bound(recalls: Tensor) -> float:
     """Returns a 95 % lower confidence bound of the mean recall, from a sample (Q,)."""
+    # 1.645 standard errors below the mean: the one-sided 95 % quantile of a normal distribution.
     return float(recalls.mean() - 1.645 * recalls.std(correction=0) / len(recalls) ** 0.5)
 
 

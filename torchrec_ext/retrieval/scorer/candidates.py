@@ -211,6 +211,7 @@ class CandidateScorer:
         """Returns this thread's reusable buffer for rows: mapping fresh pages would delay each request."""
         buffer: Tensor | None = getattr(self._buffers, "rows", None)
         if buffer is None or len(buffer) < count:
+            # Rounded up to a power of two, so that the buffer seldom has to grow.
             buffer = self._buffers.rows = torch.empty(1 << (count - 1).bit_length(), self.store.width)
         return buffer[:count]
 

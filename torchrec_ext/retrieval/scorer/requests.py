@@ -227,7 +227,8 @@ def selection(request: RecommendRequest, bundle: Bundle, row: int) -> Selection:
         RequestError: an unknown category, a repeated candidate, or ids of another type than the catalogue's.
     """
     excluded, unknown = positions_of(bundle, "exclude", request.exclude)
-    excluded = excluded[excluded >= 0] if unknown else excluded
+    if unknown:  # ids outside of the catalogue cannot be recommended anyway
+        excluded = excluded[excluded >= 0]
     if request.exclude_seen and bundle.users is not None and row >= 0:
         seen_positions = torch.from_numpy(bundle.users.seen(row))
         excluded = torch.cat([excluded, seen_positions]) if len(excluded) else seen_positions

@@ -181,6 +181,7 @@ class Supervisor:
 
         now = time.monotonic()
         if worker.restart_time is None:
+            # Pauses of 1, 2, 4 and up to 30 s: a bundle that ends every worker must not keep the machine busy.
             lived = now - worker.start_time > _LONGEST_PAUSE_S
             self._pause_s = 0.0 if lived else min(max(1.0, 2 * self._pause_s), _LONGEST_PAUSE_S)
             worker.restart_time = now + self._pause_s
@@ -210,6 +211,7 @@ class Supervisor:
         signal_count = len(self._signals)
         self._send_signal(signal.SIGTERM)
         start = time.monotonic()
+        # 10 s more than the workers' own limit, so that only a worker beyond it is killed.
         end = start + self._settings.linger_s + self._settings.drain_limit_s + 10
         while any(worker.process.is_alive() for worker in self._workers):
             if time.monotonic() > end or len(self._signals) > signal_count:
