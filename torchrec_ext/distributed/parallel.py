@@ -97,10 +97,12 @@ def hybrid_parallel(
             or layer; a table has an optimizer by ``apply_optimizer_in_backward`` and ``optimizer`` is given too, or
             has one that cannot be expressed.
     """
-    given, optimizer = optimizer, chosen_optimizer(model, optimizer)
-    if given is None and runtime.is_main:
+    requested_optimizer, optimizer = optimizer, chosen_optimizer(model, optimizer)
+    if requested_optimizer is None and runtime.is_main:
         _log_defaults(model, optimizer)
-    plan = on_own_device(plan or plan_sharding(model, runtime, optimizer=given, table_copies=table_copies), runtime)
+    plan = on_own_device(
+        plan or plan_sharding(model, runtime, optimizer=requested_optimizer, table_copies=table_copies), runtime
+    )
     emulated = _without_kernel(model, plan, optimizer.for_tables(model), runtime.device.type)
     choices = declare_table_optimizer(model, optimizer, emulated)
     # Taken while all layers are there: a plan may leave this rank without some towers.
@@ -158,7 +160,7 @@ def _log_defaults(model: nn.Module, optimizer: OptimizerConfig) -> None:
 
 
 def dense_layers(model: nn.Module) -> list[str]:
-    """Returns the names of the parameters of an unsharded ``model`` that are in no embedding collection."""
+    """Returns the names of all parameters of an unsharded ``model`` outside embedding collections."""
     tables = {
         f"{path}.{name}".lstrip(".")
         for path, collection in collections(model)
@@ -170,7 +172,7 @@ def dense_layers(model: nn.Module) -> list[str]:
 def _without_kernel(
     model: nn.Module, plan: ShardingPlan, choices: Mapping[str, Choice], device: str
 ) -> dict[str, Choice]:
-    """Returns the optimizers of sharded tables that no kernel runs; refuses optimizers that nothing runs."""
+    """Returns the optimizers of sharded tables without a kernel; refuses optimizers that nothing runs."""
     tables = {table.name: table for table in tables_of(model)}
     modules = [module for module in plan.plan.values() if isinstance(module, EmbeddingModuleShardingPlan)]
     planned = {n: sharding.sharding_type for module in modules for n, sharding in module.items() if n in tables}
@@ -186,7 +188,7 @@ def _optimizer(
     layers: Mapping[str, Choice],
     emulated: Mapping[str, Choice],
 ) -> HybridOptimizer:
-    """Combines the fused optimizers with those of what no backward updates: replicated tables and dense layers."""
+    """Combines the fused optimizers with those of the replicated tables and dense layers."""
     paths = tuple(f"{path}." if path else "" for path, _ in collections(model.module))
     parameters = dict(in_backward_optimizer_filter(model.named_parameters()))
     tables = {name: value for name, value in parameters.items() if name.startswith(paths)}

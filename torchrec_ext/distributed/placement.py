@@ -105,12 +105,12 @@ class TowerPlacement:
         return cls(ranks={tower: tuple(members) for tower, members in ranks.items()}, world_size=world_size)
 
     def targets(self, tower: str, rank: int) -> list[int]:
-        """Returns the ranks to which ``rank`` sends its rows for ``tower``: only itself where it runs the tower."""
+        """Returns the receivers of ``rank``'s rows for ``tower``: only itself if it runs the tower."""
         members = self.ranks[tower]
         return [rank] if rank in members else list(members)
 
     def cuts(self, tower: str, rank: int, rows: int) -> list[tuple[int, int]]:
-        """Returns (start, stop) of the rows, of its ``rows``, that ``rank`` sends to each of :meth:`targets`.
+        """Returns (start, stop) of the share of ``rank``'s ``rows`` for each of :meth:`targets`.
 
         With equally many rows on every rank, the shares of a tower's ranks differ by one row at most.
         """
@@ -123,7 +123,7 @@ class TowerPlacement:
         return list(pairwise(ends))
 
     def busiest(self, tower: str, rows: Sequence[int]) -> int:
-        """Returns the number of rows of the busiest rank of ``tower``, where each rank r brings ``rows[r]`` rows."""
+        """Returns the row count of the busiest rank of ``tower`` if each rank r brings ``rows[r]`` rows."""
         sums = dict.fromkeys(self.ranks[tower], 0)
         for rank, count in enumerate(rows):
             for target, (start, stop) in zip(self.targets(tower, rank), self.cuts(tower, rank, count), strict=True):
@@ -135,7 +135,7 @@ class TowerPlacement:
 
 
 def parse_ranks(text: str) -> dict[str, tuple[int, ...]]:
-    """Parses the ranks of each tower from a text, without a check that such towers and ranks exist.
+    """Parses the ranks of each tower from a text; does not check that such towers and ranks exist.
 
     Raises:
         PlacementError: the text has another form.
@@ -151,9 +151,9 @@ def parse_ranks(text: str) -> dict[str, tuple[int, ...]]:
         names, colon, ranges = entry.strip().partition(":")
         for tower in names.split("+"):
             if not tower or not colon or not ranges:
-                given = f"gives the tower '{tower}' no rank" if tower else "names no tower"
+                fault = f"gives the tower '{tower}' no rank" if tower else "names no tower"
                 raise PlacementError(
-                    f"{text!r} {given}; write {', '.join(PLACEMENTS)}, or ranks such as user:0-1,item:2+3"
+                    f"{text!r} {fault}; write {', '.join(PLACEMENTS)}, or ranks such as user:0-1,item:2+3"
                 )
             if tower in ranks:
                 raise PlacementError(

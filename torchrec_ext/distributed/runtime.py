@@ -56,7 +56,7 @@ class Runtime:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the rank that prints and writes files."""
+        """Whether this rank prints and writes files."""
         return self.rank == 0
 
     @property
@@ -74,7 +74,7 @@ class Runtime:
     def start(
         device: str | None = None, *, threads: int | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> Iterator[Runtime]:
-        """Joins the process group that torchrun describes, or makes a group of one without torchrun.
+        """Joins torchrun's process group; without torchrun makes a group of one.
 
         Args:
             device: ``cpu``, ``cuda`` for the GPU of the local rank's number (or the one that TORCHREC_EXT_GPUS gives
@@ -108,12 +108,12 @@ class Runtime:
 
 
 def _leave() -> None:
-    """Ends the process group, and what TorchRec keeps of it: its groups by host, which the next one would take."""
+    """Ends the process group, and clears TorchRec's groups by host, or the next process group would use them."""
     dist.destroy_process_group()
-    kept = sys.modules.get("torchrec.distributed.comm")
+    comm = sys.modules.get("torchrec.distributed.comm")
     for name in ("_INTRA_PG", "_CROSS_PG", "_INTRA_PG_2D", "_CROSS_PG_2D"):
-        if hasattr(kept, name):
-            setattr(kept, name, None)
+        if hasattr(comm, name):
+            setattr(comm, name, None)
 
 
 def _describe(device: str | None, threads: int | None) -> Runtime:
@@ -123,14 +123,14 @@ def _describe(device: str | None, threads: int | None) -> Runtime:
     if threads is not None and threads < 1:
         raise ValueError(f"threads={threads}: must be 1 or more")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    chosen = choose_device(device, local_rank, local_world_size, gpus, os.environ.get(GPUS, ""))
+    own_device = choose_device(device, local_rank, local_world_size, gpus, os.environ.get(GPUS, ""))
     return Runtime(
         rank=int(os.environ.get("RANK", "0")),
         local_rank=local_rank,
         world_size=int(os.environ.get("WORLD_SIZE", "1")),
         local_world_size=local_world_size,
-        device=chosen,
-        backend="nccl" if chosen.type == "cuda" else "gloo",
+        device=own_device,
+        backend="nccl" if own_device.type == "cuda" else "gloo",
         threads=threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, cores // local_world_size),
         cores=cores,
     )
@@ -172,7 +172,7 @@ def choose_device(name: str | None, local_rank: int, local_world_size: int, gpus
 
 
 def available_memory() -> int:
-    """Returns the bytes of memory that this host, or the container that this process runs in, can still give."""
+    """Returns the bytes of memory still available to this host, or to this process's container."""
     limits = [
         _line("/proc/meminfo", "MemAvailable:") * 1024 or os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     ]
@@ -184,7 +184,7 @@ def available_memory() -> int:
 
 
 def peak_resident() -> int:
-    """Returns the bytes of the most memory that this process has had resident since its program began.
+    """Returns the peak resident bytes of this process since its program began.
 
     Where the kernel does not report it, this is ``ru_maxrss``, which starts from the peak of the process that forked.
     """
@@ -192,7 +192,7 @@ def peak_resident() -> int:
 
 
 def _line(path: str, name: str) -> int:
-    """Returns the number in the line of a file that begins with ``name``; 0 where there is none."""
+    """Returns the number in the line of a file that begins with ``name``; 0 without such a line."""
     try:
         lines = Path(path).read_text().splitlines()
     except OSError:
@@ -201,7 +201,7 @@ def _line(path: str, name: str) -> int:
 
 
 def _number(path: str) -> int | None:
-    """Returns the number in a file of the control group; None where there is no such file, or no limit."""
+    """Returns the number in a file of the control group; None without the file or a limit."""
     try:
         return int(Path(path).read_text())
     except (OSError, ValueError):
@@ -209,7 +209,7 @@ def _number(path: str) -> int | None:
 
 
 def calm_gloo() -> None:
-    """Has the gloo threads of this process wait until a core is free, instead of interrupting what runs on it.
+    """Makes the gloo threads of this process wait for a free core instead of preempting a running thread.
 
     A message wakes the thread that reads it while the thread of the collective holds the connection's lock. Where ranks
     are as many as cores the first interrupts the second, and asks for the lock again and again until the kernel's next

@@ -107,7 +107,7 @@ def refused_because(table: BaseEmbeddingConfig, sharding: str, device: str) -> s
 
 
 def kernel_refused_because(choice: TableChoice, device: str) -> str | None:
-    """Explains why TorchRec cannot run what is asked of a table by a compute kernel on a device; None where it can.
+    """Explains why TorchRec cannot run a table with a compute kernel on a device; None if it can.
 
     Args:
         choice: sharding type and kernel, ``auto`` included.
@@ -135,14 +135,14 @@ def kernel_refused_because(choice: TableChoice, device: str) -> str | None:
 
 
 def possible(table: BaseEmbeddingConfig, device: str) -> list[str] | None:
-    """Returns the sharding types that ``auto`` may choose for ``table``; None for all that the sharder offers."""
+    """Returns the sharding types for ``auto`` to choose from for ``table``; None for all types of the sharder."""
     if refused_because(table, ShardingType.DATA_PARALLEL.value, device) is None:
         return None
     return free_to_shard(device)
 
 
 def free_to_shard(device: str) -> list[str]:
-    """Returns the types by which a planner on a device, ``cpu`` or ``cuda``, may shard a table unasked.
+    """Returns the types for a planner on ``cpu`` or ``cuda`` to choose from if none is requested.
 
     On a CPU these are without the types by host, whose one gain is the bandwidth within a host of GPUs.
     """
@@ -150,23 +150,23 @@ def free_to_shard(device: str) -> list[str]:
 
 
 def codecs_of(config: PlanConfig) -> Codecs | None:
-    """Returns TorchRec's codecs of quantised communication by exchange; None where all numbers travel in float32.
+    """Returns TorchRec's codecs of quantised communication by exchange; None if all numbers travel in float32.
 
     TorchRec's own registry turns bf16 into fp16 on a CPU, as gloo could not add up bf16 once; it can.
     """
     if not config.quantised:
         return None
     scale = config.backward_loss_scale
-    asked = QCommsConfig(
+    precisions = QCommsConfig(
         forward_precision=CommType(config.forward_precision),
         backward_precision=CommType(config.backward_precision),
         backward_loss_scale=None if scale == 1 else scale,
     )
-    return {op.name: get_qcomm_codecs(asked) for op in CODED_OPS}
+    return {op.name: get_qcomm_codecs(precisions) for op in CODED_OPS}
 
 
 def precision_refused_because(table: BaseEmbeddingConfig, sharding: str, width: int) -> str | None:
-    """Explains why a sharded table cannot be exchanged in int8; None where it can.
+    """Explains why a sharded table cannot be exchanged in int8; None if it can.
 
     Args:
         table: configuration of the table.
@@ -266,7 +266,7 @@ class ShardedBags(ShardedEmbeddingBagCollection):
 
 
 class EqualReduceScatter(PooledEmbeddingsReduceScatter):
-    """TorchRec's reduce-scatter of pooled bags, with equal pieces in its backward even where batches are unequal."""
+    """TorchRec's reduce-scatter of pooled bags, with equal pieces in its backward even for unequal batches."""
 
     def forward(self, local_embs: Tensor, input_splits: list[int] | None = None) -> PooledEmbeddingsAwaitable:
         """Sums pooled embeddings over the ranks: (B, D) on each.
@@ -281,7 +281,7 @@ class EqualReduceScatter(PooledEmbeddingsReduceScatter):
 
 
 class EqualVariableReduceScatter(VariableBatchPooledEmbeddingsReduceScatter):
-    """Variant of :class:`EqualReduceScatter` where each feature has a batch size of its own."""
+    """Variant of :class:`EqualReduceScatter` for a batch size per feature."""
 
     def forward(
         self, local_embs: Tensor, batch_size_per_rank_per_feature: list[list[int]], embedding_dims: list[int]
@@ -315,7 +315,7 @@ def _padded(local: Tensor, splits: list[int], group: dist.ProcessGroup, codecs: 
 
 
 def _take_unequal_batches(output_dist: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Replaces the reduce-scatters that TorchRec creates in the first forward of a row-wise output dist."""
+    """Replaces TorchRec's reduce-scatters, which it creates in the first forward of a row-wise output dist."""
     if not any(True for _ in output_dist.children()):
         row_wise = isinstance(output_dist, RwPooledEmbeddingDist)
         getattr(output_dist, "_create_output_dist_module" if row_wise else "_create_output_dist_modules")(inputs[1])
@@ -327,7 +327,7 @@ def _take_unequal_batches(output_dist: nn.Module, inputs: tuple[Any, ...]) -> No
 
 
 class RowWiseOnCpu(BaseEmbeddingSharder):
-    """Mix-in that adds row_wise to the sharding types of a sharder on the CPU.
+    """Mix-in to add row_wise to the sharding types of a sharder on the CPU.
 
     TorchRec's kernels and collectives support it there, its own list leaves it out (torchrec #1252, #1396).
     """
@@ -349,8 +349,8 @@ class BagSharder(RowWiseOnCpu, EmbeddingBagCollectionSharder):
         named: further arguments of TorchRec's sharder.
     """
 
-    def __init__(self, *arguments: Any, by_host: bool = False, **named: Any) -> None:
-        super().__init__(*arguments, **named)
+    def __init__(self, *arguments: Any, by_host: bool = False, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
         if by_host:
             self.adds = SUMMED
 
@@ -385,7 +385,7 @@ class SequenceSharder(RowWiseOnCpu, EmbeddingCollectionSharder):
 
 
 def sharders(codecs: Codecs | None = None, *, by_host: bool = False) -> list[ModuleSharder[nn.Module]]:
-    """Returns a sharder for every kind of collection that a tower may hold.
+    """Returns a sharder for every kind of collection in a tower.
 
     Args:
         codecs: codecs of quantised communication, see :func:`codecs_of`.

@@ -30,7 +30,7 @@ WHOLE_WEIGHTS = 2**16  # smaller tables are sent whole: 256 KiB travel in the ti
 
 
 class Averager:
-    """Averages over the ranks tensors that were equal when they were last marked, in one or two collectives.
+    """Averages tensors over the ranks in one or two collectives; all were equal when last marked.
 
     Of a large table only the rows that some rank has changed since are sent; the others are still equal. For that it
     keeps a copy of each large table. torch's own `model_averaging` replaces ``parameter.data`` with a view of its
@@ -53,7 +53,7 @@ class Averager:
 
     @torch.no_grad()
     def mark(self) -> None:
-        """Marks the tensors, which are equal on every rank now: rows that differ from here on count as changed."""
+        """Marks the tensors, now equal on every rank: rows that differ from here on count as changed."""
         for table, marked in zip(self._large, self._marked, strict=True):
             marked.copy_(table)
 
@@ -76,7 +76,7 @@ class Averager:
         self.sent = sum(tensor.numel() for tensor in (*slices, *self._whole, *more))
 
     def _changed_rows(self) -> list[Tensor]:
-        """Returns for each large table the rows that any rank has changed, the same on every rank."""
+        """Returns for each large table the rows changed by any rank, the same on every rank."""
         if not self._large:
             return []
         local = [(table != marked).any(dim=1) for table, marked in zip(self._large, self._marked, strict=True)]
@@ -97,7 +97,7 @@ def _means(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 class AnyStep(Protocol):
-    """A training step that calls functions after each step, as the one that ``torchrec_ext.adopt.adopt`` returns.
+    """A training step with functions to call after it, such as a step from ``torchrec_ext.adopt.adopt``.
 
     Attributes:
         optimizers: optimizers that it steps.
@@ -112,7 +112,7 @@ Stepping = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | AnyStep
 
 
 class LocalOptimizers:
-    """The optimizers of a module that every rank holds whole, as :class:`LocalSGD` asks a HybridOptimizer.
+    """The optimizers of a module replicated on every rank, with the part of HybridOptimizer for :class:`LocalSGD`.
 
     Inside the context the weights of all ranks begin as those of rank 0, and each step calls ``after_step``.
 
@@ -138,14 +138,14 @@ class LocalOptimizers:
             raise ValueError("there is no process group; start the script by torchrun, inside Runtime.start()")
         self.apart, self.fault, self._model = False, None, model
         self._step = None if isinstance(optimizer, torch.optim.Optimizer | Sequence) else optimizer
-        given: Any = optimizer if self._step is None else self._step.optimizers
-        self._optimizers = [given] if isinstance(given, torch.optim.Optimizer) else list(given)
+        optimizers: Any = optimizer if self._step is None else self._step.optimizers
+        self._optimizers = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
         self.after_step: list[Callable[[], None]] = [] if self._step is None else self._step.after_step
         tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
         groups = [group for each in self._optimizers for group in each.param_groups]
-        moved = {id(p): p for group in groups for p in group["params"] if p.requires_grad}
-        self.replicated_tables: list[Any] = [weight for key, weight in moved.items() if key in tables]
-        self.dense_parameters: list[Any] = [weight for key, weight in moved.items() if key not in tables]
+        trainable = {id(p): p for group in groups for p in group["params"] if p.requires_grad}
+        self.replicated_tables: list[Any] = [weight for key, weight in trainable.items() if key in tables]
+        self.dense_parameters: list[Any] = [weight for key, weight in trainable.items() if key not in tables]
 
     @property
     def state(self) -> dict[Any, Any]:
@@ -172,11 +172,11 @@ class LocalOptimizers:
         shapes: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(shapes, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
         for rank, other in enumerate(shapes):
-            apart = [name for name in {**shapes[0], **other} if shapes[0].get(name) != other.get(name)]
-            if apart:
+            different = [name for name in {**shapes[0], **other} if shapes[0].get(name) != other.get(name)]
+            if different:
                 raise ValueError(
-                    f"model: rank 0 has '{apart[0]}' of {shapes[0].get(apart[0])} and rank {rank} of "
-                    f"{other.get(apart[0])}; make the same module on all ranks"
+                    f"model: rank 0 has '{different[0]}' of {shapes[0].get(different[0])} and rank {rank} of "
+                    f"{other.get(different[0])}; make the same module on all ranks"
                 )
         for tensor in tensors.values():
             dist.broadcast(tensor, 0)
@@ -232,7 +232,7 @@ class EveryStep:
 
     @property
     def fault(self) -> bool:
-        """Whether this rank has met a gradient that is not finite and has not yet reported it to the others."""
+        """Whether this rank still has to report a gradient that is not finite to the others."""
         return False
 
     def meet(self) -> None:
@@ -356,7 +356,7 @@ class LocalSGD(EveryStep):
 
     @property
     def fault(self) -> bool:
-        """Whether this rank has met a gradient that is not finite and has not yet reported it to the others."""
+        """Whether this rank still has to report a gradient that is not finite to the others."""
         return self._optimizer.fault is not None
 
     def __enter__(self) -> Self:
@@ -530,16 +530,16 @@ def synchronised(model: nn.Module, optimizer: KeyedOptimizer, config: SyncConfig
 
 
 def refuse_placed_towers(model: nn.Module, config: SyncConfig) -> None:
-    """Refuses towers on ranks of their own, which are exchanged in every step, in a mode that does not agree in each.
+    """Refuses towers on ranks of their own in a mode that does not make ranks equal in every step.
 
     Raises:
         ValueError: ``model`` has such towers and ``config.mode`` does not agree in every step.
     """
     plans = model.plan.plan.values() if isinstance(model, DistributedModelParallel) else ()
-    placed = next((plan.placement for plan in plans if isinstance(plan, TowerPlan)), None)
-    if placed is not None and not config.agrees_every_step:
+    placement = next((plan.placement for plan in plans if isinstance(plan, TowerPlan)), None)
+    if placement is not None and not config.agrees_every_step:
         raise ValueError(
-            f"sync.mode={config.mode}, but plan.towers={placed} gives ranks different towers, which have no mean to "
+            f"sync.mode={config.mode}, but plan.towers={placement} gives ranks different towers, which have no mean to "
             "meet at; leave sync.mode at every_step, or plan.towers at data_parallel"
         )
 
@@ -555,7 +555,7 @@ def data_parallel_modules(model: DistributedModelParallel) -> Iterator[Distribut
 
 
 class _Report(NamedTuple):
-    """What a rank reports to the others when they meet: its steps, its fault and the step of the fault."""
+    """A rank's report to the others at an average: its steps, its fault and the step of the fault."""
 
     steps: int
     fault: str | None

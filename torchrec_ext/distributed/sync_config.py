@@ -46,7 +46,7 @@ else:
 
 @dataclass(frozen=True, kw_only=True)
 class SyncConfig:
-    """How often ranks exchange what.
+    """Schedule of the exchanges between ranks.
 
     ``every_step``: the gradients of what every rank holds whole (dense layers, data_parallel tables) are averaged in
     each backward. ``local_sgd``: each rank steps by its own gradient, and weights are averaged every k steps
@@ -109,7 +109,7 @@ class SyncConfig:
         self._refuse_unread_settings()
 
     def _refuse_unread_settings(self) -> None:
-        """Refuses a value for a setting that other modes read and this one does not."""
+        """Refuses a value for a setting of another mode."""
         for name in dict.fromkeys(name for mode in MODES for name in MODES.facts(mode).settings):
             value = getattr(self, name)
             if name == "warmup" and value == 0:  # as saved runs record it for every mode
@@ -120,12 +120,12 @@ class SyncConfig:
 
     @property
     def together(self) -> int:
-        """Steps that ranks take together before the mode begins."""
+        """Steps taken together by all ranks before the mode begins."""
         return int(MODES.facts(self.mode).least_warmup) if self.warmup is None else self.warmup
 
     @property
     def agrees_every_step(self) -> bool:
-        """Whether ranks leave every step with equal weights that the next step reads; see :class:`EveryStep`."""
+        """Whether each step leaves all ranks with equal weights for the next; see :class:`EveryStep`."""
         return bool(MODES.facts(self.mode).agrees_every_step)
 
     @property
@@ -139,7 +139,7 @@ class SyncConfig:
         return not (self.agrees_every_step or self.looks_ahead)
 
     def table_ranks(self, world_size: int) -> int:
-        """Returns the number of ranks that shard one copy of the tables.
+        """Returns the number of ranks per copy of the tables.
 
         Raises:
             ValueError: ``world_size`` is not a multiple of :attr:`table_copies`.
@@ -154,7 +154,7 @@ class SyncConfig:
 
 
 def check_warmup(steps: int) -> None:
-    """Refuses a local mode that begins with the first step.
+    """Refuses a local mode from the first step on.
 
     Raises:
         ValueError: no step is taken together.

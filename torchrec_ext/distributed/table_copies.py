@@ -24,7 +24,7 @@ AVERAGED = ("adagrad", "row_wise_adagrad", "sgd")
 
 
 class CollectionOnCpu(DMPCollection):
-    """TorchRec's DMPCollection on the CPU, which its own constructor refuses; gloo has no mean, so sums are divided.
+    """TorchRec's DMPCollection on the CPU, despite its constructor's check; divides sums, as gloo has no mean.
 
     Args:
         module: model with its tables on the meta device.
@@ -63,7 +63,7 @@ class CollectionOnCpu(DMPCollection):
         self._all_reduce_hook = None  # TorchRec 1.9 asks for it first
 
     def _remap_sharding_plan(self, plan: ShardingPlan, *args: Any, **kwargs: Any) -> None:
-        """Remaps the plan as TorchRec does, without the device index that it gives to a CPU."""
+        """Remaps the plan as TorchRec does, but without a device index for a CPU."""
         super()._remap_sharding_plan(plan, *args, **kwargs)
         for tables in plan.plan.values():
             for sharding in tables.values():
@@ -84,7 +84,7 @@ class CollectionOnCpu(DMPCollection):
 def copies_of_tables(
     model: nn.Module, runtime: Runtime, plan: ShardingPlan, copies: int, sharders: list[ModuleSharder[nn.Module]]
 ) -> DMPCollection:
-    """Shards ``model`` with several copies of its tables, which TorchRec's pipelines average at their interval.
+    """Shards ``model`` with several copies of its tables; TorchRec's pipelines average them at their interval.
 
     Args:
         model: model with its tables on the meta device.
@@ -107,7 +107,7 @@ def copies_of_tables(
 
 
 def refuse_unaveraged(model: nn.Module, plan: ShardingPlan, choices: Mapping[str, Choice]) -> None:
-    """Refuses optimizers whose state TorchRec's DMPCollection does not average.
+    """Refuses optimizers with a state that TorchRec's DMPCollection does not average.
 
     Raises:
         ValueError: a sharded table has an optimizer of the Adam family; the message names it.

@@ -24,7 +24,7 @@ BLOCK_ROWS = 4096
 
 
 class Shard(NamedTuple):
-    """Piece of a table that this rank holds, from ``row`` and ``column`` on; writing ``tensor`` writes the table."""
+    """This rank's piece of a table, from ``row`` and ``column`` on; writing ``tensor`` writes the table."""
 
     fqn: str
     config: BaseEmbeddingConfig
@@ -63,7 +63,7 @@ def kernels_by_table(collection: nn.Module) -> dict[str, str]:
 
 
 def local_shards(module: nn.Module) -> Iterator[Shard]:
-    """Yields every shard that this rank holds; the shard of an unsharded or data-parallel table is the whole table."""
+    """Yields this rank's shards; an unsharded or data-parallel table is one shard."""
     for path, collection in collections(module):
         configs = {config.name: config for config in table_configs(collection)}
         for key, value in collection.state_dict().items():
@@ -113,7 +113,7 @@ class GivenRows:
 
 
 def initialise_tables(module: nn.Module, seed: int) -> None:
-    """Draws every table so that it depends on ``seed`` and the table's name alone.
+    """Initialises every table from ``seed`` and the table's name alone.
 
     TorchRec initialises shard by shard, so that with one seed the tables differ by plan and number of ranks. Here row
     blocks of fixed size have generators of their own, and a table's ``init_fn`` is called on such blocks. A table whose

@@ -126,12 +126,12 @@ class Choice:
     decays_all_rows: bool = False
 
     def changed(self, overrides: Iterable[Override]) -> Choice:
-        """Returns a copy with the changes of all ``overrides``, of which later ones win."""
+        """Returns a copy with the changes of all ``overrides``; later ones win."""
         changes = {key: value for override in overrides for key, value in override.changes.items()}
         return dataclasses.replace(self, **changes)
 
     def fused(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-        """Returns the class and arguments by which TorchRec chooses FBGEMM's kernel, without weight decay."""
+        """Returns the class and arguments for TorchRec's choice of an FBGEMM kernel, without weight decay."""
         from torchrec_ext.distributed.optim.kinds import FUSED
 
         arguments: dict[str, Any] = {"lr": self.lr} if self.kind == "sgd" else {"lr": self.lr, "eps": self.eps}
@@ -159,7 +159,7 @@ class Choice:
         return UNFUSED[self.kind], arguments
 
     def state_bytes(self, table: BaseEmbeddingConfig) -> int:
-        """Returns the bytes of optimizer state that ``table`` needs beside its weights."""
+        """Returns the bytes of optimizer state for ``table``, without its weights."""
         width = 4 * table.embedding_dim
         per_row = {"adagrad": width, "row_wise_adagrad": 4, "sgd": 0, "partial_row_wise_adam": width + 4}.get(
             self.kind, 2 * width

@@ -31,7 +31,7 @@ Declaration = tuple[type[torch.optim.Optimizer], dict[str, Any]]
 
 
 def chosen_optimizer(model: nn.Module, optimizer: OptimizerConfig | None) -> OptimizerConfig:
-    """Returns ``optimizer``, or a config of what ``apply_optimizer_in_backward`` declared, with defaults for the rest.
+    """Returns ``optimizer``, or the declarations of ``apply_optimizer_in_backward`` as a config, else defaults.
 
     Args:
         model: unsharded model.
@@ -55,7 +55,7 @@ def chosen_optimizer(model: nn.Module, optimizer: OptimizerConfig | None) -> Opt
 
 
 def undeclared(model: nn.Module) -> list[str]:
-    """Returns the names of the tables of an unsharded model for which the caller has declared no optimizer."""
+    """Returns the names of the tables of an unsharded model without an optimizer declared by the caller."""
     return [name for name, parameter in _tables_of(model) if _declared(parameter) is None]
 
 
@@ -65,7 +65,7 @@ def _tables_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _declared(parameter: nn.Parameter) -> Declaration | None:
-    """Returns what the caller has declared, also after :func:`declare_table_optimizer` has declared its own."""
+    """Returns the caller's declaration, also after a call of :func:`declare_table_optimizer`."""
     if hasattr(parameter, _CALLERS):
         return cast(Declaration | None, getattr(parameter, _CALLERS))
     if not hasattr(parameter, "_optimizer_classes"):
@@ -74,19 +74,21 @@ def _declared(parameter: nn.Parameter) -> Declaration | None:
 
 
 def _as_override(name: str, kind: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> str:
-    """Returns a declaration as an exception of ``per_table``; what it omits is FBGEMM's default, as for TorchRec."""
-    given = {"lr": 0.01, "eps": 1e-8, **arguments}
-    usual = {"betas": (0.9, 0.999), "beta1": 0.9, "beta2": 0.999, "weight_decay": 0, "momentum": 0, "amsgrad": False}
-    strange = {
-        key: value for key, value in given.items() if key not in ("lr", "eps") and usual.get(key, math.nan) != value
+    """Writes a declaration as an exception of ``per_table``, with FBGEMM's defaults as TorchRec has them."""
+    settings = {"lr": 0.01, "eps": 1e-8, **arguments}
+    defaults = {"betas": (0.9, 0.999), "beta1": 0.9, "beta2": 0.999, "weight_decay": 0, "momentum": 0, "amsgrad": False}
+    others = {
+        key: value
+        for key, value in settings.items()
+        if key not in ("lr", "eps") and defaults.get(key, math.nan) != value
     }
-    if kind not in KINDS or strange:
-        known = ", ".join(dict.fromkeys(KINDS.values()))
+    if kind not in KINDS or others:
+        supported_kinds = ", ".join(dict.fromkeys(KINDS.values()))
         raise ValueError(
-            f"table '{name}': apply_optimizer_in_backward has declared {kind.__name__}({_text(strange)}); only lr and "
-            f"eps of {known} can be taken over; give optimizer=OptimizerConfig(...) instead"
+            f"table '{name}': apply_optimizer_in_backward has declared {kind.__name__}({_text(others)}); only lr and "
+            f"eps of {supported_kinds} can be taken over; give optimizer=OptimizerConfig(...) instead"
         )
-    return f"{name}={KINDS[kind]} lr={float(given['lr'])!r} eps={float(given['eps'])!r}"
+    return f"{name}={KINDS[kind]} lr={float(settings['lr'])!r} eps={float(settings['eps'])!r}"
 
 
 def _text(arguments: Mapping[str, Any]) -> str:
@@ -96,7 +98,7 @@ def _text(arguments: Mapping[str, Any]) -> str:
 def declare_table_optimizer(
     model: nn.Module, optimizer: OptimizerConfig, emulated: Container[str] = frozenset()
 ) -> dict[str, Choice]:
-    """Tells TorchRec which optimizer runs in the backward of every table; a second call replaces the first.
+    """Declares to TorchRec the optimizer in the backward of every table; a second call replaces the first.
 
     The planner counts its state, and sharding builds it into the kernels.
 

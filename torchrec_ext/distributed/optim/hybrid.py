@@ -34,7 +34,7 @@ class GradientNotFiniteError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class _CheckedGradients:
-    """Gradients that were checked before the step, and their norm, which the step need not compute again."""
+    """Gradients checked before the step, and their norm, so that the step need not compute it again."""
 
     gradients: list[Tensor]
     versions: list[int]
@@ -51,7 +51,7 @@ class _CheckedGradients:
 
 
 class HybridOptimizer(CombinedOptimizer):
-    """TorchRec's CombinedOptimizer, whose step first checks the gradient, clips its norm and decays weights.
+    """TorchRec's CombinedOptimizer with a step that first checks the gradient, clips its norm and decays weights.
 
     All gradients that it sees have been averaged over the ranks, so their norm is the norm over all ranks without
     another exchange; where ranks hold different towers, one more number is exchanged in each step. While ranks are
@@ -139,7 +139,7 @@ class HybridOptimizer(CombinedOptimizer):
             call()
 
     def _gradient_is_good(self) -> bool:
-        """Checks that the gradient is finite, and clips its norm."""
+        """Checks the gradient for numbers that are not finite, and clips its norm."""
         parameters: list[Any] = [parameter for parameter in self._names if parameter.grad is not None]
         if not parameters and self._holders is None:
             return True
@@ -183,7 +183,7 @@ class HybridOptimizer(CombinedOptimizer):
                     parameter.mul_(factor)
 
     def bad_gradients(self) -> list[str]:
-        """Returns the names of the parameters of this rank whose gradient is not finite."""
+        """Returns the names of this rank's parameters with a gradient that is not finite."""
         gradients = {name: parameter.grad for parameter, name in self._names.items() if parameter.grad is not None}
         self._checked = _CheckedGradients.of(list(gradients.values()))
         if torch.isfinite(self._checked.norm):
@@ -191,7 +191,7 @@ class HybridOptimizer(CombinedOptimizer):
         return [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()] or list(gradients)
 
     def explain_gradient(self) -> str:
-        """Returns a line that names the gradients that are not finite. Collective where ranks hold different towers."""
+        """Names the gradients that are not finite, in one line. Collective if ranks hold different towers."""
         grads = {name: parameter.grad for parameter, name in self._names.items() if parameter.grad is not None}
         bad = [name for name, grad in grads.items() if not torch.isfinite(grad).all()]
         if self._holders is not None:

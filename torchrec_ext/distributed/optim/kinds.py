@@ -15,7 +15,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 
 class RowAdam(torch.optim.Optimizer):
-    """Adam that updates only the rows of a (rows, D) table that have a gradient; moments of the others stand still.
+    """Adam for (rows, D) tables: updates only rows with a gradient, and leaves the moments of the others.
 
     The bias correction counts steps, not a row's own updates, as FBGEMM's fused kernels and TensorFlow Addons' LazyAdam
     do. With a gradient in every row it equals torch.optim.Adam; where rows are rare it learns differently.
@@ -46,7 +46,7 @@ class RowAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Updates the rows that have a gradient."""
+        """Updates the rows with a gradient."""
         for group in self.param_groups:
             for table in group["params"]:
                 if table.grad is not None:
@@ -110,7 +110,7 @@ def adam_denominator(second: Tensor, steps: float, beta2: float, eps: float) -> 
 
 
 def rows_with_gradient(grad: Tensor) -> Tensor:
-    """Returns (n,) the numbers of the rows of a (rows, D) gradient that are not all 0."""
+    """Returns (n,) the indices of rows of a (rows, D) gradient with a nonzero value."""
     return grad.ne(0).any(dim=1).nonzero().squeeze(1)
 
 

@@ -24,7 +24,7 @@ from torchrec_ext.distributed.tables import collections, kernels_by_table
 
 
 def decay_sharded_rows(model: nn.Module, choices: Mapping[str, Choice]) -> None:
-    """Makes each backward multiply rows that get a gradient by 1 - learning rate x weight decay, before their update.
+    """Makes each backward multiply rows with a gradient by 1 - learning rate x weight decay, before their update.
 
     FBGEMM's own decay follows another rule for each optimizer, is missing for adagrad and sgd, and shrinks every row of
     the batch, padding's rows too, which grow in number with the ranks.
@@ -44,7 +44,7 @@ def decay_sharded_rows(model: nn.Module, choices: Mapping[str, Choice]) -> None:
 
 
 def read_past_caches(model: nn.Module) -> None:
-    """Makes whatever asks a sharded collection for its tables see, and be able to write, the rows that training has.
+    """Lets every reader and writer of a sharded collection's tables see the rows of the training.
 
     FBGEMM keeps newer rows of a fused_uvm_caching table in a cache on the GPU. TorchRec writes them back before a
     ``state_dict``; here the cache is emptied then too, so that rows written into the tables are what training reads.
@@ -61,7 +61,7 @@ def _empty_caches(collection: nn.Module, *_: Any) -> None:
 
 
 def kernels_of(collection: nn.Module) -> Iterator[BatchedFusedEmbedding | BatchedFusedEmbeddingBag]:
-    """Yields the modules around the kernels of a sharded collection, which modules() does not visit."""
+    """Yields the modules around the kernels of a sharded collection; modules() does not visit them."""
     for lookup in getattr(collection, "_lookups", ()):
         for module in lookup.modules():
             if isinstance(module, (BatchedFusedEmbedding, BatchedFusedEmbeddingBag)):
@@ -69,7 +69,7 @@ def kernels_of(collection: nn.Module) -> Iterator[BatchedFusedEmbedding | Batche
 
 
 class _Decay:
-    """Forward hook that decays the rows of one kernel, which holds several tables one after the other.
+    """Forward hook to decay the rows of one kernel, with several tables one after the other.
 
     Args:
         decays: weight decay of each table, in the kernel's order.
@@ -109,7 +109,7 @@ class _Decay:
 def _rows_with_gradient(
     kernel: SplitTableBatchedEmbeddingBagsCodegen, indices: Tensor, offsets: Tensor, grad: Tensor
 ) -> list[Tensor]:
-    """Returns the rows of each table that get a gradient, with repetitions.
+    """Returns the rows of each table with a gradient; rows may repeat.
 
     Args:
         kernel: kernel of F features, each of which reads one table.
@@ -150,12 +150,12 @@ class RowGradients:
         self._kernel = kernel
         self._tables: list[Tensor] = [table.data for table in kernel.split_embedding_weights()]
         self._aside = [torch.zeros(len(table), dtype=torch.bool, device=table.device) for table in self._tables]
-        self._kept: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self._tables]
+        self._saved_rows: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self._tables]
         kernel.register_forward_pre_hook(self._before_forward)
         kernel.register_forward_hook(self._after_forward, with_kwargs=True)
 
     def _before_forward(self, *_: Any) -> None:
-        if any(self._kept):
+        if any(self._saved_rows):
             raise RuntimeError(
                 "a backward was not followed by a step of the optimizer, which puts the rows of its tables back"
             )
@@ -176,23 +176,23 @@ class RowGradients:
         self._kernel.set_learning_rate(1.0)  # again: zero_grad may have handed the kernel another rate since
         features = self._kernel.feature_table_map
         ends = offsets[:: (len(offsets) - 1) // len(features)].tolist()
-        for number, (table, aside, kept) in enumerate(zip(self._tables, self._aside, self._kept, strict=True)):
+        for number, (table, aside, saved) in enumerate(zip(self._tables, self._aside, self._saved_rows, strict=True)):
             rows_read = [indices[ends[f] : ends[f + 1]] for f, owner in enumerate(features) if owner == number]
             rows = torch.unique(torch.cat(rows_read))
             rows = rows[~aside[rows]]  # rows of another look-up of this step are aside already
             aside[rows] = True
-            kept.append((rows, table[rows]))
+            saved.append((rows, table[rows]))
             table.index_fill_(0, rows, 0.0)
 
     @torch.no_grad()
     def take(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields (n,) rows and (n, D) their gradient for each table, and restores the rows."""
         for number, (table, aside) in enumerate(zip(self._tables, self._aside, strict=True)):
-            kept, self._kept[number] = self._kept[number], []
+            saved, self._saved_rows[number] = self._saved_rows[number], []
             none = torch.empty(0, dtype=torch.int64, device=table.device)
-            rows = torch.cat([rows for rows, _ in kept]) if kept else none
+            rows = torch.cat([rows for rows, _ in saved]) if saved else none
             gradient = -table[rows]
-            for saved_rows, values in kept:
+            for saved_rows, values in saved:
                 table[saved_rows] = values
             aside[rows] = False
             yield rows, gradient
@@ -215,7 +215,7 @@ class ShardedAdam(KeyedOptimizer):
     ) -> None:
         self._gradients = RowGradients(module.emb_module)
         self._rates = module.fused_optimizer.param_groups[0]
-        self._taken: list[tuple[Tensor, Tensor]] = []
+        self._row_gradients: list[tuple[Tensor, Tensor]] = []
         names = [table.name for table in module.config.embedding_tables]
         tables = [table.data for table in module.emb_module.split_embedding_weights()]
         moments = [{name: torch.zeros_like(table) for name in _MOMENTS} for table in tables]
@@ -237,7 +237,7 @@ class ShardedAdam(KeyedOptimizer):
 
     def take(self) -> None:
         """Restores the tables to their values before the backward, and keeps their gradient for the step."""
-        self._taken = list(self._gradients.take())
+        self._row_gradients = list(self._gradients.take())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing: :meth:`step` drops the gradient that it used."""
@@ -247,14 +247,14 @@ class ShardedAdam(KeyedOptimizer):
         """Updates this rank's shards; rows of the batch without a gradient, as padding's, count as outside it."""
         for steps in {id(shard.steps): shard.steps for shard in self._shards}.values():
             steps += 1
-        for shard, (rows, gradient) in zip(self._shards, self._taken, strict=True):
+        for shard, (rows, gradient) in zip(self._shards, self._row_gradients, strict=True):
             live = rows_with_gradient(gradient)
             shard.update(rows[live], gradient[live], self._rates["lr"])
-        self._taken = []
+        self._row_gradients = []
 
 
 class _AdamShard(NamedTuple):
-    """A shard, its moments and the steps that its table has made."""
+    """A shard, its moments and the step count of its table."""
 
     choice: Choice
     table: Tensor
@@ -291,7 +291,7 @@ def _like(weight: ShardedTensor, shards: list[Tensor]) -> ShardedTensor:
 
 
 def sharded_adams(model: nn.Module, choices: Mapping[str, Choice]) -> list[ShardedAdam]:
-    """Builds a :class:`ShardedAdam` for each kernel with tables of adam or lazy_adam that no kernel of FBGEMM runs.
+    """Builds a :class:`ShardedAdam` for each kernel with tables of adam or lazy_adam without an FBGEMM kernel.
 
     Args:
         model: sharded model whose tables with these optimizers were declared by :meth:`Choice.emulated`.

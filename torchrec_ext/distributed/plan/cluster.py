@@ -98,7 +98,7 @@ def forecast(draft: Draft, model: nn.Module, cluster: Cluster, optimizer: Optimi
 def _shards(
     option: ShardingOption, table: BaseEmbeddingConfig, choice: Choice
 ) -> Iterable[tuple[int, Mapping[str, float]]]:
-    """Yields (rank, what its shard adds to the forecast) for each shard of one table."""
+    """Yields (rank, its shard's addition to the forecast) for each shard of one table."""
     elements = table.num_embeddings * table.embedding_dim
     for shard in option.shards:
         share = math.prod(shard.size) / elements
@@ -120,7 +120,7 @@ def _shards(
 
 
 def _dense_bytes(model: nn.Module, optimizer: OptimizerConfig) -> int:
-    """Returns the bytes of weights, gradients and optimizer state of everything that is not a table."""
+    """Returns the bytes of weights, gradients and optimizer state of everything but tables."""
     paths = tuple(f"{path}." if path else "" for path, _ in collections(model))
     dense = {name: parameter for name, parameter in model.named_parameters() if not name.startswith(paths)}
     choices = optimizer.for_layers(dense) if dense else {}
@@ -160,7 +160,7 @@ def forecast_text(ranks: list[RankForecast], cluster: Cluster) -> str:
 
 
 def memory_by_table(draft: Draft) -> dict[str, Storage]:
-    """Returns what TorchRec counts for each table on all ranks together, in bytes: GPU, host memory and SSD."""
+    """Sums TorchRec's memory of each table over all ranks, in bytes: GPU, host memory and SSD."""
     nothing = Storage(hbm=0, ddr=0, ssd=0)
     return {
         option.name: sum((shard.storage for shard in option.shards if shard.storage), nothing)

@@ -118,23 +118,23 @@ class PlanConfig:
         return [TableChoice(self.sharding, self.kernel, self.cache_load_factor), *map(self._exception, self.tables)]
 
     def choices(self, names: Sequence[str]) -> dict[str, TableChoice]:
-        """Returns what is asked, ``auto`` included, for each of the tables ``names``.
+        """Returns the requested choice, ``auto`` included, for each of the tables ``names``.
 
         Raises:
             ValueError: an exception names none of the tables.
         """
-        whole, *exceptions = self.asked
-        chosen = dict.fromkeys(names, whole)
+        default, *exceptions = self.asked
+        by_table = dict.fromkeys(names, default)
         for exception, choice in zip(self.tables, exceptions, strict=True):
             name = exception.partition("=")[0]
-            if name not in chosen:
+            if name not in by_table:
                 tables = textwrap.shorten(", ".join(names), 100, placeholder=" ...")
                 raise ValueError(f"tables: {exception!r} names no table of the model; its tables are {tables}")
-            chosen[name] = choice
-        return chosen
+            by_table[name] = choice
+        return by_table
 
     def _exception(self, text: str) -> TableChoice:
-        """Parses an exception such as ``ad_id=row_wise:fused_uvm``; what it leaves out is that of every table."""
+        """Parses an exception such as ``ad_id=row_wise:fused_uvm``; missing parts are those of every table."""
         changes: dict[str, Any] = {}
         for word in re.split(r"[\s:]+", text.partition("=")[2].strip()):
             key, equals, number = word.partition("=")

@@ -73,12 +73,12 @@ class Cluster:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of a GPU for tables, their state and what they exchange; 0 for ``cpu``."""
+        """Bytes of a GPU for tables, their state and exchange buffers; 0 for ``cpu``."""
         return int(self.hbm_gb * GB * (1 - self.reserve)) if self.device == "cuda" else 0
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of a host's memory for the tables of each of its processes, their state and what they exchange."""
+        """Bytes of host memory for the tables of each process, their state and exchange buffers."""
         return int(self.ddr_gb * GB * (1 - self.reserve) / self.local_world_size)
 
     @property

@@ -52,7 +52,7 @@ def refusal(
     kernels: Mapping[str, TableChoice] | None = None,
     others: Storage | None = None,
 ) -> str:
-    """Explains why no plan fits and what would make it fit.
+    """Explains why no plan fits, and names remedies.
 
     Args:
         reason: message of the planner.
@@ -92,20 +92,20 @@ def refusal(
 
 def _by_memory(
     tables: Sequence[BaseEmbeddingConfig],
-    asked: Mapping[str, TableChoice],
+    requests: Mapping[str, TableChoice],
     choices: Mapping[str, Choice],
     world_size: int,
     has: Storage,
 ) -> str:
-    """Returns a table of what the kernels asked for need of GPU, host memory and SSD, and a remedy in ranks."""
+    """Formats the kernels' needs of GPU, host memory and SSD as a table, with a remedy in ranks."""
     needs = {"GPU": 0.0, "host memory": 0.0, "SSD": 0.0}
     for table in tables:
         size = table_bytes(table) + choices[table.name].state_bytes(table)
-        kernel = asked[table.name].kernel
+        kernel = requests[table.name].kernel
         home = {"key_value": "SSD", "fused_uvm": "host memory", "fused_uvm_caching": "host memory"}.get(kernel, "GPU")
         needs[home] += size
         if kernel in CACHING:
-            needs["GPU"] += size * (asked[table.name].cache_load_factor or KV_CACHING_RATIO)
+            needs["GPU"] += size * (requests[table.name].cache_load_factor or KV_CACHING_RATIO)
     rows, least = [], 1
     for (name, need), usable in zip(needs.items(), (has.hbm, has.ddr, has.ssd), strict=True):
         ranks = math.ceil(need / usable) if usable else 0
@@ -127,7 +127,7 @@ class _Need(NamedTuple):
     on_each: int
 
     def ranks(self, usable: int) -> int | None:
-        """Returns how many ranks of ``usable`` bytes are enough; None where no number is."""
+        """Returns the least number of ranks with ``usable`` bytes each; None if no number is enough."""
         return None if self.on_each >= usable else max(1, -(-self.spread // (usable - self.on_each)))
 
 
@@ -152,7 +152,7 @@ def _remedy(need: _Need, world_size: int, usable: int) -> str:
 def _changes(
     tables: Sequence[BaseEmbeddingConfig], sharding: Mapping[str, str], choices: Mapping[str, Choice], usable: int
 ) -> str:
-    """Returns a table of what other optimizers and half precision would need, in the same numbers."""
+    """Formats the needs under other optimizers and half precision as a table."""
     half = [
         t if sharding[t.name] == "data_parallel" else dataclasses.replace(t, data_type=DataType.FP16) for t in tables
     ]
@@ -172,7 +172,7 @@ def _changes(
 
 
 class PlanError(ValueError):
-    """No plan fits; the message gives the sizes, the capacity and what would make it fit."""
+    """No plan fits; the message gives sizes, capacity and remedies."""
 
 
 class Draft(NamedTuple):
@@ -218,17 +218,19 @@ def draft_plan(
 
 
 def refuse_exchange(draft: Draft, tables: Sequence[BaseEmbeddingConfig], config: PlanConfig, world_size: int) -> None:
-    """Refuses quantised communication where nothing is exchanged, and int8 where TorchRec cannot.
+    """Refuses quantised communication without an exchange, and int8 if TorchRec cannot send it.
 
     Raises:
         PlanError: every table is data_parallel, or one is sharded so that int8 cannot carry its embeddings.
     """
     if not config.quantised or world_size == 1 or not draft.options:
         return
-    asked = f"plan.forward_precision={config.forward_precision}, plan.backward_precision={config.backward_precision}"
+    precisions = (
+        f"plan.forward_precision={config.forward_precision}, plan.backward_precision={config.backward_precision}"
+    )
     if all(option.sharding_type == "data_parallel" for option in draft.options):
         raise PlanError(
-            f"{asked}: every table is data_parallel, so ranks exchange no embeddings; shard one, as with "
+            f"{precisions}: every table is data_parallel, so ranks exchange no embeddings; shard one, as with "
             f"plan.tables={draft.options[0].name}=table_wise, or leave the precisions at fp32"
         )
     if "int8" not in (config.forward_precision, config.backward_precision):
@@ -238,11 +240,11 @@ def refuse_exchange(draft: Draft, tables: Sequence[BaseEmbeddingConfig], config:
         table = configs[option.name]
         reason = precision_refused_because(table, option.sharding_type, min(shard.size[1] for shard in option.shards))
         if reason:
-            raise PlanError(f"{asked}: table '{option.name}': {reason}")
+            raise PlanError(f"{precisions}: table '{option.name}': {reason}")
 
 
 class Request(NamedTuple):
-    """A request to the planner: what is ``asked`` by table, ``auto`` included, and TorchRec's ``constraints``."""
+    """A request to the planner: the choices ``asked`` by table, ``auto`` included, and TorchRec's ``constraints``."""
 
     tables: list[BaseEmbeddingConfig]
     asked: dict[str, TableChoice]
@@ -279,28 +281,30 @@ class Request(NamedTuple):
         tables = tables_of(model)
         # TorchRec's planner counts the state of the optimizer that a table names, and none where it names none.
         choices = declare_table_optimizer(model, optimizer)
-        asked = config.choices([table.name for table in tables])
-        whole = {name for name, choice in asked.items() if (choice.sharding, choice.kernel) == ("auto", "dense")}
-        kinds = {name: "data_parallel" if name in whole else choice.sharding for name, choice in asked.items()}
-        chosen = shardings(tables, choices, kinds, runtime.device.type)
-        asked = {name: choice._replace(sharding=chosen[name]) for name, choice in asked.items()}
-        request = cls(tables, asked, choices, {}, codecs_of(config))
+        requests = config.choices([table.name for table in tables])
+        replicated = {
+            name for name, choice in requests.items() if (choice.sharding, choice.kernel) == ("auto", "dense")
+        }
+        kinds = {name: "data_parallel" if name in replicated else choice.sharding for name, choice in requests.items()}
+        types = shardings(tables, choices, kinds, runtime.device.type)
+        requests = {name: choice._replace(sharding=types[name]) for name, choice in requests.items()}
+        request = cls(tables, requests, choices, {}, codecs_of(config))
         return request._replace(constraints=_winning(request.derived(runtime), constraints))
 
     def derived(self, runtime: Runtime) -> dict[str, ParameterConstraints]:
-        """Returns the planner's constraints for what is asked, by table.
+        """Derives the planner's constraints from the requested choices, by table.
 
         Raises:
             PlanError: a table cannot be sharded as asked on these ranks.
         """
         by_host = any(choice.sharding in BY_HOST for choice in self.asked.values())
-        wanted = {}
+        constraints = {}
         for table in self.tables:
             choice = self.choices[table.name]
             by_row = not has_kernel(choice.kind, runtime.device.type) or choice.weight_decay > 0
-            asked = self.asked[table.name]
-            wanted[table.name] = _constraint(table, asked, runtime, by_host=by_host, cached=not by_row)
-        return {name: constraint for name, constraint in wanted.items() if constraint is not None}
+            request = self.asked[table.name]
+            constraints[table.name] = _constraint(table, request, runtime, by_host=by_host, cached=not by_row)
+        return {name: constraint for name, constraint in constraints.items() if constraint is not None}
 
     def on(self, names: Collection[str], runtime: Runtime, constraints: Mapping[str, ParameterConstraints]) -> Request:
         """Returns the request for the tables ``names`` alone, on other ranks.
@@ -319,7 +323,7 @@ class Request(NamedTuple):
         return request._replace(constraints=_winning(request.derived(runtime), winning))
 
     def with_bags(self, lengths: Mapping[str, float]) -> Request:
-        """Returns the request with the mean number of ids per row of each feature; 1 where not given."""
+        """Returns the request with the mean number of ids per row of each feature, by default 1."""
         constraints = dict(self.constraints)
         for table in self.tables:
             factors = [lengths.get(feature, 1.0) for feature in table.feature_names]
@@ -330,7 +334,7 @@ class Request(NamedTuple):
 
 
 class _PlanStats(NoopEmbeddingStats):
-    """Keeps the sharding options that TorchRec's planner hands to its statistics."""
+    """Keeps the sharding options from TorchRec's planner, which hands them to its statistics."""
 
     options: list[ShardingOption]
 
@@ -386,10 +390,10 @@ def draft(model: nn.Module, request: Request, topology: Topology, batch_size: in
 
 
 def _winning(
-    derived: Mapping[str, ParameterConstraints], given: Mapping[str, ParameterConstraints]
+    derived: Mapping[str, ParameterConstraints], requested: Mapping[str, ParameterConstraints]
 ) -> dict[str, ParameterConstraints]:
-    """Returns the constraints ``given``, with the ``derived`` kernel where they leave it open, and the others."""
-    winning = dict(given)
+    """Merges constraints: the ``requested`` win, the ``derived`` fill in tables and kernels left open."""
+    winning = dict(requested)
     for name, ours in derived.items():
         theirs = winning.setdefault(name, ours)
         if theirs.compute_kernels is None:
@@ -403,32 +407,32 @@ def _winning(
 
 
 def _constraint(
-    table: BaseEmbeddingConfig, asked: TableChoice, runtime: Runtime, *, by_host: bool, cached: bool
+    table: BaseEmbeddingConfig, request: TableChoice, runtime: Runtime, *, by_host: bool, cached: bool
 ) -> ParameterConstraints | None:
-    """Returns the planner's constraints for a table; None where nothing is asked and every type is possible.
+    """Returns the planner's constraints for a table; None if nothing is requested and every type is possible.
 
     A column-wise type sets a minimal width too: else TorchRec leaves a table of up to 128 columns whole.
 
     Args:
         table: configuration of the table.
-        asked: sharding type and kernel, ``auto`` included.
+        request: sharding type and kernel, ``auto`` included.
         runtime: description of the ranks.
         by_host: whether some table is sharded by host, so that the sharder offers these types on a CPU.
         cached: whether its optimizer may find the table's rows in a cache.
     """
-    sharding, device = asked.sharding, runtime.device.type
-    reason = refused_because(table, sharding, device) or kernel_refused_because(asked, device)
-    if reason is None and not cached and asked.kernel in CACHING:
+    sharding, device = request.sharding, runtime.device.type
+    reason = refused_because(table, sharding, device) or kernel_refused_because(request, device)
+    if reason is None and not cached and request.kernel in CACHING:
         reason = (
-            f"kernel={asked.kernel}: its optimizer, or its weight decay, reads and writes rows where they lie, of "
+            f"kernel={request.kernel}: its optimizer, or its weight decay, reads and writes rows where they lie, of "
             "which the cache may hold newer ones; choose kernel=fused_uvm, or row_wise_adagrad without weight decay"
         )
     if reason:
         raise PlanError(f"table '{table.name}': {reason}")
-    kernel = _kernel(table, asked, runtime, cached=cached)
+    kernel = _kernel(table, request, runtime, cached=cached)
     if sharding == "auto":
         types = possible(table, device)
-        if asked.kernel not in ("auto", "dense"):
+        if request.kernel not in ("auto", "dense"):
             types = [kind for kind in free_to_shard(device) if kind != "grid_shard"]
         elif types is None and by_host and device == "cpu":
             types = [*free_to_shard(device), "data_parallel"]
@@ -449,16 +453,16 @@ def _constraint(
     return ParameterConstraints(sharding_types=[sharding], min_partition=fitting[0], **kernel)
 
 
-def _kernel(table: BaseEmbeddingConfig, asked: TableChoice, runtime: Runtime, *, cached: bool) -> dict[str, Any]:
-    """Returns the fields of the planner's constraints that choose a kernel; none where the planner is free."""
+def _kernel(table: BaseEmbeddingConfig, request: TableChoice, runtime: Runtime, *, cached: bool) -> dict[str, Any]:
+    """Returns the kernel fields of the planner's constraints; none if the planner is free to choose."""
     fields: dict[str, Any] = {}
-    if asked.kernel != "auto":
-        fields["compute_kernels"] = [asked.kernel]
+    if request.kernel != "auto":
+        fields["compute_kernels"] = [request.kernel]
     elif runtime.device.type == "cuda" and not cached:
         fields["compute_kernels"] = ["dense", "fused", "fused_uvm"]
-    if asked.cache_load_factor:
-        fields["cache_params"] = CacheParams(load_factor=asked.cache_load_factor)
-    if asked.kernel == "key_value":  # TorchRec counts no cache at all where its size is not given
-        cache = table_bytes(table) * (asked.cache_load_factor or KV_CACHING_RATIO) / runtime.world_size
+    if request.cache_load_factor:
+        fields["cache_params"] = CacheParams(load_factor=request.cache_load_factor)
+    if request.kernel == "key_value":  # TorchRec counts no cache at all where its size is not given
+        cache = table_bytes(table) * (request.cache_load_factor or KV_CACHING_RATIO) / runtime.world_size
         fields["key_value_params"] = KeyValueParams(max_l1_cache_size=math.ceil(cache / MB))
     return fields

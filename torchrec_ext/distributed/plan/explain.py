@@ -60,7 +60,7 @@ def explain(plan: ShardingPlan, model: nn.Module, world_size: int, *, captured_r
 
 
 def placed_bytes(plan: ShardingPlan, model: nn.Module, world_size: int) -> list[tuple[str, dict[int, float]]]:
-    """Returns each table's name with the bytes of its weights that each rank holds, by rank.
+    """Returns each table's name, and the bytes of its weights on each rank.
 
     Args:
         plan: sharding plan, as of :func:`explain`.
@@ -120,12 +120,12 @@ def ranges(ranks: Sequence[int]) -> str:
         else:
             runs.append([rank])
     rest = sum(map(len, runs[4:]))
-    shown = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs[:4])
-    return f"{shown} and {rest} more" if rest else shown
+    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs[:4])
+    return f"{text} and {rest} more" if rest else text
 
 
 def size_text(size: int) -> str:
-    """Formats bytes in the largest of GiB, MiB and KiB that is not below 1; KiB for anything smaller.
+    """Formats bytes in the largest unit of GiB, MiB and KiB with a value of 1 or more, else in KiB.
 
     Example:
         >>> size_text(153_600_000_000), size_text(512_256), size_text(3)
@@ -155,7 +155,7 @@ def _planned(plan: ShardingPlan, model: nn.Module) -> Iterator[tuple[BaseEmbeddi
 
 
 def _shards(sharding: ParameterSharding) -> list[tuple[int, list[int], list[int]]]:
-    """Returns (rank, offsets, sizes) of each shard; nothing for a table that each of its ranks holds whole."""
+    """Returns (rank, offsets, sizes) of each shard; nothing for a table that its ranks replicate."""
     spec = sharding.sharding_spec
     if spec is None:
         return []
@@ -177,8 +177,8 @@ def _where(table: BaseEmbeddingConfig, sharding: ParameterSharding, world_size: 
     if not shards:
         ranks = sharding.ranks or []
         return f"each of the ranks {', '.join(map(str, ranks))}" if 0 < len(ranks) < world_size else "every rank"
-    shown = "; ".join(f"rank {rank}{_extent(table, offsets, sizes)}" for rank, offsets, sizes in shards[:4])
-    return f"{shown}; and {len(shards) - 4} more" if len(shards) > 4 else shown
+    text = "; ".join(f"rank {rank}{_extent(table, offsets, sizes)}" for rank, offsets, sizes in shards[:4])
+    return f"{text}; and {len(shards) - 4} more" if len(shards) > 4 else text
 
 
 def _extent(table: BaseEmbeddingConfig, offsets: list[int], sizes: list[int]) -> str:

@@ -107,7 +107,7 @@ def plan_sharding(
 
 
 def refuse_unplaced(model: nn.Module, config: PlanConfig, placement: TowerPlacement | None, table_copies: int) -> None:
-    """Refuses what TorchRec does for tables on all ranks alone, and what can be planned but not trained.
+    """Refuses plans that TorchRec supports only on all ranks, and plans that cannot be trained.
 
     Raises:
         PlanError: a sharding type by host, a kernel off the GPU or quantised communication, with towers on ranks of
@@ -132,7 +132,7 @@ def refuse_unplaced(model: nn.Module, config: PlanConfig, placement: TowerPlacem
 
 
 def why_on_all_ranks(choice: TableChoice) -> str:
-    """Says why a table must be sharded over all ranks of the job; empty where it need not be."""
+    """Explains why a table must be sharded over all ranks of the job; empty if it need not be."""
     if choice.sharding in BY_HOST:
         return f"TorchRec makes the process groups of {choice.sharding} by host, over all ranks"
     if choice.kernel in OFF_THE_GPU:
@@ -146,7 +146,7 @@ SMALL_WEIGHTS = 2**18  # of all tables together
 def small_tables_whole(
     model: nn.Module, runtime: Runtime, config: PlanConfig, optimizer: OptimizerConfig
 ) -> dict[str, ParameterConstraints]:
-    """Returns constraints that make every table data_parallel where all together have few weights.
+    """Returns constraints that replicate every table if all together have few weights.
 
     TorchRec's cost model counts bytes, and so shards tables whatever their size. On a CPU a step without exchanges is
     faster as long as all gradients together travel in about the time of the messages that it saves, which
@@ -165,14 +165,14 @@ def small_tables_whole(
     if runtime.world_size == 1 or runtime.device.type != "cpu" or config.towers != "data_parallel":
         return {}
     tables = tables_of(model)
-    asked = config.choices([table.name for table in tables]).values()
+    requests = config.choices([table.name for table in tables]).values()
     weights = sum(table.num_embeddings * table.embedding_dim for table in tables)
-    whole = ShardingType.DATA_PARALLEL.value
-    impossible = any(refused_because(table, whole, "cpu") for table in tables)
-    free = all((choice.sharding, choice.kernel) == ("auto", "auto") for choice in asked)
+    replicated = ShardingType.DATA_PARALLEL.value
+    impossible = any(refused_because(table, replicated, "cpu") for table in tables)
+    free = all((choice.sharding, choice.kernel) == ("auto", "auto") for choice in requests)
     if weights > SMALL_WEIGHTS or impossible or not free or optimizer.clip_norm:
         return {}
-    return {table.name: ParameterConstraints(sharding_types=[whole]) for table in tables}
+    return {table.name: ParameterConstraints(sharding_types=[replicated]) for table in tables}
 
 
 def free_tables(
@@ -184,7 +184,7 @@ def free_tables(
     *,
     measured: bool = False,
 ) -> tuple[Mapping[str, ParameterConstraints], str]:
-    """Decides what the planner may do with tables whose sharding is left open, for a training and for rec.plan.
+    """Constrains tables without a requested sharding, for a training and for rec.plan.
 
     Args:
         model: unsharded model.
@@ -199,23 +199,23 @@ def free_tables(
     """
     if sync.looks_ahead or (config.quantised and runtime.world_size > 1):
         return _sharded(model, config, runtime.device.type), ""
-    whole = small_tables_whole(model, runtime, config, optimizer) if sync == SyncConfig() and not measured else {}
+    constraints = small_tables_whole(model, runtime, config, optimizer) if sync == SyncConfig() and not measured else {}
     line = (
         f"plan.sharding=auto: all tables together have {SMALL_WEIGHTS:,} weights or fewer, so each rank has them "
         "whole, which is faster than an exchange in each step"
     )
-    return whole, line if whole else ""
+    return constraints, line if constraints else ""
 
 
 def _sharded(model: nn.Module, config: PlanConfig, device: str) -> dict[str, ParameterConstraints]:
-    """Returns constraints by which a table whose sharding ``config`` leaves open is not data_parallel.
+    """Returns constraints that keep tables with an open sharding from becoming data_parallel.
 
     A table that ``config`` names data_parallel stays so; semi_sync refuses it by name later, and so does quantised
     communication where all tables are.
     """
     tables = [table.name for table in tables_of(model)]
-    asked = config.choices(tables).items()
-    free = [name for name, choice in asked if choice.sharding == "auto" and choice.kernel != "dense"]
+    requests = config.choices(tables).items()
+    free = [name for name, choice in requests if choice.sharding == "auto" and choice.kernel != "dense"]
     return {name: ParameterConstraints(sharding_types=free_to_shard(device)) for name in free}
 
 
@@ -264,7 +264,7 @@ def _topology(runtime: Runtime, capacity: int, host: int) -> Topology:
 
 
 def _capacity(config: PlanConfig, runtime: Runtime) -> int:
-    """Returns the bytes per rank that tables, their optimizer state and the reserve may take."""
+    """Returns the bytes per rank for tables, their optimizer state and the reserve."""
     if config.memory_gb:
         return int(config.memory_gb * GB)
     if runtime.device.type == "cuda":

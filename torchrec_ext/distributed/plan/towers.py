@@ -31,12 +31,12 @@ WITHIN_A_TOWER = ["data_parallel", "table_wise", "row_wise", "column_wise", "tab
 
 
 def find_towers(model: nn.Module) -> tuple[str, Towers] | None:
-    """Returns the path and the module of the model's Towers; None where it has none."""
+    """Returns the path and the module of the model's Towers; None without Towers."""
     return next(((path, module) for path, module in model.named_modules() if isinstance(module, Towers)), None)
 
 
 def tower_placement(model: nn.Module, asked: str, world_size: int) -> TowerPlacement | None:
-    """Returns the placement that ``PlanConfig.towers`` asks for; None for towers that run on every rank.
+    """Returns the placement for ``PlanConfig.towers``; None for towers on every rank.
 
     Args:
         model: unsharded model.
@@ -64,7 +64,7 @@ def tower_placement(model: nn.Module, asked: str, world_size: int) -> TowerPlace
 
 
 def _apart(towers: Mapping[str, Any], world_size: int) -> TowerPlacement:
-    """Places towers on ranks in proportion to their cost; towers that share a table count as one."""
+    """Places towers on ranks in proportion to their cost; towers with a shared table count as one."""
     together = {"+".join(unit): unit for unit in sharing_groups(towers)}
     if len(together) == 1 and len(towers) > 1:
         table, names = next((table, names) for table, names in readers(towers).items() if len(names) > 1)
@@ -86,30 +86,30 @@ def tower_cost(tower: nn.Module) -> float:
     return float(dense + sum(table.embedding_dim * table.num_features() for table in tables))
 
 
-def _check_weighted(asked: str, towers: Mapping[str, Any]) -> None:
+def _check_weighted(setting: str, towers: Mapping[str, Any]) -> None:
     for name, tower in towers.items():
         weighted = next(
             (table for table in tower.tables if set(table.feature_names) & set(getattr(tower, "weights", {}))), None
         )
         if weighted is not None:
             raise PlacementError(
-                f"plan.towers={asked}: table '{weighted.name}' of tower '{name}' pools by weights, which travel with "
+                f"plan.towers={setting}: table '{weighted.name}' of tower '{name}' pools by weights, which travel with "
                 "no tower; leave it at data_parallel"
             )
 
 
-def _check_together(asked: str, towers: Mapping[str, Any], placement: TowerPlacement) -> None:
-    """Refuses a placement that separates towers that share a table, which has one set of ranks."""
+def _check_together(setting: str, towers: Mapping[str, Any], placement: TowerPlacement) -> None:
+    """Refuses a placement that separates the towers of a shared table."""
     for table, names in readers(towers).items():
-        apart = {placement.ranks[name] for name in names}
-        if len(apart) > 1:
+        rank_sets = {placement.ranks[name] for name in names}
+        if len(rank_sets) > 1:
             unit = next(unit for unit in sharing_groups(towers) if names[0] in unit)
             everywhere = tuple(sorted({rank for name in unit for rank in placement.ranks[name]}))
             ranks = {name: everywhere if name in unit else placement.ranks[name] for name in towers}
             possible = TowerPlacement(ranks=ranks, world_size=placement.world_size)
             where = " and ".join(f"'{name}' on rank(s) {', '.join(map(str, placement.ranks[name]))}" for name in names)
             raise PlacementError(
-                f"plan.towers={asked}: the towers {where} share table '{table}', which has one place; give them the "
+                f"plan.towers={setting}: the towers {where} share table '{table}', which has one place; give them the "
                 f"same ranks, as in plan.towers={possible}, or take auto, or tables of different names"
             )
 
@@ -142,23 +142,28 @@ def draft_towers(
     towers_path, towers = find_towers(model) or ("", Towers({}))
     free = [usable] * runtime.world_size
     tables: dict[str, dict[str, EmbeddingModuleShardingPlan]] = {}
-    held = _collections_by_tower(towers, placement)
-    for name in sorted(towers, key=lambda name: -_weights(held[name])):  # the largest while there is most room
+    by_tower = _collections_by_tower(towers, placement)
+    for name in sorted(towers, key=lambda name: -_weights(by_tower[name])):  # the largest while there is most room
         members = placement.ranks[name]
         tower_ranks = _ranks_of(runtime, members)
-        names = [table.name for table in tables_of(held[name])]
+        names = [table.name for table in tables_of(by_tower[name])]
         tower_request = request.on(names, tower_ranks, {**_possible(request), **constraints})
         rows = -(-batch_size * runtime.world_size // len(members))
         tables[name] = {}
         if not names:
             continue
         try:
-            drafted = draft(held[name], tower_request, topology(tower_ranks, min(free[rank] for rank in members)), rows)
+            drafted = draft(
+                by_tower[name],
+                tower_request,
+                topology(tower_ranks, min(free[rank] for rank in members)),
+                rows,
+            )
         except PlanError as error:
             where = ", ".join(map(str, members))
             raise PlanError(f"tower '{name}' on rank(s) {where}: {error}") from None
         _subtract_memory(free, drafted.options, members)
-        plans = {path: drafted.plan.get_plan_for_module(path) for path, _ in collections(held[name])}
+        plans = {path: drafted.plan.get_plan_for_module(path) for path, _ in collections(by_tower[name])}
         tables[name] = {path: _over_all(plan, members, runtime) for path, plan in plans.items()}
     rest = _only(model, [path for path, _ in collections(model) if not _in_towers(model, path)])
     others = [table.name for table in tables_of(rest)]
@@ -173,15 +178,15 @@ def draft_towers(
 
 
 def _collections_by_tower(towers: Towers, placement: TowerPlacement) -> dict[str, nn.Module]:
-    """Returns for each tower a module with its collections at their paths, and the look-ups that it hosts."""
-    held = {name: _only(tower, [path for path, _ in collections(tower)]) for name, tower in towers.items()}
+    """Returns for each tower a module with its collections at their paths, and its hosted look-ups."""
+    modules = {name: _only(tower, [path for path, _ in collections(tower)]) for name, tower in towers.items()}
     for host, names in towers_by_host(dict(towers.items()), placement).items():
-        held[host].add_module("lookups", look_ups(towers, names))
-    return held
+        modules[host].add_module("lookups", look_ups(towers, names))
+    return modules
 
 
 def _in_towers(model: nn.Module, path: str) -> bool:
-    """Whether the collection at ``path`` belongs to a tower, or to shared tables that a tower will host."""
+    """Whether the collection at ``path`` belongs to a tower, or to shared tables for a tower to host."""
     names = path.split(".")
     above = (model.get_submodule(".".join(names[:end])) for end in range(len(names)))
     return any(isinstance(module, Towers | SharedTables) for module in above)
@@ -193,12 +198,12 @@ def _weights(tower: nn.Module) -> int:
 
 
 def _possible(request: Request) -> dict[str, ParameterConstraints]:
-    """Returns constraints for tables whose sharding is ``auto``: the types that TorchRec can do on some ranks."""
+    """Returns constraints for tables with sharding ``auto``: the types that TorchRec supports on a subset of ranks."""
     constraints = {}
     for name in (name for name, kind in request.sharding.items() if kind == "auto"):
-        known = request.constraints.get(name, ParameterConstraints())
-        types = [kind for kind in WITHIN_A_TOWER if kind in (known.sharding_types or WITHIN_A_TOWER)]
-        constraints[name] = dataclasses.replace(known, sharding_types=types)
+        current = request.constraints.get(name, ParameterConstraints())
+        types = [kind for kind in WITHIN_A_TOWER if kind in (current.sharding_types or WITHIN_A_TOWER)]
+        constraints[name] = dataclasses.replace(current, sharding_types=types)
     return constraints
 
 
@@ -217,7 +222,7 @@ def _only(model: nn.Module, paths: Iterable[str]) -> nn.Module:
 
 
 def _ranks_of(runtime: Runtime, members: tuple[int, ...]) -> Runtime:
-    """Describes these ranks as a job of their own, with one rank a host where hosts hold unequal numbers of them."""
+    """Describes these ranks as a job of their own, with one rank a host if hosts hold unequal numbers of them."""
     hosts = [rank // runtime.local_world_size for rank in members]
     counts = {hosts.count(host) for host in hosts}
     return dataclasses.replace(
@@ -234,7 +239,7 @@ def _subtract_memory(free: list[int], options: list[ShardingOption], members: tu
 def _over_all(
     plan: EmbeddingModuleShardingPlan, members: tuple[int, ...], runtime: Runtime
 ) -> EmbeddingModuleShardingPlan:
-    """Returns ``plan``, whose ranks count within the tower, with ranks of the job."""
+    """Renumbers the ranks of ``plan`` from within the tower to within the job."""
     return EmbeddingModuleShardingPlan({name: _table_over_all(s, members, runtime) for name, s in plan.items()})
 
 

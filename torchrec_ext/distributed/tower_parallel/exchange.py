@@ -39,7 +39,7 @@ class TowerRows(NamedTuple):
 
 
 class Widths(NamedTuple):
-    """Numbers of ``features``, F, and of ``dense`` columns, Fd, that a tower reads."""
+    """Numbers of ``features``, F, and of ``dense`` columns, Fd, of a tower's input."""
 
     features: int
     dense: int
@@ -111,7 +111,7 @@ class Route(NamedTuple):
 
 @dataclass
 class ExchangeContext(Multistreamable):
-    """Numbers of rows of one batch, by which its outputs find their way back.
+    """Numbers of rows of one batch, used to route its outputs back.
 
     Args:
         route: towers whose rows are exchanged with each peer rank.
@@ -129,7 +129,7 @@ class ExchangeContext(Multistreamable):
 
 @dataclass
 class ReceivedRows(Multistreamable):
-    """Rows that arrived, by tower, in the order of the sending ranks; towers have one order on every rank."""
+    """Received rows by tower, in the order of the sending ranks; towers have one order on every rank."""
 
     rows: dict[str, TowerRows]
 
@@ -141,7 +141,7 @@ class ReceivedRows(Multistreamable):
 
 
 class AfterCollective(Awaitable[Any]):
-    """Awaitable result of ``follow``, which is called once a collective has ended."""
+    """Awaitable result of ``follow``, called once a collective has ended."""
 
     def __init__(self, work: dist.Work, follow: Callable[[], Any]) -> None:
         super().__init__()
@@ -245,9 +245,9 @@ class TowerExchange:
         going = [list(zip(names, pieces, strict=True)) for names, pieces in zip(context.route.to, slices, strict=True)]
         counts = [sum(self._size(name, rows.height, len(rows.values)) for name, rows in by_tower) for by_tower in going]
         packed = [(rows, self._specs[name].widths) for by_tower in going for name, rows in by_tower]
-        sent = pack_rows(packed, self._device)
-        out = sent.new_empty(sum(received))
-        work = dist.all_to_all_single(out, sent, received, counts, group=self._group, async_op=True)
+        message = pack_rows(packed, self._device)
+        out = message.new_empty(sum(received))
+        work = dist.all_to_all_single(out, message, received, counts, group=self._group, async_op=True)
         return AfterCollective(work, lambda: self._unpack(context, coming, out, headers))
 
     def _size(self, name: str, rows: int, ids: int) -> int:
@@ -298,13 +298,13 @@ class TowerExchange:
         going = [[next(outputs_by_rank[name]).reshape(-1) for name in coming] for coming in context.route.coming]
         # A rank without a tower takes part too, and in the backward.
         empty = torch.empty(0, device=self._device, requires_grad=torch.is_grad_enabled())
-        sent = torch.cat([empty, *(output for by_tower in going for output in by_tower)])
+        message = torch.cat([empty, *(output for by_tower in going for output in by_tower)])
         counts = [sum(map(len, by_tower)) for by_tower in going]
         sizes = [
             [rows * self._specs[name].out for name, rows in zip(names, heights, strict=True)]
             for names, heights in zip(context.route.to, context.sent, strict=True)
         ]
-        received: Tensor = Exchange.apply(sent, counts, [sum(by_tower) for by_tower in sizes], self._group)  # type: ignore[no-untyped-call]
+        received: Tensor = Exchange.apply(message, counts, [sum(by_tower) for by_tower in sizes], self._group)  # type: ignore[no-untyped-call]
         names = [name for to in context.route.to for name in to]
         pieces: dict[str, list[Tensor]] = {}
         for name, piece in zip(names, torch.split(received, [n for by_tower in sizes for n in by_tower]), strict=True):
@@ -313,14 +313,14 @@ class TowerExchange:
 
 
 class Exchange(torch.autograd.Function):
-    """All-to-all whose backward sends the gradients back by another all-to-all."""
+    """All-to-all with another all-to-all as its backward, for the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, sent: Tensor, counts: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, message: Tensor, counts: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
         """Sends ``counts`` numbers of flat ``sent`` to each rank; returns a flat tensor with ``received`` from each."""
         ctx.counts, ctx.received, ctx.group = counts, received, group
-        out = sent.new_empty(sum(received))
-        dist.all_to_all_single(out, sent.contiguous(), received, counts, group=group)
+        out = message.new_empty(sum(received))
+        dist.all_to_all_single(out, message.contiguous(), received, counts, group=group)
         return out
 
     @staticmethod

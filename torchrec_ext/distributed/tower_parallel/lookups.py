@@ -29,7 +29,7 @@ class FeatureBags(NamedTuple):
 
 
 def sharing_groups(towers: Mapping[str, Any]) -> list[list[str]]:
-    """Groups towers that must run on the same ranks because they share tables; most groups are single towers."""
+    """Groups towers by shared tables: a group must run on the same ranks. Most groups are single towers."""
     groups = [[name] for name in towers]
     for names in readers(towers).values():
         together = [group for group in groups if not set(group).isdisjoint(names)]
@@ -40,7 +40,7 @@ def sharing_groups(towers: Mapping[str, Any]) -> list[list[str]]:
 
 
 def towers_by_host(towers: Mapping[str, Any], placement: TowerPlacement) -> dict[str, list[str]]:
-    """Maps each host tower to the towers on its ranks whose shared tables it looks up, itself included."""
+    """Maps each host tower to the towers on its ranks with shared tables for it to look up, itself included."""
     by_ranks: dict[tuple[int, ...], list[str]] = {}
     for name, tower in towers.items():
         if getattr(tower, "released_tables", ()):
@@ -49,12 +49,12 @@ def towers_by_host(towers: Mapping[str, Any], placement: TowerPlacement) -> dict
 
 
 def host_look_ups(model: nn.Module, plan: ShardingPlan) -> None:
-    """Moves the shared tables of ``model`` into the towers that host them, where ``plan`` places towers."""
-    placed = next(((path, module) for path, module in plan.plan.items() if isinstance(module, TowerPlan)), None)
+    """Moves the shared tables of ``model`` into their host towers, if ``plan`` places towers."""
+    plan_entry = next(((path, module) for path, module in plan.plan.items() if isinstance(module, TowerPlan)), None)
     shared = {path: module for path, module in model.named_modules() if isinstance(module, SharedTables)}
-    if placed is None or not shared:
+    if plan_entry is None or not shared:
         return
-    towers_path, tower_plan = placed
+    towers_path, tower_plan = plan_entry
     towers: Any = model.get_submodule(towers_path)
     paths = {name: path for path, module in shared.items() for name, _, _ in values_by_table(module)}
     values = {name: weight for module in shared.values() for name, _, weight in values_by_table(module)}
@@ -69,7 +69,7 @@ def host_look_ups(model: nn.Module, plan: ShardingPlan) -> None:
 
 
 def unhosted(model: nn.Module, path: str) -> str:
-    """Returns the path in the unsharded model of a weight that has ``path`` in the sharded one."""
+    """Converts the ``path`` of a weight in the sharded model to its path in the unsharded one."""
     tower, _, rest = path.partition(".lookups.")
     hosted = model.get_submodule(f"{tower}.lookups") if rest else None
     return f"{hosted.original_path}.{rest}" if isinstance(hosted, SharedTables) else path
@@ -92,7 +92,7 @@ def split_joint(joint: KeyedJaggedTensor, queries: int) -> dict[str, FeatureBags
 
 
 class HostedTower(NamedTuple):
-    """A tower whose tables are hosted: its features, whether it reads the Q shared rows, and any rows received."""
+    """A tower with hosted tables: its features, whether it reads the Q shared rows, and any rows received."""
 
     features: Sequence[str]
     shared: bool
@@ -100,7 +100,7 @@ class HostedTower(NamedTuple):
 
 
 def batch_of_arrivals(towers: Iterable[HostedTower], joint: Sequence[Joint], device: torch.device) -> TowerBatch:
-    """Builds the batch that :class:`SharedTables` looks up from the rows received for the towers of a set of ranks.
+    """Builds a batch for :class:`SharedTables` from the rows received for the towers of a set of ranks.
 
     Args:
         towers: towers of the same ranks, which therefore receive the same rows in the same order.

@@ -94,7 +94,7 @@ class TowerSequenceSharder(SequenceSharder):
 
 
 def tower_sharders() -> list[ModuleSharder[nn.Module]]:
-    """Returns a sharder for every kind of collection that a placed tower may hold."""
+    """Returns a sharder for every kind of collection in a placed tower."""
     return [TowerBagSharder(), TowerSequenceSharder()]
 
 
@@ -119,7 +119,7 @@ def shard_tower(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> Callable[[KeyedJaggedTensor, Tensor], Tensor]:
-    """Shards ``tower`` in place over the ranks of ``group``, and returns the function that runs it. Collective.
+    """Shards ``tower`` in place over the ranks of ``group``, and returns a function to run it. Collective.
 
     Args:
         tower: unsharded tower; its dense layers are equal on all ranks.
@@ -288,12 +288,12 @@ class ShardedTowers(
         """Looks up hosted tables for the received rows; returns their values by tower."""
         values: dict[str, Any] = {}
         for host, names in self._hosts.items():
-            asked = [name for name in names if name in rows]
-            if asked:
+            present = [name for name in names if name in rows]
+            if present:
                 look_ups: Any = self.get_submodule(host).lookups
                 towers = [HostedTower(self._features[name], self._reads[name].shared, rows.get(name)) for name in names]
                 batch = batch_of_arrivals(towers, look_ups.joint, self._device)
-                values |= dict.fromkeys(asked, look_ups(batch, asked))
+                values |= dict.fromkeys(present, look_ups(batch, present))
         return values
 
     def output_dist(self, ctx: ExchangeContext, output: dict[str, Tensor]) -> LazyAwaitable[dict[str, Tensor]]:
@@ -303,7 +303,7 @@ class ShardedTowers(
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the towers' modules too where a containing model asks, but only this module where asked directly.
+        """Yields the towers' modules too for a containing model, but only this module if called directly.
 
         TorchRec's pipelines take over the input dist of every collection within a module that they pipeline, to start
         it a batch ahead; the towers' collections run inside :meth:`compute` and must be left alone.
@@ -356,7 +356,7 @@ def _features(tower: Any) -> list[str]:
 def _rows(
     kjt: KeyedJaggedTensor, shared_bags: Mapping[str, FeatureBags], dense: Tensor, features: list[str]
 ) -> TowerRows:
-    """Builds the rows for a tower; features that ``kjt`` lacks are in ``shared_bags``."""
+    """Builds the rows for a tower; features missing in ``kjt`` are in ``shared_bags``."""
     keys = kjt.keys()
     if not shared_bags or set(features) <= set(keys):
         ordered = kjt if keys == features else kjt.permute([keys.index(name) for name in features])
@@ -370,7 +370,7 @@ def _rows(
 
 
 class TowerSharder(ModuleSharder[Towers]):
-    """Sharder that turns :class:`Towers` with a :class:`TowerPlan` into :class:`ShardedTowers`.
+    """Sharder from :class:`Towers` with a :class:`TowerPlan` to :class:`ShardedTowers`.
 
     Args:
         timeout: timeout of the collectives of each tower.
