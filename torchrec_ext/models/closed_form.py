@@ -17,7 +17,7 @@ BLOCK = 2**22  # numbers of a block of users in memory: 16 MiB of float32
 
 
 class Factors(NamedTuple):
-    """Vectors of users (U, D) and of items (I, D), whose product is the score."""
+    """Vectors of users (U, D) and of items (I, D); their product is the score."""
 
     users: Tensor
     items: Tensor
@@ -68,11 +68,13 @@ def ease_vectors(users: Tensor, items: Tensor, num_items: int, *, dim: int, l2: 
     _check_penalty(l2)
     values, vectors = torch.linalg.eigh(co_occurrences(users, items, num_items))
     values = values.clamp(min=0).flip(0)
-    vectors, kept = vectors.flip(1), values / (values + l2)
-    diagonal = (1 - (vectors.square() * kept).sum(1)).clamp(min=torch.finfo(kept.dtype).eps)  # l2 times that of P
+    vectors, shrinkage = vectors.flip(1), values / (values + l2)
+    diagonal = (1 - (vectors.square() * shrinkage).sum(1)).clamp(
+        min=torch.finfo(shrinkage.dtype).eps
+    )  # l2 times that of P
     factors = torch.zeros(num_items, dim)
     width = min(dim, num_items)
-    factors[:, :width] = (vectors * kept.sqrt())[:, :width]
+    factors[:, :width] = (vectors * shrinkage.sqrt())[:, :width]
     return Factors(factors, factors / diagonal[:, None])
 
 
@@ -125,12 +127,14 @@ def als(
         seed: seed of the items' first vectors.
     """
     generator = torch.Generator().manual_seed(seed)
-    made = Factors(torch.zeros(num_users, dim), torch.randn(num_items, dim, generator=generator) * 0.1 / math.sqrt(dim))
+    factors = Factors(
+        torch.zeros(num_users, dim), torch.randn(num_items, dim, generator=generator) * 0.1 / math.sqrt(dim)
+    )
     for _ in range(epochs):
-        by_user = als_half_step(users, items, num_users, made.items, l2=l2, unobserved=unobserved)
+        by_user = als_half_step(users, items, num_users, factors.items, l2=l2, unobserved=unobserved)
         by_item = als_half_step(items, users, num_items, by_user, l2=l2, unobserved=unobserved)
-        made = Factors(by_user, by_item)
-    return made
+        factors = Factors(by_user, by_item)
+    return factors
 
 
 def als_half_step(
@@ -153,14 +157,14 @@ def als_half_step(
     shared = unobserved * vectors.T @ vectors
     penalty = l2 * (counts + unobserved * len(vectors))
     padded = torch.cat([vectors, vectors.new_zeros(1, dim)])
-    solved = torch.zeros(num_rows, dim)
-    for block, taken in _blocks(rows, columns, counts, dim, padding=len(vectors)):
-        taken_vectors = padded[taken]
-        left = shared + taken_vectors.transpose(1, 2) @ taken_vectors
-        left.diagonal(dim1=1, dim2=2).add_(penalty[block, None])
-        right = taken_vectors.sum(1)[:, :, None]
-        solved[block] = torch.cholesky_solve(right, torch.linalg.cholesky(left))[:, :, 0]
-    return solved
+    solution = torch.zeros(num_rows, dim)
+    for block, members in _blocks(rows, columns, counts, dim, padding=len(vectors)):
+        member_vectors = padded[members]
+        matrix = shared + member_vectors.transpose(1, 2) @ member_vectors
+        matrix.diagonal(dim1=1, dim2=2).add_(penalty[block, None])
+        target = member_vectors.sum(1)[:, :, None]
+        solution[block] = torch.cholesky_solve(target, torch.linalg.cholesky(matrix))[:, :, 0]
+    return solution
 
 
 def _blocks(

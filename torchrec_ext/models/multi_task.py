@@ -38,7 +38,7 @@ class TaskPredictions(NamedTuple):
 
 
 class MultiTaskModel(TowerModel):
-    """A :class:`TowerModel` that predicts T labels of a row, such as a click and a purchase, from one hidden layer.
+    """A :class:`TowerModel` with T labels per row, such as a click and a purchase, from one hidden layer.
 
     The first task's labels are ``batch.labels``; the others' are ``batch.targets``, columns of the data with the tasks'
     names. A drawn negative has label 0 in all tasks.
@@ -86,7 +86,7 @@ class MultiTaskModel(TowerModel):
         return list(self.of_tasks.losses.values())
 
     def begin_at(self, shares: Sequence[float]) -> list[float]:
-        """See :meth:`TowerModel.begin_at`; further heads begin at the share among positives where they predict that."""
+        """See :meth:`TowerModel.begin_at`; heads learned from positives begin at the share among positives."""
         if self.rows != "all" and shares:
             shares = [shares[0], *(min(share / shares[0], 0.999) for share in shares[1:])]
         return super().begin_at(shares)
@@ -114,7 +114,7 @@ class MultiTaskModel(TowerModel):
 
 
 class _TaskLosses(nn.Module):
-    """The losses of all tasks; a module, so that TorchRec's pipelines do not trace into it."""
+    """The losses of all tasks, as a module to keep TorchRec's pipelines from tracing into it."""
 
     def __init__(self, losses: Mapping[str, Loss], rows: TaskRows) -> None:
         super().__init__()

@@ -127,7 +127,7 @@ class NCFTower(Tower):
 
 
 class _Half(nn.Module):
-    """Applies a linear layer to all columns but the first ``gmf_dim``, which it passes on."""
+    """Applies a linear layer to all columns after the first ``gmf_dim``; passes these on unchanged."""
 
     def __init__(self, gmf_dim: int, linear: nn.Linear) -> None:
         super().__init__()

@@ -51,7 +51,7 @@ class Affinity:
 
 
 def affinity(vectors: Mapping[str, Tensor], measure: Measure = "cosine") -> Affinity:
-    """Returns the affinity of features from the vectors that each has in the same B rows.
+    """Computes the affinity of features from their vectors in the same B rows.
 
     Args:
         vectors: (B, D) vectors of each feature, by feature, such as from :func:`pooled_vectors` or :func:`id_vectors`.
@@ -90,12 +90,12 @@ def _cosine(names: Sequence[str], vectors: Sequence[Tensor]) -> Tensor:
 def _cka(vectors: Sequence[Tensor]) -> Tensor:
     """Computes CKA from products of columns with columns; matrices of rows with rows would be B x B."""
     count, widths = len(vectors[0]), [each.shape[1] for each in vectors]
-    beside = torch.cat([each - each.mean(dim=0) for each in vectors], dim=1)  # (B, C)
+    centred = torch.cat([each - each.mean(dim=0) for each in vectors], dim=1)  # (B, C)
     owner = torch.repeat_interleave(torch.arange(len(widths)), torch.tensor(widths))
     by_feature = torch.nn.functional.one_hot(owner, len(widths)).double()  # (C, F)
-    norms = beside.square() @ by_feature  # (B, F): the diagonals
-    sums = (beside * beside.sum(dim=0)) @ by_feature - norms  # (B, F): the rows without them
-    products = by_feature.T @ (beside.T @ beside).square() @ by_feature - norms.T @ norms
+    norms = centred.square() @ by_feature  # (B, F): the diagonals
+    sums = (centred * centred.sum(dim=0)) @ by_feature - norms  # (B, F): the rows without them
+    products = by_feature.T @ (centred.T @ centred).square() @ by_feature - norms.T @ norms
     totals = sums.sum(dim=0)
     common = products + torch.outer(totals, totals) / ((count - 1) * (count - 2)) - 2 / (count - 2) * sums.T @ sums
     scale = common.diagonal().clamp(min=1e-12).sqrt()
@@ -116,11 +116,11 @@ def pooled_vectors(model: nn.Module, batches: Iterable[TowerBatch]) -> dict[str,
         ValueError: no batch, or no collection that pools.
     """
     pooled: dict[str, list[Tensor]] = {}
-    with torch.no_grad(), _recorded(model) as seen:
+    with torch.no_grad(), _recorded(model) as outputs:
         for batch in batches:
-            seen.clear()
+            outputs.clear()
             model(batch)
-            for feature, value in seen.items():
+            for feature, value in outputs.items():
                 rows = value[batch.shared.index] if batch.shared is not None and len(value) != len(batch) else value
                 pooled.setdefault(feature, []).append(rows.cpu())
     if not pooled:
@@ -130,17 +130,17 @@ def pooled_vectors(model: nn.Module, batches: Iterable[TowerBatch]) -> dict[str,
 
 @contextmanager
 def _recorded(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Yields a mapping that receives what collections return while the block runs, by feature."""
-    seen: dict[str, Tensor] = {}
+    """Yields a mapping, filled with the outputs of pooling collections while the block runs, by feature."""
+    outputs: dict[str, Tensor] = {}
 
     def keep(_: nn.Module, __: Any, output: Any) -> None:
-        seen.update(output.to_dict())
+        outputs.update(output.to_dict())
 
     kinds = (EmbeddingBagCollection, ShardedEmbeddingBagCollection)
     pooling = [module for module in model.modules() if isinstance(module, kinds)]
     handles = [module.register_forward_hook(keep) for module in pooling]
     try:
-        yield seen
+        yield outputs
     finally:
         for handle in handles:
             handle.remove()
@@ -161,10 +161,12 @@ def id_vectors(batch: TowerBatch, features: Sequence[str], width: int = 128) -> 
     for seed, feature in enumerate(features):
         bags = batch.bags(feature)
         ids, inverse = torch.unique(bags.values(), return_inverse=True)
-        drawn = torch.randn(len(ids), width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        random_vectors = torch.randn(
+            len(ids), width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+        )
         lengths = bags.lengths()
         rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths.cpu())
-        sums = torch.zeros(len(lengths), width, dtype=torch.float64).index_add_(0, rows, drawn[inverse.cpu()])
+        sums = torch.zeros(len(lengths), width, dtype=torch.float64).index_add_(0, rows, random_vectors[inverse.cpu()])
         mean = sums / lengths.cpu().clamp(min=1)[:, None]
         shared = batch.shared is not None and len(mean) != len(batch)
         vectors[feature] = mean[batch.shared.index.cpu()] if shared else mean  # type: ignore[union-attr]
@@ -202,7 +204,7 @@ def pack_evenly(weights: Tensor, towers: int) -> Tensor:
 
 
 def plane(distances: Tensor, rounds: int = 300) -> tuple[Tensor, float]:
-    """Returns (F, 2) points whose distances are as near as can be to ``distances`` (F, F), and their stress.
+    """Fits (F, 2) points to the ``distances`` (F, F); returns the points and their stress.
 
     SMACOF (de Leeuw 1977), which lowers Kruskal's stress 1 in every round, starts from the classical scaling.
 
@@ -253,18 +255,18 @@ def bounded_k_means(
 
 
 def _spread(points: Tensor, towers: int, generator: torch.Generator) -> Tensor:
-    """Returns centres as k-means++ draws them (Arthur and Vassilvitskii 2007)."""
-    chosen = [int(torch.randint(len(points), (1,), generator=generator))]
-    while len(chosen) < towers:
-        nearest = torch.cdist(points, points[chosen]).amin(dim=1).square() + 1e-12
-        nearest[chosen] = 0
-        chosen.append(int(torch.multinomial(nearest, 1, generator=generator)))
-    return points[chosen]
+    """Draws centres by k-means++ (Arthur and Vassilvitskii 2007)."""
+    centres = [int(torch.randint(len(points), (1,), generator=generator))]
+    while len(centres) < towers:
+        nearest = torch.cdist(points, points[centres]).amin(dim=1).square() + 1e-12
+        nearest[centres] = 0
+        centres.append(int(torch.multinomial(nearest, 1, generator=generator)))
+    return points[centres]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Clusters:
-    """Units in the plane that are grouped into towers; ``tower_of`` (U,) int64 is a grouping."""
+    """Units in the plane, to be grouped into towers; ``tower_of`` (U,) int64 is a grouping."""
 
     points: Tensor
     sizes: Tensor
@@ -273,7 +275,7 @@ class _Clusters:
     towers: int
 
     def greedy(self, centres: Tensor) -> Tensor | None:
-        """Returns each unit's nearest centre with room, units that lose most first; None where a unit fits none."""
+        """Returns each unit's nearest centre with room, the greatest losses first; None if a unit fits nowhere."""
         far = torch.cdist(self.points, centres)
         two = far.topk(min(2, self.towers), dim=1, largest=False).values
         tower_of, room = torch.zeros(len(far), dtype=torch.int64), [self.bound] * self.towers
@@ -291,7 +293,7 @@ class _Clusters:
         return tower_of
 
     def improved(self, tower_of: Tensor) -> tuple[Tensor, float]:
-        """Moves one unit or swaps two while that brings them nearer to their towers' centres and keeps the bound."""
+        """Moves single units, or swaps two, nearer to their towers' centres within the bound, until nothing gains."""
         tower_of = tower_of.clone()
         cost = self.cost(tower_of)
         for _ in range(ROUNDS):
@@ -304,7 +306,7 @@ class _Clusters:
         return tower_of, cost
 
     def _best_change(self, tower_of: Tensor, far: Tensor) -> bool:
-        """Makes the allowed change that gains most by the distances ``far`` (U, T); returns whether any gains."""
+        """Makes the best allowed change by the distances ``far`` (U, T); returns whether any gains."""
         loads = torch.zeros(self.towers, dtype=torch.float64).index_add_(0, tower_of, self.weights)
         current = far.gather(1, tower_of[:, None])  # (U, 1)
         moves = current - far
@@ -495,7 +497,7 @@ def _loads(names: Sequence[str], load: Mapping[str, float] | None) -> dict[str, 
 
 
 def _units(names: Sequence[str], together: Sequence[Sequence[str]]) -> list[list[int]]:
-    """Returns the indices of features that stay in one tower; groups that overlap are one."""
+    """Groups the indices of features that must share a tower; overlapping groups merge."""
     index_of = {name: index for index, name in enumerate(names)}
     unit = list(range(len(names)))
     for group in together:
@@ -509,19 +511,19 @@ def _units(names: Sequence[str], together: Sequence[Sequence[str]]) -> list[list
 
 def _check_bound(bound: float, weights: Tensor, fullest: float, towers: int, names: Sequence[str]) -> None:
     heaviest, total = int(weights.argmax()), float(weights.sum())
-    given = f"bound={bound:,.6g}"
+    limit = f"bound={bound:,.6g}"
     if float(weights[heaviest]) > bound:
         raise PartitionError(
-            f"{given}: '{names[heaviest]}' alone has a load of {float(weights[heaviest]):,.6g}; raise the bound to "
+            f"{limit}: '{names[heaviest]}' alone has a load of {float(weights[heaviest]):,.6g}; raise the bound to "
             "that at least"
         )
     if total > bound * towers:
         raise PartitionError(
-            f"{given}: the features' loads add up to {total:,.6g}, more than {towers} x {bound:,.6g} = "
+            f"{limit}: the features' loads add up to {total:,.6g}, more than {towers} x {bound:,.6g} = "
             f"{bound * towers:,.6g}; raise the bound to {fullest:,.6g}, or take {-int(-total // bound)} towers or more"
         )
     if fullest > bound:
         raise PartitionError(
-            f"{given}: no packing of {len(weights)} loads into {towers} towers was found that keeps it; the most even "
+            f"{limit}: no packing of {len(weights)} loads into {towers} towers was found that keeps it; the most even "
             f"one has {fullest:,.6g} in a tower: raise the bound to that, or take more towers"
         )

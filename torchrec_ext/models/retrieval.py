@@ -80,7 +80,7 @@ class RetrievalModel(TowerModel):
         self._query, self._candidate = None if known is None else user_feature, item_feature
 
     def schema(self, *, out_of_range: OutOfRange = "error", oov_ids: Mapping[str, int] | None = None) -> BatchSchema:
-        """See :meth:`TowerModel.schema`; of rows that are all positives no label is read, so it may have any value."""
+        """See :meth:`TowerModel.schema`; labels may have any value if all rows are positives, as none is read."""
         schema = super().schema(out_of_range=out_of_range, oov_ids=oov_ids)
         return dataclasses.replace(
             schema,
@@ -114,7 +114,7 @@ class RetrievalModel(TowerModel):
 
 
 class _InBatchLoss(nn.Module):
-    """The loss over the batch or the catalogue; a module, so that TorchRec's pipelines do not trace into it."""
+    """The loss over the batch or the catalogue, as a module to keep TorchRec's pipelines from tracing into it."""
 
     log_q: Tensor | None
 
@@ -167,7 +167,7 @@ class _InBatchLoss(nn.Module):
         return loss
 
     def _over_clicks(self, queries: Tensor, candidates: Tensor, ids: Tensor, batch: TowerBatch) -> Tensor:
-        """Returns the loss over the rows with a label above 0, of which each rank has another number."""
+        """Returns the loss over the rows with a label above 0; their number differs between ranks."""
         weights = batch.weights * batch.labels
         clicked = weights.nonzero()[:, 0]
         queries, candidates, ids, weights = (rows[clicked] for rows in (queries, candidates, ids, weights))
@@ -184,7 +184,7 @@ class _InBatchLoss(nn.Module):
         return loss
 
     def _over_catalogue(self, queries: Tensor, candidates: Tensor, ids: Tensor, batch: TowerBatch) -> Tensor:
-        """Returns the loss of ``queries`` (B, D), whose items are the first of ``candidates`` (B + M, D)."""
+        """Returns the loss of ``queries`` (B, D) with their items first in ``candidates`` (B + M, D)."""
         if batch.queries is None or len(ids) == len(queries):
             raise ValueError(
                 "loss 'catalogue': the batch does not end with all items; make its loader with "
@@ -194,17 +194,17 @@ class _InBatchLoss(nn.Module):
         if self.labelled:
             weights = weights * batch.labels[:count] * (ids[:count] > 0)  # the unknown item is not in the catalogue
             total = _mean_over_ranks(weights)
-        asked = weights.nonzero()[:, 0]
+        weighted = weights.nonzero()[:, 0]
         everything = gather_rows(ids[count:])
         losses: Tensor = self._function(
-            widened(queries[asked]) / self._temperature,
-            candidates[asked],
-            ids[asked],
+            widened(queries[weighted]) / self._temperature,
+            candidates[weighted],
+            ids[weighted],
             gather_rows(candidates[count:]),
             everything,
             num_items=(everything > 0).sum(),
         )
-        return (losses * weights[asked]).sum() / total
+        return (losses * weights[weighted]).sum() / total
 
 
 def _mean_over_ranks(weights: Tensor) -> Tensor:

@@ -280,11 +280,11 @@ def bst(
 
 
 def _reading(table: EmbeddingConfig, features: Sequence[str]) -> EmbeddingConfig:
-    """Returns a table that reads those of ``features`` that it reads now."""
+    """Returns the table with its features limited to ``features``."""
     return dataclasses.replace(table, feature_names=[name for name in table.feature_names if name in features])
 
 
 def _pooled(table: EmbeddingConfig, feature: str) -> EmbeddingBagConfig:
-    """Returns the same table for one feature that is read as a bag."""
+    """Returns the same table as a bag of one feature."""
     fields = {field.name: getattr(table, field.name) for field in dataclasses.fields(table)}
     return EmbeddingBagConfig(**fields | {"feature_names": [feature]})

@@ -51,7 +51,7 @@ class Prediction(NamedTuple):
 
 
 class TowerModel(nn.Module):
-    """Towers that read one batch, an interaction that turns their outputs into a logit, and the loss.
+    """Towers over one batch, an interaction from their outputs to a logit, and the loss.
 
     ``forward`` returns ``(loss, output)``, which TorchRec's train pipelines expect. Every tower takes the batch's whole
     KeyedJaggedTensor as an attribute of the batch, which lets ``TrainPipelineSparseDist`` overlap all input dists;
@@ -118,7 +118,7 @@ class TowerModel(nn.Module):
         return self
 
     def begin_at(self, shares: Sequence[float]) -> list[float]:
-        """Sets the last bias to the log-odds of a positive, so that an untrained model predicts the positives' share.
+        """Sets the last bias to the log-odds of a positive: an untrained model then predicts the positives' share.
 
         Otherwise the first steps of a model of rare positives only move a bias, and a short training ends far above the
         log loss of a constant prediction. Interactions without a bias and heads with another loss than binary cross
@@ -148,7 +148,7 @@ class TowerModel(nn.Module):
         return log_odds
 
     def expect_rows(self, *, negatives: int, label: str | None = None) -> None:
-        """Tells the loss which rows it will be given, before the first step.
+        """Tells the loss about its rows, before the first step.
 
         Args:
             negatives: N that the loader draws for each positive.
@@ -162,7 +162,7 @@ class TowerModel(nn.Module):
 
     @property
     def calibrated(self) -> bool:
-        """Whether the logits are trained to be log-odds of the label, which log loss and calibration measure."""
+        """Whether the logits are trained to be log-odds of the label, as log loss and calibration assume."""
         return not isinstance(self.loss.function, PairwiseLoss)
 
     def _metric(self) -> str | None:
@@ -240,18 +240,18 @@ def _weights(towers: Towers) -> dict[str, str]:
 
     TorchRec's sharded collections use weights wherever a batch has them, so all towers must agree.
     """
-    named: dict[str, dict[str | None, str]] = {}
+    columns_by_feature: dict[str, dict[str | None, str]] = {}
     for name, tower in towers.items():
         weights = getattr(tower, "weights", {})
         for feature in (feature for table in tower.tables for feature in table.feature_names):  # type: ignore[union-attr]
-            named.setdefault(feature, {})[weights.get(feature)] = name
-    for feature, columns in named.items():
+            columns_by_feature.setdefault(feature, {})[weights.get(feature)] = name
+    for feature, columns in columns_by_feature.items():
         if len(columns) > 1:
             differing = " and ".join(f"{column or 'none'} in tower '{tower}'" for column, tower in columns.items())
             raise ValueError(
                 f"feature '{feature}' has weights {differing}; give it the same weights in every tower that reads it"
             )
-    return {feature: column for feature, (column, *_) in named.items() if column}
+    return {feature: column for feature, (column, *_) in columns_by_feature.items() if column}
 
 
 def two_tower(

@@ -16,7 +16,7 @@ from torchrec_ext.modules.config import Compression as Compression
 
 
 class CompressingLayer(nn.Module):
-    """Narrows bags and dense columns, side by side, to what leaves the tower.
+    """Narrows concatenated bags and dense columns to the output of a tower.
 
     A linear layer that keeps the number of columns starts as the identity, others with orthogonal rows, so that
     products of vectors are kept as far as that many columns allow.

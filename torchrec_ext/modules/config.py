@@ -24,7 +24,7 @@ TaskRows = Literal["all", "positive", "product"]
 
 @dataclass(frozen=True, kw_only=True)
 class Compression:
-    """Settings of the layer that narrows a tower's F bags, each N wide, and its Fd dense columns.
+    """Settings of the layer that narrows a tower's F bags, N wide each, and its Fd dense columns.
 
     Args:
         kind: ``linear``, or ``cross``, which applies crossing layers of DCN V2 to all of it first, as DMT does for DCN.
@@ -84,7 +84,7 @@ else:
 
 @dataclass(frozen=True, kw_only=True)
 class LossKind:
-    """A loss and what it compares, which decides the rows that can feed it.
+    """A loss and the kind of its comparison, on which the usable rows depend.
 
     A loss that is neither pairwise nor over the batch compares each row with its own label.
 
@@ -105,12 +105,12 @@ class LossKind:
 
     @property
     def shared(self) -> bool:
-        """Whether the queries of a step share their candidates, so that vectors are compared and not rows."""
+        """Whether the queries of a step share their candidates; then vectors are compared, not rows."""
         return self.in_batch or self.catalogue
 
     @property
     def function(self) -> Callable[..., Any]:
-        """The function, which is imported for it."""
+        """The loss function; reading it imports its module."""
         module, _, name = self.path.partition(":")
         function: Callable[..., Any] = getattr(importlib.import_module(module), name)
         return function
@@ -140,7 +140,7 @@ else:  # what --set checks and --dry-run shows
 
 
 def check_loss(loss: str, interaction: str, temperature: float) -> None:
-    """Refuses settings of a recipe's towers under which its loss cannot be computed.
+    """Refuses settings of a recipe's towers that its loss cannot be computed with.
 
     Args:
         loss: ``model.loss``.

@@ -62,7 +62,7 @@ def cross_product(query: Tensor, candidate: Tensor) -> Tensor:
 
 
 def query_and_candidate(interaction: str, widths: Sequence[int]) -> tuple[int, int]:
-    """Returns (D1, D2), the widths of a query and of a candidate; D1 is 0 where there is one tower.
+    """Returns (D1, D2), the widths of a query and of a candidate; D1 is 0 for a single tower.
 
     Raises:
         ValueError: no tower, or one whose width is 0.
@@ -73,7 +73,7 @@ def query_and_candidate(interaction: str, widths: Sequence[int]) -> tuple[int, i
 
 
 def equal_width(interaction: str, widths: Sequence[int], *, towers: int | None = None, remedy: str) -> int:
-    """Returns D, the width that all towers share.
+    """Returns D, the common width of all towers.
 
     Args:
         interaction: class name for the message.
@@ -265,9 +265,11 @@ class TopMLP(InteractionLayer):
         pair; the other layers run over blocks of pairs.
         """
         first: nn.Linear = self.mlp[0]  # type: ignore[assignment]
-        left, right = torch.split(first.weight, self.widths, dim=1)
-        queries = linear(self.activation(query), left, first.bias)
-        return over_pairs(queries, linear(self.activation(candidates), right), self._rest, first.out_features)
+        query_weight, candidate_weight = torch.split(first.weight, self.widths, dim=1)
+        queries = linear(self.activation(query), query_weight, first.bias)
+        return over_pairs(
+            queries, linear(self.activation(candidates), candidate_weight), self._rest, first.out_features
+        )
 
     def _rest(self, query: Tensor, candidate: Tensor) -> Tensor:
         """Returns (b, n) logits from the two halves of the first layer, (b, 1, H) and (1, n, H)."""
@@ -276,7 +278,7 @@ class TopMLP(InteractionLayer):
 
 
 class Reordered(InteractionLayer):
-    """Applies an interaction to towers in another order, such as the candidate's last that was trained in the middle.
+    """Applies an interaction to towers in another order, such as with the candidate last, if trained in the middle.
 
     Args:
         interaction: interaction that takes the towers in the order of training.
@@ -394,10 +396,10 @@ class FactorizationMachine(InteractionLayer):
 
     def score_all(self, query: Tensor, candidates: Tensor) -> Tensor:
         """Returns (B, N) logits of every query (B, (T - 1) x D) with every candidate (N, D)."""
-        left, right = torch.split(self.first_order.weight[0], [query.shape[1], candidates.shape[1]])
+        query_weight, candidate_weight = torch.split(self.first_order.weight[0], [query.shape[1], candidates.shape[1]])
         outputs = list(torch.split(query, self.width, dim=1))
-        alone = query @ left + self._products(outputs) + self.first_order.bias
-        return alone[:, None] + candidates @ right + torch.stack(outputs).sum(0) @ candidates.T
+        alone = query @ query_weight + self._products(outputs) + self.first_order.bias
+        return alone[:, None] + candidates @ candidate_weight + torch.stack(outputs).sum(0) @ candidates.T
 
     def _products(self, outputs: list[Tensor]) -> Tensor:
         columns = torch.stack(outputs, dim=2)  # (B, D, T)
@@ -442,7 +444,7 @@ class DeepFM(InteractionLayer):
 
     @property
     def last_biases(self) -> list[Tensor]:
-        """The bias of the machine's logit, (1,), to which the deep half's is added."""
+        """The bias of the machine's logit, (1,); the deep half's logit is added to it."""
         return self.machine.last_biases
 
     def forward(self, outputs: list[Tensor], weights: Tensor | None = None) -> Tensor:
@@ -493,7 +495,7 @@ class MultiTaskTop(TopMLP):
         self.serve = list(serve)
 
     def forward(self, outputs: list[Tensor], weights: Tensor | None = None) -> Tensor:
-        """Returns (B,) logits of the tasks that are served together, of the towers' outputs; see :meth:`of_tasks`."""
+        """Returns (B,) logits of the tasks to serve, from the towers' outputs; see :meth:`of_tasks`."""
         if self.serve == [0]:
             return super().forward(outputs, weights)
         return logit_of_product(self.of_tasks(outputs, weights)[:, self.serve])
@@ -520,7 +522,7 @@ class MultiTaskTop(TopMLP):
 
 
 def logit_of_product(logits: Tensor) -> Tensor:
-    """Returns the logits (B,) of the product of the probabilities whose logits (B, T) are given.
+    """Converts logits (B, T) to the logits (B,) of the product of their probabilities.
 
     Example:
         >>> bool(torch.isclose(logit_of_product(torch.tensor([[0.0, 0.0]])).sigmoid(), torch.tensor(0.25)))
@@ -542,7 +544,7 @@ def interaction_layer(
     activate_input: bool = True,
     temperature: float | None = None,
 ) -> InteractionLayer:
-    """Makes the interaction of that name over towers of ``widths``; settings that its class does not take are left out.
+    """Makes an interaction by name over towers of ``widths``; drops settings unknown to its class.
 
     Args:
         name: ``top_nn``, :class:`TopMLP`; ``dot``, :class:`DotProduct`; ``cosine``, :class:`Cosine`; ``gmf``,
@@ -570,5 +572,5 @@ def interaction_layer(
         "activate_input": activate_input,
         **({} if temperature is None else {"temperature": temperature}),
     }
-    taken = inspect.signature(kind.__init__).parameters
-    return kind(widths, **{key: value for key, value in settings.items() if key in taken})
+    parameters = inspect.signature(kind.__init__).parameters
+    return kind(widths, **{key: value for key, value in settings.items() if key in parameters})

@@ -21,7 +21,7 @@ from torchrec_ext.modules.softmax import gather_rows
 
 
 class BatchNorm(nn.BatchNorm1d):
-    """Normalises over the rows of all ranks, on the CPU too, where ``nn.SyncBatchNorm`` needs a GPU.
+    """Normalises over the rows of all ranks, on the CPU too; ``nn.SyncBatchNorm`` needs a GPU.
 
     TorchRec's data parallelism does not broadcast buffers: with statistics of its own rows, each rank would evaluate
     and save another model. In training every rank must call it, as it must call a look-up; in evaluation ranks exchange
@@ -38,7 +38,7 @@ class BatchNorm(nn.BatchNorm1d):
     process_group: dist.ProcessGroup | None = None
 
     def forward(self, input: Tensor, weights: Tensor | None = None) -> Tensor:  # noqa: A002 -- nn.BatchNorm1d's own name
-        """Returns (B, D) from (B, D); training weights the rows by ``weights`` (B,), all 1 where not given."""
+        """Returns (B, D) from (B, D); training weights the rows by ``weights`` (B,), by default all 1."""
         alone = not dist.is_initialized() or dist.get_world_size(self.process_group) == 1
         if not self.training or (weights is None and alone):
             return super().forward(input)
@@ -83,7 +83,7 @@ _ACTIVATIONS: dict[str, type[nn.Module]] = {
 
 
 def activation_layer(name: Activation) -> nn.Module:
-    """Makes the activation of that name.
+    """Makes an activation by name.
 
     Raises:
         ValueError: another name.
@@ -94,7 +94,7 @@ def activation_layer(name: Activation) -> nn.Module:
 
 
 class Layers(nn.Sequential):
-    """``nn.Sequential`` that passes the rows' weights to layers that normalise over the batch."""
+    """``nn.Sequential`` with the rows' weights passed to layers that normalise over the batch."""
 
     def forward(self, input: Tensor, weights: Tensor | None = None) -> Tensor:  # noqa: A002 -- nn.Sequential's own name
         """Returns (B, D') from (B, D); for ``weights`` (B,) see :class:`BatchNorm`."""
@@ -204,12 +204,12 @@ class Recorded:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Records the arguments; a copy is made without any, and receives the original's with its other attributes."""
-        made = super().__new__(cls)
-        bound = inspect.signature(cls.__init__).bind_partial(made, *args, **kwargs).arguments
-        made.__dict__["arguments"] = dict(list(bound.items())[1:])
-        return made
+        instance = super().__new__(cls)
+        bound = inspect.signature(cls.__init__).bind_partial(instance, *args, **kwargs).arguments
+        instance.__dict__["arguments"] = dict(list(bound.items())[1:])
+        return instance
 
 
 def how_made(module: nn.Module) -> Made:
-    """Returns the module's class, and its arguments where it is :class:`Recorded`."""
+    """Returns the module's class, and its arguments if it is :class:`Recorded`."""
     return Made(type(module), module.arguments if isinstance(module, Recorded) else None)

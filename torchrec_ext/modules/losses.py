@@ -160,13 +160,13 @@ def softmax_losses(
         ValueError: shapes that do not fit together, a temperature that is not positive.
     """
     _check_temperature(temperature)
-    for name, given, shapes in (
+    for name, values, shapes in (
         ("log_q", log_q, (logits.shape, logits.shape[1:])),
         ("excluded", excluded, (logits.shape,)),
     ):
-        if given is not None and given.shape not in shapes:
+        if values is not None and values.shape not in shapes:
             raise ValueError(
-                f"{name}: shape {tuple(given.shape)}, logits: {tuple(logits.shape)}; must be one for each candidate"
+                f"{name}: shape {tuple(values.shape)}, logits: {tuple(logits.shape)}; must be one for each candidate"
             )
     scores = widened(logits) / temperature
     if log_q is not None:
@@ -177,7 +177,7 @@ def softmax_losses(
 
 
 def check_rows(logits: Tensor, batch: TowerBatch) -> None:
-    """Refuses logits that broadcasting would pair with the wrong rows.
+    """Refuses logits of a shape that broadcasting would pair with the wrong rows.
 
     Raises:
         ValueError: not one logit for each row of ``batch``.
@@ -264,7 +264,7 @@ def codistillation(logits: Tensor, batch: TowerBatch, peers: Tensor, *, measure:
 
 
 def check_fed(loss: str, *, negatives: int, label: str | None, metric: str | None) -> None:
-    """Refuses rows from which a pairwise loss, or one over the batch, cannot learn.
+    """Refuses rows unsuitable for a pairwise loss, or for one over the batch.
 
     Args:
         loss: a name in LOSSES.
@@ -323,8 +323,8 @@ class PairwiseLoss(nn.Module):
         super().__init__()
         settings = {"temperature": temperature, "correct": correct}
         self.name, self.negatives, self.function = name, 0, LOSSES[name].function
-        taken = inspect.signature(self.function).parameters
-        self.settings = {key: value for key, value in settings.items() if key in taken}
+        parameters = inspect.signature(self.function).parameters
+        self.settings = {key: value for key, value in settings.items() if key in parameters}
 
     def expect_rows(self, *, negatives: int, label: str | None, metric: str | None) -> None:
         """Sets N, before the first step.
@@ -344,7 +344,7 @@ class PairwiseLoss(nn.Module):
 
 
 def row_loss(name: str, *, temperature: float = 1.0, correct: bool = True) -> Callable[[Tensor, TowerBatch], Tensor]:
-    """Makes the loss of that name as a TowerModel takes it; ``expect_rows`` then sets N of a :class:`PairwiseLoss`.
+    """Makes a loss by name for a TowerModel; ``expect_rows`` then sets N of a :class:`PairwiseLoss`.
 
     Args:
         name: one of LOSSES that is neither over the batch nor over the catalogue.

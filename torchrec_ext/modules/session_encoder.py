@@ -63,12 +63,12 @@ class Packing:
 
     @cached_property
     def buckets(self) -> list[Bucket]:
-        """The buckets, which together hold each sequence of one step or more once."""
+        """The buckets; together they hold each sequence of one step or more once."""
         widths = torch.tensor(
             _widths(self.longest) if self.attention == "bucketed" else [self.longest], device=self.lengths.device
         )
-        chosen = torch.bucketize(self.lengths, widths).masked_fill(self.lengths == 0, -1)
-        members = [(int(width), (chosen == index).nonzero()[:, 0]) for index, width in enumerate(widths.tolist())]
+        bucket_of = torch.bucketize(self.lengths, widths).masked_fill(self.lengths == 0, -1)
+        members = [(int(width), (bucket_of == index).nonzero()[:, 0]) for index, width in enumerate(widths.tolist())]
         return [self._bucket(rows, width) for width, rows in members if len(rows)]
 
     def _bucket(self, rows: Tensor, width: int) -> Bucket:
@@ -87,7 +87,7 @@ class Packing:
 
 
 def _widths(longest: int) -> Sequence[int]:
-    """Returns the lengths that sequences are padded to: 1, 2, 3, 4, 6, 8, 12, 16, 24 and so on.
+    """Returns the lengths for padding sequences to: 1, 2, 3, 4, 6, 8, 12, 16, 24 and so on.
 
     Example:
         >>> _widths(10)

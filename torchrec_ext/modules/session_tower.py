@@ -27,7 +27,7 @@ BST_WIDTHS = (1024, 512, 256)
 
 
 class _SequenceTables(Recorded, nn.Module):
-    """Base of towers that look their tables up id by id, and may release them."""
+    """Base of towers with look-ups id by id and tables that may be released."""
 
     def __init__(
         self, tables: Sequence[EmbeddingConfig], dense: Sequence[str] | Mapping[str, int], device: torch.device | None
@@ -40,13 +40,13 @@ class _SequenceTables(Recorded, nn.Module):
 
     def release_tables(self, names: Collection[str]) -> None:
         """See :meth:`Tower.release_tables`."""
-        self._held = [table for table in self.tables if table.name not in names]
-        self.embeddings = EmbeddingCollection(tables=self._held, device=self.device) if self._held else None
+        self._own_tables = [table for table in self.tables if table.name not in names]
+        self.embeddings = EmbeddingCollection(tables=self._own_tables, device=self.device) if self._own_tables else None
 
     @property
     def released_tables(self) -> list[str]:
         """See :attr:`Tower.released_tables`."""
-        return [table.name for table in self.tables if table not in self._held]
+        return [table.name for table in self.tables if table not in self._own_tables]
 
     def forward(self, sparse: KeyedJaggedTensor, dense: Tensor, looked_up: LookedUp | None = None) -> Tensor:
         """Returns (B, D').
@@ -58,7 +58,7 @@ class _SequenceTables(Recorded, nn.Module):
         """
         embedded = dict(looked_up or {})
         if self.embeddings is not None:
-            embedded |= by_table(self._held, self.embeddings(sparse))
+            embedded |= by_table(self._own_tables, self.embeddings(sparse))
         return self.of_steps({feature: embedded[key] for feature, key in self._names.items()}, dense)
 
     def of_steps(self, embedded: Mapping[str, JaggedTensor], dense: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class _SequenceTables(Recorded, nn.Module):
 
 
 class SessionTower(_SequenceTables):
-    """Applies a transformer, then an MLP, to the sequence of what a user did before and the target item.
+    """Applies a transformer, then an MLP, to the sequence of a user's earlier steps and the target item.
 
     A TowerModel takes it beside any :class:`torchrec_ext.modules.tower.Tower`; its tables are an EmbeddingCollection,
     sharded like any. Each step is the sum of the embeddings of its features, such as item, category and the gap in time
@@ -213,7 +213,7 @@ class _SessionNetwork(nn.Module):
 
 
 class SessionSteps(_SequenceTables):
-    """Hands on the embedded steps of a session as they are, for a :class:`SessionTop`, which sees the target too.
+    """Passes the embedded steps of a session on to a :class:`SessionTop`, which sees the target too.
 
     Its output is (B, S x (W + 1) + Fd): S steps, oldest first, each the sum of its features' embeddings, or their
     concatenation, with a last number that is 1, zeros for steps that are not there, then the dense columns.
@@ -253,7 +253,7 @@ class SessionSteps(_SequenceTables):
 
 
 class _StepsNetwork(nn.Module):
-    """Pads looked-up steps; it has no tables, so that TorchRec's pipelines do not trace into it."""
+    """Pads looked-up steps; has no tables, so TorchRec's pipelines do not trace into it."""
 
     def __init__(self, session: tuple[str, ...], max_length: int, combine: Combine) -> None:
         super().__init__()
@@ -262,10 +262,10 @@ class _StepsNetwork(nn.Module):
     def forward(self, embedded: Mapping[str, JaggedTensor], dtype: torch.dtype) -> Tensor:
         steps, lengths = _combined(embedded, self.session, self.combine)
         packing = Packing(lengths)
-        kept = packing.to_end < self.max_length
-        rows, to_end = packing.rows[kept], packing.to_end[kept]
+        recent = packing.to_end < self.max_length
+        rows, to_end = packing.rows[recent], packing.to_end[recent]
         indices = rows * self.max_length + packing.lengths.clamp(max=self.max_length)[rows] - 1 - to_end
-        flagged = torch.nn.functional.pad(steps[kept].to(dtype), (0, 1), value=1.0)
+        flagged = torch.nn.functional.pad(steps[recent].to(dtype), (0, 1), value=1.0)
         padded = flagged.new_zeros(len(lengths) * self.max_length, flagged.shape[1])
         return padded.index_copy(0, indices, flagged).view(len(lengths), -1)
 
@@ -374,7 +374,7 @@ class SessionTop(InteractionLayer):
 def target_slots(
     tables: Sequence[EmbeddingConfig], session: Sequence[str], target: Sequence[str], combine: Combine
 ) -> list[int]:
-    """Returns for each feature of the target the number of the session's feature that is read from the same table.
+    """Returns for each target feature the index of the session's feature with the same table.
 
     Raises:
         ValueError: there is none, or it is another target's too, or ``combine`` is not known; with ``sum`` any will do.
@@ -441,7 +441,7 @@ def _feature_keys(tables: Sequence[EmbeddingConfig]) -> dict[str, str]:
 
 
 def check_features(tables: Sequence[EmbeddingConfig], session: Sequence[str], target: Sequence[str]) -> None:
-    """Refuses features of a session and its target that do not fit the tables.
+    """Refuses features of a session and its target if they do not fit the tables.
 
     Raises:
         ValueError: a feature that no table reads or that is in neither, no session, or tables of several widths.
@@ -449,14 +449,14 @@ def check_features(tables: Sequence[EmbeddingConfig], session: Sequence[str], ta
     widths = {table.name: table.embedding_dim for table in tables}
     if len(set(widths.values())) != 1:
         raise ValueError(f"tables have the widths {widths}: the features of a step must all have one embedding_dim")
-    read = [name for table in tables for name in table.feature_names]
-    unread = [name for name in (*session, *target) if name not in read]
+    table_features = [name for table in tables for name in table.feature_names]
+    unread = [name for name in (*session, *target) if name not in table_features]
     if unread or not session:
         raise ValueError(
             f"session={list(session)}, target={list(target)}: must name features of the tables, one of the session at "
-            f"least; the tables read {read}"
+            f"least; the tables read {table_features}"
         )
-    unused = sorted(set(read) - {*session, *target})
+    unused = sorted(set(table_features) - {*session, *target})
     if unused:
         raise ValueError(
             f"features {unused} are read by the tables, but are in neither session nor target; name or remove them"

@@ -19,7 +19,7 @@ from torchrec_ext.schema.features import joints, merged
 
 
 class SharedTables(nn.Module):
-    """Looks up tables of several towers, each once a step, so that a row gets one gradient and one update.
+    """Looks up tables of several towers once a step, for one gradient and one update per row.
 
     Tables whose bags are in the same rows of the batch form one collection, with one input dist and one output dist,
     whichever towers read them. Towers over the same rows have their features in one table. Where a shared tower has Q
@@ -76,11 +76,11 @@ class SharedTables(nn.Module):
 
     @property
     def joint(self) -> tuple[Joint, ...]:
-        """Keys of ``batch.joint`` that are looked up."""
+        """Keys of ``batch.joint`` to look up."""
         return tuple(dict.fromkeys(pair for table in self._joint for pair in self._pairs[table]))
 
     def _rows_of(self, table: BaseEmbeddingConfig, weighted: Collection[str]) -> str:
-        """Returns the rows of a batch that hold the table's bags: ``rows``, ``shared``, ``joint`` or ``weighted``."""
+        """Returns the rows of a batch with the table's bags: ``rows``, ``shared``, ``joint`` or ``weighted``."""
         if table.name in self._pairs:
             return "weighted" if table.name in weighted else "joint"
         return "shared" if table.feature_names[0] in self._shared else "rows"
@@ -133,7 +133,7 @@ def _collection(tables: list[Any], name: str, device: torch.device) -> Embedding
 
 
 def _bags_of(batch: TowerBatch, rows: str) -> KeyedJaggedTensor:
-    """Returns an attribute of the batch, which TorchRec's pipeline can follow."""
+    """Returns an attribute of the batch, in a form that TorchRec's pipeline can follow."""
     if rows == "shared":
         return batch.shared.sparse  # type: ignore[union-attr]
     if rows == "joint":
@@ -144,7 +144,7 @@ def _bags_of(batch: TowerBatch, rows: str) -> KeyedJaggedTensor:
 def shared_tables(
     towers: Mapping[str, Any], shared: Collection[str], weights: Collection[str] = (), *, every: bool = False
 ) -> SharedTables | None:
-    """Takes the tables that several towers name, or that pool by weights, out of the towers.
+    """Moves tables out of the towers if several name them, or if they pool by weights.
 
     Args:
         towers: modules by name.
@@ -178,7 +178,7 @@ def shared_tables(
 
 
 def readers(towers: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Returns the names of the towers that read each table, by table."""
+    """Returns the names of the towers that read each table."""
     read_by: dict[str, list[str]] = {}
     for name, tower in towers.items():
         for table in tower.tables:
@@ -187,12 +187,12 @@ def readers(towers: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def look_ups(towers: Towers, names: Sequence[str]) -> SharedTables:
-    """Makes the look-ups of the tables that the towers ``names`` have released, on the meta device."""
-    chosen: dict[str, Any] = {name: towers[name] for name in names}
-    released = {table for tower in chosen.values() for table in tower.released_tables}
-    tables = merged(table for tower in chosen.values() for table in tower.tables)
+    """Makes the look-ups for the tables released by the towers ``names``, on the meta device."""
+    members: dict[str, Any] = {name: towers[name] for name in names}
+    released = {table for tower in members.values() for table in tower.released_tables}
+    tables = merged(table for tower in members.values() for table in tower.tables)
     tables = [table for table in tables if table.name in released]
-    read_by = readers(chosen)
+    read_by = readers(members)
     return SharedTables(
         tables,
         towers.columns(shared=True),
@@ -219,7 +219,7 @@ def _check_releases(table: BaseEmbeddingConfig, readers: Mapping[str, Any], weig
 
 
 def values_by_table(module: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
-    """Yields (table, the module that holds it, its weights) of the unsharded collections of ``module``."""
+    """Yields (table, its module, its weights) of the unsharded collections of ``module``."""
     for collection in module.modules():
         if isinstance(collection, EmbeddingBagCollection):
             holders = collection.embedding_bags

@@ -53,7 +53,7 @@ def in_batch_negatives(
     is_known: Callable[[Tensor], Tensor] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> InBatch:
-    """Gathers the candidates of all ranks and finds which of them are negatives of which query.
+    """Gathers the candidates of all ranks, and finds the negatives of each query.
 
     Accidental hits (the query's own item elsewhere in the batch), the query's other known items, and padding are
     excluded; a query's own candidate never is. Several ranks exchange three times, of which the first tells how many
@@ -110,8 +110,8 @@ def gather_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """
     if _ranks(group) == 1:
         return rows
-    gathered: Tensor = _GatherRows.apply(rows, group)  # type: ignore[no-untyped-call]
-    return gathered
+    all_rows: Tensor = _GatherRows.apply(rows, group)  # type: ignore[no-untyped-call]
+    return all_rows
 
 
 class _GatherRows(torch.autograd.Function):
@@ -129,13 +129,13 @@ class _GatherRows(torch.autograd.Function):
 
 
 def _gathered(rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    gathered = rows.new_empty(_ranks(group) * len(rows), *rows.shape[1:])
-    _ALL_GATHER(gathered, rows.contiguous(), group=group)
-    return gathered
+    all_rows = rows.new_empty(_ranks(group) * len(rows), *rows.shape[1:])
+    _ALL_GATHER(all_rows, rows.contiguous(), group=group)
+    return all_rows
 
 
 def _gather_facts(ids: Tensor, log_q: Tensor | None, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor | None]:
-    """Returns ids and log_q of all ranks after one exchange, in which float64 travels as the int64 of the same bits."""
+    """Exchanges ids and log_q of all ranks at once; float64 travels as the int64 of the same bits."""
     if _ranks(group) == 1:
         return ids, log_q
     columns = [ids] if log_q is None else [ids, log_q.detach().double().view(torch.int64)]
@@ -144,7 +144,7 @@ def _gather_facts(ids: Tensor, log_q: Tensor | None, group: dist.ProcessGroup | 
 
 
 def _greatest(embeddings: Tensor, log_q: Tensor | None, group: dist.ProcessGroup | None) -> int:
-    """Returns P, after a check that raises on every rank if it does on one."""
+    """Returns P; its check raises on every rank if it does on one."""
     if _ranks(group) == 1:
         return len(embeddings)
     local = torch.tensor([[*embeddings.shape, log_q is not None]], device=embeddings.device)
@@ -182,10 +182,10 @@ def _check(
         raise ValueError(
             f"ids: {ids.dtype} of shape {tuple(ids.shape)}; must be int64 of shape (B + M,); convert them with .long()"
         )
-    for name, given in (("log_q", log_q), ("present", present)):
-        if given is not None and given.shape != ids.shape:
+    for name, values in (("log_q", log_q), ("present", present)):
+        if values is not None and values.shape != ids.shape:
             raise ValueError(
-                f"{name}: shape {tuple(given.shape)}, must be (B + M,) = {tuple(ids.shape)}; give one for each id"
+                f"{name}: shape {tuple(values.shape)}, must be (B + M,) = {tuple(ids.shape)}; give one for each id"
             )
     if not 0 <= queries <= size:
         raise ValueError(
@@ -198,7 +198,7 @@ def _check(
 
 
 def widened(values: Tensor) -> Tensor:
-    """Returns ``values`` in float32 where they are of half precision, and unchanged otherwise."""
+    """Returns ``values`` in float32 if they are of half precision, else unchanged."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
@@ -281,7 +281,7 @@ def _scores(
 
 
 def _hits(targets: Tensor, candidate_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the (rows, columns) at which a candidate is the row's target, in the order of rows."""
+    """Returns the (rows, columns) of candidates that are their row's target, in the order of rows."""
     ordered, columns = candidate_ids.sort()
     first = torch.searchsorted(ordered, targets)
     counts = torch.searchsorted(ordered, targets, right=True) - first

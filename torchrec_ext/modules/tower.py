@@ -74,7 +74,7 @@ class BagAttention(nn.Module):
 
 
 class RowPooling(nn.Module):
-    """Pools bags whose rows were looked up one by one, because another tower reads their table as a sequence.
+    """Pools bags from rows looked up one by one, for a table that another tower reads as a sequence.
 
     It has no tables, so that TorchRec's pipelines do not trace into it and it may read lengths.
     """
@@ -184,15 +184,17 @@ class Tower(Recorded, nn.Module):
 
     @property
     def released_tables(self) -> list[str]:
-        """Names of the tables whose embeddings :meth:`forward` must be given."""
-        return [table.name for table in self.tables if table not in [*self._held, *self._held_lists]]
+        """Names of the tables with embeddings for :meth:`forward` to be given."""
+        return [table.name for table in self.tables if table not in [*self._own_bags, *self._own_lists]]
 
     def _declare(self, bags: list[EmbeddingBagConfig], lists: list[EmbeddingConfig]) -> None:
-        self._held = [table for table in bags if set(self.weights).isdisjoint(table.feature_names)]
-        self._held_lists = lists
-        self._held_names = _names(self._held)  # once: a small network's step shows what each look-up does in Python
+        self._own_bags = [table for table in bags if set(self.weights).isdisjoint(table.feature_names)]
+        self._own_lists = lists
+        self._own_names = _names(self._own_bags)  # once: a small network's step shows what each look-up does in Python
         try:
-            self.embeddings = EmbeddingBagCollection(tables=self._held, device=self.device) if self._held else None
+            self.embeddings = (
+                EmbeddingBagCollection(tables=self._own_bags, device=self.device) if self._own_bags else None
+            )
             self.sequences = EmbeddingCollection(tables=lists, device=self.device) if lists else None
         except RuntimeError as error:  # torch's allocators name bytes and no table
             raise _too_large(self.tables, error) from error
@@ -212,7 +214,7 @@ class Tower(Recorded, nn.Module):
         if self.attention is not None:
             listed = dict(looked_up or {})
             if self.sequences is not None:
-                listed |= by_table(self._held_lists, self.sequences(sparse))
+                listed |= by_table(self._own_lists, self.sequences(sparse))
             blocks.append(self.attention(listed))
         side_by_side = torch.cat([*blocks, dense], dim=1)
         if self.compress is not None:
@@ -224,13 +226,13 @@ class Tower(Recorded, nn.Module):
         embedded = dict(looked_up)
         if self.embeddings is not None:
             pooled = self.embeddings(sparse).to_dict()
-            embedded |= {key: pooled[name] for key, name in self._held_names.items()}
+            embedded |= {key: pooled[name] for key, name in self._own_names.items()}
         blocks = [(embedded[key], pooling) for key, pooling in self._poolings]
         return [bags if isinstance(bags, Tensor) else self.pooling(bags, pooling) for bags, pooling in blocks]
 
 
 def _too_large(tables: Sequence[BaseEmbeddingConfig], error: RuntimeError) -> Exception:
-    """Returns an error that names the largest table, or ``error`` itself where memory is not its cause."""
+    """Returns an error about the largest table, or ``error`` itself if memory is not its cause."""
     sizes = {table.name: table.num_embeddings * table.embedding_dim * 4 for table in tables}
     name = max(sizes, key=lambda name: sizes[name])
     if not any(words in str(error) for words in ("allocate memory", "out of memory", "overflowed")):
@@ -282,7 +284,7 @@ def _check_weighted(tables: Sequence[BaseEmbeddingConfig], weights: Mapping[str,
 
 
 def check_tables(tables: Sequence[BaseEmbeddingConfig]) -> None:
-    """Refuses tables that TorchRec fails at only later.
+    """Refuses tables early if TorchRec would fail at them later.
 
     Raises:
         ValueError: a table without columns, or with a name that a module cannot have.
@@ -290,15 +292,15 @@ def check_tables(tables: Sequence[BaseEmbeddingConfig]) -> None:
     for table in tables:
         if table.embedding_dim < 1:
             raise ValueError(f"table '{table.name}': embedding_dim={table.embedding_dim}, must be 1 or more")
-    taken = [table.name for table in tables if hasattr(nn.ModuleDict, table.name)]
-    if taken:
+    clashes = [table.name for table in tables if hasattr(nn.ModuleDict, table.name)]
+    if clashes:
         raise ValueError(
-            f"table '{taken[0]}': TorchRec keeps tables in a torch ModuleDict, where this name is taken; add a suffix"
+            f"table '{clashes[0]}': TorchRec keeps tables in a torch ModuleDict, where this name is taken; add a suffix"
         )
 
 
 def _of_one_width(tables: list[EmbeddingConfig]) -> list[EmbeddingConfig]:
-    """Returns ``tables``, which must be of one width for TorchRec's EmbeddingCollection."""
+    """Returns ``tables``; refuses different widths, which TorchRec's EmbeddingCollection cannot hold."""
     other = next((table for table in tables if table.embedding_dim != tables[0].embedding_dim), None)
     if other is not None:
         raise ValueError(
@@ -310,7 +312,7 @@ def _of_one_width(tables: list[EmbeddingConfig]) -> list[EmbeddingConfig]:
 
 
 class Reads(NamedTuple):
-    """The input that a tower takes from a batch.
+    """The input of a tower from a batch.
 
     Attributes:
         shared: whether it reads the batch's shared rows rather than its rows.
@@ -324,7 +326,7 @@ class Reads(NamedTuple):
 
 
 class Towers(nn.ModuleDict):
-    """Calls all towers of a model at once, so that a sharder can take them over as one module.
+    """Calls all towers of a model at once, for a sharder to take over as one module.
 
     Args:
         towers: modules by name; each has ``tables``, ``dense`` and ``out_features``, as :class:`Tower`.
@@ -353,7 +355,7 @@ class Towers(nn.ModuleDict):
         return any(reads.weights and reads.shared == shared for reads in self.reads.values())
 
     def columns(self, *, shared: bool) -> list[str]:
-        """Returns the features and dense columns that the shared towers read, or the others."""
+        """Returns the features and dense columns of the shared towers, or of the others."""
         towers: list[Tower] = [self[name] for name, reads in self.reads.items() if reads.shared == shared]  # type: ignore[misc]
         return [name for tower in towers for table in tower.tables for name in table.feature_names] + [
             name for tower in towers for name in tower.dense
