@@ -164,7 +164,7 @@ def diagnose_job(job: Job, runtime: Runtime, budget_s: float) -> Diagnosis:
 
 
 def _unlike_training(job: Job, runtime: Runtime) -> Generator[str, None, None]:
-    """Yields what the diagnosed steps do otherwise than the job's training."""
+    """Yields differences between the diagnosed steps and the job's training."""
     if runtime.world_size > 1 and job.sync.mode != "every_step":
         yield (
             f"the steps exchange as under sync.mode=every_step; with this job's sync.mode={job.sync.mode} the exchange "
@@ -175,7 +175,7 @@ def _unlike_training(job: Job, runtime: Runtime) -> Generator[str, None, None]:
 def eager_step(
     job: Job, model: nn.Module, optimizer: HybridOptimizer, runtime: Runtime, steps: int
 ) -> Callable[[TowerBatch], Any]:
-    """Returns the step that training makes while none is captured, as a function of a batch."""
+    """Returns the step of a training without graph capture, as a function of a batch."""
     context = lambda: forward_context(job.train.amp, runtime.device)()  # noqa: E731
     forward = FiniteLoss(model, runtime, steps, context=context)
     if runtime.device.type == "cpu" and runtime.world_size == 1:  # it calls no DistributedDataParallel
@@ -198,7 +198,7 @@ def eager_step(
 
 
 def apply_remedies(job: Job, diagnosis: Diagnosis, runtime: Runtime, budget_s: float) -> None:
-    """Applies a job's remedies that are settings of it, see :func:`apply_in_turn`.
+    """Applies remedies that are settings of the job, see :func:`apply_in_turn`.
 
     Args:
         job: the job as it was diagnosed.
@@ -208,11 +208,11 @@ def apply_remedies(job: Job, diagnosis: Diagnosis, runtime: Runtime, budget_s: f
     """
     ranks = Ranks() if runtime.world_size > 1 else None
 
-    def change(given: Job, remedy: Remedy) -> tuple[Job, str] | None:
+    def change(current: Job, remedy: Remedy) -> tuple[Job, str] | None:
         settings = job_settings(remedy)
         if not settings:
             return None
-        return apply_overrides(given, settings), " ".join(f"--set {setting}" for setting in settings)
+        return apply_overrides(current, settings), " ".join(f"--set {setting}" for setting in settings)
 
     between = diagnosis.facts.mean_between()  # a part of the iterations that gains are predicted of
     try:
@@ -234,7 +234,7 @@ def apply_remedies(job: Job, diagnosis: Diagnosis, runtime: Runtime, budget_s: f
 
 
 def job_settings(remedy: Remedy) -> list[str]:
-    """Returns a remedy as ``key=value`` texts of a job; empty where it is none, or its value is left to the user.
+    """Returns a remedy as ``key=value`` texts of a job; empty if it is no setting, or its value is left to the user.
 
     Example:
         >>> lines = "--set loader.prefetch=8 --set loader.read_ahead=2", "--threads 2  # with torchx run"
@@ -248,7 +248,7 @@ def job_settings(remedy: Remedy) -> list[str]:
 
 
 def _turns(before: Job, after: Job, runtime: Runtime, ranks: Ranks | None) -> list[tuple[float, float]]:
-    """Returns seconds of an iteration of two jobs by turns, the same on all ranks; what they print goes to stderr.
+    """Times iterations of two jobs by turns, with equal results on all ranks; sends their output to stderr.
 
     All ranks make as many iterations. An iteration takes what it takes on the rank that counts least: one that stood in
     the run queue does not see that itself, and the others waited for it.
@@ -280,7 +280,7 @@ def _first(ranks: Ranks | None, value: Any) -> Any:
 
 
 class _Iterated:
-    """Iterations of a job's training, epoch after epoch, as its training loop makes them."""
+    """Iterations of a job's training loop, epoch after epoch."""
 
     def __init__(self, job: Job, runtime: Runtime, stack: ExitStack, ranks: Ranks | None) -> None:
         self._ranks = ranks
@@ -315,7 +315,7 @@ class _Iterated:
         return (clock() - start) / count
 
     def warm_up(self, clock: Callable[[], float]) -> None:
-        """Makes the first iterations, in which a step is captured; where a rank fails, no other one waits for it."""
+        """Makes the first iterations, with graph capture; if a rank fails, no other rank waits for it."""
         if self._ranks is None:
             self.run(clock, _WARM_STEPS)
             return

@@ -37,7 +37,7 @@ _REDIS_TIMEOUT_S = 5.0  # a server that answers requests waits 50 ms; a job that
 
 
 class TowerGroup:
-    """Towers of a bundle that read the same rows, and this rank's share of those rows.
+    """Towers of a bundle with the same input rows, and this rank's share of those rows.
 
     Args:
         bundle: bundle that has the towers.
@@ -71,11 +71,11 @@ class TowerGroup:
         rank, world_size = runtime.rank, runtime.world_size
         if catalogue == "known":
             self._users = _known_users(bundle, self.names)
-            known = self._users.block(0, 1).schema.names
-            asked = ", ".join(f"'{name}'" for name in self.encoder.request_columns if name not in known)
-            if asked:
+            user_columns = self._users.block(0, 1).schema.names
+            absent = ", ".join(f"'{name}'" for name in self.encoder.request_columns if name not in user_columns)
+            if absent:
                 raise ValueError(
-                    f"--catalogue: name the parquet files with the rows; the bundle knows its users, and not {asked}, "
+                    f"--catalogue: name the parquet files with the rows; the bundle knows its users, and not {absent}, "
                     "which each request gives"
                 )
             self._files = KnownUsers(self._users, rank=rank, world_size=world_size)
@@ -93,12 +93,12 @@ class TowerGroup:
 
     def blocks(self) -> Iterator[tuple[NDArray[Any], RowBlock]]:
         """Yields the ids and the rows of each block, and shows the number of rows read."""
-        done = 0
+        rows_read = 0
         with StageProgress(self.runtime, "embed") as progress:
             for block in self._files or ():
                 yield block.ids.to_numpy(zero_copy_only=False), block
-                done += len(block.ids)
-                progress("rows of rank 0", done, self.rows)
+                rows_read += len(block.ids)
+                progress("rows of rank 0", rows_read, self.rows)
 
     def ids(self) -> NDArray[Any]:
         """Returns the ids of all ranks' rows, (N,) int64 or str, in the order of the files."""
@@ -113,14 +113,14 @@ class TowerGroup:
             DataError: a value cannot be taken; the message names its file and row.
         """
         try:
-            read = self.encoder.read(block.columns)
+            encoded = self.encoder.read(block.columns)
         except DataError as error:
             raise DataError(f"{block.where}: {error}") from None
-        self._unknown.update({name: int(rows.sum()) for name, rows in read.unknown.items() if rows.any()})
-        return self.encoder.vectors(read)
+        self._unknown.update({name: int(rows.sum()) for name, rows in encoded.unknown.items() if rows.any()})
+        return self.encoder.vectors(encoded)
 
     def unknown(self) -> Counter[str]:
-        """Counts, by column, the rows of all ranks with a value that training never saw. Collective."""
+        """Counts, by column, the rows of all ranks with a value unknown to training. Collective."""
         shares: list[Any] = [None] * self.runtime.world_size
         dist.all_gather_object(shares, self._unknown)
         return sum(shares, Counter())
@@ -134,7 +134,7 @@ def _known_users(bundle: Bundle, names: Sequence[str]) -> UserTable:
 
 
 def embed_files(rows: TowerGroup, out: Path, dtype: Dtype) -> EmbeddingStore:
-    """Writes a version of the store in ``out``, a folder that all ranks see, with these rows and no others.
+    """Writes a version of the store with these rows alone to ``out``, a folder visible to all ranks.
 
     Raises:
         ValueError: a file, a column or a value cannot be taken, or an id occurs twice.
@@ -156,7 +156,7 @@ def embed_files(rows: TowerGroup, out: Path, dtype: Dtype) -> EmbeddingStore:
 
 @contextmanager
 def _scratch_folder(rows: TowerGroup, out: Path) -> Iterator[Path]:
-    """Makes a folder beside ``out`` for this run alone, which all ranks see; other runs may write the same store."""
+    """Makes a folder beside ``out`` for this run alone, visible to all ranks; other runs may write the same store."""
     with hidden_folder(out.absolute()) if rows.runtime.is_main else nullcontext() as folder:
         names = [str(folder)]
         dist.broadcast_object_list(names)
@@ -164,7 +164,7 @@ def _scratch_folder(rows: TowerGroup, out: Path) -> Iterator[Path]:
 
 
 def refresh_files(rows: TowerGroup, folder: Path, deleted: Ids) -> tuple[EmbeddingStore, str]:
-    """Writes a version of the store in ``folder`` in which these rows are changed or new and ``deleted`` are gone.
+    """Writes a version of the store in ``folder`` with these rows changed or added, and ``deleted`` removed.
 
     The towers run on all ranks, each on its share; rank 0 then copies the store.
 
@@ -221,7 +221,7 @@ def fill_redis(rows: TowerGroup, url: str, expiry_s: float | None, deleted: Ids)
             taken, or the Redis is not there, went away or refuses; the message says what was written.
     """
     store, runtime = RedisStore(url, tower=rows.digest, expiry_s=expiry_s, timeout_s=_REDIS_TIMEOUT_S), rows.runtime
-    written = removed = 0
+    row_count = removed = 0
     try:
         store.check()  # before the towers run, which may take long
         if runtime.is_main:
@@ -231,25 +231,25 @@ def fill_redis(rows: TowerGroup, url: str, expiry_s: float | None, deleted: Ids)
             with torch.inference_mode():
                 vectors = rows.vectors(block)
             store.put(ids.tolist(), vectors)
-            written += len(ids)
+            row_count += len(ids)
         if runtime.is_main:
             removed = store.delete([str(key) for key in deleted])
         dist.barrier()
     except StoreError as error:
-        raise ValueError(f"{error} ({_progress_text(rows, written)})") from None
+        raise ValueError(f"{error} ({_progress_text(rows, row_count)})") from None
     finally:
         store.close()
     shares = [0] * runtime.world_size
-    dist.all_gather_object(shares, written)
-    kept = "for ever" if expiry_s is None else f"for {expiry_s:,.12g} s"
-    summary = f"{sum(shares):,} x {rows.encoder.width} of {rows.description} written, kept {kept}"
+    dist.all_gather_object(shares, row_count)
+    lifetime = "for ever" if expiry_s is None else f"for {expiry_s:,.12g} s"
+    summary = f"{sum(shares):,} x {rows.encoder.width} of {rows.description} written, kept {lifetime}"
     if len(deleted):
         summary += f"; {removed:,} of {len(deleted):,} deleted"
     return f"redis: {store.where} ({summary})"
 
 
 def _check_ids(rows: TowerGroup, deleted: Ids) -> None:
-    """Refuses duplicate ids, of which a Redis would silently keep one row or the other."""
+    """Refuses duplicate ids: a Redis would silently keep either row."""
     if not rows.catalogue:
         return
     ids = IdMap.build(rows.ids())
@@ -259,9 +259,9 @@ def _check_ids(rows: TowerGroup, deleted: Ids) -> None:
         raise ValueError(f"--delete: {deleted_keys[both][0]!s} is also among the ids to write; leave it out")
 
 
-def _progress_text(rows: TowerGroup, written: int) -> str:
-    whose = f" of rank {rows.runtime.rank}" if rows.runtime.world_size > 1 else ""
-    done = f"no row{whose} is known to be written"
-    if written:
-        done = f"{written:,} of {rows.rows:,} rows{whose} were written, or a few more"
-    return f"{done}: run the same command again, which writes them all"
+def _progress_text(rows: TowerGroup, row_count: int) -> str:
+    of_rank = f" of rank {rows.runtime.rank}" if rows.runtime.world_size > 1 else ""
+    state = f"no row{of_rank} is known to be written"
+    if row_count:
+        state = f"{row_count:,} of {rows.rows:,} rows{of_rank} were written, or a few more"
+    return f"{state}: run the same command again, which writes them all"

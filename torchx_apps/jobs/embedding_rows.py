@@ -36,7 +36,7 @@ class RowBlock:
 
 @dataclass(frozen=True, kw_only=True)
 class Derived:
-    """Columns that training derives from other columns of a published file.
+    """Columns derived in training from other columns of a published file.
 
     Args:
         makes: names of the derived columns.
@@ -64,7 +64,7 @@ class _FileBlock:
 
 
 class CatalogueFiles:
-    """Reads one rank's share of the rows of parquet files, in blocks whose bounds do not depend on the number of ranks.
+    """Reads one rank's share of the rows of parquet files, in blocks with bounds independent of the number of ranks.
 
     Args:
         paths: files, folders, patterns or addresses; see :func:`torchrec_ext.data.files.find.find_files`.
@@ -111,15 +111,15 @@ class CatalogueFiles:
         ]
 
     def _names_in(self, file: DataFile, names: Sequence[str]) -> list[str]:
-        """Returns the columns to read from a file that has the columns ``names``."""
-        wanted = self._names
+        """Returns the columns to read from a file with the columns ``names``."""
+        needs = self._names
         if self._derived is not None and _lacks(self._derived, names):
-            kept = [name for name in wanted if name not in self._derived.makes]
-            wanted = list(dict.fromkeys([*kept, *self._derived.reads]))
-        for name in wanted:
+            direct = [name for name in needs if name not in self._derived.makes]
+            needs = list(dict.fromkeys([*direct, *self._derived.reads]))
+        for name in needs:
             if name not in names:
                 raise missing_column(file.name, name, names)
-        return wanted
+        return needs
 
     def __iter__(self) -> Iterator[RowBlock]:
         """Yields the blocks of this rank.
@@ -127,10 +127,10 @@ class CatalogueFiles:
         Raises:
             DataError: a file is damaged or was changed, or a row has no id.
         """
-        wanted: dict[tuple[int, int], set[int]] = {}
+        blocks_by_group: dict[tuple[int, int], set[int]] = {}
         for block in self._local_blocks:
-            wanted.setdefault((block.file, block.row_group), set()).add(block.block)
-        for (index, group), numbers in wanted.items():
+            blocks_by_group.setdefault((block.file, block.row_group), set()).add(block.block)
+        for (index, group), numbers in blocks_by_group.items():
             file = self._files[index]
             file.check_unchanged()
             with self._opened(file) as parquet:
@@ -157,8 +157,8 @@ class CatalogueFiles:
         columns = dict(zip(rows.schema.names, rows.columns, strict=True))
         if self._derived is not None and _lacks(self._derived, list(columns)):
             columns |= self._derived.make(columns)
-        wanted = {name: columns[name] for name in self._columns}
-        return RowBlock(where=where, ids=_plain_ids(where, self._key, ids), columns=wanted)
+        values = {name: columns[name] for name in self._columns}
+        return RowBlock(where=where, ids=_plain_ids(where, self._key, ids), columns=values)
 
     def _opened(self, file: DataFile) -> pq.ParquetFile:
         source: Any = file.path if file.remote is None else file.open()
@@ -176,7 +176,7 @@ def _lacks(derived: Derived, names: Sequence[str]) -> bool:
 
 
 class KnownUsers:
-    """Yields one rank's share of the users that a bundle knows, in blocks like those of :class:`CatalogueFiles`.
+    """Yields one rank's share of a bundle's users, in blocks like those of :class:`CatalogueFiles`.
 
     Args:
         users: the bundle's users.

@@ -41,7 +41,7 @@ class Vectors(NamedTuple):
     vectors: Tensor
 
     def rows(self, ids: Ids) -> Ids:
-        """Returns the row of each id, (M,); -1 for an id that has no vector."""
+        """Returns the row of each id, (M,); -1 for an id without a vector."""
         if self.ids.dtype.kind == "i" and self.ids[-1] - self.ids[0] == len(self.ids) - 1:  # without a gap
             return np.where((ids >= self.ids[0]) & (ids <= self.ids[-1]), ids - self.ids[0], -1)
         index = np.minimum(self.ids.searchsorted(ids), len(self.ids) - 1)
@@ -49,7 +49,7 @@ class Vectors(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """The rows of the users that have an item to find, (Q,), their question, and each pair whose item has no vector.
+    """The rows of users with an item to find, (Q,), their question, and the pairs with an item without a vector.
 
     ``missed`` are the rows of the users of these pairs, ascending: such an item is found by no ranking.
     """
@@ -59,14 +59,14 @@ class Asked(NamedTuple):
     missed: Ids
 
     def with_missed(self, ranks: metrics.TargetRanks, start: int, stop: int, behind: int) -> metrics.TargetRanks:
-        """Returns the ranks of a block of queries, with the items that have no vector behind every other."""
+        """Returns the ranks of a block of queries, with items without a vector ranked last."""
         queries = self.users.searchsorted(self.missed)
-        known = self.users[np.minimum(queries, len(self.users) - 1)] == self.missed
-        queries = queries[known & (queries >= start) & (queries < stop)]
+        is_query = self.users[np.minimum(queries, len(self.users) - 1)] == self.missed
+        queries = queries[is_query & (queries >= start) & (queries < stop)]
         return _joined(ranks, torch.from_numpy(queries), behind)
 
     def lost(self, behind: int) -> metrics.TargetRanks | None:
-        """Returns the ranks of the users of whose items none has a vector; None where there is no such user."""
+        """Returns the ranks of users without a vector for any of their items; None if there is no such user."""
         users = self.missed[~np.isin(self.missed, self.users)]
         if not len(users):
             return None
@@ -83,7 +83,7 @@ def _joined(ranks: metrics.TargetRanks, queries: Tensor, behind: int) -> metrics
 
 
 def run_evaluation(options: argparse.Namespace) -> int:
-    """Prints the figures that the flags of ``rec.evaluate`` ask for, and writes them to ``--out``.
+    """Prints the figures requested by the flags of ``rec.evaluate``, and writes them to ``--out``.
 
     Returns:
         0.
@@ -92,76 +92,80 @@ def run_evaluation(options: argparse.Namespace) -> int:
         ValueError: a flag is wrong.
         DataError: a file does not hold what it should.
     """
-    asked_figures = EvaluationConfig(metrics=tuple(options.metrics.split(","))).figures
+    requested_figures = EvaluationConfig(metrics=tuple(options.metrics.split(","))).figures
     if options.out:
         require_matplotlib("leave out --out")
-    with tracked(options.out, vars(options), folder="figures") if options.out else contextlib.nullcontext({}) as kept:
-        report, curve = _evaluated(options, asked_figures)
+    with (
+        tracked(options.out, vars(options), folder="figures")
+        if options.out
+        else contextlib.nullcontext({}) as tracked_figures
+    ):
+        report, curve = _evaluated(options, requested_figures)
         print(json.dumps(report) if options.json else _text(report))
         if options.out:
             _write(options.out, report, curve)
-        kept.update(report)
+        tracked_figures.update(report)
     return 0
 
 
 def _evaluated(
-    options: argparse.Namespace, asked_figures: Sequence[tuple[Figure, int]]
+    options: argparse.Namespace, requested_figures: Sequence[tuple[Figure, int]]
 ) -> tuple[dict[str, Any], list[tuple[int, float, float | None]]]:
-    """Returns the report, and recall of the vectors and of the most popular items by K where a picture is asked for."""
+    """Returns the report, and for a picture recall by K of the vectors and of the most popular items."""
     users, items = (_vectors(path) for path in (options.users, options.items))
     if users.vectors.shape[1] != items.vectors.shape[1]:
         raise DataError(
             f"{options.users}: vectors are {users.vectors.shape[1]} wide, and those of {options.items} "
             f"{items.vectors.shape[1]}; give vectors of one model"
         )
-    asked = _asked(options, users, items)
-    names: list[Figure] = sorted({name for name, _ in asked_figures})
-    ks = sorted({k for _, k in asked_figures} | (set(_CURVE) if options.out else set()))
+    queries = _asked(options, users, items)
+    names: list[Figure] = sorted({name for name, _ in requested_figures})
+    ks = sorted({k for _, k in requested_figures} | (set(_CURVE) if options.out else set()))
     names += ["recall"] if options.out and "recall" not in names else []
     behind = max(len(items.ids), *ks)
-    figures = _figures(asked, _ranked(asked, users, items, options.similarity, max(ks)), ks, names, behind)
-    baseline = _popularity(asked, len(items.ids), ks, names, behind) if options.seen else {}
-    shown = [f"{name}@{k}" for name, k in asked_figures]
+    figures = _figures(queries, _ranked(queries, users, items, options.similarity, max(ks)), ks, names, behind)
+    baseline = _popularity(queries, len(items.ids), ks, names, behind) if options.seen else {}
+    labels = [f"{name}@{k}" for name, k in requested_figures]
     report = {
-        "users": len(np.union1d(asked.users, asked.missed)),
+        "users": len(np.union1d(queries.users, queries.missed)),
         "items": len(items.ids),
-        "pairs": len(asked.question.targets) + len(asked.missed),
-        "pairs_whose_item_has_no_vector": len(asked.missed),
+        "pairs": len(queries.question.targets) + len(queries.missed),
+        "pairs_whose_item_has_no_vector": len(queries.missed),
         "similarity": options.similarity,
-        "figures": {name: figures[name] for name in shown},
-        "popularity": {name: baseline[name] for name in shown if name in baseline},
+        "figures": {name: figures[name] for name in labels},
+        "popularity": {name: baseline[name] for name in labels if name in baseline},
     }
     return report, [(k, figures[f"recall@{k}"], baseline.get(f"recall@{k}")) for k in ks if options.out]
 
 
-def _ranked(asked: Asked, users: Vectors, items: Vectors, similarity: metrics.Similarity, depth: int) -> Ranked:
-    with tqdm(total=len(asked.users), unit="user", disable=not sys.stderr.isatty(), dynamic_ncols=True) as bar:
-        queries = users.vectors[torch.from_numpy(asked.users)]
-        for done, ranks in metrics.vector_ranks(
-            queries, items.vectors, asked.question, similarity=similarity, depth=depth
+def _ranked(asked_rows: Asked, users: Vectors, items: Vectors, similarity: metrics.Similarity, depth: int) -> Ranked:
+    with tqdm(total=len(asked_rows.users), unit="user", disable=not sys.stderr.isatty(), dynamic_ncols=True) as bar:
+        query_vectors = users.vectors[torch.from_numpy(asked_rows.users)]
+        for stop, ranks in metrics.vector_ranks(
+            query_vectors, items.vectors, asked_rows.question, similarity=similarity, depth=depth
         ):
-            yield done, ranks
-            bar.update(done - bar.n)
+            yield stop, ranks
+            bar.update(stop - bar.n)
 
 
-def _popularity(asked: Asked, count: int, ks: list[int], names: list[Figure], behind: int) -> dict[str, float]:
+def _popularity(queries: Asked, count: int, ks: list[int], names: list[Figure], behind: int) -> dict[str, float]:
     """Returns the figures of the ranking by how many of the asked users have seen an item."""
-    seen = torch.bincount(asked.question.seen_items, minlength=count)
-    ranks = metrics.popularity_ranks(seen, asked.question)
-    return _figures(asked, iter([(len(asked.users), ranks)]), ks, names, behind)
+    counts = torch.bincount(queries.question.seen_items, minlength=count)
+    ranks = metrics.popularity_ranks(counts, queries.question)
+    return _figures(queries, iter([(len(queries.users), ranks)]), ks, names, behind)
 
 
-def _figures(asked: Asked, ranked: Ranked, ks: list[int], names: list[Figure], behind: int) -> dict[str, float]:
-    figures, start, blocks, held = metrics.RankingMetrics(ks, names), 0, [], 0
+def _figures(queries: Asked, ranked: Ranked, ks: list[int], names: list[Figure], behind: int) -> dict[str, float]:
+    figures, start, blocks, size = metrics.RankingMetrics(ks, names), 0, [], 0
     for stop, ranks in ranked:
         blocks.append(ranks)
-        held += len(ranks.better)
-        if stop == len(asked.users) or held > _TOGETHER:
-            figures.update(asked.with_missed(metrics.joined_ranks(blocks), start, stop, behind))
-            start, blocks, held = stop, [], 0
-    lost = asked.lost(behind)
-    if lost is not None:
-        figures.update(lost)
+        size += len(ranks.better)
+        if stop == len(queries.users) or size > _TOGETHER:
+            figures.update(queries.with_missed(metrics.joined_ranks(blocks), start, stop, behind))
+            start, blocks, size = stop, [], 0
+    unranked = queries.lost(behind)
+    if unranked is not None:
+        figures.update(unranked)
     return figures.compute(Runtime())
 
 
@@ -193,10 +197,10 @@ def _write(folder: Path, report: dict[str, Any], curve: Sequence[tuple[int, floa
             f"--out {folder}: cannot be written: {error.strerror or error}; choose another folder"
         ) from None
     figure, (panel,) = figure_with_panels(1, (6, 4))
-    shown = [k for k, _, _ in curve]
-    panel.plot(shown, [recall for _, recall, _ in curve], color=BLUE, marker=".", label="these vectors")
+    numbers = [k for k, _, _ in curve]
+    panel.plot(numbers, [recall for _, recall, _ in curve], color=BLUE, marker=".", label="these vectors")
     if curve[0][2] is not None:
-        panel.plot(shown, [other for _, _, other in curve], color=RED, marker=".", label="popularity")
+        panel.plot(numbers, [other for _, _, other in curve], color=RED, marker=".", label="popularity")
     panel.set(xscale="log", xlabel="items shown", ylabel="recall", title="share of a user's items that is shown")
     panel.set_ylim(0, None)
     panel.legend(frameon=False)
@@ -235,7 +239,7 @@ def _vectors(path: Path) -> Vectors:
 
 
 def _of_parquet(path: Path) -> tuple[Ids, Tensor]:
-    """Reads ids and vectors into memory that is taken once, a block of rows at a time."""
+    """Reads ids and vectors a block of rows at a time, into memory allocated once."""
     with _reading(path, ["id", "vector"]) as file:
         kind = file.schema_arrow.field("vector").type
         if not (pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind) or pa.types.is_large_list(kind)):
@@ -265,7 +269,7 @@ def _of_parquet(path: Path) -> tuple[Ids, Tensor]:
 
 @contextlib.contextmanager
 def _reading(path: Path, names: Sequence[str]) -> Iterator[pq.ParquetFile]:
-    """Opens a parquet file that has the columns ``names``.
+    """Opens a parquet file; refuses one without the columns ``names``.
 
     Raises:
         DataError: it is none, or lacks one.
@@ -308,10 +312,10 @@ def _pairs(path: Path, users: Vectors, items: Vectors) -> tuple[Ids, Ids, Ids]:
     with _reading(path, names) as file:
         table = file.read(columns=names)
         ids = [_ids(path, table, name) for name in names]
-    for name, given, vectors in zip(names, ids, (users, items), strict=True):
-        if given.dtype.kind != vectors.ids.dtype.kind:
+    for name, column, vectors in zip(names, ids, (users, items), strict=True):
+        if column.dtype.kind != vectors.ids.dtype.kind:
             raise DataError(
-                f"{path}: column '{name}' has {_kind(given)}, and {vectors.path} has {_kind(vectors.ids)}; write both "
+                f"{path}: column '{name}' has {_kind(column)}, and {vectors.path} has {_kind(vectors.ids)}; write both "
                 "as numbers, or both as texts"
             )
     return users.rows(ids[0]), items.rows(ids[1]), ids[0]
@@ -327,28 +331,28 @@ def _asked(options: argparse.Namespace, users: Vectors, items: Vectors) -> Asked
         )
     if not len(rows):
         raise DataError(f"{options.truth}: has no pairs")
-    known = targets >= 0
-    pairs = np.sort(rows[known] * len(items.ids) + targets[known])
+    has_vector = targets >= 0
+    pairs = np.sort(rows[has_vector] * len(items.ids) + targets[has_vector])
     owners, targets = np.divmod(pairs[_first_of_each(pairs)], len(items.ids))
     first = _first_of_each(owners)
-    asked, queries = owners[first], first.cumsum() - 1
-    if not len(asked):
+    query_users, queries = owners[first], first.cumsum() - 1
+    if not len(query_users):
         raise DataError(f"{options.truth}: none of its items has a vector in {options.items}; give files of one model")
-    seen = np.zeros((2, 0), np.int64)
+    seen_pairs = np.zeros((2, 0), np.int64)
     if options.seen:
-        owners, taken, _ = _pairs(options.seen, users, items)
+        owners, seen_items, _ = _pairs(options.seen, users, items)
         query = np.full(len(users.ids) + 1, -1)  # the last is of those without a vector, -1
-        query[asked] = np.arange(len(asked))
-        kept = (query[owners] >= 0) & (taken >= 0)
-        seen = np.stack([query[owners[kept]], taken[kept]])
+        query[query_users] = np.arange(len(query_users))
+        usable = (query[owners] >= 0) & (seen_items >= 0)
+        seen_pairs = np.stack([query[owners[usable]], seen_items[usable]])
     question = metrics.Question(
         targets=torch.from_numpy(targets),
         target_rows=torch.from_numpy(queries),
-        seen_rows=torch.from_numpy(seen[0]),
-        seen_items=torch.from_numpy(seen[1]),
+        seen_rows=torch.from_numpy(seen_pairs[0]),
+        seen_items=torch.from_numpy(seen_pairs[1]),
         not_items=(),
     )
-    return Asked(asked, question, np.sort(rows[~known]))
+    return Asked(query_users, question, np.sort(rows[~has_vector]))
 
 
 def _first_of_each(values: Ids) -> np.ndarray[Any, np.dtype[np.bool_]]:

@@ -77,7 +77,7 @@ def bundle_of_run(
 
 
 def report_bundle(when: Export, bundle: Manifest | BundleError, runtime: Runtime, out: Path) -> None:
-    """Prints on rank 0 where the bundle of a run is and how to serve it, or why there is none.
+    """Prints on rank 0 the place of a run's bundle and how to serve it, or the reason against a bundle.
 
     Raises:
         BundleError: ``when`` is ``require``, and the model or the data cannot be served.
@@ -93,7 +93,7 @@ def report_bundle(when: Export, bundle: Manifest | BundleError, runtime: Runtime
 
 
 def check_exportable_to_onnx(model: nn.Module, skip: Sequence[str]) -> None:
-    """Refuses a model with towers that cannot become ONNX files, before minutes of loading."""
+    """Refuses a model with towers unfit for ONNX, before minutes of loading."""
     from torchrec_ext.retrieval.bundle.audit import LiveModel
     from torchrec_ext.retrieval.onnx.onnx_bundle import check_exportable
 
@@ -101,7 +101,7 @@ def check_exportable_to_onnx(model: nn.Module, skip: Sequence[str]) -> None:
 
 
 def write_onnx_files(bundle: Path, out: Path, skip: Sequence[str] = (), *, overwrite: bool = False) -> str:
-    """Writes a bundle's networks as ONNX files, and says what was written; see :func:`export_bundle`."""
+    """Writes a bundle's networks as ONNX files, and describes the files; see :func:`export_bundle`."""
     from torchrec_ext.retrieval.bundle.bundle import Bundle
     from torchrec_ext.retrieval.onnx import onnx_bundle
 
@@ -111,7 +111,7 @@ def write_onnx_files(bundle: Path, out: Path, skip: Sequence[str] = (), *, overw
 
 
 def bundle_figures(manifest: Manifest) -> dict[str, Any]:
-    """Returns what trackers are told of a bundle: its digest, its size and how near it is to the trained model."""
+    """Returns a bundle's figures for trackers: its digest, its size and its distance to the trained model."""
     users, rounded = manifest.content["users"], manifest.content.get("tables")
     figures = {
         "digest": manifest.digest,
@@ -133,15 +133,15 @@ def first_user(bundle: Path) -> int | str:
 
 
 def describe_bundle(manifest: Manifest, out: Path) -> str:
-    """Describes a bundle in a line, with its warning before it and the command that serves it after it."""
+    """Describes a bundle in a line, after any warning and before the command to serve it."""
     items, users = manifest.content["coverage"]["items"], manifest.content["users"]
     difference = manifest.parity["greatest_difference"]
     rounded = manifest.content.get("tables")
-    known = f" and {users['count']:,} users" if users else ""
+    user_text = f" and {users['count']:,} users" if users else ""
     warning = manifest.certificate.get("warning")
     lines = [f"warning: {warning}"] if warning else []
     lines += [
-        f"bundle: {out} ({manifest.digest[:12]}: {items:,} items{known}; its logits are the trained model's within "
+        f"bundle: {out} ({manifest.digest[:12]}: {items:,} items{user_text}; its logits are the trained model's within "
         f"{difference:.1g}{' before its tables were rounded' if rounded else ''})",
         *(
             [

@@ -81,13 +81,13 @@ def columns_by_name(
     owner: dict[str, str] = {}
     for tower, patterns in towers.items():
         for pattern in patterns:
-            named = [name for name in columns if fnmatchcase(name, pattern)]
-            if not named:
+            matches = [name for name in columns if fnmatchcase(name, pattern)]
+            if not matches:
                 raise ValueError(
                     f"model.towers: tower '{tower}' names '{pattern}', which no column is; the columns are "
                     f"{listed(columns)}"
                 )
-            for name in named:
+            for name in matches:
                 if owner.setdefault(name, tower) != tower:
                     raise ValueError(
                         f"model.towers: column '{name}' is in the towers '{owner[name]}' and '{tower}'; a column is in "
@@ -107,10 +107,10 @@ def columns_by_name(
 
 def _listed(towers: str, features: Sequence[str]) -> dict[str, list[str]]:
     groups = [group.split("+") for group in towers.split(",")]
-    given = [name for group in groups for name in group]
-    unknown = [name for name in given if name not in features]
-    twice = [name for name in given if given.count(name) > 1]
-    missing = [name for name in features if name not in given]
+    listed_names = [name for group in groups for name in group]
+    unknown = [name for name in listed_names if name not in features]
+    twice = [name for name in listed_names if listed_names.count(name) > 1]
+    missing = [name for name in features if name not in listed_names]
     if unknown:
         raise ValueError(
             f"model.towers={towers}: there is no feature '{unknown[0]}'; the features are {listed(features)}"

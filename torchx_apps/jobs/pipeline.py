@@ -30,7 +30,7 @@ _RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # variables th
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A stage, as the app that it is.
+    """One app of the pipeline, with its flags and result.
 
     Args:
         app: name of the app's module in ``torchx_apps``.
@@ -61,7 +61,7 @@ class Stage:
 
     @property
     def begun(self) -> bool:
-        """Whether there is a result, or a part of one that the stage would go on with."""
+        """Whether there is a result, or part of one to continue."""
         if self.whole or not (self.checkpoints and self.folder.exists()):
             return self.whole
         from torchrec_ext.train.checkpoint.folder import CheckpointFolder
@@ -69,12 +69,12 @@ class Stage:
         return bool(CheckpointFolder(self.checkpoints).steps())
 
     def wait(self) -> None:
-        """Waits until the result is complete; where the first rank fails to make it torchrun ends this rank."""
+        """Waits for the complete result; if the first rank fails to make it, torchrun ends this rank."""
         while not self.whole:
             time.sleep(1)
 
     def record(self) -> dict[str, str]:
-        """Returns the settings with the SHA-256 of the file, or what the logs hold, of which the result is made.
+        """Returns the settings with the SHA-256 of the input file, or with a description of the input logs.
 
         A file or log that is not there any more is left out.
         """
@@ -86,7 +86,7 @@ class Stage:
 
 
 def stages_of(options: argparse.Namespace) -> dict[str, Stage]:
-    """Returns the three stages by app, after checking all that can be known before the first one runs.
+    """Returns the three stages by app, after all checks possible before the first one runs.
 
     Raises:
         ValueError: a flag or setting of some stage is wrong; the message names it.
@@ -111,12 +111,12 @@ def stages_of(options: argparse.Namespace) -> dict[str, Stage]:
 
 def _data_stage(options: argparse.Namespace, folder: Path) -> Stage:
     prefix = "preprocess."
-    given = [item.removeprefix(prefix) for item in options.set if item.startswith(prefix)]
-    flags = ["--recipe", options.preprocess, *(f"--set={item}" for item in given), f"--out={folder}"]
+    settings = [item.removeprefix(prefix) for item in options.set if item.startswith(prefix)]
+    flags = ["--recipe", options.preprocess, *(f"--set={item}" for item in settings), f"--out={folder}"]
     if options.engine:
         flags.append(f"--engine={options.engine}")
     try:
-        job = apply_overrides(preprocess.load_job(options.preprocess), given)
+        job = apply_overrides(preprocess.load_job(options.preprocess), settings)
     except ValueError as error:
         message = str(error).replace("--set ", f"--set {prefix}").replace("--recipe ", "--preprocess ")
         raise ValueError(message) from None
@@ -135,7 +135,7 @@ def _data_stage(options: argparse.Namespace, folder: Path) -> Stage:
 
 
 def _logs_of(config: Any) -> list[Path]:
-    """Returns the files and folders that a recipe's config names by their whole path or from the current folder."""
+    """Returns the files and folders in a recipe's config, given by absolute path or from the current folder."""
     fields = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
     values = [getattr(config, field.name) for field in fields]
     each = [one for value in values for one in (value if isinstance(value, tuple | list) else (value,))]
@@ -169,19 +169,19 @@ def describe_log(log: Path, *, but: Path) -> str:
 
 
 def _run_stage(options: argparse.Namespace, folder: Path, data: Stage) -> Stage:
-    given = [item for item in options.set if not item.startswith("preprocess.")]
-    for item in given:
+    settings = [item for item in options.set if not item.startswith("preprocess.")]
+    for item in settings:
         key = item.partition("=")[0]
         if key in _OWN_KEYS:
             raise ValueError(f"--set {item}: {_OWN_KEYS[key]}; leave it out")
-    given += [f"data.name={data.folder}", "export=never"]
-    job = apply_overrides(load_recipe(options.recipe), given)
+    settings += [f"data.name={data.folder}", "export=never"]
+    job = apply_overrides(load_recipe(options.recipe), settings)
     _check_training(job, options.recipe)
     if options.index != "exact" and getattr(job.model, "interaction", "dot") not in ("dot", "cosine"):
         from torchrec_ext.retrieval.bundle.index_kinds import check_index_metric
 
         check_index_metric(options.index, "top_nn")
-    flags = ["--recipe", options.recipe, *(f"--set={item}" for item in given)]
+    flags = ["--recipe", options.recipe, *(f"--set={item}" for item in settings)]
     return Stage(
         app="train",
         flags=[*flags, f"--run-dir={folder}", "--resume=auto"],
@@ -195,7 +195,7 @@ def _run_stage(options: argparse.Namespace, folder: Path, data: Stage) -> Stage:
 
 
 def _check_training(job: Any, recipe: str) -> None:
-    """Refuses what the ranks would refuse after the preprocessing, as far as it can be known without rows."""
+    """Refuses settings before the preprocessing if the ranks would refuse them after it."""
     from torchrec_ext.data.datasets.config import SequenceConfig
 
     if isinstance(job.data, SequenceConfig):
@@ -219,20 +219,20 @@ def _check_training(job: Any, recipe: str) -> None:
 
 
 def _bundle_flags(options: argparse.Namespace) -> list[str]:
-    """Returns the flags of the export that were given, as one argument each."""
+    """Returns the export flags with values other than their defaults, as one argument each."""
     parser = argparse.ArgumentParser(add_help=False)
     export.add_bundle_flags(parser)
-    given = []
+    flags = []
     for name, default in vars(parser.parse_args([])).items():
         value = getattr(options, name)
         if value != default:
             values = value if isinstance(value, list) else [value]
-            given += [f"--{name.replace('_', '-')}={each}" for each in values]
-    return given
+            flags += [f"--{name.replace('_', '-')}={each}" for each in values]
+    return flags
 
 
 def _settings(job: Any, recipe: str) -> dict[str, str]:
-    """Returns the keys of a job and the recipe, and where that is a user's own the SHA-256 of its file."""
+    """Returns the keys of a job and the recipe, with the SHA-256 of the file of a user's own recipe."""
     settings = {key.path: key.value for key in setting_keys(job) if key.path not in _FREE}
     module, colon, _ = recipe.rpartition(":")
     if colon:
@@ -247,48 +247,48 @@ def _digest(file: Path) -> str:
 
 
 def check_record(record: Path, stages: Mapping[str, Stage]) -> None:
-    """Refuses a result that was made with other settings than those given now, or of another result.
+    """Refuses a result made with other settings than the current ones, or from another result.
 
     Raises:
         ValueError: naming the setting and both values.
     """
-    made = json.loads(record.read_text()) if record.is_file() else {}
+    records = json.loads(record.read_text()) if record.is_file() else {}
     for index, stage in enumerate(stages.values()):
         if not stage.begun:
             continue
-        if stage.app not in made:
+        if stage.app not in records:
             raise ValueError(
                 f"{stage.folder}: there is something that no pipeline has recorded in {record}; give another --out"
             )
-        given, before = stage.record(), made[stage.app]
+        new, old = stage.record(), records[stage.app]
         # Rows that were removed are made again, and compared then.
-        later_known = f"SHA-256 of {stage.source}" if stage.app == "train" and len(given) < len(before) else ""
-        for key in dict.fromkeys([*given, *before]):
-            if given.get(key) == before.get(key) or key == later_known:
+        later_known = f"SHA-256 of {stage.source}" if stage.app == "train" and len(new) < len(old) else ""
+        for key in dict.fromkeys([*new, *old]):
+            if new.get(key) == old.get(key) or key == later_known:
                 continue
             # A log that is gone, or that an older version has not recorded, cannot be compared.
-            if key.startswith(_LOG) and not (key in given and key in before):
+            if key.startswith(_LOG) and not (key in new and key in old):
                 continue
             later = ", ".join(str(each.folder) for each in list(stages.values())[index:])
             raise ValueError(
-                f"{key}={given.get(key, 'none')}: {stage.folder} was made with {before.get(key, 'none')}; go on with "
+                f"{key}={new.get(key, 'none')}: {stage.folder} was made with {old.get(key, 'none')}; go on with "
                 f"that, give another --out, or remove {later}"
             )
 
 
 def begin(stage: Stage, record: Path) -> None:
     """Records a stage's settings before its first file is written."""
-    made = json.loads(record.read_text()) if record.is_file() else {}
-    made[stage.app] = stage.record()
+    records = json.loads(record.read_text()) if record.is_file() else {}
+    records[stage.app] = stage.record()
     record.parent.mkdir(parents=True, exist_ok=True)
-    written = record.with_suffix(".part")
-    written.write_text(json.dumps(made, indent=2) + "\n")
-    written.replace(record)
+    part = record.with_suffix(".part")
+    part.write_text(json.dumps(records, indent=2) + "\n")
+    part.replace(record)
     print(f"{stage.app}: to {stage.folder}", flush=True)
 
 
 def _command(stage: Stage) -> tuple[list[str], dict[str, str]]:
-    """Returns the command of a stage that is one process, and its environment, in which it is no rank of several."""
+    """Returns the command and environment of a stage as a single process, without the variables of a rank."""
     environment = {name: value for name, value in os.environ.items() if name not in _RANK}
     if JOB in environment:  # a run of its own for trackers; the training has the job's name
         environment[JOB] += f"/{stage.app}"
@@ -296,14 +296,14 @@ def _command(stage: Stage) -> tuple[list[str], dict[str, str]]:
 
 
 def run_alone(stage: Stage, record: Path) -> int:
-    """Runs a stage as a process of its own, whose memory is free again when the training begins."""
+    """Runs a stage as a process of its own, to free its memory before the training begins."""
     begin(stage, record)
     command, environment = _command(stage)
     return subprocess.run(command, env=environment, check=False).returncode
 
 
 def become(stage: Stage, record: Path) -> NoReturn:
-    """Turns this process into a stage, whose exit code and error are then this rank's."""
+    """Replaces this process by a stage; its exit code and error are then this rank's."""
     begin(stage, record)
     sys.stdout.flush()
     command, environment = _command(stage)

@@ -25,7 +25,7 @@ _BATCHES = 4  # that the trials of plan.towers=auto train on in turn
 
 
 def merge_lookups(job: Job, model: nn.Module, world_size: int) -> None:
-    """Merges the look-ups of a model's towers into one exchange where ``job.lookups`` says so, before it is planned.
+    """Merges the look-ups of a model's towers into one exchange as ``job.lookups`` says, before planning.
 
     ``auto`` merges where that saves exchanges and nothing prevents it: there are several ranks, all towers are on all
     of them, and no optimizer is given to a table by the path of its tower.
@@ -47,7 +47,7 @@ def merge_lookups(job: Job, model: nn.Module, world_size: int) -> None:
 
 
 def place_towers(job: Job, task: Task, model: Any, runtime: Runtime) -> tuple[Job, Decision | None]:
-    """Tries placements of the towers where ``plan.towers`` is ``auto`` and there are several ranks. Collective.
+    """Measures placements of the towers if ``plan.towers`` is ``auto`` and there are several ranks. Collective.
 
     Returns:
         The job with the placement that was chosen, and the decision; the job as it is and None where none was needed.
@@ -77,7 +77,7 @@ def place_towers(job: Job, task: Task, model: Any, runtime: Runtime) -> tuple[Jo
 
 
 def why_on_every_rank(job: Job) -> str:
-    """Says why the towers of a job must run on every rank; empty where they need not."""
+    """Explains why the towers of a job must run on every rank; empty if they need not."""
     if not job.sync.agrees_every_step:
         return f"sync.mode={job.sync.mode} averages towers that every rank has"
     if job.sync.table_copies > 1:

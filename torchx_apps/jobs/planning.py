@@ -92,7 +92,7 @@ def write(folder: Path, text: str, report: dict[str, Any], ranks: Sequence[RankF
 
 
 def draw_plan(path: Path, ranks: Sequence[RankForecast], cluster: Cluster) -> None:
-    """Draws each rank's memory on the left, what it holds and what it has, and the time of its tables on the right."""
+    """Draws each rank's used and available memory on the left, and the time of its tables on the right."""
     require_matplotlib("leave out --out")
     figure, (memory, time) = figure_with_panels(2, (11, 3.8), grid="y")
     numbers = [rank.rank for rank in ranks]
@@ -137,7 +137,7 @@ class PlanRequest:
     sync: SyncConfig
 
     def free_tables(self, plan: PlanConfig) -> tuple[Mapping[str, ParameterConstraints], str]:
-        """Returns what a training on these devices would ask of the tables that ``plan`` leaves free, and why."""
+        """Returns the constraints of a training on these devices for the free tables of ``plan``, and the reason."""
         runtime = Runtime(
             world_size=self.cluster.world_size,
             local_world_size=self.cluster.local_world_size,
@@ -146,7 +146,7 @@ class PlanRequest:
         return free_tables(self.model, runtime, plan, self.optimizer, self.sync)
 
     def draft(self, plan: PlanConfig, cluster: Cluster | None = None) -> tuple[Draft, list[RankForecast]]:
-        """Returns TorchRec's plan, and the memory and time that it takes on each rank, of another cluster if given.
+        """Returns TorchRec's plan and its forecast per rank, for ``cluster`` if given.
 
         Raises:
             PlanError: no plan fits.
@@ -165,7 +165,7 @@ class PlanRequest:
 
 
 def run_plan(options: argparse.Namespace, job: Job | None) -> int:
-    """Prints the plan that the flags ask for, and writes it to ``--out``.
+    """Prints the plan for the flags, and writes it to ``--out``.
 
     Returns:
         0.
@@ -229,7 +229,7 @@ def _request_of_tables(options: argparse.Namespace, cluster: Cluster) -> PlanReq
 
 
 def _request_of_recipe(options: argparse.Namespace, job: Job, cluster: Cluster) -> PlanRequest:
-    """Returns a request for the tables of a recipe, whose sizes are those of its data, which must exist."""
+    """Returns a request for the tables of a recipe, sized by its data, which must exist."""
     # Imported here: the training loop, which comes with it, takes half a second that other plans need not wait.
     from torchx_apps.jobs.placing import merge_lookups
 

@@ -46,7 +46,7 @@ class Rate(NamedTuple):
 
 
 def missing_shares(source: Source, columns: Sequence[str], engine: Engine) -> Shares:
-    """Returns, for each raw column, the share of rows that are null, NaN, infinite or an empty list."""
+    """Returns the share of rows per raw column with null, NaN, an infinite value or an empty list."""
     opened = open_source(source, columns, engine)
     table = opened.table
 
@@ -62,7 +62,7 @@ def missing_shares(source: Source, columns: Sequence[str], engine: Engine) -> Sh
 
 
 def unknown_shares(folder: Path, fitted: FittedPreprocessor, engine: Engine) -> Shares:
-    """Returns, for each id column, the share of ids that are 0; in a list column the share of its elements."""
+    """Returns the share of zeros per id column; in a list column of its elements."""
     table = engine.read(scan(folder))
     shares = {}
     for name in fitted.vocab:
@@ -74,7 +74,7 @@ def unknown_shares(folder: Path, fitted: FittedPreprocessor, engine: Engine) -> 
 
 
 def label_rates(source: Source, label: str | None, time: str | None, engine: Engine) -> list[Rate]:
-    """Returns the mean label of each day in UTC; nothing where no label or no time is named.
+    """Returns the mean label of each day in UTC; nothing without a label or a time.
 
     Raises:
         DataError: a column is missing, the label is not a number, or the time is not a time.
@@ -90,8 +90,8 @@ def label_rates(source: Source, label: str | None, time: str | None, engine: Eng
     table = opened.table.mutate(
         second=second_of(opened.table[time], kind), label=number(opened.table[label], types[label], engine)
     )
-    known = table.filter(table.second.notnull() & table.label.notnull())
-    days = known.select("label", day=floor_div(known.second, 86_400))
+    complete = table.filter(table.second.notnull() & table.label.notnull())
+    days = complete.select("label", day=floor_div(complete.second, 86_400))
     rates = days.group_by("day").aggregate(mean=days.label.mean(), rows=days.count()).order_by("day")
     first = datetime.date(1970, 1, 1)
     rows = engine.collect(rates).to_pylist()
@@ -110,7 +110,7 @@ def table_text(fitted: FittedPreprocessor, missing: Shares, unknown: Mapping[str
 
 
 def draw_statistics(path: Path, fitted: FittedPreprocessor, missing: Shares, rates: Sequence[Rate]) -> None:
-    """Draws id frequencies, missing values and, where it is known, the label's mean by day, from left to right."""
+    """Draws id frequencies, missing values and, if available, the label's mean by day, from left to right."""
     panels = 2 + bool(rates)
     figure, axes = figure_with_panels(panels, (5.5 * panels, 4.2))
     _draw_frequencies(axes[0], fitted)
@@ -246,7 +246,7 @@ def run_preprocess(job: PreprocessJob) -> Path:
 
 
 def _source_files(out: Path, prepared: Prepared) -> list[DataFile]:
-    """Returns the files of all sources; refuses an output folder that holds one, since it may be replaced."""
+    """Returns the files of all sources; refuses an output folder with a source in it, since it may be replaced."""
     files = []
     for source in (*prepared.splits.values(), prepared.events):
         if source is not None and not hasattr(source, "schema"):
@@ -258,13 +258,13 @@ def _source_files(out: Path, prepared: Prepared) -> list[DataFile]:
 def _fit(prepared: Prepared, engine: Engine) -> FittedPreprocessor:
     first, source = next(iter(prepared.splits.items()))
     with tqdm(total=len(prepared.preprocessor.steps), desc=f"fit on {first}", unit="step", dynamic_ncols=True) as bar:
-        done = -1  # `begin` is called when a step begins, and not when it is done
+        steps_done = -1  # `begin` is called when a step begins, and not when it is done
 
         def begin(step: str) -> None:
-            nonlocal done
-            done += 1
+            nonlocal steps_done
+            steps_done += 1
             bar.set_postfix_str(step, refresh=False)
-            bar.update(done - bar.n)
+            bar.update(steps_done - bar.n)
 
         fitted = prepared.preprocessor.fit(source, engine=engine, events=prepared.events, progress=begin)
         bar.set_postfix_str("", refresh=False)
@@ -294,10 +294,10 @@ def write_raw_rows(prepared: Prepared, fitted: FittedPreprocessor, folder: Path,
     """
     source = next(iter(prepared.splits.values()))
     histories = [step for step in fitted.steps if isinstance(step, History)]
-    sent = {name for step in histories for name in step.sent}
-    names = [name for name in fitted.request_columns if name not in sent]
-    also = {name for step in histories for name in (step.user, step.time)}
-    opened = open_source(source, list(dict.fromkeys([*names, *also])), engine)
+    history_columns = {name for step in histories for name in step.sent}
+    names = [name for name in fitted.request_columns if name not in history_columns]
+    event_keys = {name for step in histories for name in (step.user, step.time)}
+    opened = open_source(source, list(dict.fromkeys([*names, *event_keys])), engine)
     (folder / RAW_REQUESTS).parent.mkdir()
     rows = engine.collect(_spread(opened.table, engine).limit(AUDITED))
     columns = {name: rows[name] for name in names}
@@ -309,8 +309,8 @@ def write_raw_rows(prepared: Prepared, fitted: FittedPreprocessor, folder: Path,
     if prepared.item is None:
         return
     (key,) = steps_for_columns(fitted, [prepared.item]).request_columns
-    wanted = [name for name in fitted.outputs if name in prepared.item_features or name.startswith("item_")]
-    raw = [name for name in steps_for_columns(fitted, wanted).request_columns if name != key]
+    item_columns = [name for name in fitted.outputs if name in prepared.item_features or name.startswith("item_")]
+    raw = [name for name in steps_for_columns(fitted, item_columns).request_columns if name != key]
     items = _last_of_each(source, key, raw, engine)
     pq.write_table(engine.collect(items.order_by(key)), folder / RAW_ITEMS)
 
@@ -326,17 +326,17 @@ def _last_of_each(source: Source, key: str, columns: Sequence[str], engine: Engi
 
 
 def _write_users(prepared: Prepared, user: str, fitted: FittedPreprocessor, path: Path, engine: Engine) -> None:
-    """Writes the users of the training rows with what a request says of them; nothing where they are hashed."""
+    """Writes the users of the training rows with their request columns; nothing if they are hashed."""
     steps = zip(fitted.steps, fitted.states, strict=True)
     if not isinstance(next(state for step, state in reversed(list(steps)) if user in step.writes), Vocabulary):
         return
     (key,) = steps_for_columns(fitted, [user]).request_columns
     source = next(iter(prepared.splits.values()))
-    wanted = [name for name in fitted.outputs if name in prepared.user_features or name.startswith("user_")]
-    needed = steps_for_columns(fitted, wanted)
-    histories = [step for step in needed.steps if isinstance(step, History)]
+    user_columns = [name for name in fitted.outputs if name in prepared.user_features or name.startswith("user_")]
+    user_steps = steps_for_columns(fitted, user_columns)
+    histories = [step for step in user_steps.steps if isinstance(step, History)]
     not_last = {key, *(name for step in histories for name in (step.time, *step.sent))}
-    users = _last_of_each(source, key, [name for name in needed.request_columns if name not in not_last], engine)
+    users = _last_of_each(source, key, [name for name in user_steps.request_columns if name not in not_last], engine)
     (count,) = engine.collect(users.aggregate(n=users.count()))["n"].to_pylist()
     if count > NAMED:
         print(
@@ -352,7 +352,7 @@ def _write_users(prepared: Prepared, user: str, fitted: FittedPreprocessor, path
 
 
 def _with_latest_events(users: Any, key: str, step: History, source: Source, engine: Engine) -> Any:
-    """Adds to a table of users the latest events of each, oldest first, as a request sends them."""
+    """Adds each user's latest events to a table of users, oldest first, as in a request."""
     import ibis
 
     names = (step.time, step.item, *step.also)  # in the order in which a history is sorted
@@ -369,15 +369,15 @@ def _with_latest_events(users: Any, key: str, step: History, source: Source, eng
         field = f"_{names.index(name)}"
         return lists["__events__"].map(lambda event: event[field])
 
-    sent = {sent: listed(name) for sent, name in zip(step.sent, step.columns, strict=True)}
-    lists = lists.select("__user__", **sent)
+    histories = {histories: listed(name) for histories, name in zip(step.sent, step.columns, strict=True)}
+    lists = lists.select("__user__", **histories)
     joined = users.left_join(lists, users[key] == lists["__user__"]).drop("__user__")
-    none = {name: ibis.literal([], type=joined[name].type()) for name in sent}
-    return joined.mutate({name: ibis.coalesce(joined[name], none[name]) for name in sent})
+    none = {name: ibis.literal([], type=joined[name].type()) for name in histories}
+    return joined.mutate({name: ibis.coalesce(joined[name], none[name]) for name in histories})
 
 
 def _events(step: History, source: Source, engine: Engine) -> Any:
-    """Returns the events of which a history is made: those without nulls that ``where`` lets pass."""
+    """Returns the events for a history: without nulls, and filtered by ``where``."""
     opened = open_source(source, list(dict.fromkeys(step.event_reads)), engine)
     table = opened.table
     if step.where:
@@ -387,7 +387,7 @@ def _events(step: History, source: Source, engine: Engine) -> Any:
 
 
 def _spread(table: Any, engine: Engine) -> Any:
-    """Returns every n-th row of a table, AUDITED of them at most, in order; all rows where they have no numbers."""
+    """Returns every n-th row of a table, AUDITED at most, in order; all rows of a table without row numbers."""
     if ROW not in table.columns:
         return table
     (count,) = engine.collect(table.aggregate(n=table.count()))["n"].to_pylist()
@@ -395,29 +395,29 @@ def _spread(table: Any, engine: Engine) -> Any:
 
 
 def _latest_events(step: History, rows: pa.Table, events: Source, engine: Engine) -> dict[str, pa.Array]:
-    """Returns the events of each row's user by the request's column, those that the history would be made of."""
+    """Returns the events of each row's user by the request's column, limited to those of its history."""
     columns = (step.time, step.item, *step.also)  # in the order in which a history is sorted
     table = _events(step, events, engine)
     users = [user for user in pc.unique(rows[step.user]).to_pylist() if user is not None]
     events_of: dict[Any, list[tuple[Any, ...]]] = {user: [] for user in users}
-    chosen = engine.collect(table.filter(table[step.user].isin(users)))
-    for user, *event in zip(*(chosen[name].to_pylist() for name in (step.user, *columns)), strict=True):
+    user_events = engine.collect(table.filter(table[step.user].isin(users)))
+    for user, *event in zip(*(user_events[name].to_pylist() for name in (step.user, *columns)), strict=True):
         events_of[user].append(tuple(event))
     lists = []
     for user, moment in zip(rows[step.user].to_pylist(), rows[step.time].to_pylist(), strict=True):
         earlier = [event for event in events_of.get(user, ()) if moment is not None and event[0] < moment]
         lists.append(sorted(earlier)[-step.length :])
     return {
-        sent: pa.array(
+        request_column: pa.array(
             [[event[columns.index(name)] for event in row] for row in lists],
             type=pa.list_(table.schema().to_pyarrow().field(name).type),
         )
-        for sent, name in zip(step.sent, step.columns, strict=True)
+        for request_column, name in zip(step.sent, step.columns, strict=True)
     }
 
 
 def _roles(prepared: Prepared) -> dict[str, Any]:
-    """Returns the columns of the result that are more than features, by role; see :class:`Roles`."""
+    """Returns the result's columns with a role beyond features; see :class:`Roles`."""
     roles = {field.name: getattr(prepared, field.name) for field in dataclasses.fields(Roles)}
     return roles | {"label": prepared.label if prepared.label in prepared.preprocessor.keep else None}
 

@@ -61,16 +61,16 @@ class Trained:
 
     @property
     def steps_s(self) -> float:
-        """The seconds that steps took, in all attempts."""
+        """Seconds spent in steps, in all attempts."""
         return sum(record["rows"] / record["rows_per_s"] for record in self.records)
 
     @property
     def outside(self) -> float | None:
-        """The share of the seconds in which there was no step; None where earlier attempts are not known."""
+        """Share of the seconds outside steps; None if earlier attempts are not recorded."""
         return max(0.0, 1 - self.steps_s / self.seconds) if self.whole and self.seconds else None
 
     def hint(self) -> str:
-        """Returns a hint on the share of the time that is out of order; empty where none is, or steps were few.
+        """Returns a hint on an excessive share of the time; empty if there is none, or steps were few.
 
         Example:
             >>> record = {"kind": "train", "rows": 100, "rows_per_s": 1.0, "data_wait": 0.4}
@@ -91,13 +91,13 @@ class Trained:
 
 
 def data_wait(records: Sequence[Record]) -> float:
-    """Returns the share of the steps' time in which the rank that waited longest for its batches did so."""
+    """Returns the share of the steps' time spent waiting for batches, by the rank with the longest wait."""
     seconds = [record["rows"] / record["rows_per_s"] for record in records]
     return sum(r["data_wait"] * each for r, each in zip(records, seconds, strict=True)) / sum(seconds)
 
 
 def diagnosis_command(recipe: str, settings: Sequence[str]) -> list[str]:
-    """Returns the words of the command that says why a recipe's training is slow.
+    """Returns the words of the command to find out why a recipe's training is slow.
 
     Example:
         >>> diagnosis_command("ncf", ["data.name=planted"])[1:]
@@ -108,7 +108,7 @@ def diagnosis_command(recipe: str, settings: Sequence[str]) -> list[str]:
 
 
 def report_start(task: Task, runtime: Runtime) -> None:
-    """Prints the data and the ranks as soon as both are known, since what comes next takes seconds."""
+    """Prints the data and the ranks as soon as both are known, since the next stage takes seconds."""
     print(describe_data(task))
     print(
         f"ranks: {runtime.world_size} on {runtime.device.type} over {runtime.backend}, {runtime.threads} thread(s) each"
@@ -119,7 +119,7 @@ def report_start(task: Task, runtime: Runtime) -> None:
 
 
 def describe_data(task: Task) -> str:
-    """Says what a task's data is and, in a second line, what its licence asks."""
+    """Describes a task's data and, in a second line, its licence."""
     return f"data: {task.describe()}" + (f"\nlicence: {task.licence}" if task.licence else "")
 
 
@@ -192,7 +192,7 @@ def finish_training(
 
 
 def next_commands(run: Path, diagnosis: Sequence[str]) -> dict[str, str]:
-    """Returns commands that a reader of a run may want next, by what they do."""
+    """Returns useful next commands for a reader of a run, by their purpose."""
     torchx = program("torchx")
     bundle = run / "bundle"
     serve = f"{torchx} run rec.serve.http --bundle {bundle}"
@@ -205,19 +205,19 @@ def next_commands(run: Path, diagnosis: Sequence[str]) -> dict[str, str]:
 
 
 def say_end(folder: Path, picture: Path) -> None:
-    """Prints where the run's files are."""
+    """Prints the location of the run's files."""
     events = f"`{program('tensorboard')} --logdir {folder}` shows the events"
     print(f"\nrun folder: {folder} (picture: {picture.name}; page: {REPORT}; {events})", flush=True)
 
 
 def program(name: str) -> str:
-    """Returns the command that starts a program of this environment from the current folder."""
-    beside = Path(sys.executable).parent / name
-    return os.path.relpath(beside) if beside.is_relative_to(Path.cwd()) else name
+    """Returns the command for a program of this environment, as typed from the current folder."""
+    sibling = Path(sys.executable).parent / name
+    return os.path.relpath(sibling) if sibling.is_relative_to(Path.cwd()) else name
 
 
 def figures_table(task: Task, figures: Record, baseline: Record, beside: Mapping[str, Record] | None = None) -> str:
-    """Returns a table of the test figures beside the baseline's, their ratio, and the best possible where known.
+    """Formats the test figures as a table with the baseline's, their ratio, and the best possible if known.
 
     ``beside`` are further baselines, by name.
     """
@@ -234,7 +234,7 @@ def figures_table(task: Task, figures: Record, baseline: Record, beside: Mapping
 
 
 def worse_than(name: str, figures: Mapping[str, float], baseline: Mapping[str, float]) -> str:
-    """Returns a warning about a model that does worse than a baseline by some figure; empty where it does not.
+    """Warns if a model is worse than a baseline by some figure; empty if it is not.
 
     Args:
         name: name of the baseline.
@@ -265,7 +265,7 @@ def worse_than(name: str, figures: Mapping[str, float], baseline: Mapping[str, f
 
 
 def closed_form_notes(figures: Mapping[str, float], beside: Mapping[str, Record]) -> list[str]:
-    """Returns a note for each closed form that ranks better than a model by some figure.
+    """Notes each closed form with a better ranking than the model by some figure.
 
     Example:
         >>> closed_form_notes({"hr@10": 0.5}, {"als": {"hr@10": 0.4}, "ease": {"hr@10": 0.6}})[0][:65]
@@ -284,7 +284,7 @@ def closed_form_notes(figures: Mapping[str, float], beside: Mapping[str, Record]
 
 
 def read_warning(run: Path) -> dict[str, str]:
-    """Reads the warning that :func:`finish_training` wrote: ``{"warning": ...}``, or an empty dict."""
+    """Reads the warning of :func:`finish_training`: ``{"warning": ...}``, or an empty dict."""
     with suppress(OSError, ValueError):
         summary = json.loads((run / "summary.json").read_text())
         return {"warning": summary["warning"]} if "warning" in summary else {}
@@ -311,7 +311,7 @@ class StageProgress:
         self._next = time.monotonic() + _EVERY_S
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """Shows that ``done`` of ``total`` are done of a stage, where ten seconds have passed."""
+        """Shows ``done`` of ``total`` for a stage, at most every ten seconds."""
         if not self._speaks:
             return
         if self._on_terminal:

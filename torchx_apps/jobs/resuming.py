@@ -34,7 +34,7 @@ _NO_LAUNCH = ("", "none")  # without torchrun, and where torchrun was given no -
 
 
 def newest_run(recipe: str, runs: Path = Path("runs"), *, launch: str | None = None) -> Path | None:
-    """Returns the run folder in which ``--resume auto`` continues where no ``--run-dir`` names one.
+    """Returns the run folder for ``--resume auto`` without ``--run-dir``.
 
     Args:
         recipe: name of the recipe; its newest run folder with checkpoints is returned.
@@ -57,7 +57,7 @@ def newest_networks(recipe: str, runs: Path = Path("runs"), *, launch: str | Non
 
 
 def meaning_of_ids(task: object) -> dict[str, Any]:
-    """Returns what a task's ids and numbers stand for, as a checkpoint's manifest and ``ids.json`` hold it.
+    """Describes the values behind a task's ids and numbers, for a checkpoint's manifest and ``ids.json``.
 
     That is the preprocessor's digest, the digest of the steps that each of its columns comes from, and each column's
     number of values and their digest. A column in which a value is its id has None.
@@ -75,7 +75,7 @@ def meaning_of_ids(task: object) -> dict[str, Any]:
 def check_ids_stay(
     checkpoint: str, task: object, together: CheckpointRanks, *, run: Path | None = None, later: bool = False
 ) -> None:
-    """Refuses rows whose ids and numbers stand for other values than those that a checkpoint was trained with.
+    """Refuses rows with other values behind their ids and numbers than a checkpoint's training had.
 
     Args:
         checkpoint: path of a checkpoint without damage.
@@ -107,15 +107,15 @@ def check_ids_stay(
                 f"{where}: column '{name}' came from other steps, or from steps fitted on other rows: its values stand "
                 "for something else now; preprocess with FittedPreprocessor.transform of then, or train anew"
             )
-    for name, known in then["values"].items():
+    for name, recorded in then["values"].items():
         values = getattr(data, "id_values", {}).get(name)
-        if known is None or values is None:
-            stay = values is None and (known is None or name not in getattr(data, "vocab", ()))
+        if recorded is None or values is None:
+            stay = values is None and (recorded is None or name not in getattr(data, "vocab", ()))
         else:
-            count, digest = known
+            count, digest = recorded
             stay = (len(values) == count or (later and len(values) > count)) and _digest_of(values[:count]) == digest
         if not stay:
-            had = "no numbering of its own" if known is None else f"{known[0]:,} values"
+            had = "no numbering of its own" if recorded is None else f"{recorded[0]:,} values"
             raise DataError(
                 f"{where}: column '{name}' had {had} in training, whose ids now stand for others; give rows in which "
                 "old values keep their ids, new ones last (FittedPreprocessor.transform), or train anew"
@@ -123,7 +123,7 @@ def check_ids_stay(
 
 
 def _recorded_meaning(checkpoint: str, run: Path | None) -> tuple[str, dict[str, Any] | None]:
-    """Returns what a checkpoint's ids stand for, after the place that says so; None if nothing does.
+    """Returns the record of a checkpoint's id values, after its place; None if there is no record.
 
     Raises:
         DataError: the place holds something else.
@@ -152,21 +152,21 @@ def _is_meaning(then: Any) -> bool:
     values, columns = then.get("values"), then.get("columns", {})
     if not isinstance(values, dict) or not isinstance(columns, dict):
         return False
-    return all(known is None or _is_count_and_digest(known) for known in values.values())
+    return all(entry is None or _is_count_and_digest(entry) for entry in values.values())
 
 
-def _is_count_and_digest(known: Any) -> bool:
-    return isinstance(known, list) and [type(each) for each in known] == [int, str]
+def _is_count_and_digest(entry: Any) -> bool:
+    return isinstance(entry, list) and [type(each) for each in entry] == [int, str]
 
 
 def _origins_of(data: object) -> dict[str, str]:
-    """Returns the digest of the steps that each column of a task's rows comes from; none without a preprocessor."""
+    """Returns the digest of the steps behind each column of a task's rows; none without a preprocessor."""
     preprocessor = getattr(getattr(data, "prepared", None) or data, "preprocessor", None)
     return {} if preprocessor is None else dict(preprocessor.origins)
 
 
 def _preprocessor_of(data: object) -> str:
-    """Returns the digest of the preprocessor that made a task's rows; empty where none did."""
+    """Returns the digest of the preprocessor of a task's rows; empty without a preprocessor."""
     return str(getattr(getattr(data, "prepared", data), "digest", ""))
 
 
@@ -196,13 +196,13 @@ def _digest_of(values: Any) -> str:
 
 
 def _launch_of(folder: Path) -> str | None:
-    """Returns the id of the launch that wrote a run folder, where there is one."""
+    """Returns the id of the launch that wrote a run folder; None if none is recorded."""
     file = folder / LAUNCH
     return file.read_text().strip() if file.is_file() else None
 
 
 def common_checkpoints(folders: Mapping[str, CheckpointFolder], together: CheckpointRanks) -> dict[str, str]:
-    """Finds the newest step of which every folder has a good checkpoint; returns the checkpoints' paths by folder name.
+    """Finds the newest step with a good checkpoint in every folder; returns their paths by folder name.
 
     Returns nothing where there is no such step.
     """
@@ -218,7 +218,7 @@ def common_checkpoints(folders: Mapping[str, CheckpointFolder], together: Checkp
 
 
 def ended(folder: Path) -> bool:
-    """Whether a run has ended, be it that all epochs were trained, that it stopped early or that it diverged."""
+    """Whether a run has ended: all epochs trained, stopped early, or diverged."""
     if (folder / "summary.json").exists():
         return True
     metrics = folder / "metrics.jsonl"
@@ -227,7 +227,7 @@ def ended(folder: Path) -> bool:
 
 
 def launch_id() -> str:
-    """Returns the id that all attempts of one launch share and no other launch has; empty without torchrun."""
+    """Returns the id common to all attempts of one launch, and to no other launch; empty without torchrun."""
     return os.environ.get("TORCHELASTIC_RUN_ID", "")
 
 
@@ -266,7 +266,7 @@ def where_to_begin(
 
 
 def resume_from(resume: str, checkpointer: Checkpointer, *, again: bool = False) -> str | None:
-    """Returns the path of the checkpoint to resume from, or None where the run begins anew. Collective.
+    """Returns the path of the checkpoint to resume from, or None to begin anew. Collective.
 
     Args:
         resume: ``never``; ``auto`` for the last good checkpoint of this run's folder; or a path or address, see
@@ -334,7 +334,7 @@ def _chosen(folder: CheckpointFolder, which: str, steps: Sequence[int], together
 
 
 def best_step(folder: CheckpointFolder, together: CheckpointRanks) -> int | None:
-    """Returns the step of the best evaluation, where one was marked and its checkpoint exists. Collective."""
+    """Returns the marked step of the best evaluation, if its checkpoint exists, else None. Collective."""
     noted = together.on_main(lambda: folder.noted("best.json"))
     step = noted.get("step") if isinstance(noted, dict) else None
     return step if step in together.on_main(folder.steps) else None
@@ -343,7 +343,7 @@ def best_step(folder: CheckpointFolder, together: CheckpointRanks) -> int | None
 def checkpoint_to_export(
     location: str, which: str | None, together: CheckpointRanks, *, restores: bool = True
 ) -> tuple[str, str]:
-    """Returns the path of the checkpoint to export or publish, and a text that says which one it is. Collective.
+    """Returns the path of the checkpoint to export or publish, and a description of the choice. Collective.
 
     Args:
         location: path or address of a run folder, or of a folder of checkpoints.
@@ -368,7 +368,7 @@ def checkpoint_to_export(
 
 @contextmanager
 def hinting_at_resume(checkpointer: Checkpointer | None) -> Iterator[None]:
-    """Adds to an error in the data, such as a missing file, how to resume, where a checkpoint has been saved."""
+    """Adds a hint on how to resume to an error in the data, such as a missing file, if a checkpoint has been saved."""
     try:
         yield
     except DataError as error:
@@ -378,7 +378,7 @@ def hinting_at_resume(checkpointer: Checkpointer | None) -> Iterator[None]:
 
 
 def a_neighbour_died(processes: Path = Path("/proc")) -> bool:
-    """Whether another rank that this rank's torchrun has started has died; False where that cannot be seen."""
+    """Whether another rank under this rank's torchrun has died; False if that cannot be seen."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return False
     return 0 < children_of(os.getppid(), processes) < int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -386,23 +386,23 @@ def a_neighbour_died(processes: Path = Path("/proc")) -> bool:
 
 @contextmanager
 def asked_to_stop() -> Iterator[Callable[[], bool]]:
-    """Yields a function that says whether SIGTERM has come, which schedulers send some seconds before they kill.
+    """Yields a function that tells whether SIGTERM has come; schedulers send it some seconds before they kill.
 
     The signals of the first five seconds count as one, see :func:`torchx_apps.cli.sigterm.once`; a later one ends the
     process at once. After a step the ranks agree to stop, save, and end with the exit code of a job that the signal
     stopped. Where a rank has died, so that torchrun stops the others, ranks cannot agree: the first signal ends the
     process.
     """
-    asked = False
+    stop_requested = False
 
     def ask() -> None:
-        nonlocal asked
-        asked = True
+        nonlocal stop_requested
+        stop_requested = True
         if a_neighbour_died():
             end_now()
 
-    before = signal.signal(signal.SIGTERM, once(ask, end_now))
+    previous_handler = signal.signal(signal.SIGTERM, once(ask, end_now))
     try:
-        yield lambda: asked
+        yield lambda: stop_requested
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous_handler)

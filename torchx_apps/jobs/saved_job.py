@@ -18,7 +18,7 @@ CONFIG = "config.json"
 
 
 def saved_job(run: Path, recipe: str | None = None) -> Job:
-    """Returns the job that wrote a run folder.
+    """Restores the job of a run folder.
 
     Args:
         run: path of the run folder.

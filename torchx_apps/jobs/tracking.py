@@ -38,7 +38,7 @@ class Tracking:
 
     @classmethod
     def start(cls, path: Path, config: Mapping[str, Any], *, member: str = "", folder: str = "run_folder") -> Tracking:
-        """Begins a run in every tracker that the variable TORCHX_TRACKERS names; no other process may do so too.
+        """Begins a run in every tracker of the variable TORCHX_TRACKERS; no other process may do so too.
 
         Args:
             path: the run folder.
@@ -51,20 +51,20 @@ class Tracking:
         """
         names = list(filter(None, os.environ.get(_TRACKERS, "").split(",")))
         run = os.environ.get(JOB) or str(path.absolute())
-        made = cls(f"{run}/{member}" if member else run, path, {name: _tracker(name) for name in names})
+        tracking = cls(f"{run}/{member}" if member else run, path, {name: _tracker(name) for name in names})
         settings = {key: _plain(value) for key, value in _flat(config)}
-        for name, tracker in made._trackers.items():
+        for name, tracker in tracking._trackers.items():
             try:
-                tracker.add_metadata(made.run, **settings)
-                tracker.add_artifact(made.run, folder, str(path.absolute()))
+                tracker.add_metadata(tracking.run, **settings)
+                tracker.add_artifact(tracking.run, folder, str(path.absolute()))
                 if os.environ.get(_PARENT):
-                    tracker.add_source(made.run, os.environ[_PARENT])
+                    tracker.add_source(tracking.run, os.environ[_PARENT])
             except Exception as error:
                 raise ValueError(_unreachable(name, error)) from None
-        return made
+        return tracking
 
     def log(self, record: Record) -> None:
-        """Writes the figures of an evaluation, and the message of a run that ends by an error."""
+        """Writes the figures of an evaluation, or the message of a run ended by an error."""
         if record["kind"] == "eval":
             figures = {name: value for name, value in record.items() if isinstance(value, float)}
             # A name for each step, since TorchX's own tracker shows any one of several values of a name.
@@ -73,7 +73,7 @@ class Tracking:
             self._metadata({"error": str(record.get("message", "the loss is not finite"))})
 
     def end(self, figures: Mapping[str, Any] | None = None) -> None:
-        """Writes figures (those of ``summary.json`` where None) and the paths of what the run has left."""
+        """Writes figures (by default those of ``summary.json``) and the paths of the run's files."""
         if not self._trackers:
             return
         if figures is None:
@@ -103,7 +103,7 @@ class Tracking:
 
 @contextmanager
 def tracked(path: Path, config: Mapping[str, Any], *, folder: str) -> Iterator[dict[str, Any]]:
-    """Tracks a job that trains nothing.
+    """Tracks a job without training.
 
     Args:
         path: the folder that the job makes.
@@ -131,12 +131,12 @@ def _tracker(name: str) -> Any:
     from torchx.util.entrypoints import load_group
     from torchx.util.modules import load_module
 
-    known = load_group("torchx.tracker") or {}
-    factory = known.get(name) or load_module(name)
+    by_name = load_group("torchx.tracker") or {}
+    factory = by_name.get(name) or load_module(name)
     if factory is None:
         raise ValueError(
             f"tracker {name}: there is none of this name; [torchx:tracker] of .torchxconfig may name "
-            f"{', '.join(sorted(known))}, or module:function"
+            f"{', '.join(sorted(by_name))}, or module:function"
         )
     try:
         return factory(os.environ.get(tracker_config_env_var_name(name)))

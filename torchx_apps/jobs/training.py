@@ -79,7 +79,7 @@ _FORMAT = warnings.formatwarning
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Run:
-    """Where a run is written, and where it begins.
+    """A run's output and its start.
 
     Args:
         path: the run folder's path.
@@ -205,7 +205,7 @@ def run_training(
 
 
 def check_watched(job: Job, task: Task, evaluator: Evaluator) -> None:
-    """Refuses an early stop by a figure that no evaluation will have.
+    """Refuses an early stop by a figure missing from the evaluations.
 
     Raises:
         ValueError: naming those that there are.
@@ -220,13 +220,13 @@ def check_watched(job: Job, task: Task, evaluator: Evaluator) -> None:
 
 
 def as_loaded(job: Job, task: Task) -> Job:
-    """Returns a job with the name of the set that was loaded, a fallback's perhaps, and the columns of its labels."""
+    """Returns the job with the name of the loaded set, perhaps a fallback's, and the columns of its labels."""
     loader = task.with_roles(job.loader) if isinstance(task, StreamedTask) else job.loader
     return dataclasses.replace(job, data=dataclasses.replace(job.data, name=task.name), loader=loader)
 
 
 def build_model(job: Job, task: Task) -> nn.Module:
-    """Builds the untrained model of a job, which predicts the training rows' share of positives where it is known.
+    """Builds the untrained model of a job; it predicts the training rows' share of positives if that is known.
 
     Raises:
         ValueError: its loss cannot learn from the rows that the job's loader makes, or the job must end with a bundle,
@@ -267,7 +267,7 @@ _SCORE_COPIES = 4  # 1.36 GB more were resident for 10,000 x 10,000 scores of .4
 
 
 def _check_scores(job: Job, task: Task, samples: int, runtime: Runtime) -> None:
-    """Refuses a softmax over a batch whose scores, one for each pair of its rows, are more than this host can give.
+    """Refuses a softmax over a batch if its scores, one per pair of rows, exceed this host's memory.
 
     Of rows with labels only those with a label above 0 are scored.
 
@@ -291,12 +291,12 @@ def _check_scores(job: Job, task: Task, samples: int, runtime: Runtime) -> None:
     if job.loader.label and isinstance(task, NamedData):
         samples = math.ceil(samples * task.positives(job.loader)[0])
     each = 4 * _SCORE_COPIES * runtime.local_world_size / runtime.world_size
-    needed, free = each * samples * (samples + job.loader.shared_negatives), available_memory()
-    if needed > free:
+    size, free = each * samples * (samples + job.loader.shared_negatives), available_memory()
+    if size > free:
         fits = max(1, int(math.sqrt(free / each)))
         raise ValueError(
             f"loader.batch_size={job.loader.batch_size} with model.loss={loss}: {samples:,} queries by "
-            f"{samples + job.loader.shared_negatives:,} candidates take {needed / 2**30:,.1f} GiB, {free / 2**30:,.1f} "
+            f"{samples + job.loader.shared_negatives:,} candidates take {size / 2**30:,.1f} GiB, {free / 2**30:,.1f} "
             f"are free; set loader.batch_size to {fits:,} or less"
         )
 
@@ -305,25 +305,25 @@ _VECTOR_COPIES = 4  # of all items on each rank: gathered, their gradient, its c
 
 
 def _check_catalogue(job: Job, task: Task, runtime: Runtime) -> None:
-    """Refuses a softmax over a catalogue whose vectors are more than this host can give; scores are made in blocks.
+    """Refuses a softmax over a catalogue if its vectors exceed this host's memory; scores are made in blocks.
 
     Raises:
         ValueError: naming the sizes.
     """
     items, widths = task.data.num_items, getattr(job.model, "tower_widths", ()) or (job.model.embedding_dim,)
-    gathered = 4 * _VECTOR_COPIES * items * widths[-1] * runtime.local_world_size
+    vectors = 4 * _VECTOR_COPIES * items * widths[-1] * runtime.local_world_size
     layers = 4 * 2 * items * (job.model.embedding_dim + sum(widths)) * runtime.local_world_size / runtime.world_size
-    needed, free = gathered + layers, available_memory()
-    if needed > free:
+    size, free = vectors + layers, available_memory()
+    if size > free:
         raise ValueError(
             f"model.loss=catalogue: {items:,} vectors of width {widths[-1]} and their layers take "
-            f"{needed / 2**30:,.1f} GiB on each rank, {free / 2**30:,.1f} are free; set narrower model.tower_widths, "
+            f"{size / 2**30:,.1f} GiB on each rank, {free / 2**30:,.1f} are free; set narrower model.tower_widths, "
             "or model.loss=in_batch"
         )
 
 
 def plan_job(job: Job, model: nn.Module, decision: Decision | None, runtime: Runtime) -> tuple[ShardingPlan, str]:
-    """Plans the model's tables; returns the plan, and the text that explains it."""
+    """Plans the model's tables; returns the plan and its explanation."""
     rows = job.loader.rank_rows(runtime.world_size)
     constraints, whole = free_tables(model, runtime, job.plan, job.optimizer, job.sync, measured=decision is not None)
     plan = plan_sharding(
@@ -350,7 +350,7 @@ def plan_job(job: Job, model: nn.Module, decision: Decision | None, runtime: Run
 
 
 def hosts_note(sharding: str, hosts: int) -> str:
-    """Returns a line that says that a plan is one of several hosts, where their number decides about it.
+    """Notes in a line that a plan depends on the number of hosts; empty for a plan that does not.
 
     Example:
         >>> hosts_note("auto", 1), hosts_note("row_wise", 2), hosts_note("auto", 2)[:39]
@@ -367,7 +367,7 @@ def hosts_note(sharding: str, hosts: int) -> str:
 def shard_job(
     job: Job, model: nn.Module, plan: ShardingPlan, runtime: Runtime
 ) -> tuple[DistributedModelParallel, HybridOptimizer]:
-    """Shards the model over the ranks, and puts its towers on CUDA streams where the job asks for that."""
+    """Shards the model over the ranks, and puts its towers on CUDA streams if the job sets ``streams``."""
     parallel, optimizer = hybrid_parallel(
         model,
         runtime,
@@ -416,9 +416,9 @@ def _finish(
     """Solves for the further baselines, and reports how the run went; rank 0 calls it."""
     if decision is not None:
         report_steps(folder, decision, trained.history)
-    beside = evaluator.beside("test") if hasattr(evaluator, "beside") else Beside({}, {})
+    others = evaluator.beside("test") if hasattr(evaluator, "beside") else Beside({}, {})
     report.finish_training(
-        folder, task, tested.figures, tested.baseline, tested.example, trained, tested.memory, beside
+        folder, task, tested.figures, tested.baseline, tested.example, trained, tested.memory, others
     )
     baseline = evaluator.baseline("validation") if task.validates else None
     report.say_end(folder.path, folder.close(baseline, baseline_name=task.baseline_name))
@@ -461,16 +461,16 @@ def load_task(job: Job, runtime: Runtime) -> Task:
 
 
 def _evaluated(task: Task, job: Job) -> Task:
-    """Returns the task with the figures and baselines of ``evaluation``, where some are given.
+    """Returns the task with the figures and baselines of ``evaluation``, if any are set.
 
     Raises:
         ValueError: the task ranks nothing.
     """
     evaluation = dataclasses.asdict(job.evaluation)
-    given = [f"evaluation.{name}={','.join(value)}" for name, value in evaluation.items() if value]
-    if given and not hasattr(task, "figures"):
+    texts = [f"evaluation.{name}={','.join(value)}" for name, value in evaluation.items() if value]
+    if texts and not hasattr(task, "figures"):
         raise ValueError(
-            f"{', '.join(given)}: the rows of '{task.name}' have labels, which are predicted and not ranked; leave it "
+            f"{', '.join(texts)}: the rows of '{task.name}' have labels, which are predicted and not ranked; leave it "
             "out"
         )
     changes: dict[str, Any] = {"closed_form": job.closed_form, "baselines": job.evaluation.baselines}
@@ -481,7 +481,7 @@ def _evaluated(task: Task, job: Job) -> Task:
 
 
 def quieten_libraries() -> None:
-    """Silences warnings of torch and torchrec that are meant for their developers; LOGLEVEL=INFO shows them."""
+    """Silences torch's and torchrec's warnings to their developers; LOGLEVEL=INFO shows them."""
     if os.environ.get("LOGLEVEL", "WARNING").upper() in ("INFO", "DEBUG"):
         return
     warnings.formatwarning = _one_line
@@ -514,7 +514,7 @@ def _open_run(job: Job, run_dir: Path | None, resume: str, runtime: Runtime, mem
 
 
 def _run_folder(job: Job, run_dir: Path | None, resume: str, runtime: Runtime) -> tuple[Path, bool]:
-    """Returns the run folder that rank 0 names, and whether an earlier attempt of this launch has used it."""
+    """Returns rank 0's choice of a run folder, and whether an earlier attempt of this launch has used it."""
     counted: list[Any] = [None] * runtime.world_size
     dist.all_gather_object(counted, restarted())
     decided: list[Any] = [None, False]
@@ -538,7 +538,7 @@ def _begin_with(
     schema: BatchSchema,
     runtime: Runtime,
 ) -> None:
-    """Loads the vectors and weights that a new run begins with, and prints each difference to the earlier run."""
+    """Loads the first vectors and weights of a new run, and prints each difference to the earlier run."""
     for name, file in job.pretrained_files().items():
         tables = job.optimizer.for_tables(model)
         if name not in tables:
@@ -566,7 +566,7 @@ def _begin_with(
 def _solved(
     job: Job, task: Task, model: DistributedModelParallel, table: str, form: str, runtime: Runtime
 ) -> torch.Tensor:
-    """Returns the vectors of EASE or ALS for a table, which rank 0 solves for. Collective."""
+    """Returns the vectors of EASE or ALS for a table, solved by rank 0. Collective."""
     configs = [config for config in tables_of(model) if config.name == table]
     forms: ClosedForms | None = getattr(task, "closed_forms", None)
     if forms is None:
@@ -575,17 +575,17 @@ def _solved(
         )
     features = [feature for config in configs for feature in config.feature_names]
     feature = forms.feature(form, table, features)
-    made = torch.empty(forms.rows(feature), configs[0].embedding_dim)
+    vectors = torch.empty(forms.rows(feature), configs[0].embedding_dim)
     if runtime.is_main:
-        made = forms.vectors(form, feature, configs[0].embedding_dim, seed=job.train.seed)
+        vectors = forms.vectors(form, feature, configs[0].embedding_dim, seed=job.train.seed)
     if runtime.world_size > 1:
-        made = made.to(runtime.device)
-        dist.broadcast(made, src=0)
-    return made.cpu()
+        vectors = vectors.to(runtime.device)
+        dist.broadcast(vectors, src=0)
+    return vectors.cpu()
 
 
 def _checkpointer(job: Job, path: Path, runtime: Runtime) -> Checkpointer:
-    """Returns the checkpointer of the run in ``path``, and removes what an earlier attempt left half written."""
+    """Returns the checkpointer of the run in ``path``; removes half-written files of an earlier attempt."""
     checkpointer = Checkpointer(job.checkpoint.folder or str(path / CHECKPOINTS), runtime, keep=job.checkpoint.keep)
     if runtime.is_main:
         checkpointer.folder.clean()
@@ -599,8 +599,9 @@ def _open_folder(job: Job, path: Path, *, replace: bool) -> RunFolder:
 
 
 def settings_of(job: Job) -> dict[str, Any]:
-    """Returns every setting of a job, with which `rec.train.hybrid` trains the same."""
+    """Returns every setting of a job, enough for `rec.train.hybrid` to repeat the training."""
     config = dataclasses.asdict(dataclasses.replace(job, build=None, task=None))  # type: ignore[arg-type]
     return config | {
-        name: f"{made.__module__}:{made.__qualname__}" for name, made in (("build", job.build), ("task", job.task))
+        name: f"{function.__module__}:{function.__qualname__}"
+        for name, function in (("build", job.build), ("task", job.task))
     }
