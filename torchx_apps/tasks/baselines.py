@@ -65,9 +65,9 @@ class ClosedForms:
         if "ease" in self.names:
             self._check_matrices("evaluation.baselines=ease: leave it out", 4)
         if "als" in self.names:
-            needed = (self.num_users + self.num_items) * (_VECTORS * self.config.als_dim + _COUNTS)
+            size = (self.num_users + self.num_items) * (_VECTORS * self.config.als_dim + _COUNTS)
             about = f"ALS of {self.num_users:,} users and {self.num_items:,} items"
-            _check_memory(f"evaluation.baselines=als: leave it out: {about}", needed)
+            _check_memory(f"evaluation.baselines=als: leave it out: {about}", size)
 
     def _check_matrices(self, what: str, count: int) -> None:
         """Refuses EASE if ``count`` matrices (I, I) do not fit: Gram matrix, factor, inverse and LAPACK's copies."""
@@ -84,7 +84,7 @@ class ClosedForms:
         return work / _RATE
 
     def left_out(self) -> dict[str, str]:
-        """Returns why a baseline is not ranked, by its name; those that are not asked for are not among them."""
+        """Returns the reason against ranking a baseline, by its name; only for baselines chosen by default."""
         if self.names:
             return {}
         seconds = {name: self.seconds(name) for name in FORMS}
@@ -134,29 +134,29 @@ class ClosedForms:
         return closed_form.als_half_step(rows, items, len(known), vectors, **options) @ vectors.T
 
     def feature(self, name: str, table: str, features: Sequence[str]) -> str:
-        """Returns the feature, of those that a table is read for, whose vectors the table begins with.
+        """Returns the feature whose vectors a table begins with, among those that read it.
 
         Raises:
             ValueError: the table is read for no users, items or history; or ``als`` is asked for a history; or EASE
                 needs more memory than this host can give.
         """
         has = [feature for feature, role in self.roles.items() if name == "ease" or role != "history"]
-        wanted = [feature for feature in has if feature in features]
-        if not wanted:
+        matches = [feature for feature in has if feature in features]
+        if not matches:
             raise ValueError(
                 f"pretrained: {table}={name}: the table is read for {listed(features)}, and {name} has vectors for "
                 f"{listed(has)}"
             )
         if name == "ease":
             self._check_matrices(f"pretrained: {table}=ease: give als or a file", 5)
-        return wanted[0]
+        return matches[0]
 
     def rows(self, feature: str) -> int:
         """Returns the number of vectors of a feature."""
         return self.num_users if self.roles[feature] == "user" else self.num_items
 
     def vectors(self, name: str, feature: str, dim: int, *, seed: int = 0) -> Tensor:
-        """Returns the vectors that a feature's table begins with, a row for each id, (rows, dim).
+        """Returns the first vectors of a feature's table, a row for each id, (rows, dim).
 
         ``als`` has vectors for users and items. ``ease`` has those of the items of a ``history``, of a user, which is
         the sum of these, and of items.
@@ -169,10 +169,10 @@ class ClosedForms:
         """
         role = self.roles[feature]
         if name == "als":
-            made = {"user": f"als {dim} {seed} user", "item": f"als {dim} {seed} item"}
-            if made["user"] not in self._fitted:
-                self._fitted[made["user"]], self._fitted[made["item"]] = self._als(dim, seed)
-            return self._fitted[made[role]]
+            keys = {"user": f"als {dim} {seed} user", "item": f"als {dim} {seed} item"}
+            if keys["user"] not in self._fitted:
+                self._fitted[keys["user"]], self._fitted[keys["item"]] = self._als(dim, seed)
+            return self._fitted[keys[role]]
         users, items = self._taken()
         history, candidates = closed_form.ease_vectors(users, items, self.num_items, dim=dim, l2=self.config.ease_l2)
         if role == "user":
@@ -201,15 +201,15 @@ class ClosedForms:
         return _unique(*self.pairs())
 
 
-def _check_memory(what: str, needed: int) -> None:
+def _check_memory(what: str, size: int) -> None:
     free = available_memory()
-    if needed > free:
-        raise ValueError(f"{what} takes {needed / 2**30:,.1f} GiB, and {free / 2**30:,.1f} are free")
+    if size > free:
+        raise ValueError(f"{what} takes {size / 2**30:,.1f} GiB, and {free / 2**30:,.1f} are free")
 
 
 def _unique(users: Int64, items: Int64) -> tuple[Tensor, Tensor]:
     """Returns each pair once, by user; without the unknown item, 0."""
-    kept, count = items > 0, int(items.max(initial=0)) + 1
+    valid, count = items > 0, int(items.max(initial=0)) + 1
     # One number for a pair sorts in a fraction of the time of two.
-    rows, columns = np.divmod(np.unique(users[kept] * count + items[kept]), count)
+    rows, columns = np.divmod(np.unique(users[valid] * count + items[valid]), count)
     return torch.from_numpy(rows), torch.from_numpy(columns)

@@ -30,7 +30,7 @@ AUDITED = 1000  # number of rows that the export asks the bundle for, to compare
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExportData:
-    """The data among the arguments of :func:`torchrec_ext.retrieval.exporting.export.export`, which describes them."""
+    """The data arguments of :func:`torchrec_ext.retrieval.exporting.export.export`; see there."""
 
     catalogue: Catalogue
     users: NamedUsers | None = None
@@ -42,7 +42,7 @@ class ExportData:
 
 
 def of_interactions(data: InteractionData, schema: BatchSchema) -> ExportData:
-    """Returns the catalogue, and the users as they were before their test items, so that what was validated is served.
+    """Returns the catalogue, and the users as before their test items: the bundle serves the validated state.
 
     Ids and features in requests are those of the files. The items are those of the catalogue, the users those with a
     training row. An item without a training row has the unknown item's id and its own features, as in the evaluation.
@@ -68,8 +68,8 @@ def of_interactions(data: InteractionData, schema: BatchSchema) -> ExportData:
     }
     ids = {"user_id": data.users_by_row, "item_id": data.items_by_row[: data.num_items + 1]}
     ids["history"] = ids["item_id"]
-    known = everything.take(first).select(columns["user"])
-    users_table = _as_in_files(known, encoding, ids)
+    user_columns = everything.take(first).select(columns["user"])
+    users_table = _as_in_files(user_columns, encoding, ids)
     items_table = _as_in_files(items.select(columns["item"]), encoding, ids)
     queries = None
     if context:
@@ -88,7 +88,7 @@ def of_interactions(data: InteractionData, schema: BatchSchema) -> ExportData:
             key="user_id",
             ids=ids["user_id"][users],
             features=users_table,
-            unknown={name: _unknown(name, known[name], encoding, ids) for name in columns["user"]},
+            unknown={name: _unknown(name, user_columns[name], encoding, ids) for name in columns["user"]},
             seen=_lists(data.seen(users, "train", "validation"), -1),
             liked=_lists(_only(liked, liked.values <= data.num_items), -1),
         ),
@@ -99,7 +99,7 @@ def of_interactions(data: InteractionData, schema: BatchSchema) -> ExportData:
 
 
 def of_labelled(data: LabelledData, schema: BatchSchema) -> ExportData:
-    """Returns the items and users of the training rows with what describes them there; requests give the context.
+    """Returns the items and users of the training rows with their columns; requests give the context.
 
     Raises:
         BundleError: the rows have no item.
@@ -129,7 +129,7 @@ def of_labelled(data: LabelledData, schema: BatchSchema) -> ExportData:
 
 
 def without_item(why: str) -> str:
-    """Returns the message that rows without an item are trained and not served."""
+    """Explains that rows without an item can be trained but not served."""
     return (
         f"{why}, and a bundle stores a vector of each; leave out export=require (rec.publish writes such a model's "
         "weights), or name the item's column"
@@ -146,12 +146,12 @@ def without_item_tower(
         item: the item's features and dense columns, which a bundle knows of each item of the catalogue.
         candidate: name of the item tower; the model's last where not given.
     """
-    made = getattr(model, "made_of", None)
-    if not made:
+    towers = getattr(model, "made_of", None)
+    if not towers:
         return None  # of which the export says more
-    name, columns = candidate or list(made)[-1], {*item[0], *item[1]}
-    others = sorted(set(tower_columns(made[name].arguments or {})) - columns) if name in made else []
-    if name in made and not others:
+    name, columns = candidate or list(towers)[-1], {*item[0], *item[1]}
+    others = sorted(set(tower_columns(towers[name].arguments or {})) - columns) if name in towers else []
+    if name in towers and not others:
         return None
     why = f"tower '{name}' reads {', '.join(others)}, too" if others else f"there is no tower '{name}'"
     return (
@@ -161,20 +161,20 @@ def without_item_tower(
 
 
 def tower_columns(arguments: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the columns that a tower reads, by the arguments that it was made with."""
+    """Yields the columns read by a tower, from its constructor's arguments."""
     for table in arguments.get("tables", ()):
         yield from table.feature_names
     yield from arguments.get("dense", ())
 
 
 def _described(data: LabelledData, key: str, rows: Int64, names: Sequence[str]) -> pa.Table:
-    """Returns what describes ``rows`` (N,) of a column's table, as in the files: of ``names`` that and the column."""
-    described, read = data.described(key, rows), data.words.sources(names)
-    return _as_in_files(described.select([name for name in described if name in read]), data.words, {})
+    """Returns the item's or user's columns for ``rows`` (N,) of a table, as in the files, limited to ``names``."""
+    described, sources = data.described(key, rows), data.words.sources(names)
+    return _as_in_files(described.select([name for name in described if name in sources]), data.words, {})
 
 
 def _users_of_labelled(data: LabelledData, items: Int64, names: Sequence[str]) -> NamedUsers:
-    """Returns the users of the training rows, with the positions of the items that they took among ``items`` (I,).
+    """Returns the users of the training rows, with the positions of their items among ``items`` (I,).
 
     Args:
         data: rows with a user.
@@ -184,9 +184,9 @@ def _users_of_labelled(data: LabelledData, items: Int64, names: Sequence[str]) -
     users = data.trained("user_id")
     train = {name: data.train[name].values for name in ("user_id", "item_id", "label")}
     liked = (train["label"] > 0) & np.isin(train["user_id"], users) & np.isin(train["item_id"], items)
-    owners, taken = users.searchsorted(train["user_id"][liked]), items.searchsorted(train["item_id"][liked])
+    owners, positions = users.searchsorted(train["user_id"][liked]), items.searchsorted(train["item_id"][liked])
     order = np.argsort(owners, kind="stable")
-    lists = _lists(Column.from_lengths(taken[order], np.bincount(owners, minlength=len(users))))
+    lists = _lists(Column.from_lengths(positions[order], np.bincount(owners, minlength=len(users))))
     features, words = _described(data, "user_id", users, names), data.words
     described = data.described("user_id", users)
     return NamedUsers(
@@ -263,17 +263,17 @@ def of_streamed(data: StreamedData, schema: BatchSchema) -> ExportData:
     served = np.isin(rows[item].values, data.items[0])
     items = tables[RAW_ITEMS].filter(pa.array(served))
     ids = items[key].to_numpy(zero_copy_only=False)
-    asked = steps_for_columns(data.preprocessor, [name for name in names if name not in columns])
+    request_steps = steps_for_columns(data.preprocessor, [name for name in names if name not in columns])
     return ExportData(
         catalogue=Catalogue(ids=ids, features=items.select(list(of_items.request_columns)), trained=ids),
         users=_users_of_streamed(data, names, rows[item].values[served]),
-        queries=tables[RAW_REQUESTS].select(list(asked.request_columns)),
+        queries=tables[RAW_REQUESTS].select(list(request_steps.request_columns)),
         preprocessor=data.preprocessor,
     )
 
 
 def _users_of_streamed(data: StreamedData, names: Sequence[str], items: Int64) -> NamedUsers | None:
-    """Returns the users of the vocabulary, with the items that they took in training.
+    """Returns the users of the vocabulary, with their items of the training.
 
     Args:
         data: preprocessed rows.
@@ -292,24 +292,24 @@ def _users_of_streamed(data: StreamedData, names: Sequence[str], items: Int64) -
     rows = of_id.online({key: table[key].combine_chunks()})[user].values
     table, rows = table.filter(pa.array(rows > 0)), rows[rows > 0]
     features, dense = data.towers["user"]
-    read = steps_for_columns(data.preprocessor, [name for name in (*features, *dense) if name in names])
+    user_steps = steps_for_columns(data.preprocessor, [name for name in (*features, *dense) if name in names])
     # The id too where no tower reads it: a table without a column has no rows.
-    described = table.select([name for name in table.column_names if name == key or name in read.request_columns])
+    described = table.select([name for name in table.column_names if name == key or name in user_steps.request_columns])
     owner, position = np.full(data.vocab[user], -1), np.full(data.vocab[str(data.roles.item)], -1)
     owner[rows], position[items] = np.arange(len(rows)), np.arange(len(items))
-    taken = _lists(_taken(data, owner, position, len(rows), len(items)))
+    item_lists = _lists(_taken(data, owner, position, len(rows), len(items)))
     return NamedUsers(
         key=key,
         ids=table[key].to_numpy(zero_copy_only=False),
         features=described,
-        unknown=_nobody(described, read, dense),
-        seen=taken,
-        liked=taken,
+        unknown=_nobody(described, user_steps, dense),
+        seen=item_lists,
+        liked=item_lists,
     )
 
 
 def _taken(data: StreamedData, owner: Int64, position: Int64, users: int, items: int) -> Column:
-    """Returns the positions of the items that each user took, from first to last, of training rows with label 1.
+    """Returns the positions of each user's items, from first to last, of training rows with label 1.
 
     Args:
         data: preprocessed rows.
@@ -321,27 +321,27 @@ def _taken(data: StreamedData, owner: Int64, position: Int64, users: int, items:
     user, item, label = str(data.roles.user), str(data.roles.item), data.roles.label
     pairs = [np.zeros(0, np.int64)]
     for chunk in data.chunks("train", [user, item, *([label] if label else [])]):
-        owners, taken = owner[chunk[user].values], position[chunk[item].values]
-        kept = (owners >= 0) & (taken >= 0)
+        owners, positions = owner[chunk[user].values], position[chunk[item].values]
+        usable = (owners >= 0) & (positions >= 0)
         if label:
-            kept &= chunk[label].values > 0
-        pairs.append(owners[kept] * items + taken[kept])
+            usable &= chunk[label].values > 0
+        pairs.append(owners[usable] * items + positions[usable])
     values, first = np.unique(np.concatenate(pairs), return_index=True)
-    owners, taken = np.divmod(values, items)
+    owners, positions = np.divmod(values, items)
     order = np.lexsort((first, owners))
-    return Column.from_lengths(taken[order], np.bincount(owners, minlength=users))
+    return Column.from_lengths(positions[order], np.bincount(owners, minlength=users))
 
 
 def _nobody(described: pa.Table, steps: FittedPreprocessor, dense: Sequence[str]) -> dict[str, Any]:
-    """Returns the raw columns of a user of whom nothing is known: no value, or the mean where one is needed."""
+    """Returns the raw columns of an unknown user: no value, or the mean if one is needed."""
     nobody: dict[str, Any] = {field.name: [] if pa.types.is_list(field.type) else None for field in described.schema}
     numbers = [name for name in dense if name in steps.outputs]
     for number in numbers:
-        needed = steps_for_columns(steps, [number])
+        number_steps = steps_for_columns(steps, [number])
         try:
-            needed.online({name: [nobody.get(name)] for name in needed.request_columns})
+            number_steps.online({name: [nobody.get(name)] for name in number_steps.request_columns})
         except DataError:
-            for name in needed.request_columns:
+            for name in number_steps.request_columns:
                 if name in nobody and _raw(described.schema.field(name)) in ("int64", "float32"):
                     mean = pc.mean(described[name]).as_py() or 0.0
                     nobody[name] = mean if pa.types.is_floating(described.schema.field(name).type) else round(mean)
@@ -366,10 +366,10 @@ def _with_file_ids(chunk: Chunk, ids: FileIds) -> Chunk:
     return chunk.with_columns({name: Column(ids[name][chunk[name].values], chunk[name].offsets) for name in names})
 
 
-def _only(lists: Column, kept: NDArray[np.bool_]) -> Column:
-    """Returns the lists without the values that are not kept."""
+def _only(lists: Column, mask: NDArray[np.bool_]) -> Column:
+    """Filters the values of lists by a mask."""
     rows = np.arange(len(lists)).repeat(lists.lengths)
-    return Column.from_lengths(lists.values[kept], np.bincount(rows[kept], minlength=len(lists)))
+    return Column.from_lengths(lists.values[mask], np.bincount(rows[mask], minlength=len(lists)))
 
 
 def _sample(rows: Chunk) -> Chunk:
@@ -385,7 +385,7 @@ def _as_in_files(rows: Chunk, encoding: RowContext, ids: FileIds) -> pa.Table:
 
 
 def _id_vocabularies(data: InteractionData, ids: FileIds) -> dict[tuple[str, ...], NDArray[Any]]:
-    """Returns the file's ids of rows 1..n of each group of columns with one id space, where an id is not its row.
+    """Returns the file's ids of rows 1..n of each group of columns with one id space, unless ids equal rows.
 
     A user or an item without a training row is the unknown one, though not in a history, as in the evaluation.
     """
@@ -411,7 +411,7 @@ def _id_vocabularies(data: InteractionData, ids: FileIds) -> dict[tuple[str, ...
 def _preprocessor(
     tables: Sequence[pa.Table], encoding: RowContext, vocabularies: Mapping[tuple[str, ...], NDArray[Any]]
 ) -> FittedPreprocessor | None:
-    """Returns a preprocessor from the values of files and requests to ids and numbers; None where they are equal.
+    """Returns a preprocessor from the values of files and requests to ids and numbers; None if they are equal.
 
     Args:
         tables: tables with the columns, as in the files.
@@ -431,8 +431,8 @@ def _preprocessor(
         if names:
             steps.append(Categorify(column=names[0], also=tuple(names[1:])))
             states.append(Vocabulary(pa.array(ids), pa.array(np.zeros(len(ids), np.int64))))
-    written = {name for step in steps for name in step.writes}
-    keep = tuple(name for name in raw if name not in written)
+    outputs = {name for step in steps for name in step.writes}
+    keep = tuple(name for name in raw if name not in outputs)
     return FittedPreprocessor(steps=tuple(steps), keep=keep, raw=raw, states=tuple(states)) if steps else None
 
 
@@ -443,7 +443,7 @@ def _raw(field: pa.Field) -> str:
 
 
 def _unknown(name: str, column: Column, encoding: RowContext, ids: FileIds) -> Any:
-    """Returns the value of a column for a user of whom nothing is known."""
+    """Returns the value of a column for an unknown user."""
     if name in encoding.scales:
         return encoding.scales[name][0]
     if name in encoding.vocabularies or name in encoding.times:

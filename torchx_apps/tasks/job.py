@@ -39,13 +39,13 @@ class Evaluator(Protocol):
     """
 
     def validate(self) -> Record:
-        """Returns figures by name on the validation rows, by which training may stop and settings be chosen."""
+        """Returns figures by name on the validation rows, for early stopping and the choice of settings."""
 
     def test(self) -> Record:
         """Returns figures by name on the test rows; switches the model to evaluation."""
 
     def baseline(self, split: str) -> Record:
-        """Returns the figures of a ranking or prediction without a model, which a model must beat. Needs no other rank.
+        """Returns the figures of a ranking or prediction without a model, as a minimum for models. Needs no other rank.
 
         Args:
             split: ``validation`` or ``test``.
@@ -56,7 +56,7 @@ class Evaluator(Protocol):
 
 
 class Task(Protocol):
-    """A data set with the question that is asked about it; equal on every rank."""
+    """A data set with its question; equal on every rank."""
 
     @property
     def name(self) -> str:
@@ -64,11 +64,11 @@ class Task(Protocol):
 
     @property
     def licence(self) -> str | None:
-        """Terms of the data set's publisher, where they are known."""
+        """Terms of the data set's publisher, if known."""
 
     @property
     def data(self) -> Any:
-        """The data, from which ``Job.build`` takes such things as the number of rows of each table."""
+        """The data; ``Job.build`` takes the number of rows of each table from it, for example."""
 
     @property
     def asked(self) -> str:
@@ -84,7 +84,7 @@ class Task(Protocol):
 
     @property
     def best(self) -> Mapping[str, float]:
-        """Best possible figures by name, where they are known."""
+        """Best possible figures by name, if known."""
 
     def describe(self) -> str:
         """Returns the set's name and size as one line."""
@@ -100,12 +100,12 @@ class Task(Protocol):
         """Returns the evaluator of a model on this rank."""
 
     def export_data(self, schema: BatchSchema) -> ExportData:
-        """Returns the part of the data that a bundle is exported with."""
+        """Returns the part of the data needed to export a bundle."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """All that one training run needs.
+    """All settings and functions of one training run.
 
     Args:
         name: name of the recipe.
@@ -168,10 +168,10 @@ class Job:
     def __post_init__(self) -> None:
         self.id_dropout_rates()
         self.pretrained_files()
-        watched, given = self.train.early_stop.metric, self.evaluation.metrics
-        if given and "@" in watched and watched not in given:
+        watched, metrics = self.train.early_stop.metric, self.evaluation.metrics
+        if metrics and "@" in watched and watched not in metrics:
             raise ValueError(
-                f"train.early_stop.metric={watched} with evaluation.metrics={','.join(given)}: the evaluation has no "
+                f"train.early_stop.metric={watched} with evaluation.metrics={','.join(metrics)}: the evaluation has no "
                 "such figure; add it, or watch one of these"
             )
         if self.export not in get_args(Export):
@@ -206,7 +206,7 @@ class Job:
 
 
 def schema_of(job: Job, task: Task, model: Any) -> BatchSchema:
-    """Returns the schema of the job's batches, with the table rows of unseen ids where the task has ``oov_ids``."""
+    """Returns the schema of the job's batches, with the table rows of unseen ids if the task has ``oov_ids``."""
     schema: BatchSchema = model.schema(out_of_range=job.model.out_of_range)
     rows: Mapping[str, int] = getattr(task, "oov_ids", {})
     if not any(rows.get(name) for name in schema.keys):

@@ -36,17 +36,17 @@ class LabelledTask(NamedData):
     def describe(self) -> str:
         """Returns the set's name and size as one line."""
         rows = {split: getattr(self.data, split).num_rows for split in ("train", "validation", "test")}
-        shown = ", ".join(f"{count:,} {split} rows" for split, count in rows.items())
+        text = ", ".join(f"{count:,} {split} rows" for split, count in rows.items())
         for name, many in (("user_id", "users"), ("item_id", "items")):
-            shown += f", {len(self.data.trained(name)):,} {many}" if name in self.data.vocab else f", no {many}"
+            text += f", {len(self.data.trained(name)):,} {many}" if name in self.data.vocab else f", no {many}"
         owned = {"users": self.data.user_features, "items": self.data.item_features}
         columns = {*self.data.features, *self.data.dense} - {"user_id", "item_id"}
         context = len(columns) - sum(map(len, owned.values()))
         described = "".join(f", {len(names)} of {owners}" for owners, names in owned.items() if names)
-        return f"{self.name}, {shown}, {context} columns of context{described}"
+        return f"{self.name}, {text}, {context} columns of context{described}"
 
     def unservable(self, model: Any) -> str | None:
-        """Returns why no bundle can be made of these rows with this model; None where one can."""
+        """Explains why no bundle can be made of these rows with this model; None if one can."""
         if "item_id" not in self.data.vocab:
             return without_item(f"the rows of '{self.data.name}' name no item")
         # The towers of preprocessed rows have the item's last; a bundle of other rows finds it by its name.
@@ -54,11 +54,11 @@ class LabelledTask(NamedData):
 
     @property
     def oov_ids(self) -> Mapping[str, int]:
-        """Table row of ids that training never saw, by feature."""
+        """Table row of ids unseen in training, by feature."""
         return self.data.oov_ids
 
     def loader(self, schema: BatchSchema, config: LoaderConfig, *, rank: int, world_size: int) -> ChunkLoader:
-        """Returns the loader of the training rows, which have labels."""
+        """Returns the loader of the labelled training rows."""
         if config.label is None or config.negatives:
             raise ValueError(
                 f"loader.label={config.label} with loader.negatives={config.negatives}: the rows of '{self.name}' have "
@@ -90,7 +90,7 @@ class LabelledEvaluator:
 
     @property
     def _calibrated(self) -> bool:
-        """Whether the model's logits are odds, and not scores that only rank."""
+        """Whether the model's logits are odds, rather than scores for ranking only."""
         return bool(getattr(self._model.module, "calibrated", True))
 
     @property

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def _prepared(config: DataConfig | LabelledConfig | SequenceConfig, *, labels: bool = True) -> StreamedData | None:
-    """Opens the folder that ``config`` names where rec.data.preprocess wrote it; None for any other set."""
+    """Opens the folder of ``config`` if rec.data.preprocess wrote it; None for any other set."""
     from torchrec_ext.data.datasets.streamed import load_streamed, prepared_folder
 
     if prepared_folder(config.name, config.folder) is None:
@@ -25,7 +25,7 @@ def _prepared(config: DataConfig | LabelledConfig | SequenceConfig, *, labels: b
 
 
 def ranking_task(config: DataConfig, *, progress: bool = True) -> RankingTask:
-    """Loads the set that ``config`` names, to be ranked.
+    """Loads the set of ``config``, to be ranked.
 
     Raises:
         ValueError: ``config`` asks for what the preprocessing of the folder has decided.
@@ -46,7 +46,7 @@ def ranking_task(config: DataConfig, *, progress: bool = True) -> RankingTask:
 
 
 def labelled_task(config: LabelledConfig, *, progress: bool = True) -> LabelledTask:
-    """Loads the rows that ``config`` names; nothing is downloaded, so there is no progress to show."""
+    """Loads the rows of ``config``; nothing is downloaded, so there is no progress to show."""
     from torchrec_ext.data.datasets.labelled import load_labelled
     from torchrec_ext.data.datasets.streamed import labelled_rows_of
     from torchx_apps.tasks.labelled import LabelledTask
@@ -59,7 +59,7 @@ def labelled_task(config: LabelledConfig, *, progress: bool = True) -> LabelledT
 
 
 def session_task(config: SequenceConfig, *, progress: bool = True) -> SessionTask:
-    """Loads the set that ``config`` names; nothing is downloaded, so there is no ``progress`` to show.
+    """Loads the set of ``config``; nothing is downloaded, so there is no ``progress`` to show.
 
     Raises:
         ValueError: the folder holds preprocessed rows, which are no sequences.
@@ -78,7 +78,7 @@ def session_task(config: SequenceConfig, *, progress: bool = True) -> SessionTas
 
 
 def streamed_task(config: StreamConfig, *, progress: bool = True) -> StreamedTask:
-    """Opens the preprocessed rows that ``config`` names; nothing is downloaded, so there is no progress to show."""
+    """Opens the preprocessed rows of ``config``; nothing is downloaded, so there is no progress to show."""
     from torchrec_ext.data.datasets.streamed import load_streamed
     from torchx_apps.tasks.streamed import StreamedTask
 
@@ -87,7 +87,7 @@ def streamed_task(config: StreamConfig, *, progress: bool = True) -> StreamedTas
 
 
 def logged_task(config: StreamConfig, *, progress: bool = True) -> StreamedTask:
-    """Opens the preprocessed rows that ``config`` names; generated ones have sessions, which tell the next click."""
+    """Opens the preprocessed rows of ``config``; generated ones have sessions, which predict the next click."""
     from torchrec_ext.data.datasets.streamed import load_streamed, planted_log_folder
     from torchx_apps.tasks.streamed import StreamedTask
 
@@ -96,7 +96,7 @@ def logged_task(config: StreamConfig, *, progress: bool = True) -> StreamedTask:
 
 
 def multi_label_task(config: StreamConfig, *, progress: bool = True) -> StreamedTask:
-    """Opens the preprocessed rows that ``config`` names; generated ones have two labels, told by user and item."""
+    """Opens the preprocessed rows of ``config``; generated ones have two labels, which depend on user and item."""
     from torchrec_ext.data.datasets.streamed import load_streamed, planted_log_folder
     from torchx_apps.tasks.streamed import StreamedTask
 

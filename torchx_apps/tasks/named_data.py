@@ -11,7 +11,7 @@ from torchrec_ext.data.loader.config import LoaderConfig
 
 
 class NamedData:
-    """A task over ``data``, which has a name, a licence and, where they are known, the best possible figures."""
+    """A task over ``data`` with a name, a licence and, if known, the best possible figures."""
 
     data: Any
 
@@ -22,7 +22,7 @@ class NamedData:
 
     @property
     def licence(self) -> str | None:
-        """Terms of the data set's publisher, where they are known."""
+        """Terms of the data set's publisher, if known."""
         licence: str | None = self.data.licence
         return licence
 

@@ -18,7 +18,7 @@ _BEHIND = 1 << 31  # a rank beyond every number of items shown
 
 @dataclass(frozen=True, kw_only=True)
 class TaskQuestion:
-    """Held-out items with the items that they are ranked among, for Q queries; the same for a model and its baselines.
+    """Held-out items and their candidates, for Q queries; the same for a model and its baselines.
 
     Args:
         asked: the question about the whole catalogue; or each query's target and its own candidates, (Q, 1 + N), below

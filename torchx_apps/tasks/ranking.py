@@ -103,7 +103,7 @@ class RankingTask(NamedData):
         return training_loader(self.data, schema, config, refresh=refresh, rank=rank, world_size=world_size)
 
     def evaluator(self, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> RankingEvaluator:
-        """Returns the evaluator of the figures that ``data.evaluation`` names."""
+        """Returns the evaluator for the figures of ``data.evaluation``."""
         self._evaluators.append(RankingEvaluator(self.data, schema, model, runtime, self.figures, self.closed_forms))
         return self._evaluators[-1]
 
@@ -142,7 +142,7 @@ class RankingEvaluator:
         self._data, self._schema, self._model, self._runtime = data, schema, model, runtime
         self._closed_forms = closed_forms
         protocol = data.evaluation
-        self._asked = figures or [(name, k) for k in protocol.at for name in protocol.figures]
+        self._ranking_figures = figures or [(name, k) for k in protocol.at for name in protocol.figures]
         # The evaluation does what serving does: a user or an item without a training row has the unknown id's table row
         # and its own features. That table row is trained where ids are dropped; otherwise it has its initial values,
         # which all such items share.
@@ -160,11 +160,11 @@ class RankingEvaluator:
         """Names of the figures of :meth:`validate`."""
         return [
             *([] if "validation" in self._data.evaluation.candidates else ["auc"]),
-            *(f"{name}@{k}" for name, k in self._asked),
+            *(f"{name}@{k}" for name, k in self._ranking_figures),
         ]
 
     def validate(self) -> Record:
-        """Returns the ranking figures of the validation items, and AUC where the whole catalogue is ranked."""
+        """Returns the ranking figures of the validation items, and AUC if the whole catalogue is ranked."""
         return self._figures("validation")
 
     def test(self) -> Record:
@@ -174,21 +174,23 @@ class RankingEvaluator:
 
     def baseline(self, split: str) -> Record:
         """Returns the ranking figures of the popularity ranking on the same items and candidates."""
-        return heldout_question(self._data, split, self._asked).of_popularity(torch.from_numpy(self._data.popularity()))
+        return heldout_question(self._data, split, self._ranking_figures).of_popularity(
+            torch.from_numpy(self._data.popularity())
+        )
 
     def beside(self, split: str) -> Beside:
         """Returns the figures of EASE and ALS on the same items and candidates.
 
         They are fitted on the training rows; of a user they know the items that a ranking leaves out as taken.
         """
-        return heldout_question(self._data, split, self._asked).of_closed_forms(self._closed_forms)
+        return heldout_question(self._data, split, self._ranking_figures).of_closed_forms(self._closed_forms)
 
     def example(self) -> str:
         """Returns the recommendations for the user of the first test row, as text."""
         return recommendation_text(self._data, self.recommend())
 
     def recommend(self, user_row: int = 0) -> Recommended:
-        """Returns the K best items for the user of a test row; fewer where that user has taken all but those."""
+        """Returns the K best items for the user of a test row, fewer if there are fewer new items for that user."""
         row = self._data.test.slice(user_row, user_row + 1)
         user, row = row["user_id"].values, self._with_oov_ids(row, "user_id")
         model = self._model.module
@@ -218,13 +220,13 @@ class RankingEvaluator:
         @torch.no_grad()
         def index(queries: Int64) -> Int64:
             best = np.zeros((len(queries), min(k, len(items) - 1)), dtype=np.int64)
-            known = np.flatnonzero(np.isin(queries, users))
-            scores = model.interaction.score_all(vectors[users.searchsorted(queries[known])], items).cpu()
-            taken = self._data.seen(queries[known])
-            scores[np.arange(len(known)).repeat(taken.lengths), taken.values] = -torch.inf
+            trained = np.flatnonzero(np.isin(queries, users))
+            scores = model.interaction.score_all(vectors[users.searchsorted(queries[trained])], items).cpu()
+            own_items = self._data.seen(queries[trained])
+            scores[np.arange(len(trained)).repeat(own_items.lengths), own_items.values] = -torch.inf
             scores[:, 0] = -torch.inf
             values, rows = scores.topk(best.shape[1])
-            best[known] = torch.where(values > -torch.inf, rows, 0).numpy()
+            best[trained] = torch.where(values > -torch.inf, rows, 0).numpy()
             return best
 
         return index
@@ -234,7 +236,9 @@ class RankingEvaluator:
         shares = metrics.own_share(chunk.num_rows, self._runtime)
         queries = ((self._builder.user_batch(chunk.slice(rows.start, rows.stop)), keep) for rows, keep in shares)
         model, items = self._model.module, self._item_batches(self._data.items.num_rows)
-        figures = heldout_question(self._data, split, self._asked).of_model(model, self._runtime, queries, items)
+        figures = heldout_question(self._data, split, self._ranking_figures).of_model(
+            model, self._runtime, queries, items
+        )
         whole = split not in self._data.evaluation.candidates
         return {"auc": self._auc(split), **figures} if whole else figures
 
@@ -268,30 +272,30 @@ class RankingEvaluator:
 
 
 def heldout_question(data: InteractionData, split: str, figures: Figures) -> TaskQuestion:
-    """Returns the question that a model and its baselines answer about the held-out items of ``split``."""
+    """Returns the question about the held-out items of ``split``, for a model and its baselines."""
     rows, candidates = getattr(data, split), data.evaluation.candidates.get(split)
     users = rows["user_id"].values
-    known = data.seen(np.unique(users) if data.evaluation.by == "user" else users, *_before(split))
+    own_items = data.seen(np.unique(users) if data.evaluation.by == "user" else users, *_before(split))
     if candidates is None:
-        asked = _of_catalogue(data, split, known)
-        return TaskQuestion(asked=asked, known=known, figures=figures, num_items=data.num_items)
+        question = _of_catalogue(data, split, own_items)
+        return TaskQuestion(asked=question, known=own_items, figures=figures, num_items=data.num_items)
     ids = np.concatenate([rows["item_id"].values[:, None], candidates], axis=1)
-    return TaskQuestion(asked=torch.from_numpy(ids), known=known, figures=figures)
+    return TaskQuestion(asked=torch.from_numpy(ids), known=own_items, figures=figures)
 
 
 def _query_rows(data: InteractionData, split: str) -> Int64:
-    """Returns the rows of a split that are queries: all rows, or each user's first, in the order of the users' ids."""
+    """Returns the query rows of a split: all rows, or each user's first, in the order of the users' ids."""
     users = getattr(data, split)["user_id"].values
     return np.arange(len(users)) if data.evaluation.by == "row" else np.unique(users, return_index=True)[1]
 
 
 def _before(split: str) -> tuple[str, ...]:
-    """Returns the splits whose items a user has taken before those of a split."""
+    """Returns the splits with a user's items before those of a split."""
     return ("train",) if split == "validation" else ("train", "validation")
 
 
-def _of_catalogue(data: InteractionData, split: str, taken: Column) -> metrics.Question:
-    """Returns the question about the whole catalogue, of queries whose users have ``taken`` these items, Q rows."""
+def _of_catalogue(data: InteractionData, split: str, own_items: Column) -> metrics.Question:
+    """Returns the question about the whole catalogue, for queries of users with the items ``own_items``, Q rows."""
     users, targets = (getattr(data, split)[name].values for name in ("user_id", "item_id"))
     rows = None
     if data.evaluation.by == "user":
@@ -299,12 +303,12 @@ def _of_catalogue(data: InteractionData, split: str, taken: Column) -> metrics.Q
         rows = np.unique(users[order], return_inverse=True)[1]
         targets = targets[order]
     if data.evaluation.keep_seen:
-        taken = Column.from_lengths(targets[:0], np.zeros(len(taken), dtype=np.int64))
+        own_items = Column.from_lengths(targets[:0], np.zeros(len(own_items), dtype=np.int64))
     return metrics.Question(
         targets=torch.from_numpy(targets),
         target_rows=None if rows is None else torch.from_numpy(rows),
-        seen_rows=torch.from_numpy(np.arange(len(taken)).repeat(taken.lengths)),
-        seen_items=torch.from_numpy(taken.values),
+        seen_rows=torch.from_numpy(np.arange(len(own_items)).repeat(own_items.lengths)),
+        seen_items=torch.from_numpy(own_items.values),
         not_items=(0, *range(data.num_items + 1, data.items.num_rows)),
     )
 

@@ -54,11 +54,11 @@ class SessionTask(NamedData):
     @cached_property
     def closed_forms(self) -> ClosedForms:
         """EASE and ALS of the training items, in whatever order."""
-        taken = self.data.training()
+        sequences = self.data.training()
         return ClosedForms(
-            pairs=lambda: (np.arange(len(taken)).repeat(taken.lengths), taken.values),
-            num_pairs=len(taken.values),
-            num_users=len(taken),
+            pairs=lambda: (np.arange(len(sequences)).repeat(sequences.lengths), sequences.values),
+            num_pairs=len(sequences.values),
+            num_users=len(sequences),
             num_items=self.data.num_items + 1,
             roles={CANDIDATES: "item"},
             names=self.baselines,
@@ -89,7 +89,7 @@ class SessionTask(NamedData):
         )
 
     def loader(self, schema: BatchSchema, config: LoaderConfig, *, rank: int, world_size: int) -> SessionLoader:
-        """Returns the loader of the training sequences, cut so that each item but a user's first is a target once."""
+        """Returns the loader of the training sequences, cut to make each item but a user's first a target once."""
         if schema.catalogue and config.negatives:
             raise ValueError(
                 f"model.loss=catalogue with loader.negatives={config.negatives}: these are a sample of the catalogue; "
@@ -105,7 +105,7 @@ class SessionTask(NamedData):
         return SessionEvaluator(self.data, schema, model, runtime, self.figures, self.closed_forms)
 
     def export_data(self, schema: BatchSchema) -> ExportData:
-        """Returns the catalogue, and the items that each user took before the test item."""
+        """Returns the catalogue, and each user's items before the test item."""
         del schema
         return of_sequences(self.data)
 
@@ -123,14 +123,14 @@ class SessionEvaluator:
         closed_forms: ClosedForms | None = None,
     ) -> None:
         self._closed_forms = closed_forms
-        self._data, self._model, self._runtime, self._asked = data, model, runtime, figures
+        self._data, self._model, self._runtime, self._ranking_figures = data, model, runtime, figures
         self._batches = SessionBatches(schema)
         self._held_out = {split: data.held_out(split) for split in HELD_OUT}
 
     @property
     def validated(self) -> list[str]:
         """Names of the figures of :meth:`validate`."""
-        return [f"{name}@{k}" for name, k in self._asked]
+        return [f"{name}@{k}" for name, k in self._ranking_figures]
 
     def validate(self) -> Record:
         """Returns the figures on the validation items."""
@@ -150,7 +150,7 @@ class SessionEvaluator:
         return self._question(split).of_closed_forms(self._closed_forms)
 
     def example(self) -> str:
-        """Returns the first test user's last items and what the model recommends after them."""
+        """Describes the first test user's last items and the model's recommendations after them."""
         held_out = self._held_out["test"]
         before, rows = held_out.before.slice(0, 1), held_out.target_rows
         answers = held_out.targets[:1] if rows is None else held_out.targets[rows == 0]
@@ -183,9 +183,9 @@ class SessionEvaluator:
     def _question(self, split: str) -> TaskQuestion:
         held_out, candidates = self._held_out[split], self._data.candidates.get(split)
         if candidates is None:
-            return TaskQuestion(asked=_of_catalogue(held_out), known=held_out.before, figures=self._asked)
+            return TaskQuestion(asked=_of_catalogue(held_out), known=held_out.before, figures=self._ranking_figures)
         ids = np.concatenate([held_out.targets[:, None], candidates], axis=1)
-        return TaskQuestion(asked=torch.from_numpy(ids), known=held_out.before, figures=self._asked)
+        return TaskQuestion(asked=torch.from_numpy(ids), known=held_out.before, figures=self._ranking_figures)
 
     def _sessions(self, sessions: Column) -> Iterator[metrics.Kept]:
         for rows, keep in metrics.own_share(len(sessions), self._runtime):

@@ -43,7 +43,7 @@ class StreamedTask(NamedData):
 
     @cached_property
     def closed_forms(self) -> ClosedForms | None:
-        """EASE and ALS of the users' and items' training rows with label 1; None where no user or item is named."""
+        """EASE and ALS of the users' and items' training rows with label 1; None without a user or item column."""
         user, item = self.data.roles.user, self.data.roles.item
         if user is None or item is None:
             return None
@@ -69,12 +69,12 @@ class StreamedTask(NamedData):
         return f"{self.name}, {rows}, {tables} tables of {sum(self.data.vocab.values()):,} rows, {dense} dense columns"
 
     def with_roles(self, config: LoaderConfig) -> LoaderConfig:
-        """Returns loader settings that read the preprocessing's columns of label and weight, where they name none."""
+        """Fills the loader's label and weight columns from the preprocessing, if they are not set."""
         roles = self.data.roles
         return dataclasses.replace(config, label=config.label or roles.label, weight=config.weight or roles.weight)
 
     def unservable(self, model: Any) -> str | None:
-        """Returns why no bundle can be made of the rows with this model; None where one can."""
+        """Explains why no bundle can be made of the rows with this model; None if one can."""
         if self.data.roles.item is None:
             return without_item(f"the preprocessing of '{self.data.name}' names no item")
         return without_item_tower(model, self.data.towers["item"])
@@ -86,10 +86,10 @@ class StreamedTask(NamedData):
         return [self.data.share("train"), *(positive_share(sums[name][0], total) for name in tasks)]
 
     def loader(self, schema: BatchSchema, config: LoaderConfig, *, rank: int, world_size: int) -> ChunkLoader:
-        """Returns the loader of the training rows, which have labels, and which are read while the epoch runs."""
+        """Returns the loader of the labelled training rows; it reads them while the epoch runs."""
         source, config = self.data.splits["train"], self.with_roles(config)
-        known, items = self.data.items if schema.catalogue else (None, None)
-        everything = None if known is None else CatalogueCandidates(known)
+        item_ids, items = self.data.items if schema.catalogue else (None, None)
+        everything = None if item_ids is None else CatalogueCandidates(item_ids)
         return ChunkLoader(
             source, schema, config=config, items=items, negatives=everything, rank=rank, world_size=world_size
         )
@@ -107,8 +107,8 @@ class StreamedTask(NamedData):
         return of_streamed(self.data, schema)
 
 
-class _Asked(NamedTuple):
-    """Rows for which the catalogue is ranked, by the model's ``towers``, the item's last."""
+class _RankedRows(NamedTuple):
+    """Held-out rows to rank the catalogue for, by the model's ``towers``, the item's last."""
 
     towers: list[str]
     rows: Chunk
@@ -116,7 +116,7 @@ class _Asked(NamedTuple):
 
 
 class StreamedEvaluator:
-    """Evaluates on rows that are read a batch at a time; every rank calls each method but ``baseline`` and ``beside``.
+    """Evaluates on rows read a batch at a time; every rank calls each method but ``baseline`` and ``beside``.
 
     Where the preprocessing names the columns of user and item, and the item's columns are those of the model's last
     tower, the whole catalogue is ranked for held-out rows with label 1, without the items that the same user has
@@ -133,21 +133,21 @@ class StreamedEvaluator:
         closed_forms: ClosedForms | None = None,
     ) -> None:
         self._closed_forms = closed_forms
-        named = closed_forms.names if closed_forms else ()
-        if (figures or named) and ranking_towers(model.module, data) is None:
+        baseline_names = closed_forms.names if closed_forms else ()
+        if (figures or baseline_names) and ranking_towers(model.module, data) is None:
             metrics_named = f"evaluation.metrics={','.join(f'{name}@{k}' for name, k in figures)}"
             raise ValueError(
-                f"{metrics_named if figures else 'evaluation.baselines=' + ','.join(named)}: the catalogue of "
+                f"{metrics_named if figures else 'evaluation.baselines=' + ','.join(baseline_names)}: the catalogue of "
                 f"'{data.name}' is not ranked; that needs Prepared(user=, item=) in its preprocessing recipe, "
                 "data.ranked above 0, and a last tower that reads the item's columns, and no others"
             )
         self._data, self._schema, self._model, self._runtime = data, schema, model, runtime
-        self._named: Sequence[tuple[Figure, int]] = figures or (("hr", 10), ("ndcg", 10))
-        self._questions: dict[str, _Asked | None] = {}
+        self._ranking_figures: Sequence[tuple[Figure, int]] = figures or (("hr", 10), ("ndcg", 10))
+        self._questions: dict[str, _RankedRows | None] = {}
 
     @property
     def _calibrated(self) -> bool:
-        """Whether the model's logits are odds, and not scores that only rank."""
+        """Whether the model's logits are odds, rather than scores for ranking only."""
         return bool(getattr(self._model.module, "calibrated", True))
 
     @property
@@ -155,7 +155,11 @@ class StreamedEvaluator:
         """Names of the figures of :meth:`validate`."""
         prefixes = [f"{name}_" for name in getattr(self._model.module, "tasks", ())] or [""]
         names = metrics.classification_names(calibrated=self._calibrated)
-        ranked = [f"{name}@{k}" for name, k in self._named] if ranking_towers(self._model.module, self._data) else []
+        ranked = (
+            [f"{name}@{k}" for name, k in self._ranking_figures]
+            if ranking_towers(self._model.module, self._data)
+            else []
+        )
         return [*(f"{prefix}{name}" for prefix in prefixes for name in names), *ranked]
 
     def validate(self) -> Record:
@@ -176,15 +180,15 @@ class StreamedEvaluator:
             figures[f"{prefix}auc"] = 0.5
             if self._calibrated:
                 figures[f"{prefix}log_loss"] = -sum(weight * math.log(chance) for weight, chance in classes if weight)
-        asked = self._asked(split)
-        if asked is None:
+        ranked = self._ranked_rows(split)
+        if ranked is None:
             return figures
-        return figures | asked.question.of_popularity(torch.from_numpy(self._data.popularity))
+        return figures | ranked.question.of_popularity(torch.from_numpy(self._data.popularity))
 
     def beside(self, split: str) -> Beside:
         """Returns the figures of EASE and ALS for the same rows; they know a user's items of training rows."""
-        asked = self._asked(split)
-        return Beside({}, {}) if asked is None else asked.question.of_closed_forms(self._closed_forms)
+        ranked = self._ranked_rows(split)
+        return Beside({}, {}) if ranked is None else ranked.question.of_closed_forms(self._closed_forms)
 
     def _constants(self, split: str) -> Iterator[tuple[str, tuple[float, float], float]]:
         """Yields each label's prefix of figures, its positives and their total, and their share in training."""
@@ -223,40 +227,42 @@ class StreamedEvaluator:
                 output = self._model.module(batch.to(runtime.device))[1]
                 tasks = getattr(output, "tasks", None)
                 for prefix, each in {f"{name}_": of for name, of in tasks.items()}.items() if tasks else [("", output)]:
-                    made = figures.setdefault(prefix, metrics.ClassificationMetrics(runtime.device))
-                    made.update(each.logits, each.labels, each.weights)
+                    classification = figures.setdefault(prefix, metrics.ClassificationMetrics(runtime.device))
+                    classification.update(each.logits, each.labels, each.weights)
         record = {
             f"{prefix}{name}": value
-            for prefix, made in figures.items()
-            for name, value in made.compute(runtime).items()
+            for prefix, classification in figures.items()
+            for name, value in classification.compute(runtime).items()
             if name == "auc" or (self._calibrated and name != "auc_error")
         }
         return {**record, **self._ranking(split)}
 
-    def _asked(self, split: str) -> _Asked | None:
-        """Returns the rows for which the catalogue is ranked; None where it is not."""
+    def _ranked_rows(self, split: str) -> _RankedRows | None:
+        """Returns the rows to rank the catalogue for; None if it is not ranked."""
         if split not in self._questions:
             towers = ranking_towers(self._model.module, self._data)
             rows = held_out_rows(self._data, split) if towers else Chunk({})
             self._questions[split] = (
-                _Asked(towers, rows, question_of(self._data, rows, self._named)) if towers and rows.num_rows else None
+                _RankedRows(towers, rows, question_of(self._data, rows, self._ranking_figures))
+                if towers and rows.num_rows
+                else None
             )
         return self._questions[split]
 
     def _ranking(self, split: str) -> Record:
-        """Returns HR and NDCG of the whole catalogue; nothing where the catalogue is not ranked."""
-        asked = self._asked(split)
-        if asked is None:
+        """Returns HR and NDCG of the whole catalogue; nothing if the catalogue is not ranked."""
+        ranked = self._ranked_rows(split)
+        if ranked is None:
             return {}
         _, items = self._data.items
         builder = BatchBuilder(self._schema, items)
-        shares = metrics.own_share(asked.rows.num_rows, self._runtime)
-        queries = ((builder.user_batch(asked.rows.slice(rows.start, rows.stop)), keep) for rows, keep in shares)
+        shares = metrics.own_share(ranked.rows.num_rows, self._runtime)
+        queries = ((builder.user_batch(ranked.rows.slice(rows.start, rows.stop)), keep) for rows, keep in shares)
         ids = np.arange(items.num_rows)
         batches = (
             (builder.item_batch(ids[rows]), keep) for rows, keep in metrics.own_share(items.num_rows, self._runtime)
         )
-        return asked.question.of_model(self._model.module, self._runtime, queries, batches, towers=asked.towers)
+        return ranked.question.of_model(self._model.module, self._runtime, queries, batches, towers=ranked.towers)
 
 
 def _clicked(data: StreamedData, user: str, item: str) -> tuple[Int64, Int64]:
@@ -270,55 +276,55 @@ def _clicked(data: StreamedData, user: str, item: str) -> tuple[Int64, Int64]:
 
 
 def ranking_towers(model: Any, data: StreamedData) -> list[str] | None:
-    """Returns the model's towers where the last reads the item's columns, and no other does; else None."""
-    made = getattr(model, "made_of", None)
-    if not made or data.roles.user is None or data.roles.item is None or not data.ranked or len(made) < 2:
+    """Returns the model's towers if the last reads exactly the item's columns, and no other any of them; else None."""
+    towers = getattr(model, "made_of", None)
+    if not towers or data.roles.user is None or data.roles.item is None or not data.ranked or len(towers) < 2:
         return None
     item = {name for names in data.towers["item"] for name in names}
-    read = {tower: set(tower_columns(how.arguments or {})) for tower, how in made.items()}
-    *queries, last = read
-    return [*queries, last] if read[last] == item and not any(read[tower] & item for tower in queries) else None
+    columns = {tower: set(tower_columns(how.arguments or {})) for tower, how in towers.items()}
+    *queries, last = columns
+    return [*queries, last] if columns[last] == item and not any(columns[tower] & item for tower in queries) else None
 
 
 def held_out_rows(data: StreamedData, split: str) -> Chunk:
     """Returns at most ``data.ranked`` rows of a split with label 1 and a known item, evenly spread over all of them."""
     roles = data.roles
     assert roles.item is not None
-    asked = [roles.label, roles.item]
-    whole, _ = data.items
-    count = sum(int(_wanted(chunk, data, whole).sum()) for chunk in data.chunks(split, asked))
+    roles_read = [roles.label, roles.item]
+    item_ids, _ = data.items
+    count = sum(int(_wanted(chunk, data, item_ids).sum()) for chunk in data.chunks(split, roles_read))
     every = max(1, -(-count // data.ranked))
-    names = list(dict.fromkeys([*asked, *data.features, *data.dense]))
+    names = list(dict.fromkeys([*roles_read, *data.features, *data.dense]))
     pieces, passed = [], 0
     for chunk in data.chunks(split, names):
-        rows = np.flatnonzero(_wanted(chunk, data, whole))
-        chosen = rows[(np.arange(len(rows)) + passed) % every == 0]
+        rows = np.flatnonzero(_wanted(chunk, data, item_ids))
+        sample = rows[(np.arange(len(rows)) + passed) % every == 0]
         passed += len(rows)
-        pieces.append(chunk.take(chosen))
+        pieces.append(chunk.take(sample))
     return Chunk({name: concatenate([piece[name] for piece in pieces]) for name in names})
 
 
-def _wanted(chunk: Chunk, data: StreamedData, known: Int64) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    wanted: np.ndarray[Any, np.dtype[np.bool_]] = (chunk[data.roles.label].values > 0) & np.isin(
-        chunk[str(data.roles.item)].values, known
+def _wanted(chunk: Chunk, data: StreamedData, item_ids: Int64) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    mask: np.ndarray[Any, np.dtype[np.bool_]] = (chunk[data.roles.label].values > 0) & np.isin(
+        chunk[str(data.roles.item)].values, item_ids
     )
-    return wanted
+    return mask
 
 
 def question_of(data: StreamedData, held_out: Chunk, figures: Sequence[tuple[Figure, int]]) -> TaskQuestion:
-    """Returns the question that a model and its baselines answer: the place of each held-out item in the catalogue."""
-    roles, (known, _) = data.roles, data.items
+    """Returns the question for a model and its baselines: the place of each held-out item in the catalogue."""
+    roles, (item_ids, _) = data.roles, data.items
     user, item = str(roles.user), str(roles.item)
     users, targets = held_out[user].values, held_out[item].values
-    asked = np.unique(users[users > 0])
+    user_ids = np.unique(users[users > 0])
     pairs = []
     for chunk in data.chunks("train", [user, item, roles.label]):
-        rows = np.flatnonzero((chunk[roles.label].values > 0) & np.isin(chunk[user].values, asked))
+        rows = np.flatnonzero((chunk[roles.label].values > 0) & np.isin(chunk[user].values, user_ids))
         pairs.append(np.stack([chunk[user].values[rows], chunk[item].values[rows]]))
-    taken = np.unique(np.concatenate(pairs, axis=1), axis=1)
-    windows = Windows(taken[0].searchsorted(users), taken[0].searchsorted(users, side="right"))
-    lists = Column.from_windows(taken[1], windows)
-    nobody = np.setdiff1d(np.arange(data.vocab[item]), known)
+    clicks = np.unique(np.concatenate(pairs, axis=1), axis=1)
+    windows = Windows(clicks[0].searchsorted(users), clicks[0].searchsorted(users, side="right"))
+    lists = Column.from_windows(clicks[1], windows)
+    nobody = np.setdiff1d(np.arange(data.vocab[item]), item_ids)
     question = metrics.Question(
         targets=torch.from_numpy(targets),
         seen_rows=torch.from_numpy(np.arange(len(users)).repeat(lists.lengths)),
