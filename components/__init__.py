@@ -73,7 +73,7 @@ def plan(
     """
     flags = ["-m", "torchx_apps.plan", f"--world-size={world_size}", f"--device={device}"]
     flags += [f"--hbm={hbm}", f"--ddr={ddr}", f"--intra={intra}", f"--inter={inter}"]
-    given = {
+    options = {
         "tables": tables,
         "recipe": recipe,
         "set": set,
@@ -86,7 +86,7 @@ def plan(
         "optimizer": optimizer,
         "out": out,
     }
-    flags += [f"--{flag}={value}" for flag, value in given.items() if value is not None]
+    flags += [f"--{flag}={value}" for flag, value in options.items() if value is not None]
     role = specs.Role(
         name="plan",
         image=image,
@@ -160,7 +160,7 @@ def embed(
         raise ValueError(f"--procs {procs}: must be 1 or more")
     flags = ["-m", "torchx_apps.agent", "--standalone", f"--nproc_per_node={procs}", "-m", "torchx_apps.embed"]
     flags += [bundle, *(["--catalogue", catalogue] if catalogue is not None else [])]
-    given = {
+    options = {
         "id": id,
         "out": out,
         "refresh": refresh,
@@ -172,7 +172,7 @@ def embed(
         "store": store,
         "keep": keep,
     }
-    flags += [f"--{flag}={value}" for flag, value in given.items() if value is not None]
+    flags += [f"--{flag}={value}" for flag, value in options.items() if value is not None]
     role = specs.Role(
         name="embed",
         image=image,
@@ -233,8 +233,8 @@ def evaluate(
         mounts: container mounts (ex. type=bind,src=/host,dst=/job,readonly)
     """
     flags = ["-m", "torchx_apps.evaluate", f"--users={users}", f"--items={items}", f"--truth={truth}"]
-    given = {"seen": seen, "metrics": metrics, "similarity": similarity, "out": out}
-    flags += [f"--{flag}={value}" for flag, value in given.items() if value is not None]
+    options = {"seen": seen, "metrics": metrics, "similarity": similarity, "out": out}
+    flags += [f"--{flag}={value}" for flag, value in options.items() if value is not None]
     role = specs.Role(
         name="evaluate",
         image=image,

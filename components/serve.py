@@ -55,8 +55,8 @@ def export(
         mounts: container mounts (ex. type=bind,src=/host,dst=/job,readonly)
     """
     flags = ["-m", "torchx_apps.export", run, f"--index={index}", f"--store={store}"]
-    given = {"out": out, "tables": tables, "onnx": onnx, "checkpoint": checkpoint, "recipe": recipe, "set": set}
-    flags += [f"--{flag}={value}" for flag, value in given.items() if value is not None]
+    options = {"out": out, "tables": tables, "onnx": onnx, "checkpoint": checkpoint, "recipe": recipe, "set": set}
+    flags += [f"--{flag}={value}" for flag, value in options.items() if value is not None]
     role = specs.Role(
         name="export",
         image=image,

@@ -163,8 +163,8 @@ def networks(
             f"--groups {groups} with -j {j}: it names ranks, whose number changes with the nodes that are up; leave it "
             f"out, or write -j {j.partition(':')[2]}"
         )
-    given = [("vary", vary), ("member", member), ("groups", groups), ("codistill", codistill)]
-    flags = [f"--{flag}={text}" for flag, text in given if text]
+    options = [("vary", vary), ("member", member), ("groups", groups), ("codistill", codistill)]
+    flags = [f"--{flag}={text}" for flag, text in options if text]
     flags += [f"--{flag}" for flag, on in (("own-rows", own_rows), ("weights", weights)) if on]
     return _app(
         "torchx_apps.train_networks",
@@ -281,7 +281,7 @@ def _environment(env: Optional[Dict[str, str]], threads: int, max_retries: int, 
 
 
 def _under_our_agent(command: str, max_restarts: int) -> str:
-    """Puts torchx_apps.agent, which is torchrun with one clear last word, where TorchX wrote torchrun.
+    """Replaces torchrun in TorchX's command by torchx_apps.agent: torchrun with one clear last word.
 
     `exec`, so that the signals the scheduler sends reach the agent and not a shell. A node whose python3 lacks the
     package ends with the exit code of a mistake, which is not tried again, and leaves the file that says so for Slurm.

@@ -126,9 +126,9 @@ def too_many(processes: int, memory: int | None = None, *, name: str = "ranks") 
     memory = _memory() if memory is None else memory
     if processes * _RANK_BYTES <= memory:
         return ""
-    needed, available = processes * _RANK_BYTES / 2**30, memory / 2**30
+    required, available = processes * _RANK_BYTES / 2**30, memory / 2**30
     return (
-        f"{processes} {name} on one machine: they need {needed:,.0f} GiB before they read any data, and it has "
+        f"{processes} {name} on one machine: they need {required:,.0f} GiB before they read any data, and it has "
         f"{available:,.0f} GiB, enough for {memory // _RANK_BYTES}; start fewer"
     )
 
@@ -143,7 +143,7 @@ def _memory() -> int:
 
 
 def meeting_point(endpoint: str, job: str, *, several: bool) -> str:
-    """Replaces port 0 of an endpoint by a port derived from the job's id, so that jobs on one first node stay apart.
+    """Replaces port 0 of an endpoint by a port derived from the job's id, to separate jobs with one first node.
 
     At one port the second job's agents would join the first job's store, and end when that job does.
 
@@ -167,7 +167,7 @@ def meeting_point(endpoint: str, job: str, *, several: bool) -> str:
 
 
 def port_is_taken(endpoint: str) -> bool:
-    """Whether a program of this node listens on the port of an endpoint that names this node.
+    """Whether a program of this node listens on the port of an endpoint on this node.
 
     torchrun would take that program for the job's store, and wait for its answer.
 
@@ -193,7 +193,7 @@ def port_is_taken(endpoint: str) -> bool:
 
 
 def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """Returns the rank and the failure that caused the others: one with an error, else one not stopped by SIGTERM.
+    """Returns the rank and failure behind the others: one with an error, else one not stopped by SIGTERM.
 
     torchrun itself chooses by time in whole seconds alone, and a rank that is stopped for another's error falls into
     the same second.
@@ -208,7 +208,7 @@ def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessF
 
 
 def describe_failure(rank: int, failure: ProcessFailure) -> str:
-    """Returns the failed rank's error, or what is known of its end when it left none."""
+    """Returns the failed rank's error, or a description of its end without one."""
     message = failure.message
     if isinstance(message, dict):
         return str(message.get("extraInfo", {}).get("py_callstack") or message.get("message"))
@@ -219,7 +219,7 @@ def describe_failure(rank: int, failure: ProcessFailure) -> str:
 
 
 def hand_over(error: str) -> None:
-    """Writes the error to the reply file that the scheduler prints, or to the console where there is none."""
+    """Writes the error to the scheduler's reply file, or to the console if there is none."""
     reply_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not reply_file:
         print(error, file=sys.stderr, flush=True)
@@ -279,13 +279,13 @@ def _as_a_rank(app: Callable[[Sequence[str] | None], int], argv: Sequence[str] |
 
 
 def _silence_torchruns_error_log() -> None:
-    """Silences torchrun's log of a failed rank, whose error `hand_over` prints; LOGLEVEL=INFO shows it."""
+    """Silences torchrun's log of a failed rank, since `hand_over` prints its error; LOGLEVEL=INFO shows it."""
     if os.environ.get("LOGLEVEL", "WARNING").upper() not in ("INFO", "DEBUG"):
         logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
 
 
 def _restart_no_mistake() -> None:
-    """Makes torchrun's agent end, instead of starting all ranks again, after an exit code that stands for a mistake."""
+    """Makes torchrun's agent end, instead of starting all ranks again, after the exit code of a mistake."""
     from torch.distributed.elastic.agent.server import local_elastic_agent
     from torch.distributed.launcher import api
 
@@ -300,7 +300,7 @@ def _restart_no_mistake() -> None:
 
 
 def _judge_by_own_clock() -> None:
-    """Makes torchrun count the age of what other nodes write from when it came here, by this node's clock alone.
+    """Makes torchrun measure the age of other nodes' messages from their arrival, by this node's clock alone.
 
     torchrun compares a node's heartbeat, in that node's wall clock, with its own wall clock: of two nodes whose clocks
     are 15 s apart one takes the other for dead, and trains without it.
@@ -316,7 +316,7 @@ def _judge_by_own_clock() -> None:
         def sync(self) -> bool | None:
             if self._deadline is not None and self._state.deadline == self._deadline[1]:
                 self._state.deadline = self._deadline[0]  # the others read it too
-            written = super().sync()
+            changed = super().sync()
             deadline = self._state.deadline
             if deadline is None:
                 self._deadline = None
@@ -325,15 +325,15 @@ def _judge_by_own_clock() -> None:
                 self._deadline = (deadline, end)
             if self._deadline is not None:
                 self._state.deadline = self._deadline[1]
-            return written
+            return changed
 
         def _sanitize(self) -> None:
-            """Removes dead nodes as torchrun does, whose comparison sees heartbeats of either of two ages."""
+            """Removes dead nodes as torchrun does, but compares heartbeats of only two ages."""
             now, beats = time.monotonic(), self._state.last_heartbeats
             silent_s = (self._settings.keep_alive_interval * self._settings.keep_alive_max_attempt).total_seconds()
-            known = self._came
+            arrivals = self._came
             self._came = {
-                node: known[node] if node in known and known[node][0] == beat else (beat, now)
+                node: arrivals[node] if node in arrivals and arrivals[node][0] == beat else (beat, now)
                 for node, beat in beats.items()
             }
             ages = {False: datetime.max, True: datetime.min}
@@ -347,7 +347,7 @@ def _judge_by_own_clock() -> None:
 
 
 def _end_when_lost(options: argparse.Namespace) -> None:
-    """Ends this node when it has lost the others, where there are any; see :mod:`torchx_apps.cli.link_watch`."""
+    """Ends this node when it has lost the others, if there are any; see :mod:`torchx_apps.cli.link_watch`."""
     from torchx_apps.cli.link_watch import end_when_lost
 
     def end(message: str) -> None:

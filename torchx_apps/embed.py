@@ -82,7 +82,7 @@ def _embed(argv: Sequence[str] | None) -> int:
 
 
 def _write(rows: TowerGroup, options: argparse.Namespace) -> str:
-    """Writes to the store or the Redis that the flags name, and describes the result."""
+    """Writes to the flags' store or Redis, and describes the result."""
     from torchx_apps.cli.embedding_ids import deleted_ids
     from torchx_apps.jobs.embedding import embed_files, refresh_files
 
@@ -93,14 +93,14 @@ def _write(rows: TowerGroup, options: argparse.Namespace) -> str:
         expire = _DAY_S if options.expire is None else options.expire
         return fill_redis(rows, options.redis, expire or None, deleted)
     if options.refresh is not None:
-        store, done = refresh_files(rows, options.refresh, deleted)
-        return f"{_described(store, options.refresh, rows)}: {done}{_prune(rows, options.refresh, options.keep)}"
+        store, changes = refresh_files(rows, options.refresh, deleted)
+        return f"{_described(store, options.refresh, rows)}: {changes}{_prune(rows, options.refresh, options.keep)}"
     store = embed_files(rows, options.out, options.store or "fp32")
     return _described(store, options.out, rows) + _prune(rows, options.out, options.keep)
 
 
 def _prune(rows: TowerGroup, folder: Path, keep: int | None) -> str:
-    """Removes all but the newest versions, and says how many; processes that have opened one continue to read it."""
+    """Removes all but the newest versions, and reports their number; processes with an open version keep reading it."""
     from torchrec_ext.retrieval.store.versions import prune_store
 
     if keep is None or not rows.runtime.is_main:
@@ -109,7 +109,7 @@ def _prune(rows: TowerGroup, folder: Path, keep: int | None) -> str:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuses flags that do not fit together, before torch is imported."""
+    """Refuses incompatible flags, before torch is imported."""
     from torchx_apps.cli.embedding_ids import is_path
 
     expire, delete = options.expire, options.delete
@@ -164,8 +164,10 @@ def _towers(bundle: Bundle, tower: str | None) -> list[str]:
 
 def _described(store: EmbeddingStore, out: Path, rows: TowerGroup) -> str:
     loss = ", ".join(f"{name} {value:.3g}" for name, value in store.loss.items())
-    lost = f"; lost by {store.dtype}: {loss}" if loss else ""
-    return f"store: {out} ({store.version}: {len(store):,} x {store.width} {store.dtype} of {rows.description}{lost})"
+    loss_text = f"; lost by {store.dtype}: {loss}" if loss else ""
+    return (
+        f"store: {out} ({store.version}: {len(store):,} x {store.width} {store.dtype} of {rows.description}{loss_text})"
+    )
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -57,7 +57,7 @@ def _export(argv: Sequence[str] | None) -> int:
 
 
 def check_export(options: argparse.Namespace, out: Path) -> None:
-    """Refuses flags and folders that do not fit together, before minutes of loading.
+    """Refuses incompatible flags and folders, before minutes of loading.
 
     Args:
         options: flags of :func:`build_export_parser`.
@@ -153,8 +153,8 @@ def export_run(
         sharded, optimizer = hybrid_parallel(model, runtime, optimizer=job.optimizer)
         saved, _ = load_checkpoint(path, model_state(sharded, optimizer), together)
         details = {"recipe": job.name, "run": str(run), "checkpoint": path, "steps": saved["step"], **read_warning(run)}
-        given = {**details, "out": str(out), **settings}
-        with tracked(out, given, folder="bundle") if runtime.is_main else nullcontext({}) as figures:
+        tracked_settings = {**details, "out": str(out), **settings}
+        with tracked(out, tracked_settings, folder="bundle") if runtime.is_main else nullcontext({}) as figures:
             manifest = export_task(sharded, task, schema, runtime, out, details=details, **settings)
             figures["bundle"] = bundle_figures(manifest)
         if runtime.is_main:
@@ -184,7 +184,7 @@ def build_export_parser() -> argparse.ArgumentParser:
 
 
 def add_bundle_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that say what a bundle holds, and in which types."""
+    """Adds the flags for a bundle's content and its types."""
     parser.add_argument("--store", default="fp32", choices=["fp32", "fp16", "int8"], help="type of the stored vectors")
     parser.add_argument(
         "--tables", default="trained", choices=["trained", "int8"], help="type of the towers' tables; int8 is measured"

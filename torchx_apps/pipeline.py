@@ -22,7 +22,7 @@ RECORD = "pipeline.json"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the stages that are missing, and turns whatever happens into an exit code.
+    """Runs the missing stages, and turns any outcome into an exit code.
 
     Args:
         argv: the flags; the command line when None.

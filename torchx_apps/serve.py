@@ -111,10 +111,10 @@ def _token(file: Path | None) -> str | None:
         ) from None
 
 
-def _hosts(given: str | None, listening: str) -> tuple[str, ...]:
+def _hosts(requested: str | None, listening: str) -> tuple[str, ...]:
     """Returns the given hosts; else this machine's names on a loopback address, against DNS rebinding, or *."""
-    if given is not None:
-        return tuple(name.strip() for name in given.split(","))
+    if requested is not None:
+        return tuple(name.strip() for name in requested.split(","))
     from torchrec_ext.retrieval.server.settings import LOOPBACK
 
     loopback = listening == "localhost" or _is_loopback(listening)
@@ -122,7 +122,7 @@ def _hosts(given: str | None, listening: str) -> tuple[str, ...]:
 
 
 def node_name(host: str) -> str:
-    """Returns the host under which others reach the service: this node's name where it listens on all addresses.
+    """Returns the host for others to reach the service by: this node's name if it listens on all addresses.
 
     Example:
         >>> node_name("127.0.0.1"), node_name("0.0.0.0") == node_name("::") == socket.gethostname()

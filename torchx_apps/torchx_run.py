@@ -152,7 +152,7 @@ class Run(CmdRun):
 
 
 class JobRunner(Runner):
-    """A Runner that keeps a local job's logs, and checks a job's settings before it starts the ranks."""
+    """A Runner with logs of local jobs, and a check of a job's settings before the ranks start."""
 
     only_shows = False  # whether the files of a service are printed, instead of written
 
@@ -164,7 +164,7 @@ class JobRunner(Runner):
         workspace: str | None = None,
         parent_run_id: str | None = None,
     ) -> AppDryRunInfo[Any]:
-        """Returns what would be run; logs of local jobs go to ``runs/logs``, or to ``log_dir`` of ``-cfg``."""
+        """Returns the job as it would run; logs of local jobs go to ``runs/logs``, or to ``log_dir`` of ``-cfg``."""
         for note in check_app(app, scheduler, workspace=workspace):
             print(note, file=sys.stderr)
         settings = {**(cfg or {})}
@@ -175,13 +175,13 @@ class JobRunner(Runner):
             sys.exit(0)
         if scheduler == _LOCAL and not settings.get("log_dir") and _can_make(LOGS):
             settings["log_dir"] = str(LOGS.absolute())
-        made = super().dryrun(app, scheduler, cfg=settings, workspace=workspace, parent_run_id=parent_run_id)
+        info = super().dryrun(app, scheduler, cfg=settings, workspace=workspace, parent_run_id=parent_run_id)
         for role in app.roles:
             check_trackers(role)
-        return made
+        return info
 
     def schedule(self, dryrun_info: AppDryRunInfo[Any]) -> str:
-        """Starts the job, unless its settings have a mistake, or it only prints something, which is then done here.
+        """Starts the job, unless its settings have a mistake; a job that only prints something runs here instead.
 
         Raises:
             SystemExit: with the exit code, when there is nothing to start.
@@ -207,7 +207,7 @@ class JobRunner(Runner):
         return str(super().schedule(dryrun_info))
 
     def status(self, app_handle: str) -> AppStatus | None:
-        """Returns the job's state; None, and a line, where a cluster that has taken the job does not tell it.
+        """Returns the job's state; None, and a printed note, if the cluster does not tell it after a submission.
 
         An error here would make a script that ends at errors submit the job once more.
         """
@@ -222,7 +222,7 @@ class JobRunner(Runner):
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """The app that a role starts.
+    """The app of a role.
 
     Args:
         module: the app's module.
@@ -236,7 +236,7 @@ class Launch:
 
     @classmethod
     def of(cls, role: Role) -> Launch | None:
-        """Reads the launch from a role's command; returns None where that starts none of our apps.
+        """Reads the launch from a role's command; returns None if the command starts none of our apps.
 
         Example:
             >>> command = "exec python3 -m torchx_apps.agent --nnodes 1:2 --nproc_per_node 4 -m torchx_apps.train"
@@ -265,7 +265,7 @@ class Launch:
 
     @property
     def has_settings(self) -> bool:
-        """Whether ranks would read settings that the user has given."""
+        """Whether ranks would read any settings from the user."""
         settings = [flag for flag in self.flags if not flag.startswith(("--run-dir=", "--resume="))]
         return self.module in _TRAINING and settings != ["--recipe", "two_tower"]
 
@@ -277,15 +277,15 @@ class Launch:
         )
 
     def mistake(self, env: Mapping[str, str], *, bugs: bool) -> str:
-        """Returns the app's message about a wrong recipe, key or value; empty where there is none.
+        """Returns the app's message about a wrong recipe, key or value; empty if there is none.
 
         Args:
             env: the role's environment.
             bugs: include errors with a traceback; false where the job runs on other machines, which may have what is
                 missing here.
         """
-        done = self.here(env, "--dry-run", capture_output=True)
-        message = done.stderr.strip() if done.returncode else ""
+        process = self.here(env, "--dry-run", capture_output=True)
+        message = process.stderr.strip() if process.returncode else ""
         return message if bugs or "Traceback" not in message else ""
 
     def __str__(self) -> str:
@@ -310,7 +310,7 @@ def write_service(app: AppDef, cfg: Mapping[str, CfgVal], *, only_shows: bool) -
 
     from torchx_apps.launch.kubernetes import service_files
 
-    files = {name: yaml.safe_dump(made, sort_keys=False) for name, made in service_files(app, cfg).items()}
+    files = {name: yaml.safe_dump(content, sort_keys=False) for name, content in service_files(app, cfg).items()}
     if only_shows:
         print("---\n".join(files.values()), end="")
         return
@@ -329,12 +329,12 @@ _TRAINING = ("torchx_apps.train", "torchx_apps.train_networks", "torchx_apps.pip
 
 
 def with_component(tokens: Sequence[str]) -> list[str]:
-    """Returns the component's name and its flags; a missing name is taken from .torchxconfig, where it has one."""
+    """Returns the component's name and its flags; .torchxconfig supplies a missing name if it has one."""
     words = list(tokens[1:] if tokens[:1] == ["--"] else tokens)
     if words and not words[0].startswith("-"):
         return words
-    named = config.get_config(prefix="cli", name="run", key="component")
-    return [named, *words] if named else words
+    default = config.get_config(prefix="cli", name="run", key="component")
+    return [default, *words] if default else words
 
 
 def is_ours(tokens: Sequence[str]) -> bool:
@@ -355,7 +355,7 @@ _REPEATED = ("--set", "--vary", "--member")
 
 
 def gather_overrides(tokens: Sequence[str]) -> list[str]:
-    """Moves every `--set`, `--vary` and `--member` behind `--`, from where TorchX passes it on unchanged.
+    """Moves every `--set`, `--vary` and `--member` behind `--`; TorchX passes them on unchanged from there.
 
     Args:
         tokens: component name and its flags; the name is required, since TorchX drops a `--` that comes first.
@@ -367,7 +367,7 @@ def gather_overrides(tokens: Sequence[str]) -> list[str]:
         ['rec.train.hybrid', '--', '--dry-run', '--set=a=1']
     """
     rest = list(tokens)
-    kept: list[str] = []
+    others: list[str] = []
     overrides: dict[str, None] = {}
     while rest:
         token = rest.pop(0)
@@ -378,10 +378,10 @@ def gather_overrides(tokens: Sequence[str]) -> list[str]:
             overrides.pop(token, None)
             overrides[token] = None
         else:
-            kept.append(token)
+            others.append(token)
     if not overrides:
-        return kept
-    return [*kept, *([] if "--" in kept else ["--"]), *overrides]
+        return others
+    return [*others, *([] if "--" in others else ["--"]), *overrides]
 
 
 def print_output(runner: Runner, app_handle: str, out: TextIO, err: TextIO) -> None:
@@ -413,7 +413,7 @@ def _copy(lines: Iterable[str], prefix: str, file: TextIO) -> None:
 
 
 def last_words(status: AppStatus | None) -> str:
-    """Returns the failed rank's error; the job's state where no rank reported one, e.g. after an unknown flag."""
+    """Returns the failed rank's error, or the job's state if no rank reported one, e.g. after an unknown flag."""
     if status is None or status.structured_error_msg == NONE:
         return f"the job ended as {'UNKNOWN' if status is None else status.state.name}; its own output above says why"
     message = json.loads(status.structured_error_msg).get("message")

@@ -52,7 +52,7 @@ def _train(argv: Sequence[str] | None) -> int:
 
 
 def check_elastic(job: Any, topology: str | None = None) -> None:
-    """Refuses settings that need one number of ranks, where the job trains on however many nodes are up.
+    """Refuses settings for a fixed number of ranks, if the job trains on however many nodes are up.
 
     Args:
         job: the job.

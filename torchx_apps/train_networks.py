@@ -71,7 +71,7 @@ def _config(options: argparse.Namespace) -> NetworksConfig:
 
 
 def listing(members: Sequence[MemberJob], groups: Sequence[RankGroup]) -> str:
-    """Returns a table of the members, the settings in which they differ, and the ranks that train each."""
+    """Formats the members as a table, with their differing settings and their ranks."""
     from tabulate import tabulate
 
     keys = differing(members)

@@ -81,7 +81,7 @@ def load_recipe(spec: str, built_in: Recipes | None = None) -> Any:
 
 
 def built_in_recipes() -> Recipes:
-    """Returns the recipes that train, by name: ``torchx_apps.recipes.RECIPES``.
+    """Returns the training recipes by name: ``torchx_apps.recipes.RECIPES``.
 
     Example:
         >>> "two_tower" in built_in_recipes()
@@ -93,7 +93,7 @@ def built_in_recipes() -> Recipes:
 
 
 def list_recipes(recipes: Recipes | None = None) -> str:
-    """Returns the name of each built-in recipe with the first line of its docstring, in lines that fit the terminal.
+    """Lists each built-in recipe with the first line of its docstring, in lines of the terminal's width.
 
     Args:
         recipes: recipes by name; those that train where not given.
@@ -138,7 +138,7 @@ def setting_keys(config: Any) -> list[SettingKey]:
 
 
 def most_used_keys(config: Any, count: int = 5) -> list[SettingKey]:
-    """Returns the keys of a config that users change most, the most used first.
+    """Returns a config's keys that users change most, the most used first.
 
     Example:
         >>> [key.path for key in most_used_keys(load_recipe("two_tower"), 2)]
@@ -188,14 +188,14 @@ def _described(key: SettingKey, column: int) -> str:
 
 
 def fill(text: str, indent: int) -> str:
-    """Breaks a text into lines that fit the terminal; the lines after the first are indented."""
+    """Breaks a text into lines of the terminal's width; the lines after the first are indented."""
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else _PIPE_COLUMNS
     width = max(columns, 2 * indent, 40)
     return textwrap.fill(text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 def build_parser(prog: str, description: str | None, *, trains: bool = True) -> argparse.ArgumentParser:
-    """Returns a parser of the flags that every app with a recipe has.
+    """Returns a parser with the flags common to all apps with a recipe.
 
     A wrong flag raises ValueError, so that the message is printed once and not by every rank.
 
@@ -234,7 +234,7 @@ def build_parser(prog: str, description: str | None, *, trains: bool = True) -> 
 
 
 def _folder(text: str) -> Path:
-    """Returns the path, if it is UTF-8, which JSON, protobuf and manifests need."""
+    """Returns the path; refuses one that is not UTF-8, as JSON, protobuf and manifests need it."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -243,7 +243,7 @@ def _folder(text: str) -> Path:
 
 
 class FlagParser(argparse.ArgumentParser):
-    """A parser that takes ``--run_dir`` for ``--run-dir``: TorchX spells a component's flags with underscores.
+    """A parser with ``--run_dir`` accepted as ``--run-dir``: TorchX spells a component's flags with underscores.
 
     Example:
         >>> parser = FlagParser(allow_abbrev=False)
@@ -310,10 +310,10 @@ def _import_file(file: Path, spec: str) -> ModuleType:
 
 def _check_callable_bare(recipe: Callable[[], Any], spec: str) -> None:
     parameters = inspect.signature(recipe).parameters.values()
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    if needed:
+    required = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if required:
         raise ValueError(
-            f"--recipe {spec}: it needs the argument {needed[0]!r}, and is called without any; give it a default"
+            f"--recipe {spec}: it needs the argument {required[0]!r}, and is called without any; give it a default"
         )
 
 
@@ -365,6 +365,6 @@ def _meanings(config: Any) -> dict[str, str]:
 
 
 def _plain(text: str) -> str:
-    """Removes Sphinx's markup, which means nothing in a terminal."""
+    """Removes Sphinx's markup, meaningless in a terminal."""
     without_roles = re.sub(r":[a-z]+:`[~!]?(?:[\w.]*\.)?(\w+)`", r"\1", " ".join(text.split()))
     return without_roles.replace("``", "")

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def is_path(deleted: str) -> bool:
-    """Whether the text of ``--delete`` names parquet files rather than ids; its form decides, not which files exist.
+    """Whether the text of ``--delete`` has the form of parquet paths rather than ids; no file need exist.
 
     Example:
         >>> is_path("gone.parquet"), is_path("gone/"), is_path("17,18")
@@ -52,5 +52,5 @@ def of_kind(deleted: Ids, kind: str) -> NDArray[Any]:
     try:
         return np.asarray([int(key) for key in deleted], np.int64)
     except (ValueError, OverflowError):
-        given = ", ".join(map(str, deleted[:5]))
-        raise ValueError(f"--delete: ids must be whole numbers like those of the store; got {given}") from None
+        examples = ", ".join(map(str, deleted[:5]))
+        raise ValueError(f"--delete: ids must be whole numbers like those of the store; got {examples}") from None

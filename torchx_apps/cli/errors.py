@@ -19,7 +19,7 @@ _FAULTS = {"CheckpointError", "RunFolderError", "StoreError", "StoreUnreachable"
 
 
 def record_error(error: BaseException) -> None:
-    """Writes this rank's error, in the words of `describe_error`, to the file where torchrun and TorchX look for it.
+    """Writes this rank's error, in the words of `describe_error`, to torchrun's and TorchX's error file.
 
     Does nothing where no file is named.
     """
@@ -38,7 +38,7 @@ def end_process(message: str) -> None:
 
 
 def _reply(message: str, details: str) -> bool:
-    """Writes the file in which torchrun looks for the error of a rank; returns False where it looks for none."""
+    """Writes torchrun's error file of a rank; returns False if torchrun named none."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return False
@@ -51,7 +51,7 @@ def _reply(message: str, details: str) -> bool:
 
 
 def describe_error(error: BaseException) -> str:
-    """Returns the text of an error, with its traceback where it is not the user's mistake.
+    """Returns the text of an error, with a traceback unless it is the user's mistake.
 
     Example:
         >>> print(describe_error(ValueError("loader.batch_size is 0; it must be at least 1")))

@@ -48,7 +48,7 @@ class LinkWatch:
 
 
 def end_when_lost(endpoint: str, end: Callable[[str], None]) -> None:
-    """Starts a thread that calls ``end`` with a message when this node is lost.
+    """Starts a thread to call ``end`` with a message when this node is lost.
 
     Args:
         endpoint: HOST:PORT where the nodes meet.
@@ -69,7 +69,7 @@ def end_when_lost(endpoint: str, end: Callable[[str], None]) -> None:
 
 
 def children_of(parent: int, processes: Path = Path("/proc")) -> int:
-    """Returns the number of running processes that a process has started; 0 where that cannot be seen."""
+    """Returns the number of a process's running child processes; 0 if that cannot be seen."""
     count = 0
     for stat in processes.glob("[0-9]*/stat"):
         with suppress(OSError, ValueError):  # the process has ended meanwhile

@@ -69,7 +69,7 @@ def type_name(hint: object) -> str:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Returns a question that names the nearest of some names, or nothing where none is near.
+    """Asks whether the nearest of some names was meant; empty if none is near.
 
     Example:
         >>> nearest("two_towr", ["two_tower", "ncf"])
@@ -92,7 +92,7 @@ def key_paths(config: object, prefix: str = "") -> Iterator[str]:
 
 
 def similar_keys(key: str, paths: Iterable[str]) -> str:
-    """Returns a question that names up to three keys whose last part resembles that of a key, or nothing.
+    """Asks whether one of up to three keys with a similar last part was meant; empty if there is none.
 
     Example:
         >>> paths = ["export", "train.epochs", "loader.batch_size", "optimizer.tables_lr", "optimizer.dense_lr"]
@@ -211,7 +211,7 @@ def apply_overrides(config: ConfigT, overrides: Iterable[str]) -> ConfigT:
 
 
 def field_hint(config: object, name: str) -> Any:
-    """Returns the type of one field; the others may name types that are imported for type checkers alone."""
+    """Returns the type of one field, without evaluating the others: they may need imports of type checkers."""
     for owner in type(config).__mro__:
         hint = vars(owner).get("__annotations__", {}).get(name)
         if hint is not None:
@@ -262,8 +262,8 @@ def _rebuild(config: object, tree: _Tree) -> object:
     try:
         return dataclasses.replace(config, **changes)  # type: ignore[type-var]
     except ValueError as error:
-        given = " ".join(f"--set {item}" for item in _items(tree))
-        raise ValueError(f"{given}: {error}") from error
+        settings = " ".join(f"--set {item}" for item in _items(tree))
+        raise ValueError(f"{settings}: {error}") from error
 
 
 def _items(tree: _Tree) -> list[str]:

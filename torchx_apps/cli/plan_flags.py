@@ -29,7 +29,7 @@ class TableSize(NamedTuple):
 
 
 def check_flags(options: argparse.Namespace, job: Job | None) -> None:
-    """Refuses flags that make no plan.
+    """Refuses flags unfit for a plan.
 
     Args:
         options: flags of rec.plan.
@@ -85,7 +85,7 @@ def parse_tables(text: str) -> list[TableSize]:
 
 
 def cluster_of(options: argparse.Namespace) -> Cluster:
-    """Returns the devices that the flags describe.
+    """Returns the devices described by the flags.
 
     Raises:
         ValueError: a number is impossible for a cluster.
@@ -105,7 +105,7 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
 
 
 def with_flags(plan: PlanConfig, options: argparse.Namespace) -> PlanConfig:
-    """Returns ``plan`` with the sharding type, kernel and cache that the flags ask for.
+    """Returns ``plan`` with the flags' sharding type, kernel and cache.
 
     Raises:
         ValueError: a flag is wrong.
@@ -125,7 +125,7 @@ def with_flags(plan: PlanConfig, options: argparse.Namespace) -> PlanConfig:
 
 
 def sharding_of(name: str) -> Sharding:
-    """Returns the sharding type of that name.
+    """Returns a sharding type by name.
 
     Raises:
         ValueError: there is none.

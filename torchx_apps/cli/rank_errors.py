@@ -8,8 +8,8 @@ from torchx_apps.cli.errors import record_error
 
 
 class RankErrorHandler(ErrorHandler):
-    """Writes this rank's error, in the words of `describe_error`, to the file where torchrun looks for it."""
+    """Writes this rank's error, in the words of `describe_error`, to torchrun's error file."""
 
     def record_exception(self, e: BaseException) -> None:
-        """Writes the reply file that torchrun named; does nothing where it named none."""
+        """Writes the reply file named by torchrun; does nothing if none is named."""
         record_error(e)

@@ -23,7 +23,7 @@ ENDED = 128 + signal.SIGTERM
 
 
 def once(first: Callable[[], None], later: Callable[[], None]) -> Callable[[int, FrameType | None], None]:
-    """Returns a signal handler that takes all signals within five seconds for one.
+    """Returns a signal handler that treats all signals within five seconds as one.
 
     Args:
         first: called at the first signal.
@@ -51,7 +51,7 @@ def once(first: Callable[[], None], later: Callable[[], None]) -> Callable[[int,
 
 @contextmanager
 def ending_the_block() -> Iterator[None]:
-    """Makes SIGTERM end the block as Ctrl-C does, so that unfinished files are removed, and then the process with 143.
+    """Makes SIGTERM end the block like Ctrl-C, to remove unfinished files, and then the process with 143.
 
     A rank beside others keeps the default handler where it has one: it may wait in a collective, and Python handles no
     signal before that returns. Python handles signals in the first thread alone; in another one the block changes
@@ -72,7 +72,7 @@ def ending_the_block() -> Iterator[None]:
 
 
 def at_hangup_too() -> None:
-    """Has SIGHUP, which comes when a terminal is closed, do what SIGTERM does here; under nohup it stays ignored."""
+    """Makes SIGHUP, sent when a terminal closes, act like SIGTERM here; under nohup it stays ignored."""
     if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
         signal.signal(signal.SIGHUP, lambda number, frame: os.kill(os.getpid(), signal.SIGTERM))
 
@@ -99,7 +99,7 @@ def end_where_no_child_runs() -> None:
 
 
 def end_now() -> None:
-    """Ends this process as an unhandled SIGTERM does; process 1, which ignores that, exits with 143."""
+    """Ends this process like an unhandled SIGTERM; process 1 ignores that and exits with 143."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGTERM)
     os._exit(ENDED)

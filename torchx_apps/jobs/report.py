@@ -323,12 +323,12 @@ class StageProgress:
                 flush=True,
             )
 
-    def _draw(self, stage: str, done: int, total: int) -> None:
+    def _draw(self, stage: str, count: int, total: int) -> None:
         if stage != self._stage:
             self.__exit__()
             unit: dict[str, Any] = {"unit": "B", "unit_scale": True} if stage in self._bytes_of else {"unit": " items"}
             self._bar, self._stage = tqdm(total=total, desc=stage, leave=False, **unit), stage
-        self._bar.update(done - self._bar.n)
+        self._bar.update(count - self._bar.n)
 
     def __enter__(self) -> StageProgress:
         return self

@@ -39,7 +39,7 @@ _PASSWORD_IN_ADDRESS = re.compile(
 
 
 def check_words(words: Sequence[str]) -> None:
-    """Refuses flags of a component that TorchX would change, or answer with an error that names no flag.
+    """Refuses a component's flags if TorchX would change them, or reject them without naming the flag.
 
     Args:
         words: the component's flags, as typed.
@@ -104,7 +104,7 @@ def _check_mounts(text: str) -> None:
 
 
 def check_app(app: AppDef, scheduler: str, *, workspace: str | None = None) -> list[str]:
-    """Refuses a job that its scheduler would not run, and one that shows a secret.
+    """Refuses a job if its scheduler would not run it, or if it shows a secret.
 
     Args:
         app: the job.
@@ -173,7 +173,7 @@ def _dockerfile(workspace: str) -> bool:
 
 
 def _check_names(role: Role) -> None:
-    """Refuses variables whose names no shell takes: a script of a scheduler has them unquoted."""
+    """Refuses variable names unfit for a shell: a script of a scheduler has them unquoted."""
     for name in role.env:
         if not _VARIABLE.fullmatch(name):
             raise ValueError(
@@ -204,7 +204,7 @@ def _check_secrets(role: Role, scheduler: str) -> None:
 
 
 def check_trackers(role: Role) -> None:
-    """Refuses a tracker's address with a password, which TorchX has put among the variables of a role.
+    """Refuses a tracker address with a password, since TorchX has put it among the variables of a role.
 
     Raises:
         ValueError: an address holds a password.
@@ -219,7 +219,7 @@ def check_trackers(role: Role) -> None:
 
 
 def is_secret(name: str) -> bool:
-    """Whether a variable of that name would hold a secret, and not the name of a file with one.
+    """Whether a variable of this name would hold a secret, not the name of a file with one.
 
     Example:
         >>> [is_secret(name) for name in ("REDIS_PASSWORD", "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "HF_TOKEN")]

@@ -43,7 +43,7 @@ def _deferred(name: str) -> Callable[..., Any]:
 
 
 def missing_package(scheduler: str, error: ModuleNotFoundError) -> str:
-    """Returns a message that names the package that a scheduler needs, and how to install it.
+    """Names a scheduler's missing package, and how to install it.
 
     Example:
         >>> missing_package("kubernetes", ModuleNotFoundError("", name="kubernetes.client"))[:81]
@@ -58,16 +58,16 @@ def missing_package(scheduler: str, error: ModuleNotFoundError) -> str:
 
 @contextlib.contextmanager
 def _runner(address: str) -> Iterator[Runner]:
-    """A runner, whose errors of a user end the command in one line.
+    """A runner; a user's mistake ends the command with one line.
 
     Args:
         address: the job's address, or the scheduler's name.
     """
-    known, (scheduler, mark, _) = schedulers(), address.partition("://")
+    by_name, (scheduler, mark, _) = schedulers(), address.partition("://")
     try:
-        if mark and scheduler not in known:
-            raise ValueError(f"{address}: there is no scheduler {scheduler}; known are {', '.join(known)}")
-        with Runner(_SESSION, known) as runner:
+        if mark and scheduler not in by_name:
+            raise ValueError(f"{address}: there is no scheduler {scheduler}; known are {', '.join(by_name)}")
+        with Runner(_SESSION, by_name) as runner:
             yield runner
         return
     except UnknownAppException:
@@ -148,6 +148,6 @@ class TrackerCommand(CmdTracker):  # type: ignore[misc]
             super().list_metadata_command(args)
 
     def list_artifacts_command(self, args: argparse.Namespace) -> None:
-        """Prints the paths of what a run has left."""
+        """Prints the paths of a run's artifacts."""
         with _readable_tracker():
             super().list_artifacts_command(args)

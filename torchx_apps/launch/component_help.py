@@ -71,7 +71,7 @@ class Component:
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
-        """The flags, by name; without ``args``, which are the app's."""
+        """The flags by name, without ``args``, which belong to the app."""
         parameters = inspect.signature(self.function).parameters.values()
         return {p.name: p for p in parameters if p.kind is not p.VAR_POSITIONAL}
 
@@ -107,7 +107,7 @@ class Component:
         return f"--{name}{equals}{value}"
 
     def app(self) -> AppDef:
-        """Returns an AppDef of the component, with a placeholder for each flag that has no default."""
+        """Returns an AppDef of the component, with a placeholder for each flag without a default."""
         required = [p.name for p in self.parameters.values() if p.default is p.empty]
         return self.function(**dict.fromkeys(required, "-"))
 

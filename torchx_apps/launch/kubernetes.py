@@ -48,9 +48,9 @@ class KubernetesScheduler(upstream.KubernetesScheduler):  # type: ignore[misc]
         with warnings.catch_warnings():
             # That Volcano 1.4 does not restart; here the job's own policies do.
             warnings.filterwarnings("ignore", r"\s*Role .* configured with restarts")
-            made = super()._submit_dryrun(app, cfg)
-        complete(made.request.resource, app, secret=cfg.get("secret"), run_as=cfg.get("run_as"))
-        return made
+            info = super()._submit_dryrun(app, cfg)
+        complete(info.request.resource, app, secret=cfg.get("secret"), run_as=cfg.get("run_as"))
+        return info
 
     def _api_client(self) -> Any:
         with warnings.catch_warnings():
@@ -73,7 +73,7 @@ class KubernetesScheduler(upstream.KubernetesScheduler):  # type: ignore[misc]
             return str(super().schedule(dryrun_info))
 
     def describe(self, app_id: str) -> DescribeAppResponse | None:
-        """Returns the job's state; None where the cluster has no such job.
+        """Returns the job's state; None if the cluster has no such job.
 
         Raises:
             ValueError: the cluster does not answer, or does not tell it.
@@ -98,7 +98,7 @@ class KubernetesScheduler(upstream.KubernetesScheduler):  # type: ignore[misc]
             return super().log_iter(app_id, *args, **options)
 
     def list(self) -> list[ListAppResponse]:
-        """Returns the jobs of the namespace of the kubeconfig's context, of ``default`` where it names none.
+        """Returns the jobs in the namespace of the kubeconfig's context, by default ``default``.
 
         Raises:
             ValueError: the cluster does not answer, or does not list them.
@@ -123,7 +123,7 @@ class KubernetesScheduler(upstream.KubernetesScheduler):  # type: ignore[misc]
 
     @contextmanager
     def _readable(self, what: str) -> Iterator[None]:
-        """Makes one line of what the cluster refuses, and of a cluster that does not answer."""
+        """Turns a refusal of the cluster, or a cluster without an answer, into one line."""
         from kubernetes.client.rest import ApiException
         from kubernetes.config import ConfigException
         from urllib3.exceptions import HTTPError
@@ -163,7 +163,7 @@ class KubernetesScheduler(upstream.KubernetesScheduler):  # type: ignore[misc]
 
 
 def complete(job: dict[str, Any], app: AppDef, *, secret: str | None = None, run_as: str | None = None) -> None:
-    """Adds to TorchX's Volcano job what TorchX cannot say.
+    """Adds settings to TorchX's Volcano job that TorchX cannot express.
 
     Args:
         job: the manifest; changed in place.
@@ -192,7 +192,7 @@ def complete(job: dict[str, Any], app: AppDef, *, secret: str | None = None, run
 
 
 def _policies(retries: bool, elastic: bool) -> list[dict[str, Any]]:
-    """Returns what Volcano does at the end of a pod, of whose rules the first that applies counts."""
+    """Returns Volcano's rules for the end of a pod; the first one that applies counts."""
     if retries:
         return [
             {"exitCode": MISTAKE, "action": "TerminateJob"},
@@ -235,8 +235,8 @@ def _complete_pod(pod: V1Pod, secret: str | None, run_as: str | None) -> None:
     container.security_context.read_only_root_filesystem = True
     spec.volumes.append(models.V1Volume(name="scratch", empty_dir=models.V1EmptyDirVolumeSource()))
     container.volume_mounts.append(models.V1VolumeMount(name="scratch", mount_path=_SCRATCH))
-    given = {variable.name for variable in container.env}
-    container.env += [models.V1EnvVar(name=name, value=_SCRATCH) for name in ("HOME", "TMPDIR") if name not in given]
+    names = {variable.name for variable in container.env}
+    container.env += [models.V1EnvVar(name=name, value=_SCRATCH) for name in ("HOME", "TMPDIR") if name not in names]
 
 
 def _message(body: str | None) -> str:
@@ -247,7 +247,7 @@ def _message(body: str | None) -> str:
 
 
 def service_files(app: AppDef, cfg: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns what makes ``rec.serve.http`` a service of Kubernetes: a Deployment, a Service, a disruption budget.
+    """Returns the objects to run ``rec.serve.http`` on Kubernetes: a Deployment, a Service, a disruption budget.
 
     A rolling update and a drained node lose no request: a new pod answers before an old one ends, and an old one
     answers for the seconds of ``--linger`` after the cluster has been told to send it nothing more.
@@ -312,7 +312,7 @@ def _check_service(role: Role) -> None:
 
 
 def _as_server(pod: V1Pod, labels: Mapping[str, str], flags: Mapping[str, str], token: str | None) -> None:
-    """Makes a job's pod one that stays, is asked whether it is ready, and ends after its last answer."""
+    """Makes a job's pod a server: it stays, answers probes for readiness, and ends after its last answer."""
     from kubernetes.client import models
 
     pod.metadata = models.V1ObjectMeta(labels=labels)

@@ -74,8 +74,8 @@ class SlurmScheduler(upstream.SlurmScheduler):  # type: ignore[misc]
         return options
 
     def _submit_dryrun(self, app: AppDef, cfg: Mapping[str, Any]) -> AppDryRunInfo[Any]:
-        made = super()._submit_dryrun(app, cfg)
-        request = made.request
+        info = super()._submit_dryrun(app, cfg)
+        request = info.request
         if cfg.get("dependency"):  # without the second option the job would stay in the queue for ever
             request.cmd += [f"--dependency={cfg['dependency']}", "--kill-on-invalid-dep=yes"]
         for replica in request.replicas.values():
@@ -109,13 +109,13 @@ class SlurmScheduler(upstream.SlurmScheduler):  # type: ignore[misc]
         entries = _queued("-j", app_id)
         if entries:
             return _described(app_id, entries)
-        asked = _ask("sacct", "--noheader", "-j", app_id)
-        if asked.returncode == 0 and asked.stdout.strip():
+        answer = _ask("sacct", "--noheader", "-j", app_id)
+        if answer.returncode == 0 and answer.stdout.strip():
             return super().describe(app_id)
         return _ended(app_id, Path(upstream._get_job_dirs().get(app_id) or "."))
 
     def list(self) -> list[ListAppResponse]:
-        """Returns the jobs of the accounting, or where there is none this user's in the queue."""
+        """Returns the jobs of the accounting; without accounting, this user's jobs in the queue."""
         entries = _accounted()
         if entries is None:
             entries = _queued("-u", getpass.getuser())
@@ -133,7 +133,7 @@ class SlurmScheduler(upstream.SlurmScheduler):  # type: ignore[misc]
         should_tail: bool = False,
         streams: Stream | None = None,
     ) -> Iterable[str]:
-        """Returns the lines of a node; those of stdout and of stderr where ``streams`` names none of them."""
+        """Returns the lines of a node; of both stdout and stderr unless ``streams`` names one."""
         both = streams in (None, Stream.COMBINED)
         name = f"slurm-{app_id}-{role_name}-{k}"
         folder = upstream._get_job_dirs().get(app_id) or "."
@@ -155,7 +155,7 @@ class SlurmScheduler(upstream.SlurmScheduler):  # type: ignore[misc]
 
 
 class _SeldomAsked:
-    """A scheduler that asks for a job's state every five seconds; TorchX's reader of a log asks ten times a second."""
+    """Asks a scheduler for a job's state every five seconds; TorchX's reader of a log asks ten times a second."""
 
     def __init__(self, scheduler: SlurmScheduler) -> None:
         self._scheduler, self._asked_s = scheduler, -math.inf
@@ -215,9 +215,9 @@ class NodeSize:
 
 
 def nodes_of(partition: str | None) -> list[NodeSize]:
-    """Returns the nodes of a partition, of the default one where none is named; none where Slurm does not answer."""
-    asked = _ask("sinfo", "--noheader", "--Node", "--noconvert", "--format", "%P|%c|%m|%G")
-    rows = [line.strip().split("|") for line in asked.stdout.splitlines() if line.count("|") == 3]
+    """Returns the nodes of a partition, by default of the default one; none if Slurm does not answer."""
+    answer = _ask("sinfo", "--noheader", "--Node", "--noconvert", "--format", "%P|%c|%m|%G")
+    rows = [line.strip().split("|") for line in answer.stdout.splitlines() if line.count("|") == 3]
     return [
         NodeSize(cpus=int(cpus.rstrip("+")), memory=int(memory.rstrip("+M")), gpus=count_gpus(gres))
         for name, cpus, memory, gres in rows
@@ -236,7 +236,7 @@ def count_gpus(gres: str) -> int:
 
 
 def check_partition(role: Role, nodes: Sequence[NodeSize]) -> None:
-    """Refuses a job that would wait for ever, since the partition has too few nodes that could run it.
+    """Refuses a job that would wait for ever, because the partition has too few nodes to run it.
 
     Args:
         role: the role, each of whose replicas takes a node.
@@ -256,19 +256,19 @@ def check_partition(role: Role, nodes: Sequence[NodeSize]) -> None:
     resource = role.resource
     if not nodes or resource == NONE:
         return
-    asked = {"gpus": resource.gpu, "cpus": resource.cpu, "memory": resource.memMB}
+    needs = {"gpus": resource.gpu, "cpus": resource.cpu, "memory": resource.memMB}
     flags = {"cpus": "--cpu", "memory": "--memMB", "gpus": "--gpu"}
     remedy = "ask for less, or for another one: -cfg partition=NAME"
     if max(node.memory for node in nodes) <= 1000:  # TorchX asks for no memory where Slurm was not told of any
-        asked["memory"] = 0
-    for name, count in asked.items():
+        needs["memory"] = 0
+    for name, count in needs.items():
         largest = max(getattr(node, name) for node in nodes)
         if count > largest:
             raise ValueError(f"{flags[name]} {count}: the partition's largest node has {largest}; {remedy}")
-    able = sum(all(getattr(node, name) >= count for name, count in asked.items()) for node in nodes)
+    able = sum(all(getattr(node, name) >= count for name, count in needs.items()) for node in nodes)
     if role.num_replicas > able:
         raise ValueError(
-            f"-j: {role.num_replicas} nodes with {asked['cpus']} CPUs, {asked['memory']} MiB and {asked['gpus']} GPUs "
+            f"-j: {role.num_replicas} nodes with {needs['cpus']} CPUs, {needs['memory']} MiB and {needs['gpus']} GPUs "
             f"each, and the partition has {able} such nodes; {remedy}"
         )
 
@@ -285,7 +285,7 @@ class _Entry:
 
     @property
     def app_state(self) -> AppState:
-        """TorchX's state; UNKNOWN for one that a newer Slurm has."""
+        """TorchX's state; UNKNOWN for a state of a newer Slurm."""
         return _STATES.get(self.state, AppState.UNKNOWN)
 
 
@@ -305,9 +305,9 @@ def _ask(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def _queued(*which: str) -> list[_Entry]:
-    """Returns what squeue knows, also of jobs that have ended in the last minutes."""
-    asked = _ask("squeue", "--noheader", "--states=all", "--format", "%i|%T|%j|%Z|%r", *which)
-    rows = [line.strip().split("|") for line in asked.stdout.splitlines() if line.count("|") == 4]
+    """Returns squeue's entries, also of jobs ended in the last minutes."""
+    answer = _ask("squeue", "--noheader", "--states=all", "--format", "%i|%T|%j|%Z|%r", *which)
+    rows = [line.strip().split("|") for line in answer.stdout.splitlines() if line.count("|") == 4]
     return [
         _Entry(job=job.partition("+")[0], state=state, name=name, folder=folder, reason=reason)
         for job, state, name, folder, reason in sorted(rows)
@@ -316,10 +316,10 @@ def _queued(*which: str) -> list[_Entry]:
 
 def _accounted() -> list[_Entry] | None:
     """Returns all jobs of the accounting; None if Slurm has none. TorchX's own list ends at a state new to it."""
-    asked = _ask("sacct", "--noheader", "-X", "--parsable2", "--starttime=1970-01-01", "--format=JobID,State")
-    if asked.returncode:
+    answer = _ask("sacct", "--noheader", "-X", "--parsable2", "--starttime=1970-01-01", "--format=JobID,State")
+    if answer.returncode:
         return None
-    rows = [line.strip().split("|") for line in asked.stdout.splitlines() if line.count("|") == 1]
+    rows = [line.strip().split("|") for line in answer.stdout.splitlines() if line.count("|") == 1]
     return [  # a state may have more words, such as CANCELLED by 1000
         _Entry(job=job.partition("+")[0], state=state.partition(" ")[0], name="", folder="", reason="")
         for job, state in rows
@@ -348,7 +348,7 @@ def _described(app_id: str, entries: Sequence[_Entry]) -> DescribeAppResponse:
 
 
 def _ended(app_id: str, folder: Path) -> DescribeAppResponse | None:
-    """Describes a job that the queue has forgotten, minutes after its end, by the files that it has left."""
+    """Describes a job from its files, after the queue has forgotten it, minutes after its end."""
     output = folder / f"slurm-{app_id}.out"
     codes = re.findall(
         r"^job exited with code (\d+)$", output.read_text(errors="replace") if output.exists() else "", re.M

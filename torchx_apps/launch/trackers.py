@@ -41,7 +41,7 @@ def split_figures(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple
 
 
 class MLflowTracker(TrackerBase):  # type: ignore[misc]
-    """MLflow: a run for each TorchX run, of the experiment that MLFLOW_EXPERIMENT_NAME names, else ``torchrec_ext``.
+    """MLflow: a run for each TorchX run, in the experiment MLFLOW_EXPERIMENT_NAME, by default ``torchrec_ext``.
 
     Args:
         address: address of the server or store; the variable MLFLOW_TRACKING_URI says it where None.
@@ -60,14 +60,16 @@ class MLflowTracker(TrackerBase):  # type: ignore[misc]
         self._ids: dict[str, str] = {}
 
     def add_metadata(self, run_id: str, **kwargs: object) -> None:
-        """Writes settings as parameters and figures as metrics; a parameter that changes becomes a tag too."""
+        """Writes settings as parameters and figures as metrics; a changed parameter becomes a tag too."""
         from mlflow.entities import Metric, Param, RunTag
 
         settings, figures = split_figures({_mlflow_name(key): value for key, value in kwargs.items()})
         inside, now = self._inside(run_id, create=True), int(time.time() * 1e3)
-        kept = self._client.get_run(inside).data.params
-        params = [Param(key, str(value)) for key, value in settings.items() if key not in kept]
-        tags = [RunTag(key, str(value)) for key, value in settings.items() if kept.get(key, str(value)) != str(value)]
+        recorded = self._client.get_run(inside).data.params
+        params = [Param(key, str(value)) for key, value in settings.items() if key not in recorded]
+        tags = [
+            RunTag(key, str(value)) for key, value in settings.items() if recorded.get(key, str(value)) != str(value)
+        ]
         metrics = [Metric(name, value, now, step or 0) for name, value, step in figures]
         self._client.log_batch(inside, metrics, [], tags)
         for first in range(0, len(params), 100):  # as many as MLflow takes at once
@@ -90,16 +92,16 @@ class MLflowTracker(TrackerBase):  # type: ignore[misc]
         return {name: TrackerArtifact(name, path, None) for name, path in self._tags(run_id, "artifact.")}
 
     def add_source(self, run_id: str, source_id: str, artifact_name: str | None = None) -> None:
-        """Notes which run this one began with."""
+        """Records the run from which this one began."""
         self._client.set_tag(self._inside(run_id, create=True), f"source.{artifact_name or ''}", source_id)
 
     def sources(self, run_id: str, artifact_name: str | None = None) -> Iterable[TrackerSource]:
-        """Returns the runs that this one began with."""
+        """Returns the runs from which this one began."""
         sources = [TrackerSource(source, name or None) for name, source in self._tags(run_id, "source.")]
         return [source for source in sources if artifact_name in (None, source.artifact_name)]
 
     def run_ids(self, **kwargs: str | None) -> Iterable[str]:
-        """Returns the names of all runs, or of those that began with the run ``parent_run_id``."""
+        """Returns the names of all runs, or of the runs begun from ``parent_run_id``."""
         names = [run.info.run_name for run in self._client.search_runs([self._experiment])]
         parent = kwargs.get("parent_run_id")
         return [name for name in names if not parent or parent in {each.source_run_id for each in self.sources(name)}]
@@ -129,13 +131,13 @@ class MLflowTracker(TrackerBase):  # type: ignore[misc]
             runs = self._client.search_runs([self._experiment], f"attributes.run_name = '{name}'")
             if not runs and not create:
                 raise ValueError(f"MLflow has no run {name}; `torchx tracker list jobs` lists those that it has")
-            made = runs[0] if runs else self._client.create_run(self._experiment, run_name=name)
-            self._ids[run_id] = made.info.run_id
+            run = runs[0] if runs else self._client.create_run(self._experiment, run_name=name)
+            self._ids[run_id] = run.info.run_id
         return self._ids[run_id]
 
 
 def _mlflow_name(key: str) -> str:
-    """Returns a name that MLflow takes.
+    """Returns the key as a name allowed by MLflow.
 
     Example:
         >>> _mlflow_name("test.hr@10")
@@ -173,11 +175,11 @@ class WandbTracker(TrackerBase):  # type: ignore[misc]
         self._run(run_id).config.update({f"artifact.{name}": path}, allow_val_change=True)
 
     def add_source(self, run_id: str, source_id: str, artifact_name: str | None = None) -> None:
-        """Notes which run this one began with."""
+        """Records the run from which this one began."""
         self._run(run_id).config.update({f"source.{artifact_name or 'run'}": source_id}, allow_val_change=True)
 
     def close(self) -> None:
-        """Ends the runs of this process, and sends what is left."""
+        """Ends the runs of this process, and sends any remaining data."""
         for run in self._runs.values():
             run.finish()
 

@@ -57,16 +57,16 @@ def members_of(base: Any, vary: Sequence[str], listed: Sequence[str], *, own_row
         ...
         ValueError: --vary optimizer.dense_l=1e-3: there is no key 'dense_l'; did you mean ...dense_lr?
     """
-    asked = [("--vary", _grid_name(changes, vary), changes) for changes in _grid(vary)]
-    asked += [("--member", *_listed(item)) for item in listed]
-    if not asked:
+    requests = [("--vary", _grid_name(changes, vary), changes) for changes in _grid(vary)]
+    requests += [("--member", *_listed(item)) for item in listed]
+    if not requests:
         raise ValueError(
             "no member: give --vary KEY=VALUE,VALUE once or more for all combinations, or --member NAME:KEY=VALUE,... "
             "for each network; `python -m torchx_apps.train --recipe NAME` trains one"
         )
-    made = [MemberJob(name, changes, _job(base, flag, changes, own_rows)) for flag, name, changes in asked]
-    _check(made)
-    return made
+    members = [MemberJob(name, changes, _job(base, flag, changes, own_rows)) for flag, name, changes in requests]
+    _check(members)
+    return members
 
 
 def _grid(vary: Sequence[str]) -> list[tuple[str, ...]]:
@@ -86,7 +86,7 @@ def _grid(vary: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def _grid_name(changes: Sequence[str], vary: Sequence[str]) -> str:
-    """Makes a member's name of the last part of each key, or the whole key where two end alike."""
+    """Makes a member's name from the last part of each key, or from the whole key if two end alike."""
     keys = [change.partition("=")[0] for change in changes]
     last = Counter(key.rpartition(".")[2] for key in keys)
     parts = []
@@ -136,15 +136,15 @@ def _check(members: Sequence[MemberJob]) -> None:
 
 
 def differing(members: Sequence[MemberJob]) -> list[str]:
-    """Returns the keys that some member changes, in the order of their first use."""
+    """Returns the keys changed by any member, in the order of their first use."""
     return list(dict.fromkeys(change.partition("=")[0] for member in members for change in member.changes))
 
 
 def setting(member: MemberJob, key: str) -> str:
-    """Returns a member's value for a key, as it was given or as the recipe has it."""
-    given = {change.partition("=")[0]: change.partition("=")[2] for change in member.changes}
-    if key in given:
-        return given[key]
+    """Returns a member's value for a key: its own, else the recipe's."""
+    changes = {change.partition("=")[0]: change.partition("=")[2] for change in member.changes}
+    if key in changes:
+        return changes[key]
     value = member.job
     for attribute in key.split("."):
         value = getattr(value, attribute)
@@ -152,7 +152,7 @@ def setting(member: MemberJob, key: str) -> str:
 
 
 def named(names: Sequence[str], pattern: str, flag: str) -> list[str]:
-    """Returns the members that a name, or a pattern with * and ?, stands for.
+    """Returns the members matching a name, or a pattern with * and ?.
 
     Raises:
         ValueError: there is none; the message names the nearest.
@@ -214,11 +214,11 @@ def place(names: Sequence[str], world_size: int, groups: str = "") -> list[RankG
                 f"--groups {item}: there is no rank {missing[0]}; the job has ranks 0 to {world_size - 1}: start more "
                 "with -j, or name one of these"
             )
-        chosen = [name for pattern in members.split("+") for name in named(names, pattern, f"--groups {item}")]
-        members_by_ranks.setdefault(ranks, []).extend(chosen)
-    made = [RankGroup(tuple(members), ranks) for ranks, members in members_by_ranks.items()]
-    _check_of_rank_groups(made, names, world_size)
-    return made
+        matches = [name for pattern in members.split("+") for name in named(names, pattern, f"--groups {item}")]
+        members_by_ranks.setdefault(ranks, []).extend(matches)
+    rank_groups = [RankGroup(tuple(members), ranks) for ranks, members in members_by_ranks.items()]
+    _check_of_rank_groups(rank_groups, names, world_size)
+    return rank_groups
 
 
 def _dealt(names: Sequence[str], world_size: int) -> list[RankGroup]:
@@ -245,10 +245,10 @@ def _ranks(text: str) -> tuple[int, ...]:
 
 def _check_of_rank_groups(groups: Sequence[RankGroup], names: Sequence[str], world_size: int) -> None:
     for things, singular, many in ((names, "member", "members"), (range(world_size), "rank", "ranks")):
-        placed = [thing for group in groups for thing in getattr(group, many)]
-        if twice := [thing for thing in things if placed.count(thing) > 1]:
+        members = [thing for group in groups for thing in getattr(group, many)]
+        if twice := [thing for thing in things if members.count(thing) > 1]:
             raise ValueError(f"--groups: {singular} {twice[0]} is in two groups; groups share no {singular}")
-        if missing := [thing for thing in things if thing not in placed]:
+        if missing := [thing for thing in things if thing not in members]:
             remedy = "give it ranks" if singular == "member" else "give it a member, or start fewer ranks with -j"
             raise ValueError(f"--groups: {singular} {missing[0]} is in no group; {remedy}")
 
@@ -259,7 +259,7 @@ def group_of(groups: Sequence[RankGroup], rank: int) -> RankGroup:
 
 
 class World:
-    """All ranks of the job, which exchange texts through a store; each group becomes a torch world of its own later.
+    """All ranks of the job, with a store to exchange texts; each group becomes a torch world of its own later.
 
     Args:
         environ: environment that torchrun set; without RANK there is one rank.
@@ -300,21 +300,21 @@ class World:
         self._store.set(f"host/{name}/{self.rank}", f"{socket.gethostname()}:{self._local}")
         hosts = {rank: self._told(f"host/{name}/{rank}").rpartition(":") for rank in group.ranks}
         host = hosts[self.rank][0]
-        beside = [rank for rank in group.ranks if hosts[rank][0] == host]
+        local_ranks = [rank for rank in group.ranks if hosts[rank][0] == host]
         address, _, port = self._told(f"address/{name}").rpartition(":")
         self._environ.update(
             RANK=str(index),
             WORLD_SIZE=str(len(group.ranks)),
-            LOCAL_RANK=str(beside.index(self.rank)),
-            LOCAL_WORLD_SIZE=str(len(beside)),
+            LOCAL_RANK=str(local_ranks.index(self.rank)),
+            LOCAL_WORLD_SIZE=str(len(local_ranks)),
             MASTER_ADDR=address,
             MASTER_PORT=port,
             TORCHELASTIC_USE_AGENT_STORE="False",
         )
-        self._environ.update(_of_local_ranks(self._gpus, [int(hosts[rank][2]) for rank in beside]))
+        self._environ.update(_of_local_ranks(self._gpus, [int(hosts[rank][2]) for rank in local_ranks]))
 
     def widen(self) -> None:
-        """Restores this process's rank in the whole job, by which an error names it."""
+        """Restores this process's rank in the whole job, for error messages."""
         if self.size > 1:
             self._environ["RANK"] = str(self.rank)
 
@@ -323,11 +323,11 @@ class World:
         self._store.set(key, text)
 
     def told(self, keys: Sequence[str]) -> list[str]:
-        """Waits for the texts of all keys and returns them; a rank that fails ends the job, and this wait with it."""
+        """Waits for the texts of all keys and returns them; a failing rank ends the job, and this wait with it."""
         return [self._told(key) for key in keys]
 
     def gathered(self, value: Any) -> list[Any]:
-        """Returns the values of all ranks, which JSON can hold, in rank order; all ranks call it together."""
+        """Returns the values of all ranks in rank order; values must fit JSON, and all ranks call it together."""
         self._gathers += 1
         self.tell(f"gathered/{self._gathers}/{self.rank}", json.dumps(value))
         return [
@@ -342,14 +342,14 @@ class World:
 
 
 def _address(environ: Mapping[str, str]) -> str:
-    """Returns the address at which other ranks reach this host: on one host, as the job itself says."""
+    """Returns the address for other ranks to reach this host: on one host, the job's own."""
     if environ.get("WORLD_SIZE") == environ.get("LOCAL_WORLD_SIZE"):
         return environ.get("MASTER_ADDR", "127.0.0.1")
     return socket.getfqdn()
 
 
 def _of_local_ranks(gpus: int, local_ranks: Sequence[int]) -> dict[str, str]:
-    """Returns the variables that tell ``Runtime.start`` the GPU of each of a group's ranks on one host.
+    """Returns the variables to tell ``Runtime.start`` the GPU of each of a group's ranks on one host.
 
     CUDA_VISIBLE_DEVICES would change nothing: fbgemm's import has initialised CUDA. With more processes than GPUs,
     groups of one rank share them in turn; for others there is nothing to choose.

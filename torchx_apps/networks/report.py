@@ -53,7 +53,7 @@ class Result:
 def result_of(
     name: str, history: Sequence[Record], figures: dict[str, float], seconds: float, ranks: Sequence[int], folder: str
 ) -> Result:
-    """Returns the result of a member, read from its records; epochs of earlier releases, which began at 0, shifted."""
+    """Returns the result of a member from its records; epochs of earlier releases began at 0 and are shifted."""
     restored = any(record["kind"] == "restore" for record in history)
     shift = int(any(record["epoch"] == 0 for record in history))
     history = [
@@ -78,30 +78,30 @@ def result_of(
 
 
 def read_result(member: MemberJob, folder: Path, seconds: float | None, ranks: Sequence[int]) -> Result:
-    """Returns the result of a member, read from its run folder, with its seconds where ``seconds`` is None."""
+    """Returns the result of a member from its run folder, with the folder's seconds if ``seconds`` is None."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     summary = folder / "summary.json"
-    told = json.loads(summary.read_text()) if summary.exists() else {}
-    took = told.get("seconds", 0.0) if seconds is None else seconds
-    return result_of(member.name, records, told.get("test", {}), took, ranks, str(folder))
+    saved = json.loads(summary.read_text()) if summary.exists() else {}
+    duration = saved.get("seconds", 0.0) if seconds is None else seconds
+    return result_of(member.name, records, saved.get("test", {}), duration, ranks, str(folder))
 
 
 def report_networks_start(task: Task, runtime: Runtime, members: Sequence[str], loaders: int) -> None:
-    """Prints the data, and which members are one stack."""
+    """Prints the data, and the members of the stack."""
     print(describe_data(task))
-    read = "one loader read once for all" if loaders == 1 else f"{loaders} loaders"
+    text = "one loader read once for all" if loaders == 1 else f"{loaders} loaders"
     print(
-        f"stack of {len(members)} on {runtime.device.type}, {runtime.threads} thread(s), {read}: {', '.join(members)}",
+        f"stack of {len(members)} on {runtime.device.type}, {runtime.threads} thread(s), {text}: {', '.join(members)}",
         flush=True,
     )
 
 
 class StackProgress:
-    """Prints a line for all members of a stack at each of their evaluations, and one for each member that ends."""
+    """Prints a line for all members of a stack at each of their evaluations, and one for each member at its end."""
 
     def __init__(self, members: Sequence[str]) -> None:
         self._active = list(members)
-        self._seen: dict[str, Record] = {}
+        self._records: dict[str, Record] = {}
 
     def show(self, name: str, record: Record) -> None:
         """Takes one record of one member."""
@@ -111,8 +111,8 @@ class StackProgress:
         if record["kind"] == "restore":
             print(f"{name}: {record['message']}", flush=True)
         if record["kind"] == "train":
-            self._seen[name] = record
-        here = {member: found for member, found in self._seen.items() if found["step"] == record["step"]}
+            self._records[name] = record
+        here = {member: found for member, found in self._records.items() if found["step"] == record["step"]}
         if record["kind"] == "train" and set(here) == set(self._active):
             losses = [found["loss"] for found in here.values()]
             rate = sum(found["rows_per_s"] for found in here.values())
@@ -125,7 +125,7 @@ class StackProgress:
 
 
 def chosen_by(members: Sequence[MemberJob], results: Sequence[Result]) -> tuple[str, str, bool]:
-    """Returns the figure that chooses the best, its part (``validation`` or ``test``), and whether higher is better."""
+    """Returns the figure to choose the best by, its part (``validation`` or ``test``), and whether higher is better."""
     job: Job = members[0].job
     part = "validation" if all(result.validation for result in results if result.test) else "test"
     stop = job.train.early_stop
@@ -140,14 +140,16 @@ def _figures(result: Result, part: str) -> dict[str, float]:
     if part == "test":
         return result.test
     # The evaluation whose weights the member has: the best where an early stop went back to it.
-    chosen = [record for record in result.validation if record.get("best")] if result.restored else []
+    best_records = [record for record in result.validation if record.get("best")] if result.restored else []
     return {
-        name: value for name, value in (chosen or result.validation or [{}])[-1].items() if isinstance(value, float)
+        name: value
+        for name, value in (best_records or result.validation or [{}])[-1].items()
+        if isinstance(value, float)
     }
 
 
 def best_of(members: Sequence[MemberJob], results: Sequence[Result]) -> Result | None:
-    """Returns the member with the best last validation figure, else test figure; None where all diverged."""
+    """Returns the member with the best last validation figure, else test figure; None if all diverged."""
     name, part, higher = chosen_by(members, results)
     able = [result for result in results if name in _figures(result, part) and result.ended != "diverged"]
     return max(able, key=lambda result: _figures(result, part)[name] * (1 if higher else -1), default=None)
@@ -161,9 +163,9 @@ def table(members: Sequence[MemberJob], results: Sequence[Result]) -> str:
     figures = list(dict.fromkeys(figure for result in results for figure in result.test))
     rows = []
     for member, result in zip(members, results, strict=True):
-        chosen = _figures(result, part).get(name)
+        value = _figures(result, part).get(name)
         row = [f"{member.name} *" if result is best else member.name, *(setting(member, key) for key in keys)]
-        row += [_number(chosen)] if part == "validation" else []
+        row += [_number(value)] if part == "validation" else []
         row += [_number(result.test.get(figure)) for figure in figures]
         rows.append([*row, str(result.epochs), result.ended, f"{result.seconds:.1f}"])
     headers = ["member", *keys, *([f"validation {name}"] if part == "validation" else [])]

@@ -68,7 +68,7 @@ def run_networks(
 
 
 def _begin(recipe: str, run_dir: Path | None, config: NetworksConfig, world: World) -> tuple[Path, NetworksConfig]:
-    """Makes the job's folder on rank 0, and returns it and the settings with which all ranks begin."""
+    """Makes the job's folder on rank 0; returns it and the settings for all ranks to begin with."""
     world.tell(f"restarted/{world.rank}", "yes" if restarted() else "")
     if world.rank == 0:
         counted = any(world.told([f"restarted/{rank}" for rank in range(world.size)]))
@@ -84,7 +84,7 @@ def _begin(recipe: str, run_dir: Path | None, config: NetworksConfig, world: Wor
 
 
 def _in_its_own_folder(member: MemberJob) -> MemberJob:
-    """Gives each network a folder of checkpoints of its own, even where one folder is given for all."""
+    """Gives each network a folder of checkpoints of its own, even if one folder is set for all."""
     saved = member.job.checkpoint
     if not saved.folder:
         return member
@@ -119,12 +119,12 @@ class _Group:
                 f"{list(self._group.members)} on ranks {list(self._group.ranks)}: members are stacked on one rank, two "
                 "or more of them; place them so with --groups, or leave out --stack require and --codistill"
             )
-        done = {result.name for result in results}
-        results += [self._train_alone(member) for member in self._members if member.name not in done]
+        finished = {result.name for result in results}
+        results += [self._train_alone(member) for member in self._members if member.name not in finished]
         return results
 
     def _ended(self) -> list[Result]:
-        """Results of members that an earlier attempt has trained to the end; the group's first rank looks them up."""
+        """Results of members trained to the end by an earlier attempt; the group's first rank looks them up."""
         if self._config.resume == "never":
             return []
         key = f"ended/{self._number}"
@@ -161,7 +161,7 @@ class _Group:
             return results
 
     def _stacks(self, built: Sequence[Built]) -> list[list[Built]]:
-        """Returns groups of two or more members of one shape, and last members of a stack that is resumed."""
+        """Returns groups of two or more members of one shape, and single last members of a resumed stack."""
         stacks: list[list[Built]] = []
         for candidate in built:
             reasons = [apart(stack[0], candidate) for stack in stacks]

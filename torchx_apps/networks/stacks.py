@@ -60,7 +60,7 @@ _OF_ONE_NETWORK = {"train": ["amp", "on_nan", "trace_steps"], "sync": [], "start
 
 @dataclass(frozen=True)
 class Built:
-    """A member whose network is in memory; ``alone`` says why it cannot be in any stack."""
+    """A member with its network in memory; ``alone`` gives a reason against every stack."""
 
     member: MemberJob
     job: Job
@@ -76,10 +76,10 @@ def build(members: Sequence[MemberJob], runtime: Runtime) -> list[Built]:
     built = []
     for member in members:
         job: Job = member.job
-        asked = (job.data, job.evaluation, job.closed_form)
-        if asked not in tasks:
-            tasks[asked] = training.load_task(job, runtime)
-        task = tasks[asked]
+        data_key = (job.data, job.evaluation, job.closed_form)
+        if data_key not in tasks:
+            tasks[data_key] = training.load_task(job, runtime)
+        task = tasks[data_key]
         job = training.as_loaded(job, task)
         torch.manual_seed(job.train.seed)
         network = training.build_model(job, task)
@@ -92,7 +92,7 @@ def build(members: Sequence[MemberJob], runtime: Runtime) -> list[Built]:
 
 
 def why_alone(job: Job) -> str | None:
-    """Names the first setting that no stack supports; None where there is none."""
+    """Names the first setting unsupported by stacks; None if there is none."""
     if NEGATIVES.facts(job.loader.sampling).refreshed and job.loader.negatives:
         return f"loader.sampling={job.loader.sampling} asks one model for its hardest items, and a stack has several"
     if job.pretrained:
@@ -107,7 +107,7 @@ def why_alone(job: Job) -> str | None:
 
 
 def apart(first: Built, other: Built) -> str | None:
-    """Says why two members cannot be in one stack; None where they can."""
+    """Explains why two members cannot be in one stack; None if they can."""
     first_job, second_job = first.job, other.job
     pairs: list[tuple[str, Any, Any]] = [
         (f"loader.{name}", getattr(first_job.loader, name), getattr(second_job.loader, name)) for name in _ROWS
@@ -135,14 +135,14 @@ def apart(first: Built, other: Built) -> str | None:
 
 
 def loaders_of(built: Sequence[Built], runtime: Runtime) -> dict[str, Loader]:
-    """Returns each member's loader, one for all members whose rows and negatives are the same."""
-    made: dict[Any, Loader] = {}
+    """Returns each member's loader, one for all members with the same rows and negatives."""
+    by_key: dict[Any, Loader] = {}
     by_member: dict[str, Loader] = {}
     for member in built:
         key = (training.seeded(member.job), member.job.id_dropout)
-        if key not in made:
-            made[key] = training.loader_of(member.job, member.task, member.schema, runtime)
-        by_member[member.member.name] = made[key]
+        if key not in by_key:
+            by_key[key] = training.loader_of(member.job, member.task, member.schema, runtime)
+        by_member[member.member.name] = by_key[key]
     return by_member
 
 
@@ -171,7 +171,7 @@ class StackedMembers:
         return built_member.task.evaluator(built_member.schema, _Unsharded(built_member.network), self._runtime)  # type: ignore[arg-type]
 
     def train(self) -> list[Result]:
-        """Trains all members to their ends, from where they were last saved if so configured.
+        """Trains all members to their ends, from their last checkpoints if so configured.
 
         Raises:
             StackError: the members cannot be stacked after all, as the first step shows.
@@ -209,7 +209,7 @@ class StackedMembers:
         return [self._finish(name, history[name], seconds) for name in self._built]
 
     def _begin(self) -> dict[str, str]:
-        """Returns each member's checkpoint to begin from, of the newest step at which all were saved."""
+        """Returns each member's checkpoint to begin from, of the newest step with checkpoints of all."""
         if self._config.resume == "never":
             return {}
         folders = {
@@ -220,19 +220,19 @@ class StackedMembers:
         together = CheckpointRanks(self._runtime)
         last = {name: path for name, folder in folders.items() if (path := newest_good(folder, together)) is not None}
         over = {name: path for name, path in last.items() if self._is_over(name, path)}
-        left = {name: folder for name, folder in folders.items() if name not in over}
-        chosen = over | common_checkpoints(left, together)
-        if len(chosen) < len(folders):  # some begin anew, and all of a stack step together
-            chosen = {}
-        for name, path in chosen.items():
+        unfinished = {name: folder for name, folder in folders.items() if name not in over}
+        paths = over | common_checkpoints(unfinished, together)
+        if len(paths) < len(folders):  # some begin anew, and all of a stack step together
+            paths = {}
+        for name, path in paths.items():
             check_ids_stay(path, self._built[name].task, together, run=self._root / name)
         print(
-            f"resuming from {', '.join(chosen.values())}"
-            if chosen
+            f"resuming from {', '.join(paths.values())}"
+            if paths
             else "no checkpoint of all to resume from: they begin anew",
             flush=True,
         )
-        return chosen
+        return paths
 
     def _is_over(self, name: str, path: str) -> bool:
         return is_over(
@@ -280,7 +280,7 @@ class StackedMembers:
             torch.save(
                 {key: value.clone() for key, value in member.network.state_dict().items()}, folder.path / "weights.pt"
             )
-        beside = evaluator.baseline("validation") if member.task.validates else None
-        folder.close(beside, baseline_name=member.task.baseline_name)
+        baseline = evaluator.baseline("validation") if member.task.validates else None
+        folder.close(baseline, baseline_name=member.task.baseline_name)
         self._trackings[name].end()
         return result

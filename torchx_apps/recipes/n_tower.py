@@ -63,7 +63,7 @@ def compression_of(text: str) -> Compression | None:
 
 
 def check_towers(text: str) -> None:
-    """Checks the text of ``model.towers``, which is empty, a number of towers, or the towers' features.
+    """Checks the text of ``model.towers``: empty, a number of towers, or the towers' features.
 
     Raises:
         ValueError: the text is none of these.
@@ -188,7 +188,7 @@ def stream_job() -> Job:
 
 
 def build_n_tower(config: NTowerConfig, data: LabelledData | StreamedData) -> TowerModel:
-    """Builds a tower for user, item and, where there is any, context; or the towers that ``config.towers`` names."""
+    """Builds a tower for user, item and, if there is any, context; or the towers of ``config.towers``."""
     import torch
 
     from torchrec_ext.models.retrieval import RetrievalModel
@@ -218,21 +218,21 @@ def build_n_tower(config: NTowerConfig, data: LabelledData | StreamedData) -> To
 
 
 def _item_of(config: NTowerConfig, data: LabelledData | StreamedData, towers: Mapping[str, Tower]) -> str:
-    """Returns the column of the items, which the last tower must read for a loss that compares items."""
+    """Returns the item column; the last tower must read it for a loss that compares items."""
     item, (*_, last) = data.item_key, towers
     if item is None:
         raise ValueError(
             f"model.loss={config.loss}: the preprocessing of '{data.name}' names no item; name its column in the "
             "preprocessing recipe, Prepared(item=...), or set model.loss=bce"
         )
-    read = [name for table in towers[last].tables for name in table.feature_names]
-    if item not in read:
+    tower_features = [name for table in towers[last].tables for name in table.feature_names]
+    if item not in tower_features:
         raise ValueError(
             f"model.loss={config.loss} with model.towers={config.towers}: the last tower, '{last}', must read the "
             f"items, column '{item}', and the other one what is asked for them"
         )
     features, dense = data.towers["item"]
-    others = sorted({*read, *towers[last].dense} - {*features, *dense})
+    others = sorted({*tower_features, *towers[last].dense} - {*features, *dense})
     if others and LOSSES[config.loss].catalogue:
         raise ValueError(
             f"model.loss={config.loss} with model.towers={config.towers}: the last tower, '{last}', reads column "

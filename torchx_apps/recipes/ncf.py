@@ -89,12 +89,12 @@ def contextual_ncf() -> Job:
 
 
 def build_ncf(config: NCFConfig, data: InteractionData) -> ContextualNCF:
-    """Builds the network over users' and items' ids, as published, and over a row's context where there is one."""
+    """Builds the network over users' and items' ids, as published, and over a row's context if there is one."""
     return _network(config, data.vocab, *data.of_context)
 
 
 def build_contextual_ncf(config: NCFConfig, data: LabelledData) -> ContextualNCF:
-    """Builds the network over the ids, the context, and what describes users and items.
+    """Builds the network over the ids, the context, and the users' and items' other columns.
 
     Raises:
         ValueError: the rows have no user or no item.

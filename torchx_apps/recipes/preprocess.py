@@ -51,14 +51,14 @@ class Prepared:
     item_features: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        written = [name for step in self.preprocessor.steps for name in step.writes]
+        step_outputs = [name for step in self.preprocessor.steps for name in step.writes]
         for role in ("weight", "user", "item", "user_features", "item_features"):
-            known = [*written, *self.preprocessor.keep] if role == "weight" else written
-            named = getattr(self, role) or ()
-            for name in (named,) if isinstance(named, str) else named:
-                if name not in known:
+            columns = [*step_outputs, *self.preprocessor.keep] if role == "weight" else step_outputs
+            value = getattr(self, role) or ()
+            for name in (value,) if isinstance(value, str) else value:
+                if name not in columns:
                     raise ValueError(
-                        f"Prepared.{role}: the result has no column {name!r}; its columns are {listed(known)}"
+                        f"Prepared.{role}: the result has no column {name!r}; its columns are {listed(columns)}"
                     )
         for name in self.tasks:
             if name not in self.preprocessor.keep or name == self.label:
@@ -77,7 +77,7 @@ class Prepared:
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessJob:
-    """All that one preprocessing run needs.
+    """All settings and functions of one preprocessing run.
 
     Args:
         name: name of the recipe.
@@ -239,7 +239,7 @@ def clicks() -> PreprocessJob:
 
 
 def build_clicks(config: ClicksConfig, engine: Engine) -> Prepared:
-    """Names the steps and the files, of which the last is for testing."""
+    """Names the steps and the files; the last file is for testing."""
     from torchrec_ext.data.files.find import find_files
     from torchrec_ext.data.preprocess import Categorify, FillMissing, HashBucket, Lists, Normalize, Preprocessor
 
@@ -385,16 +385,16 @@ def _taobao_rows(
     (size,) = engine.collect(pool.aggregate(n=pool.count()))["n"].to_pylist() if negatives else (0,)
     for draw in range(1, negatives + 1):
         index = hashed_id_expression(numbered.number.cast("string"), size, f"{upto} {draw} ", engine) - 1
-        wanted = numbered.mutate(wanted=index)
-        drawn = wanted.inner_join(pool, [wanted.wanted == pool["index"]])
-        drawn = drawn.filter(drawn.drawn_item != drawn.item_id)
+        requests = numbered.mutate(wanted=index)
+        negative_rows = requests.inner_join(pool, [requests.wanted == pool["index"]])
+        negative_rows = negative_rows.filter(negative_rows.drawn_item != negative_rows.item_id)
         parts.append(
-            drawn.select(
-                timestamp=drawn.timestamp,
-                user_id=drawn.user_id,
-                item_id=drawn.drawn_item,
-                category_id=drawn.drawn_category,
-                number=drawn.number,
+            negative_rows.select(
+                timestamp=negative_rows.timestamp,
+                user_id=negative_rows.user_id,
+                item_id=negative_rows.drawn_item,
+                category_id=negative_rows.drawn_category,
+                number=negative_rows.number,
                 draw=ibis.literal(draw, "int64"),
                 conversion=ibis.literal(0.0, "float32"),
             )
@@ -431,7 +431,7 @@ def _taobao_log(config: TaobaoConfig, engine: Engine) -> Any:
 
 
 def _taobao_csv(path: Path, engine: Engine) -> Any:
-    """Reads a csv file by DuckDB; ids that are numbers in its first row are numbers in all."""
+    """Reads a csv file by DuckDB; an id column is numeric if its first row is a number."""
     if engine.name != "duckdb":
         raise DataError(f"{path}: the engine {engine.name} reads parquet here; write it as parquet, or use duckdb")
     if not path.is_file():

@@ -187,7 +187,7 @@ class _Sessions(NamedTuple):
 
 
 def _sessions(config: BstConfig, data: StreamedData) -> _Sessions:
-    """Returns the sessions that the preprocessing makes.
+    """Returns the sessions from the preprocessing.
 
     Raises:
         DataError: it makes none, or no vocabulary is shared with the item.
@@ -215,8 +215,10 @@ def _sessions(config: BstConfig, data: StreamedData) -> _Sessions:
             f"{where} with model.position=none: the sessions have no time gaps, so the order of their steps would be "
             "lost; preprocess with History(gaps=GAPS), or set model.position=end"
         )
-    shown = {tables[name]: name for name in (*reversed(data.towers["item"][0]), item)}
-    targets = [shown[table] for table in dict.fromkeys(tables[name] for name in features) if table in shown]
+    item_features = {tables[name]: name for name in (*reversed(data.towers["item"][0]), item)}
+    targets = [
+        item_features[table] for table in dict.fromkeys(tables[name] for name in features) if table in item_features
+    ]
     return _Sessions(features, targets, config.window or history.length)
 
 
@@ -230,12 +232,12 @@ def build_bst(config: BstConfig, data: StreamedData) -> TowerModel:
 
     sessions, meta = _sessions(config, data), torch.device("meta")
 
-    def tables(features: Sequence[str], *, bag: bool, apart: Collection[str] = ()) -> list[Any]:
+    def tables(features: Sequence[str], *, bag: bool, own_tables: Collection[str] = ()) -> list[Any]:
         kind: Any = partial(EmbeddingBagConfig, pooling=PoolingType.MEAN) if bag else EmbeddingConfig
         readers: dict[str, list[str]] = {}
         for feature in features:
             table = data.tables[feature]
-            readers.setdefault(f"{table}_{feature}" if table in apart else table, []).append(feature)
+            readers.setdefault(f"{table}_{feature}" if table in own_tables else table, []).append(feature)
         return [
             kind(
                 name=name,
@@ -264,7 +266,7 @@ def build_bst(config: BstConfig, data: StreamedData) -> TowerModel:
         target_tables=tables(
             [name for name in features if name not in in_steps],
             bag=True,
-            apart={data.tables[name] for name in sessions.targets},
+            own_tables={data.tables[name] for name in sessions.targets},
         ),
         target_dense=dense,
         max_length=sessions.window,

@@ -132,8 +132,8 @@ def build_two_tower(config: TwoTowerConfig, data: InteractionData) -> TowerModel
     from torchrec_ext.modules.losses import row_loss
 
     known = {*data.vocab, *data.dense}
-    for field, given in (("features", config.features), ("without", config.without)):
-        unknown = sorted(set(given) - known)
+    for field, setting in (("features", config.features), ("without", config.without)):
+        unknown = sorted(set(setting) - known)
         if unknown:
             raise ValueError(
                 f"model.{field} names {unknown}, which '{data.name}' does not have; it has {sorted(known)}"
