@@ -34,7 +34,9 @@ _MISTAKES = (MISTAKE, 2)  # 2 is argparse's, of an unknown flag
 _PR_SET_PDEATHSIG = 1
 # Private memory of a rank that has imported torch and torchrec, before it has data or a model (measured: 265 MiB).
 _RANK_BYTES = 256 << 20
-_FIRST_PORT, _PORTS = 20_000, 10_000  # below those that Linux gives to connections and Kubernetes to services
+# Below the ports that Linux gives to connections and Kubernetes to services.
+_FIRST_PORT = 20_000
+_PORTS = 10_000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -126,7 +128,8 @@ def too_many(processes: int, memory: int | None = None, *, name: str = "ranks") 
     memory = _memory() if memory is None else memory
     if processes * _RANK_BYTES <= memory:
         return ""
-    required, available = processes * _RANK_BYTES / 2**30, memory / 2**30
+    required = processes * _RANK_BYTES / 2**30
+    available = memory / 2**30
     return (
         f"{processes} {name} on one machine: they need {required:,.0f} GiB before they read any data, and it has "
         f"{available:,.0f} GiB, enough for {memory // _RANK_BYTES}; start fewer"
@@ -329,7 +332,8 @@ def _judge_by_own_clock() -> None:
 
         def _sanitize(self) -> None:
             """Removes dead nodes as torchrun does, but compares heartbeats of only two ages."""
-            now, beats = time.monotonic(), self._state.last_heartbeats
+            now = time.monotonic()
+            beats = self._state.last_heartbeats
             silent_s = (self._settings.keep_alive_interval * self._settings.keep_alive_max_attempt).total_seconds()
             arrivals = self._came
             self._came = {

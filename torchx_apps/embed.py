@@ -112,7 +112,8 @@ def _check(options: argparse.Namespace) -> None:
     """Refuses incompatible flags, before torch is imported."""
     from torchx_apps.cli.embedding_ids import is_path
 
-    expire, delete = options.expire, options.delete
+    expire = options.expire
+    delete = options.delete
     targets = [flag for flag in ("out", "refresh", "redis") if getattr(options, flag) is not None]
     wrong = {
         "say one of --out FOLDER, --refresh FOLDER and --redis URL": len(targets) != 1,

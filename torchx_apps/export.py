@@ -82,7 +82,8 @@ def check_export(options: argparse.Namespace, out: Path) -> None:
         raise ValueError(
             f"--onnx {options.onnx} with --tables int8: ONNX files have their tables in fp32; leave one of them out"
         )
-    folder, bundle = options.onnx.resolve(), out.resolve()
+    folder = options.onnx.resolve()
+    bundle = out.resolve()
     if folder.is_relative_to(bundle) or bundle.is_relative_to(folder):
         raise ValueError(
             f"--onnx {options.onnx}: is the bundle's folder {out}, in it, or around it; give one beside it"
@@ -140,7 +141,8 @@ def export_run(
     with Runtime.start(job.device, threads=job.threads) as runtime:
         together = CheckpointRanks(runtime)
         stop = job.train.early_stop
-        location, restores = job.checkpoint.folder or str(run), bool(stop.metric and stop.restore)
+        location = job.checkpoint.folder or str(run)
+        restores = bool(stop.metric and stop.restore)
         path, which = checkpoint_to_export(location, checkpoint, together, restores=restores)
         task = load_task(dataclasses.replace(job, fallback=None), runtime)
         check_ids_stay(path, task, together, run=run)

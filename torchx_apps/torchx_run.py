@@ -120,7 +120,8 @@ class Run(CmdRun):
         if not self._ours:
             super()._run(runner, args)
             return
-        self._scheduler, self._out = args.scheduler, sys.stdout
+        self._scheduler = args.scheduler
+        self._out = sys.stdout
         with JobRunner("torchx", schedulers(), config.load_sections(prefix="component")) as jobs:
             jobs.only_shows = args.dryrun
             if args.scheduler != _LOCAL or args.dryrun:
@@ -186,7 +187,8 @@ class JobRunner(Runner):
         Raises:
             SystemExit: with the exit code, when there is nothing to start.
         """
-        role, local = dryrun_info._app.roles[0], dryrun_info._scheduler == _LOCAL
+        role = dryrun_info._app.roles[0]
+        local = dryrun_info._scheduler == _LOCAL
         # Other schedulers run an image, whose package and recipes may differ from those here.
         launch = Launch.of(role) if dryrun_info._scheduler in WITHOUT_IMAGE else None
         if launch is None:

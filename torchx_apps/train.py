@@ -74,7 +74,8 @@ def check_elastic(job: Any, topology: str | None = None) -> None:
     least, _, rest = topology.partition(":")
     most, _, procs = rest.partition("x")
     ranks = [nodes * int(procs) for nodes in range(int(least), int(most) + 1)]
-    towers, copies = job.plan.towers, job.sync.table_copies
+    towers = job.plan.towers
+    copies = job.sync.table_copies
     if ":" in towers or (towers == "tower_parallel" and ranks[0] < 2):
         raise ValueError(
             f"plan.towers={towers} with -j {topology}: it gives towers ranks of their own, whose number changes with "

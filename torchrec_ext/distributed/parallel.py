@@ -97,7 +97,8 @@ def hybrid_parallel(
             or layer; a table has an optimizer by ``apply_optimizer_in_backward`` and ``optimizer`` is given too, or
             has one that cannot be expressed.
     """
-    requested_optimizer, optimizer = optimizer, chosen_optimizer(model, optimizer)
+    requested_optimizer = optimizer
+    optimizer = chosen_optimizer(model, optimizer)
     if requested_optimizer is None and runtime.is_main:
         _log_defaults(model, optimizer)
     plan = on_own_device(
@@ -145,7 +146,8 @@ def _ddp_notice_ignored() -> Iterator[None]:
 
 
 def _log_defaults(model: nn.Module, optimizer: OptimizerConfig) -> None:
-    tables, defaults = undeclared(model), []
+    tables = undeclared(model)
+    defaults = []
     if tables:
         more = f" and {len(tables) - 3} more" if len(tables) > 3 else ""
         defaults.append(f"table(s) {', '.join(tables[:3])}{more}: {optimizer.tables} at {optimizer.tables_lr:g}")

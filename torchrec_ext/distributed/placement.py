@@ -118,7 +118,8 @@ class TowerPlacement:
         if rank in members:
             return [(0, rows)]
         others = [other for other in range(self.world_size) if other not in members]
-        first, total = others.index(rank) * rows, len(others) * rows
+        first = others.index(rank) * rows
+        total = len(others) * rows
         ends = [min(max(total * index // len(members) - first, 0), rows) for index in range(len(members) + 1)]
         return list(pairwise(ends))
 

@@ -113,7 +113,8 @@ def kernel_refused_because(choice: TableChoice, device: str) -> str | None:
         choice: sharding type and kernel, ``auto`` included.
         device: ``cpu`` or ``cuda``.
     """
-    kernel, whole = choice.kernel, choice.sharding == ShardingType.DATA_PARALLEL.value
+    kernel = choice.kernel
+    whole = choice.sharding == ShardingType.DATA_PARALLEL.value
     if kernel == "auto":
         return None
     if device == "cpu" and kernel in OFF_THE_GPU:
@@ -232,7 +233,8 @@ class ShardedBags(ShardedEmbeddingBagCollection):
     @torch.no_grad()
     def _divisor(self, features: KeyedJaggedTensor) -> Tensor:
         """Returns (B, sum of D) divisors: lengths of the bags, or sums of their weights; 1 where nothing is divided."""
-        lengths, weights = features.lengths(), features.weights_or_none()
+        lengths = features.lengths()
+        weights = features.weights_or_none()
         if weights is not None:
             lengths = torch.ops.fbgemm.segment_sum_csr(1, features.offsets().int(), weights)
         by_key = dict(zip(features.keys(), lengths.split(features.stride_per_key()), strict=True))
@@ -304,7 +306,8 @@ class EqualVariableReduceScatter(VariableBatchPooledEmbeddingsReduceScatter):
 
 def _padded(local: Tensor, splits: list[int], group: dist.ProcessGroup, codecs: Any) -> PooledEmbeddingsAwaitable:
     """Reduce-scatters pieces padded to the largest, and removes the padding from the result."""
-    largest, size = max(splits), splits[dist.get_rank(group)]
+    largest = max(splits)
+    size = splits[dist.get_rank(group)]
     other_axes = [0, 0] * (local.dim() - 1)
     pieces = [pad(piece, (*other_axes, 0, largest - len(piece))) for piece in torch.split(local, splits)]
     awaitable = PooledEmbeddingsAwaitable(

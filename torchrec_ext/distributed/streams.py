@@ -43,7 +43,8 @@ class TowerStreams:
 
     def _entering(self, name: str) -> Callable[..., None]:
         def enter(*_: Any) -> None:
-            caller, stream = self._cuda.current_stream(), self._streams[name]
+            caller = self._cuda.current_stream()
+            stream = self._streams[name]
             stream.wait_stream(caller)
             self._callers.append(caller)
             self._running.append(name)

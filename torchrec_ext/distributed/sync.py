@@ -136,7 +136,9 @@ class LocalOptimizers:
             raise ValueError("model: DistributedDataParallel averages gradients in every step; give its .module")
         if not (dist.is_available() and dist.is_initialized()):
             raise ValueError("there is no process group; start the script by torchrun, inside Runtime.start()")
-        self.apart, self.fault, self._model = False, None, model
+        self.apart = False
+        self.fault = None
+        self._model = model
         self._step = None if isinstance(optimizer, torch.optim.Optimizer | Sequence) else optimizer
         optimizers: Any = optimizer if self._step is None else self._step.optimizers
         self._optimizers = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
@@ -325,7 +327,9 @@ class LocalSGD(EveryStep):
         self._optimizer: HybridOptimizer | LocalOptimizers = (
             optimizer if isinstance(optimizer, HybridOptimizer) else LocalOptimizers(model, optimizer)
         )
-        self._every, self._warmup, self._average_state = every, warmup, optimizer_state == "average"
+        self._every = every
+        self._warmup = warmup
+        self._average_state = optimizer_state == "average"
         plans = model.plan.plan.values() if isinstance(model, DistributedModelParallel) else ()
         self._shards_tables = any(
             sharding.sharding_type != "data_parallel" for tables in plans for sharding in tables.values()

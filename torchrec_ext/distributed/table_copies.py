@@ -46,9 +46,12 @@ class CollectionOnCpu(DMPCollection):
         global_pg: dist.ProcessGroup,
         sharders: list[ModuleSharder[nn.Module]],
     ) -> None:
-        self._device, self._pg, self._global_rank = device, global_pg, dist.get_rank(global_pg)
+        self._device = device
+        self._pg = global_pg
+        self._global_rank = dist.get_rank(global_pg)
         context = DMPCollectionContext(module=None, plan=plan, sharding_group_size=sharding_group_size)
-        self._default_ctx, self._ctxs = context, [context]
+        self._default_ctx = context
+        self._ctxs = [context]
         self._submodule_ctxs: list[DMPCollectionContext] = []
         self._sharder_map = {sharder.module_type: sharder for sharder in sharders}
         groups = self._create_process_groups(self._global_rank, world_size, sharding_group_size)
@@ -58,7 +61,8 @@ class CollectionOnCpu(DMPCollection):
         DistributedModelParallel.__init__(self, module, env, device, plan, sharders)
         self._group_sharded_modules(self._ctxs)
         self._cache_sync_tensors(self._ctxs)
-        self._use_sharded_relay, self._sharded_relay_state = False, None
+        self._use_sharded_relay = False
+        self._sharded_relay_state = None
         self._custom_all_reduce = self._mean
         self._all_reduce_hook = None  # TorchRec 1.9 asks for it first
 

@@ -68,7 +68,8 @@ def ease_vectors(users: Tensor, items: Tensor, num_items: int, *, dim: int, l2: 
     _check_penalty(l2)
     values, vectors = torch.linalg.eigh(co_occurrences(users, items, num_items))
     values = values.clamp(min=0).flip(0)
-    vectors, shrinkage = vectors.flip(1), values / (values + l2)
+    vectors = vectors.flip(1)
+    shrinkage = values / (values + l2)
     diagonal = (1 - (vectors.square() * shrinkage).sum(1)).clamp(
         min=torch.finfo(shrinkage.dtype).eps
     )  # l2 times that of P
@@ -82,7 +83,8 @@ def co_occurrences(users: Tensor, items: Tensor, num_items: int) -> Tensor:
     """Returns X'X (I, I) float32: how many users took both of two items."""
     users, order = users.sort()
     items, count = items[order], int(users[-1]) + 1 if len(users) else 0
-    product, rows = torch.zeros(num_items, num_items), max(1, BLOCK // num_items)
+    product = torch.zeros(num_items, num_items)
+    rows = max(1, BLOCK // num_items)
     for start in range(0, count, rows):
         first, last = torch.searchsorted(users, torch.tensor([start, start + rows])).tolist()
         block = torch.zeros(min(rows, count - start), num_items)

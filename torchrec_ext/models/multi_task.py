@@ -79,7 +79,8 @@ class MultiTaskModel(TowerModel):
         if rows not in get_args(TaskRows):
             raise ValueError(f"rows={rows!r}: must be one of {', '.join(get_args(TaskRows))}")
         super().__init__(towers, top, shared=shared)
-        self.tasks, self.rows = dict(tasks), rows
+        self.tasks = dict(tasks)
+        self.rows = rows
         self.of_tasks = _TaskLosses({name: losses.get(name, bce) for name in tasks}, rows)
 
     def _losses(self) -> list[Loss]:
@@ -104,7 +105,9 @@ class MultiTaskModel(TowerModel):
         """Returns the weighted sum of the losses, (), to call backward on, and the :class:`TaskPredictions`."""
         learned = self.of_tasks(self.interaction.of_tasks(self.outputs(batch), batch.weights), batch)  # type: ignore[operator]
         # By index, because TorchRec's pipeline traces this method with stand-ins that cannot be iterated.
-        losses, logits, weights = learned[0], learned[1], learned[2]
+        losses = learned[0]
+        logits = learned[1]
+        weights = learned[2]
         loss = sum(weight * losses[task] for task, weight in enumerate(self.tasks.values()))
         predictions = {}
         for task, name in enumerate(self.tasks):
@@ -118,7 +121,8 @@ class _TaskLosses(nn.Module):
 
     def __init__(self, losses: Mapping[str, Loss], rows: TaskRows) -> None:
         super().__init__()
-        self.losses, self.rows = dict(losses), rows
+        self.losses = dict(losses)
+        self.rows = rows
 
     def forward(self, logits: Tensor, batch: TowerBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Returns (T,) losses of the heads' logits (B, T), the (B, T) logits of the labels, and the rows' weights."""

@@ -131,7 +131,8 @@ class _Half(nn.Module):
 
     def __init__(self, gmf_dim: int, linear: nn.Linear) -> None:
         super().__init__()
-        self.gmf_dim, self.linear = gmf_dim, linear
+        self.gmf_dim = gmf_dim
+        self.linear = linear
         if linear.bias is not None:
             nn.init.zeros_(linear.bias)
 
@@ -186,7 +187,8 @@ class NCFHead(InteractionLayer):
         return over_pairs(query, candidates, self._pairs, self.width)
 
     def _pairs(self, query: Tensor, candidate: Tensor) -> Tensor:
-        (user, first_user), (item, first_item) = self._halves(query), self._halves(candidate)
+        user, first_user = self._halves(query)
+        item, first_item = self._halves(candidate)
         weight = self.predict.weight[0]
         first = first_user + first_item  # (b, n, H)
         deep = self.rest(first.flatten(0, 1)) @ weight[self.gmf_dim :]

@@ -89,7 +89,8 @@ def _cosine(names: Sequence[str], vectors: Sequence[Tensor]) -> Tensor:
 
 def _cka(vectors: Sequence[Tensor]) -> Tensor:
     """Computes CKA from products of columns with columns; matrices of rows with rows would be B x B."""
-    count, widths = len(vectors[0]), [each.shape[1] for each in vectors]
+    count = len(vectors[0])
+    widths = [each.shape[1] for each in vectors]
     centred = torch.cat([each - each.mean(dim=0) for each in vectors], dim=1)  # (B, C)
     owner = torch.repeat_interleave(torch.arange(len(widths)), torch.tensor(widths))
     by_feature = torch.nn.functional.one_hot(owner, len(widths)).double()  # (C, F)
@@ -183,7 +184,8 @@ def feature_bytes(towers: Iterable[Tower]) -> dict[str, float]:
     return loads
 
 
-STARTS, ROUNDS = 16, 100
+STARTS = 16
+ROUNDS = 100
 
 
 def pack_evenly(weights: Tensor, towers: int) -> Tensor:
@@ -195,7 +197,8 @@ def pack_evenly(weights: Tensor, towers: int) -> Tensor:
         weights: (U,) float64 load of each unit.
         towers: T, at most U.
     """
-    tower_of, full = torch.zeros(len(weights), dtype=torch.int64), [(0.0, 0, number) for number in range(towers)]
+    tower_of = torch.zeros(len(weights), dtype=torch.int64)
+    full = [(0.0, 0, number) for number in range(towers)]
     for unit in weights.argsort(descending=True, stable=True).tolist():
         load, count, number = min(full)
         tower_of[unit] = number
@@ -243,14 +246,16 @@ def bounded_k_means(
     """
     generator = torch.Generator().manual_seed(seed)
     clusters = _Clusters(points=points, sizes=sizes, weights=weights, bound=bound + 1e-9 * abs(bound), towers=towers)
-    best, least = packing, float("inf")
+    best = packing
+    least = float("inf")
     for start in range(STARTS):
         tower_of = clusters.greedy(_spread(points, towers, generator)) if start else packing
         if tower_of is None:
             tower_of = packing
         tower_of, cost = clusters.improved(tower_of)
         if cost < least - 1e-12:
-            best, least = tower_of, cost
+            best = tower_of
+            least = cost
     return best
 
 
@@ -278,7 +283,8 @@ class _Clusters:
         """Returns each unit's nearest centre with room, the greatest losses first; None if a unit fits nowhere."""
         far = torch.cdist(self.points, centres)
         two = far.topk(min(2, self.towers), dim=1, largest=False).values
-        tower_of, room = torch.zeros(len(far), dtype=torch.int64), [self.bound] * self.towers
+        tower_of = torch.zeros(len(far), dtype=torch.int64)
+        room = [self.bound] * self.towers
         empty = set(range(self.towers))
         order = (two[:, -1] - two[:, 0]).argsort(descending=True, stable=True).tolist()
         for turn, unit in enumerate(order):
@@ -300,7 +306,8 @@ class _Clusters:
             far = self.sizes[:, None] * torch.cdist(self.points, self.centres(tower_of)).square()  # (U, T)
             while self._best_change(tower_of, far):
                 pass
-            before, cost = cost, self.cost(tower_of)  # moving the centres never raises the cost
+            before = cost
+            cost = self.cost(tower_of)  # moving the centres never raises the cost
             if cost >= before - 1e-12:
                 break
         return tower_of, cost
@@ -510,7 +517,8 @@ def _units(names: Sequence[str], together: Sequence[Sequence[str]]) -> list[list
 
 
 def _check_bound(bound: float, weights: Tensor, fullest: float, towers: int, names: Sequence[str]) -> None:
-    heaviest, total = int(weights.argmax()), float(weights.sum())
+    heaviest = int(weights.argmax())
+    total = float(weights.sum())
     limit = f"bound={bound:,.6g}"
     if float(weights[heaviest]) > bound:
         raise PartitionError(

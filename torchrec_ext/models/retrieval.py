@@ -77,7 +77,8 @@ class RetrievalModel(TowerModel):
             )
         super().__init__(towers, interaction, shared=shared)
         self.in_batch = _InBatchLoss(loss, interaction, counts, known, item_feature, temperature)
-        self._query, self._candidate = None if known is None else user_feature, item_feature
+        self._query = None if known is None else user_feature
+        self._candidate = item_feature
 
     def schema(self, *, out_of_range: OutOfRange = "error", oov_ids: Mapping[str, int] | None = None) -> BatchSchema:
         """See :meth:`TowerModel.schema`; labels may have any value if all rows are positives, as none is read."""
@@ -128,8 +129,10 @@ class _InBatchLoss(nn.Module):
         temperature: float,
     ) -> None:
         super().__init__()
-        self.name, self._function = name, LOSSES[name].function
-        self.catalogue, self.labelled = LOSSES[name].catalogue, False
+        self.name = name
+        self._function = LOSSES[name].function
+        self.catalogue = LOSSES[name].catalogue
+        self.labelled = False
         self.known = known
         self._cosine = interaction.metric == "cosine"
         self._temperature = interaction.temperature or temperature
@@ -190,7 +193,9 @@ class _InBatchLoss(nn.Module):
                 "loss 'catalogue': the batch does not end with all items; make its loader with "
                 "CatalogueCandidates(items), as training_loader does"
             )
-        count, weights, total = len(queries), batch.weights[: len(queries)], batch.total_weight
+        count = len(queries)
+        weights = batch.weights[: len(queries)]
+        total = batch.total_weight
         if self.labelled:
             weights = weights * batch.labels[:count] * (ids[:count] > 0)  # the unknown item is not in the catalogue
             total = _mean_over_ranks(weights)

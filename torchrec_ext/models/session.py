@@ -27,7 +27,8 @@ from torchrec_ext.modules.softmax import catalogue_softmax, gather_rows
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import BatchSchema, OutOfRange
 
-SESSION, CANDIDATES = "session", "candidates"
+SESSION = "session"
+CANDIDATES = "candidates"
 
 
 class NextItems(NamedTuple):
@@ -138,11 +139,13 @@ class _NextItemNetwork(nn.Module):
         self.num_items = num_items
 
     def forward(self, embedded: Mapping[str, JaggedTensor], batch: TowerBatch) -> Tensor:
-        items, lengths = embedded[SESSION].values(), embedded[SESSION].lengths()
+        items = embedded[SESSION].values()
+        lengths = embedded[SESSION].lengths()
         packing = Packing(lengths)
         inputs = (packing.to_end > 0).nonzero()[:, 0]
         states = self.encoder(items[inputs], (lengths - 1).clamp(min=0))
-        ids, targets = batch.sparse[SESSION].values(), inputs + 1
+        ids = batch.sparse[SESSION].values()
+        targets = inputs + 1
         losses = catalogue_softmax(
             states,
             items[targets],

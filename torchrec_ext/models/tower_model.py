@@ -134,7 +134,8 @@ class TowerModel(nn.Module):
         Raises:
             ValueError: not one share for each head, or a share that is not between 0 and 1.
         """
-        log_odds, losses = [], self._losses()
+        log_odds = []
+        losses = self._losses()
         if len(shares) != len(losses):
             raise ValueError(f"shares: {len(shares)}, heads: {len(losses)}; give one share of positives for each head")
         for share, loss, bias in zip(shares, losses, getattr(self.interaction, "last_biases", []), strict=False):

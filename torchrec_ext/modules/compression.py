@@ -40,7 +40,9 @@ class CompressingLayer(nn.Module):
                 "so all must be of one width; give the tables one embedding_dim, or take per_feature=0 with flat "
                 "vectors"
             )
-        self.config, self.features, self.dense = config, len(widths), dense
+        self.config = config
+        self.features = len(widths)
+        self.dense = dense
         self.bags = sum(widths)
         whole = self.bags + dense
         self.cross = CrossNet(whole, config.layers) if config.kind == "cross" else None

@@ -301,7 +301,9 @@ class Reordered(InteractionLayer):
             raise ValueError(
                 f"order={list(order)}: must name each of the {len(widths)} outputs once, by its index from 0"
             )
-        self.interaction, self.order, self.widths = interaction, list(order), list(widths)
+        self.interaction = interaction
+        self.order = list(order)
+        self.widths = list(widths)
 
     def forward(self, outputs: list[Tensor], weights: Tensor | None = None) -> Tensor:
         """Returns (B,) logits of the towers' outputs, (B, D) of any D each.

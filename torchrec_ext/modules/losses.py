@@ -207,7 +207,8 @@ def _mean(losses: Tensor, batch: TowerBatch) -> Tensor:
 
 
 def _check_in_batch(queries: Tensor, negatives: InBatch, weights: Tensor) -> None:
-    count, width = len(negatives.targets), negatives.candidates.shape[1]
+    count = len(negatives.targets)
+    width = negatives.candidates.shape[1]
     if queries.shape != (count, width) or weights.shape != (count,):
         raise ValueError(
             f"queries: shape {tuple(queries.shape)}, weights: {tuple(weights.shape)}; must be (B, D) = ({count}, "
@@ -322,7 +323,9 @@ class PairwiseLoss(nn.Module):
     def __init__(self, name: str, *, temperature: float = 1.0, correct: bool = True) -> None:
         super().__init__()
         settings = {"temperature": temperature, "correct": correct}
-        self.name, self.negatives, self.function = name, 0, LOSSES[name].function
+        self.name = name
+        self.negatives = 0
+        self.function = LOSSES[name].function
         parameters = inspect.signature(self.function).parameters
         self.settings = {key: value for key, value in settings.items() if key in parameters}
 

@@ -72,7 +72,8 @@ class Packing:
         return [self._bucket(rows, width) for width, rows in members if len(rows)]
 
     def _bucket(self, rows: Tensor, width: int) -> Bucket:
-        steps, lengths = torch.arange(width, device=rows.device), self.lengths[rows][:, None]
+        steps = torch.arange(width, device=rows.device)
+        lengths = self.lengths[rows][:, None]
         packed = self.offsets[rows][:, None] + torch.minimum(steps, lengths - 1)
         valid = steps < lengths
         return Bucket(packed, None if bool(valid.all()) else valid)
@@ -138,7 +139,8 @@ def _nested(projected: Tensor, packing: Packing, causal: bool) -> Tensor:
         )
     lengths = packing.lengths[packing.lengths > 0]  # no kernel takes an empty sequence
     offsets = pad(lengths.cumsum(0), (1, 0))
-    shortest, longest = int(lengths.min()), packing.longest
+    shortest = int(lengths.min())
+    longest = packing.longest
     query, key, value = (
         torch.nested.nested_tensor_from_jagged(each.contiguous(), offsets, None, 1, shortest, longest).transpose(1, 2)
         for each in projected.unbind(1)
@@ -173,13 +175,16 @@ class TransformerLayer(nn.Module):
         norm_first: bool = True,
     ) -> None:
         super().__init__()
-        self.heads, self.norm_first = heads, norm_first
+        self.heads = heads
+        self.norm_first = norm_first
         self.projection = nn.Linear(width, 3 * width)
         self.output = nn.Linear(width, width)
         self.first = nn.Linear(width, hidden)
         self.second = nn.Linear(hidden, width)
-        self.attention_norm, self.network_norm = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.activation, self.dropout = activation_layer(activation), nn.Dropout(dropout)
+        self.attention_norm = nn.LayerNorm(width)
+        self.network_norm = nn.LayerNorm(width)
+        self.activation = activation_layer(activation)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, steps: Tensor, packing: Packing, causal: bool) -> Tensor:
         """Returns (P, D) from the packed steps (P, D)."""
@@ -244,7 +249,10 @@ class SessionEncoder(Recorded, nn.Module):
         for name, choice, choices in (("position", position, Position), ("attention", attention, Attention)):
             if choice not in get_args(choices):
                 raise ValueError(f"{name}={choice!r}: must be one of {', '.join(get_args(choices))}")
-        self.width, self.max_length, self.causal, self.attention = width, max_length, causal, attention
+        self.width = width
+        self.max_length = max_length
+        self.causal = causal
+        self.attention = attention
         self._from_start = position == "start"
         self.positions = None if position == "none" else nn.Embedding(max_length, width)
         if self.positions is not None:

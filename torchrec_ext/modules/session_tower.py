@@ -33,7 +33,8 @@ class _SequenceTables(Recorded, nn.Module):
         self, tables: Sequence[EmbeddingConfig], dense: Sequence[str] | Mapping[str, int], device: torch.device | None
     ) -> None:
         super().__init__()
-        self.tables, self.dense = list(tables), dense_names(dense)
+        self.tables = list(tables)
+        self.dense = dense_names(dense)
         self.device = device or torch.device("cpu")
         self._names = _feature_keys(self.tables)
         self.release_tables(())
@@ -142,7 +143,8 @@ class SessionTower(_SequenceTables):
         self.out_features = mlp_widths[-1] if mlp_widths else 0
         slots = target_slots(tables, session, target, combine)
         features = len(session) if combine == "concat" else 1
-        width, steps = features * self.tables[0].embedding_dim, max_length + (1 if target else 0)
+        width = features * self.tables[0].embedding_dim
+        steps = max_length + (1 if target else 0)
         encoder = SessionEncoder(
             width,
             steps,
@@ -182,8 +184,12 @@ class _SessionNetwork(nn.Module):
         super().__init__()
         if pooling not in get_args(Pooling):
             raise ValueError(f"pooling={pooling!r}: must be one of {', '.join(get_args(Pooling))}")
-        self.encoder, self.session, self.target, self.pooling = encoder, session, target, pooling
-        self.combine, self.slots = combine, list(slots)
+        self.encoder = encoder
+        self.session = session
+        self.target = target
+        self.pooling = pooling
+        self.combine = combine
+        self.slots = list(slots)
 
     def forward(self, embedded: Mapping[str, JaggedTensor]) -> Tensor:
         steps, lengths = _combined(embedded, self.session, self.combine)
@@ -201,7 +207,8 @@ class _SessionNetwork(nn.Module):
         return self._pooled(self.encoder.encode(steps, packing), packing)
 
     def _pooled(self, steps: Tensor, packing: Packing) -> Tensor:
-        size, width = len(packing.lengths), steps.shape[1]
+        size = len(packing.lengths)
+        width = steps.shape[1]
         if self.pooling == "flatten":
             padded = steps.new_zeros(size * self.encoder.max_length, width)
             return padded.index_copy(0, packing.rows * self.encoder.max_length + packing.to_end, steps).view(size, -1)
@@ -257,13 +264,16 @@ class _StepsNetwork(nn.Module):
 
     def __init__(self, session: tuple[str, ...], max_length: int, combine: Combine) -> None:
         super().__init__()
-        self.session, self.max_length, self.combine = session, max_length, combine
+        self.session = session
+        self.max_length = max_length
+        self.combine = combine
 
     def forward(self, embedded: Mapping[str, JaggedTensor], dtype: torch.dtype) -> Tensor:
         steps, lengths = _combined(embedded, self.session, self.combine)
         packing = Packing(lengths)
         recent = packing.to_end < self.max_length
-        rows, to_end = packing.rows[recent], packing.to_end[recent]
+        rows = packing.rows[recent]
+        to_end = packing.to_end[recent]
         indices = rows * self.max_length + packing.lengths.clamp(max=self.max_length)[rows] - 1 - to_end
         flagged = torch.nn.functional.pad(steps[recent].to(dtype), (0, 1), value=1.0)
         padded = flagged.new_zeros(len(lengths) * self.max_length, flagged.shape[1])
@@ -324,9 +334,12 @@ class SessionTop(InteractionLayer):
     ) -> None:
         super().__init__()
         step = features * width
-        self.widths, self._steps = list(widths), (max_length, step + 1)
-        self._first, self._target = max_length * (step + 1), (targets, width)
-        self.features, self.slots = features, list(slots)
+        self.widths = list(widths)
+        self._steps = (max_length, step + 1)
+        self._first = max_length * (step + 1)
+        self._target = (targets, width)
+        self.features = features
+        self.slots = list(slots)
         encoder = SessionEncoder(
             step,
             max_length + 1,
@@ -356,7 +369,8 @@ class SessionTop(InteractionLayer):
     def forward(self, outputs: list[Tensor]) -> Tensor:
         """Returns (B,) logits of the towers' outputs, each (B, D) of any D."""
         steps, *others, target = outputs
-        padded, dense = steps[:, : self._first].reshape(-1, *self._steps), steps[:, self._first :]
+        padded = steps[:, : self._first].reshape(-1, *self._steps)
+        dense = steps[:, self._first :]
         exist = padded[..., -1] > 0.5  # a vector may have been rounded where it was stored
         targets, width = self._target
         last = _in_slots(target[:, : targets * width].reshape(-1, targets, width), self.slots, self.features)
@@ -407,7 +421,8 @@ def _in_slots(targets: Tensor, slots: Sequence[int], features: int) -> Tensor:
 def _combined(embedded: Mapping[str, JaggedTensor], features: Sequence[str], combine: Combine) -> tuple[Tensor, Tensor]:
     """Returns steps (P, W), sums or concatenations of these features' embeddings, and the sessions' lengths (B,)."""
     first, *others = (embedded[name] for name in features)
-    values, lengths = [first.values()], first.lengths()
+    values = [first.values()]
+    lengths = first.lengths()
     for name, other in zip(features[1:], others, strict=True):
         different = (other.lengths() != lengths).nonzero()
         if len(different):

@@ -90,7 +90,8 @@ def in_batch_negatives(
     ids = torch.where(ids != 0 if present is None else present, ids, _PADDING)
     ids, log_q = _gather_facts(_padded(ids, rows, _PADDING), None if log_q is None else _padded(log_q, rows), group)
     targets = torch.arange(count, device=ids.device) + _rank(group) * rows
-    padding, items = ids == _PADDING, ids.clamp(min=0)
+    padding = ids == _PADDING
+    items = ids.clamp(min=0)
     excluded = (ids == ids[targets][:, None]) | padding
     if is_known is not None:
         excluded |= is_known(items)
@@ -223,7 +224,9 @@ def catalogue_softmax(
         candidate_ids: (C,) int64 ids; 0 is padding.
         num_items: number of items in the catalogue, whose ids are 1 to num_items.
     """
-    states, positives, candidates = widened(states), widened(positives), widened(candidates)
+    states = widened(states)
+    positives = widened(positives)
+    candidates = widened(candidates)
     padding = candidate_ids == 0
     target_scores = (states * positives).sum(dim=1)
     others: Tensor = _LogSumExp.apply(states, candidates, padding, *_hits(targets, candidate_ids))  # type: ignore[no-untyped-call]
@@ -252,7 +255,8 @@ class _LogSumExp(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         states, candidates, padding, rows, columns, sums = ctx.saved_tensors
-        state_gradient, candidate_gradient = torch.empty_like(states), torch.zeros_like(candidates)
+        state_gradient = torch.empty_like(states)
+        candidate_gradient = torch.zeros_like(candidates)
         with torch.autocast(states.device.type, enabled=False):
             for block, scores in _scores(states, candidates, padding, rows, columns):
                 shares = scores.sub_(sums[block, None]).exp_().mul_(gradient[block, None])

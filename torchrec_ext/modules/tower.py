@@ -42,7 +42,8 @@ class AttentionPooling(nn.Module):
 
     def forward(self, bags: JaggedTensor) -> Tensor:
         """Returns (B, D) from bags of embeddings, (sum of lengths, D) in all; an empty bag gives zeros."""
-        values, lengths = bags.values().to(self.score[0].weight.dtype), bags.lengths().long()
+        values = bags.values().to(self.score[0].weight.dtype)
+        lengths = bags.lengths().long()
         size = len(lengths)
         rows = torch.repeat_interleave(torch.arange(size, device=values.device), lengths, output_size=len(values))
         scores = self.score(values).squeeze(1)
@@ -86,7 +87,8 @@ class RowPooling(nn.Module):
         """
         if isinstance(bags, Tensor):
             return bags
-        values, lengths = bags.values(), bags.lengths().long()
+        values = bags.values()
+        lengths = bags.lengths().long()
         rows = torch.repeat_interleave(
             torch.arange(len(lengths), device=values.device), lengths, output_size=len(values)
         )

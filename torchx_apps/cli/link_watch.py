@@ -15,7 +15,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-_POLL_S, _CONNECT_S = 2.0, 5.0
+_POLL_S = 2.0
+_CONNECT_S = 5.0
 AFTER_S = 10.0
 
 
@@ -32,7 +33,9 @@ class LinkWatch:
     """
 
     def __init__(self, ranks: Callable[[], int], reaches: Callable[[], bool], after_s: float = AFTER_S) -> None:
-        self._ranks, self._reaches, self._after_s = ranks, reaches, after_s
+        self._ranks = ranks
+        self._reaches = reaches
+        self._after_s = after_s
         self._had_ranks = False
         self._since: float | None = None
 

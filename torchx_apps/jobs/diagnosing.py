@@ -49,7 +49,8 @@ from torchx_apps.jobs.training import (
 from torchx_apps.tasks.job import Job, schema_of
 
 _TURNS = 5, 15  # at least, and at most, where a remedy is measured
-_TURN_S, _PROOF_S = 0.25, 10.0
+_TURN_S = 0.25
+_PROOF_S = 10.0
 _LEAST_STEPS = 4
 _WARM_STEPS = 20  # of each variant, in which a step is captured
 

@@ -64,11 +64,15 @@ class TowerGroup:
         catalogue: Sequence[str] | Literal["known"] | None,
         key: str,
     ) -> None:
-        self.names, self.runtime, self.catalogue, self.key = list(names), runtime, catalogue, key
+        self.names = list(names)
+        self.runtime = runtime
+        self.catalogue = catalogue
+        self.key = key
         self.digest = tower_digest(bundle.architecture, self.names, bundle.manifest.content["files"])
         self.encoder = open_encoder(bundle.folder, bundle.architecture, self.names, open_preprocessor(bundle.folder))
         self._files: CatalogueFiles | KnownUsers | None = None
-        rank, world_size = runtime.rank, runtime.world_size
+        rank = runtime.rank
+        world_size = runtime.world_size
         if catalogue == "known":
             self._users = _known_users(bundle, self.names)
             user_columns = self._users.block(0, 1).schema.names
@@ -220,7 +224,8 @@ def fill_redis(rows: TowerGroup, url: str, expiry_s: float | None, deleted: Ids)
         ValueError: the address is malformed, an id occurs twice or is both written and deleted, a value cannot be
             taken, or the Redis is not there, went away or refuses; the message says what was written.
     """
-    store, runtime = RedisStore(url, tower=rows.digest, expiry_s=expiry_s, timeout_s=_REDIS_TIMEOUT_S), rows.runtime
+    store = RedisStore(url, tower=rows.digest, expiry_s=expiry_s, timeout_s=_REDIS_TIMEOUT_S)
+    runtime = rows.runtime
     row_count = removed = 0
     try:
         store.check()  # before the towers run, which may take long

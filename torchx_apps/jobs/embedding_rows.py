@@ -91,7 +91,9 @@ class CatalogueFiles:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        self._columns, self._key, self._derived = list(columns), key, derived
+        self._columns = list(columns)
+        self._key = key
+        self._derived = derived
         self._names = list(dict.fromkeys([key, *columns]))
         self._files = find_files(paths, (".parquet",))
         blocks = [block for index in range(len(self._files)) for block in self._blocks_of(index)]

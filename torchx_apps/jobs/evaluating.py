@@ -78,7 +78,8 @@ def _joined(ranks: metrics.TargetRanks, queries: Tensor, behind: int) -> metrics
     assert ranks.queries is not None
     added = torch.zeros(len(queries), dtype=torch.int64)
     order = torch.cat([ranks.queries, queries]).sort(stable=True)
-    better, ties = torch.cat([ranks.better, added + behind]), torch.cat([ranks.ties, added])
+    better = torch.cat([ranks.better, added + behind])
+    ties = torch.cat([ranks.ties, added])
     return metrics.TargetRanks(better[order.indices], ties[order.indices], order.values)
 
 
@@ -156,13 +157,18 @@ def _popularity(queries: Asked, count: int, ks: list[int], names: list[Figure], 
 
 
 def _figures(queries: Asked, ranked: Ranked, ks: list[int], names: list[Figure], behind: int) -> dict[str, float]:
-    figures, start, blocks, size = metrics.RankingMetrics(ks, names), 0, [], 0
+    figures = metrics.RankingMetrics(ks, names)
+    start = 0
+    blocks = []
+    size = 0
     for stop, ranks in ranked:
         blocks.append(ranks)
         size += len(ranks.better)
         if stop == len(queries.users) or size > _TOGETHER:
             figures.update(queries.with_missed(metrics.joined_ranks(blocks), start, stop, behind))
-            start, blocks, size = stop, [], 0
+            start = stop
+            blocks = []
+            size = 0
     unranked = queries.lost(behind)
     if unranked is not None:
         figures.update(unranked)
@@ -245,7 +251,8 @@ def _of_parquet(path: Path) -> tuple[Ids, Tensor]:
         if not (pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind) or pa.types.is_large_list(kind)):
             raise DataError(f"{path}: column 'vector' is {kind}; must be lists of numbers")
         ids = _ids(path, file.read(columns=["id"]), "id")
-        vectors, start = np.zeros((0, 0), np.float32), 0
+        vectors = np.zeros((0, 0), np.float32)
+        start = 0
         for rows in file.iter_batches(BLOCK, columns=["vector"]):
             lists = rows["vector"]
             values = lists.flatten().cast(pa.float32()).to_numpy(zero_copy_only=False)
@@ -335,7 +342,8 @@ def _asked(options: argparse.Namespace, users: Vectors, items: Vectors) -> Asked
     pairs = np.sort(rows[has_vector] * len(items.ids) + targets[has_vector])
     owners, targets = np.divmod(pairs[_first_of_each(pairs)], len(items.ids))
     first = _first_of_each(owners)
-    query_users, queries = owners[first], first.cumsum() - 1
+    query_users = owners[first]
+    queries = first.cumsum() - 1
     if not len(query_users):
         raise DataError(f"{options.truth}: none of its items has a vector in {options.items}; give files of one model")
     seen_pairs = np.zeros((2, 0), np.int64)

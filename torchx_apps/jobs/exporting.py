@@ -112,7 +112,8 @@ def write_onnx_files(bundle: Path, out: Path, skip: Sequence[str] = (), *, overw
 
 def bundle_figures(manifest: Manifest) -> dict[str, Any]:
     """Returns a bundle's figures for trackers: its digest, its size and its distance to the trained model."""
-    users, rounded = manifest.content["users"], manifest.content.get("tables")
+    users = manifest.content["users"]
+    rounded = manifest.content.get("tables")
     figures = {
         "digest": manifest.digest,
         "items": manifest.content["coverage"]["items"],
@@ -134,7 +135,8 @@ def first_user(bundle: Path) -> int | str:
 
 def describe_bundle(manifest: Manifest, out: Path) -> str:
     """Describes a bundle in a line, after any warning and before the command to serve it."""
-    items, users = manifest.content["coverage"]["items"], manifest.content["users"]
+    items = manifest.content["coverage"]["items"]
+    users = manifest.content["users"]
     difference = manifest.parity["greatest_difference"]
     rounded = manifest.content.get("tables")
     user_text = f" and {users['count']:,} users" if users else ""

@@ -24,7 +24,8 @@ _OWN_KEYS = {"data.name": "it is the folder data of --out", "export": "the last 
 # Settings that change how fast a stage is, or what it prints, and not what it makes.
 _FREE = {"out", "overwrite", "threads", "memory", "pictures", "train.hang_s", "train.log_every"}
 _LOG = "log "  # begins the name of what a stage records of a log
-_BLOCKS, _BLOCK = 16, 2**16  # of each file of a log, and the bytes of a block
+_BLOCKS = 16  # blocks read of each file of a log, to compare it
+_BLOCK = 2**16  # bytes of a block
 _RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # variables that make a process one of several
 
 
@@ -155,7 +156,8 @@ def describe_log(log: Path, *, but: Path) -> str:
     """
     found = [log] if log.is_file() else sorted(path for path in log.rglob("[!.]*") if path.is_file())
     files = [path for path in found if but.resolve() not in path.resolve().parents]
-    digest, total = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    total = 0
     for path in files:
         size = path.stat().st_size
         total += size
@@ -260,7 +262,8 @@ def check_record(record: Path, stages: Mapping[str, Stage]) -> None:
             raise ValueError(
                 f"{stage.folder}: there is something that no pipeline has recorded in {record}; give another --out"
             )
-        new, old = stage.record(), records[stage.app]
+        new = stage.record()
+        old = records[stage.app]
         # Rows that were removed are made again, and compared then.
         later_known = f"SHA-256 of {stage.source}" if stage.app == "train" and len(new) < len(old) else ""
         for key in dict.fromkeys([*new, *old]):

@@ -235,7 +235,8 @@ def _request_of_recipe(options: argparse.Namespace, job: Job, cluster: Cluster) 
 
     task = job.task(job.data, progress=True)
     rows = job.loader.rank_rows(cluster.world_size)
-    plan, optimizer = job.plan, job.optimizer
+    plan = job.plan
+    optimizer = job.optimizer
     plan = with_flags(plan, options)
     if options.optimizer:
         optimizer = dataclasses.replace(optimizer, tables=options.optimizer)

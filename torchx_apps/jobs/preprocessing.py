@@ -51,7 +51,8 @@ def missing_shares(source: Source, columns: Sequence[str], engine: Engine) -> Sh
     table = opened.table
 
     def missing(name: str) -> Any:
-        column, raw = table[name], opened.raw[name]
+        column = table[name]
+        raw = opened.raw[name]
         if is_list_column(raw):
             return column.length() == 0
         return column.isnull() | ~engine.is_finite(column) if raw.startswith("float") else column.isnull()

@@ -304,7 +304,9 @@ class StageProgress:
     """
 
     def __init__(self, runtime: Runtime, app: str, *, bytes_of: tuple[str, ...] = ()) -> None:
-        self._speaks, self._app, self._bytes_of = runtime.is_main, app, bytes_of
+        self._speaks = runtime.is_main
+        self._app = app
+        self._bytes_of = bytes_of
         self._on_terminal = sys.stderr.isatty()
         self._bar: Any = None
         self._stage = ""
@@ -327,7 +329,8 @@ class StageProgress:
         if stage != self._stage:
             self.__exit__()
             unit: dict[str, Any] = {"unit": "B", "unit_scale": True} if stage in self._bytes_of else {"unit": " items"}
-            self._bar, self._stage = tqdm(total=total, desc=stage, leave=False, **unit), stage
+            self._bar = tqdm(total=total, desc=stage, leave=False, **unit)
+            self._stage = stage
         self._bar.update(count - self._bar.n)
 
     def __enter__(self) -> StageProgress:

@@ -28,7 +28,9 @@ from torchrec_ext.train.checkpoint.storage import CheckpointError, is_url
 from torchx_apps.cli.link_watch import children_of
 from torchx_apps.cli.sigterm import end_now, once
 
-CHECKPOINTS, LAUNCH, IDS = "checkpoints", "launch", "ids.json"
+CHECKPOINTS = "checkpoints"
+LAUNCH = "launch"
+IDS = "ids.json"
 MEANING = "ids"  # entry of a checkpoint's manifest
 _NO_LAUNCH = ("", "none")  # without torchrun, and where torchrun was given no --rdzv-id, so that launches share it
 
@@ -128,7 +130,8 @@ def _recorded_meaning(checkpoint: str, run: Path | None) -> tuple[str, dict[str,
     Raises:
         DataError: the place holds something else.
     """
-    where, then = checkpoint, read_checkpoint_manifest(checkpoint)["content"].get(MEANING)
+    where = checkpoint
+    then = read_checkpoint_manifest(checkpoint)["content"].get(MEANING)
     if then is None:
         folders = [] if is_url(checkpoint) else [Path(checkpoint).parent.parent]
         folders += [] if run is None else [run]
@@ -149,7 +152,8 @@ def _is_meaning(then: Any) -> bool:
     """Whether a JSON value has the form of :func:`meaning_of_ids`, perhaps of a release without ``columns``."""
     if not isinstance(then, dict) or not isinstance(then.get("preprocessor"), str):
         return False
-    values, columns = then.get("values"), then.get("columns", {})
+    values = then.get("values")
+    columns = then.get("columns", {})
     if not isinstance(values, dict) or not isinstance(columns, dict):
         return False
     return all(entry is None or _is_count_and_digest(entry) for entry in values.values())
@@ -183,7 +187,9 @@ def _digest_of(values: Any) -> str:
         array = array.to_numpy(zero_copy_only=False)
     if isinstance(array, np.ndarray) and array.dtype.kind not in "OU":
         return hashlib.sha256(np.ascontiguousarray(array)).hexdigest()
-    digest, lengths, nul = hashlib.sha256(), hashlib.sha256(), False
+    digest = hashlib.sha256()
+    lengths = hashlib.sha256()
+    nul = False
     for start in range(0, len(array), _TEXTS_AT_ONCE):
         texts = [str(value).encode() for value in array[start : start + _TEXTS_AT_ONCE].tolist()]
         joined = b"\0".join(texts)

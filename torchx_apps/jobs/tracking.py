@@ -19,7 +19,8 @@ _ARTIFACTS = (
 )  # fmt: skip
 _KNOWN = {"mlflow": "mlflow", "wandb": "wandb"}  # extras by the tracker that needs them
 JOB = "TORCHX_JOB_ID"  # variable with the handle of the TorchX job
-_TRACKERS, _PARENT = "TORCHX_TRACKERS", "TORCHX_PARENT_RUN_ID"
+_TRACKERS = "TORCHX_TRACKERS"
+_PARENT = "TORCHX_PARENT_RUN_ID"
 
 
 class Tracking:
@@ -34,7 +35,9 @@ class Tracking:
     """
 
     def __init__(self, run: str, path: Path, trackers: Mapping[str, Any]) -> None:
-        self.run, self._path, self._trackers = run, path, dict(trackers)
+        self.run = run
+        self._path = path
+        self._trackers = dict(trackers)
 
     @classmethod
     def start(cls, path: Path, config: Mapping[str, Any], *, member: str = "", folder: str = "run_folder") -> Tracking:

@@ -136,7 +136,8 @@ def run_training(
         schema = schema_of(job, task, model)
         loader = loader_of(job, task, schema, runtime)
         run = _open_run(job, run_dir, resume, runtime, member)
-        folder, checkpointer = run.folder, run.checkpointer
+        folder = run.folder
+        checkpointer = run.checkpointer
         if run.checkpoint and checkpointer:
             check_ids_stay(run.checkpoint, task, checkpointer.together, run=run.path)
         about = {}
@@ -210,7 +211,8 @@ def check_watched(job: Job, task: Task, evaluator: Evaluator) -> None:
     Raises:
         ValueError: naming those that there are.
     """
-    watched, names = job.train.early_stop.metric, getattr(evaluator, "validated", None)
+    watched = job.train.early_stop.metric
+    names = getattr(evaluator, "validated", None)
     if watched and names is not None and task.validates and watched not in names:
         remedy = ", or have the catalogue ranked: data.ranked" if "@" in watched and hasattr(job.data, "ranked") else ""
         raise ValueError(
@@ -291,7 +293,8 @@ def _check_scores(job: Job, task: Task, samples: int, runtime: Runtime) -> None:
     if job.loader.label and isinstance(task, NamedData):
         samples = math.ceil(samples * task.positives(job.loader)[0])
     each = 4 * _SCORE_COPIES * runtime.local_world_size / runtime.world_size
-    size, free = each * samples * (samples + job.loader.shared_negatives), available_memory()
+    size = each * samples * (samples + job.loader.shared_negatives)
+    free = available_memory()
     if size > free:
         fits = max(1, int(math.sqrt(free / each)))
         raise ValueError(
@@ -310,10 +313,12 @@ def _check_catalogue(job: Job, task: Task, runtime: Runtime) -> None:
     Raises:
         ValueError: naming the sizes.
     """
-    items, widths = task.data.num_items, getattr(job.model, "tower_widths", ()) or (job.model.embedding_dim,)
+    items = task.data.num_items
+    widths = getattr(job.model, "tower_widths", ()) or (job.model.embedding_dim,)
     vectors = 4 * _VECTOR_COPIES * items * widths[-1] * runtime.local_world_size
     layers = 4 * 2 * items * (job.model.embedding_dim + sum(widths)) * runtime.local_world_size / runtime.world_size
-    size, free = vectors + layers, available_memory()
+    size = vectors + layers
+    free = available_memory()
     if size > free:
         raise ValueError(
             f"model.loss=catalogue: {items:,} vectors of width {widths[-1]} and their layers take "
@@ -396,7 +401,8 @@ class _Tested(NamedTuple):
 def _tested(folder: RunFolder | None, task: Task, evaluator: Evaluator, runtime: Runtime) -> _Tested:
     """Evaluates on the test rows, and writes the figures at once; every rank calls it, rank 0 with the folder."""
     with watching(EvaluationWatch(runtime)):
-        figures, example = evaluator.test(), evaluator.example()
+        figures = evaluator.test()
+        example = evaluator.example()
     memory = peak_memory(runtime)
     if folder is None:
         return _Tested(figures, {}, example, memory)

@@ -63,7 +63,8 @@ def _runner(address: str) -> Iterator[Runner]:
     Args:
         address: the job's address, or the scheduler's name.
     """
-    by_name, (scheduler, mark, _) = schedulers(), address.partition("://")
+    by_name = schedulers()
+    scheduler, mark, _ = address.partition("://")
     try:
         if mark and scheduler not in by_name:
             raise ValueError(f"{address}: there is no scheduler {scheduler}; known are {', '.join(by_name)}")

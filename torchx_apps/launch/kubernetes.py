@@ -206,7 +206,8 @@ def _policies(retries: bool, elastic: bool) -> list[dict[str, Any]]:
 def _complete_pod(pod: V1Pod, secret: str | None, run_as: str | None) -> None:
     from kubernetes.client import models
 
-    spec, container = pod.spec, pod.spec.containers[0]
+    spec = pod.spec
+    container = pod.spec.containers[0]
     # TorchX asks for less than the limit. A pod whose requests equal its limits is the last to be evicted.
     container.resources.requests = dict(container.resources.limits)
     spec.termination_grace_period_seconds = GRACE_S
@@ -265,7 +266,8 @@ def service_files(app: AppDef, cfg: Mapping[str, Any]) -> dict[str, dict[str, An
     from kubernetes.client import ApiClient, models
 
     (role,) = app.roles
-    name, flags = normalize_str(app.name), dict(role_flags(role))
+    name = normalize_str(app.name)
+    flags = dict(role_flags(role))
     _check_service(role)
     labels = {"app.kubernetes.io/name": name}
     pod = upstream.role_to_pod(name, role, cfg.get("service_account"))
@@ -316,7 +318,8 @@ def _as_server(pod: V1Pod, labels: Mapping[str, str], flags: Mapping[str, str], 
     from kubernetes.client import models
 
     pod.metadata = models.V1ObjectMeta(labels=labels)
-    spec, container = pod.spec, pod.spec.containers[0]
+    spec = pod.spec
+    container = pod.spec.containers[0]
     spec.restart_policy = "Always"
     linger_s = float(flags.get("linger", 0)) + float(flags.get("drain", 1))
     spec.termination_grace_period_seconds = int(linger_s) + 1 + _DRAIN_S

@@ -158,7 +158,8 @@ class _SeldomAsked:
     """Asks a scheduler for a job's state every five seconds; TorchX's reader of a log asks ten times a second."""
 
     def __init__(self, scheduler: SlurmScheduler) -> None:
-        self._scheduler, self._asked_s = scheduler, -math.inf
+        self._scheduler = scheduler
+        self._asked_s = -math.inf
         self._answer: DescribeAppResponse | None = None
 
     def describe(self, app_id: str) -> DescribeAppResponse | None:

@@ -64,7 +64,8 @@ class MLflowTracker(TrackerBase):  # type: ignore[misc]
         from mlflow.entities import Metric, Param, RunTag
 
         settings, figures = split_figures({_mlflow_name(key): value for key, value in kwargs.items()})
-        inside, now = self._inside(run_id, create=True), int(time.time() * 1e3)
+        inside = self._inside(run_id, create=True)
+        now = int(time.time() * 1e3)
         recorded = self._client.get_run(inside).data.params
         params = [Param(key, str(value)) for key, value in settings.items() if key not in recorded]
         tags = [

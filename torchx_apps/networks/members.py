@@ -270,7 +270,8 @@ class World:
         import torch.distributed as dist
 
         self._environ = environ
-        self.rank, self.size = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
+        self.rank = int(environ.get("RANK", "0"))
+        self.size = int(environ.get("WORLD_SIZE", "1"))
         self._local = int(environ.get("LOCAL_RANK", "0"))
         self._address = _address(environ)
         self._gpus = torch.cuda.device_count()

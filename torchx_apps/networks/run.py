@@ -104,8 +104,12 @@ class _Group:
         config: NetworksConfig,
         root: Path,
     ) -> None:
-        self._members, self._group, self._number, self._world = members, group, number, world
-        self._config, self._root = config, root
+        self._members = members
+        self._group = group
+        self._number = number
+        self._world = world
+        self._config = config
+        self._root = root
         self._worlds = 0
 
     def train(self) -> list[Result]:

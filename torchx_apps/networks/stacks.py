@@ -108,7 +108,8 @@ def why_alone(job: Job) -> str | None:
 
 def apart(first: Built, other: Built) -> str | None:
     """Explains why two members cannot be in one stack; None if they can."""
-    first_job, second_job = first.job, other.job
+    first_job = first.job
+    second_job = other.job
     pairs: list[tuple[str, Any, Any]] = [
         (f"loader.{name}", getattr(first_job.loader, name), getattr(second_job.loader, name)) for name in _ROWS
     ]
@@ -161,7 +162,9 @@ class StackedMembers:
 
     def __init__(self, built: Sequence[Built], runtime: Runtime, config: NetworksConfig, root: Path) -> None:
         self._built = {member.member.name: member for member in built}
-        self._runtime, self._config, self._root = runtime, config, root
+        self._runtime = runtime
+        self._config = config
+        self._root = root
         self._folders: dict[str, RunFolder] = {}
         self._trackings: dict[str, Tracking] = {}
         self._evaluators = {name: self._judge(member) for name, member in self._built.items()}
@@ -268,7 +271,9 @@ class StackedMembers:
         self._progress.show(name, record)
 
     def _finish(self, name: str, history: Sequence[Record], seconds: float) -> Result:
-        member, folder, evaluator = self._built[name], self._folders[name], self._evaluators[name]
+        member = self._built[name]
+        folder = self._folders[name]
+        evaluator = self._evaluators[name]
         diverged = history[-1]["kind"] == "error"
         with torch.no_grad():
             figures = {} if diverged else evaluator.test()

@@ -219,7 +219,8 @@ def build_n_tower(config: NTowerConfig, data: LabelledData | StreamedData) -> To
 
 def _item_of(config: NTowerConfig, data: LabelledData | StreamedData, towers: Mapping[str, Tower]) -> str:
     """Returns the item column; the last tower must read it for a loss that compares items."""
-    item, (*_, last) = data.item_key, towers
+    item = data.item_key
+    *_, last = towers
     if item is None:
         raise ValueError(
             f"model.loss={config.loss}: the preprocessing of '{data.name}' names no item; name its column in the "
@@ -334,7 +335,8 @@ def build_multi_task(config: MultiTaskConfig, data: StreamedData) -> MultiTaskMo
     from torchrec_ext.models.multi_task import MultiTaskModel
     from torchrec_ext.modules.interaction import MultiTaskTop
 
-    labels, weights = [data.roles.label, *data.roles.tasks], config.weights_by_task()
+    labels = [data.roles.label, *data.roles.tasks]
+    weights = config.weights_by_task()
     if len(labels) < 2:
         raise ValueError(
             f"data.name={data.name}: its preprocessing names one label, '{labels[0]}'; name more, as "
@@ -368,7 +370,8 @@ def _columns_by_tower(
         towers = data.towers
         if INTERACTIONS[config.interaction].towers != 2 or "context" not in towers or "item" not in towers:
             return towers
-        (user, user_dense), (context, dense) = towers.get("user", ((), ())), towers["context"]
+        user, user_dense = towers.get("user", ((), ()))
+        context, dense = towers["context"]
         return {"user": ((*user, *context), (*user_dense, *dense)), "item": towers["item"]}
     from torchx_apps.jobs.grouping import ROWS, columns_by_name, features_by_tower
 

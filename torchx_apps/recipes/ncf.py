@@ -108,7 +108,8 @@ def build_contextual_ncf(config: NCFConfig, data: LabelledData) -> ContextualNCF
         tower: ([name for name in features if name != f"{tower}_id"], dense)
         for tower, (features, dense) in data.towers.items()
     }
-    (user, user_dense), (item, item_dense) = towers["user"], towers["item"]
+    user, user_dense = towers["user"]
+    item, item_dense = towers["item"]
     context, dense = towers.get("context", ((), ()))
     return _network(config, data.vocab, (*user, *context), (*user_dense, *dense), item, item_dense)
 

@@ -203,7 +203,8 @@ def _sessions(config: BstConfig, data: StreamedData) -> _Sessions:
             f"{where}: its preprocessing has no History, so its rows have no session; preprocess the log by "
             "`--recipe taobao`, or put History(user=, item=, time=, length=, gaps=GAPS) into your preprocessing recipe"
         )
-    item, tables = data.roles.item, data.tables
+    item = data.roles.item
+    tables = data.tables
     if item is None or tables.get(history.output) != tables[item]:
         raise DataError(
             f"{where}: the session '{history.output}' has not the vocabulary of the shown item ({item}); give "
@@ -230,7 +231,8 @@ def build_bst(config: BstConfig, data: StreamedData) -> TowerModel:
     from torchrec_ext.models.session import bst
     from torchrec_ext.modules.tower import Tower
 
-    sessions, meta = _sessions(config, data), torch.device("meta")
+    sessions = _sessions(config, data)
+    meta = torch.device("meta")
 
     def tables(features: Sequence[str], *, bag: bool, own_tables: Collection[str] = ()) -> list[Any]:
         kind: Any = partial(EmbeddingBagConfig, pooling=PoolingType.MEAN) if bag else EmbeddingConfig

@@ -23,7 +23,8 @@ _RATE = 2e10  # multiplications with an addition per second of one core
 _SCORES = 2**21  # of a block of queries in memory: 8 MiB
 # Bytes that ALS takes for a number of a vector (float32, before and after a half step), and for the counts of a row.
 # Its pairs take some 64 bytes each, but nobody knows their number before the rows are read.
-_VECTORS, _COUNTS = 12, 64
+_VECTORS = 12
+_COUNTS = 64
 
 Role = Literal["user", "item", "history"]
 
@@ -78,7 +79,8 @@ class ClosedForms:
         if name == "ease":
             work = self.num_items**3 + self.num_users * self.num_items**2 + self.num_pairs * self.num_items
         else:
-            dim, rows = self.config.als_dim, self.num_users + self.num_items
+            dim = self.config.als_dim
+            rows = self.num_users + self.num_items
             work = 2 * self.config.als_epochs * (2 * self.num_pairs * dim**2 + rows * dim**3)
             work += self.num_users * self.num_items * dim
         return work / _RATE
@@ -114,7 +116,8 @@ class ClosedForms:
         for name in FORMS:
             if name in left_out or (self.names and name not in self.names):
                 continue
-            blocks, rows = [], max(1, _SCORES // self.num_items)
+            blocks = []
+            rows = max(1, _SCORES // self.num_items)
             for start in range(0, len(known), rows):
                 blocks.append(rank(self.scores(name, known.slice(start, min(start + rows, len(known)))), start))
             by_name[name] = figures(metrics.joined_ranks(blocks))
@@ -209,7 +212,8 @@ def _check_memory(what: str, size: int) -> None:
 
 def _unique(users: Int64, items: Int64) -> tuple[Tensor, Tensor]:
     """Returns each pair once, by user; without the unknown item, 0."""
-    valid, count = items > 0, int(items.max(initial=0)) + 1
+    valid = items > 0
+    count = int(items.max(initial=0)) + 1
     # One number for a pair sorts in a fraction of the time of two.
     rows, columns = np.divmod(np.unique(users[valid] * count + items[valid]), count)
     return torch.from_numpy(rows), torch.from_numpy(columns)

@@ -57,7 +57,8 @@ def of_interactions(data: InteractionData, schema: BatchSchema) -> ExportData:
     owners = everything["user_id"].values
     users, first = np.unique(owners, return_index=True)
     trained = np.isin(users, data.train["user_id"].values)
-    users, first = users[trained], first[trained]
+    users = users[trained]
+    first = first[trained]
     names = [*schema.keys, *schema.dense, *schema.weight_columns]
     context = data.context.sources([name for name in names if name in data.context.names])
     encoding = data.sides.joined(data.context)
@@ -108,7 +109,8 @@ def of_labelled(data: LabelledData, schema: BatchSchema) -> ExportData:
         return of_streamed(data.prepared, schema)
     if "item_id" not in data.vocab:
         raise BundleError(without_item(f"the rows of '{data.name}' name no item"))
-    items, names = data.trained("item_id"), (*schema.keys, *schema.dense)
+    items = data.trained("item_id")
+    names = (*schema.keys, *schema.dense)
     columns = data.words.sources([name for name in names if name not in ("item_id", *data.item_features)])
     queries = _as_in_files(_sample(data.test).select(columns), data.words, {})
     features = _described(data, "item_id", items, names)
@@ -149,7 +151,8 @@ def without_item_tower(
     towers = getattr(model, "made_of", None)
     if not towers:
         return None  # of which the export says more
-    name, columns = candidate or list(towers)[-1], {*item[0], *item[1]}
+    name = candidate or list(towers)[-1]
+    columns = {*item[0], *item[1]}
     others = sorted(set(tower_columns(towers[name].arguments or {})) - columns) if name in towers else []
     if name in towers and not others:
         return None
@@ -169,7 +172,8 @@ def tower_columns(arguments: Mapping[str, Any]) -> Iterator[str]:
 
 def _described(data: LabelledData, key: str, rows: Int64, names: Sequence[str]) -> pa.Table:
     """Returns the item's or user's columns for ``rows`` (N,) of a table, as in the files, limited to ``names``."""
-    described, sources = data.described(key, rows), data.words.sources(names)
+    described = data.described(key, rows)
+    sources = data.words.sources(names)
     return _as_in_files(described.select([name for name in described if name in sources]), data.words, {})
 
 
@@ -184,10 +188,12 @@ def _users_of_labelled(data: LabelledData, items: Int64, names: Sequence[str]) -
     users = data.trained("user_id")
     train = {name: data.train[name].values for name in ("user_id", "item_id", "label")}
     liked = (train["label"] > 0) & np.isin(train["user_id"], users) & np.isin(train["item_id"], items)
-    owners, positions = users.searchsorted(train["user_id"][liked]), items.searchsorted(train["item_id"][liked])
+    owners = users.searchsorted(train["user_id"][liked])
+    positions = items.searchsorted(train["item_id"][liked])
     order = np.argsort(owners, kind="stable")
     lists = _lists(Column.from_lengths(positions[order], np.bincount(owners, minlength=len(users))))
-    features, words = _described(data, "user_id", users, names), data.words
+    features = _described(data, "user_id", users, names)
+    words = data.words
     described = data.described("user_id", users)
     return NamedUsers(
         key="user_id",
@@ -283,20 +289,24 @@ def _users_of_streamed(data: StreamedData, names: Sequence[str], items: Int64) -
     Returns:
         The users; None where the preprocessing names no user or has no vocabulary of them, or an older version did it.
     """
-    user, path = data.roles.user, data.folder / RAW_USERS
+    user = data.roles.user
+    path = data.folder / RAW_USERS
     if user is None or not path.exists():
         return None
     table = pq.read_table(path)
     of_id = steps_for_columns(data.preprocessor, [user])
     (key,) = of_id.request_columns
     rows = of_id.online({key: table[key].combine_chunks()})[user].values
-    table, rows = table.filter(pa.array(rows > 0)), rows[rows > 0]
+    table = table.filter(pa.array(rows > 0))
+    rows = rows[rows > 0]
     features, dense = data.towers["user"]
     user_steps = steps_for_columns(data.preprocessor, [name for name in (*features, *dense) if name in names])
     # The id too where no tower reads it: a table without a column has no rows.
     described = table.select([name for name in table.column_names if name == key or name in user_steps.request_columns])
-    owner, position = np.full(data.vocab[user], -1), np.full(data.vocab[str(data.roles.item)], -1)
-    owner[rows], position[items] = np.arange(len(rows)), np.arange(len(items))
+    owner = np.full(data.vocab[user], -1)
+    position = np.full(data.vocab[str(data.roles.item)], -1)
+    owner[rows] = np.arange(len(rows))
+    position[items] = np.arange(len(items))
     item_lists = _lists(_taken(data, owner, position, len(rows), len(items)))
     return NamedUsers(
         key=key,
@@ -318,10 +328,13 @@ def _taken(data: StreamedData, owner: Int64, position: Int64, users: int, items:
         users: number of users.
         items: number of items of the catalogue.
     """
-    user, item, label = str(data.roles.user), str(data.roles.item), data.roles.label
+    user = str(data.roles.user)
+    item = str(data.roles.item)
+    label = data.roles.label
     pairs = [np.zeros(0, np.int64)]
     for chunk in data.chunks("train", [user, item, *([label] if label else [])]):
-        owners, positions = owner[chunk[user].values], position[chunk[item].values]
+        owners = owner[chunk[user].values]
+        positions = position[chunk[item].values]
         usable = (owners >= 0) & (positions >= 0)
         if label:
             usable &= chunk[label].values > 0

@@ -168,7 +168,8 @@ class Job:
     def __post_init__(self) -> None:
         self.id_dropout_rates()
         self.pretrained_files()
-        watched, metrics = self.train.early_stop.metric, self.evaluation.metrics
+        watched = self.train.early_stop.metric
+        metrics = self.evaluation.metrics
         if metrics and "@" in watched and watched not in metrics:
             raise ValueError(
                 f"train.early_stop.metric={watched} with evaluation.metrics={','.join(metrics)}: the evaluation has no "

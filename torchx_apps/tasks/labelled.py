@@ -86,7 +86,10 @@ class LabelledEvaluator:
     def __init__(
         self, data: LabelledData, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime
     ) -> None:
-        self._data, self._schema, self._model, self._runtime = data, schema, model, runtime
+        self._data = data
+        self._schema = schema
+        self._model = model
+        self._runtime = runtime
 
     @property
     def _calibrated(self) -> bool:

@@ -42,7 +42,8 @@ class NamedData:
             config: loader settings with the columns of labels and weights, and the negatives drawn for each row.
             tasks: names of further columns of labels.
         """
-        rows, names = self.data.train, [config.label, *tasks]
+        rows = self.data.train
+        names = [config.label, *tasks]
         if any(name and name not in rows for name in (*names, config.weight)):
             return []
         weights = rows[config.weight].values.astype(np.float64) if config.weight else None

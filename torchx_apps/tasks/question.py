@@ -72,6 +72,7 @@ class TaskQuestion:
     def _figures(self, ranks: metrics.TargetRanks) -> Record:
         if self.num_items is not None and isinstance(self.asked, metrics.Question):
             missed = self.asked.targets > self.num_items
-            better, ties = ranks.better.masked_fill(missed, _BEHIND), ranks.ties.masked_fill(missed, 0)
+            better = ranks.better.masked_fill(missed, _BEHIND)
+            ties = ranks.ties.masked_fill(missed, 0)
             ranks = ranks._replace(better=better, ties=ties)
         return metrics.named_figures(ranks, self.figures)

@@ -78,7 +78,8 @@ class RankingTask(NamedData):
 
     def describe(self) -> str:
         """Returns the set's name and size as one line."""
-        rows, users = self.data.test.num_rows, len(np.unique(self.data.test["user_id"].values))
+        rows = self.data.test.num_rows
+        users = len(np.unique(self.data.test["user_id"].values))
         held_out = f"{rows:,} held-out items of {users:,} users"
         if rows == users:
             held_out = f"{users:,} users with a held-out item"
@@ -139,7 +140,10 @@ class RankingEvaluator:
         figures: Figures = (),
         closed_forms: ClosedForms | None = None,
     ) -> None:
-        self._data, self._schema, self._model, self._runtime = data, schema, model, runtime
+        self._data = data
+        self._schema = schema
+        self._model = model
+        self._runtime = runtime
         self._closed_forms = closed_forms
         protocol = data.evaluation
         self._ranking_figures = figures or [(name, k) for k in protocol.at for name in protocol.figures]
@@ -192,7 +196,8 @@ class RankingEvaluator:
     def recommend(self, user_row: int = 0) -> Recommended:
         """Returns the K best items for the user of a test row, fewer if there are fewer new items for that user."""
         row = self._data.test.slice(user_row, user_row + 1)
-        user, row = row["user_id"].values, self._with_oov_ids(row, "user_id")
+        user = row["user_id"].values
+        row = self._with_oov_ids(row, "user_id")
         model = self._model.module
         with torch.no_grad():
             items = self._catalogue()
@@ -212,10 +217,12 @@ class RankingEvaluator:
         self._model.eval()
         owners = self._data.train["user_id"].values
         users, from_end = np.unique(owners[::-1], return_index=True)  # a user's last row has the longest history
-        model, train = self._model.module, self._data.train.take(len(owners) - 1 - from_end)
+        model = self._model.module
+        train = self._data.train.take(len(owners) - 1 - from_end)
         shares = metrics.own_share(len(users), self._runtime)
         batches = ((self._builder.user_batch(train.slice(rows.start, rows.stop)), keep) for rows, keep in shares)
-        vectors, items = metrics.embed_all(model, "user", batches, self._runtime), self._catalogue()
+        vectors = metrics.embed_all(model, "user", batches, self._runtime)
+        items = self._catalogue()
 
         @torch.no_grad()
         def index(queries: Int64) -> Int64:
@@ -235,7 +242,8 @@ class RankingEvaluator:
         chunk = self._with_oov_ids(getattr(self._data, split).take(_query_rows(self._data, split)), "user_id")
         shares = metrics.own_share(chunk.num_rows, self._runtime)
         queries = ((self._builder.user_batch(chunk.slice(rows.start, rows.stop)), keep) for rows, keep in shares)
-        model, items = self._model.module, self._item_batches(self._data.items.num_rows)
+        model = self._model.module
+        items = self._item_batches(self._data.items.num_rows)
         figures = heldout_question(self._data, split, self._ranking_figures).of_model(
             model, self._runtime, queries, items
         )
@@ -244,7 +252,8 @@ class RankingEvaluator:
 
     def _auc(self, split: str) -> float:
         config = LoaderConfig(batch_size=4096, negatives=0, label="label", shuffle=False)
-        rank, world_size = self._runtime.rank, self._runtime.world_size
+        rank = self._runtime.rank
+        world_size = self._runtime.world_size
         loader = ChunkLoader(
             self._labelled[split], self._schema, config=config, items=self._items, rank=rank, world_size=world_size
         )
@@ -273,7 +282,8 @@ class RankingEvaluator:
 
 def heldout_question(data: InteractionData, split: str, figures: Figures) -> TaskQuestion:
     """Returns the question about the held-out items of ``split``, for a model and its baselines."""
-    rows, candidates = getattr(data, split), data.evaluation.candidates.get(split)
+    rows = getattr(data, split)
+    candidates = data.evaluation.candidates.get(split)
     users = rows["user_id"].values
     own_items = data.seen(np.unique(users) if data.evaluation.by == "user" else users, *_before(split))
     if candidates is None:
@@ -315,7 +325,8 @@ def _of_catalogue(data: InteractionData, split: str, own_items: Column) -> metri
 
 def recommendation_text(data: InteractionData, recommended: Recommended) -> str:
     """Returns recommendations as text: titles, with what the user liked before and the item that was held out."""
-    users, items = data.users_by_row, data.items_by_row
+    users = data.users_by_row
+    items = data.items_by_row
     titles = data.titles or [f"item {item}" for item in items.tolist()]
     liked = data.liked.slice(recommended.user, recommended.user + 1).values[-SHOWN:]
     row = int((data.test["user_id"].values == recommended.user).argmax())

@@ -123,7 +123,10 @@ class SessionEvaluator:
         closed_forms: ClosedForms | None = None,
     ) -> None:
         self._closed_forms = closed_forms
-        self._data, self._model, self._runtime, self._ranking_figures = data, model, runtime, figures
+        self._data = data
+        self._model = model
+        self._runtime = runtime
+        self._ranking_figures = figures
         self._batches = SessionBatches(schema)
         self._held_out = {split: data.held_out(split) for split in HELD_OUT}
 
@@ -152,7 +155,8 @@ class SessionEvaluator:
     def example(self) -> str:
         """Describes the first test user's last items and the model's recommendations after them."""
         held_out = self._held_out["test"]
-        before, rows = held_out.before.slice(0, 1), held_out.target_rows
+        before = held_out.before.slice(0, 1)
+        rows = held_out.target_rows
         answers = held_out.targets[:1] if rows is None else held_out.targets[rows == 0]
         with torch.no_grad():
             items = metrics.embed_all(self._model.module, "item", self._items(), self._runtime)
@@ -181,7 +185,8 @@ class SessionEvaluator:
         )
 
     def _question(self, split: str) -> TaskQuestion:
-        held_out, candidates = self._held_out[split], self._data.candidates.get(split)
+        held_out = self._held_out[split]
+        candidates = self._data.candidates.get(split)
         if candidates is None:
             return TaskQuestion(asked=_of_catalogue(held_out), known=held_out.before, figures=self._ranking_figures)
         ids = np.concatenate([held_out.targets[:, None], candidates], axis=1)

@@ -44,7 +44,8 @@ class StreamedTask(NamedData):
     @cached_property
     def closed_forms(self) -> ClosedForms | None:
         """EASE and ALS of the users' and items' training rows with label 1; None without a user or item column."""
-        user, item = self.data.roles.user, self.data.roles.item
+        user = self.data.roles.user
+        item = self.data.roles.item
         if user is None or item is None:
             return None
         return ClosedForms(
@@ -65,7 +66,8 @@ class StreamedTask(NamedData):
     def describe(self) -> str:
         """Returns the set's name and size as one line."""
         rows = ", ".join(f"{source.num_rows:,} {split} rows" for split, source in self.data.splits.items())
-        tables, dense = len(self.data.features), len(self.data.dense)
+        tables = len(self.data.features)
+        dense = len(self.data.dense)
         return f"{self.name}, {rows}, {tables} tables of {sum(self.data.vocab.values()):,} rows, {dense} dense columns"
 
     def with_roles(self, config: LoaderConfig) -> LoaderConfig:
@@ -82,12 +84,14 @@ class StreamedTask(NamedData):
     def positives(self, config: LoaderConfig, tasks: Sequence[str] = ()) -> list[float]:
         """Returns the weighted share of positives among the training rows, never quite 0 or 1; reads all labels."""
         del config
-        sums, total = self.data.task_positives["train"] if tasks else {}, self.data.positives["train"][1]
+        sums = self.data.task_positives["train"] if tasks else {}
+        total = self.data.positives["train"][1]
         return [self.data.share("train"), *(positive_share(sums[name][0], total) for name in tasks)]
 
     def loader(self, schema: BatchSchema, config: LoaderConfig, *, rank: int, world_size: int) -> ChunkLoader:
         """Returns the loader of the labelled training rows; it reads them while the epoch runs."""
-        source, config = self.data.splits["train"], self.with_roles(config)
+        source = self.data.splits["train"]
+        config = self.with_roles(config)
         item_ids, items = self.data.items if schema.catalogue else (None, None)
         everything = None if item_ids is None else CatalogueCandidates(item_ids)
         return ChunkLoader(
@@ -141,7 +145,10 @@ class StreamedEvaluator:
                 f"'{data.name}' is not ranked; that needs Prepared(user=, item=) in its preprocessing recipe, "
                 "data.ranked above 0, and a last tower that reads the item's columns, and no others"
             )
-        self._data, self._schema, self._model, self._runtime = data, schema, model, runtime
+        self._data = data
+        self._schema = schema
+        self._model = model
+        self._runtime = runtime
         self._ranking_figures: Sequence[tuple[Figure, int]] = figures or (("hr", 10), ("ndcg", 10))
         self._questions: dict[str, _RankedRows | None] = {}
 
@@ -192,7 +199,8 @@ class StreamedEvaluator:
 
     def _constants(self, split: str) -> Iterator[tuple[str, tuple[float, float], float]]:
         """Yields each label's prefix of figures, its positives and their total, and their share in training."""
-        data, tasks = self._data, list(getattr(self._model.module, "tasks", ()))
+        data = self._data
+        tasks = list(getattr(self._model.module, "tasks", ()))
         if not tasks:
             yield "", data.positives[split], data.share("train")
             return
@@ -210,7 +218,8 @@ class StreamedEvaluator:
         return ""
 
     def _figures(self, split: str) -> Record:
-        roles, runtime = self._data.roles, self._runtime
+        roles = self._data.roles
+        runtime = self._runtime
         config = LoaderConfig(
             batch_size=BATCH_ROWS * runtime.world_size,
             negatives=0,
@@ -219,7 +228,8 @@ class StreamedEvaluator:
             shuffle=False,
         )
         source = self._data.splits[split]
-        rank, world_size = runtime.rank, runtime.world_size
+        rank = runtime.rank
+        world_size = runtime.world_size
         loader = ChunkLoader(source, self._schema, config=config, rank=rank, world_size=world_size, in_order=False)
         figures: dict[str, metrics.ClassificationMetrics] = {}
         with torch.no_grad():
@@ -295,7 +305,8 @@ def held_out_rows(data: StreamedData, split: str) -> Chunk:
     count = sum(int(_wanted(chunk, data, item_ids).sum()) for chunk in data.chunks(split, roles_read))
     every = max(1, -(-count // data.ranked))
     names = list(dict.fromkeys([*roles_read, *data.features, *data.dense]))
-    pieces, passed = [], 0
+    pieces = []
+    passed = 0
     for chunk in data.chunks(split, names):
         rows = np.flatnonzero(_wanted(chunk, data, item_ids))
         sample = rows[(np.arange(len(rows)) + passed) % every == 0]
@@ -313,9 +324,12 @@ def _wanted(chunk: Chunk, data: StreamedData, item_ids: Int64) -> np.ndarray[Any
 
 def question_of(data: StreamedData, held_out: Chunk, figures: Sequence[tuple[Figure, int]]) -> TaskQuestion:
     """Returns the question for a model and its baselines: the place of each held-out item in the catalogue."""
-    roles, (item_ids, _) = data.roles, data.items
-    user, item = str(roles.user), str(roles.item)
-    users, targets = held_out[user].values, held_out[item].values
+    roles = data.roles
+    item_ids, _ = data.items
+    user = str(roles.user)
+    item = str(roles.item)
+    users = held_out[user].values
+    targets = held_out[item].values
     user_ids = np.unique(users[users > 0])
     pairs = []
     for chunk in data.chunks("train", [user, item, roles.label]):

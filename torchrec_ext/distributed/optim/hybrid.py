@@ -29,7 +29,8 @@ class GradientNotFiniteError(ValueError):
 
     def __init__(self, message: str, step: int = 0, *, in_time: bool = False) -> None:
         super().__init__(message)
-        self.step, self.in_time = step, in_time
+        self.step = step
+        self.in_time = in_time
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,8 +98,12 @@ class HybridOptimizer(CombinedOptimizer):
         device: torch.device | None = None,
     ) -> None:
         super().__init__([fused, *tables, *dense, *(("sharded_adam", adam) for adam in sharded)])
-        self._sharded, self._holders, self._device = sharded, holders, device
-        self.clip_norm, self.table_choices, self.layer_choices = clip_norm, table_choices or {}, layer_choices or {}
+        self._sharded = sharded
+        self._holders = holders
+        self._device = device
+        self.clip_norm = clip_norm
+        self.table_choices = table_choices or {}
+        self.layer_choices = layer_choices or {}
         self._names = {parameter: name for _, keyed in (*tables, *dense) for name, parameter in keyed.params.items()}
         self.dense_groups: list[dict[str, Any]] = [group for _, keyed in dense for group in keyed.param_groups]
         dense_ids = {id(group) for group in self.dense_groups}

@@ -50,7 +50,8 @@ class RowAdam(torch.optim.Optimizer):
         for group in self.param_groups:
             for table in group["params"]:
                 if table.grad is not None:
-                    state, rule = self.state[table], {name: group[name] for name in self.defaults}
+                    state = self.state[table]
+                    rule = {name: group[name] for name in self.defaults}
                     _start(state, table, rule["row_wise"])
                     rows = rows_with_gradient(table.grad)
                     move_rows(table, rows, table.grad[rows], state, **rule)
@@ -91,14 +92,16 @@ def move_rows(
         row_wise: see :class:`RowAdam`.
         trust_ratio: see :class:`RowAdam`.
     """
-    steps, (beta1, beta2) = float(state["step"]), betas
+    steps = float(state["step"])
+    beta1, beta2 = betas
     square = grad.square().mean(1, keepdim=True) if row_wise else grad.square()
     first = state["exp_avg"][rows].lerp_(grad, 1 - beta1)
     second = state["exp_avg_sq"][rows].lerp_(square, 1 - beta2)
     state["exp_avg"][rows], state["exp_avg_sq"][rows] = first, second
     update = first / (1 - beta1**steps) / adam_denominator(second, steps, beta2, eps)
     if trust_ratio:
-        weight_norm, update_norm = table[rows].norm(dim=1, keepdim=True), update.norm(dim=1, keepdim=True)
+        weight_norm = table[rows].norm(dim=1, keepdim=True)
+        update_norm = update.norm(dim=1, keepdim=True)
         update *= torch.where((weight_norm > 0) & (update_norm > 0), weight_norm / update_norm, 1.0)
     table.index_add_(0, rows, update, alpha=-lr)
 

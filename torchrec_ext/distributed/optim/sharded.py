@@ -98,7 +98,8 @@ class _Decay:
     def _shrink(
         self, kernel: SplitTableBatchedEmbeddingBagsCodegen, indices: Tensor, offsets: Tensor, grad: Tensor
     ) -> None:
-        lr, tables = kernel.get_learning_rate(), kernel.split_embedding_weights()
+        lr = kernel.get_learning_rate()
+        tables = kernel.split_embedding_weights()
         rows_by_table = _rows_with_gradient(kernel, indices, offsets, grad)
         for table, decay, rows in zip(tables, self._decays, rows_by_table, strict=True):
             # Repeated rows write equal values, so they need not be removed. `data`: the backward that follows holds
@@ -117,7 +118,9 @@ def _rows_with_gradient(
         offsets: (F B + 1,) start of each bag in ``indices``.
         grad: gradient of the output, (B, sum of D) for pooled bags, (len(indices), D) for a row per id.
     """
-    lengths, features, tables = offsets.diff(), kernel.feature_table_map, kernel.embedding_specs
+    lengths = offsets.diff()
+    features = kernel.feature_table_map
+    tables = kernel.embedding_specs
     if kernel.pooling_mode == PoolingMode.NONE:
         live = grad.ne(0).any(dim=1)
     else:
@@ -270,7 +273,9 @@ class _AdamShard(NamedTuple):
             state = {"step": self.steps, **self.moments}
             move_rows(self.table, rows, gradient, state, lr=lr, betas=choice.betas, eps=choice.eps)
             return
-        (beta1, beta2), first, second = choice.betas, self.moments["exp_avg"], self.moments["exp_avg_sq"]
+        beta1, beta2 = choice.betas
+        first = self.moments["exp_avg"]
+        second = self.moments["exp_avg_sq"]
         if choice.l2:
             whole = (self.table * choice.l2).index_add_(0, rows, gradient)
             first.lerp_(whole, 1 - beta1)

@@ -104,7 +104,8 @@ def _shards(
         share = math.prod(shard.size) / elements
         weights = math.prod(shard.size) * bytes_per_weight(table)
         state = math.ceil(choice.state_bytes(table) * share)
-        perf, storage = shard.perf, shard.storage
+        perf = shard.perf
+        storage = shard.storage
         yield (
             shard.rank,
             {
@@ -264,7 +265,8 @@ def compare(
             reason = str(error).splitlines()[0].removeprefix("no sharding plan fits: ").partition(";")[0]
             alternatives.append(dataclasses.replace(alternative, refused=reason))
         else:
-            slowest, largest = max(rank.ms for rank in ranks), max(rank.total for rank in ranks)
+            slowest = max(rank.ms for rank in ranks)
+            largest = max(rank.total for rank in ranks)
             alternatives.append(dataclasses.replace(alternative, ms=slowest, largest=largest))
     return alternatives
 

@@ -106,7 +106,8 @@ def _by_memory(
         needs[home] += size
         if kernel in CACHING:
             needs["GPU"] += size * (requests[table.name].cache_load_factor or KV_CACHING_RATIO)
-    rows, least = [], 1
+    rows = []
+    least = 1
     for (name, need), usable in zip(needs.items(), (has.hbm, has.ddr, has.ssd), strict=True):
         ranks = math.ceil(need / usable) if usable else 0
         least = max(least, ranks)
@@ -420,7 +421,8 @@ def _constraint(
         by_host: whether some table is sharded by host, so that the sharder offers these types on a CPU.
         cached: whether its optimizer may find the table's rows in a cache.
     """
-    sharding, device = request.sharding, runtime.device.type
+    sharding = request.sharding
+    device = runtime.device.type
     reason = refused_because(table, sharding, device) or kernel_refused_because(request, device)
     if reason is None and not cached and request.kernel in CACHING:
         reason = (
@@ -438,9 +440,11 @@ def _constraint(
             types = [*free_to_shard(device), "data_parallel"]
         return ParameterConstraints(sharding_types=types, **kernel) if types is not None or kernel else None
     if sharding == "grid_shard":
-        pieces, over = runtime.world_size // runtime.local_world_size, "hosts"
+        pieces = runtime.world_size // runtime.local_world_size
+        over = "hosts"
     else:
-        pieces, over = (runtime.world_size if "column" in sharding else 1), "ranks"
+        pieces = runtime.world_size if "column" in sharding else 1
+        over = "ranks"
     if pieces == 1:
         return ParameterConstraints(sharding_types=[sharding], **kernel)
     widths = range(4, table.embedding_dim, 4)

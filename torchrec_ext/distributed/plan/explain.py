@@ -28,7 +28,8 @@ def explain(plan: ShardingPlan, model: nn.Module, world_size: int, *, captured_r
         world_size: R, the number of ranks.
         captured_rows: rows of a step that may be captured, to say which tables it updates as a whole; 0 for none.
     """
-    rows, per_rank = [], [0.0] * world_size
+    rows = []
+    per_rank = [0.0] * world_size
     kernels = {sharding.compute_kernel for _, sharding in _planned(plan, model)}
     off: dict[str, list[float]] = {home: [0.0] * world_size for kernel, home in _HOMES.items() if kernel in kernels}
     for table, sharding in _planned(plan, model):

@@ -68,7 +68,8 @@ def plan_sharding(
         PlanError: the tables do not fit, or cannot be sharded as asked.
         PlacementError: ``config.towers`` does not fit the model's towers or the ranks.
     """
-    config, optimizer = config or PlanConfig(), chosen_optimizer(model, optimizer)
+    config = config or PlanConfig()
+    optimizer = chosen_optimizer(model, optimizer)
     placement = tower_placement(model, config.towers, runtime.world_size)
     ranks = SyncConfig(table_copies=table_copies).table_ranks(runtime.world_size)
     if placement is not None and table_copies > 1:

@@ -145,7 +145,8 @@ class AfterCollective(Awaitable[Any]):
 
     def __init__(self, work: dist.Work, follow: Callable[[], Any]) -> None:
         super().__init__()
-        self._work, self._follow = work, follow
+        self._work = work
+        self._follow = follow
 
     def _wait_impl(self) -> Any:
         self._work.wait()
@@ -186,7 +187,10 @@ class TowerExchange:
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        self._placement, self._specs, self._group, self._device = placement, specs, group, device
+        self._placement = placement
+        self._specs = specs
+        self._group = group
+        self._device = device
         self._rank = dist.get_rank(group)
         self._busiest: dict[tuple[str, tuple[int, ...]], int] = {}
         self._routes: dict[tuple[str, ...], Route] = {}
@@ -228,7 +232,8 @@ class TowerExchange:
 
     def _route(self, names: tuple[str, ...]) -> Route:
         if names not in self._routes:
-            ranks, targets = range(self._placement.world_size), self._placement.targets
+            ranks = range(self._placement.world_size)
+            targets = self._placement.targets
             to = [[name for name in names if rank in targets(name, self._rank)] for rank in ranks]
             coming = [[name for name in names if self._rank in targets(name, rank)] for rank in ranks]
             self._routes[names] = Route(to, coming)
@@ -318,7 +323,9 @@ class Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, message: Tensor, counts: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
         """Sends ``counts`` numbers of flat ``sent`` to each rank; returns a flat tensor with ``received`` from each."""
-        ctx.counts, ctx.received, ctx.group = counts, received, group
+        ctx.counts = counts
+        ctx.received = received
+        ctx.group = group
         out = message.new_empty(sum(received))
         dist.all_to_all_single(out, message.contiguous(), received, counts, group=group)
         return out

@@ -84,7 +84,8 @@ def split_joint(joint: KeyedJaggedTensor, queries: int) -> dict[str, FeatureBags
     """
     by_feature: dict[str, FeatureBags] = {}
     for key in joint.keys():  # noqa: SIM118
-        values, lengths = joint[key].values(), joint[key].lengths()
+        values = joint[key].values()
+        lengths = joint[key].lengths()
         end = int(lengths[:queries].sum())
         halves = FeatureBags(values[:end], lengths[:queries]), FeatureBags(values[end:], lengths[queries:])
         by_feature |= {feature: half for feature, half in zip(key.split("|"), halves, strict=True) if feature}

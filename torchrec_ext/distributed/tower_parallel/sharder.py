@@ -197,7 +197,8 @@ class ShardedTowers(
         timeout: timedelta,
     ) -> None:
         super().__init__()
-        self._placement, self._world_size = plan.placement, env.world_size
+        self._placement = plan.placement
+        self._world_size = env.world_size
         self._reads = dict(module.reads)
         towers: dict[str, Any] = dict(module.items())
         self._features = {name: _features(tower) for name, tower in towers.items()}
