@@ -133,7 +133,8 @@ def http(
     if manifest is not None and host == "127.0.0.1":
         host = "0.0.0.0"
     flags = ["-m", "torchx_apps.serve", bundle, f"--host={host}", f"--port={port}", f"--workers={workers}"]
-    if manifest is not None:  # longer than a cluster takes to send its requests elsewhere
+    # 15 s are longer than a cluster takes to send its requests elsewhere.
+    if manifest is not None:
         flags.append("--linger=15")
     flags += [
         f"--{flag}={value}"

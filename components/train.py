@@ -234,7 +234,8 @@ def _app(
     for role in app.roles:
         role.args[-1] = _under_our_agent(role.args[-1], max_retries)
         if not rdzv_port:
-            role.port_map = {}  # the agent derives the port from the job's id
+            # The agent derives the port from the job's id.
+            role.port_map = {}
     return app
 
 
@@ -273,7 +274,8 @@ def _environment(env: Optional[Dict[str, str]], threads: int, max_retries: int, 
         # would wait for each other.
         ours["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if elastic:
-        ours["TORCHREC_EXT_ELASTIC"] = elastic  # settings that need a fixed number of ranks are refused
+        # The ranks then refuse settings that need a fixed number of ranks.
+        ours["TORCHREC_EXT_ELASTIC"] = elastic
     variables = {**ours, **(env or {})}
     if "PET_RDZV_CONF" in variables:  # torchrun's, NAME=VALUE by commas; TorchX takes no "=" within a value
         variables["PET_RDZV_CONF"] = variables["PET_RDZV_CONF"].replace(":", "=")

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 MISTAKE = 200
 # Variable with a file that the agent makes beside that exit code: of several nodes srun returns the code of any.
 MISTAKE_FILE = "TORCHREC_EXT_MISTAKE_FILE"
-_MISTAKES = (MISTAKE, 2)  # 2 is argparse's, of an unknown flag
+# 2 is argparse's code for an unknown flag.
+_MISTAKES = (MISTAKE, 2)
 _PR_SET_PDEATHSIG = 1
 # Private memory of a rank that has imported torch and torchrec, before it has data or a model (measured: 265 MiB).
 _RANK_BYTES = 256 << 20
@@ -139,9 +140,11 @@ def too_many(processes: int, memory: int | None = None, *, name: str = "ranks") 
 def _memory() -> int:
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
-        with open("/sys/fs/cgroup/memory.max") as file:  # the limit of a container
+        # A container has a limit of its own.
+        with open("/sys/fs/cgroup/memory.max") as file:
             return min(physical, int(file.read()))
-    except (OSError, ValueError):  # there is no limit, or it is "max"
+    except (OSError, ValueError):
+        # There is no limit, or it is "max".
         return physical
 
 
@@ -190,7 +193,8 @@ def port_is_taken(endpoint: str) -> bool:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, int(port)))
-        except OSError as error:  # most often the address is another node's
+        except OSError as error:
+            # Most often the address is another node's.
             return error.errno == errno.EADDRINUSE
     return False
 
@@ -313,12 +317,15 @@ def _judge_by_own_clock() -> None:
     class OwnClock(rendezvous._BackendRendezvousStateHolder):
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
-            self._came: dict[Any, tuple[datetime, float]] = {}  # a node's heartbeat, and when it came here
-            self._deadline: tuple[datetime, datetime] | None = None  # of the last call, as written, and by this clock
+            # A node's heartbeat, and the time of its arrival here.
+            self._came: dict[Any, tuple[datetime, float]] = {}
+            # Deadline of the last call as written, and by this clock.
+            self._deadline: tuple[datetime, datetime] | None = None
 
         def sync(self) -> bool | None:
             if self._deadline is not None and self._state.deadline == self._deadline[1]:
-                self._state.deadline = self._deadline[0]  # the others read it too
+                # The others read the state too, so restore the deadline as written.
+                self._state.deadline = self._deadline[0]
             changed = super().sync()
             deadline = self._state.deadline
             if deadline is None:
@@ -356,7 +363,8 @@ def _end_when_lost(options: argparse.Namespace) -> None:
 
     def end(message: str) -> None:
         hand_over(message)
-        os._exit(1)  # the agent's own thread may wait for ever
+        # The agent's own thread may wait for ever, so do not wait for it.
+        os._exit(1)
 
     if _on_several_nodes(options) and options.rdzv_backend != "static" and ":" in options.rdzv_endpoint:
         end_when_lost(options.rdzv_endpoint, end)

@@ -56,7 +56,8 @@ def _pipeline(argv: Sequence[str] | None) -> int:
         if code:
             return code
     data.wait()
-    check_record(record, stages)  # the training may have begun on other rows than those that are there now
+    # Checked again, because the rows may have changed since the training began.
+    check_record(record, stages)
     if not run.whole:
         if is_first:
             begin(run, record)
@@ -65,7 +66,8 @@ def _pipeline(argv: Sequence[str] | None) -> int:
             return code
     if is_first and not bundle.whole:
         become(bundle, record)
-    bundle.wait()  # a rank that ends before the others makes Slurm end them a minute later
+    # If a rank ended before the others, Slurm would end them a minute later.
+    bundle.wait()
     return 0
 
 

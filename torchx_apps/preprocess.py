@@ -37,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         from torchx_apps.cli import errors as failures
 
-        if os.environ.get("TORCHELASTIC_ERROR_FILE"):  # TorchX reads it, and prints the error itself
+        # TorchX reads this file, and prints the error itself.
+        if os.environ.get("TORCHELASTIC_ERROR_FILE"):
             failures.record_error(error)
         else:
             print(failures.describe_error(error), file=sys.stderr)
@@ -91,5 +92,6 @@ def load_job(recipe: str) -> PreprocessJob:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, so that what was begun is removed
+    # Acts as Ctrl-C, to remove unfinished files.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())

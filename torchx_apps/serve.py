@@ -130,14 +130,16 @@ def node_name(host: str) -> str:
     """
     try:
         return socket.gethostname() if ipaddress.ip_address(host).is_unspecified else host
-    except ValueError:  # it is a name
+    except ValueError:
+        # The text is a name, not an address.
         return host
 
 
 def _is_loopback(address: str) -> bool:
     try:
         return ipaddress.ip_address(address).is_loopback
-    except ValueError:  # it is a name
+    except ValueError:
+        # The text is a name, not an address.
         return False
 
 

@@ -60,7 +60,8 @@ class Run(CmdRun):
         self._launched = False
         self._ours = False
         if config.get_config(prefix="cli", name="run", key="scheduler") is None:
-            subparser.set_defaults(scheduler=None)  # so that `run` knows whether -s was given
+            # None lets `run` see whether -s was given.
+            subparser.set_defaults(scheduler=None)
 
     def run(self, args: argparse.Namespace) -> None:
         """Runs a component."""
@@ -75,7 +76,8 @@ class Run(CmdRun):
             super().run(args)
             return
         if args.scheduler == _LOCAL and any(token.partition("=")[0] == "--manifest" for token in tokens):
-            args.scheduler = "kubernetes"  # for which the files of a service are
+            # The files of a service are for Kubernetes.
+            args.scheduler = "kubernetes"
         # In the order typed: of two changes to one key the later wins.
         args.component_name_and_args = gather_overrides(
             [tokens[0], *(f"--set={item}" for item in args.set), *tokens[1:]]
@@ -155,7 +157,8 @@ class Run(CmdRun):
 class JobRunner(Runner):
     """A Runner with logs of local jobs, and a check of a job's settings before the ranks start."""
 
-    only_shows = False  # whether the files of a service are printed, instead of written
+    # Whether to print the files of a service instead of writing them.
+    only_shows = False
 
     def dryrun(
         self,
@@ -406,11 +409,13 @@ def print_output(runner: Runner, app_handle: str, out: TextIO, err: TextIO) -> N
 def _copy(lines: Iterable[str], prefix: str, file: TextIO) -> None:
     at_line_start = True
     try:
-        for text in lines:  # whole lines, or pieces of one
+        # A text may be several lines, or a piece of one.
+        for text in lines:
             file.write(prefix + text if at_line_start else text)
             file.flush()
             at_line_start = text.endswith("\n")
-    except BrokenPipeError:  # as `| head` causes; the job continues, and its logs are kept
+    except BrokenPipeError:
+        # `| head` causes this; the job continues, and its logs are kept.
         os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
 
 

@@ -132,7 +132,8 @@ def hybrid_parallel(
     initialise_tables(sharded, seed)
     read_past_caches(sharded)
     settle_buckets(sharded)
-    calm_gloo()  # all groups of a step are there
+    # Gloo's threads exist once all groups of a step do.
+    calm_gloo()
     decay_sharded_rows(sharded, {name: choice for name, choice in choices.items() if name not in emulated})
     return sharded, _optimizer(sharded, optimizer.clip_norm, choices, layers, emulated)
 

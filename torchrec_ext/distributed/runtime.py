@@ -25,7 +25,8 @@ import torch.distributed as dist
 DEFAULT_TIMEOUT_S = 300.0
 # Environment variable with the GPU of each local rank, as 2,3; where not set, the GPU of the local rank's number.
 GPUS = "TORCHREC_EXT_GPUS"
-GLOO_THREADS = ("gloo_tcp_loop", "pt_gloo_runloop")  # as gloo and torch name them: of messages, of collectives
+# Thread names that gloo gives to its message loop, and torch to its collectives.
+GLOO_THREADS = ("gloo_tcp_loop", "pt_gloo_runloop")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +179,8 @@ def available_memory() -> int:
     ]
     limit, used = (_number(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
     if limit is not None and used is not None:
-        cache = _line("/sys/fs/cgroup/memory.stat", "inactive_file")  # given back when memory is short
+        # The kernel gives these pages back when memory is short, so they count as free.
+        cache = _line("/sys/fs/cgroup/memory.stat", "inactive_file")
         limits.append(max(limit - used + cache, 0))
     return min(limits)
 
@@ -217,6 +219,7 @@ def calm_gloo() -> None:
     Nothing changes where the system has no such policy or refuses it.
     """
     for thread in Path("/proc/self/task").glob("*"):
-        with suppress(OSError):  # it may have ended
+        # The thread may have ended meanwhile.
+        with suppress(OSError):
             if (thread / "comm").read_text().strip() in GLOO_THREADS:
                 os.sched_setscheduler(int(thread.name), os.SCHED_BATCH, os.sched_param(0))

@@ -57,8 +57,10 @@ from torchrec_ext.distributed.plan.config import PlanConfig, TableChoice
 TRAINED_ON_CPU = (DataType.FP32, DataType.FP16)
 SHARDED = [kind.value for kind in ShardingType if kind is not ShardingType.DATA_PARALLEL]
 BY_HOST = (ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
-SUMMED = (ShardingType.ROW_WISE.value, *BY_HOST)  # reduce-scattered: the exchange adds up what ranks send
-OFF_THE_GPU = ("fused_uvm", "fused_uvm_caching", "key_value")  # kernels whose rows lie in the host's memory or on SSD
+# These types reduce-scatter: the exchange adds up the messages of the ranks.
+SUMMED = (ShardingType.ROW_WISE.value, *BY_HOST)
+# Kernels with their rows in the host's memory or on an SSD.
+OFF_THE_GPU = ("fused_uvm", "fused_uvm_caching", "key_value")
 CODED_OPS = (
     CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL,
     CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER,
@@ -202,7 +204,8 @@ class ShardedBags(ShardedEmbeddingBagCollection):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._has_mean_pooling_callback = False  # switches TorchRec's division off
+        # Switches TorchRec's own division off.
+        self._has_mean_pooling_callback = False
         means = self._row_wise_means()
         self._means = [name in means for name in self._embedding_names]
         group = self._env.process_group

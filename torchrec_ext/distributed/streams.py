@@ -55,7 +55,8 @@ class TowerStreams:
     def _left(self, tower: nn.Module, inputs: Any, output: Any) -> None:
         caller = self._callers.pop()
         self._cuda.set_stream(caller)
-        if isinstance(output, Tensor):  # not where the tower raised
+        # There is no tensor if the tower raised.
+        if isinstance(output, Tensor):
             output.record_stream(caller)
             if output.requires_grad:
                 output.register_hook(self._join_after_backward)  # type: ignore[no-untyped-call]

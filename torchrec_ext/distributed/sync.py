@@ -26,7 +26,8 @@ from torchrec_ext.distributed.sync_config import OptimizerState, check_warmup
 from torchrec_ext.distributed.sync_config import SyncConfig as SyncConfig
 from torchrec_ext.distributed.tables import collections
 
-WHOLE_WEIGHTS = 2**16  # smaller tables are sent whole: 256 KiB travel in the time that a second message takes
+# Smaller tables are sent whole: 256 KiB travel in the time of one more message.
+WHOLE_WEIGHTS = 2**16
 
 
 class Averager:
@@ -251,7 +252,8 @@ class EveryStep:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:  # else the other ranks may be elsewhere
+        # After an error the other ranks may be elsewhere, so a collective here could hang.
+        if kind is None:
             self.settle()
 
 

@@ -112,7 +112,8 @@ class SyncConfig:
         """Refuses a value for a setting of another mode."""
         for name in dict.fromkeys(name for mode in MODES for name in MODES.facts(mode).settings):
             value = getattr(self, name)
-            if name == "warmup" and value == 0:  # as saved runs record it for every mode
+            # Saved runs record warmup=0 for every mode.
+            if name == "warmup" and value == 0:
                 continue
             if name not in MODES.facts(self.mode).settings and value != type(self).__dataclass_fields__[name].default:
                 readers = " or ".join(key for key in MODES if name in MODES.facts(key).settings)

@@ -64,7 +64,8 @@ class CollectionOnCpu(DMPCollection):
         self._use_sharded_relay = False
         self._sharded_relay_state = None
         self._custom_all_reduce = self._mean
-        self._all_reduce_hook = None  # TorchRec 1.9 asks for it first
+        # TorchRec 1.9 reads this attribute before it sets it.
+        self._all_reduce_hook = None
 
     def _remap_sharding_plan(self, plan: ShardingPlan, *args: Any, **kwargs: Any) -> None:
         """Remaps the plan as TorchRec does, but without a device index for a CPU."""

@@ -73,7 +73,8 @@ def local_shards(module: nn.Module) -> Iterator[Shard]:
                 for shard in value.local_shards():
                     row, column = shard.metadata.shard_offsets
                     yield Shard(fqn, config, shard.tensor, row, column)
-            elif isinstance(value, DTensor):  # one of several copies of the tables
+            elif isinstance(value, DTensor):
+                # TorchRec keeps each of several copies of the tables as DTensors.
                 local: Any = value.to_local()  # TorchRec's LocalShardsWrapper
                 # A rank without a shard has one offset all the same.
                 for tensor, (row, column) in zip(local.local_shards(), local.local_offsets(), strict=False):

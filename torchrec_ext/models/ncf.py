@@ -90,7 +90,8 @@ class ContextualNCF(TowerModel):
         item = NCFTower(
             [*ids(item_feature, items), *item_tables], gmf_dim, first, bias=False, dense=item_dense, device=device
         )
-        for tower in (user, item):  # the halves are one layer over both inputs, so they have one bound
+        # The two halves are one layer over both inputs, so both are drawn with the bounds of that layer.
+        for tower in (user, item):
             bound = math.sqrt(6 / (user.mlp.linear.in_features + item.mlp.linear.in_features + first))
             nn.init.uniform_(tower.mlp.linear.weight, -bound, bound)
         head = NCFHead(gmf_dim, mlp_widths, activation=activation, dropout=dropout)

@@ -108,7 +108,8 @@ class RetrievalModel(TowerModel):
         """
         if not self.training:
             return super().forward(batch)
-        outputs = [widened(output) for output in self.outputs(batch)]  # of half precision under autocast
+        # Under autocast the outputs are of half precision.
+        outputs = [widened(output) for output in self.outputs(batch)]
         loss = self.in_batch(outputs, batch)
         logits = self.interaction(outputs)
         return loss, Prediction(loss.detach(), logits.detach(), batch.labels, batch.weights)
@@ -157,7 +158,8 @@ class _InBatchLoss(nn.Module):
             log_q=log_q,
             queries=count,
             rows=None if batch.queries is None else len(ids),
-            present=(ids != 0) | (batch.weights > 0),  # item 0 with a weight is an unknown item, not padding
+            # Item 0 with a weight is an unknown item, not padding.
+            present=(ids != 0) | (batch.weights > 0),
             is_known=None if self.known is None else partial(self.known, _users(batch)[:count]),
         )
         loss: Tensor = self._function(
@@ -197,7 +199,8 @@ class _InBatchLoss(nn.Module):
         weights = batch.weights[: len(queries)]
         total = batch.total_weight
         if self.labelled:
-            weights = weights * batch.labels[:count] * (ids[:count] > 0)  # the unknown item is not in the catalogue
+            # The unknown item is not in the catalogue.
+            weights = weights * batch.labels[:count] * (ids[:count] > 0)
             total = _mean_over_ranks(weights)
         weighted = weights.nonzero()[:, 0]
         everything = gather_rows(ids[count:])

@@ -211,7 +211,8 @@ class TowerModel(nn.Module):
         options: dict[str, Any] = {} if names is None else {"names": names}
         if self.shared_tables is not None and not self.shared_tables.readers.isdisjoint(names or self._names):
             options["looked_up"] = self.shared_tables(batch, names or self._names)
-        if self.shared_tables is None and self._joint:  # a plan has moved the look-ups to the ranks of their towers
+        # A plan has moved the look-ups to the ranks of their towers.
+        if self.shared_tables is None and self._joint:
             options["joint"] = batch.joint
         if self._weighed[False]:
             options["weights"] = batch.weights

@@ -58,7 +58,8 @@ class CompressingLayer(nn.Module):
         if self.cross is not None:
             side_by_side = self.cross(side_by_side)
         bags, dense = torch.split(side_by_side, [self.bags, self.dense], dim=1)
-        rows = bags.shape[0]  # an exporter would take len() as a constant
+        # An exporter would take len() as a constant.
+        rows = bags.shape[0]
         vectors = [] if self.each is None else [self.each(bags.reshape(rows * self.features, -1)).view(rows, -1)]
         return torch.cat([*vectors, dense if self.all is None else self.all(side_by_side)], dim=1)
 

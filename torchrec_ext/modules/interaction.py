@@ -31,8 +31,10 @@ from torchrec_ext.modules.layers import (
     weighs_rows,
 )
 
-HIDDEN_FLOATS = 2**17  # floats of a block of pairs: half a MiB, a core's share of the second-level cache
-HIDDEN_FLOATS_GPU = 2**27  # on a GPU half a GiB, for many pairs at once
+# Floats of a block of pairs on a CPU: half a MiB, a core's share of the second-level cache.
+HIDDEN_FLOATS = 2**17
+# On a GPU half a GiB, to score many pairs at once.
+HIDDEN_FLOATS_GPU = 2**27
 
 
 def over_pairs(queries: Tensor, candidates: Tensor, score: Callable[[Tensor, Tensor], Tensor], width: int) -> Tensor:

@@ -150,7 +150,8 @@ def mlp(
     for before, width in pairwise(hidden):
         block = _block(before, width, activation, normalization, dropout)
         layers += [Residual(*block)] if residual and before == width else block
-    activation_layer(activation)  # raises for a wrong name even without hidden layers
+    # Called for its check: a wrong name must raise even without hidden layers.
+    activation_layer(activation)
     return Layers(*layers, nn.Linear(hidden[-1], widths[-1]))
 
 

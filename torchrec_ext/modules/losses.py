@@ -130,7 +130,8 @@ def in_batch_softmax(
     _check_temperature(temperature)
     _check_in_batch(queries, negatives, weights)
     with torch.autocast(queries.device.type, enabled=False):
-        scaled = widened(queries) / temperature  # B x D divisions, where the scores would need B x C
+        # Scaling the queries costs B x D divisions, scaling the scores B x C.
+        scaled = widened(queries) / temperature
         candidates = widened(negatives.candidates).T
         if negatives.log_q is None:
             logits = scaled @ candidates

@@ -112,7 +112,8 @@ def attend(projected: Tensor, packing: Packing, *, causal: bool) -> Tensor:
         ValueError: ``nested`` and causal on a CPU, for which torch has no kernel.
     """
     if not len(projected):
-        return projected.sum(dim=1)  # empty, but in the graph: DistributedDataParallel waits for every gradient
+        # The result is empty but in the graph, because DistributedDataParallel waits for every gradient.
+        return projected.sum(dim=1)
     if packing.attention == "nested":
         return _nested(projected, packing, causal)
     outputs = [_padded(projected, bucket, causal) for bucket in packing.buckets]
@@ -137,7 +138,8 @@ def _nested(projected: Tensor, packing: Packing, causal: bool) -> Tensor:
         raise ValueError(
             "attention='nested' with causal=True on a cpu: torch has no kernel for it there; use attention='bucketed'"
         )
-    lengths = packing.lengths[packing.lengths > 0]  # no kernel takes an empty sequence
+    # No kernel takes an empty sequence.
+    lengths = packing.lengths[packing.lengths > 0]
     offsets = pad(lengths.cumsum(0), (1, 0))
     shortest = int(lengths.min())
     longest = packing.longest
@@ -256,7 +258,8 @@ class SessionEncoder(Recorded, nn.Module):
         self._from_start = position == "start"
         self.positions = None if position == "none" else nn.Embedding(max_length, width)
         if self.positions is not None:
-            nn.init.normal_(self.positions.weight, std=0.02)  # small beside the steps, which differ from the start
+            # Small against the steps, which differ from the start.
+            nn.init.normal_(self.positions.weight, std=0.02)
         self.dropout = nn.Dropout(dropout)
         self.layers = nn.ModuleList(
             TransformerLayer(

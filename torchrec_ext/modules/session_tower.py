@@ -371,7 +371,8 @@ class SessionTop(InteractionLayer):
         steps, *others, target = outputs
         padded = steps[:, : self._first].reshape(-1, *self._steps)
         dense = steps[:, self._first :]
-        exist = padded[..., -1] > 0.5  # a vector may have been rounded where it was stored
+        # Compared with 0.5, because a stored vector may have been rounded.
+        exist = padded[..., -1] > 0.5
         targets, width = self._target
         last = _in_slots(target[:, : targets * width].reshape(-1, targets, width), self.slots, self.features)
         if self.target is not None:

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import softplus
 
-_PADDING = -1  # id of a row without a candidate; item 0 is the unknown one, or padding where ``present`` is not given
+# Id of a row without a candidate. Item 0 is the unknown item, or padding if ``present`` is not given.
+_PADDING = -1
 # torch 2.13 renamed both and warns about the old names.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -98,7 +99,8 @@ def in_batch_negatives(
     # A scatter of a value from the host would wait for its copy to the device.
     excluded &= torch.arange(len(ids), device=ids.device) != targets[:, None]
     if log_q is not None:
-        log_q = log_q.masked_fill(padding & log_q.isinf(), 0.0)  # 0 x inf would reach the loss
+        # 0 x inf would reach the loss.
+        log_q = log_q.masked_fill(padding & log_q.isinf(), 0.0)
     return InBatch(gather_rows(_padded(embeddings, rows), group), targets, excluded, log_q, items)
 
 
@@ -203,7 +205,8 @@ def widened(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-SCORES_PER_BLOCK = 2**20  # 4 MiB, which stay in the cache between passes; all P x C are never in memory
+# Scores of a block: 4 MiB stay in the cache between passes, and all P x C are never in memory.
+SCORES_PER_BLOCK = 2**20
 
 
 def catalogue_softmax(

@@ -192,13 +192,15 @@ class Tower(Recorded, nn.Module):
     def _declare(self, bags: list[EmbeddingBagConfig], lists: list[EmbeddingConfig]) -> None:
         self._own_bags = [table for table in bags if set(self.weights).isdisjoint(table.feature_names)]
         self._own_lists = lists
-        self._own_names = _names(self._own_bags)  # once: a small network's step shows what each look-up does in Python
+        # Computed once: at a small network's step, the Python work of each look-up is measurable.
+        self._own_names = _names(self._own_bags)
         try:
             self.embeddings = (
                 EmbeddingBagCollection(tables=self._own_bags, device=self.device) if self._own_bags else None
             )
             self.sequences = EmbeddingCollection(tables=lists, device=self.device) if lists else None
-        except RuntimeError as error:  # torch's allocators name bytes and no table
+        except RuntimeError as error:
+            # torch's allocators name bytes, but no table.
             raise _too_large(self.tables, error) from error
 
     def forward(

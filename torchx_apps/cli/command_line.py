@@ -25,7 +25,8 @@ __all__ = ["FlagParser", "apply_overrides", "build_parser", "describe_keys", "li
 
 Recipes = Mapping[str, Callable[[], Any]]
 
-_PIPE_COLUMNS = 80  # width of what is printed to a file or a pipe
+# Width of output to a file or a pipe.
+_PIPE_COLUMNS = 80
 # The first five that a recipe has are in the component's help.
 _MOST_USED = (
     *("data.name", "data.folder", "config.folder", "loader.batch_size", "train.epochs", "optimizer.dense_lr"),
@@ -36,7 +37,8 @@ _MOST_USED = (
 _SECTIONS = (
     *("data", "model", "loader", "optimizer", "train", "evaluation", "sync", "plan", "checkpoint", "start", "config"),
 )
-_JOB = "job"  # section of the keys that belong to no group
+# Section of the keys that belong to no group.
+_JOB = "job"
 
 
 def load_recipe(spec: str, built_in: Recipes | None = None) -> Any:
@@ -87,7 +89,8 @@ def built_in_recipes() -> Recipes:
         >>> "two_tower" in built_in_recipes()
         True
     """
-    from torchx_apps.recipes import RECIPES  # here and not above: it imports torch, which takes seconds
+    # Imported here, because it imports torch, which takes seconds.
+    from torchx_apps.recipes import RECIPES
 
     return RECIPES
 
@@ -265,7 +268,8 @@ def _with_dashes(word: str) -> str:
 
 class _RecipeParser(FlagParser):
     def print_help(self, file: Any = None) -> None:
-        if os.environ.get("RANK", "0") == "0":  # once for all ranks
+        # Printed once for all ranks.
+        if os.environ.get("RANK", "0") == "0":
             super().print_help(file)
 
     def error(self, message: str) -> NoReturn:
@@ -303,7 +307,8 @@ def _import_file(file: Path, spec: str) -> ModuleType:
     assert module_spec is not None, "a .py file always has a loader"
     assert module_spec.loader is not None
     module = importlib.util.module_from_spec(module_spec)
-    sys.modules[name] = module  # dataclasses look their module up there
+    # dataclasses look their module up there.
+    sys.modules[name] = module
     module_spec.loader.exec_module(module)
     return module
 
@@ -347,7 +352,8 @@ def _keys(config: Any, prefix: str) -> Iterator[SettingKey]:
 def _type_of(config: Any, field: dataclasses.Field[Any]) -> str:
     try:
         return type_name(field_hint(config, field.name))
-    except NameError:  # imported for type checkers alone
+    except NameError:
+        # The name is imported for type checkers alone.
         return str(field.type)
 
 
@@ -359,7 +365,8 @@ def _meanings(config: Any) -> dict[str, str]:
     from docstring_parser import parse  # comes with TorchX, which reads component docstrings with it
 
     documented: dict[str, str] = {}
-    for base in reversed(type(config).__mro__):  # a config that extends another one documents what it adds
+    # A config that extends another one documents only what it adds.
+    for base in reversed(type(config).__mro__):
         documented |= {p.arg_name: _plain(p.description or "") for p in parse(base.__doc__ or "").params}
     return documented | {f.name: f.metadata["doc"] for f in dataclasses.fields(config) if "doc" in f.metadata}
 

@@ -101,7 +101,8 @@ def lost_a_peer(error: BaseException) -> bool:
         >>> lost_a_peer(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
         False
     """
-    distributed = sys.modules.get("torch.distributed")  # where nothing has imported it, nothing has raised its error
+    # Without an import of torch.distributed nothing can have raised its error.
+    distributed = sys.modules.get("torch.distributed")
     if distributed is not None and isinstance(error, distributed.DistError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST_PEER)

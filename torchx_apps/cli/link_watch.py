@@ -75,7 +75,8 @@ def children_of(parent: int, processes: Path = Path("/proc")) -> int:
     """Returns the number of a process's running child processes; 0 if that cannot be seen."""
     count = 0
     for stat in processes.glob("[0-9]*/stat"):
-        with suppress(OSError, ValueError):  # the process has ended meanwhile
+        # The process has ended meanwhile.
+        with suppress(OSError, ValueError):
             state, parent_id = stat.read_text().rpartition(")")[2].split()[:2]
             if int(parent_id) == parent and state not in ("Z", "X"):
                 count += 1

@@ -94,7 +94,8 @@ def end_where_no_child_runs() -> None:
         print("stopped by SIGTERM before any rank was started", file=sys.stderr, flush=True)
         os._exit(ENDED)
 
-    if sys.platform == "linux":  # on other systems children cannot be counted
+    # On other systems children cannot be counted.
+    if sys.platform == "linux":
         threading.Thread(target=watch, daemon=True, name="sigterm-watch").start()
 
 

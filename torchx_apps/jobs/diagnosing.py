@@ -48,11 +48,13 @@ from torchx_apps.jobs.training import (
 )
 from torchx_apps.tasks.job import Job, schema_of
 
-_TURNS = 5, 15  # at least, and at most, where a remedy is measured
+# Least and most turns to measure a remedy.
+_TURNS = 5, 15
 _TURN_S = 0.25
 _PROOF_S = 10.0
 _LEAST_STEPS = 4
-_WARM_STEPS = 20  # of each variant, in which a step is captured
+# Iterations of each variant for capture and warm-up.
+_WARM_STEPS = 20
 
 
 def run_diagnosis(
@@ -157,7 +159,8 @@ def diagnose_job(job: Job, runtime: Runtime, budget_s: float) -> Diagnosis:
             notes=[*facts.notes, *_unlike_training(job, runtime)],
         )
         if ranks is not None:
-            facts = ranks.gather(facts)[0]  # so that all ranks draw the same conclusions
+            # All ranks take rank 0's facts, to draw the same conclusions.
+            facts = ranks.gather(facts)[0]
     finally:
         if ranks is not None:
             ranks.close()
@@ -179,7 +182,8 @@ def eager_step(
     """Returns the step of a training without graph capture, as a function of a batch."""
     context = lambda: forward_context(job.train.amp, runtime.device)()  # noqa: E731
     forward = FiniteLoss(model, runtime, steps, context=context)
-    if runtime.device.type == "cpu" and runtime.world_size == 1:  # it calls no DistributedDataParallel
+    # PlainStep does not call DistributedDataParallel, so it is for one process on a CPU.
+    if runtime.device.type == "cpu" and runtime.world_size == 1:
         try:
             plain = PlainStep(model, optimizer, forward, context=context)
         except CannotCaptureError:
@@ -215,7 +219,8 @@ def apply_remedies(job: Job, diagnosis: Diagnosis, runtime: Runtime, budget_s: f
             return None
         return apply_overrides(current, settings), " ".join(f"--set {setting}" for setting in settings)
 
-    between = diagnosis.facts.mean_between()  # a part of the iterations that gains are predicted of
+    # Gains are predicted as shares of iterations that include evaluations and checkpoints.
+    between = diagnosis.facts.mean_between()
     try:
         apply_in_turn(
             diagnosis,
@@ -286,7 +291,8 @@ class _Iterated:
     def __init__(self, job: Job, runtime: Runtime, stack: ExitStack, ranks: Ranks | None) -> None:
         self._ranks = ranks
         self._threads = job.threads or runtime.threads
-        self._ahead = _ahead(job) + 2  # batches that were made while others had their turn
+        # Iterations to use up the batches prepared during the other variant's turn, before its own turn is timed.
+        self._ahead = _ahead(job) + 2
         self._iterations = self._endless(job, runtime, stack)
         stack.callback(self._iterations.close)
 

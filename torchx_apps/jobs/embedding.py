@@ -33,7 +33,8 @@ from torchx_apps.cli.embedding_ids import ids_in, of_kind
 from torchx_apps.jobs.embedding_rows import PUBLISHED, CatalogueFiles, KnownUsers, RowBlock
 from torchx_apps.jobs.report import StageProgress
 
-_REDIS_TIMEOUT_S = 5.0  # a server that answers requests waits 50 ms; a job that writes all vectors can wait longer
+# A server that answers requests waits 50 ms; a job that writes all vectors can wait longer.
+_REDIS_TIMEOUT_S = 5.0
 
 
 class TowerGroup:
@@ -184,7 +185,8 @@ def refresh_files(rows: TowerGroup, folder: Path, deleted: Ids) -> tuple[Embeddi
     deleted_keys = of_kind(deleted, old.ids.kind)
     with _scratch_folder(rows, folder) as scratch:
         changed = embed_files(rows, scratch / "rows", "fp32")
-        dist.barrier()  # until every rank has opened the store that rank 0 is about to remove
+        # Rank 0 is about to remove the store, so wait until every rank has opened it.
+        dist.barrier()
         if rows.runtime.is_main:
             refresh_store(folder, changed.ids.ids(), changed.matrix(), deleted=deleted_keys, tower=rows.digest)
     dist.barrier()
@@ -228,7 +230,8 @@ def fill_redis(rows: TowerGroup, url: str, expiry_s: float | None, deleted: Ids)
     runtime = rows.runtime
     row_count = removed = 0
     try:
-        store.check()  # before the towers run, which may take long
+        # Check before the towers run, which may take long.
+        store.check()
         if runtime.is_main:
             _check_ids(rows, deleted)
         dist.barrier()

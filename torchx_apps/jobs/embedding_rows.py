@@ -16,7 +16,8 @@ from torchrec_ext.data.preprocess.columns import missing_column
 from torchrec_ext.retrieval.bundle.tables import UserTable
 from torchrec_ext.schema import DataError
 
-BLOCK_ROWS = 4096  # see torchrec_ext.retrieval.store.writer
+# Rows of a block, see torchrec_ext.retrieval.store.writer.
+BLOCK_ROWS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,8 @@ from torchx_apps.jobs.tracking import tracked
 
 _SPELLINGS = {"user": ("user", "user_id"), "item": ("item", "item_id")}
 Ranked = Iterator[tuple[int, metrics.TargetRanks]]  # the number of queries ranked so far, and those of a block
-_TOGETHER = 2**18  # ranks of which figures are made at once
+# Ranks per update of the figures.
+_TOGETHER = 2**18
 _CURVE = (1, 2, 5, 10, 20, 50, 100)
 Ids = np.ndarray[Any, np.dtype[Any]]
 
@@ -42,7 +43,8 @@ class Vectors(NamedTuple):
 
     def rows(self, ids: Ids) -> Ids:
         """Returns the row of each id, (M,); -1 for an id without a vector."""
-        if self.ids.dtype.kind == "i" and self.ids[-1] - self.ids[0] == len(self.ids) - 1:  # without a gap
+        # Ids without a gap need no search.
+        if self.ids.dtype.kind == "i" and self.ids[-1] - self.ids[0] == len(self.ids) - 1:
             return np.where((ids >= self.ids[0]) & (ids <= self.ids[-1]), ids - self.ids[0], -1)
         index = np.minimum(self.ids.searchsorted(ids), len(self.ids) - 1)
         return np.where(self.ids[index] == ids, index, -1)
@@ -258,7 +260,8 @@ def _of_parquet(path: Path) -> tuple[Ids, Tensor]:
             values = lists.flatten().cast(pa.float32()).to_numpy(zero_copy_only=False)
             width, rest = divmod(len(values), len(rows))
             if not start:
-                vectors = np.empty((len(ids), width), np.float32)  # the footer's number of rows may be anything
+                # The file's footer may claim any number of rows, so allocate for the ids that were read.
+                vectors = np.empty((len(ids), width), np.float32)
             if rest or lists.null_count or width != vectors.shape[1]:
                 raise DataError(
                     f"{path}: column 'vector' has lists of several lengths, or nulls; give vectors of one width"
@@ -298,7 +301,8 @@ def _ids(path: Path, table: pa.Table, name: str) -> Ids:
     if pa.types.is_integer(column.type):
         return np.asarray(column.to_numpy(zero_copy_only=False)).astype(np.int64)
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
-        return np.array(column.to_pylist(), dtype=object)  # as texts of numpy each would be as wide as the longest
+        # numpy would make each text as wide as the longest.
+        return np.array(column.to_pylist(), dtype=object)
     raise DataError(f"{path}: column '{name}' is {column.type}; ids must be whole numbers or texts")
 
 
@@ -349,7 +353,8 @@ def _asked(options: argparse.Namespace, users: Vectors, items: Vectors) -> Asked
     seen_pairs = np.zeros((2, 0), np.int64)
     if options.seen:
         owners, seen_items, _ = _pairs(options.seen, users, items)
-        query = np.full(len(users.ids) + 1, -1)  # the last is of those without a vector, -1
+        # The last entry belongs to users without a vector, -1.
+        query = np.full(len(users.ids) + 1, -1)
         query[query_users] = np.arange(len(query_users))
         usable = (query[owners] >= 0) & (seen_items >= 0)
         seen_pairs = np.stack([query[owners[usable]], seen_items[usable]])

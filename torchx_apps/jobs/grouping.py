@@ -20,7 +20,8 @@ from torchrec_ext.data.columns import Chunk
 from torchrec_ext.models.partition import affinity, id_vectors, partition
 from torchrec_ext.schema.validation import listed
 
-ROWS = 4096  # number of rows from which affinities are computed
+# Rows for the affinities of features.
+ROWS = 4096
 
 
 def features_by_tower(

@@ -23,10 +23,14 @@ from torchx_apps.jobs.tracking import JOB
 _OWN_KEYS = {"data.name": "it is the folder data of --out", "export": "the last stage exports"}
 # Settings that change how fast a stage is, or what it prints, and not what it makes.
 _FREE = {"out", "overwrite", "threads", "memory", "pictures", "train.hang_s", "train.log_every"}
-_LOG = "log "  # begins the name of what a stage records of a log
-_BLOCKS = 16  # blocks read of each file of a log, to compare it
-_BLOCK = 2**16  # bytes of a block
-_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # variables that make a process one of several
+# Prefix of the record of a log.
+_LOG = "log "
+# Blocks read from each file of a log, to compare it with its record.
+_BLOCKS = 16
+# Bytes of a block.
+_BLOCK = 2**16
+# Variables that make a process one of several.
+_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +213,8 @@ def _check_training(job: Any, recipe: str) -> None:
         raise ValueError(
             "checkpoint.epochs=0 with checkpoint.steps=0: the bundle is made of a checkpoint; leave one of them"
         )
-    if "RANK" in os.environ:  # on the machines that train
+    # Only the machines that train can tell their GPUs.
+    if "RANK" in os.environ:
         import torch
 
         from torchrec_ext.distributed.runtime import GPUS, choose_device
@@ -293,7 +298,8 @@ def begin(stage: Stage, record: Path) -> None:
 def _command(stage: Stage) -> tuple[list[str], dict[str, str]]:
     """Returns the command and environment of a stage as a single process, without the variables of a rank."""
     environment = {name: value for name, value in os.environ.items() if name not in _RANK}
-    if JOB in environment:  # a run of its own for trackers; the training has the job's name
+    # For trackers the stage is a run of its own; the training keeps the job's name.
+    if JOB in environment:
         environment[JOB] += f"/{stage.app}"
     return [sys.executable, "-m", f"torchx_apps.{stage.app}", *stage.flags], environment
 

@@ -21,7 +21,8 @@ from torchrec_ext.train.loop import checked_steps
 from torchrec_ext.train.report.progress import RunFolder
 from torchx_apps.tasks.job import Job, Task, schema_of
 
-_BATCHES = 4  # that the trials of plan.towers=auto train on in turn
+# Batches for the trials of plan.towers=auto, used in turn.
+_BATCHES = 4
 
 
 def merge_lookups(job: Job, model: nn.Module, world_size: int) -> None:
@@ -99,7 +100,8 @@ def report_steps(folder: RunFolder, decision: Decision, history: Sequence[Record
     earlier = [0, *(record["step"] for record in records)]
     counts = [record["step"] - before for record, before in zip(records, earlier, strict=False)]
     times = [1e3 * record["rows"] / record["rows_per_s"] / count for record, count in zip(records, counts, strict=True)]
-    measured = statistics.median(times[1:] or times)  # the first steps fill pipelines and pools
+    # The first steps fill pipelines and pools.
+    measured = statistics.median(times[1:] or times)
     print(f"\n{decision.text(measured)}")
     candidates = [dataclasses.asdict(candidate) for candidate in decision.candidates]
     folder.write("placement.json", json.dumps({"measured_ms": measured, "candidates": candidates}, indent=2))

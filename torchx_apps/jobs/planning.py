@@ -102,7 +102,8 @@ def draw_plan(path: Path, ranks: Sequence[RankForecast], cluster: Cluster) -> No
         memory.bar(numbers, heights, bottom=floor, width=1.0 if len(ranks) > 32 else 0.8, color=colour, label=kind)
         floor = [low + height for low, height in zip(floor, heights, strict=True)]
     has = (cluster.device_bytes or cluster.host_bytes) / GB
-    if max(floor) > 0.1 * has:  # otherwise the bars would be too low to see
+    # Otherwise the bars would be too low to see.
+    if max(floor) > 0.1 * has:
         memory.axhline(has, linestyle="--", color="0.3", label="has")
     memory.set(title=f"memory by rank; each has {has:,.1f} GiB", xlabel="rank", ylabel="GiB")
     memory.legend(frameon=False, fontsize="small")

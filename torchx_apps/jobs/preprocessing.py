@@ -33,7 +33,8 @@ from torchx_apps.jobs.tracking import tracked
 from torchx_apps.recipes.preprocess import Prepared, PreprocessJob
 from torchx_apps.tasks.export_data import AUDITED
 
-NAMED = 2_000_000  # users with their latest events are held in memory, some 500 bytes each
+# Users and their latest events are held in memory, some 500 bytes each.
+NAMED = 2_000_000
 Shares = dict[str, float]
 
 
@@ -259,7 +260,8 @@ def _source_files(out: Path, prepared: Prepared) -> list[DataFile]:
 def _fit(prepared: Prepared, engine: Engine) -> FittedPreprocessor:
     first, source = next(iter(prepared.splits.items()))
     with tqdm(total=len(prepared.preprocessor.steps), desc=f"fit on {first}", unit="step", dynamic_ncols=True) as bar:
-        steps_done = -1  # `begin` is called when a step begins, and not when it is done
+        # `begin` is called at the beginning of a step, so the first call completes none.
+        steps_done = -1
 
         def begin(step: str) -> None:
             nonlocal steps_done
@@ -282,7 +284,8 @@ def _transform(prepared: Prepared, fitted: FittedPreprocessor, split: str, folde
         rows = fitted.transform(
             prepared.splits[split], folder / split, events=prepared.events, engine=engine, progress=written
         )
-        written(rows)  # Spark reports no progress
+        # Spark reports no progress, so show the rows at once.
+        written(rows)
     return rows
 
 
@@ -346,7 +349,8 @@ def _write_users(prepared: Prepared, user: str, fitted: FittedPreprocessor, path
         )
         return
     for step in histories:
-        if step.user == key:  # another's events are not the user's
+        # A history of other users' events does not belong to the user.
+        if step.user == key:
             events = source if prepared.events is None else prepared.events
             users = _with_latest_events(users, key, step, events, engine)
     pq.write_table(engine.collect(users.order_by(key)), path)
@@ -356,7 +360,8 @@ def _with_latest_events(users: Any, key: str, step: History, source: Source, eng
     """Adds each user's latest events to a table of users, oldest first, as in a request."""
     import ibis
 
-    names = (step.time, step.item, *step.also)  # in the order in which a history is sorted
+    # A history is sorted by these columns, in this order.
+    names = (step.time, step.item, *step.also)
     events = _events(step, source, engine)
     latest_first = ibis.window(group_by=events[step.user], order_by=[events[name].desc() for name in names])
     events = events.mutate(__number__=ibis.row_number().over(latest_first))
@@ -397,7 +402,8 @@ def _spread(table: Any, engine: Engine) -> Any:
 
 def _latest_events(step: History, rows: pa.Table, events: Source, engine: Engine) -> dict[str, pa.Array]:
     """Returns the events of each row's user by the request's column, limited to those of its history."""
-    columns = (step.time, step.item, *step.also)  # in the order in which a history is sorted
+    # A history is sorted by these columns, in this order.
+    columns = (step.time, step.item, *step.also)
     table = _events(step, events, engine)
     users = [user for user in pc.unique(rows[step.user]).to_pylist() if user is not None]
     events_of: dict[Any, list[tuple[Any, ...]]] = {user: [] for user in users}

@@ -24,9 +24,12 @@ from torchx_apps.tasks.baselines import Beside
 from torchx_apps.tasks.job import Task
 
 NOTHING_BESIDE = Beside({}, {})
-_FALLING = ("log_loss", "ne")  # figures of which less is better
-_LEAST_S = 5.0  # seconds of steps below which no share of them is worth a hint
-_TOO_MUCH = {"data": 0.25, "ranks": 0.33, "outside": 0.5}  # shares of the time from which on a hint is given
+# Figures of which less is better.
+_FALLING = ("log_loss", "ne")
+# With fewer seconds of steps no share of them is worth a hint.
+_LEAST_S = 5.0
+# Shares of the time from which on a hint is given.
+_TOO_MUCH = {"data": 0.25, "ranks": 0.33, "outside": 0.5}
 _WHERE = {
     "data": "of the steps' time went to waiting for batches",
     "ranks": "of the steps' time went to collectives and to waits for other ranks",

@@ -31,8 +31,10 @@ from torchx_apps.cli.sigterm import end_now, once
 CHECKPOINTS = "checkpoints"
 LAUNCH = "launch"
 IDS = "ids.json"
-MEANING = "ids"  # entry of a checkpoint's manifest
-_NO_LAUNCH = ("", "none")  # without torchrun, and where torchrun was given no --rdzv-id, so that launches share it
+# Entry of a checkpoint's manifest.
+MEANING = "ids"
+# Ids without torchrun, and of a torchrun without --rdzv-id: launches would share them.
+_NO_LAUNCH = ("", "none")
 
 
 def newest_run(recipe: str, runs: Path = Path("runs"), *, launch: str | None = None) -> Path | None:

@@ -17,8 +17,10 @@ _ARTIFACTS = (
     "checkpoints", "bundle", "plan.txt", "summary.json", "training.png", "preprocessor", "preprocess.png",
     "manifest.json", "evaluation.json", "evaluation.png",
 )  # fmt: skip
-_KNOWN = {"mlflow": "mlflow", "wandb": "wandb"}  # extras by the tracker that needs them
-JOB = "TORCHX_JOB_ID"  # variable with the handle of the TorchX job
+# Package extras by tracker.
+_KNOWN = {"mlflow": "mlflow", "wandb": "wandb"}
+# Variable with the handle of the TorchX job.
+JOB = "TORCHX_JOB_ID"
 _TRACKERS = "TORCHX_TRACKERS"
 _PARENT = "TORCHX_PARENT_RUN_ID"
 

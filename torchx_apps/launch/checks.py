@@ -14,8 +14,10 @@ from torchx.util.strings import normalize_str
 WITHOUT_IMAGE = ("local_cwd", "slurm")
 
 _LABEL = re.compile(r"[A-Za-z]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
-_HOST_NAME = 63  # characters; a pod's name is its host name
-_SUFFIX = 15  # characters that TorchX adds to a job's name, so that each is unique
+# Characters; a pod's name is its host name.
+_HOST_NAME = 63
+# TorchX adds this many characters to make a job's name unique.
+_SUFFIX = 15
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 _MOUNT_KEYS = {"src", "source", "dst", "destination", "target", "readonly", "read_only", "perm"}
@@ -27,7 +29,8 @@ _MOUNT_FORMS = (
 _SECRET_WORDS = {"TOKEN", "PASSWORD", "PASSWD", "PASSPHRASE", "SECRET", "CREDENTIAL", "CREDENTIALS", "APIKEY"}
 _SECRET_WORDS |= {"PASSWORDS", "SECRETS", "CREDS"}
 _SECRET_LAST_WORDS = {"KEY", "PASS", "PWD", "AUTH", "PAT", "COOKIE", "COOKIES", "TOKENS"}
-_COUNTS = {"MAX", "MIN", "NUM"}  # MAX_TOKENS is a number of them
+# MAX_TOKENS is a number of tokens, not a secret.
+_COUNTS = {"MAX", "MIN", "NUM"}
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _NAMES_OF_FILES = {"GOOGLE_APPLICATION_CREDENTIALS"}
 _SHOWN = "which the job's description, script, logs and `ps` would show"
@@ -199,7 +202,8 @@ def _check_secrets(role: Role, scheduler: str) -> None:
                 f"--{flag}: the address holds a password, {_SHOWN}; {_way(scheduler, 'a variable for it')}"
             )
         key = value.partition("=")[0].rpartition(".")[2] if flag in ("set", "vary", "member") else flag
-        if is_secret(key) and not key.lower().endswith("key"):  # --set sort.key=time is none
+        # --set sort.key=time is no secret.
+        if is_secret(key) and not key.lower().endswith("key"):
             raise ValueError(f"--{flag} ...{key}: this looks like a secret, {_SHOWN}; {_way(scheduler, key.upper())}")
 
 

@@ -100,8 +100,10 @@ class LogCommand(CmdLog):  # type: ignore[misc]
 
     def run(self, args: argparse.Namespace) -> None:
         """Prints a job's log."""
-        threading.excepthook = lambda _: None  # TorchX raises a thread's error here again
-        with _runner(args.identifier) as runner, contextlib.suppress(BrokenPipeError):  # as `| head` causes
+        # TorchX raises a thread's error here again, so do not print it twice.
+        threading.excepthook = lambda _: None
+        # `| head` causes a BrokenPipeError.
+        with _runner(args.identifier) as runner, contextlib.suppress(BrokenPipeError):
             get_logs(sys.stdout, args.identifier, args.regex, args.tail, runner=runner, streams=args.streams)
 
 
@@ -130,7 +132,8 @@ class ListCommand(CmdList):  # type: ignore[misc]
 def _readable_tracker() -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # of whatever client a tracker has
+    except Exception as error:
+        # A tracker's client may raise anything.
         print(f"torchx tracker: {error}", file=sys.stderr)
         sys.exit(1)
 

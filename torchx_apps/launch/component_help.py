@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from docstring_parser import parse  # TorchX depends on it
+# TorchX depends on this package.
+from docstring_parser import parse
 from torchx.specs import AppDef
 from torchx.specs.finder import ComponentNotFoundException, get_component, get_components
 

@@ -25,14 +25,19 @@ from torchx_apps.launch.checks import role_flags
 if TYPE_CHECKING:
     from kubernetes.client import V1Pod
 
-GRACE_S = 120  # between SIGTERM and SIGKILL: longer than a save; Kubernetes gives 30 s
-KEPT_S = 7 * 86_400  # after which an ended job and its logs are deleted
+# Seconds between SIGTERM and SIGKILL, longer than a save; Kubernetes gives 30.
+GRACE_S = 120
+# Seconds until an ended job and its logs are deleted.
+KEPT_S = 7 * 86_400
 _SCRATCH = "/tmp"
 
-USER = "10001"  # of a service where -cfg run_as names none, and of the image of the package's Dockerfile
+# User of a service without -cfg run_as, and of the image of the package's Dockerfile.
+USER = "10001"
 TOKEN = "TORCHREC_EXT_TOKEN"
-_START_S = 900  # for which a service may load its bundle: longer than the 600 s of the server's own --start
-_DRAIN_S = 40  # of a server, after --linger and --drain, until it has killed what hangs
+# Seconds to load a bundle, longer than the 600 s of the server's own --start.
+_START_S = 900
+# Seconds after --linger and --drain until a server has killed requests that hang.
+_DRAIN_S = 40
 
 
 class KubernetesScheduler(upstream.KubernetesScheduler):  # type: ignore[misc]
@@ -110,7 +115,8 @@ class KubernetesScheduler(upstream.KubernetesScheduler):  # type: ignore[misc]
             )
         states = {
             job["metadata"]["name"]: job.get("status", {}).get("state", {}).get("phase", "Pending")
-            for job in jobs["items"]  # one that Volcano has not seen yet has no status
+            # A job that Volcano has not seen yet has no status.
+            for job in jobs["items"]
         }
         return [
             ListAppResponse(app_id=f"{namespace}:{name}", state=upstream.JOB_STATE[state])
@@ -128,7 +134,8 @@ class KubernetesScheduler(upstream.KubernetesScheduler):  # type: ignore[misc]
         from kubernetes.config import ConfigException
         from urllib3.exceptions import HTTPError
 
-        logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # it tells of each attempt
+        # urllib3 would report each attempt.
+        logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
         try:
             yield
         except ConfigException as error:
@@ -158,7 +165,8 @@ class KubernetesScheduler(upstream.KubernetesScheduler):  # type: ignore[misc]
                     f"--mounts src={name}: namespace {namespace} has no PersistentVolumeClaim of that name, and the "
                     "job's pods would wait for it; `kubectl get pvc` lists those that exist"
                 ) from None
-            if error.status != 403:  # who may not look may submit all the same
+            # A user who may not look may still submit.
+            if error.status != 403:
                 raise
 
 
@@ -216,7 +224,8 @@ def _complete_pod(pod: V1Pod, secret: str | None, run_as: str | None) -> None:
         spec.automount_service_account_token = False
     memory = container.resources.limits.get("memory")
     for volume in spec.volumes:
-        if volume.empty_dir is not None and memory:  # what is in it counts as the pod's memory
+        # Files in the volume count as the pod's memory.
+        if volume.empty_dir is not None and memory:
             volume.empty_dir.size_limit = memory
     if secret is not None:
         container.env_from = [models.V1EnvFromSource(secret_ref=models.V1SecretEnvSource(name=secret))]
@@ -230,7 +239,8 @@ def _complete_pod(pod: V1Pod, secret: str | None, run_as: str | None) -> None:
         fs_group=user,
         seccomp_profile=models.V1SeccompProfile(type="RuntimeDefault"),
     )
-    if not container.security_context.privileged:  # as it is where a device is mounted
+    # A pod with a mounted device is privileged.
+    if not container.security_context.privileged:
         container.security_context.allow_privilege_escalation = False
         container.security_context.capabilities = models.V1Capabilities(drop=["ALL"])
     container.security_context.read_only_root_filesystem = True

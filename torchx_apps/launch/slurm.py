@@ -76,7 +76,8 @@ class SlurmScheduler(upstream.SlurmScheduler):  # type: ignore[misc]
     def _submit_dryrun(self, app: AppDef, cfg: Mapping[str, Any]) -> AppDryRunInfo[Any]:
         info = super()._submit_dryrun(app, cfg)
         request = info.request
-        if cfg.get("dependency"):  # without the second option the job would stay in the queue for ever
+        # Without the second option the job would stay in the queue for ever.
+        if cfg.get("dependency"):
             request.cmd += [f"--dependency={cfg['dependency']}", "--kill-on-invalid-dep=yes"]
         for replica in request.replicas.values():
             replica.sbatch_opts.setdefault("signal", _SIGNAL)
@@ -97,7 +98,8 @@ class SlurmScheduler(upstream.SlurmScheduler):  # type: ignore[misc]
         """
         request: Script = dryrun_info.request
         try:
-            nodes = nodes_of(request.partition or os.environ.get("SBATCH_PARTITION"))  # as sbatch chooses it
+            # sbatch chooses the partition in the same way.
+            nodes = nodes_of(request.partition or os.environ.get("SBATCH_PARTITION"))
             for role in request.app.roles:
                 check_partition(role, nodes)
             return str(super().schedule(dryrun_info))
@@ -137,7 +139,8 @@ class SlurmScheduler(upstream.SlurmScheduler):  # type: ignore[misc]
         both = streams in (None, Stream.COMBINED)
         name = f"slurm-{app_id}-{role_name}-{k}"
         folder = upstream._get_job_dirs().get(app_id) or "."
-        if not list(Path(folder).glob(f"{name}.*")):  # submitted in another folder
+        # The job was submitted in another folder.
+        if not list(Path(folder).glob(f"{name}.*")):
             folder = next((entry.folder for entry in _queued("-j", app_id)), folder)
         files = [
             Path(folder, f"{name}.{ending}")
@@ -260,7 +263,8 @@ def check_partition(role: Role, nodes: Sequence[NodeSize]) -> None:
     needs = {"gpus": resource.gpu, "cpus": resource.cpu, "memory": resource.memMB}
     flags = {"cpus": "--cpu", "memory": "--memMB", "gpus": "--gpu"}
     remedy = "ask for less, or for another one: -cfg partition=NAME"
-    if max(node.memory for node in nodes) <= 1000:  # TorchX asks for no memory where Slurm was not told of any
+    # TorchX asks for no memory if Slurm was not told of any.
+    if max(node.memory for node in nodes) <= 1000:
         needs["memory"] = 0
     for name, count in needs.items():
         largest = max(getattr(node, name) for node in nodes)
@@ -332,7 +336,8 @@ def _described(app_id: str, entries: Sequence[_Entry]) -> DescribeAppResponse:
     statuses: dict[str, RoleStatus] = {}
     for entry in entries:
         name, _, number = entry.name.rpartition("-")
-        if not number.isdecimal():  # not a job of TorchX
+        # Not a job of TorchX.
+        if not number.isdecimal():
             continue
         role = roles.setdefault(name, Role(name=name, num_replicas=0, image=""))
         role.num_replicas += 1
@@ -395,7 +400,8 @@ def interleaved(sources: Sequence[Iterable[str]]) -> Iterator[str]:
             for item in source:
                 items.put(item)
             items.put(None)
-        except Exception as error:  # raised where the items are read
+        except Exception as error:
+            # Raised while the items are read.
             items.put(error)
 
     for source in sources:

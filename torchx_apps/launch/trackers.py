@@ -15,8 +15,10 @@ from typing import Any
 from torchx.tracker.api import Lineage, TrackerArtifact, TrackerBase, TrackerSource
 
 PROJECT = "torchrec_ext"
-_LAST = ("seconds", "samples_per_s", "data_wait", "peak_memory_mib")  # figures of a whole run, beside those of the test
-_FIGURES = ("test.", "missing.", "unknown.", "bundle.")  # of a training, a preprocessing and an export
+# Figures of a whole run, next to those of the test.
+_LAST = ("seconds", "samples_per_s", "data_wait", "peak_memory_mib")
+# Prefixes of the figures of a training, a preprocessing and an export.
+_FIGURES = ("test.", "missing.", "unknown.", "bundle.")
 _AT_STEP = re.compile(r"(.+) at step (\d+)")
 
 
@@ -73,7 +75,8 @@ class MLflowTracker(TrackerBase):  # type: ignore[misc]
         ]
         metrics = [Metric(name, value, now, step or 0) for name, value, step in figures]
         self._client.log_batch(inside, metrics, [], tags)
-        for first in range(0, len(params), 100):  # as many as MLflow takes at once
+        # MLflow takes at most 100 parameters at once.
+        for first in range(0, len(params), 100):
             self._client.log_batch(inside, params=params[first : first + 100])
 
     def metadata(self, run_id: str) -> Mapping[str, object]:

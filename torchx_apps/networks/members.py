@@ -166,7 +166,8 @@ def named(names: Sequence[str], pattern: str, flag: str) -> list[str]:
     return matches
 
 
-GPUS = "TORCHREC_EXT_GPUS"  # as in torchrec_ext.distributed.runtime, whose import takes seconds
+# Same name as in torchrec_ext.distributed.runtime, whose import takes seconds.
+GPUS = "TORCHREC_EXT_GPUS"
 _TIMEOUT_S = 7 * 24 * 3600.0
 
 

@@ -17,7 +17,8 @@ from torchx_apps.networks.members import MemberJob, differing, setting
 from torchx_apps.tasks.job import Job, Task
 
 _LOWER_IS_BETTER = ("loss", "log_loss", "ne")
-_OF_THE_PROCESS = ("restore", "steps")  # records of what a process did, not of how the training went
+# Records about the process, not about the course of the training.
+_OF_THE_PROCESS = ("restore", "steps")
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,8 @@ from torchx_apps.networks.members import MemberJob
 from torchx_apps.networks.report import Result
 from torchx_apps.tasks.job import Evaluator, Job, Task, schema_of
 
-STACK_FILE = "stack.json"  # in the run folder of each member of a stack: who they are
+# In the run folder of each member of a stack: lists the members.
+STACK_FILE = "stack.json"
 _ROWS = ("batch_size", "negatives", "sampling", "shared_negatives", "label", "weight", "drop_last")
 # Settings of a Job, all of a group where none is named, that change how a network is trained and that a stack does not
 # have.
@@ -225,7 +226,8 @@ class StackedMembers:
         over = {name: path for name, path in last.items() if self._is_over(name, path)}
         unfinished = {name: folder for name, folder in folders.items() if name not in over}
         paths = over | common_checkpoints(unfinished, together)
-        if len(paths) < len(folders):  # some begin anew, and all of a stack step together
+        # All members of a stack step together, so if one begins anew, all do.
+        if len(paths) < len(folders):
             paths = {}
         for name, path in paths.items():
             check_ids_stay(path, self._built[name].task, together, run=self._root / name)
@@ -258,7 +260,8 @@ class StackedMembers:
             return self._evaluators[name].validate()
 
     def _log(self, name: str, record: Record) -> None:
-        if name not in self._folders:  # not before the first step, which shows whether the members can be stacked
+        # Folders are made only after the first step, because it shows whether the members can be stacked.
+        if name not in self._folders:
             member = self._built[name]
             self._folders[name] = RunFolder(
                 self._root / name, training.settings_of(member.job), replace=self._config.resume == "auto"

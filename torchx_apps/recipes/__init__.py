@@ -29,4 +29,5 @@ RECIPES: dict[str, Callable[[], Job]] = {
     "stream": stream_job,
     "two_tower": two_tower_job,
 }
-two_tower = two_tower_job  # the name by which users' own recipes import it
+# Users' own recipes import it by this name.
+two_tower = two_tower_job

@@ -453,7 +453,8 @@ def _taobao_csv(path: Path, engine: Engine) -> Any:
     table = engine.ibis.read_csv(str(path), columns=kinds, header=header, delim=",")
     try:
         engine.collect(table.aggregate(n=table.timestamp.max()))
-    except Exception as error:  # DuckDB names line, column and value
+    except Exception as error:
+        # DuckDB's message names line, column and value.
         raise DataError(f"{path}: {str(error).splitlines()[0]}; write every row like the first one") from error
     return table
 

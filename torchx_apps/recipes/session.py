@@ -98,7 +98,8 @@ def build_session(config: SessionConfig, data: SequenceData) -> NextItemModel:
         embedding_dim=config.embedding_dim,
         init_fn=partial(torch.nn.init.normal_, std=config.init_std),
     )
-    check_tables([table])  # before the encoder, which would name its width
+    # Checked before the encoder, whose error would name its width instead.
+    check_tables([table])
     encoder = SessionEncoder(
         config.embedding_dim,
         data.max_length,

@@ -18,9 +18,12 @@ from torchrec_ext.train import metrics
 from torchrec_ext.train.config import ClosedFormConfig, Record
 
 FORMS = ("ease", "als")
-SECONDS = 10.0  # that a baseline may take where none is named
-_RATE = 2e10  # multiplications with an addition per second of one core
-_SCORES = 2**21  # of a block of queries in memory: 8 MiB
+# Seconds that a baseline may take if none is named.
+SECONDS = 10.0
+# Multiply-adds per second of one core.
+_RATE = 2e10
+# Scores of a block of queries in memory: 8 MiB.
+_SCORES = 2**21
 # Bytes that ALS takes for a number of a vector (float32, before and after a half step), and for the counts of a row.
 # Its pairs take some 64 bytes each, but nobody knows their number before the rows are read.
 _VECTORS = 12

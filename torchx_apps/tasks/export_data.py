@@ -24,8 +24,10 @@ from torchrec_ext.retrieval.bundle.request_columns import steps_for_columns
 from torchrec_ext.retrieval.exporting.content import Catalogue, NamedUsers
 from torchrec_ext.schema import BatchSchema, DataError
 
-SPLITS = ("test", "validation", "train")  # a user's features are those of the first split that has a row of the user
-AUDITED = 1000  # number of rows that the export asks the bundle for, to compare with the live model
+# A user's features are those of the first split with a row of the user.
+SPLITS = ("test", "validation", "train")
+# Requests that the export sends to the bundle, to compare its answers with the live model.
+AUDITED = 1000
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -150,7 +152,8 @@ def without_item_tower(
     """
     towers = getattr(model, "made_of", None)
     if not towers:
-        return None  # of which the export says more
+        # The export itself explains this case better.
+        return None
     name = candidate or list(towers)[-1]
     columns = {*item[0], *item[1]}
     others = sorted(set(tower_columns(towers[name].arguments or {})) - columns) if name in towers else []
@@ -370,7 +373,8 @@ def _rows_of(data: InteractionData) -> Chunk:
     return Chunk({name: concatenate([chunk[name] for chunk in chunks]) for name in names})
 
 
-FileIds = Mapping[str, NDArray[Any]]  # by column of ids: the id in files and requests of each table row
+# By column of ids: the id in files and requests of each table row.
+FileIds = Mapping[str, NDArray[Any]]
 
 
 def _with_file_ids(chunk: Chunk, ids: FileIds) -> Chunk:
@@ -412,7 +416,8 @@ def _id_vocabularies(data: InteractionData, ids: FileIds) -> dict[tuple[str, ...
             if not numbered:
                 vocabularies[(name, *lists)] = file_ids
             continue
-        unused = np.iinfo(np.int64).min + np.arange(len(file_ids))  # ids that no request has
+        # Ids that no request has.
+        unused = np.iinfo(np.int64).min + np.arange(len(file_ids))
         if file_ids.dtype == object:
             unused = np.array([f"\0{row}" for row in range(len(file_ids))], dtype=object)
         vocabularies[(name,)] = np.where(trained, file_ids, unused)

@@ -13,7 +13,8 @@ from torchrec_ext.train import metrics
 from torchrec_ext.train.config import Figure, Record
 from torchx_apps.tasks.baselines import Beside, ClosedForms
 
-_BEHIND = 1 << 31  # a rank beyond every number of items shown
+# A rank beyond every number of items shown.
+_BEHIND = 1 << 31
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,8 @@ from torchx_apps.tasks.question import TaskQuestion
 
 K = 10
 SHOWN = 5
-Figures = Sequence[tuple[Figure, int]]  # each with its number of items shown
+# Figures, each with its number of items shown.
+Figures = Sequence[tuple[Figure, int]]
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,8 @@ class RankingEvaluator:
         """
         self._model.eval()
         owners = self._data.train["user_id"].values
-        users, from_end = np.unique(owners[::-1], return_index=True)  # a user's last row has the longest history
+        # A user's last row has the longest history.
+        users, from_end = np.unique(owners[::-1], return_index=True)
         model = self._model.module
         train = self._data.train.take(len(owners) - 1 - from_end)
         shares = metrics.own_share(len(users), self._runtime)

@@ -27,7 +27,8 @@ from torchx_apps.tasks.export_data import ExportData, of_streamed, tower_columns
 from torchx_apps.tasks.named_data import NamedData
 from torchx_apps.tasks.question import TaskQuestion
 
-BATCH_ROWS = 8_192  # rows of a rank's batch in an evaluation
+# Rows of a rank's batch in an evaluation.
+BATCH_ROWS = 8_192
 
 
 @dataclass(frozen=True)

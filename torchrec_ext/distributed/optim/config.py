@@ -153,7 +153,8 @@ class Choice:
         if self.kind in _ADAM:
             arguments["betas"] = self.betas
         if self.l2:
-            arguments["weight_decay"] = self.l2  # torch's name for l2 in Adam, the only kind that has it
+            # torch calls Adam's l2 term weight_decay, and only Adam has one.
+            arguments["weight_decay"] = self.l2
         if UNFUSED[self.kind] is RowAdam:
             arguments |= {"row_wise": self.kind == "partial_row_wise_adam", "trust_ratio": self.kind == "lamb"}
         return UNFUSED[self.kind], arguments

@@ -12,7 +12,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.optim import (
-    _apply_optimizer_in_backward as apply_optimizer_in_backward,  # torchrec's own name for it is deprecated
+    # torchrec has a name of its own for this function, but it is deprecated.
+    _apply_optimizer_in_backward as apply_optimizer_in_backward,
 )
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
@@ -24,9 +25,11 @@ from torchrec_ext.distributed.tables import collections
 FUSED_ON_CPU = ("adagrad", "row_wise_adagrad", "sgd")
 # Larger tables of adam and lazy_adam are left to the planner: a replica's step sweeps all its rows.
 REPLICATED_WEIGHTS = 2**20
-EMULATED = ("adam", "lazy_adam")  # ShardedAdam runs them where no kernel does
+# ShardedAdam runs these optimizers if FBGEMM has no kernel for them.
+EMULATED = ("adam", "lazy_adam")
 _TAGS = ("_in_backward_optimizers", "_optimizer_classes", "_optimizer_kwargs")
-_CALLERS = "_declared_by_the_caller"  # attribute of a table with the values of these tags before ours
+# Attribute of a table that keeps the caller's declaration, because ours overwrites it.
+_CALLERS = "_declared_by_the_caller"
 Declaration = tuple[type[torch.optim.Optimizer], dict[str, Any]]
 
 

@@ -176,13 +176,15 @@ class RowGradients:
 
     @torch.no_grad()
     def _put_aside(self, indices: Tensor, offsets: Tensor) -> None:
-        self._kernel.set_learning_rate(1.0)  # again: zero_grad may have handed the kernel another rate since
+        # Set again, because zero_grad may have handed the kernel another rate since.
+        self._kernel.set_learning_rate(1.0)
         features = self._kernel.feature_table_map
         ends = offsets[:: (len(offsets) - 1) // len(features)].tolist()
         for number, (table, aside, saved) in enumerate(zip(self._tables, self._aside, self._saved_rows, strict=True)):
             rows_read = [indices[ends[f] : ends[f + 1]] for f, owner in enumerate(features) if owner == number]
             rows = torch.unique(torch.cat(rows_read))
-            rows = rows[~aside[rows]]  # rows of another look-up of this step are aside already
+            # Another look-up of this step may have put rows aside already; they are 0 now, so do not save them again.
+            rows = rows[~aside[rows]]
             aside[rows] = True
             saved.append((rows, table[rows]))
             table.index_fill_(0, rows, 0.0)

@@ -26,8 +26,10 @@ from torchrec_ext.distributed.plan.explain import bytes_per_weight, ranges, size
 from torchrec_ext.distributed.sharders import OFF_THE_GPU
 from torchrec_ext.distributed.tables import collections, tables_of
 
-_MOST_TRIED = 128  # devices on which a kernel is tried
-_DENSE_STATE = {"adam": 2, "adagrad": 1, "sgd": 0}  # numbers for each weight
+# Largest number of devices to try a kernel on.
+_MOST_TRIED = 128
+# Numbers of optimizer state for each weight.
+_DENSE_STATE = {"adam": 2, "adagrad": 1, "sgd": 0}
 
 
 @dataclass(frozen=True, kw_only=True)

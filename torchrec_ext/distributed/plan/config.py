@@ -22,7 +22,8 @@ Sharding = Literal[
     "grid_shard",
 ]
 Kernel = Literal["auto", "dense", "fused", "fused_uvm", "fused_uvm_caching", "key_value"]
-CACHING = ("fused_uvm_caching", "key_value")  # kernels that keep a share of their rows on the GPU
+# Kernels that cache a share of their rows on the GPU.
+CACHING = ("fused_uvm_caching", "key_value")
 Precision = Literal["fp32", "fp16", "bf16", "int8"]
 
 
@@ -149,7 +150,8 @@ class PlanConfig:
                 _check_sharding(f"tables: {text!r}", word, ", or a kernel")
                 changes["sharding"] = word
         kernel = changes.get("kernel", self.kernel)
-        if kernel != self.kernel and kernel not in CACHING:  # the factor of every table has no meaning for this one
+        # The cache factor of every table has no meaning for this kernel.
+        if kernel != self.kernel and kernel not in CACHING:
             changes.setdefault("cache_load_factor", 0.0)
         choice = TableChoice(self.sharding, self.kernel, self.cache_load_factor)._replace(**changes)
         _check_load_factor(f"tables: {text!r}: ", choice.cache_load_factor, choice.kernel)

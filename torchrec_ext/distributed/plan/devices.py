@@ -90,7 +90,8 @@ class Cluster:
         """Builds the topology for TorchRec's planner, without the reserve."""
         from torchrec.distributed.planner.types import HardwareConfig, KernelConfig, TopologyFactory, TrainerConfig
 
-        rate = self.memory_gb_s * GB / 1000 or None  # bytes per ms
+        # TorchRec expects bytes per ms.
+        rate = self.memory_gb_s * GB / 1000 or None
         gpu = self.device == "cuda"
         return TopologyFactory.create_topology(
             TrainerConfig(world_size=self.world_size, local_world_size=self.local_world_size),

@@ -466,7 +466,8 @@ def _kernel(table: BaseEmbeddingConfig, request: TableChoice, runtime: Runtime, 
         fields["compute_kernels"] = ["dense", "fused", "fused_uvm"]
     if request.cache_load_factor:
         fields["cache_params"] = CacheParams(load_factor=request.cache_load_factor)
-    if request.kernel == "key_value":  # TorchRec counts no cache at all where its size is not given
+    # TorchRec counts no cache at all if its size is missing.
+    if request.kernel == "key_value":
         cache = table_bytes(table) * (request.cache_load_factor or KV_CACHING_RATIO) / runtime.world_size
         fields["key_value_params"] = KeyValueParams(max_l1_cache_size=math.ceil(cache / MB))
     return fields

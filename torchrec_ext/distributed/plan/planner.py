@@ -141,7 +141,8 @@ def why_on_all_ranks(choice: TableChoice) -> str:
     return ""
 
 
-SMALL_WEIGHTS = 2**18  # of all tables together
+# Most weights of all tables together that are cheaper to replicate than to shard, on a CPU.
+SMALL_WEIGHTS = 2**18
 
 
 def small_tables_whole(

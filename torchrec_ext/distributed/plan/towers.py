@@ -143,7 +143,8 @@ def draft_towers(
     free = [usable] * runtime.world_size
     tables: dict[str, dict[str, EmbeddingModuleShardingPlan]] = {}
     by_tower = _collections_by_tower(towers, placement)
-    for name in sorted(towers, key=lambda name: -_weights(by_tower[name])):  # the largest while there is most room
+    # The largest tower goes first, while there is most room.
+    for name in sorted(towers, key=lambda name: -_weights(by_tower[name])):
         members = placement.ranks[name]
         tower_ranks = _ranks_of(runtime, members)
         names = [table.name for table in tables_of(by_tower[name])]

@@ -132,7 +132,8 @@ def shard_tower(
     env = ShardingEnv.from_local(dist.get_world_size(group), dist.get_rank(group))
     env.process_group = group
     members = dist.get_process_group_ranks(group)
-    by_rank = []  # what DistributedDataParallel must leave as it is
+    # DistributedDataParallel must leave these sharded parameters and buffers as they are.
+    by_rank = []
     for path, collection in list(collections(tower)):
         parent, _, name = path.rpartition(".")
         sharded = sharders[type(collection)].shard(collection, _within(plans[path], members), env, device)
@@ -140,7 +141,8 @@ def shard_tower(
         by_rank += [f"{path}.{state}" for state, _ in (*sharded.named_parameters(), *sharded.named_buffers())]
     tower.to(device)
     for module in tower.modules():
-        if hasattr(module, "process_group"):  # a BatchNorm of ours or of torch, whose batch spans the tower's ranks
+        # A BatchNorm of ours or of torch: its batch spans the tower's ranks.
+        if hasattr(module, "process_group"):
             module.process_group = group  # type: ignore[assignment]
     dense = [name for name, _ in tower.named_parameters() if name not in by_rank]
     if env.world_size == 1 or not dense:
@@ -220,7 +222,8 @@ class ShardedTowers(
         groups = tower_groups(plan.placement, everyone, timeout)
         for name, tower in towers.items():
             for value in (*tower.parameters(), *tower.buffers()):
-                if value.device.type != "meta":  # tables are on the meta device
+                # Tables are still on the meta device and have no values to copy.
+                if value.device.type != "meta":
                     copied = value.detach().to(device)
                     dist.broadcast(copied, src=0, group=everyone)
                     value.detach().copy_(copied)
@@ -257,7 +260,8 @@ class ShardedTowers(
             shared, columns, weighs = self._reads[name]
             kjt, matrix = (shared_sparse, shared_dense) if shared else (sparse, dense)
             numbers = matrix[:, columns]  # type: ignore[index]
-            if weighs:  # weights are sent as one more dense column; padding rows have weight 0
+            # Weights travel as one more dense column; padding rows have weight 0.
+            if weighs:
                 column = shared_weights if shared else weights
                 column = numbers.new_ones(len(numbers)) if column is None else column
                 numbers = torch.cat([numbers, column[:, None]], dim=1)
