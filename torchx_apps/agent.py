@@ -111,13 +111,13 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def too_many(processes: int, memory: int | None = None, *, name: str = "ranks") -> str:
-    """Refuses more processes than this machine's memory has room for: returns the message, or nothing where they fit.
+    """Refuses more processes than this machine's memory has room for: returns the message, or nothing if they fit.
 
     Without this check -j 1x99999 starts as many interpreters, and the machine answers nobody for minutes.
 
     Args:
         processes: number of processes that would be started here, each of which imports torch.
-        memory: bytes of memory; that of this machine, or of this process's container, where not given.
+        memory: bytes of memory; by default that of this machine, or of this process's container.
         name: what the message calls them.
 
     Example:

@@ -115,7 +115,7 @@ def export_run(
         run: the run's folder.
         out: the bundle's folder.
         checkpoint: name of the checkpoint, see :func:`torchx_apps.jobs.resuming.checkpoint_to_export`.
-        onnx_skip: towers that need no ONNX file, where all others must be able to become one; None where no ONNX files
+        onnx_skip: towers that need no ONNX file, where all others must be able to become one; None if no ONNX files
             are wanted.
         settings: further arguments of :func:`torchrec_ext.retrieval.exporting.export.export`.
 

@@ -79,7 +79,7 @@ def refused_because(table: BaseEmbeddingConfig, sharding: str, device: str) -> s
         device: ``cpu`` or ``cuda``.
 
     Returns:
-        The reason; None where it can, or where FBGEMM itself refuses: which types its CUDA kernels train differs by
+        The reason; None if it can, or where FBGEMM itself refuses: which types its CUDA kernels train differs by
         version.
     """
     if table.embedding_dim % 4:
@@ -235,7 +235,7 @@ class ShardedBags(ShardedEmbeddingBagCollection):
 
     @torch.no_grad()
     def _divisor(self, features: KeyedJaggedTensor) -> Tensor:
-        """Returns (B, sum of D) divisors: lengths of the bags, or sums of their weights; 1 where nothing is divided."""
+        """Returns (B, sum of D) divisors: lengths of the bags, or sums of their weights; 1 if nothing is divided."""
         lengths = features.lengths()
         weights = features.weights_or_none()
         if weights is not None:
@@ -278,7 +278,7 @@ class EqualReduceScatter(PooledEmbeddingsReduceScatter):
 
         Args:
             local_embs: (sum over ranks of B, D) pooled embeddings of this rank's tables.
-            input_splits: B of each rank; equal where not given.
+            input_splits: B of each rank; by default equal.
         """
         if not input_splits or len(set(input_splits)) == 1:
             return super().forward(local_embs, input_splits)

@@ -450,7 +450,7 @@ def partition(
     Args:
         affinity: affinity of every pair of features.
         towers: T, the number of towers; each gets one feature at least.
-        load: load of each feature, by feature: bytes of its table, or ids looked up per row; 1 where not given.
+        load: load of each feature, by feature: bytes of its table, or ids looked up per row; by default 1.
         bound: greatest load of a tower; where not given, 1.1 times an even share, or what the even packing needs if
             that is more.
         together: groups of features that stay in one tower, such as those that read one table.

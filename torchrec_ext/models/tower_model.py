@@ -153,7 +153,7 @@ class TowerModel(nn.Module):
 
         Args:
             negatives: N that the loader draws for each positive.
-            label: column of the rows' own labels; None where every row is a positive.
+            label: column of the rows' own labels; None if every row is a positive.
 
         Raises:
             ValueError: the loss cannot learn from such rows.
@@ -178,7 +178,7 @@ class TowerModel(nn.Module):
 
         Args:
             out_of_range: effect of an id outside its table: ``error``, or ``oov`` for its out-of-vocabulary row.
-            oov_ids: out-of-vocabulary row of each feature, by feature; 0 where not given.
+            oov_ids: out-of-vocabulary row of each feature, by feature; by default 0.
         """
         return BatchSchema.from_tables(
             self._tables,
@@ -276,8 +276,8 @@ def two_tower(
     """Makes a TowerModel of user features -> NN_user, item features -> NN_item, and an interaction over both outputs.
 
     Args:
-        user_tables: tables of the tower ``user``; may be none where it has dense columns.
-        item_tables: tables of the tower ``item``; may be none where it has dense columns.
+        user_tables: tables of the tower ``user``; may be none if it has dense columns.
+        item_tables: tables of the tower ``item``; may be none if it has dense columns.
         user_dense: names of the user tower's dense columns; or the number of values that each has in a row, by name,
             for array columns.
         item_dense: names of the item tower's dense columns, as ``user_dense``.

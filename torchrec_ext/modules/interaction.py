@@ -111,7 +111,7 @@ class InteractionLayer(Recorded, nn.Module):
             query's and the candidate's vector; None where only the interaction itself can rank them.
         projectable: whether what depends on the candidate alone can be computed beforehand and stored, which
             :mod:`torchrec_ext.retrieval.index.projection` then does.
-        temperature: number by which it has already divided its logits; None where it divides by none.
+        temperature: number by which it has already divided its logits; None if it divides by none.
     """
 
     towers: ClassVar[int | None] = None
@@ -327,7 +327,7 @@ class DeepCross(InteractionLayer):
         widths: D of each tower, in order.
         hidden: widths of the MLP's hidden layers; without any, the crossing layers feed one linear layer.
         layers: number of crossing layers; each raises the degree of the products that can be formed by one.
-        low_rank: rank of each W; full where not given. A quarter of the concatenation's width is usual for wide ones.
+        low_rank: rank of each W; by default full. A quarter of the concatenation's width is usual for wide ones.
         activation: activation between the layers of the MLP.
         normalization: normalisation before each activation.
         dropout: share of values set to 0 after each activation.
@@ -560,7 +560,7 @@ def interaction_layer(
         normalization: layer before each activation.
         dropout: share of values set to 0 after each activation.
         activate_input: whether ``top_nn`` and ``deepfm`` begin with an activation; not over towers without layers.
-        temperature: divisor of the logits of ``cosine``; its own default where not given.
+        temperature: divisor of the logits of ``cosine``; by default its own.
 
     Raises:
         ValueError: another name, or widths that do not fit.

@@ -181,7 +181,7 @@ def _check(in_features: int, widths: Sequence[int], normalization: str, dropout:
 
 
 class Made(NamedTuple):
-    """How a module was made: its class, and the given arguments by name, None where they are not recorded."""
+    """How a module was made: its class, and the given arguments by name, None if they are not recorded."""
 
     kind: type[nn.Module]
     arguments: dict[str, Any] | None

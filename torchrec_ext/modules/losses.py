@@ -271,7 +271,7 @@ def check_fed(loss: str, *, negatives: int, label: str | None, metric: str | Non
     Args:
         loss: a name in LOSSES.
         negatives: N that the loader draws for each positive.
-        label: column of the rows' own labels; None where every row is a positive.
+        label: column of the rows' own labels; None if every row is a positive.
         metric: what an index may search the model's interaction by; see :class:`InteractionLayer`.
 
     Raises:

@@ -25,7 +25,7 @@ class Bucket(NamedTuple):
 
     Attributes:
         steps: (b, W) int64, each step's index among the P packed steps; padding repeats the sequence's last step.
-        valid: (b, W) bool, False for padding; None where there is none.
+        valid: (b, W) bool, False for padding; None if there is none.
     """
 
     steps: Tensor
@@ -212,7 +212,7 @@ class SessionEncoder(Recorded, nn.Module):
         max_length: S, the most steps that a sequence may have.
         layers: number of transformer layers.
         heads: H, a divisor of D.
-        hidden: width of each layer's hidden layer; 4 x D where not given.
+        hidden: width of each layer's hidden layer; by default 4 x D.
         activation: activation of the hidden layers.
         dropout: share of values set to 0 in the steps and in each layer, see :class:`TransformerLayer`.
         causal: whether a step attends only to itself and the steps before it.

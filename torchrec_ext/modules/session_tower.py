@@ -84,14 +84,14 @@ class SessionTower(_SequenceTables):
         max_length: S, the most steps of a session, without the target.
         dense: names of dense columns, concatenated before the MLP.
         combine: ``sum``, which keeps the width D; or ``concat``, steps of D x len(session), in which the embedding of a
-            target's feature stands where that of the session's feature of the same table does, and zeros where there
+            target's feature stands where that of the session's feature of the same table does, and zeros if there
             is none, such as for a gap in time.
         layers: number of transformer layers.
         heads: number of attention heads, a divisor of a step's width.
-        hidden: width of each transformer layer's hidden layer; 4 times a step's width where not given.
+        hidden: width of each transformer layer's hidden layer; by default 4 times a step's width.
         position: a learned vector for each number of steps until the ``end``, so that the target's is 0 and the latest
             step's 1, or since the ``start``; ``none`` where a feature of the steps says when they were.
-        pooling: ``flatten`` concatenates S + 1 steps as BST does, the target first and zeros where there is none;
+        pooling: ``flatten`` concatenates S + 1 steps as BST does, the target first and zeros if there is none;
             ``last`` takes the last step, the target; ``mean`` the mean of the steps.
         activation: activation of transformer and MLP.
         dropout: share of values set to 0 in transformer and MLP.
@@ -290,7 +290,7 @@ class SessionTop(InteractionLayer):
             first ``targets`` x D numbers are the embeddings of the target's features.
         width: D of the features.
         targets: number of the target's features that make its step.
-        features: number of features that a step concatenates; 1 where they are added.
+        features: number of features that a step concatenates; 1 if they are added.
         slots: number, from 0, of the feature of a step where each of the target's features stands; where steps are
             added, nothing.
         max_length: S of the steps.

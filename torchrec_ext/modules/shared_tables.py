@@ -39,7 +39,7 @@ class SharedTables(nn.Module):
         device: device of the tables.
 
     Attributes:
-        original_path: path of these look-ups in the model before a plan moved them to a tower; empty where none has.
+        original_path: path of these look-ups in the model before a plan moved them to a tower; empty if none has.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ def shared_tables(
         every: whether to take the tables of one tower too.
 
     Returns:
-        The look-ups of these tables; None where there are none.
+        The look-ups of these tables; None if there are none.
 
     Raises:
         ValueError: tables of one name that differ, of a tower that cannot release them, or read id by id and pooled by

@@ -66,13 +66,13 @@ def in_batch_negatives(
         ids: (B + M,) int64 items, 0 or more. A candidate whose id was dropped keeps it here, as in ``batch.items``,
             whatever was looked up for it.
         log_q: (B + M,) log-probability that a row of the batch holds the item, up to one constant.
-        queries: B; all rows where not given.
+        queries: B; by default all rows.
         rows: P, where it is known and the same on every rank, as for the loader's batches: ceil(batch_size / R) of
             ``batch_size`` rows over R ranks, plus M. Saves an exchange, and on CUDA the wait for it.
-        present: (B + M,) bool, whether each row has a candidate and is not padding; ids other than 0 where not given.
+        present: (B + M,) bool, whether each row has a candidate and is not padding; by default ids other than 0.
         is_known: function from items (C,) to (B, C) bool, whether each query's user is known to have taken each item,
             such as ``lambda items: known.contains(users[:, None], items)``.
-        group: ranks that exchange their candidates; all where not given.
+        group: ranks that exchange their candidates; by default all.
 
     Raises:
         ValueError: shapes that do not fit together on this rank; or, on every rank unless ``rows`` is given, embeddings

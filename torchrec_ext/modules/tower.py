@@ -31,7 +31,7 @@ class AttentionPooling(nn.Module):
 
     Args:
         width: D of the embeddings e.
-        hidden: width of the scoring layer; D where not given.
+        hidden: width of the scoring layer; by default D.
     """
 
     def __init__(self, width: int, hidden: int | None = None) -> None:
@@ -212,7 +212,7 @@ class Tower(Recorded, nn.Module):
             sparse: the batch's whole KeyedJaggedTensor, stride B.
             dense: (B, Fd), this tower's dense columns.
             looked_up: embeddings of released tables.
-            weights: (B,) weight of each row for batch normalisation; all 1 where not given.
+            weights: (B,) weight of each row for batch normalisation; by default all 1.
         """
         blocks = [embedded.to(dense.dtype) for embedded in self._pooled(sparse, looked_up or {})]
         if self.attention is not None:
@@ -382,12 +382,12 @@ class Towers(nn.ModuleDict):
         Args:
             sparse: KeyedJaggedTensor of the batch's rows, stride B.
             dense: (B, Fd) dense columns of the batch's rows.
-            shared_sparse: KeyedJaggedTensor of the shared rows, stride Q; None where no shared tower is called.
-            shared_dense: (Q, Fd) dense columns of the shared rows; None where no shared tower is called.
+            shared_sparse: KeyedJaggedTensor of the shared rows, stride Q; None if no shared tower is called.
+            shared_dense: (Q, Fd) dense columns of the shared rows; None if no shared tower is called.
             looked_up: embeddings of tables that towers have released, see :meth:`Tower.forward`.
-            names: towers to run; all where not given.
-            weights: (B,) weights of the rows for batch normalisation; all 1 where not given.
-            shared_weights: (Q,) weights of the shared rows for batch normalisation; all 1 where not given.
+            names: towers to run; by default all.
+            weights: (B,) weights of the rows for batch normalisation; by default all 1.
+            shared_weights: (Q,) weights of the shared rows for batch normalisation; by default all 1.
         """
         outputs = {}
         for name in self.reads if names is None else names:

@@ -46,7 +46,7 @@ def load_recipe(spec: str, built_in: Recipes | None = None) -> Any:
 
     Args:
         spec: name of a built-in recipe, `my_recipe.py:job`, or `my.module:job`.
-        built_in: built-in recipes by name; those that train where not given.
+        built_in: built-in recipes by name; by default those that train.
 
     Raises:
         ValueError: there is no such recipe (the message names the nearest one and the list), Python cannot read its
@@ -99,7 +99,7 @@ def list_recipes(recipes: Recipes | None = None) -> str:
     """Lists each built-in recipe with the first line of its docstring, in lines of the terminal's width.
 
     Args:
-        recipes: recipes by name; those that train where not given.
+        recipes: recipes by name; by default those that train.
     """
     recipes = built_in_recipes() if recipes is None else recipes
     column = max(map(len, recipes)) + 2

@@ -21,7 +21,7 @@ _FAULTS = {"CheckpointError", "RunFolderError", "StoreError", "StoreUnreachable"
 def record_error(error: BaseException) -> None:
     """Writes this rank's error, in the words of `describe_error`, to torchrun's and TorchX's error file.
 
-    Does nothing where no file is named.
+    Does nothing if no file is named.
     """
     if lost_a_peer(error):
         # Another rank failed first and this one only noticed. torchrun reports the first rank to *exit*, and stops

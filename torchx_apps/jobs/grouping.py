@@ -42,7 +42,7 @@ def features_by_tower(
         features: names of all features.
         rows: training rows from which affinities are computed, such as :data:`ROWS`.
         sizes: bytes of each feature's table.
-        tables: name of each feature's table, by feature; the feature's own where not given.
+        tables: name of each feature's table, by feature; by default the feature's own.
         trained: safetensors file of a model of these tables: affinities are then computed from its vectors, instead of
             from the ids that occur together.
         bound: greatest number of bytes of a tower; 1.1 times an even share where 0.

@@ -46,7 +46,7 @@ class Stage:
         keys: text that describes every key of the stage.
         source: file of the stage before, of which the result is made; None for the first stage.
         logs: files and folders that the first stage reads, as far as its recipe's config names them.
-        checkpoints: path or address of the checkpoints from which the stage resumes; empty where it begins anew.
+        checkpoints: path or address of the checkpoints from which the stage resumes; empty if it begins anew.
     """
 
     app: str

@@ -51,7 +51,7 @@ def place_towers(job: Job, task: Task, model: Any, runtime: Runtime) -> tuple[Jo
     """Measures placements of the towers if ``plan.towers`` is ``auto`` and there are several ranks. Collective.
 
     Returns:
-        The job with the placement that was chosen, and the decision; the job as it is and None where none was needed.
+        The job with the placement that was chosen, and the decision; the job as it is and None if none was needed.
     """
     if job.plan.towers != "auto" or runtime.world_size == 1:
         return job, None

@@ -47,7 +47,7 @@ class Trained:
         whole: whether this attempt began with the first step.
         threads: compute threads of a rank.
         launch: hosts and ranks of each, as the component's ``-j`` takes them.
-        diagnosis: words of the command that says why the job is slow; empty where none is known.
+        diagnosis: words of the command that says why the job is slow; empty if none is known.
     """
 
     history: Sequence[Record]

@@ -212,7 +212,7 @@ def _launch_of(folder: Path) -> str | None:
 def common_checkpoints(folders: Mapping[str, CheckpointFolder], together: CheckpointRanks) -> dict[str, str]:
     """Finds the newest step with a good checkpoint in every folder; returns their paths by folder name.
 
-    Returns nothing where there is no such step.
+    Returns nothing if there is no such step.
     """
     steps = [set(folder.steps()) for folder in folders.values()]
     for step in sorted(set.intersection(*steps) if steps else set(), reverse=True):
@@ -358,7 +358,7 @@ def checkpoint_to_export(
         which: ``best``, ``last``, a number of steps, or the path or address of another checkpoint; None for the best
             where the run has marked one, else the last.
         together: the ranks that call it.
-        restores: whether the run ends with its best weights, see ``train.early_stop.restore``; where it does not, None
+        restores: whether the run ends with its best weights, see ``train.early_stop.restore``; if it does not, None
             stands for the last.
 
     Raises:

@@ -22,7 +22,7 @@ def saved_job(run: Path, recipe: str | None = None) -> Job:
 
     Args:
         run: path of the run folder.
-        recipe: recipe of the run; the built-in one that is named in ``config.json`` where not given.
+        recipe: recipe of the run; by default the built-in one that is named in ``config.json``.
 
     Raises:
         ValueError: there is no such folder, its recipe is not built in, or its configuration belongs to another recipe.

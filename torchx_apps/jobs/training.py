@@ -85,7 +85,7 @@ class _Run:
         path: the run folder's path.
         folder: the run folder, on rank 0 alone.
         tracking: the run in the trackers of `torchx run`, on rank 0 alone.
-        checkpointer: saves and loads the run's checkpoints; None where nothing is saved or resumed.
+        checkpointer: saves and loads the run's checkpoints; None if nothing is saved or resumed.
         checkpoint: path of the checkpoint to resume from, or None.
     """
 

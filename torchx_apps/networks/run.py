@@ -43,7 +43,7 @@ def run_networks(
         groups: groups of ranks with their members.
         world: the ranks of the job.
         config: settings of the job.
-        run_dir: folder of the job, with a folder for each member; made where not given.
+        run_dir: folder of the job, with a folder for each member; by default a new one.
 
     Returns:
         Whether any member was trained to its end.

@@ -148,7 +148,7 @@ def without_item_tower(
     Args:
         model: the model that is trained.
         item: the item's features and dense columns, which a bundle knows of each item of the catalogue.
-        candidate: name of the item tower; the model's last where not given.
+        candidate: name of the item tower; by default the model's last.
     """
     towers = getattr(model, "made_of", None)
     if not towers:
@@ -290,7 +290,7 @@ def _users_of_streamed(data: StreamedData, names: Sequence[str], items: Int64) -
         items: row of the items' table of each position of the catalogue, (I,).
 
     Returns:
-        The users; None where the preprocessing names no user or has no vocabulary of them, or an older version did it.
+        The users; None if the preprocessing names no user or has no vocabulary of them, or an older version did it.
     """
     user = data.roles.user
     path = data.folder / RAW_USERS
@@ -304,7 +304,7 @@ def _users_of_streamed(data: StreamedData, names: Sequence[str], items: Int64) -
     rows = rows[rows > 0]
     features, dense = data.towers["user"]
     user_steps = steps_for_columns(data.preprocessor, [name for name in (*features, *dense) if name in names])
-    # The id too where no tower reads it: a table without a column has no rows.
+    # The id too if no tower reads it: a table without a column has no rows.
     described = table.select([name for name in table.column_names if name == key or name in user_steps.request_columns])
     owner = np.full(data.vocab[user], -1)
     position = np.full(data.vocab[str(data.roles.item)], -1)

@@ -35,7 +35,7 @@ class NamedData:
     def positives(self, config: LoaderConfig, tasks: Sequence[str] = ()) -> list[float]:
         """Returns the weighted share of positives among the training rows as the loader gives them; never quite 0 or 1.
 
-        The list has an entry for the loader's labels and one for each of ``tasks``. It is empty where a column is
+        The list has an entry for the loader's labels and one for each of ``tasks``. It is empty if a column is
         missing, which the loader refuses.
 
         Args:

@@ -23,7 +23,7 @@ class TaskQuestion:
 
     Args:
         asked: the question about the whole catalogue; or each query's target and its own candidates, (Q, 1 + N), below
-            0 where there are fewer.
+            0 if there are fewer.
         known: Q rows of the items that each query's user has taken, by which EASE and ALS know a user.
         figures: names of the figures with their numbers of items shown.
         num_items: the last item of the catalogue; a target beyond it counts as not found. None if there is none.

@@ -92,7 +92,7 @@ class RankingTask(NamedData):
 
     def loader(self, schema: BatchSchema, config: LoaderConfig, *, rank: int, world_size: int) -> ChunkLoader:
         """Returns the loader of the training rows with negatives; the last evaluator's model scores hard negatives."""
-        # The schema has a label range where the loss reads labels, and none where it compares rows.
+        # The schema has a label range where the loss reads labels, and none if it compares rows.
         if config.negatives == 0 and not config.label and schema.label_range is not None:
             raise ValueError(
                 "loader.negatives=0 without loader.label: every row would have label 1; draw negatives, name the "
@@ -213,7 +213,7 @@ class RankingEvaluator:
         """Returns a function from users to their hard negatives, by the model as it is now, in evaluation. Collective.
 
         Hard negatives are the ``k`` items that the model ranks highest among those that a user has not taken: users
-        (N,) to rows (N, k), with 0 where there are fewer. The function itself needs no other rank.
+        (N,) to rows (N, k), with 0 if there are fewer. The function itself needs no other rank.
         """
         self._model.eval()
         owners = self._data.train["user_id"].values

@@ -68,9 +68,9 @@ class HybridOptimizer(CombinedOptimizer):
         clip_norm: greatest norm of the gradient of ``tables`` and ``dense`` together; 0 for no limit.
         table_choices: optimizer of each table, by name, for a captured step, which follows the same rules.
         layer_choices: optimizer of each dense parameter, by name, for a captured step.
-        holders: number of ranks that hold each parameter, by name, where ranks hold different towers; None where all
+        holders: number of ranks that hold each parameter, by name, where ranks hold different towers; None if all
             ranks hold all.
-        device: device of this rank; the CPU where not given.
+        device: device of this rank; by default the CPU.
 
     Attributes:
         dense_groups: parameter groups of the dense layers.
@@ -79,7 +79,7 @@ class HybridOptimizer(CombinedOptimizer):
         dense_parameters: parameters of the dense layers.
         gradient_norm: norm of the last step's gradient before clipping; None before the first step.
         apart: whether ranks take local steps; a fault is then kept instead of raised.
-        fault: description of a gradient that was not finite while apart; None where there is none.
+        fault: description of a gradient that was not finite while apart; None if there is none.
         leave_out: set to have the next step change nothing.
         after_step: functions called after each step.
     """

@@ -189,7 +189,7 @@ class KernelFit:
 
     Args:
         kernel: compute kernel.
-        largest: the rank that needs most, None where there is no plan.
+        largest: the rank that needs most, None if there is no plan.
         devices: least number of devices tried that have a plan; 0 for none.
     """
 
@@ -240,7 +240,7 @@ class Alternative:
         sharding: sharding type.
         ms: milliseconds of the slowest rank's tables in a step; infinite where refused.
         largest: bytes of the rank that needs most.
-        refused: why there is no such plan, in one line; empty where there is one.
+        refused: why there is no such plan, in one line; empty if there is one.
     """
 
     sharding: Sharding
@@ -279,7 +279,7 @@ def alternatives_text(alternatives: Sequence[Alternative], taken: Sharding, *, a
     Args:
         alternatives: forecasts of the sharding types.
         taken: sharding type of the plan.
-        advise: whether the plan rests on these forecasts; where it does not, none is said to be faster.
+        advise: whether the plan rests on these forecasts; if it does not, none is said to be faster.
     """
     rows = [
         [

@@ -201,7 +201,7 @@ def draft_plan(
         config: sharding types; its memory is not read.
         optimizer: optimizers of the tables.
         batch_size: rows per rank and step.
-        bag_lengths: mean number of ids of a feature in a row, by feature; 1 where not given.
+        bag_lengths: mean number of ids of a feature in a row, by feature; by default 1.
         constraints: TorchRec's own constraints by table name, which win over ``config``.
 
     Raises:
@@ -280,7 +280,7 @@ class Request(NamedTuple):
             PlanError: a table cannot be sharded as asked.
         """
         tables = tables_of(model)
-        # TorchRec's planner counts the state of the optimizer that a table names, and none where it names none.
+        # TorchRec's planner counts the state of the optimizer that a table names, and none if it names none.
         choices = declare_table_optimizer(model, optimizer)
         requests = config.choices([table.name for table in tables])
         replicated = {

@@ -161,7 +161,7 @@ def small_tables_whole(
         optimizer: optimizers of the tables; with ``clip_norm`` the norm would then take in the tables.
 
     Returns:
-        Constraints for :func:`plan_sharding`; none where a table is large, placed, asked for otherwise, or cannot be on
+        Constraints for :func:`plan_sharding`; none if a table is large, placed, asked for otherwise, or cannot be on
         every rank, or where there is one rank or a GPU.
     """
     if runtime.world_size == 1 or runtime.device.type != "cpu" or config.towers != "data_parallel":
