@@ -164,8 +164,8 @@ def _towers(bundle: Bundle, tower: str | None) -> list[str]:
 
 
 def _described(store: EmbeddingStore, out: Path, rows: TowerGroup) -> str:
-    loss = ", ".join(f"{name} {value:.3g}" for name, value in store.loss.items())
-    loss_text = f"; lost by {store.dtype}: {loss}" if loss else ""
+    losses = ", ".join(f"{name} {value:.3g}" for name, value in store.loss.items())
+    loss_text = f"; lost by {store.dtype}: {losses}" if losses else ""
     return (
         f"store: {out} ({store.version}: {len(store):,} x {store.width} {store.dtype} of {rows.description}{loss_text})"
     )

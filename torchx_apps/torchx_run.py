@@ -258,7 +258,9 @@ class Launch:
             return None
         ranks = 0
         if words[apps[0]] == "torchx_apps.agent" and len(apps) > 1:
-            counts = dict(re.findall(r"--(nnodes|nproc_per_node)[= ](?:\d+:)?(\d+)", " ".join(words[: apps[1]])))
+            agent_flags = " ".join(words[: apps[1]])
+            # Of MIN:MAX nodes the most count.
+            counts = dict(re.findall(r"--(nnodes|nproc_per_node)[= ](?:\d+:)?(\d+)", agent_flags))
             ranks = int(counts.get("nnodes", 1)) * int(counts["nproc_per_node"])
             apps = apps[1:]
         return cls(module=words[apps[0]], flags=words[apps[0] + 1 :], ranks=ranks)
@@ -296,7 +298,10 @@ class Launch:
     def __str__(self) -> str:
         flags = dict(zip(self.flags, self.flags[1:], strict=False))
         name = flags.get("--recipe", self.module.rpartition(".")[2])
-        return f"{self.ranks} rank{'s' if self.ranks > 1 else ''} of {name}" if self.ranks else name
+        if not self.ranks:
+            return name
+        noun = "ranks" if self.ranks > 1 else "rank"
+        return f"{self.ranks} {noun} of {name}"
 
 
 def show_help(component: Component, words: Sequence[str]) -> int:
@@ -422,7 +427,8 @@ def _copy(lines: Iterable[str], prefix: str, file: TextIO) -> None:
 def last_words(status: AppStatus | None) -> str:
     """Returns the failed rank's error, or the job's state if no rank reported one, e.g. after an unknown flag."""
     if status is None or status.structured_error_msg == NONE:
-        return f"the job ended as {'UNKNOWN' if status is None else status.state.name}; its own output above says why"
+        state = "UNKNOWN" if status is None else status.state.name
+        return f"the job ended as {state}; its own output above says why"
     message = json.loads(status.structured_error_msg).get("message")
     if not isinstance(message, dict):
         return str(message)

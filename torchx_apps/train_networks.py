@@ -76,7 +76,10 @@ def listing(members: Sequence[MemberJob], groups: Sequence[RankGroup]) -> str:
 
     keys = differing(members)
     ranks = {name: ", ".join(map(str, group.ranks)) for group in groups for name in group.members}
-    rows = [[member.name, *(setting(member, key) for key in keys), ranks[member.name]] for member in members]
+    rows = []
+    for member in members:
+        values = [setting(member, key) for key in keys]
+        rows.append([member.name, *values, ranks[member.name]])
     return str(tabulate(rows, headers=["member", *keys, "ranks"], disable_numparse=True))
 
 

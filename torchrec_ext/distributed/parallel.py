@@ -178,7 +178,9 @@ def _without_kernel(
     """Returns the optimizers of sharded tables without a kernel; refuses optimizers that nothing runs."""
     tables = {table.name: table for table in tables_of(model)}
     modules = [module for module in plan.plan.values() if isinstance(module, EmbeddingModuleShardingPlan)]
-    planned = {n: sharding.sharding_type for module in modules for n, sharding in module.items() if n in tables}
+    planned: dict[str, str] = {}
+    for module in modules:
+        planned |= {name: sharding.sharding_type for name, sharding in module.items() if name in tables}
     kinds = shardings([tables[name] for name in planned], choices, planned, device)
     sharded = {name: choices[name] for name, kind in kinds.items() if kind != "data_parallel"}
     return {name: choice for name, choice in sharded.items() if not has_kernel(choice.kind, device)}

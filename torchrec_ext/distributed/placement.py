@@ -175,5 +175,9 @@ def _ranks(ranges: str, text: str) -> list[int]:
 
 
 def _text(ranks: Sequence[int]) -> str:
-    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0])]
-    return "+".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    texts = []
+    # Within a run of consecutive ranks, a rank minus its index is constant.
+    for _, pairs in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0]):
+        run = [rank for _, rank in pairs]
+        texts.append(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]))
+    return "+".join(texts)

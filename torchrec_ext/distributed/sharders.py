@@ -298,10 +298,10 @@ class EqualVariableReduceScatter(VariableBatchPooledEmbeddingsReduceScatter):
             batch_size_per_rank_per_feature: B of each rank and feature.
             embedding_dims: D of each feature.
         """
-        splits = [
-            sum(rows * width for rows, width in zip(sizes, embedding_dims, strict=True))
-            for sizes in batch_size_per_rank_per_feature
-        ]
+        splits = []
+        for sizes in batch_size_per_rank_per_feature:
+            numbers = [rows * width for rows, width in zip(sizes, embedding_dims, strict=True)]
+            splits.append(sum(numbers))
         if len(set(splits)) < 2:
             return super().forward(local_embs, batch_size_per_rank_per_feature, embedding_dims)
         return _padded(local_embs, splits, self._pg, self._codecs)

@@ -113,7 +113,7 @@ Stepping = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | AnyStep
 
 
 class LocalOptimizers:
-    """The optimizers of a module replicated on every rank, with the part of HybridOptimizer for :class:`LocalSGD`.
+    """The optimizers of a replicated module, with the attributes of HybridOptimizer for :class:`LocalSGD`.
 
     Inside the context the weights of all ranks begin as those of rank 0, and each step calls ``after_step``.
 

@@ -90,9 +90,12 @@ def fill_tables(module: nn.Module, rows: Callable[[str, BaseEmbeddingConfig, int
     Each rank asks only for the rows of its own shards, and one block of them at a time is in memory.
     """
     for shard in local_shards(module):
-        for start in range(shard.row, shard.row + shard.tensor.shape[0], BLOCK_ROWS):
-            stop = min(start + BLOCK_ROWS, shard.row + shard.tensor.shape[0])
-            block = rows(shard.fqn, shard.config, start, stop)[:, shard.column : shard.column + shard.tensor.shape[1]]
+        height, width = shard.tensor.shape
+        end = shard.row + height
+        columns = slice(shard.column, shard.column + width)
+        for start in range(shard.row, end, BLOCK_ROWS):
+            stop = min(start + BLOCK_ROWS, end)
+            block = rows(shard.fqn, shard.config, start, stop)[:, columns]
             shard.tensor[start - shard.row : stop - shard.row].copy_(block)
 
 

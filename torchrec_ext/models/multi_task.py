@@ -87,7 +87,7 @@ class MultiTaskModel(TowerModel):
         return list(self.of_tasks.losses.values())
 
     def begin_at(self, shares: Sequence[float]) -> list[float]:
-        """See :meth:`TowerModel.begin_at`; heads learned from positives begin at the share among positives."""
+        """See :meth:`TowerModel.begin_at`; further heads begin at the share among positives if they predict that."""
         if self.rows != "all" and shares:
             shares = [shares[0], *(min(share / shares[0], 0.999) for share in shares[1:])]
         return super().begin_at(shares)

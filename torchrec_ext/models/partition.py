@@ -98,7 +98,9 @@ def _cka(vectors: Sequence[Tensor]) -> Tensor:
     sums = (centred * centred.sum(dim=0)) @ by_feature - norms  # (B, F): the rows without them
     products = by_feature.T @ (centred.T @ centred).square() @ by_feature - norms.T @ norms
     totals = sums.sum(dim=0)
-    common = products + torch.outer(totals, totals) / ((count - 1) * (count - 2)) - 2 / (count - 2) * sums.T @ sums
+    # The unbiased estimate of Song et al. 2012 for all pairs of features, up to a factor that the scale below cancels.
+    of_totals = torch.outer(totals, totals) / ((count - 1) * (count - 2))
+    common = products + of_totals - 2 / (count - 2) * sums.T @ sums
     scale = common.diagonal().clamp(min=1e-12).sqrt()
     return common / torch.outer(scale, scale)
 
@@ -227,7 +229,11 @@ def plane(distances: Tensor, rounds: int = 300) -> tuple[Tensor, float]:
         points = (torch.diag(ratio.sum(dim=1)) - ratio) @ points / count
     reached = torch.cdist(points, points)
     total = float(reached.square().sum())
-    return points, float((reached - distances).square().sum() / total) ** 0.5 if total else 0.0
+    # Of points that all coincide the stress is 0 by convention.
+    if not total:
+        return points, 0.0
+    stress = float((reached - distances).square().sum() / total) ** 0.5
+    return points, stress
 
 
 def bounded_k_means(
@@ -323,7 +329,9 @@ class _Clusters:
         swapped = far[:, tower_of]  # (U, U): each unit's distance to the other's tower
         swaps = current + current.T - swapped - swapped.T
         after = loads[tower_of][:, None] + self.weights[None] - self.weights[:, None]
-        swaps[(after > self.bound) | (after > self.bound).T | (tower_of[:, None] == tower_of[None])] = -1
+        overfull = after > self.bound
+        same_tower = tower_of[:, None] == tower_of[None]
+        swaps[overfull | overfull.T | same_tower] = -1
         if max(float(moves.max()), float(swaps.max())) <= 1e-12:
             return False
         if moves.max() >= swaps.max():
@@ -377,11 +385,16 @@ class Partition:
 
     def contrast(self) -> tuple[float, float]:
         """Returns the mean affinity of two features of one tower, and of two towers; NaN without such pairs."""
-        number_of = {feature: number for number, features in enumerate(self.groups.values()) for feature in features}
+        number_of: dict[str, int] = {}
+        for number, features in enumerate(self.groups.values()):
+            number_of |= dict.fromkeys(features, number)
         tower_of = torch.tensor([number_of[feature] for feature in self.affinity.features])
         same = tower_of[:, None] == tower_of[None]
+        # A feature's affinity to itself is 1 and says nothing.
         pairs = ~torch.eye(len(tower_of), dtype=torch.bool)
-        return float(self.affinity.values[same & pairs].mean()), float(self.affinity.values[~same].mean())
+        within = self.affinity.values[same & pairs].mean()
+        between = self.affinity.values[~same].mean()
+        return float(within), float(between)
 
     def tables(self, tables: Sequence[BaseEmbeddingConfig]) -> dict[str, list[BaseEmbeddingConfig]]:
         """Returns the tables to declare each tower with, by tower.
@@ -473,9 +486,12 @@ def partition(
     units = _units(names, together)
     if not 1 <= towers <= len(units):
         raise ValueError(f"towers={towers}: must be 1 to {len(units)}, the features that may stand apart")
-    weights = torch.tensor([sum(loads[names[index]] for index in unit) for unit in units], dtype=torch.float64)
+    unit_loads = [sum(loads[names[index]] for index in unit) for unit in units]
+    weights = torch.tensor(unit_loads, dtype=torch.float64)
     packing = pack_evenly(weights, towers)
-    fullest = float(torch.zeros(towers, dtype=torch.float64).index_add_(0, packing, weights).max())
+    tower_loads = torch.zeros(towers, dtype=torch.float64).index_add_(0, packing, weights)
+    fullest = float(tower_loads.max())
+    # By default a tenth above the mean load, or the fullest tower of an even packing if that is more.
     limit = bound if bound is not None else max(1.1 * float(weights.sum()) / towers, fullest)
     _check_bound(limit, weights, fullest, towers, [names[unit[0]] for unit in units])
     distances = 1 - affinity.values if strategy == "coherent" else affinity.values.clone()
@@ -513,7 +529,10 @@ def _units(names: Sequence[str], together: Sequence[Sequence[str]]) -> list[list
             raise ValueError(f"together: {unknown} are not features of the affinity; these are {list(names)}")
         joined = {unit[index_of[name]] for name in group}
         unit = [min(joined) if number in joined else number for number in unit]
-    return [[index for index, number in enumerate(unit) if number == first] for first in dict.fromkeys(unit)]
+    members: dict[int, list[int]] = {}
+    for index, number in enumerate(unit):
+        members.setdefault(number, []).append(index)
+    return list(members.values())
 
 
 def _check_bound(bound: float, weights: Tensor, fullest: float, towers: int, names: Sequence[str]) -> None:

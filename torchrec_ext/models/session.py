@@ -260,7 +260,9 @@ def bst(
     for name in ("session", "target"):
         if name in rest:
             raise ValueError(f"others names a tower '{name}', which is the name of the {name}'s tower; choose another")
-    steps = [table for table in (_reading(table, session) for table in tables) if table.feature_names]
+    steps = [_reading(table, session) for table in tables]
+    # A table of the target alone is not looked up for the session.
+    steps = [table for table in steps if table.feature_names]
     shared = {name: table for table in tables for name in table.feature_names}
     bags = [_pooled(shared[name], name) for name in target]
     towers: dict[str, Any] = {

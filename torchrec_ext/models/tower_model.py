@@ -245,8 +245,9 @@ def _weights(towers: Towers) -> dict[str, str]:
     columns_by_feature: dict[str, dict[str | None, str]] = {}
     for name, tower in towers.items():
         weights = getattr(tower, "weights", {})
-        for feature in (feature for table in tower.tables for feature in table.feature_names):  # type: ignore[union-attr]
-            columns_by_feature.setdefault(feature, {})[weights.get(feature)] = name
+        for table in tower.tables:  # type: ignore[union-attr]
+            for feature in table.feature_names:
+                columns_by_feature.setdefault(feature, {})[weights.get(feature)] = name
     for feature, columns in columns_by_feature.items():
         if len(columns) > 1:
             differing = " and ".join(f"{column or 'none'} in tower '{tower}'" for column, tower in columns.items())

@@ -60,8 +60,11 @@ class CompressingLayer(nn.Module):
         bags, dense = torch.split(side_by_side, [self.bags, self.dense], dim=1)
         # An exporter would take len() as a constant.
         rows = bags.shape[0]
-        vectors = [] if self.each is None else [self.each(bags.reshape(rows * self.features, -1)).view(rows, -1)]
-        return torch.cat([*vectors, dense if self.all is None else self.all(side_by_side)], dim=1)
+        blocks = []
+        if self.each is not None:
+            blocks.append(self.each(bags.reshape(rows * self.features, -1)).view(rows, -1))
+        blocks.append(dense if self.all is None else self.all(side_by_side))
+        return torch.cat(blocks, dim=1)
 
 
 def _start(layer: nn.Linear) -> None:

@@ -48,12 +48,14 @@ def over_pairs(queries: Tensor, candidates: Tensor, score: Callable[[Tensor, Ten
         score: function from (b, 1, D1) and (1, n, D2) to scores (b, n).
         width: floats that ``score`` needs for one pair.
     """
-    pairs = max(1, (HIDDEN_FLOATS if queries.device.type == "cpu" else HIDDEN_FLOATS_GPU) // max(1, width))
+    floats = HIDDEN_FLOATS if queries.device.type == "cpu" else HIDDEN_FLOATS_GPU
+    pairs = max(1, floats // max(1, width))
+    query_rows = max(1, pairs // max(1, len(candidates)))
     blocks = torch.split(candidates, pairs)
-    scores = [
-        torch.cat([score(rows[:, None], block[None]) for block in blocks], dim=1)
-        for rows in torch.split(queries, max(1, pairs // max(1, len(candidates))))
-    ]
+    scores = []
+    for rows in torch.split(queries, query_rows):
+        of_rows = [score(rows[:, None], block[None]) for block in blocks]
+        scores.append(torch.cat(of_rows, dim=1))
     return torch.cat(scores)
 
 
@@ -280,7 +282,7 @@ class TopMLP(InteractionLayer):
 
 
 class Reordered(InteractionLayer):
-    """Applies an interaction to towers in another order, such as with the candidate last, if trained in the middle.
+    """Applies an interaction to towers in another order, such as a candidate last that was trained in the middle.
 
     Args:
         interaction: interaction that takes the towers in the order of training.

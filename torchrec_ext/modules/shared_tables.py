@@ -161,10 +161,12 @@ def shared_tables(
     """
     read_by = readers(towers)
     tables = merged(table for tower in towers.values() for table in tower.tables)
-    alone = [
-        table for table in tables if len(read_by[table.name]) == 1 and set(weights).isdisjoint(table.feature_names)
-    ]
-    tables = [table for table in tables if every or table not in alone]
+    if not every:
+        # A tower keeps a table that it alone reads, without weights.
+        weighted = set(weights)
+        tables = [
+            table for table in tables if len(read_by[table.name]) > 1 or not weighted.isdisjoint(table.feature_names)
+        ]
     if not tables:
         return None
     read_by = {table.name: read_by[table.name] for table in tables}

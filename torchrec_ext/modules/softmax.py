@@ -141,9 +141,14 @@ def _gather_facts(ids: Tensor, log_q: Tensor | None, group: dist.ProcessGroup | 
     """Exchanges ids and log_q of all ranks at once; float64 travels as the int64 of the same bits."""
     if _ranks(group) == 1:
         return ids, log_q
-    columns = [ids] if log_q is None else [ids, log_q.detach().double().view(torch.int64)]
+    columns = [ids]
+    if log_q is not None:
+        columns.append(log_q.detach().double().view(torch.int64))
     both = _gathered(torch.stack(columns, dim=1), group)
-    return both[:, 0], None if log_q is None else both[:, 1].contiguous().view(torch.float64).to(log_q.dtype)
+    ids = both[:, 0]
+    if log_q is None:
+        return ids, None
+    return ids, both[:, 1].contiguous().view(torch.float64).to(log_q.dtype)
 
 
 def _greatest(embeddings: Tensor, log_q: Tensor | None, group: dist.ProcessGroup | None) -> int:

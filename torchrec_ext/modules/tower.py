@@ -181,7 +181,8 @@ class Tower(Recorded, nn.Module):
 
     def release_tables(self, names: Collection[str]) -> None:
         """Gives up the tables ``names``; :meth:`forward` is then given their embeddings."""
-        bags, lists = ([table for table in tables if table.name not in names] for tables in (self.bags, self.lists))
+        bags = [table for table in self.bags if table.name not in names]
+        lists = [table for table in self.lists if table.name not in names]
         self._declare(bags, lists)
 
     @property
@@ -361,9 +362,13 @@ class Towers(nn.ModuleDict):
     def columns(self, *, shared: bool) -> list[str]:
         """Returns the features and dense columns of the shared towers, or of the others."""
         towers: list[Tower] = [self[name] for name, reads in self.reads.items() if reads.shared == shared]  # type: ignore[misc]
-        return [name for tower in towers for table in tower.tables for name in table.feature_names] + [
-            name for tower in towers for name in tower.dense
-        ]
+        names: list[str] = []
+        for tower in towers:
+            for table in tower.tables:
+                names += table.feature_names
+        for tower in towers:
+            names += tower.dense
+        return names
 
     def forward(
         self,

@@ -59,7 +59,8 @@ def describe_error(error: BaseException) -> str:
     """
     who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
     if is_users_mistake(error) and os.environ.get("LOGLEVEL", "").upper() != "DEBUG":
-        return f"{who}{error}" if str(error) else f"{who}{type(error).__name__}"
+        # An error without a message would print as an empty line.
+        return f"{who}{str(error) or type(error).__name__}"
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip()
     head, _, last = trace.rpartition("\n")
     return f"{head}\n{who}{last}" if head else f"{who}{last}"

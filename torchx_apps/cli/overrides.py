@@ -105,8 +105,12 @@ def similar_keys(key: str, paths: Iterable[str]) -> str:
     by_leaf: dict[str, list[str]] = {}
     for path in paths:
         by_leaf.setdefault(path.rpartition(".")[2], []).append(path)
-    leaves = [name] if name in by_leaf else [leaf for leaf in by_leaf if name in leaf.split("_")]
-    leaves = leaves or difflib.get_close_matches(name, by_leaf, n=1, cutoff=0.6)
+    # The same last part counts most, then a word of it, then a similar spelling.
+    if name in by_leaf:
+        leaves = [name]
+    else:
+        leaves = [leaf for leaf in by_leaf if name in leaf.split("_")]
+        leaves = leaves or difflib.get_close_matches(name, by_leaf, n=1, cutoff=0.6)
     matches = [path for leaf in leaves for path in by_leaf[leaf]]
     matches.sort(key=lambda path: -difflib.SequenceMatcher(None, key, path).ratio())
     matches = matches[:3]
@@ -140,7 +144,8 @@ def _several(text: str, kind: Any, hints: tuple[Any, ...]) -> object:
         if len(items) != len(hints):
             raise ValueError(f"{text!r} has {len(items)} values; expected {len(hints)}, separated by commas")
         return tuple(convert(item, hint) for item, hint in zip(items, hints, strict=True))
-    values = [convert(item, hints[0] if hints else str) for item in items]
+    hint = hints[0] if hints else str
+    values = [convert(item, hint) for item in items]
     return values if kind is list else tuple(values)
 
 

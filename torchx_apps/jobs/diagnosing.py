@@ -247,7 +247,10 @@ def job_settings(remedy: Remedy) -> list[str]:
         >>> job_settings(Remedy(name="", lines=lines, gain=None, changes="", basis=""))
         ['loader.prefetch=8', 'loader.read_ahead=2', 'threads=2']
     """
-    words = [word for line in remedy.lines for word in line.partition("  #")[0].split()]
+    words = []
+    for line in remedy.lines:
+        command, _, _ = line.partition("  #")
+        words += command.split()
     flags = {"--set": "", "--threads": "threads="}
     settings = [flags[flag] + value for flag, value in itertools.pairwise(words) if flag in flags]
     return [] if any(setting.endswith("...") for setting in settings) else settings
@@ -277,7 +280,11 @@ def _turns(before: Job, after: Job, runtime: Runtime, ranks: Ranks | None) -> li
         if ranks is None:
             return turns
         by_rank = ranks.gather(turns)
-        return [(min(old for old, _ in each), min(new for _, new in each)) for each in zip(*by_rank, strict=True)]
+        fastest = []
+        for turn in zip(*by_rank, strict=True):
+            old, new = zip(*turn, strict=True)
+            fastest.append((min(old), min(new)))
+        return fastest
 
 
 def _first(ranks: Ranks | None, value: Any) -> Any:

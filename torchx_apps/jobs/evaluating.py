@@ -43,9 +43,12 @@ class Vectors(NamedTuple):
 
     def rows(self, ids: Ids) -> Ids:
         """Returns the row of each id, (M,); -1 for an id without a vector."""
-        # Ids without a gap need no search.
-        if self.ids.dtype.kind == "i" and self.ids[-1] - self.ids[0] == len(self.ids) - 1:
-            return np.where((ids >= self.ids[0]) & (ids <= self.ids[-1]), ids - self.ids[0], -1)
+        if self.ids.dtype.kind == "i":
+            first = self.ids[0]
+            last = self.ids[-1]
+            # Ids without a gap need no search.
+            if last - first == len(self.ids) - 1:
+                return np.where((ids >= first) & (ids <= last), ids - first, -1)
         index = np.minimum(self.ids.searchsorted(ids), len(self.ids) - 1)
         return np.where(self.ids[index] == ids, index, -1)
 
@@ -123,8 +126,13 @@ def _evaluated(
         )
     queries = _asked(options, users, items)
     names: list[Figure] = sorted({name for name, _ in requested_figures})
-    ks = sorted({k for _, k in requested_figures} | (set(_CURVE) if options.out else set()))
-    names += ["recall"] if options.out and "recall" not in names else []
+    numbers = {k for _, k in requested_figures}
+    if options.out:
+        # The picture draws recall by K.
+        numbers |= set(_CURVE)
+        if "recall" not in names:
+            names.append("recall")
+    ks = sorted(numbers)
     behind = max(len(items.ids), *ks)
     figures = _figures(queries, _ranked(queries, users, items, options.similarity, max(ks)), ks, names, behind)
     baseline = _popularity(queries, len(items.ids), ks, names, behind) if options.seen else {}
@@ -138,7 +146,9 @@ def _evaluated(
         "figures": {name: figures[name] for name in labels},
         "popularity": {name: baseline[name] for name in labels if name in baseline},
     }
-    return report, [(k, figures[f"recall@{k}"], baseline.get(f"recall@{k}")) for k in ks if options.out]
+    if not options.out:
+        return report, []
+    return report, [(k, figures[f"recall@{k}"], baseline.get(f"recall@{k}")) for k in ks]
 
 
 def _ranked(asked_rows: Asked, users: Vectors, items: Vectors, similarity: metrics.Similarity, depth: int) -> Ranked:
@@ -183,11 +193,15 @@ def _text(report: dict[str, Any]) -> str:
     if missed := report["pairs_whose_item_has_no_vector"]:
         head += f"\n{missed:,} of these items have no vector, and count as not found"
     popularity = report["popularity"]
-    rows = [
-        [name, f"{value:.6f}", *([f"{popularity[name]:.6f}"] if popularity else [])]
-        for name, value in report["figures"].items()
-    ]
-    headers = ["", "these vectors", *(["popularity"] if popularity else [])]
+    headers = ["", "these vectors"]
+    if popularity:
+        headers.append("popularity")
+    rows = []
+    for name, value in report["figures"].items():
+        row = [name, f"{value:.6f}"]
+        if popularity:
+            row.append(f"{popularity[name]:.6f}")
+        rows.append(row)
     return f"{head}\n\n{tabulate(rows, headers=headers, disable_numparse=True)}"
 
 
@@ -319,7 +333,10 @@ def _pairs(path: Path, users: Vectors, items: Vectors) -> tuple[Ids, Ids, Ids]:
     """Returns the rows of users and of items of the pairs of a file, each pair once, and the users' ids."""
     with _reading(path, []) as file:
         present = file.schema_arrow.names
-    names = [next((name for name in _SPELLINGS[kind] if name in present), kind) for kind in ("user", "item")]
+    names = []
+    for kind in ("user", "item"):
+        # Without a known spelling the error names the usual one.
+        names.append(next((name for name in _SPELLINGS[kind] if name in present), kind))
     with _reading(path, names) as file:
         table = file.read(columns=names)
         ids = [_ids(path, table, name) for name in names]

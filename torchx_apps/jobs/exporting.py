@@ -142,19 +142,17 @@ def describe_bundle(manifest: Manifest, out: Path) -> str:
     user_text = f" and {users['count']:,} users" if users else ""
     warning = manifest.certificate.get("warning")
     lines = [f"warning: {warning}"] if warning else []
-    lines += [
+    lines.append(
         f"bundle: {out} ({manifest.digest[:12]}: {items:,} items{user_text}; its logits are the trained model's within "
-        f"{difference:.1g}{' before its tables were rounded' if rounded else ''})",
-        *(
-            [
-                f"int8 tables: {size_text(rounded['bytes'])} instead of {size_text(rounded['bytes_trained'])}; logits "
-                f"change by up to {rounded['greatest_difference']:.2g}, and {rounded['overlap']:.1%} of the "
-                f"{rounded['k']} best of {rounded['queries']} queries stay"
-            ]
-            if rounded
-            else []
-        ),
-        f"serve it: {program('torchx')} run rec.serve.http --bundle {out}",
-        *([f"then open http://127.0.0.1:8000/#user={quote(str(first_user(out)))}"] if users else []),
-    ]
+        f"{difference:.1g}{' before its tables were rounded' if rounded else ''})"
+    )
+    if rounded:
+        lines.append(
+            f"int8 tables: {size_text(rounded['bytes'])} instead of {size_text(rounded['bytes_trained'])}; logits "
+            f"change by up to {rounded['greatest_difference']:.2g}, and {rounded['overlap']:.1%} of the "
+            f"{rounded['k']} best of {rounded['queries']} queries stay"
+        )
+    lines.append(f"serve it: {program('torchx')} run rec.serve.http --bundle {out}")
+    if users:
+        lines.append(f"then open http://127.0.0.1:8000/#user={quote(str(first_user(out)))}")
     return "\n".join(lines)

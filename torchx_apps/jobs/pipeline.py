@@ -141,10 +141,16 @@ def _data_stage(options: argparse.Namespace, folder: Path) -> Stage:
 
 def _logs_of(config: Any) -> list[Path]:
     """Returns the files and folders in a recipe's config, given by absolute path or from the current folder."""
-    fields = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
-    values = [getattr(config, field.name) for field in fields]
-    each = [one for value in values for one in (value if isinstance(value, tuple | list) else (value,))]
-    return [Path(one) for one in each if one and isinstance(one, str | Path) and Path(one).exists()]
+    if not dataclasses.is_dataclass(config):
+        return []
+    logs = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        for each in value if isinstance(value, tuple | list) else (value,):
+            # Any text may name a log; one that names no file is another setting.
+            if each and isinstance(each, str | Path) and Path(each).exists():
+                logs.append(Path(each))
+    return logs
 
 
 def describe_log(log: Path, *, but: Path) -> str:

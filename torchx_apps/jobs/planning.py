@@ -195,14 +195,13 @@ def run_plan(options: argparse.Namespace, job: Job | None) -> int:
     alternatives = compare(predict, {request.plan.sharding: ranks})
     _, whole = request.free_tables(request.plan)
     explained = explain(draft.plan, request.model, cluster.world_size)
-    text = "\n\n".join(
-        [
-            f"{explained}\n{whole}" if whole else explained,
-            *([memory_text(draft)] if cluster.device == "cuda" else []),
-            forecast_text(ranks, cluster),
-            alternatives_text(alternatives, request.plan.sharding, advise=not whole),
-        ]
-    )
+    parts = [f"{explained}\n{whole}" if whole else explained]
+    if cluster.device == "cuda":
+        parts.append(memory_text(draft))
+    parts.append(forecast_text(ranks, cluster))
+    # Replicated small tables do not rest on the forecasts, so these advise nothing.
+    parts.append(alternatives_text(alternatives, request.plan.sharding, advise=not whole))
+    text = "\n\n".join(parts)
     report = as_json(request.batch_size, cluster, draft, ranks, alternatives)
     print(json.dumps(report) if options.json else text, flush=True)
     if options.out:

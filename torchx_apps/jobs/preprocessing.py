@@ -104,9 +104,11 @@ def table_text(fitted: FittedPreprocessor, missing: Shares, unknown: Mapping[str
     """Returns a table with a line for each column of the result."""
     lines = []
     for name, kind in fitted.outputs.items():
-        size = f"{fitted.vocab[name]:,}" if name in fitted.vocab else ""
-        shares = [f"{split[name]:.2%}" if name in split else "" for split in unknown.values()]
-        lines.append([name, kind, size, f"{missing[name]:.2%}" if name in missing else "", *shares])
+        line = [name, kind]
+        line.append(f"{fitted.vocab[name]:,}" if name in fitted.vocab else "")
+        for shares in (missing, *unknown.values()):
+            line.append(f"{shares[name]:.2%}" if name in shares else "")
+        lines.append(line)
     headers = ["column", "type", "table rows", "missing before", *(f"unknown in {split}" for split in unknown)]
     return str(tabulate(lines, headers=headers, disable_numparse=True))
 
@@ -178,7 +180,8 @@ def _draw_rates(axis: Any, rates: Sequence[Rate]) -> None:
     from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 
     days = [rate.day for rate in rates]
-    mean, rows = (np.array([getattr(rate, name) for rate in rates], dtype=np.float64) for name in ("mean", "rows"))
+    mean = np.array([rate.mean for rate in rates], dtype=np.float64)
+    rows = np.array([rate.rows for rate in rates], dtype=np.float64)
     volume = axis.twinx()
     volume.bar(days, rows, width=0.9, color="0.88")
     volume.set_ylabel("rows", color="0.45")
@@ -305,8 +308,9 @@ def write_raw_rows(prepared: Prepared, fitted: FittedPreprocessor, folder: Path,
     (folder / RAW_REQUESTS).parent.mkdir()
     rows = engine.collect(_spread(opened.table, engine).limit(AUDITED))
     columns = {name: rows[name] for name in names}
+    events = source if prepared.events is None else prepared.events
     for step in histories:
-        columns |= _latest_events(step, rows, source if prepared.events is None else prepared.events, engine)
+        columns |= _latest_events(step, rows, events, engine)
     pq.write_table(pa.table(columns), folder / RAW_REQUESTS)
     if prepared.user is not None:
         _write_users(prepared, prepared.user, fitted, folder / RAW_USERS, engine)
@@ -323,10 +327,14 @@ def _last_of_each(source: Source, key: str, columns: Sequence[str], engine: Engi
     """Returns a table with a row for each value of ``key``, with its last values of ``columns``."""
     opened = open_source(source, [key, *columns], engine)
     table = opened.table.filter(opened.table[key].notnull())
-    last = {
-        name: table[name].argmax(table[ROW]) if ROW in table.columns else table[name].arbitrary() for name in columns
-    }
-    return table.group_by(key).aggregate(**last) if last else table.select(key).distinct()
+    if not columns:
+        return table.select(key).distinct()
+    if ROW in table.columns:
+        last = {name: table[name].argmax(table[ROW]) for name in columns}
+    else:
+        # The engine does not know the order of the rows, so any row will do.
+        last = {name: table[name].arbitrary() for name in columns}
+    return table.group_by(key).aggregate(**last)
 
 
 def _write_users(prepared: Prepared, user: str, fitted: FittedPreprocessor, path: Path, engine: Engine) -> None:
@@ -414,13 +422,13 @@ def _latest_events(step: History, rows: pa.Table, events: Source, engine: Engine
     for user, moment in zip(rows[step.user].to_pylist(), rows[step.time].to_pylist(), strict=True):
         earlier = [event for event in events_of.get(user, ()) if moment is not None and event[0] < moment]
         lists.append(sorted(earlier)[-step.length :])
-    return {
-        request_column: pa.array(
-            [[event[columns.index(name)] for event in row] for row in lists],
-            type=pa.list_(table.schema().to_pyarrow().field(name).type),
-        )
-        for request_column, name in zip(step.sent, step.columns, strict=True)
-    }
+    schema = table.schema().to_pyarrow()
+    arrays = {}
+    for request_column, name in zip(step.sent, step.columns, strict=True):
+        index = columns.index(name)
+        values = [[event[index] for event in row] for row in lists]
+        arrays[request_column] = pa.array(values, type=pa.list_(schema.field(name).type))
+    return arrays
 
 
 def _roles(prepared: Prepared) -> dict[str, Any]:

@@ -85,12 +85,16 @@ class Trained:
         name = max(much, key=lambda each: much[each])
         if much[name] < 1 or self.steps_s < _LEAST_S:
             return ""
-        flags = [] if self.launch == "1x1" else ["-j", self.launch]
-        flags += [] if self.threads == 1 else ["--threads", str(self.threads)]
-        command = shlex.join([*self.diagnosis, *flags])
-        return f"{shares[name]:.0%} {_WHERE[name]}" + (
-            f"; why, and what would help: {command}" if self.diagnosis else ""
-        )
+        hint = f"{shares[name]:.0%} {_WHERE[name]}"
+        if not self.diagnosis:
+            return hint
+        command = list(self.diagnosis)
+        # The diagnosis has to run on as many ranks and threads as the training.
+        if self.launch != "1x1":
+            command += ["-j", self.launch]
+        if self.threads != 1:
+            command += ["--threads", str(self.threads)]
+        return f"{hint}; why, and what would help: {shlex.join(command)}"
 
 
 def data_wait(records: Sequence[Record]) -> float:
@@ -229,10 +233,17 @@ def figures_table(task: Task, figures: Record, baseline: Record, beside: Mapping
     rows = []
     for name, value in figures.items():
         base = baseline.get(name)
-        row = [name, f"{value:.4f}", f"{base:.4f}" if base else "", f"{value / base:.2f}x" if base else ""]
-        row += [f"{other[name]:.4f}" if name in other else "" for other in others.values()]
-        rows.append(row + ([f"{best[name]:.4f}" if name in best else ""] if best else []))
-    headers = [task.asked, "this model", task.baseline_name, "ratio", *others] + (["best possible"] if best else [])
+        row = [name, f"{value:.4f}"]
+        # A baseline without this figure, or with a 0, gives no ratio.
+        row += [f"{base:.4f}", f"{value / base:.2f}x"] if base else ["", ""]
+        for other in others.values():
+            row.append(f"{other[name]:.4f}" if name in other else "")
+        if best:
+            row.append(f"{best[name]:.4f}" if name in best else "")
+        rows.append(row)
+    headers = [task.asked, "this model", task.baseline_name, "ratio", *others]
+    if best:
+        headers.append("best possible")
     return str(tabulate(rows, headers=headers, disable_numparse=True))
 
 
@@ -251,9 +262,14 @@ def worse_than(name: str, figures: Mapping[str, float], baseline: Mapping[str, f
         ''
     """
     # A task's figures are named after it: conversion_log_loss.
-    falling = {key for key in baseline if key in _FALLING or key.endswith(tuple(f"_{of}" for of in _FALLING))}
-    fallen = [key for key in baseline if key in figures and (figures[key] > baseline[key]) == (key in falling)]
-    worse = [key for key in fallen if figures[key] != baseline[key]]
+    endings = tuple(f"_{figure}" for figure in _FALLING)
+    falling = {key for key in baseline if key in _FALLING or key.endswith(endings)}
+    worse = []
+    for key in baseline:
+        if key not in figures or figures[key] == baseline[key]:
+            continue
+        if (figures[key] > baseline[key]) == (key in falling):
+            worse.append(key)
     if not worse:
         return ""
     reasons = ", ".join(f"{key} ({figures[key]:.4f} against {baseline[key]:.4f})" for key in worse)

@@ -214,9 +214,12 @@ def common_checkpoints(folders: Mapping[str, CheckpointFolder], together: Checkp
 
     Returns nothing if there is no such step.
     """
+    if not folders:
+        return {}
     steps = [set(folder.steps()) for folder in folders.values()]
-    for step in sorted(set.intersection(*steps) if steps else set(), reverse=True):
+    for step in sorted(set.intersection(*steps), reverse=True):
         paths = {name: folder.path(step) for name, folder in folders.items()}
+        # Lazily: the first damaged checkpoint settles that this step is no good.
         messages = (damage(path, together) for path in paths.values())
         message = next((message for message in messages if message is not None), None)
         if message is None:
@@ -269,8 +272,15 @@ def where_to_begin(
     """
     earlier = run_dir or newest(launch=launch_id())
     again = counted or begun(earlier)
-    folder = earlier if again else run_dir or (newest() if resume == "auto" else None)
-    return folder or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}", again
+    if again:
+        folder = earlier
+    elif run_dir is None and resume == "auto":
+        folder = newest()
+    else:
+        folder = run_dir
+    if folder is None:
+        folder = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return folder, again
 
 
 def resume_from(resume: str, checkpointer: Checkpointer, *, again: bool = False) -> str | None:
@@ -325,12 +335,15 @@ def find_checkpoint(flag: str, location: str, together: CheckpointRanks, which: 
 
 def _chosen(folder: CheckpointFolder, which: str, steps: Sequence[int], together: CheckpointRanks) -> str:
     listed = ", ".join(map(str, sorted(steps)))
-    step = best_step(folder, together) if which == "best" else int(which) if which.isdecimal() else None
-    if step is None and which == "best":
-        raise CheckpointError(
-            "--checkpoint best: no evaluation of this run was marked as the best; train with train.early_stop.metric, "
-            f"or give last or one of the steps {listed}"
-        )
+    if which == "best":
+        step = best_step(folder, together)
+        if step is None:
+            raise CheckpointError(
+                "--checkpoint best: no evaluation of this run was marked as the best; train with "
+                f"train.early_stop.metric, or give last or one of the steps {listed}"
+            )
+    else:
+        step = int(which) if which.isdecimal() else None
     if step not in steps:
         raise CheckpointError(
             f"--checkpoint {which}: there is no such checkpoint; give best, last or one of the steps {listed}"

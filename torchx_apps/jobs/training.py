@@ -514,9 +514,14 @@ def _one_line(
 def _open_run(job: Job, run_dir: Path | None, resume: str, runtime: Runtime, member: str) -> _Run:
     """Opens the run folder, and finds the checkpoint to resume from. Collective."""
     path, again = _run_folder(job, run_dir, resume, runtime)
-    resume = "auto" if again and resume == "never" else resume
-    checkpointer = _checkpointer(job, path, runtime) if job.checkpoint.saves or resume != "never" else None
-    checkpoint = resume_from(resume, checkpointer, again=again) if checkpointer else None
+    # A launch that torchrun has started again continues where its last attempt ended.
+    if again and resume == "never":
+        resume = "auto"
+    checkpointer = None
+    checkpoint = None
+    if job.checkpoint.saves or resume != "never":
+        checkpointer = _checkpointer(job, path, runtime)
+        checkpoint = resume_from(resume, checkpointer, again=again)
     folder = tracking = None
     if runtime.is_main:
         folder = _open_folder(job, path, replace=resume != "never")

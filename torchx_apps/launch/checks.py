@@ -64,11 +64,15 @@ def check_words(words: Sequence[str]) -> None:
     for word in words:
         if re.search(r"(?<!\$)\$\$(?!\$)", word):
             raise ValueError(f"{word}: TorchX makes one $ of two; write {word.replace('$$', '$$$$')}")
-    for word, value in zip(words, [*words[1:], ""], strict=True):
-        if word == "--mounts" or word.startswith("--mounts="):
-            _check_mounts(value if word == "--mounts" else word.partition("=")[2])
-        elif word == "--env" or word.startswith("--env="):
-            _check_variables(value if word == "--env" else word.partition("=")[2])
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        # A flag's value is in the same word, or is the next one.
+        flag, equals, value = word.partition("=")
+        if not equals:
+            value = following
+        if flag == "--mounts":
+            _check_mounts(value)
+        elif flag == "--env":
+            _check_variables(value)
 
 
 def _check_variables(text: str) -> None:
@@ -92,12 +96,15 @@ def _check_mounts(text: str) -> None:
         elif key not in _MOUNT_KEYS:
             raise ValueError(f"--mounts {text}: there is no option '{key}'; write {_MOUNT_FORMS}")
         else:
-            mounts[-1][{"source": "src", "destination": "dst", "target": "dst"}.get(key, key)] = value
+            short = {"source": "src", "destination": "dst", "target": "dst"}.get(key, key)
+            mounts[-1][short] = value
     for mount in mounts:
         kind = mount["type"]
         if kind not in ("bind", "volume", "device"):
             raise ValueError(f"--mounts {text}: there is no type '{kind}'; write {_MOUNT_FORMS}")
-        missing = [key for key in (("src",) if kind == "device" else ("src", "dst")) if not mount.get(key)]
+        # A device may keep its path in the container.
+        required = ("src",) if kind == "device" else ("src", "dst")
+        missing = [key for key in required if not mount.get(key)]
         if missing:
             raise ValueError(f"--mounts {text}: a {kind} needs {' and '.join(missing)}; write {_MOUNT_FORMS}")
         if not mount.get("dst", "/").startswith("/"):

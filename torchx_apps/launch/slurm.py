@@ -270,7 +270,9 @@ def check_partition(role: Role, nodes: Sequence[NodeSize]) -> None:
         largest = max(getattr(node, name) for node in nodes)
         if count > largest:
             raise ValueError(f"{flags[name]} {count}: the partition's largest node has {largest}; {remedy}")
-    able = sum(all(getattr(node, name) >= count for name, count in needs.items()) for node in nodes)
+    able = 0
+    for node in nodes:
+        able += all(getattr(node, name) >= count for name, count in needs.items())
     if role.num_replicas > able:
         raise ValueError(
             f"-j: {role.num_replicas} nodes with {needs['cpus']} CPUs, {needs['memory']} MiB and {needs['gpus']} GPUs "

@@ -108,7 +108,9 @@ class MLflowTracker(TrackerBase):  # type: ignore[misc]
         """Returns the names of all runs, or of the runs begun from ``parent_run_id``."""
         names = [run.info.run_name for run in self._client.search_runs([self._experiment])]
         parent = kwargs.get("parent_run_id")
-        return [name for name in names if not parent or parent in {each.source_run_id for each in self.sources(name)}]
+        if not parent:
+            return names
+        return [name for name in names if any(source.source_run_id == parent for source in self.sources(name))]
 
     def lineage(self, run_id: str) -> Lineage:
         """Not told by TorchX's interface.

@@ -92,7 +92,9 @@ def _grid_name(changes: Sequence[str], vary: Sequence[str]) -> str:
     parts = []
     for key, change in zip(keys, changes, strict=True):
         short = key.rpartition(".")[2]
-        parts.append(f"{short if last[short] == 1 else key}={change.partition('=')[2]}")
+        label = short if last[short] == 1 else key
+        value = change.partition("=")[2]
+        parts.append(f"{label}={value}")
     return _PLAIN.sub("-", "_".join(parts))
 
 
@@ -157,7 +159,9 @@ def named(names: Sequence[str], pattern: str, flag: str) -> list[str]:
     Raises:
         ValueError: there is none; the message names the nearest.
     """
-    expression = re.compile("".join(".*" if c == "*" else "." if c == "?" else re.escape(c) for c in pattern))
+    # Unlike in fnmatch, brackets stand for themselves.
+    wildcards = {"*": ".*", "?": "."}
+    expression = re.compile("".join(wildcards.get(letter, re.escape(letter)) for letter in pattern))
     matches = [name for name in names if expression.fullmatch(name)]
     if not matches:
         raise ValueError(
@@ -332,9 +336,8 @@ class World:
         """Returns the values of all ranks in rank order; values must fit JSON, and all ranks call it together."""
         self._gathers += 1
         self.tell(f"gathered/{self._gathers}/{self.rank}", json.dumps(value))
-        return [
-            json.loads(text) for text in self.told([f"gathered/{self._gathers}/{rank}" for rank in range(self.size)])
-        ]
+        keys = [f"gathered/{self._gathers}/{rank}" for rank in range(self.size)]
+        return [json.loads(text) for text in self.told(keys)]
 
     def _told(self, key: str) -> str:
         from datetime import timedelta

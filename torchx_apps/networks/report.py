@@ -165,12 +165,17 @@ def table(members: Sequence[MemberJob], results: Sequence[Result]) -> str:
     rows = []
     for member, result in zip(members, results, strict=True):
         value = _figures(result, part).get(name)
-        row = [f"{member.name} *" if result is best else member.name, *(setting(member, key) for key in keys)]
-        row += [_number(value)] if part == "validation" else []
+        row = [f"{member.name} *" if result is best else member.name]
+        row += [setting(member, key) for key in keys]
+        if part == "validation":
+            row.append(_number(value))
         row += [_number(result.test.get(figure)) for figure in figures]
         rows.append([*row, str(result.epochs), result.ended, f"{result.seconds:.1f}"])
-    headers = ["member", *keys, *([f"validation {name}"] if part == "validation" else [])]
-    headers += [*(f"test {figure}" for figure in figures), "epochs", "ended", "seconds"]
+    headers = ["member", *keys]
+    if part == "validation":
+        headers.append(f"validation {name}")
+    headers += [f"test {figure}" for figure in figures]
+    headers += ["epochs", "ended", "seconds"]
     return str(tabulate(rows, headers=headers, disable_numparse=True))
 
 

@@ -62,8 +62,9 @@ def run_networks(
         world.tell(f"results/{number}", json.dumps([dataclasses.asdict(result) for result in trained]))
     if world.rank != 0:
         return True
-    by_group = [json.loads(text) for text in world.told([f"results/{number}" for number in range(len(groups))])]
-    results = {result["name"]: Result(**result) for local in by_group for result in local}
+    results = {}
+    for text in world.told([f"results/{number}" for number in range(len(groups))]):
+        results |= {result["name"]: Result(**result) for result in json.loads(text)}
     return report.finish_networks(root, members, [results[member.name] for member in members])
 
 
@@ -115,9 +116,8 @@ class _Group:
     def train(self) -> list[Result]:
         results = self._ended()
         if len(self._group.ranks) == 1 and len(self._members) > 1 and self._config.stack != "never":
-            results += self._train_stacks(
-                [member for member in self._members if member.name not in {earlier.name for earlier in results}]
-            )
+            earlier = {result.name for result in results}
+            results += self._train_stacks([member for member in self._members if member.name not in earlier])
         elif self._config.stack == "require" or self._config.codistillation.weight:
             raise ValueError(
                 f"{list(self._group.members)} on ranks {list(self._group.ranks)}: members are stacked on one rank, two "

@@ -129,19 +129,17 @@ def _network(
     from torchrec_ext.models.ncf import ContextualNCF
     from torchrec_ext.modules.losses import row_loss
 
-    context_tables, item_tables = (
-        [
-            EmbeddingBagConfig(
-                name=name,
-                feature_names=[name],
-                num_embeddings=vocab[name],
-                embedding_dim=config.context_dim,
-                pooling=PoolingType.MEAN,
-            )
-            for name in names
-        ]
-        for names in (context, item)
-    )
+    def table(name: str) -> EmbeddingBagConfig:
+        return EmbeddingBagConfig(
+            name=name,
+            feature_names=[name],
+            num_embeddings=vocab[name],
+            embedding_dim=config.context_dim,
+            pooling=PoolingType.MEAN,
+        )
+
+    context_tables = [table(name) for name in context]
+    item_tables = [table(name) for name in item]
     return ContextualNCF(
         vocab["user_id"],
         vocab["item_id"],

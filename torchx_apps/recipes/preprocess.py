@@ -437,19 +437,22 @@ def _taobao_csv(path: Path, engine: Engine) -> Any:
     if not path.is_file():
         raise DataError(f"{path}: there is no such file; give the log: --set config.path=FILE")
     with path.open() as file:
-        lines = [line for line in (file.readline().strip() for _ in range(2)) if line]
+        lines = [file.readline().strip(), file.readline().strip()]
+    lines = [line for line in lines if line]
     header = bool(lines) and "user_id" in lines[0].split(",")
     names = lines[0].split(",") if header else list(_TAOBAO)
+    # Without a header the second line is a row as good as the first.
     row = lines[-1].split(",") if lines[header:] else []
     if len(row) != len(names):
         raise DataError(
             f"{path}: its first row {','.join(row)[:80]!r} has {len(row)} values, must be {len(names)}: "
             f"{', '.join(names)}; give commas between them, and a header where the order is another"
         )
-    kinds = {
-        name: "int64" if name == "timestamp" or re.fullmatch(r"-?\d{1,18}", value) else "string"
-        for name, value in zip(names, row, strict=True)
-    }
+    kinds = {}
+    for name, value in zip(names, row, strict=True):
+        # 18 digits always fit int64.
+        is_number = name == "timestamp" or re.fullmatch(r"-?\d{1,18}", value)
+        kinds[name] = "int64" if is_number else "string"
     table = engine.ibis.read_csv(str(path), columns=kinds, header=header, delim=",")
     try:
         engine.collect(table.aggregate(n=table.timestamp.max()))

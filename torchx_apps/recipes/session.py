@@ -218,9 +218,8 @@ def _sessions(config: BstConfig, data: StreamedData) -> _Sessions:
             "lost; preprocess with History(gaps=GAPS), or set model.position=end"
         )
     item_features = {tables[name]: name for name in (*reversed(data.towers["item"][0]), item)}
-    targets = [
-        item_features[table] for table in dict.fromkeys(tables[name] for name in features) if table in item_features
-    ]
+    session_tables = dict.fromkeys(tables[name] for name in features)
+    targets = [item_features[table] for table in session_tables if table in item_features]
     return _Sessions(features, targets, config.window or history.length)
 
 

@@ -282,7 +282,7 @@ def of_streamed(data: StreamedData, schema: BatchSchema) -> ExportData:
 
 
 def _users_of_streamed(data: StreamedData, names: Sequence[str], items: Int64) -> NamedUsers | None:
-    """Returns the users of the vocabulary, with their items of the training.
+    """Returns the users of the vocabulary, with their items in training.
 
     Args:
         data: preprocessed rows.
@@ -350,17 +350,24 @@ def _taken(data: StreamedData, owner: Int64, position: Int64, users: int, items:
 
 def _nobody(described: pa.Table, steps: FittedPreprocessor, dense: Sequence[str]) -> dict[str, Any]:
     """Returns the raw columns of an unknown user: no value, or the mean if one is needed."""
-    nobody: dict[str, Any] = {field.name: [] if pa.types.is_list(field.type) else None for field in described.schema}
-    numbers = [name for name in dense if name in steps.outputs]
-    for number in numbers:
+    nobody: dict[str, Any] = {}
+    for field in described.schema:
+        nobody[field.name] = [] if pa.types.is_list(field.type) else None
+    for number in dense:
+        if number not in steps.outputs:
+            continue
         number_steps = steps_for_columns(steps, [number])
         try:
             number_steps.online({name: [nobody.get(name)] for name in number_steps.request_columns})
         except DataError:
+            # The steps of this number take no missing value, so give them the mean.
             for name in number_steps.request_columns:
-                if name in nobody and _raw(described.schema.field(name)) in ("int64", "float32"):
+                if name not in nobody:
+                    continue
+                field = described.schema.field(name)
+                if _raw(field) in ("int64", "float32"):
                     mean = pc.mean(described[name]).as_py() or 0.0
-                    nobody[name] = mean if pa.types.is_floating(described.schema.field(name).type) else round(mean)
+                    nobody[name] = mean if pa.types.is_floating(field.type) else round(mean)
     return nobody
 
 
@@ -456,7 +463,11 @@ def _preprocessor(
 
 def _raw(field: pa.Field) -> str:
     inner = field.type.value_type if pa.types.is_list(field.type) else field.type
-    kind = "string" if pa.types.is_string(inner) else "float32" if pa.types.is_floating(inner) else "int64"
+    kind = "int64"
+    if pa.types.is_string(inner):
+        kind = "string"
+    elif pa.types.is_floating(inner):
+        kind = "float32"
     return f"list<{kind}>" if pa.types.is_list(field.type) else kind
 
 

@@ -38,7 +38,8 @@ class LabelledTask(NamedData):
         rows = {split: getattr(self.data, split).num_rows for split in ("train", "validation", "test")}
         text = ", ".join(f"{count:,} {split} rows" for split, count in rows.items())
         for name, many in (("user_id", "users"), ("item_id", "items")):
-            text += f", {len(self.data.trained(name)):,} {many}" if name in self.data.vocab else f", no {many}"
+            count = f"{len(self.data.trained(name)):,}" if name in self.data.vocab else "no"
+            text += f", {count} {many}"
         owned = {"users": self.data.user_features, "items": self.data.item_features}
         columns = {*self.data.features, *self.data.dense} - {"user_id", "item_id"}
         context = len(columns) - sum(map(len, owned.values()))
@@ -135,8 +136,8 @@ class LabelledEvaluator:
             outputs = [
                 self._model.module(batch.to(self._runtime.device))[1] for batch in metrics.watched(loader, len(loader))
             ]
-        logits, labels, weights = (
-            torch.cat([getattr(out, name) for out in outputs]) for name in ("logits", "labels", "weights")
-        )
+        logits = torch.cat([output.logits for output in outputs])
+        labels = torch.cat([output.labels for output in outputs])
+        weights = torch.cat([output.weights for output in outputs])
         figures = metrics.classification_metrics(logits, labels, weights, self._runtime)
         return figures if self._calibrated else {"auc": figures["auc"]}

@@ -47,6 +47,13 @@ class NamedData:
         if any(name and name not in rows for name in (*names, config.weight)):
             return []
         weights = rows[config.weight].values.astype(np.float64) if config.weight else None
-        shares = [np.average(rows[name].values, weights=weights) if name else 1.0 for name in names]
-        least = 0.5 / (rows.num_rows * (1 + config.negatives) + 1)
-        return [float(np.clip(share / (1 + config.negatives), least, 1 - least)) for share in shares]
+        # Each row comes with its drawn negatives, which have label 0 in all tasks.
+        loaded = 1 + config.negatives
+        # Half a positive among all rows: log-odds of 0 or 1 would not be finite.
+        least = 0.5 / (rows.num_rows * loaded + 1)
+        shares = []
+        for name in names:
+            # Rows without a label are all positives.
+            share = np.average(rows[name].values, weights=weights) if name else 1.0
+            shares.append(float(np.clip(share / loaded, least, 1 - least)))
+        return shares

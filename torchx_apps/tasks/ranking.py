@@ -263,8 +263,10 @@ class RankingEvaluator:
             outputs = [
                 self._model.module(batch.to(self._runtime.device))[1] for batch in metrics.watched(loader, len(loader))
             ]
-        columns = (torch.cat([getattr(output, name) for output in outputs]) for name in ("logits", "labels", "weights"))
-        return metrics.auc(*columns, self._runtime)
+        logits = torch.cat([output.logits for output in outputs])
+        labels = torch.cat([output.labels for output in outputs])
+        weights = torch.cat([output.weights for output in outputs])
+        return metrics.auc(logits, labels, weights, self._runtime)
 
     def _with_oov_ids(self, rows: Chunk, name: str) -> Chunk:
         """Replaces ids without a training row by the unknown id."""

@@ -288,13 +288,18 @@ def _clicked(data: StreamedData, user: str, item: str) -> tuple[Int64, Int64]:
 
 def ranking_towers(model: Any, data: StreamedData) -> list[str] | None:
     """Returns the model's towers if the last reads exactly the item's columns, and no other any of them; else None."""
+    if data.roles.user is None or data.roles.item is None or not data.ranked:
+        return None
     towers = getattr(model, "made_of", None)
-    if not towers or data.roles.user is None or data.roles.item is None or not data.ranked or len(towers) < 2:
+    if not towers or len(towers) < 2:
         return None
     item = {name for names in data.towers["item"] for name in names}
     columns = {tower: set(tower_columns(how.arguments or {})) for tower, how in towers.items()}
     *queries, last = columns
-    return [*queries, last] if columns[last] == item and not any(columns[tower] & item for tower in queries) else None
+    # A query tower with a column of the item would have to run for each pair.
+    if columns[last] != item or any(columns[tower] & item for tower in queries):
+        return None
+    return [*queries, last]
 
 
 def held_out_rows(data: StreamedData, split: str) -> Chunk:

@@ -134,7 +134,9 @@ class Choice:
         """Returns the class and arguments for TorchRec's choice of an FBGEMM kernel, without weight decay."""
         from torchrec_ext.distributed.optim.kinds import FUSED
 
-        arguments: dict[str, Any] = {"lr": self.lr} if self.kind == "sgd" else {"lr": self.lr, "eps": self.eps}
+        arguments: dict[str, Any] = {"lr": self.lr}
+        if self.kind != "sgd":
+            arguments["eps"] = self.eps
         if self.kind in _ADAM:
             arguments |= {"beta1": self.betas[0], "beta2": self.betas[1]}
         return FUSED[self.kind], arguments
@@ -149,7 +151,9 @@ class Choice:
         """Returns the class and arguments of the torch optimizer with the same rule, without weight decay."""
         from torchrec_ext.distributed.optim.kinds import UNFUSED, RowAdam
 
-        arguments: dict[str, Any] = {"lr": self.lr} if self.kind == "sgd" else {"lr": self.lr, "eps": self.eps}
+        arguments: dict[str, Any] = {"lr": self.lr}
+        if self.kind != "sgd":
+            arguments["eps"] = self.eps
         if self.kind in _ADAM:
             arguments["betas"] = self.betas
         if self.l2:
@@ -274,7 +278,10 @@ def _decide(what: str, default: Choice, overrides: list[Override], paths: Mappin
             raise ValueError(
                 f"per_{what.split()[-1]}: '{override.item}' fits no {what} of the model, which are {names}"
             )
-    choices = {name: default.changed([o for o in overrides if o.fits(name, path)]) for name, path in paths.items()}
+    choices = {}
+    for name, path in paths.items():
+        fitting = [override for override in overrides if override.fits(name, path)]
+        choices[name] = default.changed(fitting)
     for name, choice in choices.items():
         if choice.l2 and choice.kind != "adam":
             raise ValueError(

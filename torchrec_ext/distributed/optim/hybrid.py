@@ -104,7 +104,9 @@ class HybridOptimizer(CombinedOptimizer):
         self.clip_norm = clip_norm
         self.table_choices = table_choices or {}
         self.layer_choices = layer_choices or {}
-        self._names = {parameter: name for _, keyed in (*tables, *dense) for name, parameter in keyed.params.items()}
+        self._names: dict[Any, str] = {}
+        for _, keyed in (*tables, *dense):
+            self._names |= {parameter: name for name, parameter in keyed.params.items()}
         self.dense_groups: list[dict[str, Any]] = [group for _, keyed in dense for group in keyed.param_groups]
         dense_ids = {id(group) for group in self.dense_groups}
         self.table_groups: list[dict[str, Any]] = [group for group in self.param_groups if id(group) not in dense_ids]
@@ -193,7 +195,9 @@ class HybridOptimizer(CombinedOptimizer):
         self._checked = _CheckedGradients.of(list(gradients.values()))
         if torch.isfinite(self._checked.norm):
             return []
-        return [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()] or list(gradients)
+        bad = [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]
+        # Each gradient may be finite while the sum of their squares is not.
+        return bad or list(gradients)
 
     def explain_gradient(self) -> str:
         """Names the gradients that are not finite, in one line. Collective if ranks hold different towers."""
@@ -203,6 +207,7 @@ class HybridOptimizer(CombinedOptimizer):
             ranks: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(ranks, bad)
             bad = list(dict.fromkeys(name for names in ranks for name in names))
+        # Each gradient may be finite while the sum of their squares is not.
         bad = bad or list(grads)
         more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
         return f"the gradient of {', '.join(bad[:3])}{more} is not finite"

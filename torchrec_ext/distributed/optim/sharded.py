@@ -128,11 +128,9 @@ def _rows_with_gradient(
         bags = torch.cat([columns.ne(0).any(dim=1) for columns in torch.split(grad, widths, dim=1)])
         live = bags.repeat_interleave(lengths)
     ends = offsets[:: len(lengths) // len(features)].tolist()
-    by_feature = [indices[start:end][live[start:end]] for start, end in itertools.pairwise(ends)]
-    by_table = [
-        [rows for rows, owner in zip(by_feature, features, strict=True) if owner == table]
-        for table in range(len(tables))
-    ]
+    by_table: list[list[Tensor]] = [[] for _ in tables]
+    for table, (start, end) in zip(features, itertools.pairwise(ends), strict=True):
+        by_table[table].append(indices[start:end][live[start:end]])
     return [torch.cat(rows) for rows in by_table]
 
 

@@ -126,8 +126,15 @@ def _dense_bytes(model: nn.Module, optimizer: OptimizerConfig) -> int:
     """Returns the bytes of weights, gradients and optimizer state of everything but tables."""
     paths = tuple(f"{path}." if path else "" for path, _ in collections(model))
     dense = {name: parameter for name, parameter in model.named_parameters() if not name.startswith(paths)}
-    choices = optimizer.for_layers(dense) if dense else {}
-    return sum(4 * value.numel() * (2 + _DENSE_STATE[choices[name].kind]) for name, value in dense.items())
+    if not dense:
+        return 0
+    choices = optimizer.for_layers(dense)
+    total = 0
+    for name, parameter in dense.items():
+        # Each number has a weight, a gradient and its optimizer state, in float32.
+        copies = 2 + _DENSE_STATE[choices[name].kind]
+        total += 4 * parameter.numel() * copies
+    return total
 
 
 def forecast_text(ranks: list[RankForecast], cluster: Cluster) -> str:
@@ -140,13 +147,20 @@ def forecast_text(ranks: list[RankForecast], cluster: Cluster) -> str:
     for same in groups.values():
         first = same[0]
         sizes = [first.weights, first.state, first.buffers, first.dense]
-        sizes += [first.device] if cluster.device == "cuda" else []
-        sizes += [first.host] + ([first.ssd] if on_ssd else [])
+        if cluster.device == "cuda":
+            sizes.append(first.device)
+        sizes.append(first.host)
+        if on_ssd:
+            sizes.append(first.ssd)
         times = [f"{first.lookup_ms:.3f}", f"{first.exchange_ms:.3f}"]
         rows.append([ranges([rank.rank for rank in same]), *map(size_text, sizes), *times])
-    gpu = ["on the GPU"] if cluster.device == "cuda" else []
-    headers = ["rank", "tables", "state", "buffers", "dense layers", *gpu]
-    headers += ["in host memory", *(["on the SSD"] if on_ssd else []), "look-up ms", "exchange ms"]
+    headers = ["rank", "tables", "state", "buffers", "dense layers"]
+    if cluster.device == "cuda":
+        headers.append("on the GPU")
+    headers.append("in host memory")
+    if on_ssd:
+        headers.append("on the SSD")
+    headers += ["look-up ms", "exchange ms"]
     text = str(tabulate(rows, headers=headers, disable_numparse=True))
     slowest = max(ranks, key=lambda rank: rank.ms)
     has = f"{size_text(cluster.host_bytes)} of host memory"
@@ -164,11 +178,11 @@ def forecast_text(ranks: list[RankForecast], cluster: Cluster) -> str:
 
 def memory_by_table(draft: Draft) -> dict[str, Storage]:
     """Sums TorchRec's memory of each table over all ranks, in bytes: GPU, host memory and SSD."""
-    nothing = Storage(hbm=0, ddr=0, ssd=0)
-    return {
-        option.name: sum((shard.storage for shard in option.shards if shard.storage), nothing)
-        for option in draft.options
-    }
+    memory = {}
+    for option in draft.options:
+        storages = [shard.storage for shard in option.shards if shard.storage]
+        memory[option.name] = sum(storages, Storage(hbm=0, ddr=0, ssd=0))
+    return memory
 
 
 def memory_text(draft: Draft) -> str:
@@ -281,14 +295,13 @@ def alternatives_text(alternatives: Sequence[Alternative], taken: Sharding, *, a
         taken: sharding type of the plan.
         advise: whether the plan rests on these forecasts; if it does not, none is said to be faster.
     """
-    rows = [
-        [
-            option.sharding + (" (taken)" if option.sharding == taken and not option.refused else ""),
-            "" if option.refused else f"{option.ms:.3f}",
-            option.refused or size_text(option.largest),
-        ]
-        for option in alternatives
-    ]
+    rows = []
+    for option in alternatives:
+        if option.refused:
+            rows.append([option.sharding, "", option.refused])
+            continue
+        mark = " (taken)" if option.sharding == taken else ""
+        rows.append([option.sharding + mark, f"{option.ms:.3f}", size_text(option.largest)])
     headers = ["sharding", "ms of the slowest rank", "largest rank, or why not"]
     text = str(tabulate(rows, headers=headers, disable_numparse=True))
     current = next(option for option in alternatives if option.sharding == taken)

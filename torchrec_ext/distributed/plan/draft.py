@@ -67,27 +67,26 @@ def refusal(
     need = _need(tables, sharding, choices)
     sizes = {table.name: table_bytes(table) + choices[table.name].state_bytes(table) for table in tables}
     largest = max(sizes, key=lambda name: sizes[name])
-    rows = [
-        [t.name, f"{t.num_embeddings:,}", t.embedding_dim, sharding[t.name], size_text(sizes[t.name])] for t in tables
+    rows = []
+    for table in tables:
+        name = table.name
+        rows.append([name, f"{table.num_embeddings:,}", table.embedding_dim, sharding[name], size_text(sizes[name])])
+    headers = ["table", "rows", "dim", "sharding asked for", "with state"]
+    lines = [
+        f"no sharding plan fits: tables with optimizer state need {size_text(need.spread)} over all ranks and "
+        f"{size_text(need.on_each)} on each; {world_size} rank(s) have {size_text(usable)} each, "
+        f"{size_text(world_size * usable)} together; the largest table, '{largest}', needs "
+        f"{size_text(sizes[largest])}",
+        tabulate(rows, headers=headers, disable_numparse=True),
     ]
-    return "\n".join(
-        [
-            f"no sharding plan fits: tables with optimizer state need {size_text(need.spread)} over all ranks and "
-            f"{size_text(need.on_each)} on each; {world_size} rank(s) have {size_text(usable)} each, "
-            f"{size_text(world_size * usable)} together; the largest table, '{largest}', needs "
-            f"{size_text(sizes[largest])}",
-            tabulate(rows, headers=["table", "rows", "dim", "sharding asked for", "with state"], disable_numparse=True),
-            *(
-                [_by_memory(tables, kernels, choices, world_size, others)]
-                if kernels and others and any(choice.kernel in OFF_THE_GPU for choice in kernels.values())
-                else [
-                    f"what would make it fit: {_remedy(need, world_size, usable)}",
-                    _changes(tables, sharding, choices, usable),
-                ]
-            ),
-            f"TorchRec's planner said: {reason.splitlines()[0]}",
-        ]
-    )
+    # One number of bytes describes a rank only if all tables live in the same memory.
+    if kernels and others and any(choice.kernel in OFF_THE_GPU for choice in kernels.values()):
+        lines.append(_by_memory(tables, kernels, choices, world_size, others))
+    else:
+        lines.append(f"what would make it fit: {_remedy(need, world_size, usable)}")
+        lines.append(_changes(tables, sharding, choices, usable))
+    lines.append(f"TorchRec's planner said: {reason.splitlines()[0]}")
+    return "\n".join(lines)
 
 
 def _by_memory(
@@ -154,10 +153,13 @@ def _changes(
     tables: Sequence[BaseEmbeddingConfig], sharding: Mapping[str, str], choices: Mapping[str, Choice], usable: int
 ) -> str:
     """Formats the needs under other optimizers and half precision as a table."""
-    half = [
-        t if sharding[t.name] == "data_parallel" else dataclasses.replace(t, data_type=DataType.FP16) for t in tables
-    ]
-    precisions = {"": tables, "fp16 tables": half} if half != list(tables) else {"": tables}
+    half = []
+    for table in tables:
+        keeps = sharding[table.name] == "data_parallel"
+        half.append(table if keeps else dataclasses.replace(table, data_type=DataType.FP16))
+    precisions = {"": tables}
+    if half != list(tables):
+        precisions["fp16 tables"] = half
     kinds: dict[str, Mapping[str, Choice]] = {"": choices}
     for kind in ("row_wise_adagrad", "sgd"):
         changed = {name: dataclasses.replace(choice, kind=kind) for name, choice in choices.items()}

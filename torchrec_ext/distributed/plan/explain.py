@@ -38,23 +38,21 @@ def explain(plan: ShardingPlan, model: nn.Module, world_size: int, *, captured_r
             per_rank[rank] += elements * bytes_per_weight(table) / MB
             if home is not None:
                 home[rank] += elements * bytes_per_weight(table) / MB
-        rows.append(
-            [
-                table.name,
-                f"{table.num_embeddings:,} x {table.embedding_dim}",
-                f"{table_bytes(table) / MB:.2f}",
-                sharding.sharding_type,
-                *([sharding.compute_kernel] if off else []),
-                _where(table, sharding, world_size),
-            ]
-        )
+        row = [table.name, f"{table.num_embeddings:,} x {table.embedding_dim}", f"{table_bytes(table) / MB:.2f}"]
+        row.append(sharding.sharding_type)
+        if off:
+            row.append(sharding.compute_kernel)
+        rows.append([*row, _where(table, sharding, world_size)])
     tower_plans = [module for module in plan.plan.values() if isinstance(module, TowerPlan)]
     towers = "".join(f"\ntowers run on the ranks {tower_plan.placement}" for tower_plan in tower_plans)
     if not rows:
         return f"no table to shard: each rank holds all layers{towers and ' of its towers'}{towers}"
     totals = ", ".join(_by_rank(per_rank))
     totals += "".join(f"\nof these {home} on {', '.join(_by_rank(sizes))}" for home, sizes in off.items())
-    headers = ["table", "rows x dim", "MiB", "sharding", *(["kernel"] if off else []), "where"]
+    headers = ["table", "rows x dim", "MiB", "sharding"]
+    if off:
+        headers.append("kernel")
+    headers.append("where")
     readable = tabulate(rows, headers=headers, disable_numparse=True)
     sweeps = _sweeps(plan, model, captured_rows) if captured_rows else ""
     return f"{readable}\nweights on {totals}{towers}{sweeps}"
@@ -68,16 +66,12 @@ def placed_bytes(plan: ShardingPlan, model: nn.Module, world_size: int) -> list[
         model: module that was planned, sharded since or not.
         world_size: R, the number of ranks.
     """
-    return [
-        (
-            table.name,
-            {
-                rank: elements * bytes_per_weight(table)
-                for rank, elements in _elements_per_rank(table, sharding, world_size).items()
-            },
-        )
-        for table, sharding in _planned(plan, model)
-    ]
+    tables: list[tuple[str, dict[int, float]]] = []
+    for table, sharding in _planned(plan, model):
+        elements = _elements_per_rank(table, sharding, world_size)
+        by_rank: dict[int, float] = {rank: count * bytes_per_weight(table) for rank, count in elements.items()}
+        tables.append((table.name, by_rank))
+    return tables
 
 
 def _sweeps(plan: ShardingPlan, model: nn.Module, rows: int) -> str:
@@ -104,7 +98,11 @@ def _by_rank(sizes: Sequence[float]) -> list[str]:
     groups: dict[str, list[int]] = {}
     for rank, size in enumerate(texts):
         groups.setdefault(size, []).append(rank)
-    return [f"{'rank' if len(ranks) == 1 else 'ranks'} {ranges(ranks)}: {size}" for size, ranks in groups.items()]
+    lines = []
+    for size, ranks in groups.items():
+        noun = "rank" if len(ranks) == 1 else "ranks"
+        lines.append(f"{noun} {ranges(ranks)}: {size}")
+    return lines
 
 
 def ranges(ranks: Sequence[int]) -> str:
@@ -120,8 +118,11 @@ def ranges(ranks: Sequence[int]) -> str:
             runs[-1].append(rank)
         else:
             runs.append([rank])
+    texts = []
+    for run in runs[:4]:
+        texts.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
+    text = ", ".join(texts)
     rest = sum(map(len, runs[4:]))
-    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs[:4])
     return f"{text} and {rest} more" if rest else text
 
 
@@ -177,7 +178,9 @@ def _where(table: BaseEmbeddingConfig, sharding: ParameterSharding, world_size: 
     shards = _shards(sharding)
     if not shards:
         ranks = sharding.ranks or []
-        return f"each of the ranks {', '.join(map(str, ranks))}" if 0 < len(ranks) < world_size else "every rank"
+        if not ranks or len(ranks) >= world_size:
+            return "every rank"
+        return f"each of the ranks {', '.join(map(str, ranks))}"
     text = "; ".join(f"rank {rank}{_extent(table, offsets, sizes)}" for rank, offsets, sizes in shards[:4])
     return f"{text}; and {len(shards) - 4} more" if len(shards) > 4 else text
 

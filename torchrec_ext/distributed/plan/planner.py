@@ -234,10 +234,9 @@ def on_own_device(plan: ShardingPlan, runtime: Runtime) -> ShardingPlan:
 
 def _on_own_device(plan: ModuleShardingPlan, runtime: Runtime) -> ModuleShardingPlan:
     if isinstance(plan, TowerPlan):
-        tables = {
-            tower: {path: _on_own_device(module, runtime) for path, module in modules.items()}
-            for tower, modules in plan.tables.items()
-        }
+        tables = {}
+        for tower, modules in plan.tables.items():
+            tables[tower] = {path: _on_own_device(module, runtime) for path, module in modules.items()}
         return dataclasses.replace(plan, tables=tables)
     if not isinstance(plan, EmbeddingModuleShardingPlan):
         return plan

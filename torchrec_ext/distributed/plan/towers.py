@@ -74,16 +74,22 @@ def _apart(towers: Mapping[str, Any], world_size: int) -> TowerPlacement:
         )
     loads = {name: sum(tower_cost(towers[tower]) for tower in unit) for name, unit in together.items()}
     ranks = TowerPlacement.apart(loads, world_size).ranks
-    by_tower = {tower: ranks[name] for name, unit in together.items() for tower in unit}
+    by_tower: dict[str, tuple[int, ...]] = {}
+    for name, unit in together.items():
+        by_tower |= dict.fromkeys(unit, ranks[name])
+    # In the order of the towers, which may differ from that of the units.
     return TowerPlacement(ranks={tower: by_tower[tower] for tower in towers}, world_size=world_size)
 
 
 def tower_cost(tower: nn.Module) -> float:
     """Returns a tower's cost of one row: multiplications of its dense layers plus numbers read from tables."""
-    weights = {f"{path}.{name}" for path, collection in collections(tower) for name, _ in collection.named_parameters()}
+    weights: set[str] = set()
+    for path, collection in collections(tower):
+        weights |= {f"{path}.{name}" for name, _ in collection.named_parameters()}
     dense = sum(value.numel() for name, value in tower.named_parameters() if name not in weights)
     tables: Any = tower.tables
-    return float(dense + sum(table.embedding_dim * table.num_features() for table in tables))
+    looked_up = sum(table.embedding_dim * table.num_features() for table in tables)
+    return float(dense + looked_up)
 
 
 def _check_weighted(setting: str, towers: Mapping[str, Any]) -> None:

@@ -35,8 +35,10 @@ def sharing_groups(towers: Mapping[str, Any]) -> list[list[str]]:
         together = [group for group in groups if not set(group).isdisjoint(names)]
         groups = [group for group in groups if group not in together]
         groups.append([name for group in together for name in group])
+    # Groups, and towers within a group, in the order of the model's towers.
     order = list(towers)
-    return sorted((sorted(group, key=order.index) for group in groups), key=lambda group: order.index(group[0]))
+    groups = [sorted(group, key=order.index) for group in groups]
+    return sorted(groups, key=lambda group: order.index(group[0]))
 
 
 def towers_by_host(towers: Mapping[str, Any], placement: TowerPlacement) -> dict[str, list[str]]:
@@ -56,8 +58,12 @@ def host_look_ups(model: nn.Module, plan: ShardingPlan) -> None:
         return
     towers_path, tower_plan = plan_entry
     towers: Any = model.get_submodule(towers_path)
-    paths = {name: path for path, module in shared.items() for name, _, _ in values_by_table(module)}
-    values = {name: weight for module in shared.values() for name, _, weight in values_by_table(module)}
+    paths = {}
+    values = {}
+    for path, module in shared.items():
+        for name, _, weight in values_by_table(module):
+            paths[name] = path
+            values[name] = weight
     for host, names in towers_by_host(dict(towers.items()), tower_plan.placement).items():
         towers[host].lookups = hosted = look_ups(towers, names)
         for name, holder, _ in values_by_table(hosted):

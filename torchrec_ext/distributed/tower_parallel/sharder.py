@@ -344,9 +344,11 @@ class ShardedTowers(
         """Returns how many ranks hold each of these parameters of ``model``, by name."""
         path = next(path for path, module in model.named_modules() if module is self)
         counts = {f"{path}.{tower}.".lstrip("."): len(self._placement.ranks[tower]) for tower in self._run}
-        return {
-            name: next((n for tower, n in counts.items() if name.startswith(tower)), self._world_size) for name in names
-        }
+        holders = {}
+        for name in names:
+            # A parameter outside the towers is on all ranks.
+            holders[name] = next((n for tower, n in counts.items() if name.startswith(tower)), self._world_size)
+        return holders
 
     @property
     def unsharded_module_type(self) -> type[nn.Module]:
