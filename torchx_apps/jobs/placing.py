@@ -48,7 +48,7 @@ def merge_lookups(job: Job, model: nn.Module, world_size: int) -> None:
 
 
 def place_towers(job: Job, task: Task, model: Any, runtime: Runtime) -> tuple[Job, Decision | None]:
-    """Measures placements of the towers if ``plan.towers`` is ``auto`` and there are several ranks. Collective.
+    """Tries placements of the towers if ``plan.towers`` is ``auto`` and there are several ranks. Collective.
 
     Returns:
         The job with the placement that was chosen, and the decision; the job as it is and None if none was needed.
