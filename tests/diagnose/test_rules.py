@@ -359,6 +359,24 @@ def test_launches_on_a_device_are_the_gaps_between_its_kernels() -> None:
     assert eager.cost > 0.9
 
 
+def launches_of(recorded: Facts) -> float:
+    return sum(finding.cost for finding in rules.findings(recorded) if finding.cause == "launches")
+
+
+def test_ops_that_autograd_does_not_record_have_a_price_of_their_own() -> None:
+    """200 ops of 8 us are 16 % of a step; 120 of them are the optimizer's, and cost 2 us."""
+    recorded = facts(steps(10.0, op=0.008, bare=0.002), ops=200)
+    assert launches_of(recorded) == pytest.approx(1.6 / 10.01, rel=1e-3)
+    assert launches_of(dataclasses.replace(recorded, bare_ops=120)) == pytest.approx(0.88 / 10.01, rel=1e-3)
+
+
+def test_work_inside_of_ops_is_no_launch_whatever_the_ops_are() -> None:
+    """No matrix product among them, as in an LSTM: their work leaves 1 ms for the price of ops."""
+    recorded = facts(steps(10.0, op=0.008), ops=300, op_s=9.6e-3)
+    assert launches_of(recorded) == pytest.approx(2.4 / 10.01, rel=1e-3)
+    assert launches_of(dataclasses.replace(recorded, work_s=9e-3)) == pytest.approx(1 / 10.01, rel=1e-3)
+
+
 def test_seconds_that_go_with_threads_are_no_launches() -> None:
     """Eight threads on two cores raise the price of an op too: what one thread does not take is theirs."""
     recorded = facts(steps(20.0, one_thread=10.0, op=0.12), threads=8, ops=100, product_s=4e-3)

@@ -310,6 +310,29 @@ def test_a_number_of_threads_that_is_ten_times_slower_is_tried_once(
 # --------------------------------------------------------------------------------------------- what the step is made of
 
 
+def test_ops_that_autograd_does_not_record_are_counted_apart_and_work_is_what_many_numbers_take() -> None:
+    """SGD moves four parameters, and marks two calls for profilers; five products; a sum of 10 million numbers."""
+    model, optimizer, loss, given = mlp()
+    large = torch.ones(10_000_000)
+
+    def bare(x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            for _ in range(5):
+                x = x * 1.0
+        return loss(x, y)
+
+    def heavy(x: Tensor, y: Tensor) -> Tensor:
+        large.sum()
+        return loss(x, y)
+
+    facts = why_slow(model, optimizer, bare, given).facts
+    assert (facts.bare_ops, facts.has("bare")) == (4 + 4 + 5, True)
+    assert facts.work_s < 0.5 * facts.op_s
+    facts = why_slow(model, optimizer, heavy, given).facts
+    assert facts.bare_ops == 4 + 4 + 1
+    assert 0.5 * facts.op_s < facts.work_s < facts.op_s
+
+
 def test_ops_syncs_and_products_are_counted_by_the_users_lines() -> None:
     _, optimizer, loss, given = mlp(rows=32)
 

@@ -80,22 +80,21 @@ def beyond_ops(facts: Facts, each: Round) -> float:
     return max(1.0, each["step"] / facts.op_s) if facts.op_s else 1.0
 
 
-def _products(facts: Facts, each: Round) -> float:
-    return min(facts.product_s, each["step"] - swept_seconds(facts, each))
+def op_price(facts: Facts, each: Round) -> float:
+    """Returns the mean price of a step's ops: one that autograd does not record costs less."""
+    price = each.get("op", 0.0)
+    bare = facts.bare_ops / facts.ops if facts.ops else 0.0
+    return (1 - bare) * price + bare * each.get("bare", price)
 
 
 def launch_seconds(facts: Facts, each: Round) -> float:
     """Returns the seconds of a round's step that are the price of its ops, not their work."""
-    rest = (
-        each["step"]
-        - swept_seconds(facts, each)
-        - _products(facts, each)
-        - sync_seconds(facts, each)
-        - _threading(each)
-    )
+    known = swept_seconds(facts, each) + facts.product_s + _threading(each)
+    # Sweeps, products and threads are inside of ops too.
+    rest = each["step"] - sync_seconds(facts, each) - max(known, facts.work_s)
     if facts.device_busy is not None:  # what the device waits for is what the host takes beyond its kernels
         return max(0.0, min(rest, (1 - facts.device_busy) * each["step"]))
-    return max(0.0, min(rest, (facts.ops - facts.sync_ops) * each.get("op", 0.0)))
+    return max(0.0, min(rest, (facts.ops - facts.sync_ops) * op_price(facts, each)))
 
 
 def _threading(each: Round) -> float:
@@ -105,7 +104,7 @@ def _threading(each: Round) -> float:
 
 def sync_seconds(facts: Facts, each: Round) -> float:
     """Returns the seconds of a round's step that go with values brought to Python, and the ops that make them."""
-    price = facts.syncs * each.get("sync", 0.0) + max(0, facts.sync_ops - facts.syncs) * each.get("op", 0.0)
+    price = facts.syncs * each.get("sync", 0.0) + max(0, facts.sync_ops - facts.syncs) * op_price(facts, each)
     if facts.lines:  # beyond the price of their ops these lines do work that stays
         price = min(sync_line_seconds(facts, each), _AT_MOST * price)
     return min(price, each["step"])
@@ -170,7 +169,7 @@ def captured_seconds(facts: Facts, each: Round, *, fast: bool) -> float:
     if "small_tables" in each:
         base = min(base, (base - swept_seconds(facts, each)) * (1.0 if fast else _LAZY))
     products = min(facts.product_s, base)
-    price = (1.0 if fast else 0.7) * facts.ops * each.get("op", 0.0)
+    price = (1.0 if fast else 0.7) * facts.ops * op_price(facts, each)
     rest = max(0.0, base - products - price)
     made = products * (0.9 if fast else 1.0) + (0.25 if fast else 0.8) * rest
     return min(base, max(made, _FIXED_S[0] if fast else _FIXED_S[1]))

@@ -12,6 +12,7 @@ import functools
 import linecache
 import os
 import random
+import statistics
 import sys
 import sysconfig
 import threading
@@ -42,6 +43,7 @@ _SOFTMAX = ("_log_softmax", "_softmax", "logsumexp")
 _PRODUCTS = set(flop_registry)
 _HEAVY = 0.15  # of a level's seconds, from which on a module is a sub-network
 _LARGE_SIZE = 2_048  # entries from which on a dimension may be a table's or a catalogue's
+_FEW = 1_024  # numbers on which an op does no work worth mention
 _WHOLE = 5  # a step reads few rows of a table that has so many times as many
 _SAMPLE_EVERY_S = 3e-3
 _COUNTING_S = 1.0  # seconds of counted steps after which none is counted again
@@ -53,7 +55,9 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         ops: number of ops.
+        bare: number of these that autograd does not record, without those of backward.
         seconds: seconds inside of all ops.
+        work: seconds inside of ops on many numbers, beyond what an op on few numbers takes.
         lines: number of ops by the line that makes them, a library's too.
         own: ops and seconds by the user's own line.
         kinds: seconds by name of the op.
@@ -71,8 +75,10 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.ops = 0
-        self.seconds = 0.0
+        self.ops = self.bare = 0
+        self.seconds = self.work = 0.0
+        self._few: list[float] = []  # seconds of each op on few numbers
+        self._many: list[float] = []
         self.lines: Counter[str] = Counter()
         self.by_line: dict[SampledLine, OpsOfLine] = {}
         self.kinds: defaultdict[str, float] = defaultdict(float)
@@ -105,6 +111,8 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if packet.__name__ in _SYNCS and line not in ("backward", "optimizer"):
             self.syncs[users_line.name] += 1
         tensors = [each for each in args if isinstance(each, Tensor)]
+        recorded = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+        self.bare += not recorded and line != "backward"
         if packet in _PRODUCTS and all(each.is_floating_point() and each.layout == torch.strided for each in tensors):
             flops = flop_registry[packet](*args, **(kwargs or {}), out_val=result)
             shapes = tuple((tuple(each.shape), each.dtype, each.stride()) for each in tensors)
@@ -122,6 +130,8 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Notes what the sizes and the dtype of an op's tensors say of it."""
         tensors = [each for each in pytree.tree_leaves((args, result)) if isinstance(each, Tensor)]
         name = packet.__name__
+        most = max((each.numel() for each in tensors), default=0)
+        (self._many if most > _FEW else self._few).append(seconds)
         if name in _LOOK_UPS:
             ids = args[1] if isinstance(args[1], Tensor) else args[-1]
             count = max((each.numel() for each in pytree.tree_leaves(ids) if isinstance(each, Tensor)), default=0)
@@ -170,10 +180,16 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _entering(self, path: str) -> Callable[[Any, Any], None]:
         return lambda module, args: setattr(self, "_module", path)
 
+    def sum_work(self) -> None:
+        """Adds up the seconds of ops on many numbers, without the price that an op on few numbers has too."""
+        price = statistics.median(self._few) if self._few else min(self._many, default=0.0)
+        self.work = sum(max(0.0, seconds - price) for seconds in self._many)
+
     def scale_to(self, step: float) -> None:
         """Makes the seconds of all ops no longer than a step takes: ops were timed once, while others may have run."""
         factor = min(1.0, step / self.seconds) if self.seconds else 1.0
         self.seconds *= factor
+        self.work *= factor
         sums: list[dict[Any, float]] = [self.kinds, self.by_rows, self.by_size, self.double]
         for held in sums:
             for key in held:
@@ -481,6 +497,7 @@ def count_ops(call: Callable[[], object], modules: Sequence[nn.Module]) -> Count
         counted = Counted()
         with counted.watching(modules), counted:
             call()
+        counted.sum_work()
         counts.append(counted)
     return min(counts, key=lambda each: each.seconds)
 

@@ -153,11 +153,13 @@ class Experiments:
             worker=worker,
             rows=row_count(self._pool[0]) if self._pool else 0,
             ops=counted.ops,
+            bare_ops=counted.bare,
             op_lines=counted.lines.most_common(5),
             syncs=sum(counted.syncs.values()),
             sync_lines=counted.syncs.most_common(5),
             sync_ops=sum(ops.ops for line, ops in counted.by_line.items() if line.name in counted.syncs),
             op_s=0.0 if self._cuda else counted.seconds,
+            work_s=0.0 if self._cuda else counted.work,
             op_kinds=sorted(counted.kinds.items(), key=lambda each: -each[1])[:5],
             lines=self._lines,
             sampled_s=self._sampled_s,
@@ -430,19 +432,33 @@ class Experiments:
         return self._quietly(self._prices) if self._modes else self._prices()
 
     def _prices(self) -> Round:
-        """Returns the seconds of bringing a value to Python, and of a tiny op, forward and backward by turns."""
-        value = torch.zeros(())
+        """Returns the seconds of bringing a value to Python, and of a tiny op, with autograd and without."""
+        value, source = torch.zeros(()), torch.ones(8, requires_grad=True)
+
+        def read() -> None:
+            for _ in range(100):
+                value.item()
+
+        def recorded() -> None:  # 62 ops of forward and as many of backward
+            made = source
+            for _ in range(61):
+                made = made * 1.001
+            torch.autograd.grad(made.sum(), source)
+
+        @torch.no_grad()
+        def bare() -> None:
+            for _ in range(124):
+                source.mul_(1.001)
+
+        calls = {"sync": (read, 100), "op": (recorded, 124), "bare": (bare, 124)}
+        return {name: self._seconds_of(call) / count for name, (call, count) in calls.items()}
+
+    def _seconds_of(self, call: Callable[[], object]) -> float:
+        """Returns the seconds of a call; one before it has memory ready."""
+        call()
         start = self._thread_clock()
-        for _ in range(100):
-            value.item()
-        sync = (self._thread_clock() - start) / 100
-        source = torch.ones(8, requires_grad=True)
-        start = self._thread_clock()
-        made = source
-        for _ in range(60):
-            made = made * 1.001
-        torch.autograd.grad(made.sum(), source)
-        return {"sync": sync, "op": (self._thread_clock() - start) / 124}
+        call()
+        return self._thread_clock() - start
 
     def _quietly(self, measure: Callable[[], Any]) -> Any:
         """Measures without anomaly mode, and in a thread of its own: a profiler watches the thread that began it.

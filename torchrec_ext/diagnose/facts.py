@@ -256,15 +256,18 @@ class Facts:
             and ``optimizer``. Steps in a row on batches that are there: ``ready``; and of these changed: ``quarter``,
             ``double`` and ``quadruple`` of the batch, ``small_tables``, ``one_thread``, ``all_threads``, ``bf16``,
             ``quiet`` without anomaly mode and profiler. ``gc``: garbage collections of an iteration. Yardsticks:
-            ``op``, a tiny op, and ``sync``, one ``.item()``.
+            ``op``, a tiny op that autograd records, or one of backward; ``bare``, one that autograd does not record;
+            and ``sync``, one ``.item()``.
         worker: seconds of the wall clock for a batch and its step as it is, and with a worker process, by turn.
         rows: rows of a batch; 0 where unknown.
         ops: aten ops of a step.
+        bare_ops: ops that autograd does not record, as those of an optimizer; without those of backward.
         op_lines: the user's lines that make most ops, with their number.
         syncs: ops of a step that bring a value to Python.
         sync_lines: the user's lines that do so, with their number.
         sync_ops: ops of these lines.
         op_s: seconds of a step inside of ops; 0 where unknown.
+        work_s: seconds of these that ops on many numbers take beyond an op on few of them.
         op_kinds: ops that take most of these, with their seconds.
         lines: the user's lines at which most of an iteration goes, as sampled.
         sampled_s: seconds of an iteration while lines were sampled.
@@ -305,11 +308,13 @@ class Facts:
     worker: Sequence[tuple[float, float]] = ()
     rows: int = 0
     ops: int = 0
+    bare_ops: int = 0
     op_lines: Sequence[tuple[str, int]] = ()
     syncs: int = 0
     sync_lines: Sequence[tuple[str, int]] = ()
     sync_ops: int = 0
     op_s: float = 0.0
+    work_s: float = 0.0
     op_kinds: Sequence[tuple[str, float]] = ()
     lines: Sequence[LineFacts] = ()
     sampled_s: float = 0.0

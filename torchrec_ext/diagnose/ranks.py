@@ -632,7 +632,7 @@ def common_rounds(by_rank: Sequence[Sequence[Round]]) -> list[Round]:
     for rounds in zip(*by_rank, strict=True):
         names = [name for name in rounds[0] if all(name in each for each in rounds)]
         low = {name: _low([each[name] for each in rounds]) for name in names}
-        each = {name: low[name] for name in ("data", "sleep", "op", "sync", "gc") if name in low}
+        each = {name: low[name] for name in ("data", "sleep", "op", "bare", "sync", "gc") if name in low}
         # The least: a rank that stood in the run queue does not see that itself, and the others waited for it.
         each["step"] = max(min(other["data"] + other["step"] for other in rounds) - low["data"], 0.0)
         parts = {name: low[f"traced_{name}"] for name in _PARTS}

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from statistics import median
 
 from torchrec_ext.diagnose import rank_rules
 from torchrec_ext.diagnose.costs import (
@@ -21,6 +22,7 @@ from torchrec_ext.diagnose.costs import (
     gain_without,
     held_lines,
     launch_seconds,
+    op_price,
     swept_seconds,
     sync_line_seconds,
     sync_seconds,
@@ -124,7 +126,7 @@ def launches(facts: Facts) -> Finding | None:
     """The step is made of many tiny ops, whose price is Python and dispatch, not work."""
     if not facts.has("step", "op") or not facts.ops:
         return None
-    price = facts.median("op")
+    price = median([op_price(facts, each) for each in facts.rounds])
     evidence = [
         f"a step runs {facts.ops:,} ops, {price * 1e6:.1f} us each on this machine before any work: "
         f"{in_ms(facts.ops * price)} of {in_ms(facts.median('step'))}; matrix products take {in_ms(facts.product_s)}"
@@ -659,7 +661,7 @@ def _compile(facts: Facts) -> Answer:
         inside = max(0.0, each["step"] - kept)
         products = min(facts.product_s, inside)
         share = inside / each["step"] if each["step"] else 0.0
-        price = (1.0 if fast else 0.5) * share * facts.ops * each["op"]
+        price = (1.0 if fast else 0.5) * share * facts.ops * op_price(facts, each)
         rest = max(0.0, inside - products - price)
         return each["data"] + kept + min(inside * (1.0 if fast else 1.1), products + (0.4 if fast else 1.0) * rest)
 
