@@ -216,7 +216,8 @@ def test_towers_are_told_apart_only_where_cores_are_idle() -> None:
 
 def test_lines_that_sync_are_sampled() -> None:
     """1,400 ops of 5 us are 6.2 ms by their price, of a step of 3.1 ms; the loop is at the line for 2 ms of it."""
-    line = LineFacts(name="train.py:31 in loss", text="total += each.item()", seconds=4e-3, ops=1_400, op_s=1.5e-3)
+    line = LineFacts(name="train.py:31 in loss", text="total += each.item()", seconds=4e-3, ops=1_400)
+    line = dataclasses.replace(line, op_s=1.5e-3, sync_ops=1_400)
     sampled = dataclasses.replace(RECORDED["host_syncs"], lines=(line,), sampled_s=2 * 3.11e-3)
     finding = Diagnosis(sampled).findings[0]
     gain = finding.remedies[0].gain

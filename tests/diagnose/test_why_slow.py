@@ -345,6 +345,7 @@ def test_ops_syncs_and_products_are_counted_by_the_users_lines() -> None:
 
     facts = why_slow.step(step, given).facts
     assert facts.syncs == 7
+    assert facts.sync_ops == 7 + 3  # detach, repeat, and the loop's unbind
     ((line, count),) = facts.sync_lines
     assert count == 7
     assert re.fullmatch(r"test_why_slow\.py:\d+ in <listcomp>|test_why_slow\.py:\d+ in step", line)
@@ -355,6 +356,33 @@ def test_ops_syncs_and_products_are_counted_by_the_users_lines() -> None:
     forward = 2 * 32 * (8 * 16 + 16)
     assert facts.product_flops == 2 * forward + 2 * 32 * 16
     assert dict(facts.layers) == pytest.approx({"0": 8 / 9, "2": 1 / 9})
+
+
+def test_ops_that_only_feed_values_to_python_are_counted_with_them_at_whatever_line() -> None:
+    """Norms of four gradients and the share of right signs are read by Python alone; the loss is trained by too."""
+    model, optimizer, _, given = mlp()
+
+    def step(x: Tensor, y: Tensor) -> list[float]:
+        optimizer.zero_grad()
+        made = model(x)
+        signs = made > 0
+        right = signs.float().mean()
+        loss = (made - y).square()
+        loss.backward(torch.ones_like(loss))
+        norms = [each.grad.norm() for each in model.parameters()]
+        optimizer.step()
+        return [float(each) for each in (*norms, right, loss.sum())]
+
+    facts = why_slow.step(step, given).facts
+    assert facts.syncs == 6
+    assert facts.sync_ops == 6 + 4 + 3 + 1  # values, norms, what makes `right`, the sum
+    assert len(facts.sync_lines) == 1
+
+
+def test_a_frame_without_a_line_is_at_the_first_line_of_its_code() -> None:
+    code = (lambda: None).__code__
+    frame: Any = SimpleNamespace(f_code=code, f_lineno=None, f_back=None)
+    assert counting.stack_of(frame) == [(code, code.co_firstlineno)]
 
 
 def test_a_device_is_watched_and_a_cpu_has_none(device: torch.device) -> None:

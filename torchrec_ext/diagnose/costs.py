@@ -111,9 +111,9 @@ def sync_seconds(facts: Facts, each: Round) -> float:
 
 
 def sync_line_seconds(facts: Facts, each: Round) -> float:
-    """Returns the seconds of a round at lines that bring values to Python."""
-    names = {line for line, _ in facts.sync_lines}
-    return sum(_at_line(facts, each, line.seconds) for line in facts.lines if line.name in names)
+    """Returns the seconds of a round at lines that bring values to Python or feed these, by their share of the ops."""
+    lines = [line for line in facts.lines if line.sync_ops]
+    return sum(_at_line(facts, each, line.seconds) * line.sync_ops / line.ops for line in lines)
 
 
 def _at_line(facts: Facts, each: Round, seconds: float) -> float:

@@ -61,7 +61,7 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         lines: number of ops by the line that makes them, a library's too.
         own: ops and seconds by the user's own line.
         kinds: seconds by name of the op.
-        syncs: ops that bring a value to Python, by the user's own line.
+        syncs: ops that bring a value to Python, by the user's own line; ``by_line`` has those that only feed these too.
         products: matrix products.
         tables: embedding modules that were read.
         looked_up: ids by number of rows of the tensor in which they are looked up.
@@ -79,6 +79,9 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.seconds = self.work = 0.0
         self._few: list[float] = []  # seconds of each op on few numbers
         self._many: list[float] = []
+        self._flow = Flow()
+        self._line_of_op: list[OpsOfLine] = []
+        self._read_by_python: list[int] = []  # numbers of ops
         self.lines: Counter[str] = Counter()
         self.by_line: dict[SampledLine, OpsOfLine] = {}
         self.kinds: defaultdict[str, float] = defaultdict(float)
@@ -106,10 +109,13 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ops_of_line = self.by_line.setdefault(users_line, OpsOfLine())
         ops_of_line.ops += 1
         ops_of_line.seconds += seconds
+        self._line_of_op.append(ops_of_line)
+        number = self._flow.note(func, (args, kwargs), result)
         packet = func._overloadpacket
         self.kinds[packet.__name__] += seconds
         if packet.__name__ in _SYNCS and line not in ("backward", "optimizer"):
             self.syncs[users_line.name] += 1
+            self._read_by_python.append(number)
         tensors = [each for each in args if isinstance(each, Tensor)]
         recorded = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
         self.bare += not recorded and line != "backward"
@@ -128,7 +134,7 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note_sizes(self, packet: Any, args: Any, result: Any, seconds: float, line: str) -> None:
         """Notes what the sizes and the dtype of an op's tensors say of it."""
-        tensors = [each for each in pytree.tree_leaves((args, result)) if isinstance(each, Tensor)]
+        tensors = _tensors_in((args, result))
         name = packet.__name__
         most = max((each.numel() for each in tensors), default=0)
         (self._many if most > _FEW else self._few).append(seconds)
@@ -155,8 +161,9 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def watching(self, modules: Sequence[nn.Module]) -> Iterator[None]:
-        """Notes meanwhile how many ids each table is read by, and which module runs."""
+        """Notes meanwhile how many ids each table is read by, which module runs, and what backward begins with."""
         with ExitStack() as stack:
+            stack.enter_context(calls_of_autograd(self._flow.needed_by))
             for root in modules:
                 for path, module in root.named_modules():
                     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
@@ -180,8 +187,10 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _entering(self, path: str) -> Callable[[Any, Any], None]:
         return lambda module, args: setattr(self, "_module", path)
 
-    def sum_work(self) -> None:
-        """Adds up the seconds of ops on many numbers, without the price that an op on few numbers has too."""
+    def sum_up(self) -> None:
+        """Adds up the work of ops, without the price that an op on few numbers has too, and ops that feed Python."""
+        for number in self._flow.feeding(self._read_by_python):
+            self._line_of_op[number].feeding += 1
         price = statistics.median(self._few) if self._few else min(self._many, default=0.0)
         self.work = sum(max(0.0, seconds - price) for seconds in self._many)
 
@@ -272,10 +281,90 @@ class SampledLine(NamedTuple):
 
 @dataclasses.dataclass
 class OpsOfLine:
-    """Ops that a line makes in a step, and the seconds inside of them."""
+    """Ops that a line makes in a step, the seconds inside of them, and those that only feed values to Python."""
 
     ops: int = 0
     seconds: float = 0.0
+    feeding: int = 0
+
+
+class Flow:
+    """Which ops of a step read what other ops of it wrote.
+
+    An op has its number. A tensor is told by its Python object and its storage together, since both are used again.
+    One that no op was seen to return, as autograd's saved ones, stands for all that was written to its storage.
+    """
+
+    def __init__(self) -> None:
+        self._readers: list[set[int]] = []  # by op
+        self._needed: set[int] = set()  # ops whose results are read by more than ops
+        self._returned: dict[int, tuple[int, int]] = {}  # storage and op by id of a tensor
+        self._writers: dict[int, list[int]] = {}  # ops by storage
+
+    def note(self, func: Any, given: Any, result: Any) -> int:
+        """Notes an op, and returns its number."""
+        number = len(self._readers)
+        self._readers.append(set())
+        read, made = _tensors_in(given), _tensors_in(result)
+        for tensor in read:
+            for writer in self._writers_of(tensor):
+                self._readers[writer].add(number)
+        objects, storages = {id(tensor) for tensor in read}, {_storage_of(tensor) for tensor in read}
+        writes = func._schema.is_mutable
+        if writes and not made:
+            self._needed.add(number)
+        for tensor in made:
+            storage = _storage_of(tensor)
+            if writes and id(tensor) in objects:
+                if storage not in self._writers:  # of a parameter, or of a sum over steps
+                    self._needed.add(number)
+                self._writers.setdefault(storage, []).append(number)
+            elif storage not in storages:
+                self._writers[storage] = [number]
+            self._returned[id(tensor)] = storage, number
+        return number
+
+    def _writers_of(self, tensor: Tensor) -> list[int]:
+        storage, number = self._returned.get(id(tensor), (0, 0))
+        return [number] if storage == _storage_of(tensor) else self._writers.get(_storage_of(tensor), [])
+
+    def needed_by(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a function that also notes that it needs the tensors which it takes."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for tensor in _tensors_in((args, kwargs)):
+                self._needed.update(self._writers_of(tensor))
+            return function(*args, **kwargs)
+
+        return call
+
+    def feeding(self, last: Collection[int]) -> set[int]:
+        """Returns these ops, and all those whose results nothing but these and each other reads."""
+        made = set(last)
+        for number in reversed(range(len(self._readers))):
+            readers = self._readers[number]
+            if readers and readers <= made and number not in self._needed:
+                made.add(number)
+        return made
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    return [each for each in pytree.tree_leaves(value) if isinstance(each, Tensor)]
+
+
+def _storage_of(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else id(tensor)
+
+
+@contextmanager
+def calls_of_autograd(changed: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Replaces what starts a backward by functions that are made of it."""
+    with ExitStack() as stack:
+        for name in ("backward", "grad"):
+            function = getattr(torch.autograd, name)
+            setattr(torch.autograd, name, changed(function))
+            stack.callback(setattr, torch.autograd, name, function)
+        yield
 
 
 @functools.cache
@@ -304,7 +393,7 @@ def stack_of(frame: FrameType | None) -> Stack:
     """Returns the calls of a step down to a frame."""
     stack = []
     while frame is not None and frame.f_code.co_filename != _EXPERIMENTS:
-        stack.append((frame.f_code, frame.f_lineno))
+        stack.append((frame.f_code, frame.f_lineno or frame.f_code.co_firstlineno))  # None where a call begins or ends
         frame = frame.f_back
     return stack
 
@@ -497,7 +586,7 @@ def count_ops(call: Callable[[], object], modules: Sequence[nn.Module]) -> Count
         counted = Counted()
         with counted.watching(modules), counted:
             call()
-        counted.sum_work()
+        counted.sum_up()
         counts.append(counted)
     return min(counts, key=lambda each: each.seconds)
 

@@ -32,6 +32,7 @@ from torchrec_ext.diagnose.counting import (
     OpsOfLine,
     Products,
     Samples,
+    calls_of_autograd,
     compiled_graphs,
     count_ops,
     described,
@@ -157,7 +158,7 @@ class Experiments:
             op_lines=counted.lines.most_common(5),
             syncs=sum(counted.syncs.values()),
             sync_lines=counted.syncs.most_common(5),
-            sync_ops=sum(ops.ops for line, ops in counted.by_line.items() if line.name in counted.syncs),
+            sync_ops=sum(ops.feeding for ops in counted.by_line.values()),
             op_s=0.0 if self._cuda else counted.seconds,
             work_s=0.0 if self._cuda else counted.work,
             op_kinds=sorted(counted.kinds.items(), key=lambda each: -each[1])[:5],
@@ -509,11 +510,7 @@ class Experiments:
             if begun:
                 self._ended("optimizer", begun.pop())
 
-        with ExitStack() as stack:
-            for name in ("backward", "grad"):
-                function = getattr(torch.autograd, name)
-                setattr(torch.autograd, name, timed(function))
-                stack.callback(setattr, torch.autograd, name, function)
+        with calls_of_autograd(timed), ExitStack() as stack:
             for handle in (
                 register_optimizer_step_pre_hook(lambda *_: begun.append(self._begin())),
                 register_optimizer_step_post_hook(end),
@@ -580,6 +577,7 @@ class Experiments:
                         seconds=seconds / iterations,
                         ops=ops.ops,
                         op_s=ops.seconds,
+                        sync_ops=ops.feeding,
                     )
                 )
         self._lines = sorted(lines, key=lambda each: -each.seconds)[:_LINES]

@@ -98,6 +98,7 @@ class LineFacts:
         seconds: seconds of an iteration at this line, and in what it calls that is not the user's, as sampled.
         ops: aten ops that it makes.
         op_s: seconds inside of these.
+        sync_ops: ops of these that bring values to Python, or only feed ops that do.
     """
 
     name: str
@@ -106,6 +107,7 @@ class LineFacts:
     seconds: float = 0.0
     ops: int = 0
     op_s: float = 0.0
+    sync_ops: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,7 +267,7 @@ class Facts:
         op_lines: the user's lines that make most ops, with their number.
         syncs: ops of a step that bring a value to Python.
         sync_lines: the user's lines that do so, with their number.
-        sync_ops: ops of these lines.
+        sync_ops: these, and ops whose results nothing but these reads, at whatever line.
         op_s: seconds of a step inside of ops; 0 where unknown.
         work_s: seconds of these that ops on many numbers take beyond an op on few of them.
         op_kinds: ops that take most of these, with their seconds.
