@@ -397,6 +397,21 @@ def test_a_cause_that_every_round_confirms_stands_however_far_rounds_are_spread(
     assert Diagnosis(Facts(rounds=unclear, threads=8, cores=2)).verdict == "noisy"
 
 
+def test_the_gain_without_collections_knows_their_mean_no_better_than_few_rounds_say() -> None:
+    """2 of 3.6 ms by the mean, in one of six rounds or in all of them."""
+
+    def gain_without_garbage(collections: list[float]) -> Gain:
+        rounds = [{"data": 0.0, "step": 1.6e-3 + seconds, "gc": seconds} for seconds in collections]
+        (finding,) = (each for each in rules.findings(Facts(rounds=rounds)) if each.cause == "garbage")
+        assert finding.remedies[0].gain is not None
+        return finding.remedies[0].gain
+
+    often, seldom = gain_without_garbage([2e-3] * 6), gain_without_garbage([0.0] * 5 + [12e-3])
+    assert often.low < 2.25 < often.high
+    assert seldom.low < often.low
+    assert often.high < seldom.high
+
+
 def test_large_tables_that_no_experiment_looked_at_are_not_called_healthy() -> None:
     unknown = facts(steps(83.2), tables=(TABLE,), ops=202, not_measured={"small_tables": "a round takes 9 s already"})
     diagnosis = Diagnosis(unknown)

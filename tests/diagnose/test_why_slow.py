@@ -737,7 +737,7 @@ def test_lines_that_hold_a_step_without_ops_are_named(sampled: None) -> None:
 
     def publish() -> None:
         lock.acquire(timeout=0.004)
-        sorted(str(number) for number in range(9_000))
+        sorted(str(number) for number in range(30_000))
 
     diagnosis = why_slow.step(stepping(model, optimizer, publish), given)
     assert diagnosis.verdict == "python_lines"
@@ -745,6 +745,15 @@ def test_lines_that_hold_a_step_without_ops_are_named(sampled: None) -> None:
         "lock.acquire",
         "sorted(str(n",
     }
+
+
+def test_a_collection_is_no_time_of_the_line_at_which_it_begins(sampled: None) -> None:
+    model, optimizer, _, given = mlp()
+    held = [[number] for number in range(200_000)]
+    diagnosis = why_slow.step(stepping(model, optimizer, gc.collect), given)
+    assert held
+    assert diagnosis.verdict == "garbage"
+    assert "python_lines" not in [finding.cause for finding in diagnosis.findings]
 
 
 def test_a_collate_function_that_computes_is_named_with_its_line(sampled: None) -> None:

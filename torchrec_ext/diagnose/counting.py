@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import linecache
 import os
 import random
@@ -415,6 +416,11 @@ def lines_of(stack: Stack) -> tuple[str, SampledLine]:
     return line or "step", SampledLine(line or "step")
 
 
+def _part_and_line(stack: Stack) -> tuple[str, SampledLine]:
+    taken = any(code.co_filename == _BATCHES and code.co_name == "take" for code, _ in stack)
+    return "data" if taken else "step", lines_of(stack)[1]
+
+
 def users_line() -> str:
     """Returns the line outside of torch from which the caller was called; ``backward`` or ``optimizer`` below these."""
     return lines_of(stack_of(sys._getframe(2)))[0]
@@ -426,6 +432,8 @@ class Samples:
     Python hands over from one thread to the next where a call has ended. A short switch interval makes that the line
     that took the time, and not a later one.
 
+    Garbage collections are no time of the line at which they begin.
+
     Attributes:
         seconds: seconds by part (``data`` or ``step``) and line.
         saved: files that ``torch.save`` was seen to write.
@@ -435,6 +443,8 @@ class Samples:
         self.seconds: defaultdict[tuple[str, SampledLine], float] = defaultdict(float)
         self.saved: set[str] = set()
         self._stacks: defaultdict[Stack, float] = defaultdict(float)
+        self._collected: defaultdict[Stack, float] = defaultdict(float)
+        self._began = 0.0
         self._thread = threading.get_ident()
         self._stop = threading.Event()
         self._sampler = threading.Thread(target=self._sample, daemon=True)
@@ -442,16 +452,30 @@ class Samples:
     def __enter__(self) -> Samples:
         self._switch_interval = sys.getswitchinterval()
         sys.setswitchinterval(1e-4)
+        gc.callbacks.append(self._collect)
         self._sampler.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._sampler.join()
+        gc.callbacks.remove(self._collect)
         sys.setswitchinterval(self._switch_interval)
         for stack, seconds in self._stacks.items():
-            taken = any(code.co_filename == _BATCHES and code.co_name == "take" for code, _ in stack)
-            self.seconds["data" if taken else "step", lines_of(stack)[1]] += seconds
+            self.seconds[_part_and_line(stack)] += seconds
+        for stack, seconds in self._collected.items():
+            part, line = _part_and_line(stack)
+            seconds = min(seconds, self.seconds[part, line])
+            self.seconds[part, line] -= seconds
+            self.seconds[part, SampledLine("garbage")] += seconds
+
+    def _collect(self, phase: str, _: object) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        if phase == "start":
+            self._began = time.perf_counter()
+        else:
+            self._collected[tuple(stack_of(sys._getframe(1)))] += time.perf_counter() - self._began
 
     def _sample(self) -> None:
         generator = random.Random(0)  # a step of a regular length is not always met at the same line
