@@ -397,6 +397,15 @@ def test_a_cause_that_every_round_confirms_stands_however_far_rounds_are_spread(
     assert Diagnosis(Facts(rounds=unclear, threads=8, cores=2)).verdict == "noisy"
 
 
+def test_a_share_that_a_cause_has_in_each_round_stands_however_far_rounds_are_spread() -> None:
+    """Ops of 5 us where the machine is fast and of 30 where it is slow are a step of 1,000 ops in each round."""
+    scales = (1, 4, 1, 5, 1, 4, 6)
+    rounds = [{"data": 0.0, "sleep": 0.0, "step": 6e-3 * each, "op": 5e-6 * each} for each in scales]
+    assert Diagnosis(Facts(rounds=rounds, ops=1_000)).verdict == "launches"
+    unclear = [{**each, "op": 5e-6} for each in rounds]
+    assert Diagnosis(Facts(rounds=unclear, ops=1_000)).verdict == "noisy"
+
+
 def test_the_gain_without_collections_knows_their_mean_no_better_than_few_rounds_say() -> None:
     """2 of 3.6 ms by the mean, in one of six rounds or in all of them."""
 

@@ -64,6 +64,7 @@ class Finding:
         size: ``large`` from a third of an iteration on, ``medium`` from .15, else ``small``; ``offer`` for what is no
             fault but changes the mathematics.
         ranks: ranks that it is about; empty where it is about all of them.
+        least: the least such share of a round; 0 where rounds do not measure it.
     """
 
     cause: str
@@ -73,6 +74,7 @@ class Finding:
     cost: float
     size: Size
     ranks: tuple[int, ...] = ()
+    least: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,9 +104,14 @@ def in_ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
+def shares_of(facts: Facts, seconds: Callable[[Round], float]) -> list[float]:
+    """Returns the shares of an iteration, by round, the least first."""
+    return sorted(seconds(each) / max(facts.iteration(each), 1e-12) for each in facts.rounds)
+
+
 def share_of(facts: Facts, seconds: Callable[[Round], float]) -> float:
     """Returns the median over rounds of the share of an iteration."""
-    shares = sorted(seconds(each) / max(facts.iteration(each), 1e-12) for each in facts.rounds)
+    shares = shares_of(facts, seconds)
     return shares[len(shares) // 2] if shares else 0.0
 
 
@@ -132,5 +139,6 @@ def finding_of(
     """Returns a finding whose cost is the share of an iteration that such seconds of each round are."""
     cost = share_of(facts, seconds)
     return Finding(
-        cause=cause, title=title, evidence=tuple(evidence), remedies=tuple(remedies), cost=cost, size=size_of(cost)
-    )
+        cause=cause, title=title, evidence=tuple(evidence), remedies=tuple(remedies), cost=cost, size=size_of(cost),
+        least=shares_of(facts, seconds)[0] if facts.rounds else 0.0,
+    )  # fmt: skip

@@ -34,6 +34,7 @@ from torchrec_ext.diagnose.findings import (
     LARGE,
     LEAST,
     MATH,
+    MEDIUM,
     UNDER,
     Answer,
     Finding,
@@ -64,20 +65,22 @@ def findings(facts: Facts) -> tuple[Finding, ...]:
 def too_noisy(facts: Facts) -> str:
     """Returns why these facts carry no verdict; empty where they do.
 
-    Where rounds are spread far, a cause stands if the ratios within rounds still say that a remedy gains: threads that
-    want more cores than there are make noise themselves.
+    Where rounds are spread far, a cause stands if the ratios within rounds still say that a remedy gains, or that it
+    takes a share in each of them: threads that want more cores than there are make noise themselves.
     """
-    if facts.tables and not facts.has("small_tables") and not any(each.size == "large" for each in findings(facts)):
+    made = findings(facts)
+    if facts.tables and not facts.has("small_tables") and not any(each.size == "large" for each in made):
         why = facts.not_measured.get("small_tables", "not measured")
         return f"no verdict: whether rows that are not read cost time is not known ({why}); give more time (budget_s)"
     gains = [
         remedy.gain
-        for finding in findings(facts)
+        for finding in made
         if finding.size in ("large", "medium")
         for remedy in finding.remedies
         if remedy.basis.startswith("measured")
     ]
     certain = any(gain is not None and gain.low >= UNDER for gain in gains)
+    certain = certain or any(finding.size == "large" and finding.least >= MEDIUM for finding in made)
     if facts.spread <= NOISY or (certain and len(facts.rounds) >= 4):
         return ""
     times = sorted(facts.iteration(each) for each in facts.rounds)
