@@ -14,7 +14,7 @@ import itertools
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -378,24 +378,25 @@ def anomaly() -> Case:
 
 def profiler() -> Case:
     trained = training(mlp(64, *[64] * 20, 1))
-    count = 0
-    profile: Any = None
+
+    def profiles() -> Generator[None, bool, None]:  # which is not put back, since torch's own switch is not either
+        wanted = yield
+        while True:
+            while not wanted:
+                wanted = yield
+            with torch.profiler.profile(record_shapes=True, with_stack=True):
+                while wanted:
+                    wanted = yield
+
+    switch = profiles()
+    next(switch)
 
     def step(x: Tensor, y: Tensor) -> None:
-        nonlocal profile, count
-        if count % 50 == 0 or profile is None:  # a schedule that never ends
-            if profile is not None:
-                profile.__exit__(None, None, None)
-            profile = torch.profiler.profile(record_shapes=True, with_stack=True)
-            profile.__enter__()
-        count += 1
+        switch.send(True)
         trained(x, y)
 
     def without(x: Tensor, y: Tensor) -> None:
-        nonlocal profile
-        if profile is not None:
-            profile.__exit__(None, None, None)
-            profile = None
+        switch.send(False)
         trained(x, y)
 
     return Case(step, batches_of(64), without)
