@@ -247,6 +247,13 @@ def test_lines_whose_ops_explain_them_are_no_finding() -> None:
     assert faults(held) == ["python_lines"]
 
 
+def test_lines_are_no_finding_if_ops_could_not_be_counted() -> None:
+    unknown = {"ops": 0, "op_s": 0.0, "not_measured": {"ops": "NotImplementedError: no storage"}}
+    recorded = dataclasses.replace(RECORDED["python_lines"], **unknown)  # type: ignore[arg-type]
+    assert faults(recorded) == []
+    assert costs.explained(recorded) < 0.5
+
+
 def test_what_is_left_of_a_step_bounds_the_gain_of_a_cut() -> None:
     """Of a step of 10 ms a line takes 9.4: the rest is known to be .6 ms, and does not go with the line."""
     line = LineFacts(name="train.py:9 in log", text="mean = np.mean(losses)", seconds=9.4e-3)

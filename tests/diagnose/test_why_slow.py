@@ -379,6 +379,19 @@ def test_ops_that_only_feed_values_to_python_are_counted_with_them_at_whatever_l
     assert len(facts.sync_lines) == 1
 
 
+def test_ops_of_function_transforms_and_of_sparse_tensors_are_counted() -> None:
+    model, optimizer, loss, given = mlp()
+    sparse = torch.eye(64).to_sparse()
+
+    def transformed(x: Tensor, y: Tensor) -> Tensor:
+        slopes = torch.func.vmap(torch.func.jacrev(model))(torch.sparse.mm(sparse, x))
+        return loss(x, y) + slopes.square().mean()
+
+    facts = why_slow(model, optimizer, transformed, given).facts
+    assert "ops" not in facts.not_measured
+    assert facts.ops > why_slow(model, optimizer, loss, given).facts.ops + 5
+
+
 def test_a_frame_without_a_line_is_at_the_first_line_of_its_code() -> None:
     code = (lambda: None).__code__
     frame: Any = SimpleNamespace(f_code=code, f_lineno=None, f_back=None)

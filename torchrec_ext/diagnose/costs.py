@@ -130,7 +130,7 @@ def _without_ops(facts: Facts, each: Round, line: LineFacts) -> float:
 
 def held_lines(facts: Facts) -> list[tuple[LineFacts, float]]:
     """Returns the lines of a step that hold it without ops, with their shares of an iteration, the longest first."""
-    if facts.ranks or not facts.has("data", "step", "op"):
+    if facts.ranks or "ops" in facts.not_measured or not facts.has("data", "step", "op"):
         return []
     tables = {table.line for table in facts.whole_tables}  # which are a cause of their own
     others = [line for line in facts.lines if line.name not in tables]
@@ -147,9 +147,9 @@ def unexplained_seconds(facts: Facts, each: Round) -> float:
 def explained(facts: Facts) -> float:
     """Returns the share of an iteration that is explained: all but what the user's lines take without ops.
 
-    If lines were not sampled, it is the share of the batch, the products, and the price of ops.
+    If lines were not sampled, or ops not counted, it is the share of the batch, the products, and the price of ops.
     """
-    if facts.lines:
+    if facts.lines and "ops" not in facts.not_measured:
         return 1 - share_of(facts, lambda each: unexplained_seconds(facts, each))
 
     def known(each: Round) -> float:

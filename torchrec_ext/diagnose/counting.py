@@ -354,7 +354,10 @@ def _tensors_in(value: Any) -> list[Tensor]:
 
 
 def _storage_of(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else id(tensor)
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except NotImplementedError:  # it has none, as a sparse one and that of a function transform
+        return id(tensor)
 
 
 @contextmanager
