@@ -310,7 +310,7 @@ class _Asked:
     """What the popularity ranking reads of an evaluator."""
 
     def __init__(self, data: Any, figures: Any) -> None:
-        self._data, self._asked = data, figures
+        self._data, self._ranking_figures = data, figures
 
 
 @pytest.mark.parametrize(

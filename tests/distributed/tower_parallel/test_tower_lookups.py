@@ -12,7 +12,7 @@ from tests.contracts import run_ranks
 from tests.examples import META, table
 from tests.models.merged_models import DIM, ITEMS, ROWS, bags, batch, by_table, is_table, model
 from torchrec_ext.batch import SharedRows, TowerBatch
-from torchrec_ext.distributed.autotune.choose import auto_plan
+from torchrec_ext.distributed.autotune.choose import auto_plan, tower_loads
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.placement import PlacementError
@@ -165,7 +165,7 @@ def auto(runtime: Runtime) -> dict[str, Any]:
     return {
         "config": config,
         "candidates": [candidate.towers for candidate in decision.candidates],
-        "costs": list(decision.measurements.towers),
+        "loads": list(tower_loads(made)),
     }
 
 
@@ -229,7 +229,7 @@ def test_the_plan_says_where_a_shared_table_is() -> None:
 def test_auto_keeps_towers_together_that_share_a_table() -> None:
     (_, first), (_, second) = ranks_of(2)
     assert first == second
-    assert first["costs"] == ["user+item", "place"]
+    assert first["loads"] == ["user+item", "place"]
     assert "user+item:0,place:1" in first["candidates"]
     assert all(candidate == "data_parallel" or candidate.startswith("user+item:") for candidate in first["candidates"])
 

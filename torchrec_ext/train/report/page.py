@@ -371,7 +371,7 @@ def _with_labels(ticks: Sequence[float]) -> list[tuple[float, str]]:
     """Labels ticks, with enough digits to distinguish neighbours.
 
     Example:
-        >>> _labelled([0.9985, 0.999, 0.9995]), _labelled([10_000, 20_000])
+        >>> _with_labels([0.9985, 0.999, 0.9995]), _with_labels([10_000, 20_000])
         ([(0.9985, '0.9985'), (0.999, '0.9990'), (0.9995, '0.9995')], [(10000, '10k'), (20000, '20k')])
     """
     step = min((later - earlier for earlier, later in itertools.pairwise(ticks)), default=1.0)
@@ -385,7 +385,7 @@ def _short_number(value: float) -> str:
     """Formats a number in few characters.
 
     Example:
-        >>> [_figure(value) for value in (0.6, 12_500, 3e6, 1.05, 2.5e9)]
+        >>> [_short_number(value) for value in (0.6, 12_500, 3e6, 1.05, 2.5e9)]
         ['0.6', '12.5k', '3M', '1.05', '2.5G']
     """
     # From 10,000 on, not from 1,000: four digits read as easily as 1.23k.
