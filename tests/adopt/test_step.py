@@ -1313,28 +1313,6 @@ def test_a_step_that_rounding_changes_is_compared_within_what_rounding_changes(
     assert ("differs from the eager one" in step.describe()) == (share != 1)
 
 
-class Cancelling(Pairs):
-    """Loses digits in eager steps, as torch's norm of a large table does."""
-
-    def forward(self, user: Tensor, item: Tensor) -> Tensor:
-        return super().forward(user, item) + ((self.item(item) + 1e5) - 1e5).sum(1)
-
-
-def test_a_captured_step_that_is_nearer_to_float64_than_the_eager_one_is_no_difference(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def exactly(graph: torch.fx.GraphModule, examples: Any) -> Callable[..., Any]:
-        return lambda *tensors: adopted._exactly(graph, list(tensors))([])
-
-    monkeypatch.setattr(adopted, "compile_graph", exactly)
-    made, _, step = with_adopt(lambda: of(Cancelling), 9)
-    assert step.describe().startswith("captured")
-    batch = next(batches(made, 1))
-    with torch.no_grad():
-        exact = copy.deepcopy(made.model).double()(*batch[:2])
-        assert float((made.model(*batch[:2]) - exact).abs().max()) > 1e-3
-
-
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_loss_that_is_not_finite_ends_the_run_with_its_step(captured: bool) -> None:
     made = made_anew(of_pairs)

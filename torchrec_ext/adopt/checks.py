@@ -376,7 +376,7 @@ def step_difference(
 ) -> str:
     """Names what differs by more than rounding between a captured and an eager step, whose tensors are in the memory.
 
-    ``noise`` says how far rounding moves the gradient of a parameter in an eager step, and of ``loss`` the loss. Within
+    ``noise`` says how far rounding of the weights moves the gradient of a parameter, and of ``loss`` the loss: within
     ten times that they do not differ.
 
     A gradient that is nothing but rounding, as of a bias before batch normalisation, is a step of Adam's full size in
@@ -428,37 +428,37 @@ def _alike(tensor: Tensor, other: Tensor, near: float) -> bool:
 
 
 @torch.no_grad()
-def distance_from_exact(
-    memory: StepMemory, outer: Sequence[Tensor], before: Mapping[str, Tensor], loss: float, step: Callable[[], Tensor]
+def response_to_rounding(
+    memory: StepMemory, outer: Sequence[Tensor], before: Mapping[str, Tensor], step: Callable[[], Tensor]
 ) -> dict[str, float]:
-    """Returns how far rounding moves the eager step, which the memory holds: by parameter, and of ``loss`` the loss.
-
-    It is how far the gradients are from those of the same step in float64, with weights that are changed by rounding.
+    """Returns how far a step's gradients move if weights change by rounding, by parameter, and of ``loss`` the loss.
 
     Args:
         memory: the step's memory.
         outer: see :func:`contents`.
         before: what the memory held before the step.
-        loss: loss of the eager step.
-        step: makes the step on the memory in float64, and returns its loss.
+        step: makes the step on the memory, and returns its loss.
     """
     now, draw = contents(memory, outer), torch.Generator(memory.device).manual_seed(0)
-    pulls = {moved.name: _pull(moved, before, now) for moved in memory.moved}
+    losses, made = [], []
     try:
-        write_back(memory, outer, before)
-        begun = dict(before)
-        for moved in memory.moved:
-            shift = torch.randint(-1, 2, moved.weight.shape, generator=draw, device=memory.device)
-            moved.weight.mul_(1 + 2.0**-23 * shift)
-            begun[moved.name] = moved.weight.clone()
-        exact = float(step())
-        memory.settle()
-        after = _held(memory, outer)
-        far = {moved.name: pulls[moved.name] - _pull(moved, begun, after) for moved in memory.moved}
+        for shifted in (False, True):
+            write_back(memory, outer, before)
+            begun = dict(before)
+            for moved in memory.moved if shifted else ():
+                shift = torch.randint(-1, 2, moved.weight.shape, generator=draw, device=memory.device)
+                moved.weight.mul_(1 + 2.0**-23 * shift)
+                begun[moved.name] = moved.weight.clone()
+            losses.append(float(step()))
+            memory.settle()
+            after = _held(memory, outer)
+            made.append({moved.name: _pull(moved, begun, after).clone() for moved in memory.moved})
     finally:
         memory.settle()
         write_back(memory, outer, now)
-    return {"loss": abs(loss - exact), **{name: float(each.abs().max()) for name, each in far.items() if each.numel()}}
+    first, second = made
+    noise = {name: float((pull - second[name]).abs().max()) for name, pull in first.items() if pull.numel()}
+    return {"loss": abs(losses[1] - losses[0]), **noise}
 
 
 def _pull(moved: UpdatedParameter, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Tensor:

@@ -17,12 +17,11 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
@@ -34,12 +33,12 @@ from torchrec_ext.adopt.checks import (
     Rules,
     check_model,
     contents,
-    distance_from_exact,
     fixed_settings,
     hook_of_optimizers,
     loss_and_output,
     module_line,
     random_state,
+    response_to_rounding,
     set_random_state,
     step_difference,
     update_rules,
@@ -614,7 +613,7 @@ class AdoptedStep:
         if captured.unverified[given.key] or self._check_is_due(captured):
             memory = captured.source.memory
             before = _Before(contents(memory, call.outer()), memory.unsettled, random_state(self._device))
-            captured.engine.way = Way.PLAIN if self._random else Way.FAST
+            captured.engine.plain = self._random
         self._zero_grads()
         try:
             loss, outputs = self._trained(captured, given)
@@ -626,7 +625,7 @@ class AdoptedStep:
                 raise _EndOfCaptureError(f"{type(error).__name__}: {first_line(error)}") from error
             raise self._broken_by(error) from error
         finally:
-            captured.engine.way = Way.FAST
+            captured.engine.plain = False
         if before is not None:
             raise _Compared(given.key, call, before, loss, outputs)
         return list(outputs)
@@ -738,7 +737,7 @@ class AdoptedStep:
         far = step_difference(memory, outer, before, after, *results, factor)
         # Of towers apart a call is another: its step cannot be made again without the other ranks.
         if far and isinstance(captured.call, GraphCall):
-            noise = self._distance_from_exact(captured, before, float(eager[0]))
+            noise = self._response_to_rounding(captured, before)
             far = step_difference(memory, outer, before, after, *results, factor, noise=noise)
         moved = {each.name for each in memory.moved}
         for name, (_, _, parameter, _) in update_rules(self._model, self._optimizers).items():
@@ -753,8 +752,8 @@ class AdoptedStep:
             self._checks_s[self._paused] += time.perf_counter() - began
         return eager
 
-    def _distance_from_exact(self, captured: _Compared, before: Mapping[str, Tensor], loss: float) -> dict[str, float]:
-        """Returns how far rounding moves the eager step that is compared."""
+    def _response_to_rounding(self, captured: _Compared, before: Mapping[str, Tensor]) -> dict[str, float]:
+        """Returns how far rounding moves the gradients of the step that is compared, from its ops run one by one."""
         current, random = self._current, random_state(self._device)
         assert current is not None
         given = current.source.inputs(captured.call)
@@ -763,11 +762,11 @@ class AdoptedStep:
             set_random_state(self._device, captured.before.random)
             return current.step(given)[0]
 
-        current.engine.way = Way.EXACT
+        current.engine.plain = True
         try:
-            return distance_from_exact(current.source.memory, captured.call.outer(), before, loss, step)
+            return response_to_rounding(current.source.memory, captured.call.outer(), before, step)
         finally:
-            current.engine.way = Way.FAST
+            current.engine.plain = False
             set_random_state(self._device, random)
 
     def _anew(self, changed: str, batch: AnyBatch) -> tuple[Tensor, Any]:
@@ -975,34 +974,25 @@ def weakly(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
     return call
 
 
-class Way(Enum):
-    """How a step runs: fast, op by op with the random numbers of eager steps, or so in float64."""
-
-    FAST = "fast"
-    PLAIN = "plain"
-    EXACT = "exact"
-
-
 class StepEngine:
     """The executor of a device, that can also run a step op by op, with the random numbers that eager steps draw.
 
     Attributes:
-        way: how the next steps run.
+        plain: whether the next steps run op by op.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self.way = device, Way.FAST
+        self._device, self.plain = device, False
 
     def __call__(self, step: Callable[..., list[Tensor]], memory: list[Tensor], inputs: list[Tensor]) -> Run:
         """Captures the step."""
         if self._device.type == "cuda":
-            plain = as_it_is(step, memory, inputs)
-            runs = {Way.FAST: cuda_graph(step, memory, inputs), Way.PLAIN: plain, Way.EXACT: plain}
+            fast, slow = cuda_graph(step, memory, inputs), as_it_is(step, memory, inputs)
         else:
             graph, examples = self.trace(step, [*memory, *inputs])
             compiled = self.compile(graph, examples)
-            runs = {Way.FAST: _on(compiled, memory), Way.PLAIN: _on(graph, memory), Way.EXACT: _exactly(graph, memory)}
-        return lambda later: runs[self.way](later)
+            fast, slow = _on(compiled, memory), _on(graph, memory)
+        return lambda later: slow(later) if self.plain else fast(later)
 
     def trace(self, step: Callable[..., list[Tensor]], tensors: list[Tensor]) -> tuple[GraphModule, list[Tensor]]:
         """Returns the ops of a step, and tensors without values of the shapes of those that it is called with."""
@@ -1028,43 +1018,5 @@ def _on(step: Callable[..., list[Tensor]], memory: list[Tensor]) -> Run:
     def run(inputs: Sequence[Tensor]) -> list[Tensor]:
         with torch.no_grad():
             return list(step(*memory, *inputs))
-
-    return run
-
-
-class _InDouble(fx.Interpreter):
-    """Runs a traced step in float64, with the random numbers of float32."""
-
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs one op."""
-        single = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
-        cast = _single if single else _double
-        result = super().call_function(target, pytree.tree_map(cast, args), pytree.tree_map(cast, kwargs))
-        if single and target._schema.is_mutable:
-            return args[0].copy_(result)
-        return pytree.tree_map(_double, result)
-
-
-def _double(value: Any) -> Any:
-    if value is torch.float32:
-        return torch.float64
-    return value.double() if isinstance(value, Tensor) and value.dtype == torch.float32 else value
-
-
-def _single(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype == torch.float64 else value
-
-
-def _exactly(graph: GraphModule, memory: list[Tensor]) -> Run:
-    """Runs a step in float64, and writes what it leaves in the memory rounded."""
-
-    def run(inputs: Sequence[Tensor]) -> list[Tensor]:
-        with torch.no_grad():
-            doubles = [_double(tensor) for tensor in memory]
-            outputs: list[Tensor] = _InDouble(graph).run(*doubles, *map(_double, inputs))
-            for tensor, double in zip(memory, doubles, strict=True):
-                if double is not tensor:
-                    tensor.copy_(double)
-        return outputs
 
     return run

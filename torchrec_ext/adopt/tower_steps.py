@@ -22,7 +22,7 @@ from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.adopt.exchange import HEADER, OutputExchange, squared_norm
 from torchrec_ext.adopt.graph import ForwardGraph, TracedCall
 from torchrec_ext.adopt.source import AdoptedSource, AnyBatch, GivenBatch, GraphCall
-from torchrec_ext.adopt.step import AdoptedStep, EndOfStepError, StepEngine, Way, weakly
+from torchrec_ext.adopt.step import AdoptedStep, EndOfStepError, StepEngine, weakly
 from torchrec_ext.adopt.subnetworks import UserLoss
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.config import Compile
@@ -476,7 +476,7 @@ class _InParts(StepEngine):
                 return values[results[index]]  # type: ignore[no-any-return,index]
 
             for number, piece in enumerate(pieces):
-                call = fast[number] if self.way is Way.FAST else piece.graph
+                call = piece.graph if self.plain else fast[number]
                 try:
                     with torch.no_grad():
                         outputs = call(*[values[index] for index in piece.inputs])
