@@ -26,7 +26,7 @@ from small_model_training import Side, loader_of, network, training
 from torch import Tensor, nn
 
 from torchrec_ext.adopt import AdoptedStep, Rows, Uniform, adopt
-from torchrec_ext.train.config import Compile
+from torchrec_ext.capture.policy import Compile
 
 
 def collate(batch: list[tuple[Tensor, ...]]) -> list[Tensor]:

@@ -37,6 +37,7 @@ from harness import LIMIT_S, Options, Row, Trainings, command_line, in_turn, on_
 from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
+from torchrec_ext.capture.policy import Compile
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.data.negatives.samplers import UniformNegatives
@@ -48,7 +49,6 @@ from torchrec_ext.models.tower_model import TowerModel, two_tower
 from torchrec_ext.networks.training import Member, train_stack
 from torchrec_ext.train.config import TrainConfig
 from torchrec_ext.train.loop import train
-from torchrec_ext.train.step.choose import Compile
 
 USERS, ITEMS, CONTEXT, COUNT, POSITIVES, NEGATIVES = 654, 1_127, 21, 83_731, 256, 4
 MEMBERS = 8

@@ -34,8 +34,8 @@ from harness import Options, Repeated, Row, Trainings, command_line, last_json, 
 from small_model_baseline import BATCH, NEGATIVES, SHAPES, PlainStep
 from small_model_training import Side, batches_of, instances, loader_of, network, training
 
+from torchrec_ext.capture.policy import PATIENCE
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.train.step.choose import PATIENCE
 
 EPOCH = 3_647_614 * 5
 INSTANCES = BATCH * (1 + NEGATIVES)  # of a step

@@ -15,9 +15,9 @@ from harness import LIMIT_S, Counted, Options, Row, Trainings, on_ranks, rates, 
 from small_model_baseline import BATCH, NEGATIVES, SHAPES
 from small_model_training import Side, loader_of, network, training
 
+from torchrec_ext.capture.policy import PATIENCE
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import SyncConfig
-from torchrec_ext.train.step.choose import PATIENCE
 
 SIDES = ("one", "two", "apart")
 EVERY = 32

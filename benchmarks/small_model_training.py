@@ -17,6 +17,7 @@ import torch
 from small_model_baseline import BATCH, NEGATIVES, Shape, positives
 
 from torchrec_ext.batch import TowerBatch
+from torchrec_ext.capture.policy import Compile
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.data.negatives.samplers import UniformNegatives
@@ -26,7 +27,6 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import SyncConfig
 from torchrec_ext.models.ncf import ContextualNCF
 from torchrec_ext.train.loop import Loader, TrainConfig, train
-from torchrec_ext.train.step.choose import Compile
 
 Side = Callable[[Callable[[], bool]], object]
 

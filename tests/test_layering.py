@@ -32,15 +32,19 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "modules": BASE,
     "models": BASE | {"modules"},
     "distributed": {"batch", "modules.tower", "modules.shared_tables"},
-    "train": {"distributed", "batch", "tensor_file", "sealed"},
-    "networks": {"train", "distributed", "modules", "batch"},
+    "observe": {"distributed"},
+    "drawing": set(),
+    "capture": {"distributed", "batch", "observe"},
+    "train": {"distributed", "batch", "tensor_file", "sealed", "capture", "observe", "drawing"},
+    "networks": {"train", "distributed", "modules", "batch", "capture", "observe"},
     # `distributed.tables` says which rows of a sharded model a rank holds, for the export alone; `distributed.runtime`
     # how much memory the host or the container has left, for a store that is read into it.
     "retrieval": BASE | {"modules", "models", "data.preprocess", "distributed.tables", "distributed.runtime"},
-    "adopt": {"batch", "data.negatives", "distributed", "train"},
-    "diagnose": {"adopt", "batch", "distributed", "train"},
+    "adopt": {"batch", "data.negatives", "distributed", "capture", "observe"},
+    "diagnose": {"adopt", "batch", "distributed", "observe", "drawing"},
     "torchx_apps": BASE
-    | {"data", "modules", "models", "distributed", "train", "networks", "retrieval", "adopt", "diagnose", "stack"},
+    | {"data", "modules", "models", "distributed", "capture", "observe", "drawing", "train", "networks"}
+    | {"retrieval", "adopt", "diagnose", "stack"},
     "components": set(),
 }
 
@@ -160,7 +164,7 @@ def test_whatever_imports_torch_checks_the_stack_first() -> None:
         (
             "torchrec_ext.train.loop",
             "from torchrec_ext.models.tower_model import TowerModel",
-            "train may import batch, distr",
+            "train may import batch, capture",
         ),
         ("torchrec_ext.train.loop", "def f():\n    import torchrec_ext.data.loader.loader", "train may import"),
         (

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import torchrec_ext.adopt.step as adopted
-import torchrec_ext.train.step.memory as memories
+import torchrec_ext.capture.memory as memories
 from torchrec_ext.adopt import AdoptedStep, adopt
 
 USERS, ITEMS, D, B = 700, 300, 4, 16

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 
 import torchrec_ext.adopt.step as adopted
 from torchrec_ext.adopt import AdoptedStep, CannotAdopt, Rows, adopt
+from torchrec_ext.capture.memory import StepMemory
+from torchrec_ext.capture.policy import TrainingDivergedError
 from torchrec_ext.retrieval import Bundle, Catalogue, Scorer, ScoreRequest, export
-from torchrec_ext.train.guards.finite import TrainingDivergedError
-from torchrec_ext.train.step.memory import StepMemory
 
 USERS, ITEMS, FEW, D, B, L = 700, 300, 20, 4, 16, 3  # of the few rows, tables are moved whole
 WHOLE, BY_ROW = 1e-6, 2e-3

@@ -4,16 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from torchrec_ext.diagnose.facts import (
-    Between,
-    CollectiveFacts,
-    Facts,
-    LineFacts,
-    LoaderFacts,
-    RankFacts,
-    TableFacts,
-    WholeTableOp,
-)
+from torchrec_ext.diagnose.facts import Between, CollectiveFacts, Facts, LineFacts, LoaderFacts, RankFacts
+from torchrec_ext.observe.counts import TableFacts, WholeTableOp
 
 DRIFT = (1.0, 1.03, 0.98, 1.3, 1.01, 0.99, 1.02, 0.97, 1.0)  # of a machine, from round to round; the same for all
 

@@ -7,8 +7,9 @@ import pytest
 
 from tests.diagnose.recorded import HEALTHY, HEALTHY_RANKS, ON_RANKS, RECORDED, ranks
 from torchrec_ext.diagnose import Diagnosis, rank_rules, rules
-from torchrec_ext.diagnose.facts import Facts, TableFacts
+from torchrec_ext.diagnose.facts import Facts
 from torchrec_ext.diagnose.rules import answers
+from torchrec_ext.observe.counts import TableFacts
 
 pytestmark = pytest.mark.unit
 

@@ -8,9 +8,10 @@ import pytest
 from tests.diagnose.recorded import DRIFT, HEALTHY, RECORDED, ROWS, TABLE, facts, steps
 from torchrec_ext.diagnose import Diagnosis, Gain, costs, rules
 from torchrec_ext.diagnose.facts import DRIFT as MOMENTS
-from torchrec_ext.diagnose.facts import AllItems, Facts, LineFacts, LoaderFacts, WholeTableOp, paired_gain
+from torchrec_ext.diagnose.facts import Facts, LineFacts, LoaderFacts, paired_gain
 from torchrec_ext.diagnose.findings import Answer
 from torchrec_ext.diagnose.rules import answers
+from torchrec_ext.observe.counts import AllItems, WholeTableOp
 
 pytestmark = pytest.mark.unit
 CAUSES = [cause for cause in rules.RULES if cause not in ("all_items", "small_batch", "precision")]

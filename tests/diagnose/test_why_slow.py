@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from tests.diagnose.programs import Clock, mlp, training
-from torchrec_ext.diagnose import Diagnosis, ThreadClock, batches, counting, experiments, why, why_slow
-from torchrec_ext.diagnose.clock import busy_elsewhere
+from torchrec_ext.diagnose import Diagnosis, ThreadClock, batches, experiments, why, why_slow
+from torchrec_ext.observe import counting, user_lines
+from torchrec_ext.observe.clock import busy_elsewhere
 
 pytestmark = pytest.mark.unit
 
@@ -395,7 +396,7 @@ def test_ops_of_function_transforms_and_of_sparse_tensors_are_counted() -> None:
 def test_a_frame_without_a_line_is_at_the_first_line_of_its_code() -> None:
     code = (lambda: None).__code__
     frame: Any = SimpleNamespace(f_code=code, f_lineno=None, f_back=None)
-    assert counting.stack_of(frame) == [(code, code.co_firstlineno)]
+    assert user_lines.stack_of(frame) == [(code, code.co_firstlineno)]
 
 
 def test_a_device_is_watched_and_a_cpu_has_none(device: torch.device) -> None:
@@ -570,7 +571,7 @@ def test_wrong_settings_are_refused(more: dict[str, Any], message: str) -> None:
 
 
 def test_a_copy_that_does_not_fit_is_refused_with_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchrec_ext.diagnose.state.available_memory", lambda: 500)
+    monkeypatch.setattr("torchrec_ext.observe.state_copy.available_memory", lambda: 500)
     with pytest.raises(ValueError, match=r"a copy of weights and optimizer state.* takes 0\.0 GiB"):
         why_slow(*mlp())
 

@@ -15,6 +15,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.networks.members import PLAIN, batch, greatest_difference, network
 from torchrec_ext.batch import TowerBatch
+from torchrec_ext.capture.captured import StepExecutor, as_it_is, inductor
+from torchrec_ext.capture.lowering import CannotCaptureError
+from torchrec_ext.capture.policy import Compile
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.data.negatives.samplers import UniformNegatives
@@ -30,11 +33,9 @@ from torchrec_ext.networks.training import Member, train_stack
 from torchrec_ext.schema import Jagged
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.run import CheckpointConfig, RunCheckpoints
-from torchrec_ext.train.config import Compile, Record
+from torchrec_ext.train.config import Record
 from torchrec_ext.train.guards.finite import RunStoppedError
 from torchrec_ext.train.loop import Loader, TrainConfig
-from torchrec_ext.train.step.captured import StepExecutor, as_it_is, inductor
-from torchrec_ext.train.step.lowering import CannotCaptureError
 
 ADAM = OptimizerConfig(tables="adam", tables_lr=2e-3, dense_lr=1e-3, eps=1e-4)
 

@@ -9,13 +9,8 @@ step_difference(): whether a captured step did what the eager one does on the sa
 
 from __future__ import annotations
 
-import inspect
-import linecache
-import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -25,44 +20,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from torchrec_ext.adopt.errors import CannotAdopt
+from torchrec_ext.capture.memory import StepMemory, UpdatedParameter
 from torchrec_ext.distributed.optim.config import Choice
-from torchrec_ext.train.step.memory import StepMemory, UpdatedParameter
-
-_TORCH, _PACKAGE = (str(path) + os.sep for path in (Path(torch.__file__).parent, Path(__file__).parents[1]))
-
-
-def is_users_file(file: str) -> bool:
-    """Whether a file is neither torch's nor this package's."""
-    return not file.startswith((_PACKAGE, _TORCH, "<"))
-
-
-def user_line() -> str:
-    """Returns file, line and text of the innermost call that is neither torch's nor this package's."""
-    frame = inspect.currentframe()
-    while frame is not None and not is_users_file(frame.f_code.co_filename):
-        frame = frame.f_back
-    if frame is None:
-        return "an unknown line"
-    file, line = frame.f_code.co_filename, frame.f_lineno
-    return f"{file}:{line} ({linecache.getline(file, line).strip()})"
-
-
-def module_line(model: nn.Module, path: str) -> str:
-    """Names a submodule or parameter by its path, with the line of the user's class that sets it, where known."""
-    parent, _, name = path.rpartition(".")
-    while parent and type(model.get_submodule(parent)).__module__.startswith("torch."):
-        parent, _, name = parent.rpartition(".")
-    try:
-        kind = type(model.get_submodule(parent))
-        lines, first = inspect.getsourcelines(kind)
-        file = inspect.getsourcefile(kind)
-    except (OSError, TypeError):
-        return f"'{path}'"
-    if kind.__module__.startswith("torch."):
-        return f"'{path}'"
-    offset = next((index for index, line in enumerate(lines) if re.search(rf"self\.{re.escape(name)}\b", line)), 0)
-    return f"'{path}' ({file}:{first + offset})"
-
+from torchrec_ext.observe.state_copy import random_state
+from torchrec_ext.observe.user_lines import module_line
 
 _WRAPPERS = {
     "DistributedDataParallel": "adopt its .module, and average ranks every few steps (local SGD) in place of DDP",
@@ -249,19 +210,6 @@ def fixed_settings(optimizers: Sequence[torch.optim.Optimizer]) -> list[list[Any
         for optimizer in optimizers
         for group in optimizer.param_groups
     ]
-
-
-def random_state(device: torch.device) -> Tensor:
-    """Returns the state of torch's random numbers on a device."""
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def set_random_state(device: torch.device, state: Tensor) -> None:
-    """Sets what :func:`random_state` returned."""
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
 
 
 class ForwardWatch(TorchFunctionMode):

@@ -1,6 +1,6 @@
 """CannotAdopt: what the package refuses to take over from a user's code, by name, with the line and the remedy."""
 
-from torchrec_ext.train.step.lowering import CannotCaptureError
+from torchrec_ext.capture.lowering import CannotCaptureError
 
 
 class CannotAdopt(CannotCaptureError):  # noqa: N818 - the name says what happened, as CannotCaptureError's does

@@ -27,10 +27,12 @@ from torch import Tensor, fx, nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.overrides import TorchFunctionMode
 
-from torchrec_ext.adopt.checks import is_users_file, loss_and_output, random_state
+from torchrec_ext.adopt.checks import loss_and_output
 from torchrec_ext.adopt.errors import CannotAdopt
-from torchrec_ext.train.step.captured import Reader, depends_on_values, first_line
-from torchrec_ext.train.step.lowering import CannotCaptureError
+from torchrec_ext.capture.captured import Reader, depends_on_values
+from torchrec_ext.capture.lowering import CannotCaptureError
+from torchrec_ext.observe.state_copy import random_state
+from torchrec_ext.observe.user_lines import first_line, is_users_file
 
 Loss = Callable[..., Any]
 Backend = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Sequence[Any]]]

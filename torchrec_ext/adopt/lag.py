@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrec_ext.adopt.checks import tensor_leaves, user_line
-from torchrec_ext.train.step.memory import StepMemory
+from torchrec_ext.adopt.checks import tensor_leaves
+from torchrec_ext.capture.memory import StepMemory
+from torchrec_ext.observe.user_lines import user_line, with_text
 
 _LIVE: weakref.WeakSet[Lag] = weakref.WeakSet()
 
@@ -80,7 +81,7 @@ class Lag:
         with self._lock:
             if not self.active:
                 return
-            self.reader = user_line()
+            self.reader = with_text(user_line())
             self._update()
             self.release()
 

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from torchrec_ext.adopt.checks import module_line
 from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.adopt.graph import ForwardGraph, changed_between_calls
 from torchrec_ext.adopt.rows import Rows
-from torchrec_ext.train.step.captured import Reader, StepInputs, StepSource
-from torchrec_ext.train.step.memory import StepMemory
+from torchrec_ext.capture.captured import Reader, StepInputs, StepSource
+from torchrec_ext.capture.memory import StepMemory
+from torchrec_ext.observe.user_lines import module_line
 
 
 class GroupSettings(Mapping[str, Any]):

@@ -36,10 +36,7 @@ from torchrec_ext.adopt.checks import (
     fixed_settings,
     hook_of_optimizers,
     loss_and_output,
-    module_line,
-    random_state,
     response_to_rounding,
-    set_random_state,
     step_difference,
     update_rules,
     write_back,
@@ -64,9 +61,7 @@ from torchrec_ext.adopt.source import (
     GroupSettings,
     RowsOnDevice,
 )
-from torchrec_ext.train.config import Compile
-from torchrec_ext.train.guards.finite import TrainingDivergedError
-from torchrec_ext.train.step.captured import (
+from torchrec_ext.capture.captured import (
     CapturedStep,
     RareShapeError,
     Run,
@@ -75,13 +70,14 @@ from torchrec_ext.train.step.captured import (
     compile_graph,
     cuda_graph,
     engine_for,
-    first_line,
     traced,
     unaliased,
 )
-from torchrec_ext.train.step.choose import PATIENCE, WATCHED, median_step, two_digits
-from torchrec_ext.train.step.lowering import CannotCaptureError
-from torchrec_ext.train.step.memory import StepMemory, UpdatedParameter
+from torchrec_ext.capture.lowering import CannotCaptureError
+from torchrec_ext.capture.memory import StepMemory, UpdatedParameter
+from torchrec_ext.capture.policy import PATIENCE, WATCHED, Compile, TrainingDivergedError, median_step, two_digits
+from torchrec_ext.observe.state_copy import random_state, set_random_state
+from torchrec_ext.observe.user_lines import first_line, module_line
 
 # Seconds that a capture took here: so much, and so much more for each torch call of the forward.
 CAPTURE_S, CAPTURE_S_PER_CALL = 8.0, 0.4

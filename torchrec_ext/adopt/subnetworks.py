@@ -1,6 +1,6 @@
 """Subnetwork: a module within a user's model, and what a run of the user's own loss shows of it.
 
-calling_line(), raising_line(): the line of the user's code that led to where the package is, or to an exception.
+user_line(), raising_line(): the line of the user's code that led to where the package is, or to an exception.
 
 python_attributes(), changed_attribute(): which attributes of a model's modules a forward sets.
 """
@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import random
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -25,27 +22,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from torchrec_ext.adopt.errors import CannotAdopt
-
-_UNKNOWN = "a line that torch does not name"
-_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
-
-
-def calling_line() -> str:
-    """Returns ``file:line`` of the innermost call that is neither torch's nor this package's."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
-        frame = frame.f_back
-    return _UNKNOWN if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-def raising_line(error: BaseException) -> str:
-    """Returns ``file:line`` of the innermost of the user's lines that an exception came through."""
-    trace, line = error.__traceback__, _UNKNOWN
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        line = line if file.startswith(_NOT_THE_USERS) else f"{file}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return line
+from torchrec_ext.observe.user_lines import user_line
 
 
 def python_attributes(model: nn.Module) -> dict[str, Any]:
@@ -278,7 +255,7 @@ class UserLoss:
 
         def observed(tower: Subnetwork, run: Callable[..., Any]) -> Callable[..., Any]:
             def forward(*positional: Any, **keywords: Any) -> Any:
-                tower.lines.append(calling_line())
+                tower.lines.append(user_line())
                 arguments, tower.inputs = tree_flatten((positional, keywords))
                 if any(isinstance(argument, Tensor) and argument.requires_grad for argument in arguments):
                     raise _reads_computed(tower)
@@ -361,7 +338,7 @@ class UserLoss:
                 for argument, known in zip(given, tower.arguments, strict=False):
                     if isinstance(known, _Leaf) and argument is not leaves[known.index]:
                         raise CannotAdopt(
-                            f"{calling_line()}: tower '{tower.path}' reads another tensor than on the example, where "
+                            f"{user_line()}: tower '{tower.path}' reads another tensor than on the example, where "
                             f"it was leaf {known.index} of the batch"
                         )
                 return tree_unflatten(finished[tower.path], tower.outputs)  # type: ignore[arg-type]

@@ -22,8 +22,9 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_ext.adopt.errors import CannotAdopt
-from torchrec_ext.adopt.subnetworks import calling_line, changed_attribute, python_attributes, raising_line
+from torchrec_ext.adopt.subnetworks import changed_attribute, python_attributes
 from torchrec_ext.distributed.tables import GivenRows
+from torchrec_ext.observe.user_lines import raising_line, user_line
 
 _LINE = "user_line"  # in the meta of a node
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
@@ -219,7 +220,7 @@ class _Tracer(fx.Tracer):
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         """Makes a node that knows the user's line."""
         node = super().create_node(*args, **kwargs)
-        node.meta[_LINE] = calling_line()
+        node.meta[_LINE] = user_line()
         return node
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:

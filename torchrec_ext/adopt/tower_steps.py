@@ -17,19 +17,19 @@ from torch.fx import GraphModule
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from torchrec_ext.adopt.checks import ForwardWatch, module_line, update_rules
+from torchrec_ext.adopt.checks import ForwardWatch, update_rules
 from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.adopt.exchange import HEADER, OutputExchange, squared_norm
 from torchrec_ext.adopt.graph import ForwardGraph, TracedCall
 from torchrec_ext.adopt.source import AdoptedSource, AnyBatch, GivenBatch, GraphCall
 from torchrec_ext.adopt.step import AdoptedStep, EndOfStepError, StepEngine, weakly
 from torchrec_ext.adopt.subnetworks import UserLoss
+from torchrec_ext.capture.captured import RareShapeError, Run, StepInputs, unaliased
+from torchrec_ext.capture.memory import StepMemory
+from torchrec_ext.capture.parts import split_at
+from torchrec_ext.capture.policy import PATIENCE, Compile
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.train.config import Compile
-from torchrec_ext.train.step.captured import RareShapeError, Run, StepInputs, unaliased
-from torchrec_ext.train.step.choose import PATIENCE
-from torchrec_ext.train.step.memory import StepMemory
-from torchrec_ext.train.step.parts import split_at
+from torchrec_ext.observe.user_lines import module_line
 
 TOTAL = 2  # index, among the results of a step, of what is summed over the ranks; before it the loss and the outputs
 

@@ -47,9 +47,9 @@ from torchrec_ext.adopt.subnetworks import (
     subnetworks,
 )
 from torchrec_ext.adopt.tower_steps import LocalStep
+from torchrec_ext.capture.policy import Compile
 from torchrec_ext.distributed.optim.hybrid import GradientNotFiniteError
 from torchrec_ext.distributed.runtime import Runtime, calm_gloo
-from torchrec_ext.train.config import Compile
 
 ROUNDS = 3  # of measuring, when the towers are taken apart
 _SAMPLE = 4  # rows of a batch whose values ranks compare in every step

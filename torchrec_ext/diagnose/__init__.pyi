@@ -1,8 +1,9 @@
-from .clock import ThreadClock as ThreadClock
+from torchrec_ext.observe.clock import ThreadClock as ThreadClock
+from torchrec_ext.observe.state_copy import StateCopy as StateCopy
+
 from .facts import Facts as Facts
 from .facts import Gain as Gain
 from .findings import Finding as Finding
 from .findings import Remedy as Remedy
 from .report import Diagnosis as Diagnosis
-from .state import StateCopy as StateCopy
 from .why import why_slow as why_slow

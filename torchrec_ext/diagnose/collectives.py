@@ -28,7 +28,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import ProcessGroup, Work
 
-from torchrec_ext.diagnose.counting import described, users_line
+from torchrec_ext.observe.user_lines import calling_line, described
 
 Mode = Literal["watch", "trace", "record", "replay"]
 _POLL_S = 0.25
@@ -205,7 +205,7 @@ class Collectives:
             if self._mode == "trace":
                 ranks = tuple(dist.get_process_group_ranks(ProcessGroup.unbox(_group(args))))
                 count = 0 if name == "barrier" else sum(each.numel() * each.element_size() for each in sent)
-                self.calls.append(Call(_NAMES[name], users_line(), ranks, count, begin, self._moment()))
+                self.calls.append(Call(_NAMES[name], calling_line(), ranks, count, begin, self._moment()))
             elif self._mode == "record" and name in _OTHER:
                 self._recorded.append((name, [each.clone() for each in outputs]))
             return (result[0], work.boxed()) if returns_tensors else work.boxed()

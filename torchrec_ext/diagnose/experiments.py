@@ -25,8 +25,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DataLoader, IterableDataset
 
 from torchrec_ext.diagnose.batches import BatchSource, called_with, joined_batches, loader_with, quarter_of, row_count
-from torchrec_ext.diagnose.clock import ThreadClock, busy_elsewhere
-from torchrec_ext.diagnose.counting import (
+from torchrec_ext.diagnose.facts import Between, Facts, LineFacts, LoaderFacts, Round, spread
+from torchrec_ext.diagnose.small_tables import SmallTables
+from torchrec_ext.observe.clock import ThreadClock, busy_elsewhere
+from torchrec_ext.observe.counting import (
     Counted,
     Forwards,
     OpsOfLine,
@@ -35,14 +37,13 @@ from torchrec_ext.diagnose.counting import (
     calls_of_autograd,
     compiled_graphs,
     count_ops,
-    described,
     device_spans,
     device_use,
     roofline,
     sum_products,
 )
-from torchrec_ext.diagnose.facts import Between, Facts, LineFacts, LoaderFacts, Round, spread
-from torchrec_ext.diagnose.state import SmallTables, StateCopy
+from torchrec_ext.observe.state_copy import StateCopy
+from torchrec_ext.observe.user_lines import described
 
 MOST_ROUNDS, FEWEST_ROUNDS = 15, 4
 _LONGER = 3  # times so many rounds where they are spread too far for a verdict, and there is time

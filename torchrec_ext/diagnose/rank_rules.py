@@ -10,8 +10,9 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from torchrec_ext.diagnose.facts import CollectiveFacts, Facts, Gain, RankFacts, Round, TableFacts, paired_gain
+from torchrec_ext.diagnose.facts import CollectiveFacts, Facts, Gain, RankFacts, Round, paired_gain
 from torchrec_ext.diagnose.findings import MATH, MEDIUM, Finding, Remedy, expected, in_ms, share_of, size_of
+from torchrec_ext.observe.counts import TableFacts
 
 MANY = 8  # collectives of one kind in a step that are merged
 _SLOW_LINK = 3.0  # times the seconds of the other ranks

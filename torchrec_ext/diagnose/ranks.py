@@ -30,10 +30,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchrec_ext.diagnose.collectives import Call, Collectives, Ranks, RanksFailedError, calls_by_group
-from torchrec_ext.diagnose.counting import Counted, described
 from torchrec_ext.diagnose.experiments import FEWEST_ROUNDS, Experiments, Variant
-from torchrec_ext.diagnose.facts import Between, CollectiveFacts, Facts, RankFacts, Round, TableFacts
-from torchrec_ext.diagnose.state import every_module
+from torchrec_ext.diagnose.facts import Between, CollectiveFacts, Facts, RankFacts, Round
+from torchrec_ext.observe.counting import Counted
+from torchrec_ext.observe.counts import TableFacts
+from torchrec_ext.observe.state_copy import every_module
+from torchrec_ext.observe.user_lines import described
 
 LINK_BYTES = 2**18  # that a rank sends to each other one
 _LINK_S = 2.0  # at most, for all of these

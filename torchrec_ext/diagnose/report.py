@@ -17,7 +17,7 @@ from torchrec_ext.diagnose import costs, rules
 from torchrec_ext.diagnose.facts import Facts, Gain, paired_gain
 from torchrec_ext.diagnose.findings import UNDER, Finding, Remedy
 from torchrec_ext.diagnose.rank_rules import table_of
-from torchrec_ext.train.report.page import Bar, Curve, Lane, card, chart, gains, lanes, page, paragraph, text_table
+from torchrec_ext.drawing.page import Bar, Curve, Lane, card, chart, gains, lanes, page, paragraph, text_table
 
 _WIDTH = 110
 _EXPLAINED = 0.8  # share of an iteration that must be explained before nothing is wrong

@@ -23,7 +23,7 @@ import torchrec_ext.needs_torch  # noqa: F401
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
-from torchrec_ext.diagnose.counting import is_script_file
+from torchrec_ext.observe.user_lines import is_script_file
 
 _STEPS = 4  # of an optimizer, after which the loop is taken: what is made in the first step is there
 _BATCH, _LOOP, _NUMBERED = (f"_{name}_of_why_slow" for name in ("batch", "loop", "numbered"))

@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader
 
 from torchrec_ext.adopt import AdoptedStep, adopt
 from torchrec_ext.diagnose.batches import BatchSource, called_with, loader_with, row_count
-from torchrec_ext.diagnose.clock import ThreadClock
 from torchrec_ext.diagnose.collectives import Ranks, agreed
 from torchrec_ext.diagnose.experiments import Experiments, steps_of_turn
 from torchrec_ext.diagnose.findings import Remedy
@@ -27,7 +26,9 @@ from torchrec_ext.diagnose.loader_rules import WORKERS
 from torchrec_ext.diagnose.ranks import RankExperiments
 from torchrec_ext.diagnose.report import Diagnosis, apply_in_turn
 from torchrec_ext.diagnose.rules import ALL_CORES, ONE_THREAD
-from torchrec_ext.diagnose.state import FilesWritten, StateCopy
+from torchrec_ext.observe.clock import ThreadClock
+from torchrec_ext.observe.files import FilesWritten
+from torchrec_ext.observe.state_copy import StateCopy
 
 _PROOF_S = 10.0  # seconds of the wall clock in which a remedy is measured
 Step = Callable[..., object]

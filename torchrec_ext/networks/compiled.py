@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchrec_ext.capture.captured import MOST_GRAPHS, Run, StepExecutor, engine_for
+from torchrec_ext.capture.lowering import CannotCaptureError
+from torchrec_ext.capture.memory import state_tensors
+from torchrec_ext.capture.policy import PATIENCE, PAYS_S, WATCHED, Compile, median_step, two_digits
+from torchrec_ext.capture.update_rules import UPDATES, stepped
 from torchrec_ext.distributed.optim.config import Choice
 from torchrec_ext.networks.graph import Inputs, trace, weighted_rows
 from torchrec_ext.networks.optimizer import StackedOptimizer, StackedWeights
 from torchrec_ext.networks.skeleton import StackedSteps, StackError, tensors_of
 from torchrec_ext.networks.stack import Losses, Stack, StepBatches
-from torchrec_ext.train.config import Compile
-from torchrec_ext.train.step.captured import MOST_GRAPHS, Run, StepExecutor, engine_for, first_line
-from torchrec_ext.train.step.choose import PATIENCE, PAYS_S, WATCHED, median_step, two_digits
-from torchrec_ext.train.step.lowering import CannotCaptureError
-from torchrec_ext.train.step.memory import state_tensors
-from torchrec_ext.train.step.update_rules import UPDATES, stepped
+from torchrec_ext.observe.user_lines import first_line
 
 
 @dataclass(frozen=True)

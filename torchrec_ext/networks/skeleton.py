@@ -18,8 +18,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from torchrec_ext.batch import DrawnStep, Resident, SharedRows, TowerBatch
+from torchrec_ext.capture.lowering import Pooled
 from torchrec_ext.modules.losses import codistillation
-from torchrec_ext.train.step.lowering import Pooled
 
 _FIELDS = ("dense", "labels", "weights", "total_weight", "log_q", "targets")
 _SHARED = ("dense", "index")

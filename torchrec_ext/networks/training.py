@@ -21,6 +21,7 @@ from torch.fx import GraphModule
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_ext.batch import DrawnStep, TowerBatch
+from torchrec_ext.capture.policy import Compile
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.networks.compiled import StackSteps
@@ -30,7 +31,7 @@ from torchrec_ext.networks.optimizer import StackedOptimizer, StackedWeights
 from torchrec_ext.networks.skeleton import StackedSteps, StackError, jagged_of, tensors_of
 from torchrec_ext.networks.stack import Losses, Stack, StepBatches
 from torchrec_ext.train.checkpoint.run import Position, RunCheckpoints
-from torchrec_ext.train.config import Compile, Record
+from torchrec_ext.train.config import Record
 from torchrec_ext.train.early_stop import EarlyStopWatch
 from torchrec_ext.train.guards.finite import RunStoppedError
 from torchrec_ext.train.loop import BestWeights, Loader, TrainConfig

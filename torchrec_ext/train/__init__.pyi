@@ -1,3 +1,5 @@
+from torchrec_ext.capture.policy import TrainingDivergedError as TrainingDivergedError
+
 from .checkpoint.checkpointer import Checkpointer as Checkpointer
 from .checkpoint.config import CheckpointConfig as CheckpointConfig
 from .checkpoint.config import StartConfig as StartConfig
@@ -7,7 +9,6 @@ from .checkpoint.vectors import publish_weights as publish_weights
 from .config import EarlyStop as EarlyStop
 from .config import Schedule as Schedule
 from .config import TrainConfig as TrainConfig
-from .guards.finite import TrainingDivergedError as TrainingDivergedError
 from .loop import train as train
 from .metrics.catalogue import catalogue_ranks as catalogue_ranks
 from .metrics.classification import ClassificationMetrics as ClassificationMetrics

@@ -15,8 +15,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast, get_args
 
+from torchrec_ext.capture.policy import Compile
+
 Amp = Literal["off", "bf16", "fp16"]
-Compile = Literal["auto", "off", "require"]
 Threads = Literal["given", "auto"]
 Figure = Literal["hr", "recall", "precision", "ndcg", "mrr", "map"]
 Baseline = Literal["popularity", "ease", "als"]

@@ -21,6 +21,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_ext.batch import TowerBatch
+from torchrec_ext.capture.policy import TrainingDivergedError as TrainingDivergedError
 from torchrec_ext.distributed.optim.hybrid import GradientNotFiniteError, HybridOptimizer
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import EveryStep, SyncConfig, synchronised
@@ -32,7 +33,6 @@ from torchrec_ext.train.config import TrainConfig as TrainConfig
 from torchrec_ext.train.early_stop import EarlyStopWatch
 from torchrec_ext.train.guards.amp import LossScaling, forward_context
 from torchrec_ext.train.guards.finite import FiniteLoss, RunStoppedError
-from torchrec_ext.train.guards.finite import TrainingDivergedError as TrainingDivergedError
 from torchrec_ext.train.guards.gradient_gate import GradientGate, gate_for
 from torchrec_ext.train.guards.watchdog import Watchdog
 from torchrec_ext.train.metrics.evaluation_watch import EvaluationStoppedError, EvaluationWatch, watching

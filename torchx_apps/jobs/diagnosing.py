@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from torchrec_ext.batch import TowerBatch
+from torchrec_ext.capture.lowering import CannotCaptureError
 from torchrec_ext.data.loader.epochs import BuiltAhead
 from torchrec_ext.diagnose import Diagnosis, StateCopy, ThreadClock
 from torchrec_ext.diagnose.collectives import Collectives, Ranks, RanksFailedError
@@ -32,7 +33,6 @@ from torchrec_ext.distributed.sync import synchronised
 from torchrec_ext.train.guards.amp import forward_context
 from torchrec_ext.train.guards.finite import FiniteLoss
 from torchrec_ext.train.step.choose import Steps, StepsConfig
-from torchrec_ext.train.step.lowering import CannotCaptureError
 from torchrec_ext.train.step.pipeline import make_pipeline
 from torchrec_ext.train.step.plain import PlainStep
 from torchx_apps.cli.overrides import apply_overrides

@@ -19,11 +19,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.drawing.figures import BLUE, RED, figure_with_panels, require_matplotlib, save_figure
 from torchrec_ext.schema import DataError
 from torchrec_ext.train import metrics
 from torchrec_ext.train.checkpoint.vectors import BLOCK, read_vectors
 from torchrec_ext.train.config import EvaluationConfig, Figure
-from torchrec_ext.train.report.figures import BLUE, RED, figure_with_panels, require_matplotlib, save_figure
 from torchx_apps.jobs.tracking import tracked
 
 _SPELLINGS = {"user": ("user", "user_id"), "item": ("item", "item_id")}

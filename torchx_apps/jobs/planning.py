@@ -40,7 +40,7 @@ from torchrec_ext.distributed.plan.explain import explain
 from torchrec_ext.distributed.plan.planner import free_tables
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import SyncConfig
-from torchrec_ext.train.report.figures import BLUE, RED, figure_with_panels, require_matplotlib, save_figure
+from torchrec_ext.drawing.figures import BLUE, RED, figure_with_panels, require_matplotlib, save_figure
 from torchx_apps.cli.plan_flags import batch_size_of, cluster_of, parse_tables, with_flags
 from torchx_apps.tasks.job import Job
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from tabulate import tabulate
 
 from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.drawing.figures import figure_with_panels, save_figure
 from torchrec_ext.train.config import Record
-from torchrec_ext.train.report.figures import figure_with_panels, save_figure
 from torchx_apps.jobs.report import describe_data
 from torchx_apps.networks.members import MemberJob, differing, setting
 from torchx_apps.tasks.job import Job, Task

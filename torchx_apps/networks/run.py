@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from torchrec_ext.capture.policy import TrainingDivergedError
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.networks.gpu_sharing import gpu_sharing
 from torchrec_ext.networks.skeleton import StackError
 from torchrec_ext.train.checkpoint.folder import check_shared
-from torchrec_ext.train.guards.finite import TrainingDivergedError
 from torchx_apps.jobs import training
 from torchx_apps.jobs.resuming import LAUNCH, ended, launch_id, newest_networks, restarted, where_to_begin
 from torchx_apps.networks import report as report

@@ -16,6 +16,8 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from tests.contracts import run_ranks
 from tests.examples import ITEMS, META, USERS, small_model
+from torchrec_ext.capture import memory
+from torchrec_ext.capture.lowering import CannotCaptureError
 from torchrec_ext.distributed.optim import sharded
 from torchrec_ext.distributed.optim.config import Choice, OptimizerConfig
 from torchrec_ext.distributed.optim.declared import (
@@ -32,8 +34,6 @@ from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import collections
-from torchrec_ext.train.step import memory
-from torchrec_ext.train.step.lowering import CannotCaptureError
 from torchx_apps.cli.overrides import apply_overrides
 
 pytestmark = pytest.mark.unit

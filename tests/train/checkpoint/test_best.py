@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.capture.test_captured import Few
 from tests.contracts import gather_state, run_ranks
 from tests.examples import META, small_model
-from tests.train.step.test_captured import Few
+from torchrec_ext.capture.captured import as_it_is
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
@@ -27,7 +28,6 @@ from torchrec_ext.train.guards.finite import RunStoppedError
 from torchrec_ext.train.loop import TrainConfig, train
 from torchrec_ext.train.metrics import watched
 from torchrec_ext.train.step import choose as steps
-from torchrec_ext.train.step.captured import as_it_is
 
 TIMES = ("rows_per_s", "data_wait", "ranks_wait", "waits")
 FIGURES = [0.5, 0.9, 0.3, 0.2, 0.1]  # of each epoch

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.capture.test_captured import farthest
 from tests.contracts import gather_state, run_ranks
 from tests.examples import META, batches, small_model
-from tests.train.step.test_captured import farthest
 from tests.train.step.test_plain_step import Twice
+from torchrec_ext.capture.lowering import CannotCaptureError
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
@@ -20,7 +21,6 @@ from torchrec_ext.distributed.sync import SyncConfig
 from torchrec_ext.train.guards.amp import LossScaling, forward_context
 from torchrec_ext.train.guards.finite import FiniteLoss
 from torchrec_ext.train.loop import TrainConfig, train
-from torchrec_ext.train.step.lowering import CannotCaptureError
 from torchrec_ext.train.step.plain import PlainStep
 
 ADAM = OptimizerConfig(tables="adam", tables_lr=0.01)

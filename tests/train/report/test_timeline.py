@@ -16,11 +16,11 @@ from tests.examples import META, batches, small_model
 from tests.train.test_loop import Batches
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.observe.intervals import Interval, length, union
 from torchrec_ext.train.loop import TrainConfig, train
 from torchrec_ext.train.report import trace as tracing
 from torchrec_ext.train.report.trace import (
     SKIP,
-    Interval,
     RankSpans,
     RankTrace,
     StepTrace,
@@ -29,10 +29,8 @@ from torchrec_ext.train.report.trace import (
     both,
     check_fits,
     clock_ahead,
-    length,
     overlap,
     read_spans,
-    union,
 )
 from torchrec_ext.train.step.pipeline import make_pipeline
 

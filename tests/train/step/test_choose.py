@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from tests.capture.test_captured import Few
 from tests.contracts import run_ranks
 from tests.examples import META, small_model
-from tests.train.step.test_captured import Few
+from torchrec_ext.capture.captured import as_it_is
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.planner import plan_sharding
@@ -15,7 +16,6 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import SyncConfig
 from torchrec_ext.train.loop import TrainConfig, train
 from torchrec_ext.train.step import choose as steps
-from torchrec_ext.train.step.captured import as_it_is
 
 MS = r"[\d.e+]+ ms"
 

@@ -13,19 +13,20 @@ from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from tests.capture.test_captured import distance, farthest, stepped, whole
 from tests.contracts import gather_state, run_ranks
 from tests.examples import ITEMS, META, batches, small_model
-from tests.train.step.test_captured import distance, farthest, stepped, whole
 from torchrec_ext.batch import TowerBatch
+from torchrec_ext.capture.lowering import CannotCaptureError
+from torchrec_ext.capture.policy import TrainingDivergedError
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.tower_model import Prediction
-from torchrec_ext.train.guards.finite import FiniteLoss, TrainingDivergedError
+from torchrec_ext.train.guards.finite import FiniteLoss
 from torchrec_ext.train.loop import TrainConfig, train
-from torchrec_ext.train.step.lowering import CannotCaptureError
 from torchrec_ext.train.step.plain import PlainStep, _one_each
 
 OPTIMIZERS: dict[str, OptimizerConfig] = {

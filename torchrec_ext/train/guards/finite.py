@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torchrec.distributed.model_parallel import get_unwrapped_module
 
 from torchrec_ext.batch import DrawnStep, TowerBatch
+from torchrec_ext.capture.policy import TrainingDivergedError
 from torchrec_ext.distributed.optim.hybrid import GradientNotFiniteError
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import EveryStep
@@ -30,19 +31,6 @@ _RATES_REMEDY = (
 _TABLES_CHANGED = "no dense layer and no data_parallel table was changed by this step, sharded tables were"
 _NOTHING_WRITTEN = "nothing was written by this step"
 _OVERFLOW = "labels and dense columns are finite, so the forward overflowed"
-
-
-class TrainingDivergedError(ValueError):
-    """A loss or gradient is not finite; the message names step, epoch, ranks and cause. Raised on every rank.
-
-    Args:
-        message: text of the error.
-        step: number of the step, counted from 1 over the whole run.
-    """
-
-    def __init__(self, message: str, step: int = 0) -> None:
-        super().__init__(message)
-        self.step = step
 
 
 class RunStoppedError(ValueError):

@@ -22,9 +22,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.drawing.figures import BLUE, RED, figure_with_panels, save_figure
+from torchrec_ext.drawing.page import Bar, Curve, Lane, card, chart, lanes, page, paragraph, stacked, text_table
 from torchrec_ext.train.config import Record
-from torchrec_ext.train.report.figures import BLUE, RED, figure_with_panels, save_figure
-from torchrec_ext.train.report.page import Bar, Curve, Lane, card, chart, lanes, page, paragraph, stacked, text_table
 
 _STEPS_PER_SUM = 32  # steps to sum in one go: fewer small operations on the device
 _MOST_RANKS = 64  # a record and a page name each rank up to this number

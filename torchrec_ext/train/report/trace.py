@@ -26,8 +26,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torchrec.distributed.model_parallel import get_unwrapped_module
 
 from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.observe.intervals import Interval, length, union
 
-Interval = tuple[float, float]
 Event = dict[str, Any]
 TOWER = "tower "  # prefix of a tower's name in the trace
 _BACKWARD = "autograd::engine::evaluate_function: "
@@ -60,24 +60,6 @@ class RankSpans:
         }
 
 
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Merges overlapping and touching intervals; returns them in order.
-
-    Example:
-        >>> union([(3, 5), (0, 2), (1, 3)]), union([(0, 1), (4, 4)])
-        ([(0, 5)], [(0, 1)])
-    """
-    merged: list[Interval] = []
-    for start, stop in sorted(intervals):
-        if stop <= start:
-            continue
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
-        else:
-            merged.append((start, stop))
-    return merged
-
-
 def at_least(count: int, sets: Sequence[Sequence[Interval]]) -> list[Interval]:
     """Returns the times covered by ``count`` or more sets of intervals; intervals of one set must not overlap.
 
@@ -106,11 +88,6 @@ def at_least(count: int, sets: Sequence[Sequence[Interval]]) -> list[Interval]:
 def both(first: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
     """Returns the times covered by both sets."""
     return at_least(2, [first, other])
-
-
-def length(intervals: Iterable[Interval]) -> float:
-    """Sums the lengths of intervals; these must not overlap."""
-    return sum(stop - start for start, stop in intervals)
 
 
 def overlap(ranks: Sequence[RankSpans]) -> dict[str, float]:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 import os
-import statistics
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
@@ -23,14 +22,15 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_ext.batch import DrawnStep, TowerBatch
+from torchrec_ext.capture.captured import CapturedStep, RareShapeError, ShardedSource, StepExecutor, engine_for
+from torchrec_ext.capture.lowering import CannotCaptureError
+from torchrec_ext.capture.policy import PATIENCE, PAYS_S, WATCHED, Compile, median_step, two_digits
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import EveryStep
-from torchrec_ext.train.config import Compile, Threads
+from torchrec_ext.train.config import Threads
 from torchrec_ext.train.guards.amp import Context, LossScaling
 from torchrec_ext.train.guards.finite import FiniteLoss
-from torchrec_ext.train.step.captured import CapturedStep, RareShapeError, ShardedSource, StepExecutor, engine_for
-from torchrec_ext.train.step.lowering import CannotCaptureError
 from torchrec_ext.train.step.plain import PlainStep
 
 SECONDS = 2.0  # of measurement, over all numbers of threads
@@ -117,9 +117,6 @@ def _max_over_ranks(seconds: float, runtime: Runtime) -> float:
     return float(worst)
 
 
-WATCHED = 12  # eager steps to time before "auto" decides
-PAYS_S = {"cpu": 60.0, "cuda": 10.0}  # a capture pays off if the rest of a run takes at least these seconds
-PATIENCE = 20  # eager steps of a rare shape, such as the last batch of an epoch, before it is captured too
 _PIPELINE_ONLY = "a timeline, train.on_nan=skip and sync.mode=semi_sync need the pipeline's steps"
 Step = DrawnStep | TowerBatch
 Made = TypeVar("Made")
@@ -441,16 +438,6 @@ class Steps:
     def _say(self, text: str) -> None:
         if self._runtime.is_main:
             print(text, flush=True)
-
-
-def median_step(seconds: Sequence[float]) -> float:
-    """Returns the median of the later half of ``seconds``, because first steps are slower."""
-    return statistics.median(seconds[len(seconds) // 2 :])
-
-
-def two_digits(steps: float) -> int:
-    """Rounds ``steps`` to two digits, the precision of a step's time."""
-    return int(float(f"{steps:.2g}"))
 
 
 class _DrawnSteps:

@@ -23,12 +23,12 @@ from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_ext.batch import TowerBatch
+from torchrec_ext.capture.lowering import CannotCaptureError, Pooled, lowered
+from torchrec_ext.capture.memory import owners
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.tables import local_shards, table_configs
 from torchrec_ext.train.guards.amp import Context, LossScaling
 from torchrec_ext.train.guards.finite import FiniteLoss
-from torchrec_ext.train.step.lowering import CannotCaptureError, Pooled, lowered
-from torchrec_ext.train.step.memory import owners
 
 
 class _Group(NamedTuple):

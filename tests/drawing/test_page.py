@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.browser import DESK, PHONE, colours, needs_chromium, shown
-from torchrec_ext.train.report.page import Bar, Curve, Lane, card, chart, gains, lanes, page, stacked
+from torchrec_ext.drawing.page import Bar, Curve, Lane, card, chart, gains, lanes, page, stacked
 from torchrec_ext.train.report.progress import RunFacts, best_evaluation, conclusion, rank_shares, run_page, time_shares
 
 pytestmark = pytest.mark.unit

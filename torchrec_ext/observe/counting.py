@@ -8,21 +8,17 @@ Yardsticks of this machine: the rates of a large product and of a large copy.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import gc
-import linecache
 import os
 import random
 import statistics
 import sys
-import sysconfig
 import threading
 import time
-import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from types import CodeType, FrameType
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torchrec_ext.needs_torch  # noqa: F401
@@ -34,8 +30,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from torchrec_ext.diagnose.facts import AllItems, TableFacts, WholeTableOp
-from torchrec_ext.train.report.trace import length, union
+from torchrec_ext.observe.counts import AllItems, TableFacts, WholeTableOp
+from torchrec_ext.observe.intervals import length, union
+from torchrec_ext.observe.user_lines import SampledLine, Stack, lines_of, owner_of, stack_of
 
 _SYNCS = ("_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "masked_select", "equal")
 _LOOK_UPS = ("embedding", "_embedding_bag", "index", "index_select", "gather")
@@ -47,6 +44,7 @@ _LARGE_SIZE = 2_048  # entries from which on a dimension may be a table's or a c
 _FEW = 1_024  # numbers on which an op does no work worth mention
 _WHOLE = 5  # a step reads few rows of a table that has so many times as many
 _SAMPLE_EVERY_S = 3e-3
+_BATCHES = str(Path(__file__).parents[1] / "diagnose" / "batches.py")
 _COUNTING_S = 1.0  # seconds of counted steps after which none is counted again
 _LARGE = 1e7  # floating-point operations from which on a product's rate is the machine's
 
@@ -129,7 +127,7 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.modes.add("anomaly mode")
         if torch.autograd._profiler_enabled():
             self.modes.add("a profiler")
-        in_optimizer = any(_owner(code.co_filename) == "optimizer" for code, _ in stack)  # the user's own class too
+        in_optimizer = any(owner_of(code.co_filename) == "optimizer" for code, _ in stack)  # the user's own class too
         self._note_sizes(packet, args, result, seconds, "optimizer" if in_optimizer else users_line.name)
         return result
 
@@ -273,13 +271,6 @@ def best_seconds(call: Callable[[], Any]) -> float:
     return best
 
 
-class SampledLine(NamedTuple):
-    """A line of code, such as ``train.py:31 in step``, and its text."""
-
-    name: str
-    text: str = ""
-
-
 @dataclasses.dataclass
 class OpsOfLine:
     """Ops that a line makes in a step, the seconds inside of them, and those that only feed values to Python."""
@@ -371,62 +362,9 @@ def calls_of_autograd(changed: Callable[[Callable[..., Any]], Callable[..., Any]
         yield
 
 
-@functools.cache
-def _owner(file: str) -> str:
-    """Returns whose code a file is: ``optimizer`` and ``autograd`` of torch, ``hidden``, ``library``, or ``user``."""
-    if file.startswith(_OPTIMIZERS):
-        return "optimizer"
-    if file.startswith(_AUTOGRAD):
-        return "autograd"
-    if file.startswith((_TORCH, _HERE, "<")):
-        return "hidden"
-    if "site-packages" in file or "dist-packages" in file:
-        return "library"
-    return "hidden" if file.startswith(_STANDARD_LIBRARY) else "user"
-
-
-def is_script_file(file: str) -> bool:
-    """Returns whether a file is neither torch's nor another library's."""
-    return _owner(file) == "user"
-
-
-Stack = Sequence[tuple[CodeType, int]]  # code and line of the innermost call first
-
-
-def stack_of(frame: FrameType | None) -> Stack:
-    """Returns the calls of a step down to a frame."""
-    stack = []
-    while frame is not None and frame.f_code.co_filename != _EXPERIMENTS:
-        stack.append((frame.f_code, frame.f_lineno or frame.f_code.co_firstlineno))  # None where a call begins or ends
-        frame = frame.f_back
-    return stack
-
-
-def lines_of(stack: Stack) -> tuple[str, SampledLine]:
-    """Returns the innermost line outside of torch, and the user's own line; ``backward``, ``optimizer`` below these."""
-    line = ""
-    for code, number in stack:
-        owner = _owner(code.co_filename)
-        if owner == "optimizer":
-            return line or "optimizer", SampledLine("optimizer")
-        if owner == "autograd" and code.co_name in ("backward", "grad"):
-            return line or "backward", SampledLine("backward")
-        name = f"{os.path.basename(code.co_filename)}:{number} in {code.co_name}"
-        if owner in ("library", "user") and not line:
-            line = name
-        if owner == "user":
-            return line, SampledLine(name, linecache.getline(code.co_filename, number).strip()[:100])
-    return line or "step", SampledLine(line or "step")
-
-
 def _part_and_line(stack: Stack) -> tuple[str, SampledLine]:
     taken = any(code.co_filename == _BATCHES and code.co_name == "take" for code, _ in stack)
     return "data" if taken else "step", lines_of(stack)[1]
-
-
-def users_line() -> str:
-    """Returns the line outside of torch from which the caller was called; ``backward`` or ``optimizer`` below these."""
-    return lines_of(stack_of(sys._getframe(2)))[0]
 
 
 class Samples:
@@ -616,24 +554,6 @@ def count_ops(call: Callable[[], object], modules: Sequence[nn.Module]) -> Count
         counted.sum_up()
         counts.append(counted)
     return min(counts, key=lambda each: each.seconds)
-
-
-_TORCH, _HERE = os.path.dirname(torch.__file__), os.path.dirname(__file__)
-_EXPERIMENTS, _BATCHES = (os.path.join(_HERE, name) for name in ("experiments.py", "batches.py"))
-_OPTIMIZERS, _AUTOGRAD = (os.path.join(_TORCH, name) for name in ("optim", "autograd"))
-_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
-
-
-def described(error: BaseException) -> str:
-    """Returns an error's kind, its first line, and the user's line that raised it."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if _owner(frame.filename) in ("library", "user") and not frame.filename.startswith(_HERE)
-    ]
-    text = next(iter(str(error).splitlines()), "")
-    where = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {text[:300]}{where}"
 
 
 def compiled_graphs() -> int:

@@ -26,11 +26,8 @@ from torch.nn.functional import embedding
 from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.modules.embedding_configs import DataType
 
-from torchrec_ext.distributed.optim.config import Choice
-from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
-from torchrec_ext.distributed.tables import Shard, collections, kernels_by_table, local_shards
-from torchrec_ext.train.step.lowering import CannotCaptureError
-from torchrec_ext.train.step.update_rules import (
+from torchrec_ext.capture.lowering import CannotCaptureError
+from torchrec_ext.capture.update_rules import (
     SLIDES,
     UPDATES,
     RowClock,
@@ -43,6 +40,9 @@ from torchrec_ext.train.step.update_rules import (
     stepped,
     without_closed_form,
 )
+from torchrec_ext.distributed.optim.config import Choice
+from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
+from torchrec_ext.distributed.tables import Shard, collections, kernels_by_table, local_shards
 
 
 @dataclass

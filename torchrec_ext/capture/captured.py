@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-import traceback
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,11 +24,12 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from torchrec_ext.batch import DrawnStep, TowerBatch
+from torchrec_ext.capture.lowering import CannotCaptureError, Packer, lowered, static_bags
+from torchrec_ext.capture.memory import RowTable, StepMemory, TableRows, UpdatedParameter, moved_parameters
+from torchrec_ext.capture.update_rules import stepped
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.tables import row_by_row
-from torchrec_ext.train.step.lowering import CannotCaptureError, Packer, lowered, static_bags
-from torchrec_ext.train.step.memory import RowTable, StepMemory, TableRows, UpdatedParameter, moved_parameters
-from torchrec_ext.train.step.update_rules import stepped
+from torchrec_ext.observe.user_lines import first_line, raising_line, with_text
 
 # The C++ wrapper saves the Python between kernels, half of a step at 1,280 rows. Size checks are off because
 # callers check shapes themselves.
@@ -114,7 +114,9 @@ def traced(step: Step, tensors: list[Tensor]) -> torch.fx.GraphModule:
         graph = make_fx(step, tracing_mode="fake")(*tensors)
     except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
         op = getattr(error, "func", "aten._local_scalar_dense")  # float(), if and .item() of a tensor
-        raise CannotCaptureError(f"{op} at {line_of(error)} depends on values that a step computes") from None
+        raise CannotCaptureError(
+            f"{op} at {with_text(raising_line(error))} depends on values that a step computes"
+        ) from None
     for node in graph.graph.nodes:
         # Kernels may return other strides than in the trace, for example batch normalisation of a transposed tensor. A
         # view would then fail, a reshape does not.
@@ -142,25 +144,6 @@ def depends_on_values(result: Any) -> bool:
     return any(isinstance(leaf, unknown) for leaf in (*leaves, *sizes))
 
 
-def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's text; torch's texts may be a page long."""
-    return next(iter(str(error).strip().splitlines()), "")
-
-
-def line_of(error: BaseException) -> str:
-    """Returns the last line outside of torch in an error's traceback, as FILE:LINE and its code."""
-    torch_folder = os.path.dirname(torch.__file__)
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((torch_folder, "<"))
-    ]
-    if not frames:
-        return "an unknown place"
-    last = frames[-1]
-    return f"{last.filename}:{last.lineno} ({last.line})"
-
-
 def cuda_graph(step: Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
     """Captures the step as one CUDA graph; copies inputs into the graph's own buffers."""
     static_inputs = [tensor.clone() for tensor in inputs]
@@ -176,7 +159,9 @@ def cuda_graph(step: Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
             with torch.cuda.graph(graph):
                 outputs = step(*memory, *static_inputs)
     except RuntimeError as error:
-        raise CannotCaptureError(f"{line_of(error)} waits for the device: {first_line(error)}") from None
+        raise CannotCaptureError(
+            f"{with_text(raising_line(error))} waits for the device: {first_line(error)}"
+        ) from None
     finally:
         for tensor, value in zip(memory, memory_before, strict=True):
             tensor.copy_(value)
@@ -451,7 +436,7 @@ class CapturedStep:
             self._failed[key] = str(error)
             raise
         except Exception as error:  # perhaps the user's: the caller then runs the eager step on the same batch
-            self._failed[key] = f"{type(error).__name__} at {line_of(error)}: {first_line(error)}"
+            self._failed[key] = f"{type(error).__name__} at {with_text(raising_line(error))}: {first_line(error)}"
             raise CannotCaptureError(self._failed[key]) from error
         for captured_key in outgrown:
             del self._calls[captured_key]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from torchrec_ext.train.step.parts import StepPart, split_at
+from torchrec_ext.capture.parts import StepPart, split_at
 
 
 def step(weight: Tensor, count: Tensor, rows: Tensor, given: Tensor) -> list[Tensor | None]:

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.diagnose.programs import Training, mlp, trained, training
 from torchrec_ext.diagnose import StateCopy, why_slow
-from torchrec_ext.diagnose.state import SmallTables
+from torchrec_ext.diagnose.small_tables import SmallTables
 
 pytestmark = pytest.mark.unit
 
@@ -355,7 +355,7 @@ def test_a_loader_in_the_middle_of_an_epoch_is_put_back_at_the_end_alone() -> No
 
 
 def test_a_large_array_of_a_loader_is_watched_and_named_if_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchrec_ext.diagnose.state._LARGE", 1_000)
+    monkeypatch.setattr("torchrec_ext.observe.state_copy._LARGE", 1_000)
     loader = types.SimpleNamespace(rows=np.zeros(5_000), features=torch.zeros(5_000), small=np.zeros(3))
     state = StateCopy(print, loader=loader)
     assert state.changed_data() == []

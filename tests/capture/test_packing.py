@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 
+from tests.capture.test_captured import Few, farthest
 from tests.contracts import gather_state, run_ranks
 from tests.examples import ITEMS, META, USERS, small_model
-from tests.train.step.test_captured import Few, farthest
 from torchrec_ext.batch import TowerBatch
+from torchrec_ext.capture.captured import MOST_GRAPHS, as_it_is
+from torchrec_ext.capture.lowering import CannotCaptureError, Packer
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.schema import Jagged
 from torchrec_ext.train.loop import TrainConfig, train
 from torchrec_ext.train.step import choose as steps
-from torchrec_ext.train.step.captured import MOST_GRAPHS, as_it_is
-from torchrec_ext.train.step.lowering import CannotCaptureError, Packer
 
 ROWS = 24
 

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.capture.test_captured import Few
 from tests.contracts import gather_state, run_ranks
 from tests.examples import META, small_model
-from tests.train.step.test_captured import Few
 from torchrec_ext.batch import TowerBatch
+from torchrec_ext.capture.captured import StepExecutor, as_it_is, traced
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.modules.losses import bce
 from torchrec_ext.train.loop import TrainConfig, train
 from torchrec_ext.train.step import choose as steps
-from torchrec_ext.train.step.captured import StepExecutor, as_it_is, traced
 
 SIZES = [24, 24, 24, 12, 24, 24]  # two steps are watched, the third is captured
 

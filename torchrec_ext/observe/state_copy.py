@@ -28,15 +28,11 @@ import functools
 import io
 import os
 import random
-import stat
 import sys
 import sysconfig
-import time
 import types
 from collections import UserDict, UserList, deque
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import ExitStack
-from pathlib import Path
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import torchrec_ext.needs_torch  # noqa: F401
@@ -588,152 +584,14 @@ def _is_users(name: str) -> bool:
     return not _is_library(name) and not name.startswith("torchrec_ext")
 
 
-class SmallTables:
-    """Tables of a few rows in place of large ones, while this context is open: ids are taken modulo their number.
-
-    The step then runs as if an optimizer moved only the rows that are read. The user's parameters and their state are
-    not touched: others stand in their place in modules and optimizers.
-
-    Args:
-        state: knows all modules and optimizers.
-        tables: modules of tables, with the ids that a step reads of each.
-        rows_for_each: rows of a small table for each id that a step reads.
-    """
-
-    def __init__(self, state: StateCopy, tables: Sequence[tuple[Any, int]], rows_for_each: int) -> None:
-        self._state, self._tables, self._modules = state, tables, [module for module, _ in tables]
-        self._small: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-        self._states: dict[tuple[int, int], dict[str, Any]] = {}
-        self._rows_for_each = rows_for_each
-        self._stack = ExitStack()
-
-    def __enter__(self) -> SmallTables:
-        if not self._small:
-            self._make()
-        with ExitStack() as stack:
-            for root in self._state.modules:
-                for module in root.modules():
-                    for name, parameter in module._parameters.items():
-                        if parameter is not None and id(parameter) in self._small:
-                            module._parameters[name] = self._small[id(parameter)][1]
-                            stack.callback(module._parameters.__setitem__, name, parameter)
-            for module in self._modules:
-                stack.callback(module.register_forward_pre_hook(_modulo).remove)
-            for optimizer in self._state.optimizers:
-                self._swap(optimizer, stack)
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._stack.close()
-
-    def _make(self) -> None:
-        for module, reads in self._tables:
-            weight = module.weight
-            rows = min(len(weight), max(1 + (module.padding_idx or 0), self._rows_for_each * reads))
-            if id(weight) in self._small:
-                rows = max(rows, len(self._small[id(weight)][1]))
-            self._small[id(weight)] = weight, nn.Parameter(weight.detach()[:rows].clone())
-
-    def _swap(self, optimizer: Optimizer, stack: ExitStack) -> None:
-        for group in optimizer.param_groups:
-            params = group["params"]
-            for index, parameter in enumerate(params):
-                if id(parameter) not in self._small:
-                    continue
-                small = self._small[id(parameter)][1]
-                key = id(optimizer), id(parameter)
-                if key not in self._states:
-                    self._states[key] = {
-                        name: _first_rows(value, parameter, small)
-                        for name, value in optimizer.state.get(parameter, {}).items()
-                    }
-                if self._states[key]:
-                    optimizer.state[small] = self._states[key]
-                params[index] = small
-                stack.callback(optimizer.state.pop, small, None)
-                stack.callback(params.__setitem__, index, parameter)
+def random_state(device: torch.device) -> Tensor:
+    """Returns the state of torch's random numbers on a device."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
-def _first_rows(value: Any, parameter: Tensor, small: Tensor) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return (value[: len(small)] if value.shape[:1] == parameter.shape[:1] else value).clone()
-
-
-def _modulo(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (args[0] % len(module.weight), *args[1:])
-
-
-_DESCRIPTORS = Path("/proc/self/fd")
-_NO_FILES = ("/proc/", "/dev/", "/sys/")
-_STANDARD = 3  # descriptors of the standard streams lie below
-_watchers: set[FilesWritten] = set()
-
-
-class FilesWritten:
-    """Files that this process opens for writing, renames or writes while the context is open.
-
-    Attributes:
-        paths: paths of the files.
-    """
-
-    def __init__(self) -> None:
-        self.paths: set[str] = set()
-
-    def __enter__(self) -> FilesWritten:
-        _add_hook()
-        self._start = time.time_ns()
-        _watchers.add(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        _watchers.discard(self)
-        self.paths |= _written_since(self._start)
-
-    def note(self) -> str:
-        """Returns a sentence that names these files; empty if there are none."""
-        paths = sorted(path for path in self.paths if not path.startswith(_NO_FILES) and not path.endswith(".pyc"))
-        if not paths:
-            return ""
-        more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
-        return f"the step wrote to files for real, and they are not put back: {', '.join(paths[:5])}{more}"
-
-
-def _written_since(start: int) -> set[str]:
-    """Returns regular files that are open for writing and were changed since a moment."""
-    paths = set()
-    for entry in _DESCRIPTORS.iterdir() if _DESCRIPTORS.exists() else ():
-        try:
-            about, path = os.fstat(int(entry.name)), os.readlink(entry)
-            flags = Path(f"/proc/self/fdinfo/{entry.name}").read_text().split("flags:")[1].split()[0]
-        except OSError:  # closed meanwhile, as the descriptor of this listing
-            continue
-        writable = int(flags, 8) & (os.O_WRONLY | os.O_RDWR) and int(entry.name) >= _STANDARD
-        if writable and stat.S_ISREG(about.st_mode) and about.st_nlink and about.st_mtime_ns >= start:
-            paths.add(path)
-    return paths
-
-
-def _audit(event: str, args: tuple[Any, ...]) -> None:
-    if not _watchers or event not in ("open", "os.rename"):
-        return
-    if event == "os.rename":
-        path: Any = args[1]
+def set_random_state(device: torch.device, state: Tensor) -> None:
+    """Sets what :func:`random_state` returned."""
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
     else:
-        path, mode, flags = args
-        writes = set(mode) & set("wax+") if isinstance(mode, str) else (flags or 0) & (os.O_WRONLY | os.O_RDWR)
-        if not writes or isinstance(path, int):
-            return
-    for each in _watchers:
-        each.paths.add(os.fsdecode(path))
-
-
-def _add_hook() -> None:
-    """Adds the audit hook once: Python cannot remove one."""
-    if not _hooked:
-        sys.addaudithook(_audit)
-        _hooked.append(True)
-
-
-_hooked: list[bool] = []
+        torch.set_rng_state(state)

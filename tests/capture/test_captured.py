@@ -19,6 +19,18 @@ from tests.contracts import gather_state, run_ranks
 from tests.distributed.test_streams import Cuda
 from tests.examples import ITEMS, META, USERS, batches, redrawn, small_model, table
 from torchrec_ext.batch import DrawnStep, TowerBatch
+from torchrec_ext.capture.captured import (
+    MOST_GRAPHS,
+    CapturedStep,
+    ShardedSource,
+    StepExecutor,
+    as_it_is,
+    cuda_graph,
+    engine_for,
+    inductor,
+    traced,
+)
+from torchrec_ext.capture.lowering import CannotCaptureError, Packer, lowered, static_bags
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.data.negatives.known_pairs import KnownPairs
@@ -40,18 +52,6 @@ from torchrec_ext.modules.losses import bce
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.train.loop import TrainConfig, train
 from torchrec_ext.train.step import choose as steps
-from torchrec_ext.train.step.captured import (
-    MOST_GRAPHS,
-    CapturedStep,
-    ShardedSource,
-    StepExecutor,
-    as_it_is,
-    cuda_graph,
-    engine_for,
-    inductor,
-    traced,
-)
-from torchrec_ext.train.step.lowering import CannotCaptureError, Packer, lowered, static_bags
 
 KINDS: list[tuple[str, str, dict[str, Any]]] = [
     ("adam", "auto", {}),

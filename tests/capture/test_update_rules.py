@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from torchrec_ext.capture import update_rules as catch_up
+from torchrec_ext.capture.update_rules import caught_up, decay_on, row_clock, slide_on, without_closed_form
 from torchrec_ext.distributed.optim.config import Choice
 from torchrec_ext.train.config import Schedule
-from torchrec_ext.train.step import update_rules as catch_up
-from torchrec_ext.train.step.update_rules import caught_up, decay_on, row_clock, slide_on, without_closed_form
 
 pytestmark = pytest.mark.unit
 ROWS, DIM, STEPS = 200, 4, 400

@@ -1,0 +1,1 @@
+"""Pictures and pages of HTML that state their conclusion."""

@@ -1,0 +1,83 @@
+"""FilesWritten: the files that a step writes."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+_DESCRIPTORS = Path("/proc/self/fd")
+_NO_FILES = ("/proc/", "/dev/", "/sys/")
+_STANDARD = 3  # descriptors of the standard streams lie below
+_watchers: set[FilesWritten] = set()
+
+
+class FilesWritten:
+    """Files that this process opens for writing, renames or writes while the context is open.
+
+    Attributes:
+        paths: paths of the files.
+    """
+
+    def __init__(self) -> None:
+        self.paths: set[str] = set()
+
+    def __enter__(self) -> FilesWritten:
+        _add_hook()
+        self._start = time.time_ns()
+        _watchers.add(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _watchers.discard(self)
+        self.paths |= _written_since(self._start)
+
+    def note(self) -> str:
+        """Returns a sentence that names these files; empty if there are none."""
+        paths = sorted(path for path in self.paths if not path.startswith(_NO_FILES) and not path.endswith(".pyc"))
+        if not paths:
+            return ""
+        more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
+        return f"the step wrote to files for real, and they are not put back: {', '.join(paths[:5])}{more}"
+
+
+def _written_since(start: int) -> set[str]:
+    """Returns regular files that are open for writing and were changed since a moment."""
+    paths = set()
+    for entry in _DESCRIPTORS.iterdir() if _DESCRIPTORS.exists() else ():
+        try:
+            about, path = os.fstat(int(entry.name)), os.readlink(entry)
+            flags = Path(f"/proc/self/fdinfo/{entry.name}").read_text().split("flags:")[1].split()[0]
+        except OSError:  # closed meanwhile, as the descriptor of this listing
+            continue
+        writable = int(flags, 8) & (os.O_WRONLY | os.O_RDWR) and int(entry.name) >= _STANDARD
+        if writable and stat.S_ISREG(about.st_mode) and about.st_nlink and about.st_mtime_ns >= start:
+            paths.add(path)
+    return paths
+
+
+def _audit(event: str, args: tuple[Any, ...]) -> None:
+    if not _watchers or event not in ("open", "os.rename"):
+        return
+    if event == "os.rename":
+        path: Any = args[1]
+    else:
+        path, mode, flags = args
+        writes = set(mode) & set("wax+") if isinstance(mode, str) else (flags or 0) & (os.O_WRONLY | os.O_RDWR)
+        if not writes or isinstance(path, int):
+            return
+    for each in _watchers:
+        each.paths.add(os.fsdecode(path))
+
+
+def _add_hook() -> None:
+    """Adds the audit hook once: Python cannot remove one."""
+    if not _hooked:
+        sys.addaudithook(_audit)
+        _hooked.append(True)
+
+
+_hooked: list[bool] = []

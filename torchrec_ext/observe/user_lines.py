@@ -1,0 +1,155 @@
+"""Which line of the user's code: of a call, of an error, of a sampled stack, and of a module.
+
+user_line(), raising_line(): the innermost call that is neither torch's nor this package's, now or in an exception.
+
+lines_of(): the lines of a sampled stack, told apart by whose code a file is.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import linecache
+import os
+import re
+import sys
+import sysconfig
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+_TORCH, _PACKAGE = (str(path) + os.sep for path in (Path(torch.__file__).parent, Path(__file__).parents[1]))
+_OPTIMIZERS, _AUTOGRAD = (os.path.join(_TORCH, name) for name in ("optim", "autograd"))
+# A job's own code may be measured too: only what measures is no user of a step.
+_MEASURING = tuple(os.path.join(_PACKAGE, name) + os.sep for name in ("diagnose", "observe"))
+_EXPERIMENTS = os.path.join(_PACKAGE, "diagnose", "experiments.py")  # calls the step
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+UNKNOWN = "a line that torch does not name"
+
+
+def is_users_file(file: str) -> bool:
+    """Whether a file is neither torch's nor this package's."""
+    return not file.startswith((_PACKAGE, _TORCH, "<"))
+
+
+def user_line() -> str:
+    """Returns ``file:line`` of the innermost call that is neither torch's nor this package's."""
+    frame = inspect.currentframe()
+    while frame is not None and not is_users_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    return UNKNOWN if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def raising_line(error: BaseException) -> str:
+    """Returns ``file:line`` of the innermost of the user's lines that an exception came through.
+
+    Where there is none, as in a job on this package's models, the innermost line outside of torch.
+    """
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith((_TORCH, "<"))
+    ]
+    lines = [frame for frame in frames if is_users_file(frame.filename)] or frames
+    return f"{lines[-1].filename}:{lines[-1].lineno}" if lines else UNKNOWN
+
+
+def with_text(place: str) -> str:
+    """Returns ``file:line (text)`` of a place ``file:line``, as it came where the text is not known."""
+    file, _, number = place.rpartition(":")
+    text = linecache.getline(file, int(number)).strip() if number.isdigit() else ""
+    return f"{place} ({text})" if text else place
+
+
+def module_line(model: nn.Module, path: str) -> str:
+    """Names a submodule or parameter by its path, with the line of the user's class that sets it, where known."""
+    parent, _, name = path.rpartition(".")
+    while parent and type(model.get_submodule(parent)).__module__.startswith("torch."):
+        parent, _, name = parent.rpartition(".")
+    try:
+        kind = type(model.get_submodule(parent))
+        lines, first = inspect.getsourcelines(kind)
+        file = inspect.getsourcefile(kind)
+    except (OSError, TypeError):
+        return f"'{path}'"
+    if kind.__module__.startswith("torch."):
+        return f"'{path}'"
+    offset = next((index for index, line in enumerate(lines) if re.search(rf"self\.{re.escape(name)}\b", line)), 0)
+    return f"'{path}' ({file}:{first + offset})"
+
+
+@functools.cache
+def owner_of(file: str) -> str:
+    """Returns whose code a file is: ``optimizer`` and ``autograd`` of torch, ``hidden``, ``library``, or ``user``."""
+    if file.startswith(_OPTIMIZERS):
+        return "optimizer"
+    if file.startswith(_AUTOGRAD):
+        return "autograd"
+    if file.startswith((_TORCH, *_MEASURING, "<")):
+        return "hidden"
+    if "site-packages" in file or "dist-packages" in file:
+        return "library"
+    return "hidden" if file.startswith(_STANDARD_LIBRARY) else "user"
+
+
+def is_script_file(file: str) -> bool:
+    """Whether a file is neither torch's nor another library's."""
+    return owner_of(file) == "user"
+
+
+class SampledLine(NamedTuple):
+    """A line of code, such as ``train.py:31 in step``, and its text."""
+
+    name: str
+    text: str = ""
+
+
+Stack = Sequence[tuple[CodeType, int]]  # code and line of the innermost call first
+
+
+def stack_of(frame: FrameType | None) -> Stack:
+    """Returns the calls of a step down to a frame."""
+    stack = []
+    while frame is not None and frame.f_code.co_filename != _EXPERIMENTS:
+        stack.append((frame.f_code, frame.f_lineno or frame.f_code.co_firstlineno))  # None where a call begins or ends
+        frame = frame.f_back
+    return stack
+
+
+def lines_of(stack: Stack) -> tuple[str, SampledLine]:
+    """Returns the innermost line outside of torch, and the user's own line; ``backward``, ``optimizer`` below these."""
+    line = ""
+    for code, number in stack:
+        owner = owner_of(code.co_filename)
+        if owner == "optimizer":
+            return line or "optimizer", SampledLine("optimizer")
+        if owner == "autograd" and code.co_name in ("backward", "grad"):
+            return line or "backward", SampledLine("backward")
+        name = f"{os.path.basename(code.co_filename)}:{number} in {code.co_name}"
+        if owner in ("library", "user") and not line:
+            line = name
+        if owner == "user":
+            return line, SampledLine(name, linecache.getline(code.co_filename, number).strip()[:100])
+    return line or "step", SampledLine(line or "step")
+
+
+def calling_line() -> str:
+    """Returns the line outside of torch from which the caller was called; ``backward`` or ``optimizer`` below these."""
+    return lines_of(stack_of(sys._getframe(2)))[0]
+
+
+def described(error: BaseException) -> str:
+    """Returns an error's kind, its first line, and the user's line that raised it."""
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if owner_of(frame.filename) in ("library", "user")
+    ]
+    where = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {first_line(error)[:300]}{where}"
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's text; torch's texts may be a page long."""
+    return next(iter(str(error).strip().splitlines()), "")
