@@ -303,6 +303,19 @@ def test_the_batch_equals_that_of_rows_in_memory(folder: Path) -> None:
                 assert torch.equal(left.shared.index, right.shared.index)
 
 
+@pytest.mark.parametrize("setting", ["label", "weight"])
+@pytest.mark.parametrize("device", [None, torch.device("cpu")])
+def test_a_column_that_a_setting_names_and_nobody_has_is_told_with_the_setting(
+    folder: Path, setting: str, device: torch.device | None
+) -> None:
+    source = parquet(folder, [20, 20])
+    chunk = read_parquet([file.path for file in source.files])
+    config = LoaderConfig(batch_size=8, negatives=0, **{setting: "clicked"})  # type: ignore[arg-type]
+    for rows in (chunk, source):
+        with pytest.raises(DataError, match=rf"^loader\.{setting}: .*column 'clicked' is missing"):
+            ChunkLoader(rows, schema_of(), config=config, device=device)
+
+
 def test_negatives_and_item_features_are_those_of_rows_in_memory(folder: Path) -> None:
     source = parquet(folder, [20, 21])
     chunk = read_parquet([file.path for file in source.files])

@@ -24,6 +24,7 @@ from torch import Tensor
 from torchrec_ext.batch import KeyedIds, Keys, TowerBatch, pack
 from torchrec_ext.data.columns import Array, Chunk, Column, Int64
 from torchrec_ext.data.files.arrow import Kind, RowGroup, Source, as_int64
+from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.schema import BatchSchema, DataError, SparseFeature
 from torchrec_ext.schema.validation import listed
 
@@ -98,13 +99,17 @@ class BlockLayout:
         """Names of the columns of ids and of the ids' weights."""
         return [*self.features, *self.weights.values()]
 
-    def require(self, source: Source) -> frozenset[str]:
+    def require(self, source: Source, config: LoaderConfig) -> frozenset[str]:
         """Refuses a source with a missing column or a column of another kind.
 
         Returns:
             The sparse columns with several ids per row.
         """
-        source.require(dict.fromkeys(self.floats, NUMBERS))
+        for name in self.floats:
+            try:
+                source.require({name: NUMBERS})
+            except DataError as error:
+                raise DataError(f"{config.setting_of(name)}{error}") from None
         source.require(dict.fromkeys(self.weights, LISTS) | dict.fromkeys(self.weights.values(), WEIGHTS))
         kinds = source.require({name: IDS if feature else SCALAR for name, feature in self.features.items()})
         return frozenset(name for name, kind in kinds.items() if kind == "ints")

@@ -112,6 +112,16 @@ class LoaderConfig:
         """
         return -(-self.batch_size // world_size) * (1 + self.negatives)
 
+    def setting_of(self, column: str) -> str:
+        """Returns the setting that names a column, for the message about it, such as ``"loader.weight: "``.
+
+        Empty for a column of the schema: it is looked for in the files, and not in a setting.
+        """
+        for setting in ("label", "weight"):
+            if getattr(self, setting) == column:
+                return f"loader.{setting}: "
+        return ""
+
     def _check_sampling(self) -> None:
         sampler = NEGATIVES.facts(self.sampling)
         if sampler.shared and (self.negatives or not self.shared_negatives):

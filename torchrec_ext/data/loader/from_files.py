@@ -279,7 +279,7 @@ class StreamedRows:
             seed=config.seed,
             places=share.world_size if own_lane else None,
         )
-        self._assembler = Assembler(schema, layout, layout.require(source), config.label, config.weight)
+        self._assembler = Assembler(schema, layout, layout.require(source, config), config.label, config.weight)
         self._stream = Stream(
             source,
             layout,

@@ -62,7 +62,9 @@ class MemoryRows:
         }
         for name in filter(None, (config.label, config.weight, *schema.tasks, schema.query)):
             if name not in chunk:
-                raise DataError(f"column '{name}' is missing; the rows have {listed(sorted(chunk))}")
+                raise DataError(
+                    f"{config.setting_of(name)}column '{name}' is missing; the rows have {listed(sorted(chunk))}"
+                )
         self.num_rows = chunk.num_rows
         # Dense columns come first and in the schema's order: a batch reads them as one matrix each.
         dense = [name for name in (*schema.row_dense, *schema.shared_dense) if name in chunk]

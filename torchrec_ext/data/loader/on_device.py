@@ -259,7 +259,9 @@ class ResidentRows:
         layout = BlockLayout.of(schema, ids, (config.label, config.weight), without)
         missing = [name for name in layout.names if name not in rows]
         if missing:
-            raise DataError(f"column '{missing[0]}' is missing; the rows have {listed(sorted(rows))}")
+            raise DataError(
+                f"{config.setting_of(missing[0])}column '{missing[0]}' is missing; the rows have {listed(sorted(rows))}"
+            )
         where = RowGroup(name="the rows in memory", file=0, number=0, rows=rows.num_rows)
         self._table = DeviceTable(*layout.checked(where, rows), rows.num_rows, device)
         self._width = 1 + config.negatives
@@ -506,7 +508,7 @@ def read_all(
         without: columns of the schema that the source need not have.
     """
     layout = BlockLayout.of(schema, ids, (config.label, config.weight), without)
-    layout.require(source)
+    layout.require(source, config)
     chunks = []
     for group in source.groups:
         columns, floats = layout.checked(group, source.read(group, layout.names))
