@@ -383,7 +383,7 @@ def test_movielens_is_found_where_training_finds_it(
     )
     assert main(flags) == 1
     line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith("recipe ml_100k: set 'ml-100k' was not downloaded: ")
+    assert line.startswith("recipe ml_100k: set 'ml-100k' was not downloaded (")
     assert line.endswith("or name that folder: --set config.folder=DIR")
     monkeypatch.setattr(datasets, "ML_100K", publish(tmp_path / "published.zip"))  # a download, without a network
     assert main(flags) == 0

@@ -207,8 +207,8 @@ def test_without_the_real_set_generated_data_is_trained_on_with_a_note(nowhere: 
     assert output.count("note: training on the generated set 'planted' instead\n") == 1
     cache = nowhere / "cache" / "torchrec_ext" / "ml-100k"
     assert (
-        "note: set 'ml-100k' was not downloaded: https://files.grouplens.org/datasets/movielens/ml-100k.zip: "
-        f"data.offline is set; put ml-100k.zip into {cache}, or set TORCHREC_EXT_DATA to a folder"
+        "note: set 'ml-100k' was not downloaded (data.offline is set): put https://files.grouplens.org/datasets/movielens"
+        f"/ml-100k.zip into {cache}, or set "
     ) in output
     assert "note:" not in other_said
 
@@ -216,8 +216,10 @@ def test_without_the_real_set_generated_data_is_trained_on_with_a_note(nowhere: 
 def test_without_real_set_and_fallback_every_rank_says_which_file_to_put_where(nowhere: Path) -> None:
     first, second = run_ranks(fallen_back, 2, two_tower_with("data.offline=true"), nowhere)
     assert first[0] == second[0]
-    assert first[0].startswith("set 'ml-100k' was not downloaded: https://files.grouplens.org/")
-    assert f"; put ml-100k.zip into {nowhere / 'cache' / 'torchrec_ext' / 'ml-100k'}, or set " in first[0]
+    assert first[0].startswith(
+        "set 'ml-100k' was not downloaded (data.offline is set): put https://files.grouplens.org/"
+    )
+    assert f"/ml-100k.zip into {nowhere / 'cache' / 'torchrec_ext' / 'ml-100k'}, or set " in first[0]
     assert first[1] == ""
 
 

@@ -170,7 +170,7 @@ def test_a_folder_of_a_users_own_is_a_set_by_its_name(tmp_path: Path, monkeypatc
     assert load_dataset("mine", folder=str(tmp_path)).name == "mine"
     monkeypatch.delenv("TORCHREC_EXT_DATA", raising=False)
     with pytest.raises(
-        DataError, match=r"data\.name='mine': there is no such set .*; choose ml-100k, .* or a folder with inter"
+        DataError, match=r"data\.name='mine': no such set in .*; choose ml-100k, .* or a folder with inter"
     ):
         load_dataset("mine")
 

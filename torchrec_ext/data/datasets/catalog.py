@@ -75,9 +75,9 @@ def fetch(source: Download, target: Path, *, licence: str, progress: bool) -> st
                 _copy(source, unfinished, licence if progress else None)
                 verify(unfinished, source)
                 unfinished.replace(target)
-    # urllib's errors are OSErrors too.
     except OSError as error:  # urllib's errors are OSErrors too
-        return f"{source.url}: {getattr(error, 'reason', None) or error}"
+        cause = getattr(error, "reason", None) or error
+        return getattr(cause, "strerror", None) or str(cause)
     return None
 
 
@@ -231,11 +231,11 @@ def _recbole(config: DataConfig, ratings: Chunk) -> Protocol:
 def _from_folder(config: DataConfig) -> InteractionData:
     folder = data_folder(config.name, config.folder)
     if folder is None or not is_folder_of_interactions(folder):
-        place = folder or f"nowhere, since neither data.folder nor {FOLDER_VARIABLE} is given"
+        place = folder or "data.folder, which is not set"
         if config.name not in NAMES:
             raise DataError(
-                f"data.name={config.name!r}: there is no such set (looked in {place}); choose {', '.join(NAMES)}, or "
-                "a folder with inter.parquet or train.parquet as in docs/recipes.md"
+                f"data.name={config.name!r}: no such set in {place}; choose {', '.join(NAMES)}, or a folder with "
+                "inter.parquet or train.parquet (docs/recipes.md)"
             )
         raise DatasetUnavailable(
             f"set '{config.name}' is not on this machine (looked in {place}); put ml-1m.train.rating, "
@@ -274,7 +274,7 @@ def find_ml_100k(folder: Path | None, *, offline: bool = False, progress: bool =
             verify(path, ML_100K)
             return path
     if offline:
-        reason: str | None = f"{ML_100K.url}: data.offline is set"
+        reason: str | None = "data.offline is set"
     else:
         reason = fetch(ML_100K, target, licence=LICENCE, progress=progress)
     if reason:
@@ -291,17 +291,14 @@ def _found_ml_100k(config: DataConfig, progress: bool) -> Tables:
     try:
         path = find_ml_100k(data_folder(config.name, config.folder), offline=config.offline, progress=progress)
     except DatasetUnavailable as error:
-        raise DatasetUnavailable(f"{error}, or data.name=planted") from None
+        raise DatasetUnavailable(f"{error}, or set data.name=planted") from None
     if path.is_dir():
         _warn_if_other(path)
     return ml_100k_tables(path)
 
 
 def _where_to_put_it(folder: Path | None, target: Path, reason: str) -> str:
-    return (
-        f"set 'ml-100k' was not downloaded: {reason}; put {target.name} into {folder or target.parent}, or set "
-        f"{FOLDER_VARIABLE} to a folder with ml-100k/"
-    )
+    return f"set 'ml-100k' was not downloaded ({reason}): put {ML_100K.url} into {folder or target.parent}"
 
 
 def _warn_if_other(folder: Path) -> None:
