@@ -91,6 +91,15 @@ def test_an_import_that_fails_is_one_line(
 
 
 @pytest.mark.unit
+def test_a_private_name_that_a_release_has_dropped_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    finds(monkeypatch, environment("cpu"))
+    monkeypatch.setattr(doctor.private_names, "missing", lambda: iter([("torchrec/optim/keyed.py", "_optims")]))
+    (problem,) = doctor.diagnose(really_import=False).problems
+    assert problem.found == "1 are gone, first _optims (torchrec/optim/keyed.py)"
+    assert problem.repair == "py -m torchrec_ext.doctor --install"
+
+
+@pytest.mark.unit
 def test_a_gpu_that_is_left_idle_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     finds(monkeypatch, environment("cpu"))
     monkeypatch.setattr(stack, "gpu_nodes", lambda: ["/dev/nvidia0", "/dev/nvidia1"])

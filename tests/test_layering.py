@@ -17,13 +17,14 @@ TORCH = {"torch", "torchrec", "fbgemm_gpu", "tensordict", "torchmetrics"}
 # stands here; "modules.tower" is one module of a unit. All of
 # torchrec_ext and torchx_apps may import `needs_torch` and `exports`.
 BASE = {"schema", "batch", "tensor_file", "sealed"}
-SET_UP = {"stack", "needs_torch", "exports", "probe", "doctor"}
+SET_UP = {"stack", "needs_torch", "exports", "probe", "doctor", "private_names"}
 MAY_IMPORT: Mapping[str, set[str]] = {
     "stack": set(),
     "needs_torch": {"stack"},
     "exports": {"needs_torch"},
     "probe": set(),
-    "doctor": {"stack"},
+    "private_names": set(),
+    "doctor": {"stack", "private_names"},
     "schema": BASE,
     "batch": BASE,
     "tensor_file": set(),

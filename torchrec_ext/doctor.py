@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from torchrec_ext import stack
+from torchrec_ext import private_names, stack
 from torchrec_ext.stack import Problem, Triple, Variant
 
 Say = Callable[[str], None]
@@ -294,6 +294,7 @@ def diagnose(*, really_import: bool = True, named: Triple | None = None) -> Inst
     triple = named or stack.installed_triple(current) or stack.TRIPLES[0]
     problems = _python_problem(sys.version_info[:2])
     problems += stack.problems(current, variant, stack.interpreter(), named)
+    problems += _dropped_names()
     seconds = None
     if really_import and not problems:
         outcome = probe(variant)
@@ -317,6 +318,21 @@ def diagnose(*, really_import: bool = True, named: Triple | None = None) -> Inst
         notes=tuple(_notes(variant, machine)),
         import_seconds=seconds,
     )
+
+
+def _dropped_names() -> list[Problem]:
+    """Returns the private names that an installed release has dropped, as one problem."""
+    dropped = [f"{name} ({file})" for file, name in private_names.missing()]
+    if not dropped:
+        return []
+    return [
+        Problem(
+            what="private names",
+            found=f"{len(dropped)} are gone, first {dropped[0]}",
+            expected="those of torchrec_ext/private_names.py",
+            repair=stack.doctor_line(stack.interpreter()),
+        )
+    ]
 
 
 def probe(variant: Variant) -> float | Problem:

@@ -1,0 +1,252 @@
+"""PRIVATE_NAMES: each private name of torch, TorchRec and TorchX that this package uses, with the reason.
+
+A release may drop such a name without notice. ``python -m torchrec_ext.doctor`` looks for all of them, in the source
+of the installed packages, and names those that are gone before a training fails on one. Standard library only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+
+class PrivateNames(NamedTuple):
+    """Private names that one file of another package defines.
+
+    Args:
+        file: path below the folder of installed packages.
+        names: the names.
+        reason: what they are used for, and why no public name serves.
+        upstream: issue or pull request about it; empty where none is known.
+    """
+
+    file: str
+    names: tuple[str, ...]
+    reason: str
+    upstream: str = ""
+
+
+PRIVATE_NAMES = (
+    PrivateNames(
+        "torch/nn/parallel/distributed.py",
+        ("_module_parameters",),
+        "parallel.settle_buckets: the parameters in DDP's order, by which it fills its buckets",
+    ),
+    PrivateNames(
+        "torch/_C/_distributed_c10d.pyi",
+        ("_push_all_rebuilt_params", "_DEFAULT_FIRST_BUCKET_BYTES"),
+        "parallel.settle_buckets: a bucket that is laid out anew after the first step adds in another order, so that a "
+        "resumed run differs in the last bit",
+        "https://github.com/pytorch/pytorch/issues/62790",
+    ),
+    PrivateNames(
+        "torch/nn/parallel/distributed.py",
+        ("_set_params_and_buffers_to_ignore_for_model",),
+        "tower_parallel: tables of a tower that other ranks hold have no gradient that DDP could average",
+    ),
+    PrivateNames(
+        "torch/utils/_pytree.py",
+        ("TreeSpec", "tree_flatten", "tree_unflatten", "tree_leaves", "tree_map_only"),
+        "adopt, capture, diagnose: a user's batch and outputs are any tree of tensors; Dynamo follows this one alone",
+        "https://github.com/pytorch/pytorch/issues/65761",
+    ),
+    PrivateNames(
+        "torch/utils/_python_dispatch.py",
+        ("TorchDispatchMode",),
+        "diagnose counts the ops of a step, and a bundle's program is run op by op",
+    ),
+    PrivateNames(
+        "torch/_C/_VariableFunctions.pyi",
+        (
+            "_foreach_copy_",
+            "_foreach_add_",
+            "_foreach_norm",
+            "_fused_adam_",
+            "_int_mm",
+            "_assert_async",
+            "_embedding_bag",
+        ),
+        "one kernel for many small tensors, products of 8-bit integers, and a check on a GPU without a sync",
+        "https://github.com/pytorch/pytorch/pull/193607",
+    ),
+    PrivateNames(
+        "torch/distributed/checkpoint/_fsspec_filesystem.py",
+        ("FsspecReader", "FsspecWriter", "FileSystem"),
+        "checkpoints in object stores",
+        "https://github.com/pytorch/pytorch/issues/188772",
+    ),
+    PrivateNames(
+        "torch/distributed/checkpoint/filesystem.py",
+        ("_get_metadata_path",),
+        "a checkpoint's metadata is a pickle: it is read by a reader that runs no code",
+    ),
+    PrivateNames(
+        "torch/distributed/_shard/sharded_tensor/api.py",
+        ("ShardedTensor", "_init_from_local_shards_and_global_metadata", "_process_group"),
+        "TorchRec gives its tables and their optimizer state in this form",
+    ),
+    PrivateNames("torch/distributed/_shard/sharding_spec/api.py", ("EnumerableShardingSpec",), "TorchRec's plans"),
+    PrivateNames("torch/distributed/remote_device.py", ("_remote_device",), "a shard's place in TorchRec's plans"),
+    PrivateNames(
+        "torch/distributed/distributed_c10d.py",
+        ("_get_default_store",),
+        "diagnose: ranks tell each other of a failure without a collective, which would hang",
+    ),
+    PrivateNames(
+        "torch/testing/_internal/distributed/multi_threaded_pg.py",  # it has no stub; this is who else uses it
+        ("_create_work_from_future",),
+        "diagnose: a step is run on one rank alone, with the answers of the others replayed",
+    ),
+    PrivateNames("torch/library.py", ("_destroy",), "diagnose: its kernels of collectives go when it is done"),
+    PrivateNames(
+        "torch/nn/modules/batchnorm.py", ("_BatchNorm",), "the class of all layers that keep statistics of batches"
+    ),
+    PrivateNames(
+        "torch/nn/modules/module.py",
+        ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_pre_hooks"),
+        "state that is copied and put back must stay the same objects; hooks have no public list",
+    ),
+    PrivateNames(
+        "torch/_C/__init__.pyi",
+        ("_version", "_backward_hooks", "_get_mkldnn_enabled", "_set_mkldnn_enabled"),
+        "whether somebody has written to a tensor or hooked its gradient; a trace through mkldnn's LSTM does not run",
+    ),
+    PrivateNames(
+        "torch/_C/__init__.pyi",
+        ("DisableTorchFunctionSubclass", "_after_autograd_keyset", "_storage_Use_Count"),
+        "adopt looks at a lagging table without updating it; diagnose stands in for collectives below autograd",
+    ),
+    PrivateNames(
+        "torch/_tensor.py",
+        ("_post_accumulate_grad_hooks",),
+        "adopt: a hook on a gradient would not run in a captured step, and has no public list",
+    ),
+    PrivateNames(
+        "torch/storage.py",
+        ("_cdata",),
+        "which tensors share memory, also those that a user keeps behind a parameter",
+    ),
+    PrivateNames("torch/optim/optimizer.py", ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"), "see hooks"),
+    PrivateNames(
+        "torch/optim/optimizer.py",
+        ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"),
+        "adopt: hooks of all optimizers would not run in a captured step",
+    ),
+    PrivateNames(
+        "torch/optim/lr_scheduler.py",
+        ("_wrapped_by_lr_sched",),
+        "adopt: a scheduler replaces optimizer.step by a function that counts, which is no change of the user's",
+    ),
+    PrivateNames(
+        "torch/distributed/optim/apply_optimizer_in_backward.py",
+        ("_apply_optimizer_in_backward", "_optimizer_classes", "_optimizer_kwargs"),
+        "optimizers that a caller has declared for a table, TorchRec's own way; it exports the function, and no reader",
+    ),
+    PrivateNames(
+        "torch/_dynamo/eval_frame.py",
+        ("_debug_get_cache_entry_list",),
+        "adopt says which guard has failed",
+        "https://github.com/pytorch/pytorch/issues/114082",
+    ),
+    PrivateNames("torch/_ops.py", ("_overloadpacket", "_schema"), "which op ran, and which of its arguments it writes"),
+    PrivateNames("torch/_dynamo/config.py", ("skip_nnmodule_hook_guards", "allow_rnn"), "adopt guards hooks, too"),
+    PrivateNames("torch/_decomp/__init__.py", ("_unsafe_view",), "networks: a traced graph has it where a view stood"),
+    PrivateNames("torch/_guards.py", ("tracing",), "adopt looks at a graph while Dynamo traces"),
+    PrivateNames(
+        "torch/_subclasses/fake_tensor.py",
+        ("FakeTensorMode", "DataDependentOutputException", "DynamicOutputShapeException"),
+        "capture: which ops depend on values, found without values",
+    ),
+    PrivateNames(
+        "torch/_inductor/__init__.py",
+        ("standalone_compile", "aoti_compile_and_package", "aoti_load_package"),
+        "capture and the scorer compile a traced graph",
+    ),
+    PrivateNames("torch/_inductor/cpp_builder.py", ("get_cpp_compiler",), "whether a compiler is there, before a wait"),
+    PrivateNames("torch/_inductor/runtime/cache_dir_utils.py", ("cache_dir",), "where compiled steps are kept"),
+    PrivateNames(
+        "torch/autograd/variable.py",
+        ("_execution_engine",),
+        "towers on streams: the backward's end waits for all streams, by a callback of the engine",
+    ),
+    PrivateNames("torch/autograd/__init__.py", ("_profiler_enabled",), "diagnose: a profiler that was left on"),
+    PrivateNames(
+        "torchrec/distributed/embeddingbag.py",
+        (
+            "_embedding_bag_configs",
+            "_embedding_names",
+            "_embedding_dims",
+            "_dim_per_key",
+            "_output_dists",
+            "_lookups",
+            "_env",
+            "_apply_mean_pooling",
+            "_has_mean_pooling_callback",
+        ),
+        "sharders.ShardedBags: means of row-wise tables, which TorchRec divides wrongly by; configs have no public way",
+        "https://github.com/meta-pytorch/torchrec/issues/2362",
+    ),
+    PrivateNames("torchrec/distributed/embedding.py", ("_embedding_configs", "_lookups"), "see embeddingbag.py"),
+    PrivateNames(
+        "torchrec/distributed/dist_data.py",
+        ("_pg", "_codecs"),
+        "sharders: on gloo, unequal pieces of a reduce-scatter are padded",
+    ),
+    PrivateNames(
+        "torchrec/distributed/model_parallel.py",
+        (
+            "_dmp_wrapped_module",
+            "_create_process_groups",
+            "_group_sharded_modules",
+            "_cache_sync_tensors",
+            "_remap_sharding_plan",
+        ),
+        "table_copies.CollectionOnCpu: DMPCollection refuses the CPU in its constructor; sync reaches DDP",
+        "https://github.com/meta-pytorch/torchrec/pull/2554",
+    ),
+    PrivateNames(
+        "torchrec/distributed/train_pipeline/utils.py",
+        ("_start_embedding_lookup",),
+        "pipeline.SemiSyncOnCpu: TorchRec's pipeline without streams",
+    ),
+    PrivateNames(
+        "torchrec/distributed/train_pipeline/train_pipelines.py",
+        ("_pipelined_modules", "_model_fwd", "_stream_context", "_mlp_forward", "_pipelined_forward_type"),
+        "see utils.py; which modules overlap their input dist, of which TorchRec says nothing",
+    ),
+    PrivateNames(
+        "torchrec/distributed/embedding_types.py",
+        ("_sharded_module_order_overwrite",),
+        "sharders: an argument of TorchRec's own sharder that ours passes on",
+    ),
+    PrivateNames("torchrec/modules/embedding_modules.py", ("_is_weighted",), "no public name in a sharded collection"),
+    PrivateNames("torchrec/optim/keyed.py", ("_optims", "_optimizer"), "a checkpoint takes each optimizer by itself"),
+    PrivateNames(
+        "torchx/schedulers/slurm_scheduler.py",
+        ("_apply_app_id_env", "_get_job_dirs"),
+        "launch.slurm: scripts with TorchX's own values; where a job that Slurm forgot had its files",
+    ),
+    PrivateNames(
+        "torchx/schedulers/kubernetes_scheduler.py",
+        ("_get_active_context", "_custom_objects_api"),
+        "launch.kubernetes: list() asks one namespace, of all that a user may not see",
+    ),
+    PrivateNames("fsspec/asyn.py", ("_find",), "data.files: find() skips forbidden folders without a word; ours stops"),
+    PrivateNames("torchx/specs/api.py", ("_app", "_cfg", "_scheduler"), "what a dry run is about to start, and where"),
+)
+
+
+def missing() -> Iterator[tuple[str, str]]:
+    """Yields the private names that the installed packages lack, each with its file."""
+    for private in PRIVATE_NAMES:
+        spec = find_spec(private.file.split("/")[0])
+        if spec is None or not spec.submodule_search_locations:
+            continue
+        path = Path(spec.submodule_search_locations[0]).parent / private.file
+        text = path.read_text() if path.exists() else ""
+        for name in private.names:
+            if not re.search(rf"\b{re.escape(name)}\b", text):
+                yield private.file, name
