@@ -370,7 +370,7 @@ class LocalSGD(EveryStep):
         self._leave.callback(self._optimizer.after_step.remove, self._after_step)
         if isinstance(self._optimizer, LocalOptimizers):
             self._leave.enter_context(self._optimizer)
-            self._start_local_steps()
+            self.start_local_steps()
         return self
 
     def __exit__(
@@ -394,7 +394,7 @@ class LocalSGD(EveryStep):
         self._steps += 1
         if not self._optimizer.apart:
             if self._steps >= self._warmup:
-                self._start_local_steps()
+                self.start_local_steps()
             return
         self._since += 1
         if self.fault and not self._fault_step:
@@ -402,7 +402,7 @@ class LocalSGD(EveryStep):
         if self._since == self._every:
             self._sync()
 
-    def _start_local_steps(self) -> None:
+    def start_local_steps(self) -> None:
         """Starts local steps: gradients are no longer all-reduced."""
         if isinstance(self._model, DistributedModelParallel):
             for ddp in data_parallel_modules(self._model):
@@ -433,10 +433,11 @@ class LocalSGD(EveryStep):
             check()
         self.meet()
         if self._since and self._averager is not None:
-            self._combine(self._averager)
+            self.combine(self._averager)
         self._since = 0
 
-    def _combine(self, averager: Averager) -> None:
+    def combine(self, averager: Averager) -> None:
+        """Averages the ranks' parameters, and their optimizer state if that is asked for. Collective."""
         averager.average(self._state() if self._average_state else ())
 
     def _state(self) -> list[Tensor]:
@@ -499,14 +500,16 @@ class DiLoCo(LocalSGD):
         self._outer: torch.optim.SGD | None = None
         self._anchors: list[Tensor] = []
 
-    def _start_local_steps(self) -> None:
-        super()._start_local_steps()
+    def start_local_steps(self) -> None:
+        """Starts local steps, and keeps the parameters as the anchors of the outer optimizer."""
+        super().start_local_steps()
         self._anchors = [parameter.detach().clone() for parameter in _parameters(self._optimizer)]
         self._outer = torch.optim.SGD(self._anchors, **self._rule) if self._anchors else None  # type: ignore[arg-type]
 
     @torch.no_grad()
-    def _combine(self, averager: Averager) -> None:
-        super()._combine(averager)
+    def combine(self, averager: Averager) -> None:
+        """Takes the outer optimizer's step from the anchors towards the average. Collective."""
+        super().combine(averager)
         if self._outer is None:
             return
         for anchor, parameter in zip(self._anchors, _parameters(self._optimizer), strict=True):

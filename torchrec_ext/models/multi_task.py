@@ -83,7 +83,8 @@ class MultiTaskModel(TowerModel):
         self.rows = rows
         self.of_tasks = _TaskLosses({name: losses.get(name, bce) for name in tasks}, rows)
 
-    def _losses(self) -> list[Loss]:
+    def head_losses(self) -> list[Loss]:
+        """Returns the loss of each task."""
         return list(self.of_tasks.losses.values())
 
     def begin_at(self, shares: Sequence[float]) -> list[float]:

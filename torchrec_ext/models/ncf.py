@@ -185,9 +185,9 @@ class NCFHead(InteractionLayer):
 
     def score_all(self, query: Tensor, candidates: Tensor) -> Tensor:
         """Returns (B, N) logits of every query (B, G + H) with every candidate (N, G + H)."""
-        return over_pairs(query, candidates, self._pairs, self.width)
+        return over_pairs(query, candidates, self._score_pairs, self.width)
 
-    def _pairs(self, query: Tensor, candidate: Tensor) -> Tensor:
+    def _score_pairs(self, query: Tensor, candidate: Tensor) -> Tensor:
         user, first_user = self._halves(query)
         item, first_item = self._halves(candidate)
         weight = self.predict.weight[0]

@@ -135,7 +135,7 @@ class TowerModel(nn.Module):
             ValueError: not one share for each head, or a share that is not between 0 and 1.
         """
         log_odds = []
-        losses = self._losses()
+        losses = self.head_losses()
         if len(shares) != len(losses):
             raise ValueError(f"shares: {len(shares)}, heads: {len(losses)}; give one share of positives for each head")
         for share, loss, bias in zip(shares, losses, getattr(self.interaction, "last_biases", []), strict=False):
@@ -169,7 +169,7 @@ class TowerModel(nn.Module):
     def _metric(self) -> str | None:
         return self.interaction.metric if isinstance(self.interaction, InteractionLayer) else None
 
-    def _losses(self) -> list[Loss]:
+    def head_losses(self) -> list[Loss]:
         """Returns the loss of each head."""
         return [self.loss.function]
 

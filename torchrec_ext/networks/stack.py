@@ -266,6 +266,11 @@ class _BatchMaker(NamedTuple):
     constants: dict[str, Tensor]
     example: TowerBatch
 
+    def fields(self, variable: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Returns all fields by name, from those that differ from step to step."""
+        rest = iter(variable)
+        return {name: self.constants[name] if name in self.constants else next(rest) for name in self.names}
+
 
 class Losses(NamedTuple):
     """The detached ``loss`` (K,) and ``logits`` (K, B) of one step, and its number of counted ``rows`` (K,)."""
@@ -483,7 +488,7 @@ class Stack(nn.Module):
             fields = self._make(batches)
             shared = batches.members == 1
         else:
-            fields = self._fields(batches)
+            fields = _stacked_fields(self.members, batches)
             shared = all(batch is batches[0] for batch in batches)
             if look_up:
                 self.read(batches)
@@ -560,32 +565,7 @@ class Stack(nn.Module):
         rows, *variable = maker.graph(*steps.source.tensors, *steps.tensors)
         for tables, of_collection in zip(self.tables.values(), rows, strict=True):
             tables.set_rows(of_collection)
-        rest = iter(variable)
-        fields = {}
-        for name in maker.names:
-            fields[name] = maker.constants[name] if name in maker.constants else next(rest)
-        return fields
-
-    def _fields(self, batches: Sequence[TowerBatch]) -> dict[str, Tensor]:
-        """Stacks the tensors of the batches, (K, ...); those of one batch for all stay as they are."""
-        if len(batches) != len(self.networks):
-            raise StackError(
-                f"{len(batches)} batches for {len(self.networks)} networks: give one for each, {self.members}"
-            )
-        # One object for all members is read once, without a copy for each of them.
-        shared = all(batch is batches[0] for batch in batches)
-        tensors = [tensors_of(batch) for batch in (batches[:1] if shared else batches)]
-        for name, other in zip(self.members, tensors, strict=False):
-            for field in {**tensors[0], **other}:
-                mine, theirs = tensors[0].get(field), other.get(field)
-                if mine is None or theirs is None or mine.shape != theirs.shape:
-                    raise StackError(
-                        f"batch.{field} is {_shape(mine)} for '{self.members[0]}' and {_shape(theirs)} for '{name}': "
-                        "members of a stack take batches of one shape; give both the same batch_size and negatives"
-                    )
-        if shared:
-            return tensors[0]
-        return {name: torch.stack([fields[name] for fields in tensors]) for name in tensors[0]}
+        return maker.fields(variable)
 
     def _draw(self, skeleton: Skeleton, batch: TowerBatch) -> list[Tensor]:
         """Draws the noise of each dropout layer, (K, ...), as nn.Dropout does; empty if no member has dropout."""
@@ -600,6 +580,26 @@ class Stack(nn.Module):
                     member_noise.bernoulli_(1 - rates[index], generator=generator).div_(1 - rates[index])
             layer_noises.append(noise.to(self.flat.device))
         return layer_noises
+
+
+def _stacked_fields(members: Sequence[str], batches: Sequence[TowerBatch]) -> dict[str, Tensor]:
+    """Stacks the tensors of the batches, (K, ...); those of one batch for all stay as they are."""
+    if len(batches) != len(members):
+        raise StackError(f"{len(batches)} batches for {len(members)} networks: give one for each, {list(members)}")
+    # One object for all members is read once, without a copy for each of them.
+    shared = all(batch is batches[0] for batch in batches)
+    tensors = [tensors_of(batch) for batch in (batches[:1] if shared else batches)]
+    for name, other in zip(members, tensors, strict=False):
+        for field in {**tensors[0], **other}:
+            mine, theirs = tensors[0].get(field), other.get(field)
+            if mine is None or theirs is None or mine.shape != theirs.shape:
+                raise StackError(
+                    f"batch.{field} is {_shape(mine)} for '{members[0]}' and {_shape(theirs)} for '{name}': "
+                    "members of a stack take batches of one shape; give both the same batch_size and negatives"
+                )
+    if shared:
+        return tensors[0]
+    return {name: torch.stack([fields[name] for fields in tensors]) for name in tensors[0]}
 
 
 def _dense_parameters(network: nn.Module) -> list[tuple[str, nn.Parameter]]:
