@@ -41,7 +41,7 @@ def test_ease_is_the_ridge_regression_of_each_item_on_all_others() -> None:
 def test_co_occurrences_are_counted_in_blocks_of_users_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     matrix = taken()
     for block in (1, 100, 2**20):
-        monkeypatch.setattr(closed_form, "BLOCK", block)
+        monkeypatch.setattr(closed_form, "_BLOCK", block)
         assert torch.equal(closed_form.co_occurrences(*pairs(matrix), 15), matrix.T @ matrix)
     assert torch.equal(closed_form.co_occurrences(*pairs(torch.zeros(2, 4)), 4), torch.zeros(4, 4))
 
@@ -72,7 +72,7 @@ def loss_of(matrix: Tensor, users: Tensor, items: Tensor, l2: float, unobserved:
 def test_a_half_step_is_the_direct_solution_and_no_half_step_raises_the_loss(
     block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(closed_form, "BLOCK", block)
+    monkeypatch.setattr(closed_form, "_BLOCK", block)
     matrix, l2, unobserved = taken(), 0.02, 0.3
     users, items = pairs(matrix)
     by_item = torch.randn(15, 4, generator=torch.Generator().manual_seed(1)) * 0.1

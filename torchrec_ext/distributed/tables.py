@@ -20,7 +20,7 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 COLLECTIONS = (EmbeddingBagCollection, EmbeddingCollection, ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
-BLOCK_ROWS = 4096
+_BLOCK_ROWS = 4096
 
 
 class Shard(NamedTuple):
@@ -93,8 +93,8 @@ def fill_tables(module: nn.Module, rows: Callable[[str, BaseEmbeddingConfig, int
         height, width = shard.tensor.shape
         end = shard.row + height
         columns = slice(shard.column, shard.column + width)
-        for start in range(shard.row, end, BLOCK_ROWS):
-            stop = min(start + BLOCK_ROWS, end)
+        for start in range(shard.row, end, _BLOCK_ROWS):
+            stop = min(start + _BLOCK_ROWS, end)
             block = rows(shard.fqn, shard.config, start, stop)[:, columns]
             shard.tensor[start - shard.row : stop - shard.row].copy_(block)
 
@@ -125,8 +125,8 @@ def initialise_tables(module: nn.Module, seed: int) -> None:
     """
 
     def rows(fqn: str, config: BaseEmbeddingConfig, start: int, stop: int) -> Tensor:
-        first = start - start % BLOCK_ROWS
-        blocks = [_initial_block(config, block, seed) for block in range(first, stop, BLOCK_ROWS)]
+        first = start - start % _BLOCK_ROWS
+        blocks = [_initial_block(config, block, seed) for block in range(first, stop, _BLOCK_ROWS)]
         return torch.cat(blocks)[start - first : stop - first]
 
     fill_tables(module, rows)
@@ -134,8 +134,8 @@ def initialise_tables(module: nn.Module, seed: int) -> None:
 
 def _initial_block(config: BaseEmbeddingConfig, start: int, seed: int) -> Tensor:
     if isinstance(config.init_fn, GivenRows):
-        return config.init_fn.weight[start : start + BLOCK_ROWS]
-    block = torch.empty(min(BLOCK_ROWS, config.num_embeddings - start), config.embedding_dim)
+        return config.init_fn.weight[start : start + _BLOCK_ROWS]
+    block = torch.empty(min(_BLOCK_ROWS, config.num_embeddings - start), config.embedding_dim)
     digest = hashlib.blake2b(f"{seed}/{config.name}/{start}".encode(), digest_size=8).digest()
     with torch.random.fork_rng(devices=[]):
         # Only the CPU's generator: torch.manual_seed would also seed every GPU's, which are not forked here.

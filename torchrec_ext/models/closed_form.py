@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-BLOCK = 2**22  # numbers of a block of users in memory: 16 MiB of float32
+_BLOCK = 2**22  # numbers of a block of users in memory: 16 MiB of float32
 
 
 class Factors(NamedTuple):
@@ -84,7 +84,7 @@ def co_occurrences(users: Tensor, items: Tensor, num_items: int) -> Tensor:
     users, order = users.sort()
     items, count = items[order], int(users[-1]) + 1 if len(users) else 0
     product = torch.zeros(num_items, num_items)
-    rows = max(1, BLOCK // num_items)
+    rows = max(1, _BLOCK // num_items)
     for start in range(0, count, rows):
         first, last = torch.searchsorted(users, torch.tensor([start, start + rows])).tolist()
         block = torch.zeros(min(rows, count - start), num_items)
@@ -181,7 +181,7 @@ def _blocks(
         rest = counts[by_count]
         # As many rows as fit, and no more than half of whose places would be padding.
         size = torch.arange(1, len(rest) + 1)
-        fits = (size * (rest + dim) * dim <= BLOCK) & (rest <= 2 * rest[0])
+        fits = (size * (rest + dim) * dim <= _BLOCK) & (rest <= 2 * rest[0])
         stop = max(1, int(fits.sum()))
         block, by_count = by_count[:stop], by_count[stop:]
         offsets = torch.arange(int(rest[stop - 1]))

@@ -22,7 +22,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.modules.tower import Tower
 
-Measure = Literal["cosine", "cka"]
+AffinityMeasure = Literal["cosine", "cka"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Affinity:
             raise ValueError("values: the affinity of i with j differs from that of j with i; give a symmetric matrix")
 
 
-def affinity(vectors: Mapping[str, Tensor], measure: Measure = "cosine") -> Affinity:
+def affinity(vectors: Mapping[str, Tensor], measure: AffinityMeasure = "cosine") -> Affinity:
     """Computes the affinity of features from their vectors in the same B rows.
 
     Args:
@@ -63,8 +63,8 @@ def affinity(vectors: Mapping[str, Tensor], measure: Measure = "cosine") -> Affi
     Raises:
         ValueError: fewer than 2 features or 4 rows, or widths that differ under ``cosine``.
     """
-    if measure not in get_args(Measure):
-        raise ValueError(f"measure={measure!r}: must be one of {', '.join(get_args(Measure))}")
+    if measure not in get_args(AffinityMeasure):
+        raise ValueError(f"measure={measure!r}: must be one of {', '.join(get_args(AffinityMeasure))}")
     rows = {len(each) for each in vectors.values()}
     if len(vectors) < 2 or len(rows) != 1 or min(rows) < 4:
         raise ValueError(
@@ -187,7 +187,7 @@ def feature_bytes(towers: Iterable[Tower]) -> dict[str, float]:
 
 
 STARTS = 16
-ROUNDS = 100
+_ROUNDS = 100
 
 
 def pack_evenly(weights: Tensor, towers: int) -> Tensor:
@@ -308,7 +308,7 @@ class _Clusters:
         """Moves single units, or swaps two, nearer to their towers' centres within the bound, until nothing gains."""
         tower_of = tower_of.clone()
         cost = self.cost(tower_of)
-        for _ in range(ROUNDS):
+        for _ in range(_ROUNDS):
             far = self.sizes[:, None] * torch.cdist(self.points, self.centres(tower_of)).square()  # (U, T)
             while self._best_change(tower_of, far):
                 pass

@@ -18,7 +18,7 @@ Normalization = Literal["none", "layer", "batch"]
 Attention = Literal["bucketed", "nested", "padded"]
 Position = Literal["start", "end", "none"]
 Combine = Literal["sum", "concat"]
-Kind = Literal["linear", "cross"]
+CompressionKind = Literal["linear", "cross"]
 TaskRows = Literal["all", "positive", "product"]
 
 
@@ -37,15 +37,15 @@ class Compression:
         ValueError: a number out of its range, or neither vectors per feature nor flat ones.
     """
 
-    kind: Kind = "linear"
+    kind: CompressionKind = "linear"
     dim: int = 16
     per_feature: int = 0
     flat: int = 1
     layers: int = 1
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(Kind):
-            raise ValueError(f"kind={self.kind!r}: must be one of {', '.join(get_args(Kind))}")
+        if self.kind not in get_args(CompressionKind):
+            raise ValueError(f"kind={self.kind!r}: must be one of {', '.join(get_args(CompressionKind))}")
         for name, least in (("dim", 1), ("per_feature", 0), ("flat", 0), ("layers", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)}: must be {least} or more")

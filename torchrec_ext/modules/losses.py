@@ -223,10 +223,12 @@ def _check_temperature(temperature: float) -> None:
         raise ValueError(f"temperature={temperature}: must be greater than 0; 0.05 to 0.2 suits embeddings of length 1")
 
 
-Measure = Literal["cross_entropy", "mse"]
+DistillationMeasure = Literal["cross_entropy", "mse"]
 
 
-def codistillation(logits: Tensor, batch: TowerBatch, peers: Tensor, *, measure: Measure = "cross_entropy") -> Tensor:
+def codistillation(
+    logits: Tensor, batch: TowerBatch, peers: Tensor, *, measure: DistillationMeasure = "cross_entropy"
+) -> Tensor:
     """Returns how far the predictions are from the mean of the peers', () (Anil et al. 2018, algorithm 1).
 
     Models that train beside each other learn from each other's slightly old predictions by this term beside the loss of
@@ -255,8 +257,8 @@ def codistillation(logits: Tensor, batch: TowerBatch, peers: Tensor, *, measure:
             f"peers: shape {tuple(peers.shape)}, must be (P, B) = (1 or more, {len(logits)}), a row of logits for each "
             "peer; one peer's alone goes through [None]"
         )
-    if measure not in get_args(Measure):
-        raise ValueError(f"measure={measure!r}: must be one of {', '.join(get_args(Measure))}")
+    if measure not in get_args(DistillationMeasure):
+        raise ValueError(f"measure={measure!r}: must be one of {', '.join(get_args(DistillationMeasure))}")
     peers = peers.detach()
     if measure == "mse":
         losses = mse_loss(logits, peers.mean(dim=0), reduction="none")

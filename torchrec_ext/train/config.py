@@ -21,7 +21,7 @@ Amp = Literal["off", "bf16", "fp16"]
 Threads = Literal["given", "auto"]
 Figure = Literal["hr", "recall", "precision", "ndcg", "mrr", "map"]
 Baseline = Literal["popularity", "ease", "als"]
-Kind = Literal["constant", "linear", "cosine", "inverse_sqrt", "step"]
+ScheduleKind = Literal["constant", "linear", "cosine", "inverse_sqrt", "step"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,15 +40,15 @@ class Schedule:
         gamma: factor of each drop of ``step``, 0 to 1.
     """
 
-    kind: Kind = "constant"
+    kind: ScheduleKind = "constant"
     warmup: int = 0
     floor: float = 0.0
     every: int = 0
     gamma: float = 0.1
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(Kind):
-            raise ValueError(f"kind={self.kind!r}: must be one of {', '.join(get_args(Kind))}")
+        if self.kind not in get_args(ScheduleKind):
+            raise ValueError(f"kind={self.kind!r}: must be one of {', '.join(get_args(ScheduleKind))}")
         if self.warmup < 0:
             raise ValueError(f"warmup={self.warmup}: must be 0 steps or more")
         for name in ("floor", "gamma"):

@@ -85,7 +85,7 @@ def test_every_flipped_bit_and_every_cut_is_found_and_the_one_before_used(two: P
             data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
             victim.write_bytes(data)
         assert checkpointer.last_good(lines.append) == checkpointer.folder.path(1), (trial, victim.name)
-        if victim.name != manifest.NAME or victim.exists():
+        if victim.name != manifest.MANIFEST_NAME or victim.exists():
             assert victim.name in lines[-1], lines[-1]
             assert lines[-1].endswith("the one before it is used")
     assert len(lines) >= 95
@@ -210,7 +210,7 @@ def test_what_was_never_finished_is_no_checkpoint_and_is_removed(tmp_path: Path)
     folder = CheckpointFolder(str(tmp_path))
     shutil.copytree(path, folder.writing(2))
     shutil.copytree(path, folder.path(3))
-    Path(folder.path(3), manifest.NAME).unlink()
+    Path(folder.path(3), manifest.MANIFEST_NAME).unlink()
     assert folder.steps() == [1]
     assert sorted(folder.clean()) == ["step-0000000002.partial", "step-0000000003"]
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["lock", "step-0000000001"]
@@ -462,7 +462,7 @@ def test_an_address_without_a_driver_is_refused_in_one_line(address: str, monkey
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool])
 def test_a_block_is_written_from_the_memory_that_holds_it(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state, "BLOCK_BYTES", 100 * dtype.itemsize)  # 25 rows
+    monkeypatch.setattr(state, "_BLOCK_BYTES", 100 * dtype.itemsize)  # 25 rows
     table = torch.arange(240).view(60, 4).to(dtype)
     planner = SavePlanner()
     planner.state_dict = {"tables.a.weight": Parts((160, 4), [LocalShard(table, (100, 0))])}

@@ -85,7 +85,7 @@ def test_a_crafted_index_takes_no_memory_and_changes_nothing(name: str) -> None:
 def test_a_sealed_manifest_that_lacks_a_part(checkpoint: Path, tmp_path: Path, lost: str) -> None:
     whole = read_checkpoint_manifest(str(checkpoint))
     for content in ({name: value for name, value in whole.items() if name != lost}, {**whole, lost: "x"}):
-        (tmp_path / manifest.NAME).write_bytes(manifest.sealed(content))
+        (tmp_path / manifest.MANIFEST_NAME).write_bytes(manifest.sealed(content))
         with pytest.raises(CheckpointError, match=f"is not the manifest of a checkpoint: it lacks {lost}"):
             read_checkpoint_manifest(str(tmp_path))
 

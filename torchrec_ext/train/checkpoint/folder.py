@@ -40,8 +40,8 @@ from torchrec_ext.sealed import (
 )
 from torchrec_ext.train.checkpoint.storage import CheckpointError, is_url, read_metadata
 
-NAME = "manifest.json"
-FORMAT = 1  # of manifests; a reader refuses newer ones
+MANIFEST_NAME = "manifest.json"
+MANIFEST_FORMAT = 1  # of manifests; a reader refuses newer ones
 
 
 def digest(files: AbstractFileSystem, path: str) -> dict[str, Any]:
@@ -53,12 +53,12 @@ def digest(files: AbstractFileSystem, path: str) -> dict[str, Any]:
 
 def sealed(content: Mapping[str, Any]) -> bytes:
     """Returns the bytes of a manifest, including the digest of its own content."""
-    return sealed_json({"format": FORMAT, **content}, "sha256")
+    return sealed_json({"format": MANIFEST_FORMAT, **content}, "sha256")
 
 
 def manifest_digest(content: Mapping[str, Any]) -> str:
     """Returns the digest of a manifest with ``content``; a later checkpoint names its parent by it."""
-    return json_digest({"format": FORMAT, **content})
+    return json_digest({"format": MANIFEST_FORMAT, **content})
 
 
 def opened(data: bytes, where: str) -> dict[str, Any]:
@@ -77,8 +77,10 @@ def opened(data: bytes, where: str) -> dict[str, Any]:
         version = manifest["format"]
     except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
         raise CheckpointError(f"{where} is damaged: it is not a manifest") from None
-    if isinstance(version, int) and version > FORMAT:
-        raise CheckpointError(f"{where} is of format {version}, this version reads up to {FORMAT}: update torchrec-ext")
+    if isinstance(version, int) and version > MANIFEST_FORMAT:
+        raise CheckpointError(
+            f"{where} is of format {version}, this version reads up to {MANIFEST_FORMAT}: update torchrec-ext"
+        )
     # The bytes are compared too: JSON with, for example, a key given twice has the same content under other bytes.
     if sha != json_digest(manifest) or data != sealed(manifest):
         raise CheckpointError(f"{where} is damaged: its content does not fit its digest")
@@ -188,11 +190,11 @@ class CheckpointFolder:
         first, second = self._names_of_step(step)
         if self.remote:
             # The other checkpoint of this step is removed only after the new one counts.
-            with self.files.open(f"{path}/{NAME}", "wb") as stream:
+            with self.files.open(f"{path}/{MANIFEST_NAME}", "wb") as stream:
                 stream.write(content)
             self._remove(first if path == second else second)
             return
-        write_whole(f"{path}/{NAME}", content)
+        write_whole(f"{path}/{MANIFEST_NAME}", content)
         # A folder cannot be renamed onto another, so an existing first one is replaced in two moves.
         rename_synced(path, second if os.path.exists(first) else first)
         self._settle(step)
@@ -285,12 +287,12 @@ class CheckpointFolder:
         return first, first + _AGAIN
 
     def _is_whole(self, path: str) -> bool:
-        return bool(self.files.exists(f"{path}/{NAME}"))
+        return bool(self.files.exists(f"{path}/{MANIFEST_NAME}"))
 
     def _remove(self, path: str) -> None:
         """Removes a checkpoint, manifest first, so that an incomplete one never counts."""
         if self._is_whole(path):
-            self.files.rm(f"{path}/{NAME}")
+            self.files.rm(f"{path}/{MANIFEST_NAME}")
         if self.files.exists(path):
             self.files.rm(path, recursive=True)
 
@@ -434,7 +436,7 @@ def read_checkpoint_manifest(path: str) -> dict[str, Any]:
     Raises:
         CheckpointError: there is none, or it is damaged or of a newer format.
     """
-    where = f"{path}/{NAME}"
+    where = f"{path}/{MANIFEST_NAME}"
     saved = opened(_read_bytes(where, f"; is '{path}' a checkpoint?", _MAX_MANIFEST_BYTES), where)
     missing = [name for name, kind in _MANIFEST_TYPES.items() if not isinstance(saved.get(name), kind)]
     if missing:

@@ -28,7 +28,7 @@ from torchrec_ext.distributed.optim.sharded import kernels_of
 from torchrec_ext.distributed.tables import collections, local_shards, table_configs
 from torchrec_ext.distributed.tower_parallel.lookups import unhosted
 
-BLOCK_BYTES = 32 * 2**20  # a reader always has one complete saved block in memory
+_BLOCK_BYTES = 32 * 2**20  # a reader always has one complete saved block in memory
 
 
 class LocalShard(NamedTuple):
@@ -91,7 +91,7 @@ class Parts:
         """Yields the rectangles, cut into blocks of rows."""
         for tensor, (row, *rest) in self.parts:
             # Cut by rows, so that the blocks of a contiguous rectangle are contiguous too.
-            rows = max(BLOCK_BYTES // max(tensor[0].numel() * tensor.element_size(), 1), 1)
+            rows = max(_BLOCK_BYTES // max(tensor[0].numel() * tensor.element_size(), 1), 1)
             for start in range(0, len(tensor), rows):
                 yield LocalShard(tensor[start : start + rows], (row + start, *rest))
 

@@ -22,7 +22,7 @@ from torchrec_ext.distributed.tables import local_shards
 from torchrec_ext.train.guards.amp import Context
 from torchrec_ext.train.guards.gradient_gate import GradientGate, holding
 
-BLOCK_ROWS = 65536  # rows of a table to check at once, so that a large one needs no mask of its size
+_BLOCK_ROWS = 65536  # rows of a table to check at once, so that a large one needs no mask of its size
 _DATA_REMEDY = "mend the column, or fill its missing values in preprocessing"
 _RATES_REMEDY = (
     "lower optimizer.tables_lr or optimizer.dense_lr, set optimizer.clip_norm, or look for extreme values in the steps "
@@ -329,8 +329,8 @@ def _bad_weights(model: nn.Module) -> Iterator[str]:
     tables = set()
     for shard in local_shards(model):
         tables.add(shard.fqn)
-        for start in range(0, shard.tensor.shape[0], BLOCK_ROWS):
-            is_bad = (~torch.isfinite(shard.tensor[start : start + BLOCK_ROWS])).any(dim=1)
+        for start in range(0, shard.tensor.shape[0], _BLOCK_ROWS):
+            is_bad = (~torch.isfinite(shard.tensor[start : start + _BLOCK_ROWS])).any(dim=1)
             rows = is_bad.nonzero().reshape(-1)
             if len(rows):
                 yield f"table '{shard.config.name}' is not finite in row {shard.row + start + int(rows[0])}"

@@ -63,7 +63,7 @@ class Coverage:
         return {f"coverage@{self._k}": int(is_recommended.sum()) / num_items}
 
 
-PAIRS_PER_BLOCK = 2**17  # scores of half a MiB stay in the cache between the passes over them
+_PAIRS_PER_BLOCK = 2**17  # scores of half a MiB stay in the cache between the passes over them
 _ADVICE = (
     "cheaper: evaluate less often with train.eval_every, or score by a product (model.interaction=dot or cosine), "
     "where a network over both sides runs for every pair"
@@ -241,7 +241,7 @@ def catalogue_ranks(
     embedded = torch.cat(embed_own(model, towers[:-1], queries, runtime), dim=1)
     start = own_start(len(embedded), question.queries, runtime)
     parts = []
-    rows = max(1, PAIRS_PER_BLOCK // max(len(items), 1))
+    rows = max(1, _PAIRS_PER_BLOCK // max(len(items), 1))
     most_blocks = max(1, -(-question.queries // (runtime.world_size * rows)))
     for block in watched(
         torch.split(embedded, rows),

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from torchrec_ext.distributed.runtime import Runtime
 
-Block = TypeVar("Block")
+_Block = TypeVar("_Block")
 LOOK_S = 0.5  # seconds between two checks for a stop request on any rank
 SAY_S = 10.0  # seconds between two progress lines
 LONG_S = 60.0  # a longer evaluation is announced with its expected cost
@@ -39,7 +39,7 @@ class EvaluationWatch:
         self._stop = stop
         self._say = say
 
-    def over(self, blocks: Iterable[Block], total: int, cheaper: str) -> Iterator[Block]:
+    def over(self, blocks: Iterable[_Block], total: int, cheaper: str) -> Iterator[_Block]:
         """Yields the blocks of an evaluation, and watches it in between; see :func:`watched`."""
         remaining_blocks = iter(blocks)
         no_block = object()
@@ -99,8 +99,8 @@ def watching(watch: EvaluationWatch) -> Iterator[None]:
 
 
 def watched(
-    blocks: Iterable[Block], total: int, *, cheaper: str = "train.eval_every evaluates less often"
-) -> Iterator[Block]:
+    blocks: Iterable[_Block], total: int, *, cheaper: str = "train.eval_every evaluates less often"
+) -> Iterator[_Block]:
     """Yields the blocks of this rank's share of an evaluation, watched by the loop's :class:`EvaluationWatch`.
 
     All ranks call it. They agree about twice a second, also if their numbers of blocks differ.

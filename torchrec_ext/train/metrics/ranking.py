@@ -234,7 +234,7 @@ def _check(ks: Sequence[int], names: Sequence[str]) -> None:
 _NO_RANKS = TargetRanks(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
 
 
-PAIRS_PER_BLOCK = 2**13  # each holds both towers' outputs: 4 MiB at width 64
+_PAIRS_PER_BLOCK = 2**13  # each holds both towers' outputs: 4 MiB at width 64
 
 
 def ranks_among(scores: Tensor, ids: Tensor) -> TargetRanks:
@@ -293,7 +293,7 @@ def candidate_ranks(
     own_ids = ids[start : start + len(embedded[0])].to(items.device)
     width = ids.shape[1]
     scores = []
-    rows = max(1, PAIRS_PER_BLOCK // width)
+    rows = max(1, _PAIRS_PER_BLOCK // width)
     most_blocks = max(1, -(-len(ids) // (runtime.world_size * rows)))
     blocks = zip(*(torch.split(tensor, rows) for tensor in (*embedded, own_ids)), strict=True)
     for *block_towers, block_ids in watched(blocks, most_blocks):

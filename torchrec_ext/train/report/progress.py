@@ -28,7 +28,7 @@ from torchrec_ext.train.config import Record
 
 _STEPS_PER_SUM = 32  # steps to sum in one go: fewer small operations on the device
 _MOST_RANKS = 64  # a record and a page name each rank up to this number
-Item = TypeVar("Item")
+_Item = TypeVar("_Item")
 
 
 class _Sleep:
@@ -86,7 +86,7 @@ class Window:
         self._data_wait_s = 0.0
         self._sleep_s = -self._sleep() if self._sleep is not None else 0.0
 
-    def fetch(self, batches: Iterator[Item]) -> Item | None:
+    def fetch(self, batches: Iterator[_Item]) -> _Item | None:
         """Returns the next batch, None after the last, and counts the seconds of waiting for it."""
         slept = self._sleep() if self._sleep is not None else 0.0
         start = time.perf_counter()
