@@ -164,23 +164,21 @@ def test_a_wrong_type_is_named(tmp_path: Path, kind: Any, found: str) -> None:
     assert read_parquet(path, {"user_id": "float"}).num_rows == 1
 
 
-def test_an_unknown_kind_and_an_unreadable_type_are_named(tmp_path: Path) -> None:
+def test_an_unreadable_type_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", {"when": pa.array([0], pa.timestamp("s"))})
-    with pytest.raises(DataError, match=r"column 'when' is timestamp.*must be one of int, float"):
+    with pytest.raises(DataError, match=r"column 'when' is timestamp.*must be int or float"):
         read_parquet(path)
-    with pytest.raises(ValueError, match=r"kinds \['id'\]; a kind is one of int"):
-        read_parquet(path, {"when": "id"})  # type: ignore[dict-item]
 
 
 def test_zero_rows_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", {"id": np.arange(0)})
     with pytest.raises(DataError, match=r"a\.parquet: zero rows"):
         read_parquet(path)
-    with pytest.raises(DataError, match="no parquet file was given"):
+    with pytest.raises(DataError, match="no file was given"):
         read_parquet([])
 
 
 def test_files_with_other_types_are_refused(tmp_path: Path) -> None:
     paths = [write(tmp_path / "a.parquet", {"id": [1]}), write(tmp_path / "b.parquet", {"id": ["x"]})]
-    with pytest.raises(DataError, match=r"b\.parquet: column 'id' is object, in .*a\.parquet it is int64"):
+    with pytest.raises(DataError, match=r"b\.parquet: column 'id' is string, in .*a\.parquet it is int64"):
         read_parquet(paths)

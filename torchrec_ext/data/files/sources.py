@@ -113,6 +113,35 @@ class FileSource(ABC):
     def _parts(self, group: RowGroup, names: list[str], start: int, size: int) -> Iterator[pa.Table | pa.RecordBatch]:
         """Reads columns of a group from row ``start`` on, in parts ending at multiples of ``size``."""
 
+    @property
+    def columns(self) -> list[str]:
+        """Names of the first file's columns, without hive partitions."""
+        return list(self._schemas[0].names)
+
+    def type_of(self, name: str, file: int = 0) -> pa.DataType:
+        """Returns the type of a column in one of the files.
+
+        Raises:
+            DataError: the file has no such column.
+        """
+        if name in self._partitions:
+            return self._partitions[name]
+        schema = self._schemas[file]
+        if name in schema.names:
+            return schema.field(name).type
+        near = difflib.get_close_matches(name, schema.names, n=1)
+        elsewhere = next(
+            (other.name for other, columns in zip(self.files, self._schemas, strict=True) if name in columns.names),
+            None,
+        )
+        if elsewhere:
+            hint = f"{elsewhere} has it"
+        elif near:
+            hint = f"did you mean '{near[0]}'?"
+        else:
+            hint = "rename the column, or write it"
+        raise DataError(f"{self.files[file].name}: column '{name}' is missing, the file has {schema.names}; {hint}")
+
     def require(self, columns: Mapping[str, Sequence[Kind]]) -> dict[str, Kind]:
         """See :meth:`Source.require`; a column must also have the same type in all files."""
         return {name: self._require(name, kinds) for name, kinds in columns.items()}
@@ -121,7 +150,7 @@ class FileSource(ABC):
         if self._column(name) != name:
             self._require(self._column(name), ARRAYS)
             return "float"
-        types = [self._type(index, name) for index in range(len(self.files))]
+        types = [self.type_of(name, index) for index in range(len(self.files))]
         kind = kind_of(types[0])
         if kind is None or kind not in kinds:
             raise DataError(
@@ -142,24 +171,6 @@ class FileSource(ABC):
         is_column = element is None or name in self._partitions or name in self._schemas[0].names
         return name if is_column or element is None else element.column
 
-    def _type(self, index: int, name: str) -> pa.DataType:
-        if name in self._partitions:
-            return self._partitions[name]
-        schema = self._schemas[index]
-        if name in schema.names:
-            return schema.field(name).type
-        near = difflib.get_close_matches(name, schema.names, n=1)
-        elsewhere = next(
-            (file.name for file, other in zip(self.files, self._schemas, strict=True) if name in other.names), None
-        )
-        if elsewhere:
-            hint = f"{elsewhere} has it"
-        elif near:
-            hint = f"did you mean '{near[0]}'?"
-        else:
-            hint = "rename the column, or write it"
-        raise DataError(f"{self.files[index].name}: column '{name}' is missing, the file has {schema.names}; {hint}")
-
     def read(self, group: RowGroup, names: Sequence[str]) -> Chunk:
         """See :meth:`Source.read`.
 
@@ -168,6 +179,14 @@ class FileSource(ABC):
                 group, column and row.
         """
         return self._chunk(group, names, lambda stored: self._read(group, stored))
+
+    def table(self, group: RowGroup, names: Sequence[str]) -> pa.Table | pa.RecordBatch:
+        """Reads the columns ``names`` of one group as they stand, with their nulls.
+
+        Raises:
+            DataError: the file is gone, changed or damaged; the message names file, row group and column.
+        """
+        return self._table(group, list(names), lambda stored: self._read(group, stored))
 
     def parts(self, group: RowGroup, names: Sequence[str], start: int, size: int) -> Iterator[Chunk]:
         """See :meth:`Source.parts`; warns if the file's layout keeps much of a group in memory for a part.
@@ -201,31 +220,33 @@ class FileSource(ABC):
     def _chunk(
         self, part: RowGroup, names: Sequence[str], read_table: Callable[[list[str]], pa.Table | pa.RecordBatch]
     ) -> Chunk:
-        file = self.files[part.file]
         stored = self._stored(names)
+        table = self._table(part, stored, read_table)
+        columns = {name: self.rules.column(part.name, name, table.column(name), part.first) for name in stored}
+        for name in names:
+            if name in self._partitions:
+                columns[name] = self._partition(part, name)
+        return with_elements(Chunk(columns), names, part.name, part.first)
+
+    def _table(
+        self, part: RowGroup, names: list[str], read_table: Callable[[list[str]], pa.Table | pa.RecordBatch]
+    ) -> pa.Table | pa.RecordBatch:
+        """Reads columns of a group or a part of it, and blames the damaged column where this fails."""
+        file = self.files[part.file]
         file.check_unchanged()
         try:
-            table = read_table(stored) if stored else None
+            return read_table(names) if names else pa.table({})
         # Of Arrow, the disk, or any fsspec file system.
         except Exception as error:
             # A file that was cut or replaced meanwhile fails in many ways, so the cause is told instead.
             file.check_unchanged()
             if isinstance(error, DataError):
                 raise
-            column = next((name for name in stored if not self._readable(part, name)), None)
+            column = next((name for name in names if not self._readable(part, name)), None)
             where = part.name + (f", column '{column}'" if column else "")
             raise DataError(
                 f"{where} cannot be read: the file is damaged or cut; copy or write it again ({error})"
             ) from error
-        columns = {
-            name: self.rules.column(part.name, name, table.column(name), part.first)
-            for name in stored
-            if table is not None
-        }
-        for name in names:
-            if name in self._partitions:
-                columns[name] = self._partition(part, name)
-        return with_elements(Chunk(columns), names, part.name, part.first)
 
     def _readable(self, group: RowGroup, name: str) -> bool:
         try:
