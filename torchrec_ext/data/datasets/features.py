@@ -73,47 +73,17 @@ class RowContext:
     steps: FittedPreprocessor = field(default_factory=lambda: FittedPreprocessor(steps=(), keep=(), raw={}, states=()))
 
     @classmethod
-    def of(
-        cls,
-        *,
-        vocabularies: Mapping[str, Vocabulary] | None = None,
-        scales: Mapping[str, tuple[float, float]] | None = None,
-        separators: Mapping[str, str] | None = None,
-        times: Mapping[str, tuple[Feature, ...]] | None = None,
-        types: Mapping[str, str] | None = None,
-        filled: Collection[str] = (),
-    ) -> RowContext:
-        """Builds the preprocessor from the fitted values of its steps.
-
-        Args:
-            vocabularies: maps a column of text or whole numbers to its values, from row 1 on.
-            scales: maps a column of fractions to its mean and standard deviation.
-            separators: maps a column of texts with lists to the separator of their values.
-            times: maps a column of times to the features made of it.
-            types: maps a column to its raw type, if that is not the type of the values; see
-                ``data.preprocess.column_types``.
-            filled: columns of fractions in which a missing value stands for the mean.
-        """
-        separators = separators or {}
-        raw = dict(types or {})
-        pairs: list[tuple[Step, Any]] = []
-        for name, words in (vocabularies or {}).items():
-            raw.setdefault(name, "string" if name in separators else str(words.values.type))
-            if name in separators:
-                pairs.append((Lists(column=name, separator=separators[name]), {}))
-            pairs.append((Categorify(column=name), words))
-        for name, (mean, deviation) in (scales or {}).items():
-            raw[name] = "float64"
-            if name in filled:
-                pairs.append((FillMissing(column=name, statistic="mean"), {"value": mean}))
-            pairs.append((Normalize(column=name), {"mean": mean, "std": deviation}))
-        for name, features in (times or {}).items():
-            raw[name] = TIME
-            starts, offsets = offsets_of("UTC")
-            state = {"starts": list(starts), "offsets": list(offsets)}
-            pairs.append((TimeFeatures(column=name, features=features), state))
-        steps, states = zip(*pairs, strict=True) if pairs else ((), ())
-        return cls(steps=FittedPreprocessor(steps=steps, keep=(), raw=raw, states=states))
+    def of(cls, columns: Sequence[ColumnSteps]) -> RowContext:
+        """Builds the preprocessor from the fitted steps of each column."""
+        pairs = [pair for column in columns for pair in column.pairs]
+        return cls(
+            steps=FittedPreprocessor(
+                steps=tuple(step for step, _ in pairs),
+                keep=(),
+                raw={column.name: column.raw for column in columns},
+                states=tuple(state for _, state in pairs),
+            )
+        )
 
     @classmethod
     def fit(cls, rows: RawColumns | Chunk, *, filled: Collection[str] = (), separator: str | None = None) -> RowContext:
@@ -127,40 +97,32 @@ class RowContext:
         Raises:
             DataError: all values of a column are missing.
         """
-        vocabularies: dict[str, Vocabulary] = {}
-        scales: dict[str, tuple[float, float]] = {}
-        separators: dict[str, str] = {}
-        times: dict[str, tuple[Feature, ...]] = {}
-        types: dict[str, str] = {}
-        for name, column in _arrays(rows).items():
+        columns = _arrays(rows)
+        ids: list[ColumnSteps] = []
+        numbers: list[ColumnSteps] = []
+        times: list[ColumnSteps] = []
+        for name, column in columns.items():
             values = column.drop_null()
             if not len(values):
                 raise DataError(f"column '{name}': all {len(column):,} values are missing; leave the column out")
             if pa.types.is_floating(values.type):
-                numbers = values.to_numpy()
+                floats = values.to_numpy()
                 # A constant column has deviation 0, by which nothing can be divided.
-                scales[name] = (float(numbers.mean()), float(numbers.std()) or 1.0)
+                deviation = float(floats.std()) or 1.0
+                numbers.append(number_steps(name, float(floats.mean()), deviation, filled=name in filled))
             elif pa.types.is_timestamp(values.type):
-                is_midnight = values.cast(pa.int64()).to_numpy() % _DAY == 0
-                times[name] = OF_DATES if is_midnight.all() else OF_TIMES
-            elif (
-                separator and pa.types.is_string(values.type) and pc.any(pc.match_substring(values, separator)).as_py()
-            ):
-                separators[name] = separator
-                words = pc.list_flatten(pc.split_pattern(values, separator))
-                vocabularies[name] = _vocabulary_with_counts(words.filter(pc.not_equal(words, "")))
+                times.append(_time_steps(name, values))
             else:
-                types |= {name: "bool"} if pa.types.is_boolean(values.type) else {}
-                vocabularies[name] = _vocabulary_with_counts(values)
-        source_by_name = {f"{name}_{feature}": name for name, features in times.items() for feature in features}
-        if clash := sorted(source_by_name.keys() & _arrays(rows).keys()):
-            raise DataError(
-                f"column '{clash[0]}' is there, and is made of the dates in '{source_by_name[clash[0]]}' too; leave "
-                "one of them out, or rename it"
-            )
-        return cls.of(
-            vocabularies=vocabularies, scales=scales, separators=separators, times=times, types=types, filled=filled
-        )
+                ids.append(_id_steps_of_values(name, values, separator))
+        # Ids come first, numbers next: a model's columns keep this order.
+        context = cls.of([*ids, *numbers, *times])
+        for name, made in context.times.items():
+            if clash := sorted(set(made) & columns.keys()):
+                raise DataError(
+                    f"column '{clash[0]}' is there, and is made of the dates in '{name}' too; leave one of them out, "
+                    "or rename it"
+                )
+        return context
 
     @cached_property
     def vocabularies(self) -> dict[str, Vocabulary]:
@@ -263,9 +225,53 @@ def _arrays(rows: RawColumns | Chunk) -> dict[str, pa.Array]:
     return {name: pa.array(column.values) if isinstance(column, Column) else column for name, column in rows.items()}
 
 
+class ColumnSteps(NamedTuple):
+    """The name and the raw type of a column, and its fitted steps, each with its state."""
+
+    name: str
+    raw: str
+    pairs: list[tuple[Step, Any]]
+
+
+def id_steps(name: str, words: Vocabulary, separator: str | None = None) -> ColumnSteps:
+    """Returns the steps from text or whole numbers to rows of ``words``; with a separator, from texts with lists."""
+    pairs: list[tuple[Step, Any]] = [(Categorify(column=name), words)]
+    if separator is None:
+        return ColumnSteps(name, str(words.values.type), pairs)
+    return ColumnSteps(name, "string", [(Lists(column=name, separator=separator), {}), *pairs])
+
+
+def number_steps(name: str, mean: float, deviation: float, *, filled: bool = False) -> ColumnSteps:
+    """Returns the steps from fractions to numbers of mean 0 and deviation 1; ``filled`` puts the mean for null."""
+    pairs: list[tuple[Step, Any]] = [(Normalize(column=name), {"mean": mean, "std": deviation})]
+    if filled:
+        pairs.insert(0, (FillMissing(column=name, statistic="mean"), {"value": mean}))
+    return ColumnSteps(name, "float64", pairs)
+
+
+def _time_steps(name: str, values: pa.Array) -> ColumnSteps:
+    """Returns the step from times to the ids of their hour, weekday or month."""
+    is_midnight = values.cast(pa.int64()).to_numpy() % _DAY == 0
+    features = OF_DATES if is_midnight.all() else OF_TIMES
+    starts, offsets = offsets_of("UTC")
+    state = {"starts": list(starts), "offsets": list(offsets)}
+    return ColumnSteps(name, TIME, [(TimeFeatures(column=name, features=features), state)])
+
+
+def _id_steps_of_values(name: str, values: pa.Array, separator: str | None) -> ColumnSteps:
+    """Returns the steps from text or whole numbers to ids from 1 on, in the order of the values."""
+    if pa.types.is_boolean(values.type):
+        return id_steps(name, _vocabulary_with_counts(values.cast(pa.int64())))._replace(raw="bool")
+    has_lists = separator and pa.types.is_string(values.type) and pc.any(pc.match_substring(values, separator)).as_py()
+    if not has_lists:
+        return id_steps(name, _vocabulary_with_counts(values))
+    words = pc.list_flatten(pc.split_pattern(values, separator))
+    return id_steps(name, _vocabulary_with_counts(words.filter(pc.not_equal(words, ""))), separator)
+
+
 def _vocabulary_with_counts(values: pa.Array) -> Vocabulary:
     """Returns the distinct values, in sorted order, with the number of rows of each."""
-    value_counts = pc.value_counts(values.cast(pa.int64()) if pa.types.is_boolean(values.type) else values)
+    value_counts = pc.value_counts(values)
     order = pc.sort_indices(value_counts.field("values"))
     return Vocabulary(value_counts.field("values").take(order), value_counts.field("counts").take(order))
 
@@ -440,7 +446,11 @@ class SideFeatures(NamedTuple):
 
 
 def side_features(
-    ids: Int64, table: RawColumns | Chunk, size: int, columns: Sequence[str] | None = None
+    ids: Int64,
+    table: RawColumns | Chunk,
+    size: int,
+    columns: Sequence[str] | None = None,
+    words: RowContext | None = None,
 ) -> SideFeatures:
     """Turns a table of users or items into feature columns by id.
 
@@ -455,6 +465,7 @@ def side_features(
         table: B rows of raw values.
         size: number of rows of the result.
         columns: columns of ``table`` to use; by default all that are not left out.
+        words: mapping of the columns, which names them; fitted to the table by default.
 
     Example:
         >>> genres, year = np.array(["b|a", "a"], dtype=object), np.array([1995, 1995])
@@ -469,9 +480,13 @@ def side_features(
     arrays = {
         name: array if not _is_float(array) else array.cast(pa.float64()) for name, array in _arrays(table).items()
     }
-    column_names = columns if columns is not None else [name for name in arrays if _describes(arrays[name])]
-    raw = {name: arrays[name] for name in column_names}
-    words = RowContext.fit(raw, filled=[name for name in column_names if raw[name].null_count], separator=SEPARATOR)
+    if words is not None:
+        columns = list(words.steps.raw)
+    elif columns is None:
+        columns = [name for name in arrays if _describes(arrays[name])]
+    raw = {name: arrays[name] for name in columns}
+    if words is None:
+        words = RowContext.fit(raw, filled=[name for name in columns if raw[name].null_count], separator=SEPARATOR)
     feature_columns = words.transform(raw) if raw else {}
     # A missing time has a mark of its own, because 0 is a time, too: 1970.
     missing = dict.fromkeys(words.times, MISSING_TIME)

@@ -14,8 +14,16 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from torchrec_ext.data.columns import Array, Chunk, Column, Int64
-from torchrec_ext.data.datasets.features import RowContext, check_described, vocabulary_of
+from torchrec_ext.data.columns import Chunk, Column, Int64
+from torchrec_ext.data.datasets.features import (
+    RowContext,
+    SideFeatures,
+    check_described,
+    id_steps,
+    number_steps,
+    side_features,
+    vocabulary_of,
+)
 from torchrec_ext.data.datasets.interactions import (
     TEST,
     TRAIN,
@@ -80,13 +88,14 @@ OCCUPATIONS = (
     "technician",
     "writer",
 )
-DIGITS = "0123456789"
 # 18 of the 943 users gave a Canadian code, which starts with a letter.
-CANADA = len(DIGITS) + 1
+ZIP_PREFIXES = (*"0123456789", "Canada")
 AGE_CENTRE = 35.0
 AGE_SCALE = 15.0
 
 Tables = tuple[Chunk, Chunk, Chunk]
+# Texts of an item.
+ITEM_COLUMNS = ("movie_title", "release_year", "class")
 
 
 def movielens_100k(
@@ -105,65 +114,68 @@ def movielens_100k(
         evaluation: rules by which the held-out ratings are ranked.
     """
     ratings, people, movies = tables
-    described = {"user_id": np.unique(people["user_id"].values), "item_id": np.unique(movies["item_id"].values)}
+    user_ids = np.unique(people["user_id"].values)
+    item_ids = np.unique(movies["item_id"].values)
     ratings = ratings.with_columns({name: Column(ratings[name].values.astype(np.int64)) for name in ratings})
-    ratings = ratings.with_columns(
-        {name: Column(_rows(name, ids, ratings[name].values)) for name, ids in described.items()}
-    )
+    rows = {"user_id": _rows("user_id", user_ids, ratings), "item_id": _rows("item_id", item_ids, ratings)}
     if split is not None:
-        split = split._replace(history=_rows_of_lists(described["item_id"], split.history))
-    parsed = [
-        split_title(title, year)
-        for title, year in zip(movies["movie_title"].values, movies["release_year"].values, strict=True)
-    ]
-    item_ids = described["item_id"].searchsorted(movies["item_id"].values) + 1
-    years = np.array([year for _, year in parsed], dtype=np.int64)
-    known_years = np.unique(years[years > 0])
-    year_ids = np.where(years > 0, known_years.searchsorted(years) + 1, 0)
-    size = len(described["item_id"]) + 1
+        windows = split.history.windows
+        assert windows is not None, "a history is ragged"
+        pool = item_ids.searchsorted(split.history.pool).astype(np.int64) + 1
+        split = split._replace(history=Column.from_windows(pool, windows))
+    users = _users(people, user_ids)
+    size = len(item_ids) + 1
+    item_rows = item_ids.searchsorted(movies["item_id"].values) + 1
     titles = ["(unknown)"] * size
-    for item, (title, _) in zip(item_ids.tolist(), parsed, strict=True):
-        titles[item] = title
-    items = {
-        "item_id": Column(np.arange(size)),
-        "release_year": _by_id(item_ids, year_ids, size),
-        "genres": _genres(item_ids, movies["class"].values, size),
-    }
-    users = _users(people, described["user_id"])
     categories: list[list[str]] = [[]] * size
-    for item, text in zip(item_ids.tolist(), movies["class"].values, strict=True):
-        categories[item] = text.split()
-    words = {"gender": GENDERS, "occupation": OCCUPATIONS, "zip_prefix": [*DIGITS, "Canada"]}
-    of_users = RowContext.of(
-        vocabularies={name: vocabulary_of(values) for name, values in words.items()},
-        scales={"age": (AGE_CENTRE, AGE_SCALE)},
-    )
-    of_items = RowContext.of(
-        vocabularies={"release_year": vocabulary_of(known_years), "genres": vocabulary_of(GENRES)},
-        separators={"genres": " "},
+    years = np.zeros(movies.num_rows, np.int64)
+    texts = zip(*(movies[name].values for name in ITEM_COLUMNS), strict=True)
+    for index, (row, (title, year, genres)) in enumerate(zip(item_rows.tolist(), texts, strict=True)):
+        titles[row], years[index] = split_title(title, year)
+        categories[row] = genres.split()
+    items = side_features(
+        item_rows,
+        {"release_year": pa.array(years, mask=years == 0), "genres": pa.array(movies["class"].values)},
+        size,
+        words=RowContext.of(
+            [
+                id_steps("release_year", vocabulary_of(np.unique(years[years > 0]))),
+                id_steps("genres", vocabulary_of(GENRES), " "),
+            ]
+        ),
     )
     return from_ratings(
         name="ml-100k",
-        ratings=ratings,
-        users=users,
-        items=Chunk(items),
-        vocab={
-            "user_id": users.num_rows,
-            **of_users.vocab,
-            "history": size,
-            "item_id": size,
-            **of_items.vocab,
-        },
-        dense=("age",),
+        ratings=ratings.with_columns({name: Column(values) for name, values in rows.items()}),
+        users=Chunk({"user_id": Column(np.arange(len(user_ids) + 1)), **users.columns}),
+        items=Chunk({"item_id": Column(np.arange(size)), **items.columns}),
+        vocab={"user_id": len(user_ids) + 1, **users.vocab, "history": size, "item_id": size, **items.vocab},
+        dense=users.dense,
         history_length=history_length,
         titles=titles,
         categories=categories,
-        user_ids=np.concatenate([[0], described["user_id"]]),
-        item_ids=np.concatenate([[0], described["item_id"]]),
+        user_ids=np.concatenate([[0], user_ids]),
+        item_ids=np.concatenate([[0], item_ids]),
         licence=LICENCE,
         split=split,
         evaluation=evaluation,
-        sides=of_users.joined(of_items),
+        sides=users.words.joined(items.words),
+    )
+
+
+def _users(people: Chunk, user_ids: Int64) -> SideFeatures:
+    """Returns the features of the users, a row for each of the ascending ``user_ids`` after that of the unknown one."""
+    prefixes = []
+    for code in people["zip_code"].values:
+        prefixes.append("Canada" if code[:1].isalpha() else code[:1])
+    raw = {name: pa.array(people[name].values) for name in ("gender", "occupation", "age")}
+    words = {"gender": GENDERS, "occupation": OCCUPATIONS, "zip_prefix": ZIP_PREFIXES}
+    steps = [id_steps(name, vocabulary_of(values)) for name, values in words.items()]
+    return side_features(
+        user_ids.searchsorted(people["user_id"].values) + 1,
+        {**raw, "zip_prefix": pa.array(prefixes, pa.string())},
+        len(user_ids) + 1,
+        words=RowContext.of([*steps, number_steps("age", AGE_CENTRE, AGE_SCALE)]),
     )
 
 
@@ -183,9 +195,6 @@ def split_title(title: str, year: str = "") -> tuple[str, int]:
         return match[1], int(match[2])
     # The parquet conversion spells the one untitled film's name this way.
     return title.strip().replace("unkonwn", "unknown"), 0
-
-
-ITEM_COLUMNS = ("movie_title", "release_year", "class")
 
 
 def features_of_items(columns: Mapping[str, pa.Array]) -> dict[str, pa.Array]:
@@ -250,31 +259,16 @@ def from_zip(path: Path) -> Tables:
     _check_fields(path, "u.data", ratings, 4)
     _check_fields(path, "u.user", people, 5)
     _check_fields(path, "u.item", movies, 5 + 1 + len(GENRES))
-    genres = np.array(["unknown", *GENRES], dtype=object)
-    flags = np.array([fields[5:] for fields in movies]) == "1"
-    titles = [split_title(title) for title in _texts(movies, 1)]
+    names = ("unknown", *GENRES)
+    items = []
+    for item, title, _, _, _, *flags in movies:
+        plain_title, year = split_title(title)
+        genres = " ".join(name for name, flag in zip(names, flags, strict=True) if flag == "1")
+        items.append((item, plain_title, str(year or ""), genres))
     return (
-        Chunk(
-            {
-                name: Column(_ints(ratings, index))
-                for index, name in enumerate(("user_id", "item_id", "rating", "timestamp"))
-            }
-        ),
-        Chunk(
-            {"user_id": Column(_ints(people, 0)), "age": Column(_ints(people, 1))}
-            | {
-                name: Column(_texts(people, index))
-                for index, name in ((2, "gender"), (3, "occupation"), (4, "zip_code"))
-            }
-        ),
-        Chunk(
-            {
-                "item_id": Column(_ints(movies, 0)),
-                "movie_title": Column(np.array([title for title, _ in titles], dtype=object)),
-                "release_year": Column(np.array([str(year) if year else "" for _, year in titles], dtype=object)),
-                "class": Column(np.array([" ".join(genres[row]) for row in flags], dtype=object)),
-            }
-        ),
+        _table(ratings, {"user_id": int, "item_id": int, "rating": int, "timestamp": int}),
+        _table(people, {"user_id": int, "age": int, "gender": str, "occupation": str, "zip_code": str}),
+        _table(items, {"item_id": int, "movie_title": str, "release_year": str, "class": str}),
     )
 
 
@@ -292,20 +286,21 @@ def _check_fields(path: Path, name: str, rows: Sequence[Sequence[str]], count: i
             )
 
 
-def _ints(rows: Sequence[Sequence[str]], index: int) -> Int64:
-    return np.array([fields[index] for fields in rows]).astype(np.int64)
+def _table(rows: Sequence[Sequence[str]], kinds: Mapping[str, type]) -> Chunk:
+    """Turns lines of fields into columns of whole numbers or of text."""
+    columns = {}
+    for (name, kind), values in zip(kinds.items(), zip(*rows, strict=True), strict=True):
+        columns[name] = Column(np.array(values).astype(np.int64) if kind is int else np.array(values, dtype=object))
+    return Chunk(columns)
 
 
-def _texts(rows: Sequence[Sequence[str]], index: int) -> Array:
-    return np.array([fields[index] for fields in rows], dtype=object)
-
-
-def _rows(name: str, described: Int64, ids: Int64) -> Int64:
-    """Returns (N,) the row, from 1 on, of each of ``ids`` (N,) in the ascending ``described``.
+def _rows(name: str, described: Int64, ratings: Chunk) -> Int64:
+    """Returns (N,) the row, from 1 on, of each rating's id in the ascending ``described``.
 
     Raises:
         DataError: an id is not described.
     """
+    ids = ratings[name].values
     rows = np.minimum(described.searchsorted(ids), len(described) - 1)
     bad = described[rows] != ids
     if bad.any():
@@ -315,52 +310,6 @@ def _rows(name: str, described: Int64, ids: Int64) -> Int64:
             "rows); drop these rows or add the missing description"
         )
     return rows.astype(np.int64) + 1
-
-
-def _rows_of_lists(described: Int64, lists: Column) -> Column:
-    windows = lists.windows
-    assert windows is not None, "a history is ragged"
-    return Column.from_windows(described.searchsorted(lists.pool).astype(np.int64) + 1, windows)
-
-
-def _users(people: Chunk, described: Int64) -> Chunk:
-    ids = described.searchsorted(people["user_id"].values) + 1
-    size = len(described) + 1
-    first = np.array([code[:1].upper() for code in people["zip_code"].values])
-    letters = np.where(np.char.isalpha(first), CANADA, 0)
-    prefix = np.where(np.char.isdigit(first), _ids(first, DIGITS), letters)
-    age = ((people["age"].values - AGE_CENTRE) / AGE_SCALE).astype(np.float32)
-    return Chunk(
-        {
-            "user_id": Column(np.arange(size)),
-            "gender": _by_id(ids, _ids(people["gender"].values, GENDERS), size),
-            "occupation": _by_id(ids, _ids(people["occupation"].values, OCCUPATIONS), size),
-            "zip_prefix": _by_id(ids, prefix, size),
-            "age": _by_id(ids, age, size),
-        }
-    )
-
-
-def _genres(item_ids: Int64, names: Array, size: int) -> Column:
-    """Returns ragged genre ids by item id; an unknown genre is id 0, an unlisted item has none."""
-    lists: list[list[str]] = [[]] * size
-    for item, text in zip(item_ids.tolist(), names, strict=True):
-        lists[item] = text.split()
-    flat = np.array([name for genres in lists for name in genres], dtype=object)
-    return Column.from_lengths(_ids(flat, GENRES), np.array([len(genres) for genres in lists]))
-
-
-def _ids(values: Array, vocabulary: Sequence[str]) -> Int64:
-    """Returns 1 + the index of each value in the vocabulary, 0 for a value outside it."""
-    distinct, inverse = np.unique(values.astype(str), return_inverse=True)
-    rows = {value: row for row, value in enumerate(vocabulary, start=1)}
-    return np.array([rows.get(str(value), 0) for value in distinct], dtype=np.int64)[inverse]
-
-
-def _by_id(ids: Int64, values: Array, size: int) -> Column:
-    table = np.zeros(size, dtype=values.dtype)
-    table[ids] = values
-    return Column(table)
 
 
 _PARTS = {"train": TRAIN, "valid": VALIDATION, "test": TEST}
