@@ -233,7 +233,7 @@ def test_ids_of_text_beside_text_files_of_whole_numbers_are_refused(tmp_path: Pa
     for part in ("train", "test"):
         (tmp_path / f"{part}.txt").write_text("0 1 2\n1 0 2\n")
     pq.write_table(pa.table({"item": ["a", "b", "c"], "kind": ["x", "x", "y"]}), tmp_path / "items.parquet")
-    with pytest.raises(DataError, match=r"'item_id' are string in items\.parquet, int64 in train\.txt, int64 in test"):
+    with pytest.raises(DataError, match=r"'item_id' are int64 in train\.txt, int64 in test\.txt, string in items"):
         from_folder(tmp_path, name="mine", history_length=5)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -130,8 +130,6 @@ def _numbers(file: Path, rows: list[list[str]], width: int) -> Int64:
 # The folder that `rec.data.preprocess` writes next to the rows. Id 0 of these rows is the unknown value.
 PREPROCESSOR = "preprocessor"
 _NAMES = {TRAIN: "train", VALIDATION: "validation", TEST: "test"}
-# Files of a folder that have ids of users or items.
-_WITH_IDS = ("inter", *_NAMES.values(), "test_negatives", "users", "items")
 _SPELLINGS = {
     "user_id": ("user_id", "user"),
     "item_id": ("item_id", "item"),
@@ -186,14 +184,14 @@ def from_folder(
             training row has the id that the preprocessor in the folder writes for the unknown.
     """
     columns = columns or {}
-    texts = _text_ids(folder)
-    pairs = _read_pairs(folder, context, texts, validation=validation, seed=seed)
+    files = _read_files(folder, context)
+    pairs = _pairs_of(files, context, validation=validation, seed=seed)
     split = _split(pairs.rows, pairs.part, history_length, seed)
     if (folder / PREPROCESSOR).is_dir():
         _check_placeholder(folder, pairs.rows.take(split.rows[split.part == TRAIN]))
-    ids, ratings, split = _numbered(folder, pairs.rows, split, pairs.trained, pairs.negatives, texts)
-    users = _side(folder / "users.parquet", "user_id", ids.users, texts, columns.get("users"))
-    items = _side(folder / "items.parquet", "item_id", ids.items, texts, columns.get("items"), user_names=set(users[0]))
+    ids, ratings, split = _numbered(files, pairs, split)
+    users = _side(files, "users", "user_id", ids.users, columns.get("users"))
+    items = _side(files, "items", "item_id", ids.items, columns.get("items"), user_names=set(users[0]))
     catalogue = len(ids.items) - ids.outside
     numbers = np.arange(len(ids.items))
     # Items outside the catalogue share the row of the unknown item.
@@ -218,8 +216,8 @@ def from_folder(
         dense=(*users[1].scales, *items[1].scales),
         history_length=history_length,
         titles=items[2],
-        user_ids=_as_text(ids.users, texts.get("user_id")),
-        item_ids=_as_text(ids.items, texts.get("item_id")),
+        user_ids=_as_text(ids.users, files.texts.get("user_id")),
+        item_ids=_as_text(ids.items, files.texts.get("item_id")),
         outside=ids.outside,
         licence=licence,
         split=split,
@@ -227,40 +225,118 @@ def from_folder(
         context=pairs.context,
         sides=users[1].joined(items[1]),
     )
-    return data if pairs.negatives is None else _with_candidates(data, ids, pairs.negatives, seed)
+    negatives = files.tables.get(_NEGATIVES)
+    return data if negatives is None else _with_candidates(data, ids, negatives, seed)
+
+
+_NEGATIVES = "test_negatives"
+
+
+class _Files(NamedTuple):
+    """The files of a folder and their ids and times, by the names of parquet files without the ending.
+
+    ``texts`` holds the sorted texts by ``user_id`` and ``item_id`` if ids are text. An id in ``tables`` is then an
+    index among them.
+    """
+
+    paths: Mapping[str, Path]
+    tables: Mapping[str, Chunk]
+    texts: Mapping[str, pa.Array]
+
+
+def _read_files(folder: Path, context: Sequence[str]) -> _Files:
+    """Reads ids, and times, from all files of a folder, whatever its layout.
+
+    Raises:
+        DataError: a file or a column is missing or damaged, or ids are text in one file and numbers in another.
+    """
+    ncf = ncf_files(folder)
+    lines = None if (folder / "train.parquet").exists() else line_files(folder)
+    if context and (ncf or lines):
+        raise DataError(
+            f"data.context={','.join(context)}: the text files in {folder} have users and items alone; leave it out"
+        )
+    paths: dict[str, Path] = {}
+    tables: dict[str, Mapping[str, pa.Array]] = {}
+    columns: dict[str, Sequence[str]] = {}
+    if (folder / "inter.parquet").exists():
+        columns["inter"] = ("user_id", "item_id", "timestamp")
+    elif ncf or lines:
+        paths = dict(zip(("train", "test", _NEGATIVES), ncf or lines or (), strict=False))
+        chunks = read_ncf(ncf) if ncf else [read_lines(path) for path in lines or ()]
+        for name, chunk in zip(paths, chunks, strict=True):
+            tables[name] = {key: pa.array(column.values) for key, column in chunk.items()}
+    elif "label" in _names_in(folder / "train.parquet"):
+        raise DataError(
+            f"{folder}: train.parquet has a column 'label', so not every row is a positive; use a recipe for labelled "
+            "rows, such as contextual_ncf or n_tower, or leave the rows with label 0 and the column out"
+        )
+    else:
+        columns |= dict.fromkeys(_NAMES.values(), ("user_id", "item_id"))
+        columns[_NEGATIVES] = ("user_id", "negative")
+    columns |= {"users": ("user_id",), "items": ("item_id",)}
+    for name, keys in columns.items():
+        path = folder / f"{name}.parquet"
+        if name in ("train", "test") or path.exists():
+            paths[name] = path
+            tables[name] = _read(path, *keys)
+    return _Files(paths, *_without_texts(folder, paths, tables))
+
+
+def _without_texts(
+    folder: Path, paths: Mapping[str, Path], tables: Mapping[str, Mapping[str, pa.Array]]
+) -> tuple[dict[str, Chunk], dict[str, pa.Array]]:
+    """Replaces ids that are text by their index among the sorted texts, which it returns by key too.
+
+    Raises:
+        DataError: a file has ids of text and another one has numbers.
+    """
+    texts = {}
+    for key, names in (("user_id", {"user_id"}), ("item_id", {"item_id", "negative"})):
+        ids = {file: array for file, table in tables.items() for name, array in table.items() if name in names}
+        if len({array.type for array in ids.values()}) > 1:
+            type_list = ", ".join(f"{array.type} in {paths[file].name}" for file, array in ids.items())
+            raise DataError(f"{folder}: the ids in '{key}' are {type_list}; write one type to all files")
+        if pa.types.is_string(next(iter(ids.values())).type):
+            texts[key] = pc.unique(pa.chunked_array(list(ids.values()))).sort()
+    chunks = {}
+    for file, table in tables.items():
+        columns = {}
+        for name, array in table.items():
+            key = "item_id" if name == "negative" else name
+            numbers = pc.index_in(array, texts[key]) if key in texts else array
+            columns[name] = Column(numbers.to_numpy().astype(np.int64, copy=False))
+        chunks[file] = Chunk(columns)
+    return chunks, texts
 
 
 class _Interactions(NamedTuple):
     """The pairs in a folder.
 
     ``rows`` hold the files' ids and ``context`` their context. ``part`` is the part of each row, None if times decide.
-    ``trained`` names the parts that come from training rows. ``negatives`` are the candidates of test items, if given.
+    ``trained`` names the parts that come from training rows.
     """
 
     rows: Chunk
     context: RawColumns | None
     part: NDArray[np.int8] | None
     trained: Sequence[int]
-    negatives: Chunk | None
     evaluation: Evaluation
 
 
-def _read_pairs(folder: Path, context: Sequence[str], texts: _Texts, *, validation: bool, seed: int) -> _Interactions:
-    """Reads the pairs in a folder, whatever its layout."""
-    if context and (ncf_files(folder) or _by_lines(folder)):
-        raise DataError(
-            f"data.context={','.join(context)}: the text files in {folder} have users and items alone; leave it out"
-        )
-    if (folder / "inter.parquet").exists():
-        rows = _read(folder / "inter.parquet", "user_id", "item_id", "timestamp", texts=texts)
-        return _Interactions(rows, _context([folder / "inter.parquet"], context), None, [TRAIN], None, Evaluation())
-    parts, negatives = _parts(folder, texts)
+def _pairs_of(files: _Files, context: Sequence[str], *, validation: bool, seed: int) -> _Interactions:
+    """Returns the pairs of all parts, one part after the other."""
+    if "inter" in files.tables:
+        columns = _context([files.paths["inter"]], context)
+        return _Interactions(files.tables["inter"], columns, None, [TRAIN], Evaluation())
+    parts = {part: files.tables[name] for part, name in _NAMES.items() if name in files.tables}
     # Without a file of its own, validation is taken from the rows of train.parquet.
     trained = [TRAIN] if VALIDATION in parts else [TRAIN, VALIDATION]
-    columns = _context([folder / f"{_NAMES[part]}.parquet" for part in parts], context)
-    evaluation = Evaluation(figures=("hr", "recall", "ndcg"), by="user") if negatives is None else Evaluation()
+    columns = _context([files.paths[_NAMES[part]] for part in parts], context)
+    by_user = Evaluation(figures=("hr", "recall", "ndcg"), by="user")
+    evaluation = Evaluation() if _NEGATIVES in files.tables else by_user
     rows, part = _joined(parts, validation=validation, seed=seed)
-    return _Interactions(rows, columns, part, trained, negatives, evaluation)
+    return _Interactions(rows, columns, part, trained, evaluation)
 
 
 class _Ids(NamedTuple):
@@ -284,19 +360,14 @@ def _split(pairs: Chunk, part: NDArray[np.int8] | None, history_length: int, see
     return with_profiles(user, item, part, history_length, seed)
 
 
-def _numbered(
-    folder: Path, pairs: Chunk, split: Split, training_parts: Sequence[int], negatives: Chunk | None, texts: _Texts
-) -> tuple[_Ids, Chunk, Split]:
+def _numbered(files: _Files, pairs: _Interactions, split: Split) -> tuple[_Ids, Chunk, Split]:
     """Replaces the ids of pairs and histories by rows; items of the parts ``trained`` make the catalogue."""
-    described_ids = {
-        key: _ids_in(folder / f"{file}.parquet", key, texts)
-        for key, file in (("user_id", "users"), ("item_id", "items"))
-    }
-    users = np.unique(np.concatenate([pairs["user_id"].values, described_ids["user_id"]]))
-    item = pairs["item_id"].values
-    catalogue = np.unique(
-        np.concatenate([item[split.rows[np.isin(split.part, training_parts)]], described_ids["item_id"]])
-    )
+    user = pairs.rows["user_id"].values
+    item = pairs.rows["item_id"].values
+    trained_items = item[split.rows[np.isin(split.part, pairs.trained)]]
+    users = _distinct(user, files.tables.get("users"), "user_id")
+    catalogue = _distinct(trained_items, files.tables.get("items"), "item_id")
+    negatives = files.tables.get(_NEGATIVES)
     occurring = item if negatives is None else np.concatenate([item, negatives["negative"].values])
     outside = np.setdiff1d(occurring, catalogue)
     items = np.concatenate([catalogue, outside])
@@ -311,59 +382,18 @@ def _numbered(
     # A model has no row for an item outside the catalogue.
     in_history[in_history > len(catalogue)] = 0
     split = split._replace(history=Column.from_windows(in_history[split.history.pool], windows))
-    rows = {"user_id": _rows_of(ids.users, pairs["user_id"].values), "item_id": _rows_of(ids.items, item)}
-    return ids, pairs.with_columns({name: Column(row) for name, row in rows.items()}), split
+    rows = {"user_id": Column(_rows_of(ids.users, user)), "item_id": Column(_rows_of(ids.items, item))}
+    return ids, pairs.rows.with_columns(rows), split
+
+
+def _distinct(ids: Int64, described: Chunk | None, key: str) -> Int64:
+    """Returns the distinct ids of pairs and of a file that describes them, ascending."""
+    return np.unique(ids if described is None else np.concatenate([ids, described[key].values]))
 
 
 def _nobody(ids: Int64) -> int:
     """Returns the greatest negative number outside ``ids``."""
     return next(number for number in itertools.count(-1, -1) if number not in ids)
-
-
-# The sorted texts that are ids, by user_id and item_id; no entry if ids are numbers.
-_Texts = Mapping[str, pa.Array]
-
-
-def _text_ids(folder: Path) -> dict[str, pa.Array]:
-    """Collects the text ids of users and items from all files of a folder.
-
-    Raises:
-        DataError: a file has ids of text and another one has numbers.
-    """
-    kinds: dict[str, dict[Path, str]] = {"user_id": {}, "item_id": {}}
-    for file in (folder / f"{name}.parquet" for name in _WITH_IDS):
-        available = _names_in(file) if file.exists() else []
-        for key in kinds:
-            spellings = _SPELLINGS[key]
-            if key == "item_id":
-                spellings = (*spellings, "negative")
-            word = next((word for word in spellings if word in available), None)
-            if word:
-                kinds[key][file] = word
-    texts_by_key = {}
-    for key, columns in kinds.items():
-        # Types are compared before any row is read.
-        types = {file: raw_ids(file, name, _column(file, name, rows=0)).type for file, name in columns.items()}
-        types |= dict.fromkeys(_text_files(folder), pa.int64())
-        if len({str(kind) for kind in types.values()}) > 1:
-            type_list = ", ".join(f"{kind} in {file.name}" for file, kind in types.items())
-            raise DataError(f"{folder}: the ids in '{key}' are {type_list}; write one type to all files")
-        if types and pa.types.is_string(next(iter(types.values()))):
-            ids = pa.chunked_array([raw_ids(file, name, _column(file, name)) for file, name in columns.items()])
-            texts_by_key[key] = pc.unique(ids).drop_null().sort()
-    return texts_by_key
-
-
-def _text_files(folder: Path) -> tuple[Path, ...]:
-    """Returns the text files of pairs, with ids of whole numbers; none if parquet files are read instead."""
-    return () if (folder / "inter.parquet").exists() else ncf_files(folder) or _by_lines(folder) or ()
-
-
-def _column(path: Path, name: str, rows: int | None = None) -> pa.Array:
-    """Reads a column, or none of its rows to see its type."""
-    if rows == 0:
-        return pq.read_schema(path).empty_table().column(name)
-    return read_columns(path, [name]).column(name)
 
 
 def _as_text(ids: Int64, texts: pa.Array | None) -> Array:
@@ -390,33 +420,6 @@ def _check_placeholder(folder: Path, training_rows: Chunk) -> None:
                 f"{folder}: {count:,} training rows have {name} 0, which the {PREPROCESSOR} there writes for a value "
                 "that it does not know; leave these rows out, or lower its min_count"
             )
-
-
-def _parts(folder: Path, texts: _Texts) -> tuple[dict[int, Chunk], Chunk | None]:
-    """Reads the pairs of each part, and the negatives of the test items if there are any."""
-    if (files := ncf_files(folder)) is not None:
-        train, test, negatives = read_ncf(files)
-        return {TRAIN: train, TEST: test}, negatives
-    if (lines := _by_lines(folder)) is not None:
-        return {TRAIN: read_lines(lines[0]), TEST: read_lines(lines[1])}, None
-    if "label" in _names_in(folder / "train.parquet"):
-        raise DataError(
-            f"{folder}: train.parquet has a column 'label', so not every row is a positive; use a recipe for labelled "
-            "rows, such as contextual_ncf or n_tower, or leave the rows with label 0 and the column out"
-        )
-    files_of = {part: folder / f"{name}.parquet" for part, name in _NAMES.items()}
-    parts = {
-        part: _read(file, "user_id", "item_id", texts=texts)
-        for part, file in files_of.items()
-        if part != VALIDATION or file.exists()
-    }
-    candidates = folder / "test_negatives.parquet"
-    return parts, _read(candidates, "user_id", "negative", texts=texts) if candidates.exists() else None
-
-
-def _by_lines(folder: Path) -> tuple[Path, Path] | None:
-    """Returns train.txt and test.txt if the rows of the folder are in them, not in parquet files."""
-    return None if (folder / "train.parquet").exists() else line_files(folder)
 
 
 def _joined(parts: Mapping[int, Chunk], *, validation: bool, seed: int) -> tuple[Chunk, NDArray[np.int8]]:
@@ -463,39 +466,38 @@ def _context_in(path: Path, names: Sequence[str]) -> dict[str, pa.Array]:
     return columns
 
 
-def _read(path: Path, *names: str, texts: _Texts) -> Chunk:
-    """Reads ids, and times, under our names; an id of text is its index among ``texts``.
+def _read(path: Path, *names: str) -> dict[str, pa.Array]:
+    """Reads ids, and times as whole numbers, under our names.
 
     Raises:
         DataError: a value is missing, an id is neither a whole number nor text, or a time is neither a whole number
             nor a date.
     """
-    available = _names_in(path)
-    column_names = {}
-    for name in names:
-        spellings = _SPELLINGS.get(name, (name,))
-        column_names[name] = next((word for word in spellings if word in available), name)
-    table = read_columns(path, list(column_names.values()))
+    words = {name: _spelling(path, name) for name in names}
+    table = read_columns(path, list(words.values()))
     columns = {}
-    for name, word in column_names.items():
+    for name, word in words.items():
         column = table.column(word)
         if name in _SPELLINGS:
             array = raw_ids(path, word, column)
         elif pa.types.is_integer(column.type):
-            array = column
+            array = column.combine_chunks()
         else:
             array = times_in(path, word, column).cast(pa.int64())
         if array.null_count:
             row = array.is_null().index(True).as_py()
             raise DataError(
                 f"{path}: column '{word}', row {row}: value is null ({array.null_count:,} such rows), and a row needs "
-                f"{', '.join(column_names.values())}; leave these rows out"
+                f"{', '.join(words.values())}; leave these rows out"
             )
-        key = "item_id" if name == "negative" else name
-        if key in texts:
-            array = pc.index_in(array, texts[key])
-        columns[name] = Column(array.to_numpy().astype(np.int64, copy=False))
-    return Chunk(columns)
+        columns[name] = array
+    return columns
+
+
+def _spelling(path: Path, name: str) -> str:
+    """Returns the name of a column in a file; our own if the file has it under none."""
+    available = _names_in(path)
+    return next((word for word in _SPELLINGS.get(name, ()) if word in available), name)
 
 
 def _names_in(path: Path) -> list[str]:
@@ -506,32 +508,32 @@ def _names_in(path: Path) -> list[str]:
         return []
 
 
-def _ids_in(path: Path, key: str, texts: _Texts) -> Int64:
-    """Reads the ids in a file of users or items; none if there is no such file."""
-    return _read(path, key, texts=texts)[key].values if path.exists() else np.zeros(0, np.int64)
-
-
 def _side(
-    path: Path, key: str, ids: Int64, texts: _Texts, columns: Sequence[str] | None, user_names: set[str] | None = None
+    files: _Files,
+    file: str,
+    key: str,
+    ids: Int64,
+    columns: Sequence[str] | None,
+    user_names: Collection[str] = (),
 ) -> tuple[Chunk, RowContext, list[str] | None]:
     """Reads features by row, how they were made, and titles if there are such; ``ids`` (rows,) are the files' ids."""
     numbers = {key: Column(np.arange(len(ids)))}
-    if not path.exists():
+    if file not in files.tables:
         return Chunk(numbers), RowContext(), None
+    path = files.paths[file]
+    id_column = _spelling(path, key)
+    described_ids = files.tables[file][key].values
+    check_described(path, id_column, _as_text(described_ids, files.texts.get(key)), Chunk({}))
     available = _names_in(path)
-    id_column = next((word for word in _SPELLINGS[key] if word in available), key)
-    described_ids = _ids_in(path, key, texts)
-    check_described(path, id_column, _as_text(described_ids, texts.get(key)), Chunk({}))
     names = [name for name in available if name != id_column] if columns is None else list(columns)
-    read_names = list(names)
-    if "title" in available and "title" not in names:
-        read_names.append("title")
-    table = read_columns(path, list(dict.fromkeys(read_names)))
+    title = ["title"] if "title" in available else []
+    table = read_columns(path, list(dict.fromkeys([*names, *title])))
     rows = _rows_of(ids, described_ids)
-    titles = _titles(rows, table.column("title"), len(ids)) if "title" in table.column_names else None
-    renamed = {name: f"item_{name}" if name in (user_names or ()) else name for name in names}
-    raw = {renamed[name]: raw_column(path, name, table.column(name)) for name in names}
+    raw = {}
+    for name in names:
+        raw[f"item_{name}" if name in user_names else name] = raw_column(path, name, table.column(name))
     features = side_features(rows, raw, len(ids), columns)
+    titles = _titles(rows, table.column("title"), len(ids)) if title else None
     return Chunk({**numbers, **features.columns}), features.words, titles
 
 
