@@ -181,7 +181,7 @@ def test_candidates_of_text_ids_are_named_as_in_the_sequences(tmp_path: Path) ->
         (
             {"user": ["a"], "rival": [40]},
             {},
-            r"no column negative or item_id or item with one id per row; the file has",
+            r"no column negative or item_id or item; the file has",
         ),
         (
             {**GIVEN, "user": [1, 2, 2, 3]},

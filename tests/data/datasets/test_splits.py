@@ -200,7 +200,7 @@ def test_a_folder_of_a_users_own_is_a_set_by_its_name(tmp_path: Path, monkeypatc
             {"train": {"user": np.array([1, 2**64 - 1], np.uint64), "item": [0, 1]}},
             r"train\.parquet, column 'user', row 1: 18446744073709551615 is beyond int64 \(1 such values",
         ),
-        ({"test": {"user": [0]}}, r"test\.parquet: column 'item_id' is missing, the file has \['user'\]"),
+        ({"test": {"user": [0]}}, r"test\.parquet: no column item_id or item; the file has user"),
         (
             {"items": {"item": [4, 1, 2], "price": [1.0, float("nan"), float("inf")]}},
             r"items\.parquet: column 'price', row 1: nan; must be a finite number of 32 bits \(2 rows are not\)",

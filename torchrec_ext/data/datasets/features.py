@@ -8,7 +8,7 @@ side_features(): a table of users or items -> feature columns by id; their kinds
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,9 +17,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from torchrec_ext.data.columns import Array, Chunk, Column, Int64, Windows
 from torchrec_ext.data.files.arrow import as_int64, is_list_type
+from torchrec_ext.data.files.parquet import read_columns
 from torchrec_ext.data.preprocess import (
     Categorify,
     FillMissing,
@@ -33,6 +35,7 @@ from torchrec_ext.data.preprocess import (
 from torchrec_ext.data.preprocess.columns import as_times, is_iso
 from torchrec_ext.data.preprocess.times import Feature, offsets_of
 from torchrec_ext.schema import DataError
+from torchrec_ext.schema.validation import listed
 
 # Stands in a list for a value that is in no vocabulary.
 UNKNOWN = "unknown"
@@ -327,12 +330,21 @@ def raw_ids(path: Path, name: str, column: pa.Array | pa.ChunkedArray) -> pa.Arr
         return _integers(path, name, column)
     if pa.types.is_string(column.type) or pa.types.is_null(column.type):
         return column
-    if is_list_type(column.type):
-        raise DataError(f"{path}: column '{name}' holds lists, must hold one value per row; write a row for each event")
+    refuse_lists(path, name, column)
     raise DataError(
         f"{path}: column '{name}' is {column.type}; ids must be whole numbers or text: convert it where it is written "
         "(pandas makes fractions of ids where some are missing: astype('Int64'))"
     )
+
+
+def refuse_lists(path: Path, name: str, column: pa.Array) -> None:
+    """Refuses a column with several values in a row.
+
+    Raises:
+        DataError: the column holds lists.
+    """
+    if is_list_type(column.type):
+        raise DataError(f"{path}: column '{name}' holds lists, must hold one value per row; write a row for each event")
 
 
 def times_in(path: Path, name: str, column: pa.Array | pa.ChunkedArray) -> pa.Array:
@@ -356,6 +368,73 @@ def times_in(path: Path, name: str, column: pa.Array | pa.ChunkedArray) -> pa.Ar
             f"{path}: column '{name}', row {row}: {ascii(column[row].as_py())[:80]} {error}; write the dates so or as "
             "timestamps, or leave the column out"
         ) from None
+
+
+# Reads a column of a file; called with the file, the column's name in it, and its values.
+Convert = Callable[[Path, str, pa.ChunkedArray], pa.Array]
+
+
+def spelled(path: Path, spellings: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Returns the names of columns in a file, by our names.
+
+    Args:
+        path: a parquet file.
+        spellings: the names that each column may have, the preferred one first.
+
+    Raises:
+        DataError: a column has none of its names.
+    """
+    available = names_in(path)
+    words = {}
+    for name, choices in spellings.items():
+        word = next((word for word in choices if word in available), None)
+        if word is None and available:
+            raise DataError(f"{path}: no column {' or '.join(choices)}; the file has {listed(available)}")
+        words[name] = word or choices[0]
+    return words
+
+
+def names_in(path: Path) -> list[str]:
+    """Returns the names of the file's columns; none if it is unreadable, for :func:`read_columns` to report."""
+    try:
+        return list(pq.read_schema(path).names)
+    except (pa.ArrowException, OSError):
+        return []
+
+
+def read_ids(path: Path, words: Mapping[str, str], reason: str, **converters: Convert) -> dict[str, pa.Array]:
+    """Reads columns of ids, and others by their converters, without a missing value.
+
+    Args:
+        path: a parquet file.
+        words: the columns' names in the file, by our names.
+        reason: the rule against missing values, for messages.
+        converters: functions that read the columns of other values, by our names.
+
+    Raises:
+        DataError: a value is missing, or an id is neither a whole number nor text.
+    """
+    table = read_columns(path, list(words.values()))
+    columns = {}
+    for name, word in words.items():
+        convert = converters.get(name, raw_ids)
+        columns[name] = convert(path, word, table.column(word))
+        check_no_null(path, word, columns[name], reason)
+    return columns
+
+
+def check_no_null(path: Path, name: str, column: pa.Array, reason: str) -> None:
+    """Refuses missing values.
+
+    Raises:
+        DataError: a value is missing; the message names file, column and row, and says the ``reason``.
+    """
+    if column.null_count:
+        row = column.is_null().index(True).as_py()
+        raise DataError(
+            f"{path}: column '{name}', row {row}: value is null ({column.null_count:,} such rows), and {reason}; leave "
+            "these rows out"
+        )
 
 
 def same_types(columns: Mapping[Path, RawColumns]) -> list[dict[str, pa.Array]]:

@@ -16,7 +16,6 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from torchrec_ext.data.columns import Array, Chunk, Column, Int64
@@ -24,10 +23,12 @@ from torchrec_ext.data.datasets.features import (
     RawColumns,
     RowContext,
     check_described,
+    names_in,
     raw_column,
-    raw_ids,
+    read_ids,
     same_types,
     side_features,
+    spelled,
     times_in,
 )
 from torchrec_ext.data.datasets.interactions import (
@@ -134,6 +135,7 @@ _SPELLINGS = {
     "user_id": ("user_id", "user"),
     "item_id": ("item_id", "item"),
     "negative": ("negative", "item_id", "item"),
+    "timestamp": ("timestamp",),
 }
 
 
@@ -266,7 +268,7 @@ def _read_files(folder: Path, context: Sequence[str]) -> _Files:
         chunks = read_ncf(ncf) if ncf else [read_lines(path) for path in lines or ()]
         for name, chunk in zip(paths, chunks, strict=True):
             tables[name] = {key: pa.array(column.values) for key, column in chunk.items()}
-    elif "label" in _names_in(folder / "train.parquet"):
+    elif "label" in names_in(folder / "train.parquet"):
         raise DataError(
             f"{folder}: train.parquet has a column 'label', so not every row is a positive; use a recipe for labelled "
             "rows, such as contextual_ncf or n_tower, or leave the rows with label 0 and the column out"
@@ -442,7 +444,7 @@ def _context(files: Sequence[Path], names: Sequence[str]) -> dict[str, pa.Array]
     """Reads the columns of context of all files, one file after the other."""
     if not names:
         return None
-    reserved = sorted({"timestamp", "history", *(word for words in _SPELLINGS.values() for word in words)})
+    reserved = sorted({"history", *(word for words in _SPELLINGS.values() for word in words)})
     if wrong := [name for name in names if name in reserved]:
         raise DataError(
             f"data.context names {wrong}: {', '.join(reserved)} have a meaning of their own; name other columns of "
@@ -473,39 +475,14 @@ def _read(path: Path, *names: str) -> dict[str, pa.Array]:
         DataError: a value is missing, an id is neither a whole number nor text, or a time is neither a whole number
             nor a date.
     """
-    words = {name: _spelling(path, name) for name in names}
-    table = read_columns(path, list(words.values()))
-    columns = {}
-    for name, word in words.items():
-        column = table.column(word)
-        if name in _SPELLINGS:
-            array = raw_ids(path, word, column)
-        elif pa.types.is_integer(column.type):
-            array = column.combine_chunks()
-        else:
-            array = times_in(path, word, column).cast(pa.int64())
-        if array.null_count:
-            row = array.is_null().index(True).as_py()
-            raise DataError(
-                f"{path}: column '{word}', row {row}: value is null ({array.null_count:,} such rows), and a row needs "
-                f"{', '.join(words.values())}; leave these rows out"
-            )
-        columns[name] = array
-    return columns
+    words = spelled(path, {name: _SPELLINGS[name] for name in names})
+    return read_ids(path, words, f"a row needs {', '.join(words.values())}", timestamp=_whole_times)
 
 
-def _spelling(path: Path, name: str) -> str:
-    """Returns the name of a column in a file; our own if the file has it under none."""
-    available = _names_in(path)
-    return next((word for word in _SPELLINGS.get(name, ()) if word in available), name)
-
-
-def _names_in(path: Path) -> list[str]:
-    """Returns the names of the file's columns; none if it is unreadable, for :func:`read_columns` to report."""
-    try:
-        return list(pq.read_schema(path).names)
-    except (pa.ArrowException, OSError):
-        return []
+def _whole_times(path: Path, name: str, column: pa.ChunkedArray) -> pa.Array:
+    if pa.types.is_integer(column.type):
+        return column.combine_chunks()
+    return times_in(path, name, column).cast(pa.int64())
 
 
 def _side(
@@ -521,10 +498,10 @@ def _side(
     if file not in files.tables:
         return Chunk(numbers), RowContext(), None
     path = files.paths[file]
-    id_column = _spelling(path, key)
+    id_column = spelled(path, {key: _SPELLINGS[key]})[key]
     described_ids = files.tables[file][key].values
     check_described(path, id_column, _as_text(described_ids, files.texts.get(key)), Chunk({}))
-    available = _names_in(path)
+    available = names_in(path)
     names = [name for name in available if name != id_column] if columns is None else list(columns)
     title = ["title"] if "title" in available else []
     table = read_columns(path, list(dict.fromkeys([*names, *title])))

@@ -22,6 +22,7 @@ from torchrec_ext.data.datasets.features import (
     RowContext,
     SideFeatures,
     check_described,
+    check_no_null,
     raw_column,
     raw_ids,
     same_types,
@@ -361,12 +362,7 @@ def _descriptions(folder: Path, train: Path | None, rows: RawColumns) -> dict[st
 def _ids_of(path: Path, name: str, column: pa.ChunkedArray) -> pa.Array:
     """Reads the ids in a file of users or items; refuses missing and repeated ones."""
     ids = raw_ids(path, name, column)
-    if ids.null_count:
-        row = ids.is_null().index(True).as_py()
-        raise DataError(
-            f"{path}: column '{name}', row {row}: value is null ({ids.null_count:,} such rows), and describes nothing; "
-            "leave these rows out"
-        )
+    check_no_null(path, name, ids, "describes nothing")
     check_described(path, name, ids.to_numpy(zero_copy_only=False), Chunk({}))
     return ids
 

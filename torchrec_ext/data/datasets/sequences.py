@@ -14,19 +14,15 @@ from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from torchrec_ext.data.columns import Array, Column, Int64, Windows
 from torchrec_ext.data.datasets.catalog import FOLDER_VARIABLE, DatasetUnavailable
 from torchrec_ext.data.datasets.config import PLANTED
 from torchrec_ext.data.datasets.config import SequenceConfig as SequenceConfig
-from torchrec_ext.data.datasets.features import raw_column, raw_ids, times_in
+from torchrec_ext.data.datasets.features import raw_column, read_ids, refuse_lists, spelled, times_in
 from torchrec_ext.data.datasets.folder import candidates_by_user
-from torchrec_ext.data.files.arrow import is_list_type
-from torchrec_ext.data.files.parquet import read_columns
 from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.schema import DataError
-from torchrec_ext.schema.validation import listed
 
 # The group of held-out items, counted from the end.
 HELD_OUT = {"validation": 2, "test": 1}
@@ -293,38 +289,20 @@ def load_sequences(config: SequenceConfig) -> SequenceData:
 
 def read_sequences(path: Path, *, name: str) -> SequenceData:
     """Reads a file of ``config.SEQUENCES_LAYOUT``; rows may have any order, ids may be whole numbers or text."""
-    available = list(pq.read_schema(path).names)
-    column_names = {}
-    for role, words in _SPELLINGS.items():
-        word = next((word for word in words if word in available), None)
-        if word is None:
-            raise DataError(f"{path}: no column {' or '.join(words)}; the file has {listed(available)}")
-        column_names[role] = word
-    table = read_columns(path, list(column_names.values()))
-    columns = {}
-    for role, name_in_file in column_names.items():
-        convert = raw_column if role == "order" else raw_ids
-        columns[role] = convert(path, name_in_file, table.column(name_in_file))
-    for role, column in columns.items():
-        _check_events(path, column_names[role], column)
-    if pa.types.is_string(columns["order"].type):
-        # raw_column keeps text without a first date. This raises an error that names the row.
-        times_in(path, column_names["order"], columns["order"])
-    if pa.types.is_timestamp(columns["order"].type):
-        columns["order"] = columns["order"].cast(pa.int64())
+    words = spelled(path, _SPELLINGS)
+    columns = read_ids(path, words, "an event has a user, an item and an order", order=_order)
     values = (column.to_numpy(zero_copy_only=False) for column in columns.values())
-    return from_rows(name, *values, times=column_names["order"] != "position")
+    return from_rows(name, *values, times=words["order"] != "position")
 
 
-def _check_events(path: Path, name: str, column: pa.Array) -> None:
-    if is_list_type(column.type):
-        raise DataError(f"{path}: column '{name}' holds lists, must hold one value per row; write a row for each event")
-    if column.null_count:
-        row = column.is_null().index(True).as_py()
-        raise DataError(
-            f"{path}: column '{name}', row {row}: value is null ({column.null_count:,} such rows), and an event has a "
-            "user, an item and an order; leave these rows out"
-        )
+def _order(path: Path, name: str, column: pa.ChunkedArray) -> pa.Array:
+    """Reads positions or times; times are whole numbers."""
+    order = raw_column(path, name, column)
+    refuse_lists(path, name, order)
+    if pa.types.is_string(order.type):
+        # raw_column keeps text without a first date. This raises an error that names the row.
+        times_in(path, name, order)
+    return order.cast(pa.int64()) if pa.types.is_timestamp(order.type) else order
 
 
 def _with_candidates(data: SequenceData, folder: Path, seed: int) -> SequenceData:
@@ -360,34 +338,18 @@ def _negatives(data: SequenceData, split: str, file: Path) -> Int64:
     """Reads (Q, N) the candidates of a split's held-out items beside the items themselves, filled up with -1."""
     assert data.user_ids is not None
     assert data.item_ids is not None
-    table = read_columns(file)
     items = data.item_ids[1:]
-    spellings = {
-        "user": (("user", "user_id"), data.user_ids),
-        "negative": (("negative", "item_id", "item"), items),
-    }
+    words = spelled(file, {"user": _SPELLINGS["user"], "negative": ("negative", "item_id", "item")})
+    arrays = read_ids(file, words, "a candidate has a user and an item")
     columns: dict[str, Array] = {}
-    for role, (words, ids) in spellings.items():
-        word = next((word for word in words if word in table.column_names), None)
-        if word is None or is_list_type(table.column(word).type):
-            raise DataError(
-                f"{file}: no column {' or '.join(words)} with one id per row; the file has {listed(table.column_names)}"
-            )
-        column = raw_ids(file, word, table.column(word))
-        if column.null_count:
-            row = column.is_null().index(True).as_py()
-            raise DataError(
-                f"{file}: column '{word}', row {row}: value is null ({column.null_count:,} such rows), and a candidate "
-                "has a user and an item; leave these rows out"
-            )
-        kinds = [pa.types.is_string(array.type) for array in (column, pa.array(ids))]
+    for (name, array), ids in zip(arrays.items(), (data.user_ids, items), strict=True):
+        columns[name] = array.to_numpy(zero_copy_only=False)
+        kinds = ["numbers" if values.dtype.kind == "i" else "text" for values in (columns[name], ids)]
         if kinds[0] != kinds[1]:
-            ids_kind, sequences_kind = ("text" if kind else "numbers" for kind in kinds)
             raise DataError(
-                f"{file}: the ids in '{word}' are {ids_kind}, and those in the sequences of '{data.name}' "
-                f"{sequences_kind}; write one type to both files"
+                f"{file}: the ids in '{words[name]}' are {kinds[0]}, and those in the sequences of '{data.name}' "
+                f"{kinds[1]}; write one type to both files"
             )
-        columns[role] = column.to_numpy(zero_copy_only=False)
     in_catalogue = np.isin(columns["negative"], items)
     if not in_catalogue.all():
         row = int((~in_catalogue).argmax())
