@@ -218,6 +218,10 @@ class Chunk(Mapping[str, Column]):
         """Returns rows ``start`` to ``stop`` of every column, as views."""
         return Chunk({name: column.slice(start, stop) for name, column in self.items()})
 
+    def sample(self, count: int) -> Chunk:
+        """Returns ``count`` rows, evenly spread over all; all rows if there are fewer."""
+        return self.take(np.linspace(0, self.num_rows - 1, min(count, self.num_rows)).astype(np.int64))
+
     def with_columns(self, columns: Mapping[str, Column]) -> Chunk:
         """Returns this chunk with ``columns`` added; they replace columns of the same name."""
         return Chunk({**self, **columns})
@@ -240,9 +244,8 @@ _SAMPLE = 65_536
 def sample_digest(rows: Chunk) -> str:
     """Returns a digest of sample rows from all over a chunk; other rows most likely have another."""
     digest = hashlib.sha256()
-    sample = rows.take(np.linspace(0, rows.num_rows - 1, min(rows.num_rows, _SAMPLE)).astype(np.int64))
     # Sorted, because the order of the columns says nothing about the rows.
-    for name, column in sorted(sample.items()):
+    for name, column in sorted(rows.sample(_SAMPLE).items()):
         # Objects have addresses instead of bytes, which differ from run to run.
         if column.pool.dtype != object:
             digest.update(f"{name} {column.pool.dtype} {rows.num_rows};".encode())

@@ -216,10 +216,7 @@ class RowContext:
         words = self.vocabularies[name].values.take(pa.array(ids - 1, mask=ids == 0))
         if name not in self.separators:
             return words.cast(pa.bool_()) if self.raw_type(name) == "bool" else words
-        ends = np.cumsum(column.lengths)
-        lists = pa.ListArray.from_arrays(
-            pa.array(np.concatenate([[0], ends]).astype(np.int32)), words.fill_null(UNKNOWN)
-        )
+        lists = pa.ListArray.from_arrays(pa.array(column.offsets, pa.int32()), words.fill_null(UNKNOWN))
         return pc.binary_join(lists, self.separators[name])
 
 

@@ -29,6 +29,7 @@ from torchrec_ext.data.datasets.features import (
     side_features,
 )
 from torchrec_ext.data.datasets.folder import PREPROCESSOR
+from torchrec_ext.data.datasets.synthetic import area_under_curve
 from torchrec_ext.data.files.arrow import is_list_type
 from torchrec_ext.data.files.parquet import read_columns
 from torchrec_ext.schema import DataError
@@ -134,8 +135,7 @@ class LabelledData:
 
     def sample(self, rows: int) -> Chunk:
         """Returns ``rows`` training rows, evenly spread over all, or all if there are fewer."""
-        count = self.train.num_rows
-        return self.train.take(np.linspace(0, count - 1, min(rows, count)).astype(np.int64))
+        return self.train.sample(rows)
 
     def described(self, key: str, rows: Int64) -> Chunk:
         """Returns the features of the users or items in ``rows`` (N,) of a table, from their last training rows.
@@ -225,7 +225,7 @@ def planted_context(*, rows: int = 60_000, users: int = 300, items: int = 200, s
         test=_untrained_unknown(everything.slice(rows - tenth, rows), train, unknown),
         vocab={name: size + 1 for name, size in columns.items()},
         context=("hour", "weekday"),
-        best={"auc": _auc(logits[test], label[test]), "log_loss": float(-np.log(likelihood).mean())},
+        best={"auc": area_under_curve(logits[test], label[test]), "log_loss": float(-np.log(likelihood).mean())},
     )
 
 
@@ -545,13 +545,3 @@ def without_context(data: LabelledData) -> LabelledData:
     return dataclasses.replace(
         data, train=cleared(data.train), validation=cleared(data.validation), test=cleared(data.test), best={}
     )
-
-
-def _auc(scores: Array, labels: Array) -> float:
-    """Computes the area under the ROC curve of scores without ties."""
-    ranks = np.empty(len(scores))
-    ranks[np.argsort(scores)] = np.arange(1, len(scores) + 1)
-    positives = labels.sum()
-    # The sum of ranks counts the pairs of positives too; without them it counts a positive above a negative.
-    above = ranks[labels > 0].sum() - positives * (positives + 1) / 2
-    return float(above / (positives * (len(labels) - positives)))

@@ -24,11 +24,12 @@ from numpy.typing import NDArray
 from torchrec_ext.data.columns import Array, Chunk, Column, Int64, concatenate
 from torchrec_ext.data.datasets.catalog import FOLDER_VARIABLE, DatasetUnavailable, data_folder
 from torchrec_ext.data.datasets.config import NAMES, PLANTED, StreamConfig
+from torchrec_ext.data.datasets.features import vocabulary_of
 from torchrec_ext.data.datasets.folder import PREPROCESSOR
 from torchrec_ext.data.datasets.interactions import InteractionData, Pairs
 from torchrec_ext.data.datasets.labelled import LabelledData, planted_context, without_context
-from torchrec_ext.data.datasets.synthetic import planted_log
-from torchrec_ext.data.files.arrow import Kind
+from torchrec_ext.data.datasets.synthetic import area_under_curve, planted_log
+from torchrec_ext.data.files.arrow import Kind, as_arrow
 from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, History, Vocabulary
 from torchrec_ext.data.preprocess.fitted import DIGEST
@@ -577,18 +578,16 @@ def planted_folder(folder: Path, *, seed: int = 0, rows: int = 60_000) -> dict[s
     data = planted_context(rows=rows, seed=seed)
     numbers = ("label", "weight")
     names = [name for name in data.train if name not in numbers]
-    steps = []
-    states = []
-    for name in names:
-        ids = data.trained(name)
-        steps.append(Categorify(column=name))
-        states.append(Vocabulary(pa.array(ids), pa.array(np.zeros(len(ids), np.int64))))
-    raw = dict.fromkeys(names, "int64") | dict.fromkeys(numbers, "float32")
-    fitted = FittedPreprocessor(steps=tuple(steps), keep=numbers, raw=raw, states=tuple(states))
+    fitted = FittedPreprocessor(
+        steps=tuple(Categorify(column=name) for name in names),
+        keep=numbers,
+        raw=dict.fromkeys(names, "int64") | dict.fromkeys(numbers, "float32"),
+        states=tuple(vocabulary_of(data.trained(name)) for name in names),
+    )
     rows_of = {}
     for split in _SPLITS:
         chunk: Chunk = getattr(data, split)
-        rows_of[split] = {name: chunk[name].values.tolist() for name in (*names, *numbers)}
+        rows_of[split] = {name: chunk[name].values for name in (*names, *numbers)}
     requests = data.train.slice(0, 1_000)
     request_table = pa.table({name: requests[name].values for name in names})
     roles = {"label": "label", "weight": None, "user": "user_id", "item": "item_id"}
@@ -600,7 +599,7 @@ def planted_folder(folder: Path, *, seed: int = 0, rows: int = 60_000) -> dict[s
 def _write_planted(
     folder: Path,
     fitted: FittedPreprocessor,
-    splits: Mapping[str, Mapping[str, Sequence[Any]]],
+    splits: Mapping[str, Mapping[str, Any]],
     requests: pa.Table,
     items: pa.Table,
     users: pa.Table,
@@ -612,7 +611,7 @@ def _write_planted(
     for split, rows in splits.items():
         columns = fitted.online(rows)
         (folder / split).mkdir()
-        table = pa.table({name: _arrow(column) for name, column in columns.items()})
+        table = pa.table({name: as_arrow(column) for name, column in columns.items()})
         path = folder / split / "part-00000.parquet"
         pq.write_table(table, path, row_group_size=_GROUP_ROWS, write_page_checksum=True)
         counts[split] = len(table)
@@ -621,13 +620,6 @@ def _write_planted(
     pq.write_table(items, folder / RAW_ITEMS)
     pq.write_table(users, folder / RAW_USERS)
     (folder / SUMMARY).write_text(json.dumps({"recipe": PLANTED, "rows": counts, "roles": roles}) + "\n")
-
-
-def _arrow(column: Column) -> pa.Array:
-    if not column.ragged:
-        return pa.array(column.values)
-    offsets = np.concatenate([[0], np.cumsum(column.lengths)]).astype(np.int32)
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(column.values))
 
 
 def planted_log_folder(folder: Path, *, seed: int = 0, sessions: bool = True) -> dict[str, float]:
@@ -660,14 +652,14 @@ def planted_log_folder(folder: Path, *, seed: int = 0, sessions: bool = True) ->
     shown_items = shown_items[mask]
     click = click[mask]
     categories = int(columns["category_id"].max()) + 1
-    rows: dict[str, list[Any]] = {
-        "user_id": columns["user_id"][clicks].tolist(),
-        "timestamp": columns["timestamp"][clicks].tolist(),
-        "item_id": shown_items.tolist(),
-        "category_id": (shown_items % categories).tolist(),
-        "click": click.tolist(),
-        "conversion": (click * log.bought[clicks]).tolist(),
-        "weight": (1.0 + shown_items % 2).tolist(),
+    rows: dict[str, Any] = {
+        "user_id": columns["user_id"][clicks],
+        "timestamp": columns["timestamp"][clicks],
+        "item_id": shown_items,
+        "category_id": shown_items % categories,
+        "click": click,
+        "conversion": click * log.bought[clicks],
+        "weight": 1.0 + shown_items % 2,
     }
     rows |= _past(columns, clicks, length)
     cuts = [0, int(0.8 * len(clicks)), int(0.9 * len(clicks)), len(clicks)]
@@ -680,10 +672,7 @@ def planted_log_folder(folder: Path, *, seed: int = 0, sessions: bool = True) ->
         Categorify(column="category_id", also=("history_category_id",)),
         Categorify(column="user_id"),
     )
-    vocabularies = []
-    for step in steps[1:]:
-        values = np.unique(np.array(splits["train"][step.writes[0]], np.int64))
-        vocabularies.append(Vocabulary(pa.array(values), pa.array(np.zeros(len(values), np.int64))))
+    vocabularies = [vocabulary_of(np.unique(splits["train"][step.writes[0]])) for step in steps[1:]]
     labels = ("click", "conversion")
     numbers = (*labels, "weight")
     raw = dict.fromkeys(columns, "int64") | dict.fromkeys(numbers, "float32")
@@ -692,7 +681,7 @@ def planted_log_folder(folder: Path, *, seed: int = 0, sessions: bool = True) ->
     requests = pa.table(
         {name: splits["train"][name][-1_000:] for name in names if name not in ("item_id", "category_id")}
     )
-    training_items = np.unique(np.array(splits["train"]["item_id"]))
+    training_items = np.unique(splits["train"]["item_id"])
     items = pa.table({"item_id": training_items, "category_id": training_items % categories})
     roles = {
         "label": labels[0],
@@ -704,7 +693,7 @@ def planted_log_folder(folder: Path, *, seed: int = 0, sessions: bool = True) ->
     }
     users, last = np.unique(columns["user_id"][::-1], return_index=True)
     latest = _past(columns, size - 1 - last, length, itself=1)
-    is_training_user = np.isin(users, np.unique(np.array(splits["train"]["user_id"])))
+    is_training_user = np.isin(users, splits["train"]["user_id"])
     user_table = pa.table({"user_id": users, **latest}).filter(pa.array(is_training_user))
     _write_planted(folder, fitted, splits, requests, items, user_table, roles)
     test = slice(cuts[2], cuts[3])
@@ -713,8 +702,8 @@ def planted_log_folder(folder: Path, *, seed: int = 0, sessions: bool = True) ->
     chances = {"click": click_chance, "conversion": click_chance * log.buys(shown_items[test])}
     best = {}
     for name, chance in chances.items():
-        label = np.array(rows[name][test])
-        best[f"{name}_auc"] = _area(chance, label)
+        label = rows[name][test]
+        best[f"{name}_auc"] = area_under_curve(chance, label)
         likelihood = np.where(label > 0, chance, 1 - chance)
         best[f"{name}_log_loss"] = float(-np.log(likelihood).mean())
     return {name: best[f"click_{name}"] for name in ("auc", "log_loss")} | best
@@ -737,12 +726,3 @@ def _past(columns: Mapping[str, Int64], clicks: Int64, length: int, itself: int 
     for name, column in sources.items():
         histories[f"history_{name}"] = [columns[column][row].tolist() for row in lists]
     return histories
-
-
-def _area(scores: NDArray[np.float64], labels: NDArray[np.float64]) -> float:
-    """Returns the area under the ROC curve; a tie counts half."""
-    values, index = np.unique(scores, return_inverse=True)
-    positive = np.bincount(index, labels, len(values))
-    negative = np.bincount(index, 1 - labels, len(values))
-    below = np.cumsum(negative) - negative / 2
-    return float((positive * below).sum() / (positive.sum() * negative.sum()))

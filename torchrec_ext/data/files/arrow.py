@@ -1,4 +1,4 @@
-"""Arrow arrays -> Columns, without a copy if the layout allows it; an invalid value is named by its row.
+"""Arrow arrays -> Columns and back, without a copy if the layout allows it; an invalid value is named by its row.
 
 RowGroup and Source: the protocol of data that are read a row group at a time.
 """
@@ -97,6 +97,14 @@ class ColumnRules:
             f"({int((lengths > most).sum())} of the {len(lengths)} rows read have more than max_length={most}); cut "
             "the lists where they are written, or raise max_length"
         )
+
+
+def as_arrow(column: Column) -> pa.Array:
+    """Returns a column as an Arrow array, a ragged one as lists; objects are text."""
+    values = pa.array(column.values, pa.string() if column.values.dtype == object else None)
+    if not column.ragged:
+        return values
+    return pa.ListArray.from_arrays(pa.array(column.offsets, pa.int32()), values)
 
 
 def as_int64(where: str, name: str, column: Column, first: int = 0) -> Int64:
