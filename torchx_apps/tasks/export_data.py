@@ -13,12 +13,14 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from torchrec_ext.data.columns import Chunk, Column, Int64, concatenate
-from torchrec_ext.data.datasets.features import RowContext
+from torchrec_ext.data.datasets.features import RowContext, vocabulary_of
 from torchrec_ext.data.datasets.interactions import InteractionData
 from torchrec_ext.data.datasets.labelled import LabelledData
 from torchrec_ext.data.datasets.sequences import SequenceData, most_recent
 from torchrec_ext.data.datasets.streamed import RAW_ITEMS, RAW_REQUESTS, RAW_USERS, StreamedData
+from torchrec_ext.data.files.arrow import as_arrow
 from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, Lists, Step, Vocabulary
+from torchrec_ext.data.preprocess.columns import raw_type
 from torchrec_ext.retrieval.bundle.manifest import BundleError
 from torchrec_ext.retrieval.bundle.request_columns import steps_for_columns
 from torchrec_ext.retrieval.exporting.content import Catalogue, NamedUsers
@@ -76,7 +78,7 @@ def of_interactions(data: InteractionData, schema: BatchSchema) -> ExportData:
     items_table = _as_in_files(items.select(columns["item"]), encoding, ids)
     queries = None
     if context:
-        queries = _as_in_files(_sample(data.train).select([*columns["user"], *context]), encoding, ids)
+        queries = _as_in_files(data.train.sample(AUDITED).select([*columns["user"], *context]), encoding, ids)
     liked = data.liked.take(users)
     tables = [users_table, items_table] if queries is None else [users_table, items_table, queries]
     return ExportData(
@@ -92,8 +94,8 @@ def of_interactions(data: InteractionData, schema: BatchSchema) -> ExportData:
             ids=ids["user_id"][users],
             features=users_table,
             unknown={name: _unknown(name, user_columns[name], encoding, ids) for name in columns["user"]},
-            seen=_lists(data.seen(users, "train", "validation"), -1),
-            liked=_lists(_only(liked, liked.values <= data.num_items), -1),
+            seen=_positions(data.seen(users, "train", "validation")),
+            liked=_positions(_only(liked, liked.values <= data.num_items)),
         ),
         queries=queries,
         preprocessor=_preprocessor(tables, encoding, _id_vocabularies(data, ids)),
@@ -114,7 +116,7 @@ def of_labelled(data: LabelledData, schema: BatchSchema) -> ExportData:
     items = data.trained("item_id")
     names = (*schema.keys, *schema.dense)
     columns = data.words.sources([name for name in names if name not in ("item_id", *data.item_features)])
-    queries = _as_in_files(_sample(data.test).select(columns), data.words, {})
+    queries = _as_in_files(data.test.sample(AUDITED).select(columns), data.words, {})
     features = _described(data, "item_id", items, names)
     numbered = [name for name in schema.keys if name not in data.words.vocabularies]
     unseen = {
@@ -194,7 +196,7 @@ def _users_of_labelled(data: LabelledData, items: Int64, names: Sequence[str]) -
     owners = users.searchsorted(train["user_id"][liked])
     positions = items.searchsorted(train["item_id"][liked])
     order = np.argsort(owners, kind="stable")
-    lists = _lists(Column.from_lengths(positions[order], np.bincount(owners, minlength=len(users))))
+    lists = as_arrow(Column.from_lengths(positions[order], np.bincount(owners, minlength=len(users))))
     features = _described(data, "user_id", users, names)
     words = data.words
     described = data.described("user_id", users)
@@ -216,29 +218,31 @@ def of_sequences(data: SequenceData) -> ExportData:
     names = np.arange(data.num_items + 1) if data.item_ids is None else data.item_ids
     held_out = data.held_out("test")
     before = most_recent(held_out.before, data.max_length)
-    users = held_out.users if data.user_ids is None else data.user_ids[held_out.users]
-    items = pa.array(names[1:])
-    kind = "string" if pa.types.is_string(items.type) or pa.types.is_large_string(items.type) else "int64"
-    ids = items.cast(pa.string() if kind == "string" else pa.int64())
-    session = pa.ListArray.from_arrays(_offsets(before), ids.take(pa.array(before.values - 1)))
+    ids = as_arrow(Column(names[1:]))
+    sessions = as_arrow(Column(names[before.values], before.offsets))
     steps: tuple[Step, ...] = (
         Lists(column="session", max_length=data.max_length),
         Categorify(column="candidates", also=("session",)),
     )
-    vocabulary = Vocabulary(ids, pa.array(np.bincount(data.training().values, minlength=len(names))[1:]))
-    raw = {"session": f"list<{kind}>", "candidates": kind}
-    trained = names[np.unique(data.training().values)]
+    training = np.bincount(data.training().values, minlength=len(names))
     return ExportData(
-        catalogue=Catalogue(ids=names[1:], features=pa.table({"candidates": ids}), trained=trained),
+        catalogue=Catalogue(
+            ids=names[1:], features=pa.table({"candidates": ids}), trained=names[np.flatnonzero(training)]
+        ),
         users=NamedUsers(
             key="user_id",
-            ids=np.asarray(users),
-            features=pa.table({"session": session}),
+            ids=held_out.users if data.user_ids is None else data.user_ids[held_out.users],
+            features=pa.table({"session": sessions}),
             unknown={"session": []},
-            seen=_lists(held_out.before, -1),
-            liked=_lists(before, -1),
+            seen=_positions(held_out.before),
+            liked=_positions(before),
         ),
-        preprocessor=FittedPreprocessor(steps=steps, keep=(), raw=raw, states=({}, vocabulary)),
+        preprocessor=FittedPreprocessor(
+            steps=steps,
+            keep=(),
+            raw={"session": f"list<{ids.type}>", "candidates": str(ids.type)},
+            states=({}, Vocabulary(ids, pa.array(training[1:]))),
+        ),
     )
 
 
@@ -310,7 +314,7 @@ def _users_of_streamed(data: StreamedData, names: Sequence[str], items: Int64) -
     position = np.full(data.vocab[str(data.roles.item)], -1)
     owner[rows] = np.arange(len(rows))
     position[items] = np.arange(len(items))
-    item_lists = _lists(_taken(data, owner, position, len(rows), len(items)))
+    item_lists = as_arrow(_taken(data, owner, position, len(rows), len(items)))
     return NamedUsers(
         key=key,
         ids=table[key].to_numpy(zero_copy_only=False),
@@ -361,13 +365,11 @@ def _nobody(described: pa.Table, steps: FittedPreprocessor, dense: Sequence[str]
             number_steps.online({name: [nobody.get(name)] for name in number_steps.request_columns})
         except DataError:
             # The steps of this number take no missing value, so give them the mean.
-            for name in number_steps.request_columns:
-                if name not in nobody:
-                    continue
-                field = described.schema.field(name)
-                if _raw(field) in ("int64", "float32"):
+            for name in nobody.keys() & number_steps.request_columns:
+                kind = described.schema.field(name).type
+                if nobody[name] is None and not pa.types.is_string(kind):
                     mean = pc.mean(described[name]).as_py() or 0.0
-                    nobody[name] = mean if pa.types.is_floating(field.type) else round(mean)
+                    nobody[name] = mean if pa.types.is_floating(kind) else round(mean)
     return nobody
 
 
@@ -384,28 +386,26 @@ def _rows_of(data: InteractionData) -> Chunk:
 FileIds = Mapping[str, NDArray[Any]]
 
 
-def _with_file_ids(chunk: Chunk, ids: FileIds) -> Chunk:
-    """Replaces table rows by the ids of the files."""
-    names = [name for name in ids if name in chunk]
-    return chunk.with_columns({name: Column(ids[name][chunk[name].values], chunk[name].offsets) for name in names})
-
-
 def _only(lists: Column, mask: NDArray[np.bool_]) -> Column:
     """Filters the values of lists by a mask."""
     rows = np.arange(len(lists)).repeat(lists.lengths)
     return Column.from_lengths(lists.values[mask], np.bincount(rows[mask], minlength=len(lists)))
 
 
-def _sample(rows: Chunk) -> Chunk:
-    """Returns as many rows as are audited, evenly spaced over all."""
-    return rows.take(np.linspace(0, rows.num_rows - 1, min(AUDITED, rows.num_rows)).astype(np.int64))
+def _positions(lists: Column) -> pa.ListArray:
+    """Returns lists of items as positions in the catalogue; that of item 1 is 0."""
+    return as_arrow(Column(lists.values - 1, lists.offsets))
 
 
 def _as_in_files(rows: Chunk, encoding: RowContext, ids: FileIds) -> pa.Table:
     """Returns rows with the ids, words and numbers of the files, as requests have them."""
-    raw = encoding.raw(rows)
-    table = _arrow(_with_file_ids(rows, ids))
-    return pa.table({name: raw.get(name, table[name]) for name in table.column_names})
+    columns = encoding.raw(rows)
+    for name, column in rows.items():
+        if name in ids:
+            column = Column(ids[name][column.values], column.offsets)
+        if name not in columns:
+            columns[name] = as_arrow(column)
+    return pa.table({name: columns[name] for name in rows})
 
 
 def _id_vocabularies(data: InteractionData, ids: FileIds) -> dict[tuple[str, ...], NDArray[Any]]:
@@ -443,7 +443,7 @@ def _preprocessor(
         encoding: vocabularies and scales of the columns.
         vocabularies: ids of the files, see :func:`_id_vocabularies`.
     """
-    raw = {field.name: _raw(field) for table in tables for field in table.schema}
+    raw = {field.name: raw_type(field.type) or "int64" for table in tables for field in table.schema}
     steps: list[Step] = []
     states: list[Any] = []
     for name in raw:
@@ -455,20 +455,10 @@ def _preprocessor(
         names = [name for name in columns if name in raw]
         if names:
             steps.append(Categorify(column=names[0], also=tuple(names[1:])))
-            states.append(Vocabulary(pa.array(ids), pa.array(np.zeros(len(ids), np.int64))))
+            states.append(vocabulary_of(ids))
     outputs = {name for step in steps for name in step.writes}
     keep = tuple(name for name in raw if name not in outputs)
     return FittedPreprocessor(steps=tuple(steps), keep=keep, raw=raw, states=tuple(states)) if steps else None
-
-
-def _raw(field: pa.Field) -> str:
-    inner = field.type.value_type if pa.types.is_list(field.type) else field.type
-    kind = "int64"
-    if pa.types.is_string(inner):
-        kind = "string"
-    elif pa.types.is_floating(inner):
-        kind = "float32"
-    return f"list<{kind}>" if pa.types.is_list(field.type) else kind
 
 
 def _unknown(name: str, column: Column, encoding: RowContext, ids: FileIds) -> Any:
@@ -482,21 +472,3 @@ def _unknown(name: str, column: Column, encoding: RowContext, ids: FileIds) -> A
     if name in ids:
         return ids[name][:1].tolist()[0]
     return 0 if column.values.dtype.kind in "iu" else 0.0
-
-
-def _arrow(chunk: Chunk) -> pa.Table:
-    return pa.table(
-        {name: _lists(column) if column.ragged else _values(column.values) for name, column in chunk.items()}
-    )
-
-
-def _lists(column: Column, shift: int = 0) -> pa.ListArray:
-    return pa.ListArray.from_arrays(_offsets(column), _values(column.values + shift if shift else column.values))
-
-
-def _values(values: NDArray[Any]) -> pa.Array:
-    return pa.array(values, pa.string() if values.dtype == object else None)
-
-
-def _offsets(column: Column) -> pa.Array:
-    return pa.array(np.concatenate([[0], np.cumsum(column.lengths)]).astype(np.int32))
