@@ -289,7 +289,7 @@ def test_a_failed_run_leaves_no_folder(log: Path, tmp_path: Path, capsys: pytest
     need_duckdb()
     (log / "part-1.parquet").write_bytes((log / "part-0.parquet").read_bytes()[:3000])
     assert main([*SMALL, "--set", f"config.folder={log}", "--out", str(tmp_path / "ready")]) == 1
-    assert "part-1.parquet: not parquet, or its footer is missing or damaged" in capsys.readouterr().err
+    assert "part-1.parquet: starts as parquet, but its footer is missing or damaged" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["log"]
 
 

@@ -99,9 +99,9 @@ def test_a_column_that_a_step_cannot_take(tmp_path: Path, values: Any, step: Any
 def test_files(tmp_path: Path, good: Path) -> None:
     refuses(r"gone\.parquet: no such file", tmp_path / "gone.parquet")
     (tmp_path / "text.parquet").write_text("hello")
-    refuses(r"text\.parquet: not parquet, or its footer is missing", tmp_path / "text.parquet")
+    refuses(r"text\.parquet: is not parquet; copy or write it again", tmp_path / "text.parquet")
     (tmp_path / "cut.parquet").write_bytes(good.read_bytes()[:200])
-    refuses(r"cut\.parquet: .*was it cut short\? copy or write it again", [good, tmp_path / "cut.parquet"])
+    refuses(r"cut\.parquet: .*it was cut short; copy or write it again", [good, tmp_path / "cut.parquet"])
     empty = table(tmp_path / "empty.parquet", city=pa.array([], pa.string()), label=pa.array([], pa.float64()))
     refuses(r"empty\.parquet: zero rows", empty)
     refuses(
@@ -109,7 +109,7 @@ def test_files(tmp_path: Path, good: Path) -> None:
         [good, table(tmp_path / "b.parquet", city=[1], label=[1.0])],
     )
     refuses(
-        r"c\.parquet: column 'label' is missing, but .*good\.parquet has it",
+        r"c\.parquet: column 'label' is missing, the file has \['city'\]; .*good\.parquet has it",
         [good, table(tmp_path / "c.parquet", city=["a"])],
     )
     refuses(r"s3x://bucket/a\.parquet: cannot be read", "s3x://bucket/a.parquet")
@@ -153,7 +153,7 @@ def test_events_may_have_fewer_columns_but_not_other_types(tmp_path: Path) -> No
     with pytest.raises(DataError, match=r"wrong\.parquet: column 'user' is string, in .*rows\.parquet it is int64"):
         fitted.transform(rows, tmp_path / "wrong", events=wrong)
     (tmp_path / "past.parquet").write_bytes(past.read_bytes()[:-20])
-    with pytest.raises(DataError, match=r"past\.parquet: not parquet, or its footer"):
+    with pytest.raises(DataError, match=r"past\.parquet: starts as parquet, but its footer"):
         fitted.transform(rows, tmp_path / "again", events=past)
 
 

@@ -376,7 +376,9 @@ class ParquetSource(FileSource):
         torchrec_ext.schema.validation.DataError: clicks/part-0.parquet: no such file; check the path
     """
 
-    endings = (".parquet", ".parq", ".pq")
+    endings: tuple[str, ...] = (".parquet", ".parq", ".pq")
+    # Whether to warn of files without page checksums.
+    warns = True
     remedy = "write smaller row groups and pages: pq.write_table(table, path, row_group_size={size})"
 
     def __init__(self, paths: PathLike | Sequence[PathLike], **options: Any) -> None:
@@ -384,7 +386,7 @@ class ParquetSource(FileSource):
         super().__init__(paths, **options)
         # Without footers in memory every file would be opened again, so the first stands for all.
         for file in self.files if self._footers else self.files[:1]:
-            if file.remote is None:
+            if self.warns and file.remote is None:
                 warn_of_parquet(file.name, file.path, self._footers.get(file.path) or self._file(file).metadata)
 
     def _open(self, file: DataFile) -> _Opening:

@@ -5,7 +5,6 @@ Sink: parquet files as loaders read them best, with row groups of one size, page
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,13 +16,20 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from torchrec_ext.data.files.find import DataFile, check_partitions, find_files
+from torchrec_ext.data.files.find import DataFile, PathLike
+from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.preprocess.columns import arrow_type, missing_column, raw_type
 from torchrec_ext.data.preprocess.folders import disk_errors
 from torchrec_ext.schema import DataError
 
-PathLike = str | os.PathLike[str]
 Source = Any  # a path, several of them, or an ibis Table of the engine
+
+
+class _LogSource(ParquetSource):
+    """The parquet files of a log, which others wrote."""
+
+    endings = (".parquet", ".pq")
+    warns = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,20 +37,41 @@ class Files:
     """Parquet files with the same columns.
 
     Args:
-        files: one or more files.
+        source: one file or more.
         schema: Arrow type of each column; hive partitions are strings.
-        rows: number of rows of all files together.
     """
 
-    files: tuple[DataFile, ...]
+    source: ParquetSource
     schema: Mapping[str, pa.DataType]
-    rows: int
+
+    @property
+    def files(self) -> Sequence[DataFile]:
+        """The files."""
+        return self.source.files
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of all files together."""
+        return self.source.num_rows
 
     @property
     def where(self) -> str:
         """Name of the files in messages."""
         first = self.files[0].name
         return first if len(self.files) == 1 else f"{first} and {len(self.files) - 1} more"
+
+    @contextmanager
+    def blaming(self) -> Iterator[None]:
+        """Names file, row group and column in an engine's error over damaged data."""
+        try:
+            yield
+        except DataError:
+            raise
+        except Exception:
+            # Engines differ in what they say of damage, so the files are read once more: that fails at the damage.
+            for group in self.source.groups:
+                self.source.table(group, self.source.columns)
+            raise
 
 
 def scan(paths: PathLike | Sequence[PathLike]) -> Files:
@@ -54,17 +81,18 @@ def scan(paths: PathLike | Sequence[PathLike]) -> Files:
         DataError: a path names nothing; a file is not parquet, is cut short, has other columns than the first, or one
             that is also a hive partition; or there is no row at all.
     """
-    files = find_files(paths, (".parquet", ".pq"))
-    footers = [_footer(file) for file in files]
-    first = _schema(files[0], footers[0])
-    for file, footer in zip(files[1:], footers[1:], strict=True):
-        _check_same(files[0], first, file, _schema(file, footer))
-    rows = sum(footer.num_rows for footer in footers)
-    if not rows:
-        raise DataError(
-            f"{', '.join(file.name for file in files[:3])}: zero rows; write at least one, or leave the file out"
-        )
-    return Files(files=tuple(files), schema=first, rows=rows)
+    source = _LogSource(paths)
+    schema = {name: source.type_of(name) for name in source.columns}
+    for number, file in enumerate(source.files):
+        for name, dtype in schema.items():
+            other = source.type_of(name, number)
+            # Writers differ in how they lay texts out: string, large_string or a dictionary.
+            if other != dtype and not raw_type(dtype) == raw_type(other) == "string":
+                raise DataError(
+                    f"{file.name}: column '{name}' is {other}, in {source.files[0].name} it is {dtype}; give files "
+                    "with the same types"
+                )
+    return Files(source=source, schema={**schema, **dict.fromkeys(source.files[0].partitions, pa.string())})
 
 
 def raw_types(where: str, schema: Mapping[str, pa.DataType], names: Collection[str]) -> dict[str, str]:
@@ -91,74 +119,6 @@ def raw_types(where: str, schema: Mapping[str, pa.DataType], names: Collection[s
             )
         types[name] = kind
     return types
-
-
-@contextmanager
-def blaming(files: Sequence[DataFile]) -> Iterator[None]:
-    """Names file, row group and column in an engine's error over damaged data."""
-    try:
-        yield
-    except DataError:
-        raise
-    except Exception as error:
-        # Engines differ in what they say of damage, so the files are read once more to find it.
-        for file in files:
-            if damage := _damage(file):
-                raise DataError(
-                    f"{file.name}: {damage} cannot be read: the file is damaged; copy or write it again ({error})"
-                ) from error
-        raise
-
-
-def _open(file: DataFile) -> pq.ParquetFile:
-    source = file.path if file.remote is None else file.open()
-    return pq.ParquetFile(source, page_checksum_verification=True)
-
-
-def _footer(file: DataFile) -> pq.FileMetaData:
-    try:
-        return _open(file).metadata
-    except Exception as error:  # a remote file system has errors of its own
-        raise DataError(
-            f"{file.name}: not parquet, or its footer is missing or damaged: was it cut short? copy or write it again "
-            f"({error})"
-        ) from error
-
-
-def _schema(file: DataFile, footer: pq.FileMetaData) -> dict[str, pa.DataType]:
-    schema = footer.schema.to_arrow_schema()
-    types = {name: schema.field(name).type for name in schema.names}
-    check_partitions(file, types)
-    return {**types, **dict.fromkeys(file.partitions, pa.string())}
-
-
-def _check_same(first: DataFile, expected: Mapping[str, Any], file: DataFile, actual: Mapping[str, Any]) -> None:
-    for name, dtype in expected.items():
-        if name not in actual:
-            raise DataError(
-                f"{file.name}: column '{name}' is missing, but {first.name} has it; give files with the same columns"
-            )
-        # Writers differ in how they lay texts out: string, large_string or a dictionary.
-        same = actual[name] == dtype or (raw_type(dtype) == raw_type(actual[name]) == "string")
-        if not same:
-            raise DataError(
-                f"{file.name}: column '{name}' is {actual[name]}, in {first.name} it is {dtype}; give files with the "
-                "same types"
-            )
-
-
-def _damage(file: DataFile) -> str:
-    try:
-        parquet = _open(file)
-    except Exception:
-        return "its footer"
-    for group in range(parquet.metadata.num_row_groups):
-        for name in parquet.schema_arrow.names:
-            try:
-                parquet.read_row_group(group, columns=[name])
-            except (pa.ArrowException, OSError):
-                return f"row group {group}, column '{name}'"
-    return ""
 
 
 ROW_GROUP = 65_536

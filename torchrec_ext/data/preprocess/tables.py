@@ -9,7 +9,7 @@ from typing import Any
 
 from torchrec_ext.data.preprocess.columns import is_list_column, working_type
 from torchrec_ext.data.preprocess.engines import ROW, Engine
-from torchrec_ext.data.preprocess.files import Files, Source, blaming, raw_types, scan
+from torchrec_ext.data.preprocess.files import Files, Source, raw_types, scan
 from torchrec_ext.data.preprocess.step import Table
 from torchrec_ext.schema import DataError
 
@@ -50,7 +50,7 @@ class Opened:
 
     def blaming(self) -> AbstractContextManager[None]:
         """Names the damaged file when the engine fails on it."""
-        return blaming(self.files.files) if self.files else nullcontext()
+        return self.files.blaming() if self.files else nullcontext()
 
 
 def open_sources(
