@@ -162,16 +162,32 @@ class FittedPreprocessor:
             DataError: a row lacks a value, a list is too long, a file is damaged or the disk is
                 full.
         """
-        return transform(
-            self,
-            source,
-            Path(out),
-            events=events,
-            order_by=order_by,
-            engine=engine,
-            overwrite=overwrite,
-            progress=progress,
-        )
+        out = Path(out)
+        with whole_folder(out, overwrite=overwrite, mark="part-*.parquet") as staging, connected(engine) as opened:
+            columns = list(dict.fromkeys([*self.raw, *order_by]))
+            event_columns = list(dict.fromkeys(name for step in self.steps for name in step.event_reads))
+            data, past = open_sources(source, events, columns, event_columns, opened)
+            data.check_types(self.raw, "in fitting")
+            # The folder `out` is replaced at the end: no file in it may be a source.
+            for files in (data.files, past.files):
+                keep_sources(out, files.files if files else ())
+            sink = Sink(staging, self.outputs, self.remedies(), progress)
+            with past.blaming(), data.blaming():
+                table = _apply_steps(self, data, past.table, opened)
+                order = [_ordering(data, table, name) for name in order_by]
+                # Ties, and all rows without `order_by`, in the order of the files, if the engine knows it.
+                if ROW in table.columns:
+                    order.append(table[ROW])
+                if order:
+                    table = table.order_by(order)
+                rows = opened.write(table.select(*self.outputs), sink)
+            # Executors of a cluster that write to disks of their own leave nothing here.
+            if data.rows not in (None, rows):
+                raise DataError(
+                    f"{out}: got {rows:,} of the {data.rows:,} rows of {data.where}; where several machines write, "
+                    "choose a folder that all of them and this one share"
+                )
+            return rows
 
     def online(self, rows: Mapping[str, Sequence[Any]]) -> Chunk:
         """Transforms a request's rows, value for value as :meth:`transform` would write them.
@@ -212,8 +228,24 @@ class FittedPreprocessor:
         return step_remedies | dict.fromkeys(self.keep, kept_remedy)
 
     def save(self, folder: str | Path, *, overwrite: bool = False) -> None:
-        """Writes JSON and parquet; see :mod:`torchrec_ext.data.preprocess.fitted`."""
-        save(self, Path(folder), overwrite=overwrite)
+        """Writes JSON and parquet; see :mod:`torchrec_ext.data.preprocess.fitted`. The folder is whole or not there.
+
+        Raises:
+            DataError: it is there already, or cannot be written; a step is not one of this package.
+        """
+        folder = Path(folder)
+        for step in self.steps:
+            if STEPS.get(type(step).__name__) is not type(step):
+                raise DataError(
+                    f"{folder}: step {step} is not one of this package and could not be loaded; known are "
+                    f"{listed(STEPS)}"
+                )
+        with whole_folder(folder, overwrite=overwrite, mark=_MAIN) as staging:
+            steps = [_save_step(number, step, self.states[number], staging) for number, step in enumerate(self.steps)]
+            main = {"version": VERSION, "keep": list(self.keep), "columns": dict(self.raw), "steps": steps}
+            text = json.dumps(main, indent=1, ensure_ascii=True, allow_nan=False) + "\n"
+            (staging / _MAIN).write_text(text)
+            (staging / DIGEST).write_text(hashlib.sha256(text.encode()).hexdigest() + "\n")
 
     @classmethod
     def load(cls, folder: str | Path) -> FittedPreprocessor:
@@ -222,7 +254,22 @@ class FittedPreprocessor:
         Raises:
             DataError: a file is missing or damaged, or of a version or a step that this package does not know.
         """
-        return load_preprocessor(Path(folder))
+        folder = existing_folder(Path(folder))
+        text = _text(folder / _MAIN)
+        if hashlib.sha256(text.encode()).hexdigest() != _text(folder / DIGEST).strip():
+            raise DataError(
+                f"{folder / _MAIN}: does not fit {DIGEST}: it was changed or damaged; save it again, or copy the "
+                "folder anew"
+            )
+        try:
+            return _from_json(folder, json.loads(text))
+        except DataError:
+            raise
+        except Exception as error:  # the digests fit: somebody wrote it by hand
+            kind = type(error).__name__
+            raise DataError(
+                f"{folder / _MAIN}: is not that of a preprocessor ({kind}: {error}); save it again"
+            ) from None
 
 
 def stages(steps: Sequence[Step], where: str, raw: Mapping[str, str]) -> list[Types]:
@@ -277,45 +324,6 @@ def _result_cells(name: str, cells: Cells, kind: str, fitted: FittedPreprocessor
 
 # 26 steps took Ibis and DuckDB 2.8 s to plan in one piece, 2.2 s in stages of 8, 5.4 s in stages of 1.
 _STEPS_PER_STAGE = 8
-
-
-def transform(
-    fitted: FittedPreprocessor,
-    source: Source,
-    out: Path,
-    *,
-    events: Source | None,
-    order_by: Sequence[str],
-    engine: Any,
-    overwrite: bool,
-    progress: Progress | None,
-) -> int:
-    """See :meth:`FittedPreprocessor.transform`."""
-    with whole_folder(out, overwrite=overwrite, mark="part-*.parquet") as staging, connected(engine) as opened:
-        columns = list(dict.fromkeys([*fitted.raw, *order_by]))
-        event_columns = list(dict.fromkeys(name for step in fitted.steps for name in step.event_reads))
-        data, past = open_sources(source, events, columns, event_columns, opened)
-        data.check_types(fitted.raw, "in fitting")
-        # The folder `out` is replaced at the end: no file in it may be a source.
-        for files in (data.files, past.files):
-            keep_sources(out, files.files if files else ())
-        sink = Sink(staging, fitted.outputs, fitted.remedies(), progress)
-        with past.blaming(), data.blaming():
-            table = _apply_steps(fitted, data, past.table, opened)
-            order = [_ordering(data, table, name) for name in order_by]
-            # Ties, and all rows without `order_by`, in the order of the files, if the engine knows it.
-            if ROW in table.columns:
-                order.append(table[ROW])
-            if order:
-                table = table.order_by(order)
-            rows = opened.write(table.select(*fitted.outputs), sink)
-        # Executors of a cluster that write to disks of their own leave nothing here.
-        if data.rows not in (None, rows):
-            raise DataError(
-                f"{out}: got {rows:,} of the {data.rows:,} rows of {data.where}; where several machines write, choose "
-                "a folder that all of them and this one share"
-            )
-        return rows
 
 
 def _apply_steps(fitted: FittedPreprocessor, data: Opened, events: Table, engine: Engine) -> Table:
@@ -391,43 +399,6 @@ _MAX_EXPANSION = 64  # bytes in memory for each byte of a vocabulary's file; 3 t
 _ALLOWANCE = 2**24  # further bytes in memory for any file, however small
 _MAIN = "preprocessor.json"
 DIGEST = "preprocessor.sha256"
-
-
-def save(fitted: FittedPreprocessor, folder: Path, *, overwrite: bool) -> None:
-    """Writes the folder, whole or not at all.
-
-    Raises:
-        DataError: it is there already, or cannot be written; a step is not one of this package.
-    """
-    for step in fitted.steps:
-        if STEPS.get(type(step).__name__) is not type(step):
-            raise DataError(
-                f"{folder}: step {step} is not one of this package and could not be loaded; known are {listed(STEPS)}"
-            )
-    with whole_folder(folder, overwrite=overwrite, mark=_MAIN) as staging:
-        steps = [_save_step(number, step, fitted.states[number], staging) for number, step in enumerate(fitted.steps)]
-        main = {"version": VERSION, "keep": list(fitted.keep), "columns": dict(fitted.raw), "steps": steps}
-        text = json.dumps(main, indent=1, ensure_ascii=True, allow_nan=False) + "\n"
-        (staging / _MAIN).write_text(text)
-        (staging / DIGEST).write_text(hashlib.sha256(text.encode()).hexdigest() + "\n")
-
-
-def load_preprocessor(folder: Path) -> FittedPreprocessor:
-    """Returns the preprocessor in a folder; see :meth:`FittedPreprocessor.load`."""
-    folder = existing_folder(folder)
-    text = _text(folder / _MAIN)
-    if hashlib.sha256(text.encode()).hexdigest() != _text(folder / DIGEST).strip():
-        raise DataError(
-            f"{folder / _MAIN}: does not fit {DIGEST}: it was changed or damaged; save it again, or copy the folder "
-            "anew"
-        )
-    try:
-        return _from_json(folder, json.loads(text))
-    except DataError:
-        raise
-    except Exception as error:  # the digests fit: somebody wrote it by hand
-        kind = type(error).__name__
-        raise DataError(f"{folder / _MAIN}: is not that of a preprocessor ({kind}: {error}); save it again") from None
 
 
 def _from_json(folder: Path, main: Any) -> FittedPreprocessor:
