@@ -5,6 +5,7 @@ This module imports neither torch nor what reads files, so that a command line i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -96,14 +97,7 @@ class DataConfig:
             )
         if self.history_length < 0:
             raise ValueError(f"data.history_length={self.history_length}: must be 0 or more")
-        for key in ("users", "items"):
-            value = getattr(self, key)
-            if value is not None and self.name not in GENERATED:
-                raise ValueError(
-                    f"data.{key}={value}: {self.name} has its own; leave it out, or choose data.name=planted"
-                )
-            if value is not None and value < 1:
-                raise ValueError(f"data.{key}={value}: must be 1 or more")
+        _check_sizes(self, GENERATED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,12 +173,19 @@ class SequenceConfig:
         for key in ("max_length", "test_items"):
             if getattr(self, key) < 1:
                 raise ValueError(f"data.{key}={getattr(self, key)}: must be 1 or more")
-        for key in ("users", "items"):
-            value = getattr(self, key)
-            if value is not None and self.name != PLANTED:
-                raise ValueError(
-                    f"data.{key}={value}: {self.name} has its own; leave it out, or choose data.name={PLANTED}"
-                )
+        _check_sizes(self, (PLANTED,))
+
+
+def _check_sizes(config: DataConfig | SequenceConfig, generated: Sequence[str]) -> None:
+    """Refuses numbers of users and items of a set that is not generated, and numbers below 1."""
+    for key in ("users", "items"):
+        value = getattr(config, key)
+        if value is not None and config.name not in generated:
+            raise ValueError(
+                f"data.{key}={value}: {config.name} has its own; leave it out, or choose data.name={PLANTED}"
+            )
+        if value is not None and value < 1:
+            raise ValueError(f"data.{key}={value}: must be 1 or more")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from torchrec_ext.data.columns import Array, Chunk, Column, Int64, Windows
-from torchrec_ext.data.files.arrow import as_int64, is_list_type
+from torchrec_ext.data.files.arrow import as_int64, is_list_type, one_piece
 from torchrec_ext.data.files.parquet import read_columns
 from torchrec_ext.data.preprocess import (
     Categorify,
@@ -119,8 +119,8 @@ class RowContext:
                 ids.append(_id_steps_of_values(name, values, separator))
         # Ids come first, numbers next: a model's columns keep this order.
         context = cls.of([*ids, *numbers, *times])
-        for name, made in context.times.items():
-            if clash := sorted(set(made) & columns.keys()):
+        for name, features in context.times.items():
+            if clash := sorted(set(features) & columns.keys()):
                 raise DataError(
                     f"column '{clash[0]}' is there, and is made of the dates in '{name}' too; leave one of them out, "
                     "or rename it"
@@ -296,7 +296,7 @@ def raw_column(path: Path, name: str, column: pa.Array | pa.ChunkedArray) -> pa.
         DataError: a whole number is beyond int64, a fraction is not finite, a text is a date in another format than the
             first one or than ISO 8601, or the type is none of these.
     """
-    column = _one_piece(column)
+    column = _plain_text(column)
     kind = column.type
     if pa.types.is_integer(kind):
         return _integers(path, name, column)
@@ -322,7 +322,7 @@ def raw_ids(path: Path, name: str, column: pa.Array | pa.ChunkedArray) -> pa.Arr
     Raises:
         DataError: an id is beyond int64, or the ids are neither whole numbers nor text.
     """
-    column = _one_piece(column)
+    column = _plain_text(column)
     if pa.types.is_integer(column.type):
         return _integers(path, name, column)
     if pa.types.is_string(column.type) or pa.types.is_null(column.type):
@@ -350,7 +350,7 @@ def times_in(path: Path, name: str, column: pa.Array | pa.ChunkedArray) -> pa.Ar
     Raises:
         DataError: a text is a date in another format; the message names its row. The column has another type.
     """
-    column = _one_piece(column)
+    column = _plain_text(column)
     kind = column.type
     if not (pa.types.is_string(kind) or pa.types.is_date(kind) or pa.types.is_timestamp(kind)):
         raise DataError(
@@ -468,12 +468,9 @@ def _as_type(path: Path, name: str, array: pa.Array, first: Path, expected: pa.D
     return array.cast(expected)
 
 
-def _one_piece(column: pa.Array | pa.ChunkedArray) -> pa.Array:
+def _plain_text(column: pa.Array | pa.ChunkedArray) -> pa.Array:
     """Returns a column as one array, text without a dictionary and of one type."""
-    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-    # Combining no chunks gives a ChunkedArray again.
-    if isinstance(array, pa.ChunkedArray):
-        array = pa.array([], array.type)
+    array = one_piece(column)
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
     return array.cast(pa.string()) if pa.types.is_large_string(array.type) else array

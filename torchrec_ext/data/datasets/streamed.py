@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from torchrec_ext.data.columns import Array, Chunk, Column, Int64, concatenate
+from torchrec_ext.data.columns import Array, Chunk, Column, Int64, Windows, concatenate
 from torchrec_ext.data.datasets.catalog import FOLDER_VARIABLE, DatasetUnavailable, data_folder
 from torchrec_ext.data.datasets.config import NAMES, PLANTED, StreamConfig
 from torchrec_ext.data.datasets.features import vocabulary_of
@@ -709,20 +709,19 @@ def planted_log_folder(folder: Path, *, seed: int = 0, sessions: bool = True) ->
     return {name: best[f"click_{name}"] for name in ("auc", "log_loss")} | best
 
 
-def _past(columns: Mapping[str, Int64], clicks: Int64, length: int, itself: int = 0) -> dict[str, list[Any]]:
+def _past(columns: Mapping[str, Int64], clicks: Int64, length: int, itself: int = 0) -> dict[str, pa.Array]:
     """Lists each row's latest earlier clicks as a request does, a few more than are read.
 
     With ``itself=1`` the row's own click is the last of them.
     """
-    past: dict[int, list[int]] = {}
-    before = []
-    for row, user in enumerate(columns["user_id"].tolist()):
-        earlier = past.setdefault(user, [])
-        before.append([*earlier[-length - 2 :], *[row] * itself])
-        earlier.append(row)
-    lists = [before[click] for click in clicks.tolist()]
+    users = columns["user_id"]
+    # A user's clicks one after the other, in the order of time, and the place of each click among them.
+    order = np.argsort(users, kind="stable")
+    place = np.argsort(order)[clicks]
+    first = users[order].searchsorted(users[clicks])
+    past = Column.from_windows(order, Windows(np.maximum(first, place - length - 2), place + itself))
     sources = {"items": "item_id", "times": "timestamp", "category_id": "category_id"}
     histories = {}
     for name, column in sources.items():
-        histories[f"history_{name}"] = [columns[column][row].tolist() for row in lists]
+        histories[f"history_{name}"] = as_arrow(Column(columns[column][past.values], past.offsets))
     return histories

@@ -65,7 +65,7 @@ class ColumnRules:
         Raises:
             DataError: there is a null without a value for it, or a list is too long.
         """
-        array = _one_piece(data)
+        array = one_piece(data)
         if not is_list_type(array.type):
             return Column(_numpy(self._filled(where, name, array, first)))
         # A null list has no length; it becomes an empty one.
@@ -143,7 +143,8 @@ def _first_null(array: pa.Array) -> int:
     return int(pc.index(array.is_null(), True).as_py())
 
 
-def _one_piece(data: pa.Array | pa.ChunkedArray) -> pa.Array:
+def one_piece(data: pa.Array | pa.ChunkedArray) -> pa.Array:
+    """Returns a column as one array."""
     if isinstance(data, pa.ChunkedArray):
         if data.num_chunks == 1:
             return data.chunk(0)
