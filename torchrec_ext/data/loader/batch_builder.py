@@ -1,5 +1,7 @@
 """BatchBuilder: columns -> TowerBatch, users repeated beside their candidates, item features looked up by id.
 
+padded(): rows of a batch up to a size that all ranks have.
+
 known_items(): checks the item ids of rows and of draws against the table of item features.
 """
 
@@ -144,7 +146,9 @@ class BatchBuilder:
             if not any(name in columns for name in group) and not (matrices and group is self._user_names):
                 columns |= {name: self._nothing(name, users, width) for name in group}
         size = (padded_users or users) * width
-        floats = {name: _float_tensor(values.reshape(-1), size) for name, values in vectors.items()}
+        floats = {}
+        for name, values in vectors.items():
+            floats[name] = padded(_tensor(values.reshape(-1).astype(np.float32, copy=False)), size)
         pad = (padded_users or users) - users
         return self.schema.assemble(
             {
@@ -162,7 +166,7 @@ class BatchBuilder:
             targets=self._targets(floats, size),
             total_weight=total_weight,
             index=width,
-            shared_rows=_padded(_tensor(np.arange(users) if row_numbers is None else row_numbers), pad),
+            shared_rows=padded(_tensor(np.arange(users) if row_numbers is None else row_numbers), users + pad),
         )
 
     def _targets(self, floats: Mapping[str, Tensor], size: int) -> Tensor | None:
@@ -240,13 +244,13 @@ def _jagged(name: str, repeated: _Repeated, weights: Array | None, pad: int) -> 
         if weighing is not None:
             weighing = weighing.repeat_interleave(times)
         # One id in each bag needs no lengths, unless padding adds empty bags.
-        lengths = _padded(torch.ones(len(values), dtype=torch.int32), pad) if pad else None
+        lengths = padded(torch.ones(len(values), dtype=torch.int32), len(values) + pad) if pad else None
         return Jagged(values, lengths, weighing)
     values = _tensor(column.values)
     lengths = torch.from_numpy(column.lengths.astype(np.int32))
     if times > 1:
         lengths, values, weighing = _repeat_rows(lengths, values, weighing, times)
-    return Jagged(values, _padded(lengths, pad), weighing)
+    return Jagged(values, padded(lengths, len(lengths) + pad), weighing)
 
 
 def _repeat_rows(
@@ -267,17 +271,11 @@ def _numbers(name: str, column: Column) -> Array:
     return values
 
 
-def _float_tensor(values: Array, size: int) -> Tensor:
-    """Returns (size,) float32, zeros after the values."""
-    if len(values) == size:
-        return _tensor(values.astype(np.float32, copy=False))
-    padded = torch.zeros(size)
-    padded.numpy()[: len(values)] = values
-    return padded
-
-
-def _padded(tensor: Tensor, pad: int) -> Tensor:
-    return torch.cat([tensor, tensor.new_zeros(pad)]) if pad else tensor
+def padded(rows: Tensor, size: int) -> Tensor:
+    """Returns (size, ...) the rows, and zeros after them."""
+    if len(rows) == size:
+        return rows
+    return torch.cat([rows, rows.new_zeros(size - len(rows), *rows.shape[1:])])
 
 
 def _tensor(array: Array) -> Tensor:

@@ -24,6 +24,7 @@ from torch import Tensor
 from torchrec_ext.batch import KeyedIds, Keys, TowerBatch, pack
 from torchrec_ext.data.columns import Array, Chunk, Column, Int64
 from torchrec_ext.data.files.arrow import Kind, RowGroup, Source, as_int64
+from torchrec_ext.data.loader.batch_builder import padded
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.schema import BatchSchema, DataError, SparseFeature
 from torchrec_ext.schema.validation import listed
@@ -315,10 +316,7 @@ class Assembler:
         """Returns (size,) the ids of a column with one for each row, and zeros after them."""
         if name not in self._scalar:
             return None
-        ids = torch.zeros(size, dtype=torch.int64)
-        values = _joined_ids(slices, self._scalar[name])
-        ids.numpy()[: len(values)] = values
-        return ids
+        return padded(torch.from_numpy(_joined_ids(slices, self._scalar[name])), size)
 
     def chunk(self, slices: Sequence[Slice]) -> Chunk:
         """Returns all columns of the rows of ``slices``, for batches with items from elsewhere."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Array, Chunk, Column, Int64
-from torchrec_ext.data.loader.batch_builder import BatchBuilder, known_items
+from torchrec_ext.data.loader.batch_builder import BatchBuilder, known_items, padded
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.epochs import Share
 from torchrec_ext.data.negatives.mixed import CatalogueCandidates, MixedCandidates
@@ -88,12 +88,10 @@ def identified(
 
 def _padded_ids(schema: BatchSchema, name: str, ids: Int64, size: int) -> Tensor:
     """Returns (size,) int64, zeros after the ids; an id outside its table becomes the ``oov_id``."""
-    padded = np.zeros(size, np.int64)
-    padded[: len(ids)] = ids
     feature = schema.feature(name)
     if feature is not None:
-        padded[(padded < 0) | (padded >= feature.num_embeddings)] = feature.oov_id
-    return torch.from_numpy(padded)
+        ids = np.where((ids < 0) | (ids >= feature.num_embeddings), feature.oov_id, ids)
+    return padded(torch.from_numpy(ids), size)
 
 
 class OwnCandidates:
@@ -254,7 +252,7 @@ class SharedCandidates:
             log_q=_spread(self._candidates.log_q(ids), size, indices),
             total_weight=rows.total / self._share.world_size,
             index=index,
-            shared_rows=_numbers(rows.numbers, shared_size),
+            shared_rows=padded(torch.from_numpy(rows.numbers), shared_size),
         )
         batch = identified(batch, self._schema, rows, candidates=items)
         return dataclasses.replace(batch, queries=queries)
@@ -288,9 +286,3 @@ def _spread(values: Array, size: int, indices: Int64 | None = None) -> Tensor:
     vector = torch.zeros(size)
     vector.numpy()[np.arange(len(values)) if indices is None else indices] = values
     return vector
-
-
-def _numbers(numbers: Int64, size: int) -> Tensor:
-    padded = np.zeros(size, np.int64)
-    padded[: len(numbers)] = numbers
-    return torch.from_numpy(padded)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torchrec_ext.batch import DrawnStep, Jagged, KeyedIds, Keys, Resident, TowerBatch, concatenated, pack
 from torchrec_ext.data.columns import Array, Chunk, Column, concatenate
 from torchrec_ext.data.files.arrow import RowGroup, Source
-from torchrec_ext.data.loader.batch_builder import known_items
+from torchrec_ext.data.loader.batch_builder import known_items, padded
 from torchrec_ext.data.loader.blocks import BlockLayout
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.epochs import Share
@@ -424,8 +424,8 @@ class ResidentRows:
         users = columns.get(self._schema.query or "")
         items = columns.get(self._schema.candidate or "")
         return (
-            None if users is None else _padded(users, size),
-            None if items is None else _padded(items, size),
+            None if users is None else padded(users, size),
+            None if items is None else padded(items, size),
         )
 
     def _repeat(self, rows: Tensor) -> Tensor:
@@ -464,7 +464,7 @@ class ResidentRows:
         if candidates.log_q is None:
             return bags, numbers, None
         size = self._share.rows(self._config.batch_size) * self._width
-        return bags, numbers, _padded(candidates.log_q.reshape(-1), size)
+        return bags, numbers, padded(candidates.log_q.reshape(-1), size)
 
     def _ids(self, bags: Mapping[str, Jagged], keys: Keys, sizes: Sequence[int]) -> KeyedIds:
         columns = {}
@@ -485,14 +485,7 @@ class ResidentRows:
     def _dense(self, numbers: Mapping[str, Tensor], size: int, names: Sequence[str]) -> Tensor:
         if not names:
             return torch.empty(size, 0, device=self._device)
-        return _padded(torch.stack([numbers[name] for name in names], dim=1), size)
-
-
-def _padded(rows: Tensor, size: int) -> Tensor:
-    if len(rows) == size:
-        return rows
-    padding = rows.new_zeros(size - len(rows), *rows.shape[1:])
-    return torch.cat([rows, padding])
+        return padded(torch.stack([numbers[name] for name in names], dim=1), size)
 
 
 def read_all(

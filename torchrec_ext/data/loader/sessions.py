@@ -14,6 +14,7 @@ import torch
 
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.data.columns import Chunk, Column, Int64, sample_digest
+from torchrec_ext.data.loader.batch_builder import padded
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.epochs import Epochs, Share
 from torchrec_ext.data.negatives.registry import NEGATIVES
@@ -96,7 +97,7 @@ class SessionLoader(Epochs):
         candidates = self._candidates(epoch, step)
         session = Jagged(
             torch.from_numpy(self._sequences.take(local_rows).values),
-            _padded(self._lengths[local_rows], size).int(),
+            padded(torch.from_numpy(self._lengths[local_rows]), size).int(),
         )
         # Candidates belong to the step, but TorchRec wants them as bags of its rows.
         spread_candidates = Jagged(torch.from_numpy(candidates), _spread(len(candidates), size))
@@ -107,7 +108,7 @@ class SessionLoader(Epochs):
             labels=torch.ones(size),
             weights=(torch.arange(size) < len(local_rows)).float(),
             total_weight=targets / self._share.world_size,
-            rows=_padded(local_rows, size),
+            rows=padded(torch.from_numpy(local_rows), size),
         )
 
     def _candidates(self, epoch: int, step: int) -> Int64:
@@ -119,10 +120,8 @@ class SessionLoader(Epochs):
             generator = np.random.Generator(np.random.PCG64([self.config.seed, epoch, step, 1]))
             everything = generator.integers(1, self._num_items + 1, size=self._size * self.config.negatives)
         share = self._share.rows(len(everything))
-        padded = np.zeros(share, dtype=np.int64)
         local = everything[self._share.rank * share : (self._share.rank + 1) * share]
-        padded[: len(local)] = local
-        return padded
+        return np.concatenate([local, np.zeros(share - len(local), np.int64)])
 
 
 def deal(lengths: Int64, world_size: int) -> Int64:
@@ -146,12 +145,6 @@ def deal(lengths: Int64, world_size: int) -> Int64:
         ranks[round_rows] = round_ranks
         loads[round_ranks] += lengths[round_rows]
     return ranks
-
-
-def _padded(values: Int64, size: int) -> torch.Tensor:
-    padded = torch.zeros(size, dtype=torch.int64)
-    padded[: len(values)] = torch.from_numpy(values)
-    return padded
 
 
 def _spread(count: int, rows: int) -> torch.Tensor:
