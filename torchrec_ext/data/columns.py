@@ -17,6 +17,7 @@ from torchrec_ext.schema.features import widths_of
 
 Array = NDArray[Any]
 Int64 = NDArray[np.int64]
+Float32 = NDArray[np.float32]
 
 
 class Windows(NamedTuple):

@@ -88,7 +88,7 @@ class StreamedData:
         ranked: greatest number of held-out rows for which the catalogue is ranked.
         best: figures of the best possible prediction, if known (generated data).
         licence: terms of the publisher for users, or None.
-        kept: a temporary folder that lives as long as the data, or None.
+        temporary: a temporary folder that lives as long as the data, or None.
     """
 
     name: str
@@ -99,7 +99,7 @@ class StreamedData:
     ranked: int = 0
     best: Mapping[str, float] = field(default_factory=dict)
     licence: str | None = None
-    kept: Any = None
+    temporary: Any = None
 
     def __post_init__(self) -> None:
         roles = self.roles
@@ -340,7 +340,7 @@ def load_streamed(
     if config.name == PLANTED:
         temporary_folder = tempfile.TemporaryDirectory(prefix="torchrec_ext-planted-")
         best = (generate or planted_folder)(Path(temporary_folder.name), seed=config.seed)
-        return _open(Path(temporary_folder.name), config, labels, best=best, kept=temporary_folder)
+        return _open(Path(temporary_folder.name), config, labels, best=best, temporary=temporary_folder)
     folder = Path(config.name)
     if not folder.is_dir():
         folder = data_folder(config.name, config.folder) or folder

@@ -70,7 +70,7 @@ class FileSource(ABC):
         self.files = find_files(paths, self.endings)
         self.rules = ColumnRules(fill=fill or {}, max_length=max_length or {})
         with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
-            openings = list(pool.map(self._open, self.files))
+            openings = list(pool.map(self.open_file, self.files))
         self._schemas = [opening.schema for opening in openings]
         self._evidence = [opening.evidence for opening in openings]
         for file, schema in zip(self.files, self._schemas, strict=True):
@@ -102,15 +102,17 @@ class FileSource(ABC):
         return f"{type(self).__name__}({len(self.files)} files, {len(self.groups)} row groups, {self.num_rows} rows)"
 
     @abstractmethod
-    def _open(self, file: DataFile) -> _Opening:
+    def open_file(self, file: DataFile) -> _Opening:
         """Reads the file's metadata."""
 
     @abstractmethod
-    def _read(self, group: RowGroup, names: list[str]) -> pa.Table | pa.RecordBatch:
+    def read_group(self, group: RowGroup, names: list[str]) -> pa.Table | pa.RecordBatch:
         """Reads columns of one group."""
 
     @abstractmethod
-    def _parts(self, group: RowGroup, names: list[str], start: int, size: int) -> Iterator[pa.Table | pa.RecordBatch]:
+    def read_parts(
+        self, group: RowGroup, names: list[str], start: int, size: int
+    ) -> Iterator[pa.Table | pa.RecordBatch]:
         """Reads columns of a group from row ``start`` on, in parts ending at multiples of ``size``."""
 
     @property
@@ -178,7 +180,7 @@ class FileSource(ABC):
             DataError: the file is gone, changed or damaged, or a value breaks a rule; the message names file, row
                 group, column and row.
         """
-        return self._chunk(group, names, lambda stored: self._read(group, stored))
+        return self._chunk(group, names, lambda stored: self.read_group(group, stored))
 
     def table(self, group: RowGroup, names: Sequence[str]) -> pa.Table | pa.RecordBatch:
         """Reads the columns ``names`` of one group as they stand, with their nulls.
@@ -186,7 +188,7 @@ class FileSource(ABC):
         Raises:
             DataError: the file is gone, changed or damaged; the message names file, row group and column.
         """
-        return self._table(group, list(names), lambda stored: self._read(group, stored))
+        return self._table(group, list(names), lambda stored: self.read_group(group, stored))
 
     def parts(self, group: RowGroup, names: Sequence[str], start: int, size: int) -> Iterator[Chunk]:
         """See :meth:`Source.parts`; warns if the file's layout keeps much of a group in memory for a part.
@@ -196,7 +198,7 @@ class FileSource(ABC):
         """
         stored = self._stored(names)
         before = pa.total_allocated_bytes()
-        tables = self._parts(group, stored, start, size)
+        tables = self.read_parts(group, stored, start, size)
         for first in [start, *range((start // size + 1) * size, group.rows, size)]:
             rows = min((first // size + 1) * size, group.rows) - first
             part = dataclasses.replace(group, first=first, rows=rows)
@@ -250,7 +252,7 @@ class FileSource(ABC):
 
     def _readable(self, group: RowGroup, name: str) -> bool:
         try:
-            self._read(group, [name])
+            self.read_group(group, [name])
         except Exception:
             return False
         return True
@@ -389,7 +391,8 @@ class ParquetSource(FileSource):
             if self.warns and file.remote is None:
                 warn_of_parquet(file.name, file.path, self._footers.get(file.path) or self._file(file).metadata)
 
-    def _open(self, file: DataFile) -> _Opening:
+    def open_file(self, file: DataFile) -> _Opening:
+        """See :meth:`FileSource.open_file`."""
         metadata = self._file(file).metadata
         if len(self.files) <= _FOOTER_LIMIT:
             self._footers[file.path] = metadata
@@ -414,11 +417,13 @@ class ParquetSource(FileSource):
         except Exception as error:
             raise _unreadable(file, b"PAR1", "parquet", error) from error
 
-    def _read(self, group: RowGroup, names: list[str]) -> pa.Table:
+    def read_group(self, group: RowGroup, names: list[str]) -> pa.Table:
+        """See :meth:`FileSource.read_group`."""
         with self._file(self.files[group.file]) as file:
             return file.read_row_group(group.number, columns=names, use_threads=False)
 
-    def _parts(self, group: RowGroup, names: list[str], start: int, size: int) -> Iterator[pa.Table]:
+    def read_parts(self, group: RowGroup, names: list[str], start: int, size: int) -> Iterator[pa.Table]:
+        """See :meth:`FileSource.read_parts`."""
         with self._file(self.files[group.file], in_parts=True) as file:
             batches = file.iter_batches(_piece(size), row_groups=[group.number], columns=names, use_threads=False)
             for first in range(0, group.rows, size):
@@ -455,7 +460,8 @@ class ArrowSource(FileSource):
         super().__init__(paths, **options)
         warn_of_arrow(self.files[0].name)
 
-    def _open(self, file: DataFile) -> _Opening:
+    def open_file(self, file: DataFile) -> _Opening:
+        """See :meth:`FileSource.open_file`."""
         with self._reader(file) as reader:
             rows = [reader.get_batch(number).num_rows for number in range(reader.num_record_batches)]
             return _Opening(reader.schema, rows, b"")
@@ -470,15 +476,17 @@ class ArrowSource(FileSource):
         except Exception as error:
             raise _unreadable(file, b"ARROW1", "Arrow IPC", error) from error
 
-    def _read(self, group: RowGroup, names: list[str]) -> pa.RecordBatch:
+    def read_group(self, group: RowGroup, names: list[str]) -> pa.RecordBatch:
+        """See :meth:`FileSource.read_group`."""
         with self._reader(self.files[group.file], names, self._schemas[group.file]) as reader:
             batch = reader.get_batch(group.number)
         # A damaged offset would otherwise lead out of the file's memory.
         batch.validate(full=True)  # an offset that is damaged would be followed out of the file's memory
         return batch
 
-    def _parts(self, group: RowGroup, names: list[str], start: int, size: int) -> Iterator[pa.RecordBatch]:
-        batch = self._read(group, names)
+    def read_parts(self, group: RowGroup, names: list[str], start: int, size: int) -> Iterator[pa.RecordBatch]:
+        """See :meth:`FileSource.read_parts`."""
+        batch = self.read_group(group, names)
         for first in [start, *range((start // size + 1) * size, group.rows, size)]:
             yield batch.slice(first, (first // size + 1) * size - first)
 

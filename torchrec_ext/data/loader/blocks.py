@@ -18,25 +18,23 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from torchrec_ext.batch import KeyedIds, Keys, TowerBatch, pack
-from torchrec_ext.data.columns import Array, Chunk, Column, Int64
+from torchrec_ext.data.columns import Array, Chunk, Column, Float32, Int64
 from torchrec_ext.data.files.arrow import Kind, RowGroup, Source, as_int64
 from torchrec_ext.data.loader.batch_builder import padded
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.schema import BatchSchema, DataError, SparseFeature
 from torchrec_ext.schema.validation import listed
 
-Float32 = NDArray[np.float32]
 Vectors = Array | list[Array]
 SCALAR: tuple[Kind, ...] = ("int",)
-IDS: tuple[Kind, ...] = ("int", "ints")
+ID_KINDS: tuple[Kind, ...] = ("int", "ints")
 LISTS: tuple[Kind, ...] = ("ints",)
 WEIGHTS: tuple[Kind, ...] = ("floats",)
 _SPARE_BUFFERS = 8  # buffers to reuse for the next blocks
-NUMBERS: tuple[Kind, ...] = ("float", "int", "bool")
+NUMBER_KINDS: tuple[Kind, ...] = ("float", "int", "bool")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,11 +106,11 @@ class BlockLayout:
         """
         for name in self.floats:
             try:
-                source.require({name: NUMBERS})
+                source.require({name: NUMBER_KINDS})
             except DataError as error:
                 raise DataError(f"{config.setting_of(name)}{error}") from None
         source.require(dict.fromkeys(self.weights, LISTS) | dict.fromkeys(self.weights.values(), WEIGHTS))
-        kinds = source.require({name: IDS if feature else SCALAR for name, feature in self.features.items()})
+        kinds = source.require({name: ID_KINDS if feature else SCALAR for name, feature in self.features.items()})
         return frozenset(name for name, kind in kinds.items() if kind == "ints")
 
     def only(self, name: str) -> BlockLayout:

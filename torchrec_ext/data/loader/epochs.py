@@ -182,11 +182,11 @@ class Epochs(ABC):
         return self._count
 
     @abstractmethod
-    def _batches(self, epoch: int, start: int) -> Iterator[TowerBatch]:
+    def epoch_batches(self, epoch: int, start: int) -> Iterator[TowerBatch]:
         """Yields the batches of an epoch from step ``start`` on."""
 
     @abstractmethod
-    def _stream(self) -> dict[str, Any]:
+    def stream_facts(self) -> dict[str, Any]:
         """Returns the settings and sizes behind the stream of samples, without the epoch."""
 
     def __len__(self) -> int:
@@ -204,7 +204,7 @@ class Epochs(ABC):
         """Yields the epoch's batches; once after :meth:`load_state_dict`, the remaining ones."""
         start, self._start = self._start, 0
         self._step = start
-        batches = self._batches(self._epoch, start)
+        batches = self.epoch_batches(self._epoch, start)
         ready = (batch.pin_memory() for batch in batches) if self._pin else batches
         for step, batch in enumerate(self.ahead.of(ready), start=start + 1):
             self._step = step
@@ -218,7 +218,7 @@ class Epochs(ABC):
                 it; by default it is the number of batches handed out (those that the prefetch thread has built
                 do not count).
         """
-        return {"epoch": self._epoch, "step": self._step if step is None else step, "stream": self._stream()}
+        return {"epoch": self._epoch, "step": self._step if step is None else step, "stream": self.stream_facts()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues at the saved position, on any number of ranks.
@@ -226,7 +226,7 @@ class Epochs(ABC):
         Raises:
             ValueError: the state belongs to another stream, whose remaining samples are different ones.
         """
-        stream = self._stream()
+        stream = self.stream_facts()
         # Facts that the state lacks are not compared: it may come from an earlier version.
         different = {
             name: (value, stream.get(name)) for name, value in state["stream"].items() if value != stream.get(name)

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.data.columns import Array, Chunk, Column, Int64, concatenate
+from torchrec_ext.data.columns import Array, Chunk, Column, Float32, Int64, concatenate
 from torchrec_ext.data.files.arrow import RowGroup, Source
-from torchrec_ext.data.loader.blocks import Assembler, BlockLayout, BlockRows, Float32, Memory, Slice, Vectors
+from torchrec_ext.data.loader.blocks import Assembler, BlockLayout, BlockRows, Memory, Slice, Vectors
 from torchrec_ext.data.loader.candidates import Pairing, StepRows
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.epoch_order import Block, Piece, Segment, StreamPlan

@@ -315,7 +315,8 @@ class ChunkLoader(Epochs):
         if epoch and self._refresh is not None and isinstance(self._sampler, Refreshable):
             self._sampler.refresh(self._refresh(epoch))
 
-    def _batches(self, epoch: int, start: int) -> Iterator[TowerBatch]:
+    def epoch_batches(self, epoch: int, start: int) -> Iterator[TowerBatch]:
+        """See :meth:`Epochs.epoch_batches`."""
         return self._rows.batches(epoch, start)
 
     def steps(self) -> Iterator[DrawnStep | TowerBatch]:
@@ -350,7 +351,7 @@ class ChunkLoader(Epochs):
             for _ in self._rows.batches(self._epoch, self._start):
                 pass  # an estimate counts the epoch, if it was not yet over
 
-    def _stream(self) -> dict[str, Any]:
+    def stream_facts(self) -> dict[str, Any]:
         """Returns the settings and facts behind the stream of samples, without epoch and sampler's state."""
         settings = {name: getattr(self.config, name) for name in _STREAM_SETTINGS}
         return self._rows.fingerprint() | {"content": self._content} | settings

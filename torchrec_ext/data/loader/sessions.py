@@ -68,7 +68,7 @@ class SessionLoader(Epochs):
         super().__init__(config, len(sequences), "sequences")
         self._size = min(config.batch_size, self.num_samples)
 
-    def _stream(self) -> dict[str, Any]:
+    def stream_facts(self) -> dict[str, Any]:
         """Returns the settings and sizes behind the stream, without the epoch."""
         names = ("batch_size", "negatives", "shuffle", "drop_last", "seed")
         sizes = {"sequences": len(self._sequences), "items": self._num_items}
@@ -79,7 +79,8 @@ class SessionLoader(Epochs):
     def _content(self) -> str:
         return sample_digest(Chunk({"sequences": self._sequences}))
 
-    def _batches(self, epoch: int, start: int) -> Iterator[TowerBatch]:
+    def epoch_batches(self, epoch: int, start: int) -> Iterator[TowerBatch]:
+        """See :meth:`Epochs.epoch_batches`."""
         order = self._order(epoch)
         size = self.config.batch_size
         for step in range(start, len(self)):

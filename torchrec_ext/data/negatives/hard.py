@@ -9,13 +9,12 @@ import numpy as np
 import torch
 from typing_extensions import Self
 
-from torchrec_ext.data.columns import Int64
+from torchrec_ext.data.columns import Float32, Int64
 from torchrec_ext.data.negatives.known_pairs import KnownPairs
 from torchrec_ext.data.negatives.random import stream, uniform
 from torchrec_ext.data.negatives.samplers import (
     KIND,
     PLACE,
-    Float32,
     NegativeSample,
     SampledData,
     SamplingSettings,

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from torchrec_ext.data.columns import Int64
+from torchrec_ext.data.columns import Float32, Int64
 from torchrec_ext.data.negatives.random import mixed, stream, uniform
-from torchrec_ext.data.negatives.samplers import SHARED, Float32, SampledData, SamplingSettings, TrainingSampler
+from torchrec_ext.data.negatives.samplers import SHARED, SampledData, SamplingSettings, TrainingSampler
 
 
 class MixedNegatives:

@@ -139,10 +139,12 @@ class DeviceNegatives(ABC):
         """See :meth:`Negatives.log_q`; ``users`` and ``items`` broadcast."""
 
     @abstractmethod
-    def _propose(self, numbers: Tensor) -> Tensor: ...
+    def propose(self, numbers: Tensor) -> Tensor:
+        """See :meth:`RejectionNegatives.propose`."""
 
     @abstractmethod
-    def _from_rest(self, users: Tensor, numbers: Tensor) -> Tensor: ...
+    def draw_untaken(self, users: Tensor, numbers: Tensor) -> Tensor:
+        """See :meth:`RejectionNegatives.draw_untaken`."""
 
     def draw(self, users: Tensor, positions: Tensor, epoch: int, n: int) -> DeviceSample:
         """Draws N = ``n`` items for each of B rows: see :meth:`Negatives.draw`.
@@ -159,8 +161,8 @@ class DeviceNegatives(ABC):
         users = users[:, None]
         positions = positions[:, None]
         draws = torch.arange(n, device=self.device)
-        first = self._propose(device_uniform(stream(self.seed, epoch, PROPOSED), positions, draws))
-        second = self._from_rest(users, device_uniform(stream(self.seed, epoch, FROM_REST), positions, draws))
+        first = self.propose(device_uniform(stream(self.seed, epoch, PROPOSED), positions, draws))
+        second = self.draw_untaken(users, device_uniform(stream(self.seed, epoch, FROM_REST), positions, draws))
         ids = torch.where(self.known.contains(users, first), second, first)
         ids = torch.where(self.known.free[self.known.row_of(users)] > 0, ids, 0)
         return DeviceSample(ids, self.log_q(users, ids))
@@ -178,10 +180,12 @@ class _Uniform(DeviceNegatives):
         log_q = self._log_q[self.known.row_of(users)]
         return torch.broadcast_tensors(log_q, items)[0]  # type: ignore[no-any-return, no-untyped-call]
 
-    def _propose(self, numbers: Tensor) -> Tensor:
+    def propose(self, numbers: Tensor) -> Tensor:
+        """See :meth:`RejectionNegatives.propose`."""
         return (numbers * self.known.num_items).long() + 1
 
-    def _from_rest(self, users: Tensor, numbers: Tensor) -> Tensor:
+    def draw_untaken(self, users: Tensor, numbers: Tensor) -> Tensor:
+        """See :meth:`RejectionNegatives.draw_untaken`."""
         free = self.known.free[self.known.row_of(users)]
         return self.known.nth_free(users, torch.minimum((numbers * free).long(), free - 1))
 
@@ -203,12 +207,14 @@ class _Popularity(DeviceNegatives):
     def log_q(self, users: Tensor, items: Tensor) -> Tensor:
         return (self._log_p[items] - self._log_left[self.known.row_of(users)]).float()
 
-    def _propose(self, numbers: Tensor) -> Tensor:
+    def propose(self, numbers: Tensor) -> Tensor:
+        """See :meth:`RejectionNegatives.propose`."""
         scaled = numbers * self.known.num_items
         slot = scaled.long()
         return torch.where(scaled - slot < self._accept[slot], slot, self._alias[slot]) + 1
 
-    def _from_rest(self, users: Tensor, numbers: Tensor) -> Tensor:
+    def draw_untaken(self, users: Tensor, numbers: Tensor) -> Tensor:
+        """See :meth:`RejectionNegatives.draw_untaken`."""
         rows = self.known.row_of(users)
         mass = self._mass[rows]
         places = torch.minimum((numbers * mass).long(), mass - 1)

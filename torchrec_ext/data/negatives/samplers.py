@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self
 
-from torchrec_ext.data.columns import Int64
+from torchrec_ext.data.columns import Float32, Int64
 from torchrec_ext.data.negatives.known_pairs import KnownPairs
 from torchrec_ext.data.negatives.random import Float64, alias_table, stream, uniform
 
@@ -60,8 +60,6 @@ class FreeMass:
         )
         return items
 
-
-Float32 = NDArray[np.float32]
 
 # The number of a stream within an epoch, so that hard and mixed negatives can share a seed with these.
 PROPOSED, FROM_REST, KIND, PLACE, SHARED = range(5)
@@ -187,21 +185,21 @@ class RejectionNegatives(TrainingSampler):
         """See :meth:`Negatives.log_q`; ``users`` and ``items`` broadcast."""
 
     @abstractmethod
-    def _propose(self, numbers: Float64) -> Int64:
+    def propose(self, numbers: Float64) -> Int64:
         """Draws items from p, by a number in [0, 1) for each."""
 
     @abstractmethod
-    def _from_rest(self, users: Int64, numbers: Float64) -> Int64:
+    def draw_untaken(self, users: Int64, numbers: Float64) -> Int64:
         """Draws an item from q for each of ``users`` (B,), by a number in [0, 1) for each."""
 
     def draw(self, users: Int64, positions: Int64, epoch: int, n: int) -> NegativeSample:
         """See :meth:`Negatives.draw`."""
         # Raises if a user has taken every item.
         self.known.free(users)
-        ids = self._propose(uniform(stream(self.seed, epoch, PROPOSED), positions[:, None], np.arange(n)))
+        ids = self.propose(uniform(stream(self.seed, epoch, PROPOSED), positions[:, None], np.arange(n)))
         rows, draws = np.nonzero(self.known.contains(users[:, None], ids))
         if len(rows):
-            ids[rows, draws] = self._from_rest(
+            ids[rows, draws] = self.draw_untaken(
                 users[rows], uniform(stream(self.seed, epoch, FROM_REST), positions[rows], draws)
             )
         return NegativeSample(ids, self.log_q(users[:, None], ids))
@@ -232,10 +230,12 @@ class UniformNegatives(RejectionNegatives):
         log_q[...] = self.log_q_of[self.known.row_of(users)]
         return log_q
 
-    def _propose(self, numbers: Float64) -> Int64:
+    def propose(self, numbers: Float64) -> Int64:
+        """See :meth:`RejectionNegatives.propose`."""
         return (numbers * self.known.num_items).astype(np.int64) + 1
 
-    def _from_rest(self, users: Int64, numbers: Float64) -> Int64:
+    def draw_untaken(self, users: Int64, numbers: Float64) -> Int64:
+        """See :meth:`RejectionNegatives.draw_untaken`."""
         free = self.known.free(users)
         return self.known.nth_free(users, np.minimum((numbers * free).astype(np.int64), free - 1))
 
@@ -290,11 +290,13 @@ class PopularityNegatives(RejectionNegatives):
         log_q: Float32 = (self.log_p[items] - self.log_left[self.known.row_of(users)]).astype(np.float32)
         return log_q
 
-    def _propose(self, numbers: Float64) -> Int64:
+    def propose(self, numbers: Float64) -> Int64:
+        """See :meth:`RejectionNegatives.propose`."""
         scaled = numbers * self.known.num_items
         slot = scaled.astype(np.int64)
         return np.where(scaled - slot < self.accept[slot], slot, self.alias[slot]) + 1
 
-    def _from_rest(self, users: Int64, numbers: Float64) -> Int64:
+    def draw_untaken(self, users: Int64, numbers: Float64) -> Int64:
+        """See :meth:`RejectionNegatives.draw_untaken`."""
         mass = self.free_mass.mass[self.known.row_of(users)]
         return self.free_mass.item_at(users, np.minimum((numbers * mass).astype(np.int64), mass - 1))

@@ -21,6 +21,7 @@ from torchrec_ext.data.files.find import NULL_PARTITION
 from torchrec_ext.data.preprocess.files import ROW_GROUP, Files, Sink
 from torchrec_ext.schema import DataError
 
+# An ibis Table. Ibis is imported by the engines alone, when files are processed.
 Table = Any
 ROW = "__row__"  # the place of a row in its files, if the engine knows it
 

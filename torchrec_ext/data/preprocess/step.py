@@ -13,8 +13,8 @@ from typing import Any
 
 from torchrec_ext.data.preprocess.columns import Cells, Types
 from torchrec_ext.data.preprocess.engines import Engine
+from torchrec_ext.data.preprocess.engines import Table as Table
 
-Table = Any  # an ibis Table; ibis is imported by the engines alone, when files are processed
 State = Any  # the result of fitting: a Vocabulary, or a dict of JSON values
 
 

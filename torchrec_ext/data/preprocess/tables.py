@@ -30,13 +30,13 @@ class Opened:
     where: str
     files: Files | None
 
-    def check_types(self, wanted: Mapping[str, str], elsewhere: str) -> None:
+    def check_types(self, expected_types: Mapping[str, str], elsewhere: str) -> None:
         """Refuses a column with another type than it has elsewhere.
 
         Raises:
             DataError: the types differ; the message names column, types and remedy.
         """
-        for name, kind in wanted.items():
+        for name, kind in expected_types.items():
             if self.raw[name] != kind:
                 raise DataError(
                     f"{self.where}: column '{name}' is {self.raw[name]}, {elsewhere} it is {kind}; write it with that "
