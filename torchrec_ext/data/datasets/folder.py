@@ -288,7 +288,7 @@ def _read_files(folder: Path, context: Sequence[str]) -> _Files:
 def _without_texts(
     folder: Path, paths: Mapping[str, Path], tables: Mapping[str, Mapping[str, pa.Array]]
 ) -> tuple[dict[str, Chunk], dict[str, pa.Array]]:
-    """Replaces ids that are text by their index among the sorted texts, which it returns by key too.
+    """Replaces text ids by their index among the sorted texts; returns the texts by key, too.
 
     Raises:
         DataError: a file has ids of text and another one has numbers.

@@ -491,11 +491,11 @@ def _read(path: Path) -> dict[str, pa.Array]:
     columns: dict[str, pa.Array] = {}
     for name in table.column_names:
         # Tables are named like their columns, and a module's name has no dot.
-        role = _NAMES.get(name, name.replace(".", "_"))  # a module's name has no dot, and tables are named so
+        role = _NAMES.get(name, name.replace(".", "_"))
         if role in columns:
             raise DataError(f"{path}: two columns are '{role}', of which one is written '{name}'; rename one")
-        column = raw_ids(path, name, table.column(name)) if role in _NAMES.values() else None
-        column = raw_column(path, name, table.column(name)) if column is None else column
+        convert = raw_ids if role in _NAMES.values() else raw_column
+        column = convert(path, name, table.column(name))
         if is_list_type(column.type):
             raise DataError(f"{path}: column '{name}' holds lists; must be one value per row: leave it out")
         columns[role] = _plain(column)

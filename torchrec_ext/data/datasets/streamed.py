@@ -646,8 +646,7 @@ def planted_log_folder(folder: Path, *, seed: int = 0, sessions: bool = True) ->
     shown_items[1::2] = rng.integers(1, int(shown_items.max()) + 1, size)
     click = np.tile(np.array([1.0, 0.0]), size)
     # A drawn item that is the clicked one would have both labels, so its row is dropped.
-    mask = np.ones(len(shown_items), np.bool_)
-    mask[1::2] = shown_items[1::2] != shown_items[::2]
+    mask = (click > 0) | (shown_items != columns["item_id"][clicks])
     clicks = clicks[mask]
     shown_items = shown_items[mask]
     click = click[mask]

@@ -295,7 +295,7 @@ def planted_log(
             now += int(rng.integers(86_400, 2 * 86_400))
     times, owners, item_ids, kinds, in_visit = np.array(sorted(rows), dtype=np.int64).T
     # The category of the user's previous click, if it is of the same visit; else -1.
-    before = np.full(len(rows), -1)  # the category of the user's click before, where it is of the same visit
+    before = np.full(len(rows), -1)
     last = dict.fromkeys(range(users + 1), -1)
     for row, (user, category) in enumerate(zip(owners.tolist(), kinds.tolist(), strict=True)):
         before[row] = last[user] if in_visit[row] else -1

@@ -206,7 +206,7 @@ class FileSource(ABC):
             if first == start:
                 self._warn_if_heavy(group, size, pa.total_allocated_bytes() - before)
             # The caller's alone. A name in this frame would keep the chunk alive, one for each lane.
-            yield chunk_slot.pop()  # the caller's alone: in this frame it would live on, one for each lane
+            yield chunk_slot.pop()
 
     def _warn_if_heavy(self, group: RowGroup, size: int, held_bytes: int) -> None:
         if held_bytes > HEAVY:
@@ -285,7 +285,7 @@ def _is_integer(text: str) -> bool:
 
 
 # Number of the field in a page's header, after its type and its two sizes.
-_CRC = 4  # the field of a page's header, after its type and its two sizes
+_CRC = 4
 # Bytes that hold all fields up to it.
 _HEADER = 64
 _warned: set[str] = set()
@@ -403,6 +403,10 @@ class ParquetSource(FileSource):
         return _Opening(metadata.schema.to_arrow_schema(), rows, hashlib.sha256(stream.getvalue()).digest())
 
     def _file(self, file: DataFile, *, in_parts: bool = False) -> pq.ParquetFile:
+        # 0 reads all bytes of a column at once.
+        buffer_size = 0
+        if in_parts:
+            buffer_size = _AHEAD_REMOTE if file.remote else _AHEAD
         try:
             return pq.ParquetFile(
                 file.open() if file.remote else file.path,
@@ -410,9 +414,7 @@ class ParquetSource(FileSource):
                 page_checksum_verification=True,
                 # Fewer and larger requests.
                 pre_buffer=file.remote is not None and not in_parts,
-                buffer_size=(_AHEAD_REMOTE if file.remote else _AHEAD)
-                if in_parts
-                else 0,  # 0 reads a column's bytes at once
+                buffer_size=buffer_size,
             )
         except Exception as error:
             raise _unreadable(file, b"PAR1", "parquet", error) from error
@@ -431,7 +433,8 @@ class ParquetSource(FileSource):
                 # The table gets no name, since it would live on in this frame, one for each lane.
                 if first + rows > start:
                     yield _joined(batches, rows).slice(max(start - first, 0))
-                else:  # pyarrow cannot skip pages: they are decoded for nothing
+                else:
+                    # pyarrow cannot skip pages, so they are decoded for nothing.
                     _joined(batches, rows)
 
 
@@ -468,9 +471,9 @@ class ArrowSource(FileSource):
 
     def _reader(self, file: DataFile, names: Sequence[str] | None = None, schema: pa.Schema | None = None) -> Any:
         try:
-            indices = (
-                None if names is None or schema is None else sorted(schema.get_field_index(name) for name in names)
-            )
+            indices = None
+            if names is not None and schema is not None:
+                indices = sorted(schema.get_field_index(name) for name in names)
             options = pa.ipc.IpcReadOptions(included_fields=indices, use_threads=False)
             return pa.ipc.open_file(file.open() if file.remote else self._map(file.path), options=options)
         except Exception as error:
@@ -481,7 +484,7 @@ class ArrowSource(FileSource):
         with self._reader(self.files[group.file], names, self._schemas[group.file]) as reader:
             batch = reader.get_batch(group.number)
         # A damaged offset would otherwise lead out of the file's memory.
-        batch.validate(full=True)  # an offset that is damaged would be followed out of the file's memory
+        batch.validate(full=True)
         return batch
 
     def read_parts(self, group: RowGroup, names: list[str], start: int, size: int) -> Iterator[pa.RecordBatch]:
