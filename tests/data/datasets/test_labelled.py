@@ -200,7 +200,7 @@ def test_dates_and_missing_values_that_describe_the_item_are_the_items(tmp_path:
         (
             {"colour": ["red"]},
             {},
-            r"items\.parquet: column 'item' is missing, the file has \['colour'\]; write the ids",
+            r"items\.parquet: no column item_id or item; the file has colour",
         ),
         ({**ITEMS, "a.b": [1, 1, 1], "a_b": [1, 1, 1]}, {}, r"items\.parquet: two columns are 'a_b', of which one is"),
         (ITEMS, {"released_month": [1, 2, 3]}, r"items\.parquet: 'released_month' is there, and is a column made of"),

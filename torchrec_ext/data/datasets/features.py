@@ -569,17 +569,16 @@ def side_features(
     )
 
 
-def check_described(path: Path, key: str, ids: Array, table: Chunk) -> None:
-    """Refuses repeated ids and non-finite numbers in a file of users or items.
+def check_described(path: Path, key: str, ids: Array) -> None:
+    """Refuses repeated ids in a file of users or items.
 
     Args:
         path: file of users or items.
         key: name of the column with the ids.
         ids: (B,) ids in that column, whole numbers or text.
-        table: B rows of the other columns.
 
     Raises:
-        DataError: an id has two rows, one of which would be lost, or a column of fractions holds NaN or infinity.
+        DataError: an id has two rows, one of which would be lost.
     """
     order = np.argsort(ids, kind="stable")
     twice = np.flatnonzero(ids[order[1:]] == ids[order[:-1]])
@@ -590,8 +589,6 @@ def check_described(path: Path, key: str, ids: Array, table: Chunk) -> None:
             f"{path}: column '{key}', rows {first} and {second}: both describe id {ids[first]} ({len(twice):,} rows "
             "more than there are ids); keep one row for each id"
         )
-    for name, column in table.items():
-        check_finite(path, name, column.values)
 
 
 def vocabulary_of(values: Array | Sequence[str]) -> Vocabulary:

@@ -500,7 +500,7 @@ def _side(
     path = files.paths[file]
     id_column = spelled(path, {key: _SPELLINGS[key]})[key]
     described_ids = files.tables[file][key].values
-    check_described(path, id_column, _as_text(described_ids, files.texts.get(key)), Chunk({}))
+    check_described(path, id_column, _as_text(described_ids, files.texts.get(key)))
     available = names_in(path)
     names = [name for name in available if name != id_column] if columns is None else list(columns)
     title = ["title"] if "title" in available else []

@@ -22,11 +22,12 @@ from torchrec_ext.data.datasets.features import (
     RowContext,
     SideFeatures,
     check_described,
-    check_no_null,
     raw_column,
     raw_ids,
+    read_ids,
     same_types,
     side_features,
+    spelled,
 )
 from torchrec_ext.data.datasets.folder import PREPROCESSOR
 from torchrec_ext.data.datasets.synthetic import area_under_curve
@@ -257,7 +258,8 @@ def _from_folder(config: LabelledConfig) -> LabelledData:
     for key, about in descriptions.items():
         if clash := sorted(set(chunks["train"]) & set(about.features.columns)):
             raise DataError(f"{about.path}: '{clash[0]}' is there, and is a column made of dates, too; rename a column")
-        chunks = {part: rows.with_columns(about.columns_of(raw[part][key])) for part, rows in chunks.items()}
+        for part, rows in chunks.items():
+            chunks[part] = rows.with_columns(about.features.columns.take(about.rows_of(raw[part][key])))
         words = words.joined(about.words)
         owned[about.name] = (*owned[about.name], *about.words.names)
         sparse += about.words.vocab
@@ -297,19 +299,10 @@ class _Descriptions(NamedTuple):
         """How values of the file become ids and numbers."""
         return self.features.words
 
-    @property
-    def read(self) -> list[str]:
-        """Names of the file's columns behind the features."""
-        return self.words.sources(self.words.names)
-
     def rows_of(self, ids: pa.Array) -> Int64:
         """Returns (B,) the row of each id, counted from 1; 0 for a null and for an id outside the file."""
         rows: Int64 = pc.index_in(ids, self.ids).fill_null(-1).to_numpy().astype(np.int64) + 1
         return rows
-
-    def columns_of(self, ids: pa.Array) -> Chunk:
-        """Returns the features of ``ids`` (B,); unknown values and zeros for an id outside the file."""
-        return self.features.columns.take(self.rows_of(ids))
 
 
 def _descriptions(folder: Path, train: Path | None, rows: RawColumns) -> dict[str, _Descriptions]:
@@ -331,12 +324,11 @@ def _descriptions(folder: Path, train: Path | None, rows: RawColumns) -> dict[st
                 f"{path}: describes {name}s, and {train.name} has no column '{name}' (it has {listed(rows)}); write "
                 "the ids there, or leave this file out"
             )
+        words = spelled(path, {key: (key, name)})
+        ids = read_ids(path, words, "describes nothing")
+        check_described(path, words[key], ids[key].to_numpy(zero_copy_only=False))
+        _, ids = same_types({train: {key: rows[key]}, path: ids})
         file = read_columns(path)
-        column = next((word for word in (key, name) if word in file.column_names), None)
-        if column is None:
-            raise DataError(
-                f"{path}: column '{name}' is missing, the file has {file.column_names}; write the ids there"
-            )
         other_names: set[str] = set()
         for about in descriptions.values():
             other_names |= set(about.features.columns)
@@ -344,27 +336,17 @@ def _descriptions(folder: Path, train: Path | None, rows: RawColumns) -> dict[st
         for word in file.column_names:
             plain = word.replace(".", "_")
             short = f"{name}_{plain}" if plain in other_names else plain
-            if word == column:
+            if word == words[key]:
                 continue
             if short in _RESERVED:
                 raise DataError(f"{path}: column '{short}' has a meaning of its own in the rows; rename it here")
             if short in table:
                 raise DataError(f"{path}: two columns are '{short}', of which one is written '{word}'; rename one")
             table[short] = raw_column(path, word, file.column(word))
-        described_ids = _ids_of(path, column, file.column(column))
-        _, ids = same_types({train: {key: rows[key]}, path: {key: described_ids}})
         features = side_features(np.arange(1, len(file) + 1), table, len(file) + 1)
         if features.words.names:
             descriptions[key] = _Descriptions(name, path, ids[key], table, features)
     return descriptions
-
-
-def _ids_of(path: Path, name: str, column: pa.ChunkedArray) -> pa.Array:
-    """Reads the ids in a file of users or items; refuses missing and repeated ones."""
-    ids = raw_ids(path, name, column)
-    check_no_null(path, name, ids, "describes nothing")
-    check_described(path, name, ids.to_numpy(zero_copy_only=False), Chunk({}))
-    return ids
 
 
 def _without_described(
@@ -378,7 +360,7 @@ def _without_described(
     row_columns = dict(columns)
     for key, about in descriptions.items():
         file_rows = about.rows_of(columns[key])
-        for name in [name for name in about.read if name in row_columns]:
+        for name in [name for name in about.words.sources(about.words.names) if name in row_columns]:
             row_values = row_columns.pop(name)
             file_values = about.table[name].take(pa.array(file_rows - 1, mask=file_rows == 0))
             wrong = pc.and_(row_values.is_valid(), pc.invert(_equal(row_values, _plain(file_values))))

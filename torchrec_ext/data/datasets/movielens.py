@@ -234,8 +234,8 @@ def from_parquet(folder: Path) -> Tables:
         folder / "items.parquet",
         {"item_id": "int", "movie_title": "string", "release_year": "string", "class": "string"},
     )
-    check_described(folder / "users.parquet", "user_id", users["user_id"].values, users)
-    check_described(folder / "items.parquet", "item_id", items["item_id"].values, items)
+    check_described(folder / "users.parquet", "user_id", users["user_id"].values)
+    check_described(folder / "items.parquet", "item_id", items["item_id"].values)
     return ratings, users, items
 
 

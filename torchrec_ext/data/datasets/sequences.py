@@ -6,7 +6,6 @@ load_sequences(): sets of sequences by name, from a folder of parquet files or g
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from torchrec_ext.data.columns import Array, Column, Int64, Windows
-from torchrec_ext.data.datasets.catalog import FOLDER_VARIABLE, DatasetUnavailable
+from torchrec_ext.data.datasets.catalog import FOLDER_VARIABLE, DatasetUnavailable, data_folder
 from torchrec_ext.data.datasets.config import PLANTED
 from torchrec_ext.data.datasets.config import SequenceConfig as SequenceConfig
 from torchrec_ext.data.datasets.features import raw_column, read_ids, refuse_lists, spelled, times_in
@@ -275,13 +274,13 @@ def load_sequences(config: SequenceConfig) -> SequenceData:
         sequences = planted_sequences(seed=config.seed, **options)
         best = sequences.best if config.test_items == 1 else {}
         return dataclasses.replace(sequences, max_length=config.max_length, test_items=config.test_items, best=best)
-    root = config.folder or os.environ.get(FOLDER_VARIABLE)
-    if not root:
+    folder = data_folder(config.name, config.folder)
+    if folder is None:
         raise DatasetUnavailable(
             f"set '{config.name}': {FOLDER_VARIABLE} and data.folder are not set; set one to the folder that holds "
             f"{config.name}/, or set data.name={PLANTED}"
         )
-    file = _file_in(Path(root) / config.name, config.name)
+    file = _file_in(folder, config.name)
     data = read_sequences(file, name=config.name)
     data = dataclasses.replace(data, max_length=config.max_length, test_items=config.test_items)
     return _with_candidates(data, file.parent, config.seed)
