@@ -16,12 +16,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
 from torchrec_ext.data.columns import Chunk
 from torchrec_ext.data.datasets import synthetic
-from torchrec_ext.data.datasets.config import GENERATED, NAMES, Split100K
+from torchrec_ext.data.datasets.config import GENERATED, NAMES
 from torchrec_ext.data.datasets.config import DataConfig as DataConfig
 from torchrec_ext.data.datasets.folder import from_folder, is_folder_of_interactions
 from torchrec_ext.data.datasets.interactions import InteractionData
@@ -143,32 +144,9 @@ ML_100K_PARQUET = {
 }
 
 
-def load_dataset(
-    name: str = "ml-100k",
-    *,
-    history_length: int = 50,
-    folder: str | None = None,
-    offline: bool = False,
-    users: int | None = None,
-    items: int | None = None,
-    seed: int = 0,
-    split: Split100K = "last_item",
-    validation: bool = True,
-    progress: bool = True,
-) -> InteractionData:
-    """Loads a set by name; see :class:`DataConfig` for the arguments and :func:`load_config` for the steps."""
-    config = DataConfig(
-        name=name,
-        history_length=history_length,
-        folder=folder,
-        offline=offline,
-        users=users,
-        items=items,
-        seed=seed,
-        split=split,
-        validation=validation,
-    )
-    return load_config(config, progress=progress)
+def load_dataset(name: str = "ml-100k", *, progress: bool = True, **settings: Any) -> InteractionData:
+    """Loads a set by name; ``settings`` are those of :class:`DataConfig`, and :func:`load_config` has the steps."""
+    return load_config(DataConfig(name=name, **settings), progress=progress)
 
 
 def load_config(config: DataConfig, *, progress: bool = True) -> InteractionData:
