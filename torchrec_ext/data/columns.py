@@ -220,7 +220,12 @@ class Chunk(Mapping[str, Column]):
         return Chunk({name: column.slice(start, stop) for name, column in self.items()})
 
     def sample(self, count: int) -> Chunk:
-        """Returns ``count`` rows, evenly spread over all; all rows if there are fewer."""
+        """Returns ``count`` rows, evenly spread over all; all rows if there are fewer.
+
+        Example:
+            >>> Chunk({"user": Column(np.arange(9))}).sample(3)["user"].values
+            array([0, 4, 8])
+        """
         return self.take(np.linspace(0, self.num_rows - 1, min(count, self.num_rows)).astype(np.int64))
 
     def with_columns(self, columns: Mapping[str, Column]) -> Chunk:

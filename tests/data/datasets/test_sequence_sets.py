@@ -122,6 +122,8 @@ def test_the_planted_answer_is_reached_by_its_rule_alone() -> None:
     assert all(len(set(row.tolist())) == len(row) for row in map(data.sequences.row, range(3000))), "no item twice"
     with pytest.raises(ValueError, match=r"users=0, items=400: needs at least 1 user and 30 items"):
         planted_sequences(users=0)
+    with pytest.raises(ValueError, match=r"data\.users=0: must be 1 or more"):
+        SequenceConfig(name="planted", users=0)
     with pytest.raises(ValueError, match=r"data\.users=5: mine has its own"):
         SequenceConfig(name="mine", users=5)
     with pytest.raises(ValueError, match=r"data\.max_length=0: must be 1 or more"):

@@ -100,7 +100,12 @@ class ColumnRules:
 
 
 def as_arrow(column: Column) -> pa.Array:
-    """Returns a column as an Arrow array, a ragged one as lists; objects are text."""
+    """Returns a column as an Arrow array, a ragged one as lists; objects are text.
+
+    Example:
+        >>> as_arrow(Column.from_lengths(np.array([3, 7, 5]), np.array([2, 0, 1]))).to_pylist()
+        [[3, 7], [], [5]]
+    """
     values = pa.array(column.values, pa.string() if column.values.dtype == object else None)
     if not column.ragged:
         return values
