@@ -15,7 +15,7 @@ from torchx.specs.builders import materialize_appdef
 from torchx.specs.finder import get_components
 
 from tests.contracts import run_ranks
-from torchrec_ext.diagnose import Diagnosis, Facts, Finding, Remedy, experiments
+from torchrec_ext.diagnose import Diagnosis, Facts, Finding, Remedy, experiments, loop, rounds
 from torchrec_ext.diagnose.facts import Gain
 from torchrec_ext.distributed.runtime import Runtime
 from torchx_apps.cli.command_line import apply_overrides, load_recipe
@@ -86,8 +86,8 @@ def small_job(*settings: str) -> Job:
 def test_a_recipe_is_diagnosed_with_its_own_flags_as_remedies(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(experiments, "MOST_ROUNDS", experiments.FEWEST_ROUNDS)
-    monkeypatch.setattr(experiments, "TURN_S", 0.0)
+    monkeypatch.setattr(rounds, "MOST_ROUNDS", rounds.FEWEST_ROUNDS)
+    monkeypatch.setattr(loop, "TURN_S", 0.0)
     monkeypatch.setattr(experiments, "roofline", lambda: (5e10, 1e10))
     html, trace = tmp_path / "page.html", tmp_path / "trace.json"
     assert run_diagnosis(small_job(), budget_s=5, out=tmp_path / "page", html=html, trace=trace) == 0
@@ -168,8 +168,8 @@ class Waiting:
 def test_a_captured_step_is_applied_and_its_gain_is_printed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(experiments, "MOST_ROUNDS", experiments.FEWEST_ROUNDS)
-    monkeypatch.setattr(experiments, "TURN_S", 0.0)
+    monkeypatch.setattr(rounds, "MOST_ROUNDS", rounds.FEWEST_ROUNDS)
+    monkeypatch.setattr(loop, "TURN_S", 0.0)
     assert run_diagnosis(small_job("loader.batch_size=64"), budget_s=5, apply=True) == 0
     page = " ".join(capsys.readouterr().out.split())
     (applied,) = re.findall("what was applied, and what it gained (.*) together", page)

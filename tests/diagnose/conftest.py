@@ -2,14 +2,14 @@
 
 import pytest
 
-from torchrec_ext.diagnose import experiments, why
+from torchrec_ext.diagnose import batches, experiments, loop, rounds, why
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experiments, "MOST_ROUNDS", experiments.FEWEST_ROUNDS)
-    monkeypatch.setattr(experiments, "TURN_S", 0.0)
-    monkeypatch.setattr(experiments, "_WORKER_S", 0.2)
+    monkeypatch.setattr(rounds, "MOST_ROUNDS", rounds.FEWEST_ROUNDS)
+    monkeypatch.setattr(loop, "TURN_S", 0.0)
+    monkeypatch.setattr(batches, "_WORKER_S", 0.2)
     monkeypatch.setattr(experiments, "SAMPLE_S", 0.2)
     monkeypatch.setattr(why, "_PROOF_S", 0.1)
     monkeypatch.setattr(experiments, "roofline", lambda: (5e10, 1e10))

@@ -14,10 +14,11 @@ from tests import examples
 from tests.contracts import gather_state, run_ranks
 from tests.diagnose.programs import Clock, on_ranks
 from tests.examples import META, small_model
-from torchrec_ext.diagnose import batches, experiments, ranks, why, why_slow
+from torchrec_ext.diagnose import batches, experiments, loop, ranks, rounds, why, why_slow
 from torchrec_ext.diagnose.collectives import Call, Collectives, Failures, Ranks, RanksFailedError
 from torchrec_ext.diagnose.facts import Facts
-from torchrec_ext.diagnose.ranks import Moment, Span, Traced, collectives_of, common_rounds, parted
+from torchrec_ext.diagnose.loop import Moment, Span
+from torchrec_ext.diagnose.traces import Traced, collectives_of, common_rounds, parted
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.optim.sharded import kernels_of
 from torchrec_ext.distributed.parallel import hybrid_parallel
@@ -35,8 +36,8 @@ def _moved() -> Clock:
     clock = Clock()
     why.ThreadClock = lambda: clock  # type: ignore[assignment, misc]
     batches.thread_time = lambda: clock.computed
-    ranks.time = types.SimpleNamespace(perf_counter=clock)  # type: ignore[assignment]
-    experiments.MOST_ROUNDS, experiments.TURN_S = experiments.FEWEST_ROUNDS, 0.0
+    loop.time = ranks.time = types.SimpleNamespace(perf_counter=clock)  # type: ignore[assignment]
+    rounds.MOST_ROUNDS, loop.TURN_S = rounds.FEWEST_ROUNDS, 0.0
     experiments.roofline = lambda: (5e10, 1e10)
     return clock
 
@@ -180,7 +181,7 @@ class Hybrid(NamedTuple):
 
 
 def _hybrid(runtime: Runtime, sharding: Any, tables: Any = "adam") -> Hybrid:
-    experiments.MOST_ROUNDS, experiments.TURN_S = experiments.FEWEST_ROUNDS, 0.0
+    rounds.MOST_ROUNDS, loop.TURN_S = rounds.FEWEST_ROUNDS, 0.0
     experiments.roofline = lambda: (5e10, 1e10)
     model = small_model(META)
     plan = plan_sharding(model, runtime, PlanConfig(sharding=sharding))
@@ -233,7 +234,7 @@ def _diagnosed(runtime: Runtime, sharding: str, tables: str, when: int) -> tuple
 
 def _held_still(runtime: Runtime, sharding: str) -> tuple[list[bool], list[bool]]:
     """Whether sharded tables are the same after each stretch of steps without exchange; and without their rate of 0."""
-    stretch, seen = ranks.RankExperiments._without_exchange, {True: list[bool](), False: list[bool]()}
+    stretch, seen = ranks.LocalSteps.without_exchange, {True: list[bool](), False: list[bool]()}
     for held in seen:
         made = _hybrid(runtime, sharding, "sgd")
         tables = [weight for _, each in collections(made.model) for kernel in kernels_of(each)
@@ -241,23 +242,24 @@ def _held_still(runtime: Runtime, sharding: str) -> tuple[list[bool], list[bool]
 
         @contextlib.contextmanager
         def watched(self: Any, tables: Any = tables, held: bool = held) -> Iterator[None]:
-            before, put_back = [table.clone() for table in tables], self.state.restore_step
-            self._fused = self._fused if held else []
+            state = self.loop.state
+            before, put_back = [table.clone() for table in tables], state.restore_step
+            self.fused = self.fused if held else []
 
             def looked_at() -> None:
                 seen[held].append(_same(before, tables))
                 put_back()
                 before[:] = [table.clone() for table in tables]
 
-            self.state.restore_step = looked_at
+            state.restore_step = looked_at
             try:
                 with stretch(self):
                     yield
             finally:
-                self.state.restore_step = put_back
+                state.restore_step = put_back
             seen[held].append(_same(before, tables))
 
-        ranks.RankExperiments._without_exchange = watched  # type: ignore[method-assign]
+        ranks.LocalSteps.without_exchange = watched  # type: ignore[method-assign]
         why_slow.step(made.step, made.batches, model=made.model, optimizer=made.optimizer, budget_s=30)
     return seen[True], seen[False]
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from tests.diagnose.programs import Clock, mlp, training
-from torchrec_ext.diagnose import Diagnosis, ThreadClock, batches, experiments, why, why_slow
+from torchrec_ext.diagnose import Diagnosis, ThreadClock, batches, experiments, loop, rounds, why, why_slow
 from torchrec_ext.observe import counting, user_lines
 from torchrec_ext.observe.clock import busy_elsewhere
 
@@ -232,35 +232,35 @@ def test_variants_run_in_every_round_and_in_reversed_order_every_other(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[str] = []
-    attempt = experiments.Experiments._attempt
+    attempt = rounds.attempt
 
-    def noted(self: Any, variant: Any) -> Any:
+    def noted(user_loop: Any, variant: Any) -> Any:
         ran.append(variant.name)
-        return attempt(self, variant)
+        return attempt(user_loop, variant)
 
-    monkeypatch.setattr(experiments.Experiments, "_attempt", noted)
+    monkeypatch.setattr(rounds, "attempt", noted)
     diagnosed(Costly(clock))
     count = len(set(ran))
     assert ran.pop(0) == "loop"  # says how many steps a turn has
-    rounds = [ran[start : start + count] for start in range(0, len(ran), count)]
-    assert len(rounds) == 1 + experiments.FEWEST_ROUNDS  # the first tries each variant
-    assert rounds[1] == rounds[0]
-    assert rounds[2] == rounds[1][::-1]
-    assert rounds[3] == rounds[1]
-    assert rounds[1][0] == "loop"
+    orders = [ran[start : start + count] for start in range(0, len(ran), count)]
+    assert len(orders) == 1 + rounds.FEWEST_ROUNDS  # the first tries each variant
+    assert orders[1] == orders[0]
+    assert orders[2] == orders[1][::-1]
+    assert orders[3] == orders[1]
+    assert orders[1][0] == "loop"
 
 
 def test_short_steps_are_timed_many_at_once(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experiments, "TURN_S", 0.05)
-    assert [experiments.steps_of_turn(seconds) for seconds in (1.0, 0.01, 1e-5)] == [2, 5, 64]
+    monkeypatch.setattr(loop, "TURN_S", 0.05)
+    assert [loop.steps_of_turn(seconds) for seconds in (1.0, 0.01, 1e-5)] == [2, 5, 64]
     timed: list[tuple[int, int]] = []
-    timing = experiments.Experiments._timed
+    timing = loop.TrainingLoop.timed
 
     def noted(self: Any, batches: Any, *more: Any) -> float:
         timed.append((len(batches[0][0]), len(batches)))
         return timing(self, batches, *more)
 
-    monkeypatch.setattr(experiments.Experiments, "_timed", noted)
+    monkeypatch.setattr(loop.TrainingLoop, "timed", noted)
     diagnosed(Costly(clock, cost=lambda rows: 2))
     steps = round(50 / 2.052)
     assert set(timed) >= {(16, steps), (4, steps), (32, steps // 2), (64, steps // 4)}
@@ -268,11 +268,10 @@ def test_short_steps_are_timed_many_at_once(clock: Clock, monkeypatch: pytest.Mo
 
 def test_more_rounds_are_made_where_they_are_spread_far() -> None:
     steady, spread = [{"data": 0.0, "step": 1.0}] * 4, [{"data": 0.0, "step": 1.0 + index} for index in range(4)]
-    enough = experiments.Experiments._enough
-    assert not enough(steady[:3])
-    assert enough(steady)
-    assert not enough(spread)
-    assert enough(spread * 3)
+    assert not rounds.enough(steady[:3])
+    assert rounds.enough(steady)
+    assert not rounds.enough(spread)
+    assert rounds.enough(spread * 3)
 
 
 @pytest.mark.parametrize(
@@ -975,7 +974,7 @@ def test_experiments_do_not_disturb_each_other() -> None:
 
 def test_garbage_collections_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    with experiments.garbage_seconds(clock) as spent:
+    with loop.garbage_seconds(clock) as spent:
         gc.callbacks.insert(-1, lambda phase, _: clock.compute(3) if phase == "stop" else None)
         try:
             gc.collect()

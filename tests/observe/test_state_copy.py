@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.diagnose.programs import Training, mlp, trained, training
 from torchrec_ext.diagnose import StateCopy, why_slow
-from torchrec_ext.diagnose.small_tables import SmallTables
+from torchrec_ext.diagnose.variants import SmallTables
 
 pytestmark = pytest.mark.unit
 
@@ -116,7 +116,7 @@ def test_state_is_put_back_where_a_diagnosis_is_interrupted(monkeypatch: pytest.
 
     made = training()
     before = [p.tolist() for p in made.model.parameters()]
-    monkeypatch.setattr(experiments.Experiments, "_worker", interrupt)
+    monkeypatch.setattr(experiments.Experiments, "_time_worker", interrupt)
     with pytest.raises(KeyboardInterrupt):
         by_step(made)
     assert [p.tolist() for p in made.model.parameters()] == before

@@ -18,13 +18,14 @@ from torchrec_ext.diagnose.facts import LoaderFacts
 from torchrec_ext.observe.counting import bytes_read
 
 _LEAST_READ = 1_024  # bytes
+_WORKER_S = 3.0
 
 
 class BatchSource:
     """Batches without an end: the iterable begins anew where it ends."""
 
     def __init__(self, batches: Iterable[Any]) -> None:
-        self.given = batches
+        self.batches = batches
         self.notes: list[str] = []
         self._iterable, self.kind = batches, "iterable"
         self._taken: list[Any] = []
@@ -86,7 +87,7 @@ class BatchSource:
     def handed_back(self) -> Iterable[Any]:
         """Returns what to train on: the iterable as given, or an iterator that begins with what was taken from it."""
         if self.kind != "iterator":
-            return self.given
+            return self.batches
         return _chained(list(self._taken), self._iterator)
 
     def close(self) -> None:
@@ -96,11 +97,11 @@ class BatchSource:
 
     def again(self) -> Iterable[Any]:
         """Returns batches that can be begun anew: the iterable as given, or a list of what was taken of an iterator."""
-        return self.given if self.kind != "iterator" else list(self._taken)
+        return self.batches if self.kind != "iterator" else list(self._taken)
 
     def facts(self, clock: Callable[[], float]) -> LoaderFacts:
         """Says what the batches come from; a Dataset that is read row by row is timed on the rows of a batch."""
-        loader = self.given
+        loader = self.batches
         if not isinstance(loader, DataLoader):
             return LoaderFacts(kind=self.kind, dataset=type(loader).__name__)
         name, workers = type(loader.dataset).__name__, loader.num_workers
@@ -138,6 +139,43 @@ def loader_with(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
     made = copy.copy(loader)
     vars(made).update({"persistent_workers": False, "_iterator": None, **changes})
     return made
+
+
+def worker_turns(loader: DataLoader[Any], call: Callable[[Any], object]) -> list[tuple[float, float]]:
+    """Times a batch and its step with the loader as it is and with a real worker, by turns.
+
+    Returns:
+        Seconds of the wall clock, by turn: both wait for cores.
+
+    Raises:
+        RuntimeError: an epoch is too short.
+    """
+    with_worker = iter(loader_with(loader, num_workers=1, prefetch_factor=2))
+    as_it_is = iter(loader_with(loader))
+    turns: list[tuple[float, float]] = []
+    end = perf_counter() + _WORKER_S
+    try:
+        for _ in range(3):
+            call(next(with_worker))
+        while perf_counter() < end or len(turns) < 2:
+            seconds = _wall_seconds(as_it_is, call)
+            for _ in range(4):  # what the worker made while it was not asked
+                call(next(with_worker))
+            turns.append((seconds, _wall_seconds(with_worker, call)))
+    except StopIteration:
+        if not turns:
+            raise RuntimeError("an epoch is too short to time a worker") from None
+    finally:
+        del with_worker
+    return turns
+
+
+def _wall_seconds(batches: Iterator[Any], call: Callable[[Any], object]) -> float:
+    start, count = perf_counter(), 0
+    while perf_counter() < start + _WORKER_S / 12 or count < 3:
+        call(next(batches))
+        count += 1
+    return (perf_counter() - start) / count
 
 
 def called_with(fn: Callable[..., object], batch: Any) -> Callable[[Any], object]:

@@ -20,10 +20,10 @@ from torch.utils.data import DataLoader
 from torchrec_ext.adopt import AdoptedStep, adopt
 from torchrec_ext.diagnose.batches import BatchSource, called_with, loader_with, row_count
 from torchrec_ext.diagnose.collectives import Ranks, agreed
-from torchrec_ext.diagnose.experiments import Experiments, steps_of_turn
+from torchrec_ext.diagnose.experiments import Experiments
 from torchrec_ext.diagnose.findings import Remedy
 from torchrec_ext.diagnose.loader_rules import WORKERS
-from torchrec_ext.diagnose.ranks import RankExperiments
+from torchrec_ext.diagnose.loop import Step, TrainingLoop, steps_of_turn
 from torchrec_ext.diagnose.report import Diagnosis, apply_in_turn
 from torchrec_ext.diagnose.rules import ALL_CORES, ONE_THREAD
 from torchrec_ext.observe.clock import ThreadClock
@@ -31,7 +31,6 @@ from torchrec_ext.observe.files import FilesWritten
 from torchrec_ext.observe.state_copy import StateCopy
 
 _PROOF_S = 10.0  # seconds of the wall clock in which a remedy is measured
-Step = Callable[..., object]
 Loss = Callable[..., Any]
 
 
@@ -207,11 +206,8 @@ class _WhySlow:
         try:
             with ThreadClock() as clock, files:
                 with agreed(ranks):
-                    experiments = (
-                        Experiments(fn, batches, state, clock, budget_s)
-                        if ranks is None
-                        else RankExperiments(ranks, fn, batches, state, clock, budget_s)
-                    )
+                    loop = TrainingLoop(fn, batches, state, clock)
+                    experiments = Experiments(loop, budget_s, ranks)
                 facts = experiments.facts(between)
         finally:
             state.restore()
@@ -219,10 +215,10 @@ class _WhySlow:
         notes = [*facts.notes, *filter(None, [files.note()]), *state.changed_data()]
         facts = dataclasses.replace(facts, notes=notes)
         roots += (loader,)
-        compare = partial(_compare, fn, experiments.source.again(), roots, between_s=facts.mean_between())
+        compare = partial(_compare, fn, loop.source.again(), roots, between_s=facts.mean_between())
         diagnosis = Diagnosis(facts, compare) if ranks is None else Diagnosis(facts, _not_on_ranks, ranks.rank)
-        diagnosis.batches = experiments.source.handed_back()
-        experiments.source.close()
+        diagnosis.batches = loop.source.handed_back()
+        loop.source.close()
         return diagnosis
 
 

@@ -27,7 +27,7 @@ _TORCH, _PACKAGE = (str(path) + os.sep for path in (Path(torch.__file__).parent,
 _OPTIMIZERS, _AUTOGRAD = (os.path.join(_TORCH, name) for name in ("optim", "autograd"))
 # A job's own code may be measured too: only what measures is no user of a step.
 _MEASURING = tuple(os.path.join(_PACKAGE, name) + os.sep for name in ("diagnose", "observe"))
-_EXPERIMENTS = os.path.join(_PACKAGE, "diagnose", "experiments.py")  # calls the step
+_LOOP = os.path.join(_PACKAGE, "diagnose", "loop.py")  # calls the step
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 UNKNOWN = "a line that torch does not name"
 
@@ -113,7 +113,7 @@ Stack = Sequence[tuple[CodeType, int]]  # code and line of the innermost call fi
 def stack_of(frame: FrameType | None) -> Stack:
     """Returns the calls of a step down to a frame."""
     stack = []
-    while frame is not None and frame.f_code.co_filename != _EXPERIMENTS:
+    while frame is not None and frame.f_code.co_filename != _LOOP:
         stack.append((frame.f_code, frame.f_lineno or frame.f_code.co_firstlineno))  # None where a call begins or ends
         frame = frame.f_back
     return stack

@@ -25,7 +25,7 @@ from torchrec_ext.diagnose.collectives import Collectives, Ranks, RanksFailedErr
 from torchrec_ext.diagnose.experiments import Experiments
 from torchrec_ext.diagnose.facts import LoaderFacts
 from torchrec_ext.diagnose.findings import Remedy
-from torchrec_ext.diagnose.ranks import RankExperiments
+from torchrec_ext.diagnose.loop import TrainingLoop
 from torchrec_ext.diagnose.report import apply_in_turn
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.runtime import Runtime
@@ -141,14 +141,9 @@ def diagnose_job(job: Job, runtime: Runtime, budget_s: float) -> Diagnosis:
     ranks = Ranks() if runtime.world_size > 1 else None
     try:
         with ThreadClock() as clock:
-            arguments = step, loader, StateCopy(), clock, budget_s
-            experiments = (
-                Experiments(*arguments, recipe=True, modules=[parallel])
-                if ranks is None
-                else RankExperiments(ranks, *arguments, modules=[parallel], recipe=True)
-            )
-            facts = experiments.facts(between)
-            experiments.source.close()
+            loop = TrainingLoop(step, loader, StateCopy(), clock, recipe=True, modules=[parallel])
+            facts = Experiments(loop, budget_s, ranks).facts(between)
+            loop.source.close()
         facts = dataclasses.replace(
             facts,
             rows=job.loader.batch_size * (1 + job.loader.negatives),

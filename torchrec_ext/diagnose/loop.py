@@ -1,0 +1,272 @@
+"""TrainingLoop: a user's own loop under experiments: its batches and its step, run, timed by spans, and changed.
+
+A span is a stretch of a step, such as its backward, by two clocks: see :class:`Moment`.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torchrec_ext.needs_torch  # noqa: F401
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from torchrec_ext.diagnose.batches import BatchSource, called_with, joined_batches
+from torchrec_ext.diagnose.facts import Round
+from torchrec_ext.observe.clock import ThreadClock
+from torchrec_ext.observe.counting import calls_of_autograd
+from torchrec_ext.observe.state_copy import StateCopy
+
+TURN_S = 0.05  # seconds of a turn of short steps, of which one wait for a core must not be the half
+_ITERATIONS = 4  # of the loop in a round, at least
+_STEPS = 2, 64  # of a turn, at least and at most
+_POOL = 4  # batches that the variants share
+Step = Callable[..., object]
+
+
+def steps_of_turn(seconds: float) -> int:
+    """Returns how many steps of so many seconds are timed at once."""
+    least, most = _STEPS
+    return max(least, min(most, round(TURN_S / max(seconds, 1e-6))))
+
+
+class Moment(NamedTuple):
+    """A moment: of the wall clock, which all processes of a host share, and of this thread's own clock."""
+
+    wall: float
+    own_s: float
+
+
+class Span(NamedTuple):
+    """A stretch of a step, such as its backward."""
+
+    name: str
+    begin: Moment
+    end: Moment
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the thread's own clock."""
+        return self.end.own_s - self.begin.own_s
+
+
+class StepClock:
+    """Seconds of this thread; on a GPU up to the end of its kernels.
+
+    Args:
+        host: clock of this thread, which :attr:`host` may replace for a while.
+        cuda: whether steps run on a GPU.
+    """
+
+    def __init__(self, host: Callable[[], float], *, cuda: bool) -> None:
+        self.host = host
+        self._cuda = cuda
+        self._thread = threading.get_ident()
+
+    def __call__(self) -> float:
+        """Returns seconds since some moment."""
+        if self._cuda:
+            torch.cuda.synchronize()
+        return self.host()
+
+    def moment(self) -> Moment:
+        """Returns the present moment; a thread that has no clock of its own takes the wall clock for it."""
+        seconds = self() if threading.get_ident() == self._thread else time.perf_counter()
+        return Moment(time.perf_counter(), seconds)
+
+
+class TrainingLoop:
+    """A user's training loop under experiments.
+
+    Args:
+        fn: step function.
+        batches: batches that it takes.
+        state: copy of everything that a step changes; the caller puts it back at the end.
+        clock: clock of this thread.
+        recipe: the step and the loader are a recipe's of this package.
+        modules: modules of the step, if ``state`` does not know them.
+
+    Attributes:
+        source: batches without an end.
+        modules: modules of the step.
+        pool: last batches of the source.
+        fixed: batches for changed steps; those of the pool if there are none.
+        spans: spans of the last iteration, in the order of their ends.
+        iterations: iterations of a round.
+        turn_steps: steps of a turn.
+        before_step: called with each batch before its step.
+        not_measured: reason for each experiment that is missing.
+        notes: what else a reader must know, one sentence each.
+    """
+
+    def __init__(
+        self,
+        fn: Step,
+        batches: Iterable[Any],
+        state: StateCopy,
+        clock: ThreadClock,
+        *,
+        recipe: bool = False,
+        modules: Sequence[nn.Module] = (),
+    ) -> None:
+        self.state = state
+        self.recipe = recipe
+        self.cuda = any(each.is_cuda for module in state.modules for each in module.parameters())
+        self.clock = StepClock(clock, cuda=self.cuda)
+        self.source = BatchSource(batches)
+        self.modules = [*state.modules, *modules]
+        inner = (module for root in state.modules for module in root.modules())
+        self.compiled = any(type(module).__name__ == "OptimizedModule" for module in inner)
+        self.pool: list[Any] = []
+        self.fixed: Sequence[Any] = ()
+        self.spans: list[Span] = []
+        self.iterations, self.turn_steps = _ITERATIONS, _STEPS[0]
+        self.before_step: Callable[[Any], object] = lambda batch: None
+        self.not_measured: dict[str, str] = {}
+        self.notes = [*filter(None, [clock.note]), *dict.fromkeys(state.notes), *self.source.notes]
+        if not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++")):
+            self.notes.append("there is no C++ compiler here, which adopt and torch.compile need: install g++")
+        self._step = called_with(fn, self.source.first)
+
+    # ----------------------------------------------------------------------------------------------- the loop as it is
+
+    def call(self, batch: Any) -> object:
+        """Runs the step on a batch."""
+        self.before_step(batch)
+        return self._step(batch)
+
+    def iterate(self) -> dict[str, float]:
+        """Runs the user's own loop once, a batch and a step on it, and returns the seconds of its parts."""
+        try:
+            batch, data, sleep = self.source.take(self.clock)
+            self.pool = [*self.pool, batch][-_POOL:]
+        except StopIteration:
+            if not self.pool:
+                raise
+            self.note_end()
+            batch, data, sleep = self.pool[0], 0.0, 0.0
+        self.spans.clear()
+        begin = self.clock.moment()
+        self.call(batch)
+        step = self._end("step", begin)
+        parts = {name: self._seconds(name) for name in ("backward", "optimizer")}
+        return {"data": data, "sleep": sleep, "step": step, "forward": step - sum(parts.values()), **parts}
+
+    def run(self) -> Round:
+        """Runs the iterations of a round, and returns the mean seconds of their parts."""
+        if self.iterations > 1:
+            self.iterate()  # makes anew what the step keeps for later, which was put back
+        with garbage_seconds(self.clock) as collecting:
+            parts = [self.iterate() for _ in range(self.iterations)]
+        means = {name: statistics.fmean([each[name] for each in parts]) for name in parts[0]}
+        return {**means, "gc": collecting[0] / self.iterations}
+
+    def note_end(self) -> None:
+        """Notes that the source has ended for good."""
+        self.not_measured.setdefault("data", "the iterator ended: give an iterable that can be begun anew")
+
+    def choose_iterations(self, first: Round, elapsed_s: float) -> None:
+        """Chooses the iterations of a round and the steps of a turn by the first ones, which took ``elapsed_s``."""
+        seconds = first["data"] + first["step"]
+        loader: Any = self.source.batches
+        workers = getattr(loader, "num_workers", 0)
+        self.iterations = max(_ITERATIONS, steps_of_turn(seconds))
+        self.turn_steps = steps_of_turn(first["step"])
+        if workers:  # what they made ahead must be used up before a wait for them shows
+            self.iterations = max(self.iterations, 3 * workers * (loader.prefetch_factor or 2))
+        elif seconds > 0.5 or elapsed_s > 1.0:  # the latter on a machine that others use
+            self.iterations = self.turn_steps = 1
+        elif self.source.kind == "iterator":  # all that is taken of it is kept
+            self.iterations = _ITERATIONS
+
+    # -------------------------------------------------------------------------------------------------- steps in a row
+
+    def several(self, count: int) -> list[Any]:
+        """Returns so many batches for changed steps, again from the first if there are fewer."""
+        batches = self.fixed or self.pool
+        return [batches[index % len(batches)] for index in range(count)]
+
+    def steps(self, least: int = 1) -> list[Any]:
+        """Returns the batches of a turn."""
+        return self.several(max(least, self.turn_steps))
+
+    def joined(self, times: int) -> list[Any]:
+        """Returns the batches of a turn, each of the rows of so many of the loader's."""
+        return [joined_batches(self.several(times))] * max(1, self.turn_steps // times)
+
+    def timed(self, batches: Sequence[Any], inside: Callable[[], Any] = nullcontext) -> float:
+        """Returns the mean seconds of a step on each of these, inside of a context of its own.
+
+        One before them has memory and threads ready.
+        """
+        if self.iterations > 1:
+            with inside():
+                self.call(batches[0])
+        start = self.clock()
+        for batch in batches:
+            with inside():
+                self.call(batch)
+        return (self.clock() - start) / len(batches)
+
+    # ----------------------------------------------------------------------------------------------------------- spans
+
+    def _end(self, name: str, begin: Moment) -> float:
+        """Notes a span that ends now, and returns its seconds."""
+        span = Span(name, begin, self.clock.moment())
+        self.spans.append(span)
+        return span.seconds
+
+    def _seconds(self, name: str) -> float:
+        return sum(span.seconds for span in self.spans if span.name == name)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Notes a span for every backward and every optimizer's step meanwhile."""
+        moments: list[Moment] = []
+
+        def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                begin = self.clock.moment()
+                try:
+                    return function(*args, **kwargs)
+                finally:
+                    self._end("backward", begin)
+
+            return call
+
+        def end(*_: Any) -> None:
+            if moments:
+                self._end("optimizer", moments.pop())
+
+        with calls_of_autograd(timed), ExitStack() as stack:
+            before = register_optimizer_step_pre_hook(lambda *_: moments.append(self.clock.moment()))
+            stack.callback(before.remove)
+            stack.callback(register_optimizer_step_post_hook(end).remove)
+            yield
+
+
+@contextmanager
+def garbage_seconds(clock: Callable[[], float]) -> Iterator[list[float]]:
+    """Adds up the seconds of Python's garbage collections of this thread in the one entry of a list."""
+    spent = [0.0]
+    thread = threading.get_ident()
+
+    def collect(phase: str, _: object) -> None:
+        if threading.get_ident() == thread:
+            spent[0] += -clock() if phase == "start" else clock()
+
+    gc.callbacks.append(collect)
+    try:
+        yield spent
+    finally:
+        gc.callbacks.remove(collect)

@@ -1,0 +1,247 @@
+"""Variants: a training step changed, each change an experiment of its own; SmallTables: one of these changes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torchrec_ext.needs_torch  # noqa: F401
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchrec_ext.diagnose.batches import quarter_of, row_count
+from torchrec_ext.diagnose.facts import Round
+from torchrec_ext.diagnose.loop import TrainingLoop
+from torchrec_ext.observe.clock import ThreadClock
+from torchrec_ext.observe.state_copy import StateCopy
+
+_TRIAL = 10.0  # times the step that a first trial may take, before the variant is given up
+_IDLE = 0.3  # cores that others may keep busy where more threads are tried
+
+
+class Variant(NamedTuple):
+    """An experiment: it runs steps, and returns seconds of one step's batch by name."""
+
+    name: str
+    run: Callable[[], Round]
+
+
+class Variants:
+    """The changes to a step that are tried in every round.
+
+    Args:
+        loop: the user's loop.
+        ranks: number of ranks that train together on this machine's cores.
+
+    Attributes:
+        small: small tables in place of the step's large ones, if it has some.
+        modes: names of autograd's debugging modes that are on.
+    """
+
+    def __init__(self, loop: TrainingLoop, ranks: int = 1) -> None:
+        self.small: SmallTables | None = None
+        self.modes: Sequence[str] = ()
+        self._loop = loop
+        self._ranks = ranks
+
+    def of_step(self, seconds: float, busy: float | None) -> Iterator[Variant]:
+        """Yields the experiments for a step of so many seconds while others keep ``busy`` cores busy."""
+        loop, not_measured = self._loop, self._loop.not_measured
+        if self.small is not None and not loop.compiled:  # first, since it decides most
+            yield Variant("small_tables", self._with_small_tables)
+        yield Variant("op", lambda: self._quietly(self._prices) if self.modes else self._prices())
+        if self.modes:
+            yield Variant("quiet", lambda: {"quiet": self._quietly(lambda: loop.timed(loop.steps()))})
+        yield Variant("ready", lambda: {"ready": loop.timed(loop.steps())})
+        if loop.compiled:
+            names = ("quadruple", "quarter", "double", "bf16", "small_tables")
+            not_measured.update(dict.fromkeys(names, "the step is compiled, and would be compiled again for it"))
+            yield from self._threads(seconds, busy)
+            return
+        has_rows = bool(row_count(loop.pool[0]))
+        if has_rows:
+            yield Variant("quadruple", lambda: {"quadruple": loop.timed(loop.joined(4))})
+            yield Variant("quarter", lambda: {"quarter": loop.timed(list(map(quarter_of, loop.steps(least=2))))})
+        else:
+            why = "the batch is not made of tensors with one number of rows"
+            if loop.recipe:
+                why = "batches of a recipe are not joined: set loader.batch_size and diagnose again"
+            not_measured.update(dict.fromkeys(("quadruple", "quarter", "double"), why))
+        yield from self._threads(seconds, busy)
+        yield Variant("bf16", self._bf16)
+        if has_rows:
+            yield Variant("double", lambda: {"double": loop.timed(loop.joined(2))})
+
+    def _threads(self, seconds: float, busy: float | None) -> Iterator[Variant]:
+        threads, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
+        if threads > 1:
+            yield Variant("one_thread", lambda: {"one_thread": self._on(1)})
+        why = ""
+        if self._ranks > 1:
+            why = f"the {self._ranks} ranks share the cores: {threads} thread(s) each on {cores} core(s)"
+        elif threads >= cores:
+            why = f"{threads} thread(s) on {cores} core(s) are all of them"
+        elif busy is None or busy > _IDLE:
+            which = "nobody knows how many" if busy is None else f"{busy:.1f}"
+            why = (
+                f"others keep {which} of {cores} cores busy, and threads that wait for a core make a step many times "
+                "slower; ask again on an idle machine"
+            )
+        if why:
+            self._loop.not_measured["all_threads"] = why
+        else:
+            yield Variant("all_threads", lambda: {"all_threads": self._on(cores, at_most=_TRIAL * seconds)})
+
+    def _on(self, threads: int, at_most: float = float("inf")) -> float:
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            first = self._loop.timed(self._loop.several(1))  # wakes the threads
+            if first > at_most:
+                raise RuntimeError(f"{threads} threads took {first * 1e3:.3g} ms for a step, and were not tried again")
+            return self._loop.timed(self._loop.steps())
+        finally:
+            torch.set_num_threads(before)
+
+    def _bf16(self) -> Round:
+        def inside() -> Any:  # which keeps the weights' casts until it ends
+            return torch.autocast("cuda" if self._loop.cuda else "cpu", torch.bfloat16)
+
+        return {"bf16": self._loop.timed(self._loop.steps(), inside)}
+
+    def _with_small_tables(self) -> Round:
+        assert self.small is not None
+        with self.small:
+            return {"small_tables": self._loop.timed(self._loop.steps())}
+
+    def _prices(self) -> Round:
+        """Returns the seconds of bringing a value to Python, and of a tiny op, with autograd and without."""
+        value, source = torch.zeros(()), torch.ones(8, requires_grad=True)
+
+        def sync() -> None:
+            for _ in range(100):
+                value.item()
+
+        def recorded() -> None:  # 62 ops of forward and as many of backward
+            product = source
+            for _ in range(61):
+                product = product * 1.001
+            torch.autograd.grad(product.sum(), source)
+
+        @torch.no_grad()
+        def bare() -> None:
+            for _ in range(124):
+                source.mul_(1.001)
+
+        calls = {"sync": (sync, 100), "op": (recorded, 124), "bare": (bare, 124)}
+        return {name: self._seconds_of(call) / count for name, (call, count) in calls.items()}
+
+    def _seconds_of(self, call: Callable[[], object]) -> float:
+        """Returns the seconds of a call; one before it has memory ready."""
+        clock = self._loop.clock.host
+        call()
+        start = clock()
+        call()
+        return clock() - start
+
+    def _quietly(self, measure: Callable[[], Any]) -> Any:
+        """Measures without anomaly mode, and in a thread of its own: a profiler watches the thread that began it.
+
+        A step that switches anomaly mode on by itself does not do so meanwhile.
+        """
+        clock = self._loop.clock
+        host = clock.host
+
+        def measured() -> Any:
+            with ThreadClock() as clock.host:
+                return measure()
+
+        with torch.autograd.set_detect_anomaly(False), ThreadPoolExecutor(1) as thread, ExitStack() as stack:
+            stack.callback(setattr, torch, "set_anomaly_enabled", torch.set_anomaly_enabled)
+            setattr(torch, "set_anomaly_enabled", lambda *_: None)  # noqa: B010
+            try:
+                return thread.submit(measured).result()
+            finally:
+                clock.host = host
+
+
+class SmallTables:
+    """Tables of a few rows in place of large ones, while this context is open: ids are taken modulo their number.
+
+    The step then runs as if an optimizer moved only the rows that are read. The user's parameters and their state are
+    not touched: others stand in their place in modules and optimizers.
+
+    Args:
+        state: knows all modules and optimizers.
+        tables: modules of tables, with the ids that a step reads of each.
+        rows_for_each: rows of a small table for each id that a step reads.
+    """
+
+    def __init__(self, state: StateCopy, tables: Sequence[tuple[Any, int]], rows_for_each: int) -> None:
+        self._state, self._tables, self._modules = state, tables, [module for module, _ in tables]
+        self._small: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        self._states: dict[tuple[int, int], dict[str, Any]] = {}
+        self._rows_for_each = rows_for_each
+        self._stack = ExitStack()
+
+    def __enter__(self) -> SmallTables:
+        if not self._small:
+            self._make()
+        with ExitStack() as stack:
+            for root in self._state.modules:
+                for module in root.modules():
+                    for name, parameter in module._parameters.items():
+                        if parameter is not None and id(parameter) in self._small:
+                            module._parameters[name] = self._small[id(parameter)][1]
+                            stack.callback(module._parameters.__setitem__, name, parameter)
+            for module in self._modules:
+                stack.callback(module.register_forward_pre_hook(_modulo).remove)
+            for optimizer in self._state.optimizers:
+                self._swap(optimizer, stack)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._stack.close()
+
+    def _make(self) -> None:
+        for module, reads in self._tables:
+            weight = module.weight
+            rows = min(len(weight), max(1 + (module.padding_idx or 0), self._rows_for_each * reads))
+            if id(weight) in self._small:
+                rows = max(rows, len(self._small[id(weight)][1]))
+            self._small[id(weight)] = weight, nn.Parameter(weight.detach()[:rows].clone())
+
+    def _swap(self, optimizer: Optimizer, stack: ExitStack) -> None:
+        for group in optimizer.param_groups:
+            params = group["params"]
+            for index, parameter in enumerate(params):
+                if id(parameter) not in self._small:
+                    continue
+                small = self._small[id(parameter)][1]
+                key = id(optimizer), id(parameter)
+                if key not in self._states:
+                    self._states[key] = {
+                        name: _first_rows(value, parameter, small)
+                        for name, value in optimizer.state.get(parameter, {}).items()
+                    }
+                if self._states[key]:
+                    optimizer.state[small] = self._states[key]
+                params[index] = small
+                stack.callback(optimizer.state.pop, small, None)
+                stack.callback(params.__setitem__, index, parameter)
+
+
+def _first_rows(value: Any, parameter: Tensor, small: Tensor) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return (value[: len(small)] if value.shape[:1] == parameter.shape[:1] else value).clone()
+
+
+def _modulo(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (args[0] % len(module.weight), *args[1:])
