@@ -33,7 +33,7 @@ from torchrec_ext.diagnose.rounds import FEWEST_ROUNDS, attempt, enough, in_orde
 from torchrec_ext.diagnose.traces import PARTS, Measured, Traced, common_rounds, facts_of_ranks, parted
 from torchrec_ext.diagnose.variants import Variant, Variants
 from torchrec_ext.observe.counts import TableFacts
-from torchrec_ext.observe.state_copy import every_module
+from torchrec_ext.observe.reached import every_module
 from torchrec_ext.observe.user_lines import described
 
 LINK_BYTES = 2**18  # that a rank sends to each other one

@@ -1,0 +1,174 @@
+"""reach(): the objects that a step function leads to: its modules, optimizers, generators, data, and their owners.
+
+It goes through closures, the globals that a function names, methods, attributes, slots and containers, and stops at
+objects of libraries, except those that take part in training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import random
+import sys
+import sysconfig
+import types
+from collections import UserDict, UserList, deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torchrec_ext.needs_torch  # noqa: F401
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+MOST_FOLLOWED = 1_000  # entries above which a container is data, and its entries are not followed
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_DEPTH = 6  # attributes, closures and containers that are followed from a root
+_PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
+_CONTAINERS = (dict, list, tuple, set, deque)
+_TRAINING = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler, Dataset, DataLoader, Sampler)
+_RECORDS = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList)  # the standard library's plain objects
+_CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, property, classmethod, staticmethod)
+
+
+def reach(*roots: Any, values: Callable[[Any], Iterator[Any]] | None = None) -> Iterator[Any]:
+    """Yields the objects that roots lead to, once; no containers and plain values.
+
+    Args:
+        roots: where to begin.
+        values: returns the values of an object that are followed; all by default.
+    """
+    seen: set[int] = set()
+    waiting = deque((root, 0) for root in roots)
+    while waiting:
+        each, depth = waiting.popleft()
+        if id(each) in seen or depth > _DEPTH or isinstance(each, _PLAIN):
+            continue
+        seen.add(id(each))
+        if not isinstance(each, _CONTAINERS):
+            yield each
+        waiting.extend((value, depth + 1) for value in (values or _all_values)(each))
+
+
+def own_values(each: Any) -> Iterator[Any]:
+    """Yields the values of an object itself: not those of its class, nor those that its methods name."""
+    if isinstance(each, _CONTAINERS):
+        if len(each) <= MOST_FOLLOWED:
+            yield from each.values() if isinstance(each, dict) else each
+    elif is_followed(each):
+        yield from getattr(each, "__dict__", {}).values()
+        yield from slots_of(each).values()
+
+
+def _all_values(each: Any) -> Iterator[Any]:
+    if isinstance(each, types.FunctionType):
+        if not is_library(each.__module__):
+            yield from map(content_of, each.__closure__ or ())
+            yield from each.__defaults__ or ()
+            yield from (each.__kwdefaults__ or {}).values()
+            yield from globals_of(each).values()
+    elif isinstance(each, types.MethodType):
+        yield from (each.__self__, each.__func__)
+    elif isinstance(each, classmethod | staticmethod):
+        yield each.__func__
+    elif isinstance(each, property):
+        yield each.fget
+    elif isinstance(each, functools.partial):
+        yield from (each.func, each.args, each.keywords)
+    elif isinstance(each, types.ModuleType):
+        yield from data_of(each).values()
+    elif isinstance(each, type):
+        if _is_users(each.__module__):
+            yield from vars(each).values()
+            yield from each.__bases__
+    else:
+        yield from own_values(each)
+        yield type(each)
+
+
+def is_followed(each: Any) -> bool:
+    """Whether an object's attributes are followed: the user's, and of libraries those that take part in training."""
+    if isinstance(each, (*_CODE, Tensor, *GENERATORS)) or hasattr(each, "__next__"):
+        return False
+    has_attributes = hasattr(each, "__dict__") or hasattr(type(each), "__slots__")
+    return has_attributes and (not is_library(type(each).__module__) or isinstance(each, (*_TRAINING, *_RECORDS)))
+
+
+def every_module(root: nn.Module) -> Iterator[nn.Module]:
+    """Yields a module, those inside of it, and those in its plain lists, which modules() does not visit."""
+    seen: set[int] = set()
+    waiting = [root]
+    while waiting:
+        for module in waiting.pop().modules():
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            yield module
+            for value in vars(module).values():
+                if isinstance(value, list) and len(value) <= MOST_FOLLOWED:
+                    waiting += [child for child in value if isinstance(child, nn.Module)]
+
+
+def slots_of(each: Any) -> dict[str, Any]:
+    """Returns the slots of a user's object that have a value."""
+    values = {}
+    for kind in type(each).__mro__:
+        slots = () if is_library(kind.__module__) else vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(each, name):
+                values[name] = getattr(each, name)
+    return values
+
+
+def data_of(owner: type | types.ModuleType) -> dict[str, Any]:
+    """Returns the variables of a class or a Python module that are data; empty for those of a library."""
+    if not _is_users(owner.__name__ if isinstance(owner, types.ModuleType) else owner.__module__):
+        return {}
+    return {
+        name: value
+        for name, value in vars(owner).items()
+        if not name.startswith("__") and not isinstance(value, _CODE) and not hasattr(type(value), "__get__")
+    }
+
+
+def globals_of(function: types.FunctionType) -> dict[str, Any]:
+    """Returns the globals that a function names; none of a library's wrapper around a user's function."""
+    variables = function.__globals__
+    if is_library(variables.get("__name__", "")):
+        return {}
+    return {name: variables[name] for name in _names(function.__code__) if name in variables}
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """Yields the names of globals and attributes that a function and those inside it read."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+def content_of(cell: types.CellType) -> Any:
+    """Returns the content of a closure's cell; None if it is not filled yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+@functools.cache
+def is_library(name: str) -> bool:
+    """Whether a Python module is installed, and not the user's own."""
+    if name == "__main__" or name.startswith("torchrec_ext"):
+        return False
+    file = getattr(sys.modules.get(name), "__file__", None)
+    folders = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
+    return file is None or any(folder in file for folder in folders)
+
+
+def _is_users(name: str) -> bool:
+    """Whether a Python module is the user's own, and not this package's either."""
+    return not is_library(name) and not name.startswith("torchrec_ext")
