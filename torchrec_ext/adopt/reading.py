@@ -21,6 +21,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import IterableDataset
 
 from torchrec_ext.adopt.errors import CannotAdopt
+from torchrec_ext.observe.put_back import copy_generator, copy_global_generators
+from torchrec_ext.observe.reached import GENERATORS
 
 GETITEMS = (
     "Or make whole batches yourself: give the Dataset a method __getitems__(rows), which torch's DataLoader calls with "
@@ -181,7 +183,11 @@ def seed_everything(seed: int) -> None:
 
 
 class _Opened:
-    """Notes which files are opened in this thread."""
+    """Notes which files are opened in this thread, also for reading.
+
+    FilesWritten has an audit hook instead of functions in place of ``open``. Python cannot remove a hook, and with one
+    each ``id()`` takes four times as long. A diagnosis ends with a page, but here training goes on.
+    """
 
     def __enter__(self) -> _Opened:
         self.names: list[str] = []
@@ -238,7 +244,11 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def held_by(value: Any, path: str = "", depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:
-    """Returns all that hangs on an object, up to three steps away, each with its path."""
+    """Yields the values of an object, up to three steps away, each with its path.
+
+    It looks for columns: it follows tables of pandas and objects of any library, but no classes, methods and closures.
+    That is why it is no :func:`torchrec_ext.observe.reached.reach`, which looks for whatever a step may change.
+    """
     for name, item in _children(value):
         yield f"{path}{name}".removeprefix("."), item
         if depth > 1:
@@ -251,13 +261,15 @@ def is_frame(value: Any) -> bool:
 
 
 class _Snapshot:
-    """The state that reading a row may change: all generators, and the attributes and containers of a Dataset."""
+    """The state that reading a row may change: all generators, and the attributes and containers of a Dataset.
+
+    Generators are put back by :mod:`torchrec_ext.observe`. The rest is not: StateCopy puts everything back without
+    a word, and here the first change is an error that names its path, but for a look-up in a defaultdict.
+    """
 
     def __init__(self, dataset: Any, generators_alone: bool) -> None:
         self._generators_alone = generators_alone
-        self._python, self._numpy, self._torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-        self._generators: list[tuple[Callable[[Any], object], Any]] = []
+        self._generators = [copy_global_generators()]
         self._objects: list[tuple[str, Any, dict[str, Any]]] = []
         self._containers: list[tuple[str, Any, Any]] = []
         self._arrays: list[tuple[str, Any, Any]] = []
@@ -265,15 +277,8 @@ class _Snapshot:
             self._keep(path, value)
 
     def _keep(self, path: str, value: Any) -> None:
-        if isinstance(value, np.random.Generator):
-            bits = value.bit_generator
-            self._generators.append((lambda state: setattr(bits, "state", state), copy.deepcopy(bits.state)))
-        elif isinstance(value, np.random.RandomState):
-            self._generators.append((value.set_state, value.get_state()))
-        elif isinstance(value, random.Random):
-            self._generators.append((value.setstate, value.getstate()))
-        elif isinstance(value, torch.Generator):
-            self._generators.append((value.set_state, value.get_state()))
+        if isinstance(value, GENERATORS):
+            self._generators.append(copy_generator(value))
         elif self._generators_alone:
             return
         elif isinstance(value, dict | list | set):
@@ -287,13 +292,8 @@ class _Snapshot:
 
     def restore(self) -> list[str]:
         """Returns the names of what changed."""
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-        torch.set_rng_state(self._torch)
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
-        for put, state in self._generators:
-            put(state)
+        for put_back in self._generators:
+            put_back()
         return [*self._restored_objects(), *self._restored_containers(), *self._restored_arrays()]
 
     def _restored_objects(self) -> Iterator[str]:
