@@ -17,6 +17,7 @@ from torchx.specs.finder import get_components
 from tests.contracts import run_ranks
 from torchrec_ext.diagnose import Diagnosis, Facts, Finding, Remedy, experiments, loop, rounds
 from torchrec_ext.diagnose.facts import Gain
+from torchrec_ext.diagnose.findings import Change
 from torchrec_ext.distributed.runtime import Runtime
 from torchx_apps.cli.command_line import apply_overrides, load_recipe
 from torchx_apps.diagnose import main
@@ -125,8 +126,10 @@ def test_settings_are_applied_in_turn_beside_the_job_as_it_was(
     )
     seconds = Facts(rounds=[{"data": 0.2, "step": 0.01}] * 9).gain(lambda each: each["step"])
     lines = ("--set loader.prefetch=8  # or more", "--threads 1  # with torchx run")
-    remedies = [Remedy(name="ahead", lines=lines, gain=seconds, changes="bit-equal", basis="made up")]
-    remedies.append(dataclasses.replace(remedies[0], name="bf16", lines=("--set train.amp=bf16",), changes="products"))
+    remedies = [Remedy(name="ahead", lines=lines, gain=seconds, changes=Change.EXACT, basis="made up")]
+    remedies.append(
+        dataclasses.replace(remedies[0], name="bf16", lines=("--set train.amp=bf16",), changes=Change.BF16_PRODUCTS)
+    )
     remedies.append(dataclasses.replace(remedies[0], name="less", lines=("--set train.eval_every=...  # four times",)))
     diagnosis = Diagnosis(Facts(rounds=[]))
     finding = Finding(cause="x", title="x", evidence=(), remedies=tuple(remedies), cost=0.9, size="large")
@@ -188,7 +191,7 @@ def _applied(runtime: Runtime, cause: str) -> tuple[list[tuple[str, float]], lis
     lines = {"whole": "--set plan.sharding=data_parallel", "ahead": "--set loader.prefetch=7"}
     gain = Gain(1.2, 1.5)
     remedies = [
-        Remedy(name=name, lines=(line,), gain=gain, changes="bit-equal", basis="made up")
+        Remedy(name=name, lines=(line,), gain=gain, changes=Change.EXACT, basis="made up")
         for name, line in lines.items()
     ]
     finding = Finding(cause="x", title="x", evidence=(), remedies=tuple(remedies), cost=0.9, size="large")

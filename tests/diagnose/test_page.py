@@ -12,7 +12,7 @@ import pytest
 from tests.browser import DESK, colours, needs_chromium, shown
 from tests.diagnose.recorded import HEALTHY, RECORDED
 from torchrec_ext.diagnose import Diagnosis
-from torchrec_ext.diagnose.findings import Finding, Remedy
+from torchrec_ext.diagnose.findings import Action, Change, Finding, Remedy
 from torchrec_ext.diagnose.report import apply_in_turn, realised_by
 
 pytestmark = pytest.mark.unit
@@ -96,7 +96,8 @@ def machine(*causes: str) -> Diagnosis:
             remedies=(
                 Remedy(
                     name=cause, lines=(f"--set {cause}",), gain=predicted, basis="made up",
-                    changes="another batch size" if cause == "batch" else "bit-equal",
+                    changes=Change.BATCH if cause == "batch" else Change.EXACT,
+                    action=Action.CAPTURE if cause == "captured" else None,
                 ),
             ),
         )

@@ -315,7 +315,16 @@ def calls_by_group(calls: Sequence[Call]) -> Mapping[tuple[int, ...], list[Call]
 
 
 class RanksFailedError(RuntimeError):
-    """The step cannot be run on all ranks."""
+    """The step cannot be run on all ranks.
+
+    Args:
+        text: what went wrong.
+        names_rank: whether the text begins with the rank that raised.
+    """
+
+    def __init__(self, text: str, *, names_rank: bool = False) -> None:
+        super().__init__(text)
+        self.names_rank = names_rank
 
 
 class Ranks:
@@ -361,7 +370,8 @@ class Ranks:
             raise error
         for rank, text in enumerate(texts):
             if text is not None:
-                raise (ValueError if text[0] else RanksFailedError)(f"rank {rank}: {text[1]}")
+                message = f"rank {rank}: {text[1]}"
+                raise ValueError(message) if text[0] else RanksFailedError(message, names_rank=True)
 
     def together(self, collectives: Collectives, call: Callable[[], Any]) -> tuple[Any, str]:
         """Runs what calls collectives of the user's on all ranks; no rank waits for another one that has raised.
@@ -385,7 +395,7 @@ class Ranks:
         self.failures = collectives.failures = self._section()
         failed = [f"rank {rank}: {text}" for rank, (behind, text) in enumerate(outcomes) if text and not behind]
         if any(behind for behind, _ in outcomes) or 0 < len(failed) < self.size:
-            raise RanksFailedError("; ".join(failed) or "a rank has ended")
+            raise RanksFailedError("; ".join(failed) or "a rank has ended", names_rank=bool(failed))
         return result, outcomes[0][1]
 
     def close(self) -> None:

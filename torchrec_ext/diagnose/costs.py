@@ -11,7 +11,8 @@ from functools import partial
 
 from torchrec_ext.diagnose.facts import Facts, Gain, LineFacts, Round
 from torchrec_ext.diagnose.findings import (
-    MATH,
+    Action,
+    Change,
     Remedy,
     expected,
     in_ms,
@@ -219,14 +220,14 @@ ROWS = (
 )
 
 
-def _by_rank(facts: Facts, remedy: Remedy) -> Remedy:
+def _by_rank(facts: Facts, remedy: Remedy, changes: Change) -> Remedy:
     """Returns a remedy of adopt as it is on several ranks: adopt takes no DDP."""
     if not facts.ranks or facts.recipe:
         return remedy
     return replace(
         remedy,
         lines=(*remedy.lines, "# on each rank, with DDP's model.module; average the ranks' weights every few steps"),
-        changes=f"{remedy.changes}; weights are averaged in place of gradients: quality must be measured",
+        changes=changes,
     )
 
 
@@ -244,11 +245,12 @@ def capture_remedy(facts: Facts) -> Remedy:
             lambda each: each["data"] + captured_seconds(facts, each, fast=False),
             lambda each: each["data"] + captured_seconds(facts, each, fast=True),
         ),
-        changes=MATH["rounding"],
+        changes=Change.ROUNDING,
         basis=f"predicted, not tried; capturing takes about {low:.0f} to {high:.0f} s once"
         + ("; values brought to Python must be taken out first" if facts.syncs else ""),
+        action=Action.CAPTURE,
     )
-    return _by_rank(facts, remedy)
+    return _by_rank(facts, remedy, Change.AVERAGED)
 
 
 def rows_remedy(facts: Facts) -> Remedy:
@@ -261,10 +263,11 @@ def rows_remedy(facts: Facts) -> Remedy:
             lambda each: FROM_COLUMNS[1] * each["data"] + warm_share(each) * captured_seconds(facts, each, fast=False),
             lambda each: warm_share(each) * captured_seconds(facts, each, fast=True),
         ),
-        changes=f"{MATH['rounding']}, and {MATH['draws']}",
+        changes=Change.ROUNDING_AND_DRAWS,
         basis="predicted, not tried",
+        action=Action.CAPTURE_WITH_ROWS,
     )
-    return _by_rank(facts, remedy)
+    return _by_rank(facts, remedy, Change.AVERAGED_AND_DRAWS)
 
 
 def limit_share(facts: Facts) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Literal
 
 from torchrec_ext.diagnose.facts import Facts, Gain, Round
@@ -16,14 +17,44 @@ Size = Literal["large", "medium", "small", "offer"]
 Helps = Literal["yes", "no", "perhaps", "not known"]
 LARGE, MEDIUM, LEAST = 0.33, 0.15, 0.05  # shares of an iteration
 UNDER = 1.05  # a gain below it is none
-MATH = {
-    "exact": "bit-equal",
-    "rounding": "the same but for rounding",
-    "draws": "the same law, other random draws",
-    "batch": "another batch size: the learning rate must follow, and quality must be measured",
-    "precision": "products rounded to 8 bits: quality must be measured",
-    "less": "nothing but how often it runs",
-}
+
+
+class Change(str, Enum):
+    """What a remedy changes in the mathematics of a step."""
+
+    EXACT = "bit-equal"
+    ROUNDING = "the same but for rounding"
+    DRAWS = "the same law, other random draws"
+    ROUNDING_AND_DRAWS = "the same but for rounding, and the same law, other random draws"
+    DRAWS_OF_WORKERS = "the same law, other random draws where the Dataset draws: each worker has a seed of its own"
+    LESS_OFTEN = "nothing but how often it runs"
+    AVERAGED = "the same but for rounding; weights are averaged in place of gradients: quality must be measured"
+    AVERAGED_AND_DRAWS = (
+        "the same but for rounding, and the same law, other random draws; weights are averaged in place of gradients: "
+        "quality must be measured"
+    )
+    BATCH = "another batch size: the learning rate must follow, and quality must be measured"
+    SCHEDULE = "the same sums in another schedule: quality must be measured"
+    BF16_PRODUCTS = "products rounded to 8 bits: quality must be measured"
+    BF16_SUMS = "sums rounded to 8 bits: quality must be measured"
+    FLOAT32 = "32-bit products in place of 64-bit ones: quality must be measured"
+    LOSS = "another loss: quality must be measured"
+    OPTIMIZER = "another optimizer: rows that are seldom read end elsewhere, and quality must be measured"
+
+
+_KEEPING = (
+    *(Change.EXACT, Change.ROUNDING, Change.DRAWS),
+    *(Change.ROUNDING_AND_DRAWS, Change.DRAWS_OF_WORKERS),
+)
+
+
+class Action(Enum):
+    """What a program does to apply a remedy, if it can."""
+
+    THREADS = "other compute threads"
+    WORKERS = "worker processes of a DataLoader"
+    CAPTURE = "a captured step"
+    CAPTURE_WITH_ROWS = "a captured step that makes its batches"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,19 +67,29 @@ class Remedy:
         gain: speed-up of an iteration that is expected; None where nothing is known.
         changes: what it changes in the mathematics.
         basis: how the gain is known.
+        is_measured: whether the gain was measured, not predicted.
+        action: what a program does to apply it; None if a person must write it.
+        count: number of threads or workers of the action.
     """
 
     name: str
     lines: tuple[str, ...]
     gain: Gain | None
-    changes: str
+    changes: Change
     basis: str
+    is_measured: bool = False
+    action: Action | None = None
+    count: int = 0
 
     @property
     def keeps_mathematics(self) -> bool:
         """Whether the step learns the same by the same law: bit-equal, but for rounding, or with other random draws."""
-        keeping = self.changes.startswith((MATH["exact"], MATH["rounding"], MATH["draws"]))
-        return keeping and "quality must be measured" not in self.changes
+        return self.changes in _KEEPING
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether the step is a captured one, of which experiments can change nothing any more."""
+        return self.action in (Action.CAPTURE, Action.CAPTURE_WITH_ROWS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,8 @@ from torchrec_ext.diagnose.costs import (
 )
 from torchrec_ext.diagnose.facts import Facts, Gain, paired_gain
 from torchrec_ext.diagnose.findings import (
-    MATH,
+    Action,
+    Change,
     Finding,
     Remedy,
     expected,
@@ -22,7 +23,6 @@ from torchrec_ext.diagnose.findings import (
     in_ms,
 )
 
-WORKERS = "DataLoader with"  # how the name of a remedy of workers begins; their number follows
 IDLE = 0.3  # cores that others may keep busy where the wall clock says what a second process gains
 
 
@@ -44,8 +44,9 @@ def loader_sleeps(facts: Facts) -> Finding | None:
             name="batches ready in time",
             lines=("read the source once, before the first step, or a block ahead of the steps",),
             gain=gain_of_ready(facts, READY),
-            changes=MATH["exact"],
+            changes=Change.EXACT,
             basis="measured: the step without its loader",
+            is_measured=True,
         )
     ]
     workers = _worker_remedy(facts, min(wanted, 16))
@@ -54,6 +55,7 @@ def loader_sleeps(facts: Facts) -> Finding | None:
             workers,
             gain=Gain(workers.gain.low, max(workers.gain.high, remedies[0].gain.high if remedies[0].gain else 0.0)),
             basis="between one real worker, which was tried, and batches that are always ready",
+            is_measured=False,
         )
     remedies.append(workers)
     if facts.recipe:
@@ -88,7 +90,7 @@ def row_python(facts: Facts) -> Finding | None:
         name="__getitems__: all rows of a batch in one call, with whole-array indexing",
         lines=("def __getitems__(self, rows): ...  # in the Dataset; torch calls it with the batch's row numbers",),
         gain=gain_of_ready(facts, FROM_COLUMNS),
-        changes=MATH["draws"],
+        changes=Change.DRAWS,
         basis="predicted from the step without its loader",
     )
     remedies = [rows_remedy(facts), ready, _worker_remedy(facts, 1)]
@@ -117,8 +119,9 @@ def loader_computes(facts: Facts) -> Finding | None:
             else "make the epoch's batches ahead of the steps, by whole-array operations",
         ),
         gain=gain_of_ready(facts, READY),
-        changes=MATH["exact"],
+        changes=Change.EXACT,
         basis="measured: the step without its loader",
+        is_measured=True,
     )
     if facts.recipe:
         return finding_of(
@@ -149,7 +152,7 @@ def _ahead(facts: Facts) -> Remedy:
         gain=expected(
             facts, lambda each: each["data"] + each["step"], lambda each: max(each["step"], 0.5 * each["data"])
         ),
-        changes=MATH["exact"],
+        changes=Change.EXACT,
         basis="bounds: nothing, or no wait where the thread that builds batches has a core of its own",
     )
 
@@ -157,11 +160,14 @@ def _ahead(facts: Facts) -> Remedy:
 def _worker_remedy(facts: Facts, workers: int) -> Remedy:
     gain, basis = worker_gain(facts)
     return Remedy(
-        name=f"{WORKERS} {workers} worker{'s' if workers > 1 else ''}",
+        name=f"DataLoader with {workers} worker{'s' if workers > 1 else ''}",
         lines=(f"DataLoader(..., num_workers={workers}, persistent_workers=True)",),
         gain=gain,
-        changes=f"{MATH['draws']} where the Dataset draws: each worker has a seed of its own",
+        changes=Change.DRAWS_OF_WORKERS,
         basis=basis,
+        is_measured=bool(facts.worker),
+        action=Action.WORKERS,
+        count=workers,
     )
 
 

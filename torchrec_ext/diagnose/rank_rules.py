@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from torchrec_ext.diagnose.facts import CollectiveFacts, Facts, Gain, RankFacts, Round, paired_gain
-from torchrec_ext.diagnose.findings import MATH, MEDIUM, Finding, Remedy, expected, in_ms, share_of, size_of
+from torchrec_ext.diagnose.findings import MEDIUM, Change, Finding, Remedy, expected, in_ms, share_of, size_of
 from torchrec_ext.observe.counts import TableFacts
 
 MANY = 8  # collectives of one kind in a step that are merged
@@ -22,7 +22,6 @@ _CONSTANT = 0.75  # share of steps in which one rank is the slowest where it is 
 _SPANS = {"data": "input", "forward": "forward", "backward": "backward", "optimizer": "optimizer"}
 _FEW = 0.05  # share of the exchange below which a remedy for it is left out
 _SMALL_MIB = 64.0  # of tables that are as well whole on every rank
-_EXCHANGE = "the same sums in another schedule: quality must be measured"
 
 
 def rank_findings(facts: Facts) -> list[Finding]:
@@ -112,8 +111,9 @@ def _straggler(facts: Facts, excess: Excess, cause: str, title: str, advice: str
         name=f"{name} as fast as the others",
         lines=(advice,),
         gain=_without(facts, excess.seconds),
-        changes=MATH["exact"],
+        changes=Change.EXACT,
         basis="measured: the same steps without what this rank takes longer",
+        is_measured=True,
     )
     return Finding(
         cause=cause, title=f"{name} {title}, and the others wait for it", evidence=evidence, remedies=(remedy,),
@@ -214,8 +214,9 @@ def rotating_straggler(facts: Facts) -> Finding | None:
             "log, garbage collection (gc.freeze(); gc.disable())",
         ),
         gain=_without(facts, seconds),
-        changes=MATH["exact"],
+        changes=Change.EXACT,
         basis="measured: the same steps without what the slowest rank takes longer",
+        is_measured=True,
     )
     evidence = (
         f"the slowest rank of a step computes {in_ms(seconds)} longer than a typical one, mostly in its "
@@ -270,8 +271,9 @@ def imbalanced_table(facts: Facts) -> Finding | None:
         name="tables over the ranks by what is read of them",
         lines=lines,
         gain=_without(facts, seconds),
-        changes=MATH["rounding"],
+        changes=Change.ROUNDING,
         basis="measured: every rank computes as long as their mean",
+        is_measured=True,
     )
     return Finding(
         cause="imbalanced_table", title=f"{_called(facts, rank)} holds the tables that are read most",
@@ -295,8 +297,9 @@ def uneven_lists(facts: Facts) -> Finding | None:
         name="batches of as many ids on each rank",
         lines=("deal rows out by the lengths of their lists: sorted, then rank 0, 1, ..., 1, 0; or cap the lists",),
         gain=_without(facts, seconds),
-        changes=MATH["draws"],
+        changes=Change.DRAWS,
         basis="measured: every rank computes as long as their mean",
+        is_measured=True,
     )
     return Finding(
         cause="uneven_lists", title=f"the lists of {_called(facts, rank)} are longer", evidence=evidence,
@@ -351,7 +354,7 @@ def slow_link(facts: Facts) -> Finding | None:
             lambda each: each["data"] + each["step"] - 0.5 * each["exchange"],
             lambda each: each["data"] + each["step"] - (1 - others / seconds) * each["exchange"],
         ),
-        changes=MATH["exact"],
+        changes=Change.EXACT,
         basis="predicted from what the others' links take",
     )
     return Finding(
@@ -385,8 +388,9 @@ def _alone_remedy(facts: Facts) -> Iterator[Remedy]:
             name="a single rank, which has nothing to exchange",
             lines=("-j 1x1" if facts.recipe else "python train.py  # in place of torchrun",),
             gain=gain,
-            changes=MATH["batch"],
+            changes=Change.BATCH,
             basis="measured: one rank without exchange while the others slept",
+            is_measured=True,
         )
 
 
@@ -416,7 +420,7 @@ def _less_often(facts: Facts) -> list[Remedy]:
                     lambda each: each["data"] + each["step"] + each["exchange"] * 0.1,
                     lambda each: each["data"] + each["step"] - (1 - sums) * each["exchange"],
                 ),
-                changes=MATH["rounding"],
+                changes=Change.ROUNDING,
                 basis=f"predicted: the tables take {mib:.3g} MiB, and their gradients are summed in place of rows",
             )
         )
@@ -433,7 +437,7 @@ def _less_often(facts: Facts) -> list[Remedy]:
                     )
                 ),
                 gain=expected(facts, lambda each: each["data"] + each["step"] - 0.75 * sums * each["exchange"]),
-                changes=_EXCHANGE if facts.recipe else MATH["batch"],
+                changes=Change.SCHEDULE if facts.recipe else Change.BATCH,
                 basis="predicted from the share of the exchange that sums gradients",
             )
         )
@@ -472,7 +476,7 @@ def unmerged_exchange(facts: Facts) -> Finding | None:
             lambda each: each["data"] + each["step"] - (1 - 4 / count) * each["exchange"],
             lambda each: each["data"] + each["step"] - (1 - 1 / count) * (each["exchange"] + 0.5 * each["wait"]),
         ),
-        changes=MATH["exact"],
+        changes=Change.EXACT,
         basis=f"predicted: the time of {count} goes but for one to four",
     )
     return Finding(
@@ -520,7 +524,7 @@ def bandwidth(facts: Facts) -> Finding | None:
             lambda each: each["data"] + each["step"] - 0.25 * rows * each["exchange"],
             lambda each: each["data"] + each["step"] - 0.5 * rows * each["exchange"],
         ),
-        changes="sums rounded to 8 bits: quality must be measured",
+        changes=Change.BF16_SUMS,
         basis="predicted from the bytes",
     )
     return Finding(
@@ -563,7 +567,7 @@ def oversubscribed(facts: Facts) -> Finding | None:
         name="as many processes as cores, with one thread each",
         lines=lines,
         gain=Gain(max(1.0, 1 / (1 - 0.5 * min(cost, 0.9))), 1.3 / (1 - min(cost, 0.9))),
-        changes=MATH["batch"],
+        changes=Change.BATCH,
         basis="predicted from the time without a core",
     )
     return Finding(

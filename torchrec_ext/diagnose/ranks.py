@@ -189,21 +189,20 @@ class RankRounds:
         """Runs the first steps; False on all ranks if the step cannot be run on one of them."""
         try:
             for _ in range(3):
-                error = None
+                failure = None
                 try:
                     self._loop.source.peek()
                 except StopIteration:
                     self._loop.note_end()
                 except Exception as caught:
-                    error = RanksFailedError(f"the loader raised {described(caught)}")
-                self._ranks.agree(error)
+                    failure = RanksFailedError(f"the loader raised {described(caught)}")
+                self._ranks.agree(failure)
                 self._steps.exchange("trace", self._iterate)
             self._steps.record()
             return True
         except RanksFailedError as error:
-            text = str(error)
-        self._loop.not_measured["step"] = f"the step raised on {text}" if text.startswith("rank ") else text
-        return False
+            self._loop.not_measured["step"] = f"the step raised on {error}" if error.names_rank else str(error)
+            return False
 
     def _iterate(self) -> None:
         self._steps.collectives.calls.clear()

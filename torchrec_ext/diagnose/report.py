@@ -116,7 +116,7 @@ class Diagnosis:
             "verdict": self.verdict,
             "noisy": self.noisy,
             "limit_share": costs.limit_share(self.facts),
-            "findings": [dataclasses.asdict(finding) for finding in self.findings],
+            "findings": [_finding_values(finding) for finding in self.findings],
             "answers": [dataclasses.asdict(answer) for answer in self.answers],
             "proof": [dataclasses.asdict(each) for each in self.proof],
             "facts": dataclasses.asdict(self.facts),
@@ -179,6 +179,15 @@ class Diagnosis:
         return "\n".join(_page(self)) if self._rank == 0 else ""
 
 
+def _finding_values(finding: Finding) -> dict[str, Any]:
+    """Returns a finding for the JSON report, without what only this process can apply."""
+    values = dataclasses.asdict(finding)
+    for remedy in values["remedies"]:
+        for name in ("is_measured", "action", "count"):
+            del remedy[name]
+    return values
+
+
 def apply_in_turn(
     diagnosis: Diagnosis,
     given: Given,
@@ -209,7 +218,7 @@ def apply_in_turn(
             for remedy in finding.remedies
             if remedy.keeps_mathematics and remedy.gain is not None and remedy.gain.high >= UNDER
         ]
-        return sorted((each for each in made if each.name not in tried), key=lambda each: "captured" in each.name)
+        return sorted((each for each in made if each.name not in tried), key=lambda each: each.is_captured)
 
     now = diagnosis
     while remedies := untried(now):
@@ -229,7 +238,7 @@ def apply_in_turn(
             continue
         given = changed[0]
         diagnosis.kept.append((changed[1], realised.ratio))
-        if any("captured" not in each.name for each in untried(now)):
+        if not all(each.is_captured for each in untried(now)):
             now = again(given)
     if not diagnosis.proof:
         notes.append(
@@ -251,7 +260,9 @@ def _page(diagnosis: Diagnosis) -> list[str]:
         for sentence in finding.evidence:
             lines += _wrapped(sentence, "   ")
         for remedy in finding.remedies:
-            lines += _wrapped(f"{_gain(remedy.gain):>14}  {remedy.name}: {remedy.basis}; {remedy.changes}", "   ", 19)
+            lines += _wrapped(
+                f"{_gain(remedy.gain):>14}  {remedy.name}: {remedy.basis}; {remedy.changes.value}", "   ", 19
+            )
             lines += [f"{'':19}  | {line}" for line in remedy.lines]
     lines += ["", "what people try, and what it gains here"]
     for answer in diagnosis.answers:
@@ -372,7 +383,7 @@ def _finding_card(number: int, finding: Finding) -> str:
     for remedy in finding.remedies:
         content.append(f"<p><strong>{escape(_gain(remedy.gain))}</strong> {escape(remedy.name)}</p>")
         content.append(f"<pre>{escape(chr(10).join(remedy.lines))}</pre>")
-        content.append(paragraph(f"{remedy.basis}; {remedy.changes}", "muted"))
+        content.append(paragraph(f"{remedy.basis}; {remedy.changes.value}", "muted"))
     return card(title, *content, wide=True)
 
 

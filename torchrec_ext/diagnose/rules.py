@@ -33,10 +33,11 @@ from torchrec_ext.diagnose.facts import DRIFT, Facts, Gain, Round
 from torchrec_ext.diagnose.findings import (
     LARGE,
     LEAST,
-    MATH,
     MEDIUM,
     UNDER,
+    Action,
     Answer,
+    Change,
     Finding,
     Helps,
     Remedy,
@@ -47,7 +48,6 @@ from torchrec_ext.diagnose.findings import (
 )
 from torchrec_ext.diagnose.loader_rules import IDLE, loader_computes, loader_sleeps, row_python, worker_gain
 
-ONE_THREAD, ALL_CORES = "one thread", "all cores"  # names of remedies
 NOISY = 0.6  # spread of iterations above which there is no verdict
 _LEAST_LINES = 0.1  # share of an iteration that such lines take together; what samples say of less is not sure
 _LOOP_OPS = 50  # ops of a line from which on it is a loop
@@ -77,7 +77,7 @@ def too_noisy(facts: Facts) -> str:
         for finding in made
         if finding.size in ("large", "medium")
         for remedy in finding.remedies
-        if remedy.basis.startswith("measured")
+        if remedy.is_measured
     ]
     certain = any(gain is not None and gain.low >= UNDER for gain in gains)
     certain = certain or any(finding.size == "large" and finding.least >= MEDIUM for finding in made)
@@ -116,7 +116,7 @@ def untouched_rows(facts: Facts) -> Finding | None:
             lambda each: each["data"] + min(each["step"], 3.0 * changed_seconds(each, "small_tables")),
             lambda each: each["data"] + changed_seconds(each, "small_tables"),
         ),
-        changes="another optimizer: rows that are seldom read end elsewhere, and quality must be measured",
+        changes=Change.OPTIMIZER,
         basis="predicted from the step with small tables",
     )
     return finding_of(
@@ -176,7 +176,7 @@ def _vectorised(facts: Facts) -> list[Remedy]:
                 lambda each: each["data"] + each["step"] - 0.7 * price(each, without),
                 lambda each: each["data"] + max(0.02 * each["step"], each["step"] - price(each, without + backward)),
             ),
-            changes=MATH["rounding"],
+            changes=Change.ROUNDING,
             basis="predicted from the price of its ops",
         )
     ]
@@ -191,7 +191,7 @@ def python_lines(facts: Facts) -> Finding | None:
         name="take these lines out of the step, or run them every hundredth step",
         lines=tuple(f"{line.name}: {line.text[:80]}" for line, _ in lines[:3]),
         gain=gain_without(facts, lambda each: unexplained_seconds(facts, each), 0.85, 1.1),
-        changes=MATH["less"],
+        changes=Change.LESS_OFTEN,
         basis="predicted from samples of the line that the loop is at",
     )
     evidence = [f"no tensor op explains the time at {line.name}, {share:.0%}: {line.text}" for line, share in lines[:3]]
@@ -217,8 +217,9 @@ def debug_modes(facts: Facts) -> Finding | None:
         lines=("torch.autograd.set_detect_anomaly(False)", "leave `with torch.profiler.profile()` after some steps"),
         # Both modes look up the stack at each op, and the frames of an experiment are on top of the user's own.
         gain=gain_without(facts, seconds, 0.85, 1.0),
-        changes=MATH["exact"],
+        changes=Change.EXACT,
         basis="measured: steps without it" if facts.has("quiet") else "predicted",
+        is_measured=facts.has("quiet"),
     )
     return finding_of(facts, "debug_modes", f"{modes} was left on", evidence, [remedy], seconds)
 
@@ -233,7 +234,7 @@ def whole_tables(facts: Facts) -> Finding | None:
         name="the same on the rows that the batch reads",
         lines=(f"{table.line}: look the rows up first, as in F.normalize(table(ids)); copy a table seldom",),
         gain=gain_without(facts, seconds, 0.8, 1.3),
-        changes=MATH["rounding"],
+        changes=Change.ROUNDING,
         basis="predicted from the time of these ops",
     )
     evidence = [
@@ -262,7 +263,7 @@ def double_precision(facts: Facts) -> Finding | None:
         name="32-bit floats",
         lines=("model.float(); x = x.float()  # numpy's arrays are 64-bit unless you say otherwise",),
         gain=gain_without(facts, saved, 0.5, 1.3),
-        changes="32-bit products in place of 64-bit ones: quality must be measured",
+        changes=Change.FLOAT32,
         basis="predicted: half of the bits take about half of the time",
     )
     evidence = [f"{in_ms(facts.double_s)} of a step are in ops of 64-bit floats, most of them at {facts.double_line}"]
@@ -282,8 +283,9 @@ def garbage(facts: Facts) -> Finding | None:
         lines=("import gc; gc.collect(); gc.freeze()  # before the training loop",),
         # A collection also leaves the step with cold caches. Its mean is not known better than its error says.
         gain=gain_without(facts, lambda _: mean, max(0.0, 0.5 * (1 - error / mean)), 1.3 * (1 + error / mean)),
-        changes=MATH["exact"],
+        changes=Change.EXACT,
         basis="measured: the seconds of its collections",
+        is_measured=True,
     )
     evidence = [f"collections take {in_ms(mean)} of an iteration, by the mean of {len(rounds)} rounds"]
     return finding_of(
@@ -308,7 +310,7 @@ def all_items(facts: Facts) -> Finding | None:
         name=f"a sampled softmax over {_SAMPLED_ITEMS:,} items",
         lines=(f"{most.line}: score the positive and {_SAMPLED_ITEMS:,} sampled items, with the logQ correction",),
         gain=gain_without(facts, seconds, 0.8, 1.1),
-        changes="another loss: quality must be measured",
+        changes=Change.LOSS,
         basis="predicted from the time of ops over all items",
     )
     return Finding(
@@ -336,7 +338,7 @@ def host_syncs(facts: Facts) -> Finding | None:
         name="keep values as tensors, and read one of them every hundred steps",
         lines=("total += loss.detach()  # in place of loss.item(); total.item() where it is printed",),
         gain=gain_without(facts, lambda each: sync_seconds(facts, each), least, most),
-        changes=MATH["exact"],
+        changes=Change.EXACT,
         basis="predicted from the seconds at these lines"
         if timed
         else "predicted from the price of an op and of .item() on this machine",
@@ -362,11 +364,14 @@ def too_many_threads(facts: Facts) -> Finding | None:
         f"one; this process may use {facts.cores} core(s){busy_text(facts)}"
     ]
     remedy = Remedy(
-        name=ONE_THREAD,
+        name="one thread",
+        action=Action.THREADS,
+        count=1,
         lines=("torch.set_num_threads(1)", "OMP_NUM_THREADS=1 python ...", "--threads 1  # with torchx run"),
         gain=gain,
-        changes=MATH["rounding"],
+        changes=Change.ROUNDING,
         basis="measured",
+        is_measured=True,
     )
     return finding_of(
         facts, "too_many_threads", "more threads than the step can use", evidence, [remedy],
@@ -386,7 +391,16 @@ def too_few_threads(facts: Facts) -> Finding | None:
         f"on {facts.cores}"
     ]
     lines = (f"torch.set_num_threads({facts.cores})", f"--threads {facts.cores}  # with torchx run")
-    remedy = Remedy(name=ALL_CORES, lines=lines, gain=gain, changes=MATH["rounding"], basis="measured")
+    remedy = Remedy(
+        name="all cores",
+        lines=lines,
+        gain=gain,
+        changes=Change.ROUNDING,
+        basis="measured",
+        is_measured=True,
+        action=Action.THREADS,
+        count=facts.cores,
+    )
     return finding_of(
         facts,
         "too_few_threads",
@@ -430,7 +444,7 @@ def sequential_towers(facts: Facts) -> Finding | None:
             lambda each: each["data"] + each["step"] - 0.4 * hidden(each),
             lambda each: each["data"] + each["step"] - hidden(each),
         ),
-        changes=MATH["rounding"],
+        changes=Change.ROUNDING,
         basis="predicted: from less than half to all of what the shorter towers take; the exchange takes the rest",
     )
     evidence = [
@@ -450,7 +464,7 @@ def recompilation(facts: Facts) -> Finding | None:
         name="one shape",
         lines=("DataLoader(..., drop_last=True)", "torch.compile(..., dynamic=True)"),
         gain=None,
-        changes=MATH["exact"],
+        changes=Change.EXACT,
         basis="not predicted",
     )
     evidence = [f"torch.compile made {facts.recompiles} graphs during steps whose batches have one shape"]
@@ -479,8 +493,9 @@ def between_steps(facts: Facts) -> Finding | None:
             else f"every {4 * each.steps:,} steps in place of {each.steps:,}",
         ),
         gain=expected(facts, lambda round_: round_["data"] + round_["step"] - 0.75 * seconds),
-        changes=MATH["less"],
+        changes=Change.LESS_OFTEN,
         basis="measured once",
+        is_measured=True,
     )
     title = f"{each.name} stands in the way of training"
     return finding_of(facts, "between_steps", title, evidence, [remedy], lambda _: seconds)
@@ -513,8 +528,9 @@ def larger_batches(facts: Facts) -> list[Remedy]:
                     name=f"{times} times the batch",
                     lines=(f"batch_size={times * facts.rows:,}" if facts.rows else f"batch_size={times} x today's",),
                     gain=expected(facts, seconds),
-                    changes=MATH["batch"],
+                    changes=Change.BATCH,
                     basis="measured",
+                    is_measured=True,
                 )
             )
     return made
@@ -529,7 +545,9 @@ def precision(facts: Facts) -> Finding | None:
         return None
     evidence = [f"a step takes {bare_step(facts)}, under bf16 autocast {in_ms(facts.median('bf16'))}"]
     lines = ('with torch.autocast("cpu", torch.bfloat16): loss = ...', "--set train.amp=bf16  # with torchx run")
-    remedy = Remedy(name="bf16 autocast", lines=lines, gain=gain, changes=MATH["precision"], basis="measured")
+    remedy = Remedy(
+        name="bf16 autocast", lines=lines, gain=gain, changes=Change.BF16_PRODUCTS, basis="measured", is_measured=True
+    )
     return Finding(
         cause="precision", title="products of 16 bits are faster here", evidence=tuple(evidence), remedies=(remedy,),
         cost=1 - 1 / gain.middle, size="offer",
@@ -640,14 +658,14 @@ def _larger_batch(facts: Facts) -> Answer:
     remedies = larger_batches(facts)
     if not remedies:
         return _answer("a larger batch", None, facts.not_measured.get("quadruple", "not measured"))
-    return _answer("a larger batch", remedies[-1].gain, f"measured: {remedies[-1].name}, by row; {MATH['batch']}")
+    return _answer("a larger batch", remedies[-1].gain, f"measured: {remedies[-1].name}, by row; {Change.BATCH.value}")
 
 
 def _mixed_precision(facts: Facts) -> Answer:
     if not facts.has("step", "bf16"):
         return _answer("mixed precision", None, facts.not_measured.get("bf16", "not measured"))
     gain = facts.gain(lambda each: each["data"] + changed_seconds(each, "bf16"))
-    return _answer("mixed precision", gain, f"measured: bf16 autocast; {MATH['precision']}")
+    return _answer("mixed precision", gain, f"measured: bf16 autocast; {Change.BF16_PRODUCTS.value}")
 
 
 def _compile(facts: Facts) -> Answer:

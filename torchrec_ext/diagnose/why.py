@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial, wraps
@@ -21,11 +20,9 @@ from torchrec_ext.adopt import AdoptedStep, adopt
 from torchrec_ext.diagnose.batches import BatchSource, called_with, loader_with, row_count
 from torchrec_ext.diagnose.collectives import Ranks, agreed
 from torchrec_ext.diagnose.experiments import Experiments
-from torchrec_ext.diagnose.findings import Remedy
-from torchrec_ext.diagnose.loader_rules import WORKERS
+from torchrec_ext.diagnose.findings import Action, Remedy
 from torchrec_ext.diagnose.loop import Step, TrainingLoop, steps_of_turn
 from torchrec_ext.diagnose.report import Diagnosis, apply_in_turn
-from torchrec_ext.diagnose.rules import ALL_CORES, ONE_THREAD
 from torchrec_ext.observe.clock import ThreadClock
 from torchrec_ext.observe.files import FilesWritten
 from torchrec_ext.observe.state_copy import StateCopy
@@ -241,13 +238,11 @@ def _with_remedy(
     """Returns a step and its batches with a remedy, and the lines of it; None where the user must write it."""
     fn, batches = given
     lines = "\n".join(remedy.lines)
-    if remedy.name in (ONE_THREAD, ALL_CORES):
-        threads = 1 if remedy.name == ONE_THREAD else len(os.sched_getaffinity(0))
-        return (_on_threads(fn, threads), batches), remedy.lines[0]
-    if remedy.name.startswith(WORKERS) and isinstance(batches, DataLoader):
-        workers = int(remedy.name.split()[2])
-        return (fn, loader_with(batches, num_workers=workers, prefetch_factor=2)), lines
-    if remedy.name.startswith("adopt: the step captured") and adopted is not None:
+    if remedy.action is Action.THREADS:
+        return (_on_threads(fn, remedy.count), batches), remedy.lines[0]
+    if remedy.action is Action.WORKERS and isinstance(batches, DataLoader):
+        return (fn, loader_with(batches, num_workers=remedy.count, prefetch_factor=2)), lines
+    if remedy.action is Action.CAPTURE and adopted is not None:
         return (adopted(), batches), lines
     return None
 

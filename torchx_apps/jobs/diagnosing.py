@@ -238,8 +238,9 @@ def job_settings(remedy: Remedy) -> list[str]:
     """Returns a remedy as ``key=value`` texts of a job; empty if it is no setting, or its value is left to the user.
 
     Example:
+        >>> from torchrec_ext.diagnose.findings import Change
         >>> lines = "--set loader.prefetch=8 --set loader.read_ahead=2", "--threads 2  # with torchx run"
-        >>> job_settings(Remedy(name="", lines=lines, gain=None, changes="", basis=""))
+        >>> job_settings(Remedy(name="", lines=lines, gain=None, changes=Change.EXACT, basis=""))
         ['loader.prefetch=8', 'loader.read_ahead=2', 'threads=2']
     """
     words = []
