@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from tests.diagnose.programs import Clock, mlp, training
 from torchrec_ext.diagnose import Diagnosis, ThreadClock, batches, experiments, loop, rounds, why, why_slow
-from torchrec_ext.observe import counting, user_lines
+from torchrec_ext.observe import ops, samples, user_lines
 from torchrec_ext.observe.clock import busy_elsewhere
 
 pytestmark = pytest.mark.unit
@@ -907,29 +907,29 @@ def test_a_call_that_holds_python_is_sampled_for_as_long_as_it_takes(monkeypatch
         holds = place >= 1e-3
         if holds:
             clock.now += 5e-3 - place
-        monkeypatch.setattr(counting.sys, "_current_frames", lambda: {samples._thread: holding if holds else other})
+        monkeypatch.setattr(samples.sys, "_current_frames", lambda: {sampler._thread: holding if holds else other})
         return clock.now > 10
 
     def frame() -> Any:
         return sys._getframe()
 
     holding, other = frame(), sys._getframe()
-    monkeypatch.setattr(counting, "time", SimpleNamespace(perf_counter=clock))
-    samples = counting.Samples()
-    monkeypatch.setattr(samples._stop, "wait", wait)
-    samples._sample()
-    shares = {stack[0][0].co_name: seconds / clock.now for stack, seconds in samples._stacks.items()}
+    monkeypatch.setattr(samples, "time", SimpleNamespace(perf_counter=clock))
+    sampler = samples.Samples()
+    monkeypatch.setattr(sampler._stop, "wait", wait)
+    sampler._sample()
+    shares = {stack[0][0].co_name: seconds / clock.now for stack, seconds in sampler._stacks.items()}
     assert shares["frame"] == pytest.approx(0.8, abs=0.03)
 
 
 def test_seconds_of_ops_are_no_longer_than_their_step() -> None:
     """Others had the cores while ops were timed, which took twice as long as a step does."""
-    counted = counting.count_ops(lambda: torch.ones(64, 64) @ torch.ones(64, 64), [])
+    counted = ops.count_ops(lambda: torch.ones(64, 64) @ torch.ones(64, 64), [])
     whole = counted.seconds
     counted.scale_to(whole / 2)
     assert counted.seconds == pytest.approx(whole / 2)
     assert sum(counted.kinds.values()) == pytest.approx(whole / 2)
-    assert sum(ops.seconds for ops in counted.by_line.values()) == pytest.approx(whole / 2)
+    assert sum(each.seconds for each in counted.by_line.values()) == pytest.approx(whole / 2)
     counted.scale_to(whole)
     assert counted.seconds == pytest.approx(whole / 2)
 

@@ -247,7 +247,7 @@ def held_by(value: Any, path: str = "", depth: int = _DEPTH) -> Iterator[tuple[s
     """Yields the values of an object, up to three steps away, each with its path.
 
     It looks for columns: it follows tables of pandas and objects of any library, but no classes, methods and closures.
-    That is why it is no :func:`torchrec_ext.observe.reached.reach`, which looks for whatever a step may change.
+    That is why it is no :func:`~torchrec_ext.observe.reached.reachable_from`, which looks for whatever a step may change.
     """
     for name, item in _children(value):
         yield f"{path}{name}".removeprefix("."), item

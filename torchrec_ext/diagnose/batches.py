@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from torchrec_ext.diagnose.facts import LoaderFacts
-from torchrec_ext.observe.counting import bytes_read
+from torchrec_ext.observe.machine import bytes_read
 
 _LEAST_READ = 1_024  # bytes
 _WORKER_S = 3.0

@@ -11,6 +11,7 @@ from typing import Any
 import torchrec_ext.needs_torch  # noqa: F401
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from torchrec_ext.diagnose.batches import row_count, worker_turns
@@ -21,19 +22,10 @@ from torchrec_ext.diagnose.ranks import RankRounds
 from torchrec_ext.diagnose.rounds import FEWEST_ROUNDS, MOST_ROUNDS, Rounds, attempt
 from torchrec_ext.diagnose.variants import SmallTables, Variant, Variants
 from torchrec_ext.observe.clock import busy_elsewhere
-from torchrec_ext.observe.counting import (
-    Counted,
-    Forwards,
-    OpsOfLine,
-    Products,
-    Samples,
-    compiled_graphs,
-    count_ops,
-    device_spans,
-    device_use,
-    roofline,
-    sum_products,
-)
+from torchrec_ext.observe.forwards import Forwards
+from torchrec_ext.observe.machine import compiled_graphs, device_spans, device_use, roofline
+from torchrec_ext.observe.ops import Counted, OpsOfLine, Products, count_ops, sum_products
+from torchrec_ext.observe.samples import Samples
 from torchrec_ext.observe.user_lines import described
 
 _TOWER_STEPS = 4
@@ -113,10 +105,10 @@ class Experiments:
             op_kinds=sorted(counted.kinds.items(), key=lambda each: -each[1])[:5],
             lines=lines,
             sampled_s=sampled_s,
-            whole_tables=() if cuda else list(counted.whole_tables(rows_of_tables)),
-            all_items=() if cuda else list(counted.all_items()),
-            double_s=0.0 if cuda else sum(counted.double.values()),
-            double_line=max(counted.double, key=counted.double.__getitem__, default=""),
+            whole_tables=() if cuda else list(counted.sizes.whole_tables(rows_of_tables)),
+            all_items=() if cuda else list(counted.sizes.all_items()),
+            double_s=0.0 if cuda else sum(counted.sizes.double.values()),
+            double_line=max(counted.sizes.double, key=counted.sizes.double.__getitem__, default=""),
             modes=self._variants.modes,
             product_s=products.seconds,
             product_flops=products.flops,
@@ -156,7 +148,8 @@ class Experiments:
         with self._rounds.local():
             attempt(loop, Variant("ops", count))
         self._variants.modes = sorted(counted.modes)
-        tables = counted.tables.values()
+        kinds = nn.Embedding | nn.EmbeddingBag  # TorchRec's kernels move only the rows that they read
+        tables = [(facts, module) for facts, module in counted.tables.values() if isinstance(module, kinds)]
         self._still = sum(max(0, facts.rows - facts.read) * facts.dim for facts, module in tables if module.sparse)
         trained = self._trained()
         counted.tables = {

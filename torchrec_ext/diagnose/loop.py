@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torchrec_ext.diagnose.batches import BatchSource, called_with, joined_batches
 from torchrec_ext.diagnose.facts import Round
 from torchrec_ext.observe.clock import ThreadClock
-from torchrec_ext.observe.counting import calls_of_autograd
+from torchrec_ext.observe.ops import calls_of_autograd
 from torchrec_ext.observe.state_copy import StateCopy
 
 TURN_S = 0.05  # seconds of a turn of short steps, of which one wait for a core must not be the half

@@ -23,7 +23,7 @@ import torchrec_ext.needs_torch  # noqa: F401
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torchrec_ext.diagnose.collectives import Collectives, Mode, Ranks, RanksFailedError
@@ -33,6 +33,7 @@ from torchrec_ext.diagnose.rounds import FEWEST_ROUNDS, attempt, enough, in_orde
 from torchrec_ext.diagnose.traces import PARTS, Measured, Traced, common_rounds, facts_of_ranks, parted
 from torchrec_ext.diagnose.variants import Variant, Variants
 from torchrec_ext.observe.counts import TableFacts
+from torchrec_ext.observe.lookups import count_lookups
 from torchrec_ext.observe.reached import every_module
 from torchrec_ext.observe.user_lines import described
 
@@ -98,10 +99,10 @@ class LocalSteps:
         self.loop.fixed = self.loop.pool[-_RECORDED:]
         for batch in self.loop.fixed:
             recorded: list[Any] = []
-            with _look_ups(self.loop.modules) as tables:
+            with count_lookups(self.loop.modules) as tables:
                 self.exchange("record", lambda batch=batch: self.loop.call(batch), recorded)  # type: ignore[misc]
             self._recorded[id(batch)] = recorded
-            self.lookups = list(tables.values())
+            self.lookups = [facts for facts, _ in tables.values()]
 
     @contextmanager
     def without_exchange(self) -> Iterator[None]:
@@ -391,41 +392,3 @@ def _id_count(batch: Any) -> int:
     if isinstance(batch, list | tuple):
         return sum(map(_id_count, batch))
     return sum(map(_id_count, vars(batch).values())) if dataclasses.is_dataclass(batch) else 0
-
-
-@contextmanager
-def _look_ups(modules: Sequence[nn.Module]) -> Iterator[dict[Any, TableFacts]]:
-    """Counts meanwhile the ids that each table of this rank is read by: torch's tables, and TorchRec's sharded ones."""
-    tables: dict[Any, TableFacts] = {}
-    every = [module for root in modules for module in every_module(root)]
-    plans = [getattr(module, "module_sharding_plan", None) or {} for module in every]
-    shardings = {name: each.sharding_type for plan in plans for name, each in plan.items()}
-
-    def add(key: Any, name: str, rows: int, dim: int, read: int) -> None:
-        before = tables.get(key)
-        tables[key] = TableFacts(
-            name=name,
-            rows=rows,
-            dim=dim,
-            read=read + (before.read if before else 0),
-            sharding=shardings.get(name, "") if isinstance(key, tuple) else "",
-        )
-
-    def plain(path: str) -> Callable[[Any, Any], None]:
-        return lambda module, args: add(id(module), path, len(module.weight), module.weight.shape[1], args[0].numel())
-
-    def sharded(module: Any, args: Any) -> None:
-        counts = iter(args[0].length_per_key())
-        for index, table in enumerate(module.config.embedding_tables):
-            read = sum(next(counts, 0) for _ in table.feature_names)
-            add((id(module), index), table.name, table.local_rows, table.local_cols, read)
-
-    with ExitStack() as stack:
-        paths = {id(module): path for root in modules for path, module in root.named_modules()}
-        for module in every:
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-                path = paths.get(id(module), type(module).__name__)
-                stack.callback(module.register_forward_pre_hook(plain(path)).remove)
-            elif hasattr(getattr(module, "config", None), "embedding_tables"):
-                stack.callback(module.register_forward_pre_hook(sharded).remove)
-        yield tables

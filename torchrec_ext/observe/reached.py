@@ -1,4 +1,4 @@
-"""reach(): the objects that a step function leads to: its modules, optimizers, generators, data, and their owners.
+"""reachable_from(): the objects that a step function leads to: its modules, optimizers, generators, data, and their owners.
 
 It goes through closures, the globals that a function names, methods, attributes, slots and containers, and stops at
 objects of libraries, except those that take part in training.
@@ -35,7 +35,7 @@ _RECORDS = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList)  # th
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, property, classmethod, staticmethod)
 
 
-def reach(*roots: Any, values: Callable[[Any], Iterator[Any]] | None = None) -> Iterator[Any]:
+def reachable_from(*roots: Any, values: Callable[[Any], Iterator[Any]] | None = None) -> Iterator[Any]:
     """Yields the objects that roots lead to, once; no containers and plain values.
 
     Args:

@@ -61,7 +61,7 @@ from torchrec_ext.observe.reached import (
     is_followed,
     is_library,
     own_values,
-    reach,
+    reachable_from,
     slots_of,
 )
 
@@ -98,8 +98,8 @@ class StateCopy:
         self._watched: list[tuple[str, Callable[[], bool]]] = []
         self._copied: dict[int, Any] = {}  # objects by id, which are held here so that no id is used twice
         self._whole: set[int] = set()  # addresses of storages that are copied from end to end
-        reached = list(reach(*roots, loader))
-        of_loader = {id(each) for each in reach(loader, values=own_values)}
+        reached = list(reachable_from(*roots, loader))
+        of_loader = {id(each) for each in reachable_from(loader, values=own_values)}
         modules = [each for each in reached if isinstance(each, nn.Module)]
         inner = {id(child) for module in modules for child in every_module(module) if child is not module}
         self.modules = [module for module in modules if id(module) not in inner]

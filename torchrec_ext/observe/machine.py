@@ -1,0 +1,77 @@
+"""Yardsticks of this machine: the rates of a large product and of a large copy; and what a device and files did."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torchrec_ext.needs_torch  # noqa: F401
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from torchrec_ext.observe.intervals import length, union
+
+
+def best_seconds(call: Callable[[], Any]) -> float:
+    """Returns the least seconds of a call, of as many as a tenth of a second holds."""
+    call()
+    best, end = float("inf"), time.perf_counter() + 0.1
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        call()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def device_use(spans: Collection[tuple[float, float]]) -> float:
+    """Returns the share of the time from the first span to the last in which one of them ran; 0 for none.
+
+    Example:
+        >>> device_use([(0.0, 2.0), (1.0, 3.0), (7.0, 8.0)])
+        0.5
+    """
+    if not spans:
+        return 0.0
+    whole = max(end for _, end in spans) - min(start for start, _ in spans)
+    return length(union(spans)) / whole if whole else 0.0
+
+
+def device_spans(call: Callable[[], object]) -> list[tuple[float, float]]:
+    """Returns the spans of kernels and copies that a call runs on CUDA devices, in microseconds, by torch.profiler."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        call()
+        torch.cuda.synchronize()
+    return [
+        (event.time_range.start, event.time_range.end)
+        for event in profiler.events() or ()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+
+
+def compiled_graphs() -> int:
+    """Returns how many graphs torch.compile has made."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo is not None else 0
+
+
+def bytes_read() -> int | None:
+    """Returns how many bytes this thread has read from files; None where the system does not say."""
+    try:
+        with open("/proc/thread-self/io") as stream:
+            before = dict(line.split(": ") for line in stream)
+    except (OSError, ValueError):
+        return None
+    return int(before["rchar"])
+
+
+def roofline() -> tuple[float, float]:
+    """Returns floating-point operations of a large product, and bytes of a large copy, a second, on today's threads."""
+    size, many = 768, 2**24
+    matrix, source = torch.randn(size, size), torch.ones(many)
+    target = torch.empty(many)
+    product = best_seconds(lambda: matrix @ matrix)
+    copy = best_seconds(lambda: target.copy_(source))
+    return 2 * size**3 / product, 2 * 4 * many / copy

@@ -1,0 +1,366 @@
+"""Counted: the ops of a step by the user's lines and by the sizes of their tensors; its products and its tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torchrec_ext.needs_torch  # noqa: F401
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from torchrec_ext.observe.counts import AllItems, TableFacts, WholeTableOp
+from torchrec_ext.observe.lookups import count_lookups
+from torchrec_ext.observe.user_lines import SampledLine, lines_of, owner_of, stack_of
+
+_SYNCS = ("_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "masked_select", "equal")
+_LOOK_UPS = ("embedding", "_embedding_bag", "index", "index_select", "gather")
+_LOOK_UP_BACKWARDS = ("embedding_dense_backward", "_embedding_bag_dense_backward", "_index_put_impl_", "new_zeros")
+_SOFTMAX = ("_log_softmax", "_softmax", "logsumexp")
+_PRODUCTS = set(flop_registry)
+_LARGE_SIZE = 2_048  # entries from which on a dimension may be a table's or a catalogue's
+_FEW = 1_024  # numbers on which an op does no work worth mention
+_WHOLE = 5  # a step reads few rows of a table that has so many times as many
+_COUNTING_S = 1.0  # seconds of counted steps after which none is counted again
+_LARGE = 1e7  # floating-point operations from which on a product's rate is the machine's
+
+
+@dataclasses.dataclass
+class OpsOfLine:
+    """The ops of a line in a step.
+
+    Attributes:
+        ops: number of ops.
+        seconds: seconds inside of them.
+        feeding: number of ops that only feed values to Python.
+    """
+
+    ops: int = 0
+    seconds: float = 0.0
+    feeding: int = 0
+
+
+class Sizes:
+    """Ops by the sizes and the dtypes of their tensors.
+
+    Attributes:
+        looked_up: ids by number of rows of the tensor in which they are looked up.
+        by_rows: seconds by number of rows and line, of ops of the user's lines on a floating tensor of so many rows.
+        by_size: seconds by size, of ops on a tensor that has a large dimension of this size.
+        softmax: sizes over which a softmax is taken, with the line.
+        mixed: numbers of rows that a sparse product mixes, so that each row needs the others.
+        double: seconds in ops of 64-bit floats by line.
+        few: seconds of each op on few numbers.
+        many: seconds of each other op.
+    """
+
+    def __init__(self) -> None:
+        self.looked_up: Counter[int] = Counter()
+        self.by_rows: defaultdict[tuple[int, str], float] = defaultdict(float)
+        self.by_size: defaultdict[int, float] = defaultdict(float)
+        self.softmax: dict[int, str] = {}
+        self.mixed: set[int] = set()
+        self.double: defaultdict[str, float] = defaultdict(float)
+        self.few: list[float] = []
+        self.many: list[float] = []
+
+    def add(self, packet: Any, args: Any, result: Any, seconds: float, line: str) -> None:
+        """Adds an op of a line."""
+        name = packet.__name__
+        tensors = _tensors_in((args, result))
+        most = max((each.numel() for each in tensors), default=0)
+        (self.many if most > _FEW else self.few).append(seconds)
+        if name in _LOOK_UPS:
+            ids = args[1] if isinstance(args[1], Tensor) else args[-1]
+            count = max((each.numel() for each in _tensors_in(ids)), default=0)
+            if args[0].dim() > 1 and args[0].is_floating_point() and count:
+                self.looked_up[len(args[0])] += count
+        else:
+            rows = {len(each) for each in tensors if each.dim() > 1 and each.is_floating_point()}
+            rows = {count for count in rows if count >= _LARGE_SIZE}
+            if any(each.layout != torch.strided for each in tensors):
+                self.mixed |= rows if "mm" in name else set()  # a sparse gradient mixes nothing
+            elif packet not in _PRODUCTS and name not in _LOOK_UP_BACKWARDS and line != "optimizer":
+                for count in rows:
+                    self.by_rows[count, line] += seconds
+        if name in _SOFTMAX and tensors[0].dim():
+            dimension = args[1][0] if isinstance(args[1], list) else args[1]
+            self.softmax.setdefault(tensors[0].shape[dimension], line)
+        for size in {size for each in tensors for size in each.shape if size >= _LARGE_SIZE}:
+            self.by_size[size] += seconds
+        if any(each.dtype == torch.float64 and each.numel() > 1 for each in tensors):
+            self.double[line] += seconds
+
+    def work(self) -> float:
+        """Returns the seconds of ops on many numbers, without the price that an op on few numbers has too."""
+        price = statistics.median(self.few) if self.few else min(self.many, default=0.0)
+        return sum(max(0.0, seconds - price) for seconds in self.many)
+
+    def whole_tables(self, tables: Collection[int]) -> Iterator[WholeTableOp]:
+        """Yields lines that work on all rows of a table of which few are looked up.
+
+        Args:
+            tables: numbers of rows of the tables.
+        """
+        for (rows, line), seconds in self.by_rows.items():
+            count = self.looked_up[rows]
+            few = rows in tables and rows not in self.mixed and 0 < _WHOLE * count < rows
+            if few and line not in ("backward", "optimizer"):
+                backward = self.by_rows.get((rows, "backward"), 0.0)
+                yield WholeTableOp(line=line, rows=rows, read=count, seconds=seconds, backward_s=backward)
+
+    def all_items(self) -> Iterator[AllItems]:
+        """Yields softmaxes over so many items that these take time."""
+        for size, line in self.softmax.items():
+            if size >= _LARGE_SIZE:
+                yield AllItems(line=line, items=size, seconds=self.by_size[size])
+
+
+class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts and times the aten ops of a step by the user's lines, its products, and the ids that tables read.
+
+    Attributes:
+        ops: number of ops.
+        bare: number of these that autograd does not record, without those of backward.
+        seconds: seconds inside of all ops.
+        work: seconds inside of ops on many numbers, beyond what an op on few numbers takes.
+        lines: number of ops by the line that makes them, a library's too.
+        by_line: ops and seconds by the user's own line.
+        kinds: seconds by name of the op.
+        sizes: ops by the sizes of their tensors.
+        syncs: ops that bring a value to Python, by the user's own line; ``by_line`` has those that only feed these too.
+        products: seconds of each call by matrix product.
+        tables: facts and modules of the tables that were read.
+        modes: names of autograd's debugging modes that were on.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ops = 0
+        self.bare = 0
+        self.seconds = 0.0
+        self.work = 0.0
+        self.lines: Counter[str] = Counter()
+        self.by_line: dict[SampledLine, OpsOfLine] = {}
+        self.kinds: defaultdict[str, float] = defaultdict(float)
+        self.sizes = Sizes()
+        self.syncs: Counter[str] = Counter()
+        self.products: dict[Product, list[float]] = {}
+        self.tables: dict[Any, tuple[TableFacts, Any]] = {}
+        self.modes: set[str] = set()
+        self._flow = Flow()
+        self._line_of_op: list[OpsOfLine] = []
+        self._sync_ops: list[int] = []
+        self._module = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        start = time.perf_counter()
+        result = func(*args, **(kwargs or {}))
+        seconds = time.perf_counter() - start
+        stack = stack_of(sys._getframe(1))
+        line, users_line = lines_of(stack)
+        self.ops += 1
+        self.seconds += seconds
+        self.lines[line] += 1
+        ops_of_line = self.by_line.setdefault(users_line, OpsOfLine())
+        ops_of_line.ops += 1
+        ops_of_line.seconds += seconds
+        self._line_of_op.append(ops_of_line)
+        number = self._flow.add(func, (args, kwargs), result)
+        packet = func._overloadpacket
+        self.kinds[packet.__name__] += seconds
+        if packet.__name__ in _SYNCS and line not in ("backward", "optimizer"):
+            self.syncs[users_line.name] += 1
+            self._sync_ops.append(number)
+        tensors = [each for each in args if isinstance(each, Tensor)]
+        is_recorded = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+        self.bare += not is_recorded and line != "backward"
+        if packet in _PRODUCTS and all(each.is_floating_point() and each.layout == torch.strided for each in tensors):
+            flops = flop_registry[packet](*args, **(kwargs or {}), out_val=result)
+            shapes = tuple((tuple(each.shape), each.dtype, each.stride()) for each in tensors)
+            product = Product(packet.__name__, shapes, flops, "" if line == "backward" else self._module)
+            self.products.setdefault(product, []).append(seconds)
+        if torch.is_anomaly_enabled():
+            self.modes.add("anomaly mode")
+        if torch.autograd._profiler_enabled():
+            self.modes.add("a profiler")
+        in_optimizer = any(owner_of(code.co_filename) == "optimizer" for code, _ in stack)  # the user's own class too
+        self.sizes.add(packet, args, result, seconds, "optimizer" if in_optimizer else users_line.name)
+        return result
+
+    @contextmanager
+    def watching(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        """Notes meanwhile how many ids each table reads, the module that runs, and where backward begins."""
+        with ExitStack() as stack:
+            stack.enter_context(calls_of_autograd(self._flow.using))
+            self.tables = stack.enter_context(count_lookups(modules))
+            for root in modules:
+                for path, module in root.named_modules():
+                    if not isinstance(module, nn.Embedding | nn.EmbeddingBag) and not list(module.children()):
+                        stack.callback(module.register_forward_pre_hook(self._entering(path)).remove)
+            yield
+
+    def _entering(self, path: str) -> Callable[[Any, Any], None]:
+        return lambda module, args: setattr(self, "_module", path)
+
+    def sum_up(self) -> None:
+        """Sums up the work of ops, and counts the ops that only feed values to Python."""
+        for number in self._flow.feeding(self._sync_ops):
+            self._line_of_op[number].feeding += 1
+        self.work = self.sizes.work()
+
+    def scale_to(self, step: float) -> None:
+        """Makes the seconds of all ops no longer than a step takes: ops were timed once, while others may have run."""
+        factor = min(1.0, step / self.seconds) if self.seconds else 1.0
+        self.seconds *= factor
+        self.work *= factor
+        sums: list[dict[Any, float]] = [self.kinds, self.sizes.by_rows, self.sizes.by_size, self.sizes.double]
+        for seconds_by_key in sums:
+            for key in seconds_by_key:
+                seconds_by_key[key] *= factor
+        for ops in self.by_line.values():
+            ops.seconds *= factor
+        for times in self.products.values():
+            times[:] = [seconds * factor for seconds in times]
+
+
+class Product(NamedTuple):
+    """A matrix product of a step: shapes, dtypes and strides of its tensors."""
+
+    name: str
+    shapes: tuple[Any, ...]
+    flops: int
+    module: str
+
+
+class Products(NamedTuple):
+    """Seconds and floating-point operations of all products of a step.
+
+    ``rate``: operations a second of the fastest large one; ``layers``: shares of the forward's by module.
+    """
+
+    seconds: float = 0.0
+    flops: float = 0.0
+    rate: float = 0.0
+    layers: tuple[tuple[str, float], ...] = ()
+
+
+def sum_products(products: Mapping[Product, Sequence[float]]) -> Products:
+    """Adds up the products of a step as they were timed in it."""
+    seconds, flops, rate = 0.0, 0.0, 0.0
+    layers: Counter[str] = Counter()
+    for product, times in products.items():
+        seconds += sum(times)
+        flops += len(times) * product.flops
+        if product.flops > _LARGE:
+            rate = max(rate, product.flops / min(times))
+        if product.module:
+            layers[product.module] += len(times) * product.flops
+    whole = sum(layers.values())
+    shares = tuple((name, share / whole) for name, share in layers.most_common(5)) if whole else ()
+    return Products(seconds, flops, rate, shares)
+
+
+class Flow:
+    """The ops of a step that read the results of its other ops.
+
+    An op has its number. A tensor is known by its Python object and its storage together, since both are used again.
+    One that no op was seen to return, such as autograd's saved ones, stands for all that was written to its storage.
+    """
+
+    def __init__(self) -> None:
+        self._readers: list[set[int]] = []  # by op
+        self._used: set[int] = set()  # ops whose results are read by more than ops
+        self._results: dict[int, tuple[int, int]] = {}  # storage and op by id of a tensor
+        self._writers: dict[int, list[int]] = {}  # ops by storage
+
+    def add(self, func: Any, arguments: Any, result: Any) -> int:
+        """Adds an op, and returns its number."""
+        number = len(self._readers)
+        self._readers.append(set())
+        inputs, outputs = _tensors_in(arguments), _tensors_in(result)
+        for tensor in inputs:
+            for writer in self._writers_of(tensor):
+                self._readers[writer].add(number)
+        objects = {id(tensor) for tensor in inputs}
+        storages = {_storage_of(tensor) for tensor in inputs}
+        writes = func._schema.is_mutable
+        if writes and not outputs:
+            self._used.add(number)
+        for tensor in outputs:
+            storage = _storage_of(tensor)
+            if writes and id(tensor) in objects:
+                if storage not in self._writers:  # of a parameter, or of a sum over steps
+                    self._used.add(number)
+                self._writers.setdefault(storage, []).append(number)
+            elif storage not in storages:
+                self._writers[storage] = [number]
+            self._results[id(tensor)] = storage, number
+        return number
+
+    def _writers_of(self, tensor: Tensor) -> list[int]:
+        storage, number = self._results.get(id(tensor), (0, 0))
+        return [number] if storage == _storage_of(tensor) else self._writers.get(_storage_of(tensor), [])
+
+    def using(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a function that also notes its tensors as used by more than ops."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for tensor in _tensors_in((args, kwargs)):
+                self._used.update(self._writers_of(tensor))
+            return function(*args, **kwargs)
+
+        return call
+
+    def feeding(self, last: Collection[int]) -> set[int]:
+        """Returns these ops, and all those whose results nothing but these and each other reads."""
+        ops = set(last)
+        for number in reversed(range(len(self._readers))):
+            readers = self._readers[number]
+            if readers and readers <= ops and number not in self._used:
+                ops.add(number)
+        return ops
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    return [each for each in pytree.tree_leaves(value) if isinstance(each, Tensor)]
+
+
+def _storage_of(tensor: Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except NotImplementedError:  # it has none, as a sparse one and that of a function transform
+        return id(tensor)
+
+
+@contextmanager
+def calls_of_autograd(wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Wraps the functions of torch that start a backward meanwhile."""
+    with ExitStack() as stack:
+        for name in ("backward", "grad"):
+            function = getattr(torch.autograd, name)
+            setattr(torch.autograd, name, wrapper(function))
+            stack.callback(setattr, torch.autograd, name, function)
+        yield
+
+
+def count_ops(call: Callable[[], object], modules: Sequence[nn.Module]) -> Counted:
+    """Counts and times the ops of a call that trains on a batch; of three calls, if there is time, the fastest one."""
+    counts: list[Counted] = []
+    while len(counts) < 3 and sum(each.seconds for each in counts) < _COUNTING_S:
+        counted = Counted()
+        with counted.watching(modules), counted:
+            call()
+        counted.sum_up()
+        counts.append(counted)
+    return min(counts, key=lambda each: each.seconds)

@@ -1,0 +1,92 @@
+"""Samples: the seconds of a training loop by the user's lines, whatever they do."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import sys
+import threading
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import torchrec_ext.needs_torch  # noqa: F401
+
+import torch
+
+from torchrec_ext.observe.user_lines import SampledLine, Stack, lines_of, stack_of
+
+_SAMPLE_EVERY_S = 3e-3
+_BATCHES = str(Path(__file__).parents[1] / "diagnose" / "batches.py")
+
+
+def _part_and_line(stack: Stack) -> tuple[str, SampledLine]:
+    of_data = any(code.co_filename == _BATCHES and code.co_name == "take" for code, _ in stack)
+    return "data" if of_data else "step", lines_of(stack)[1]
+
+
+class Samples:
+    """Seconds of this thread by line, which another thread looks up again and again while the context is open.
+
+    Python hands over from one thread to the next where a call has ended. A short switch interval makes that the line
+    that took the time, and not a later one.
+
+    Garbage collections are no time of the line at which they begin.
+
+    Attributes:
+        seconds: seconds by part (``data`` or ``step``) and line.
+        saved: files that ``torch.save`` was seen to write.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[tuple[str, SampledLine], float] = defaultdict(float)
+        self.saved: set[str] = set()
+        self._stacks: defaultdict[Stack, float] = defaultdict(float)
+        self._collected: defaultdict[Stack, float] = defaultdict(float)
+        self._began = 0.0
+        self._thread = threading.get_ident()
+        self._stop = threading.Event()
+        self._sampler = threading.Thread(target=self._sample, daemon=True)
+
+    def __enter__(self) -> Samples:
+        self._switch_interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-4)
+        gc.callbacks.append(self._collect)
+        self._sampler.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._sampler.join()
+        gc.callbacks.remove(self._collect)
+        sys.setswitchinterval(self._switch_interval)
+        for stack, seconds in self._stacks.items():
+            self.seconds[_part_and_line(stack)] += seconds
+        for stack, seconds in self._collected.items():
+            part, line = _part_and_line(stack)
+            seconds = min(seconds, self.seconds[part, line])
+            self.seconds[part, line] -= seconds
+            self.seconds[part, SampledLine("garbage")] += seconds
+
+    def _collect(self, phase: str, _: object) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        if phase == "start":
+            self._began = time.perf_counter()
+        else:
+            self._collected[tuple(stack_of(sys._getframe(1)))] += time.perf_counter() - self._began
+
+    def _sample(self) -> None:
+        generator = random.Random(0)  # a step of a regular length is not always met at the same line
+        due = time.perf_counter()
+        while not self._stop.wait(due - time.perf_counter()):  # little is done here, since the loop waits for it
+            frame = sys._current_frames().get(self._thread)
+            now, past = time.perf_counter(), due
+            while due <= now:  # moments are set beforehand: a call that holds Python has all that fall into it
+                due += generator.uniform(0.2, 1.8) * _SAMPLE_EVERY_S
+            self._stacks[tuple(stack_of(frame))] += due - past
+            while frame is not None and frame.f_code is not torch.save.__code__:
+                frame = frame.f_back
+            if frame is not None and isinstance(frame.f_locals.get("f"), str | os.PathLike):
+                self.saved.add(os.fspath(frame.f_locals["f"]))
