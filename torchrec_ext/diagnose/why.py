@@ -25,6 +25,7 @@ from torchrec_ext.diagnose.loop import Step, TrainingLoop, steps_of_turn
 from torchrec_ext.diagnose.report import Diagnosis, apply_in_turn
 from torchrec_ext.observe.clock import ThreadClock
 from torchrec_ext.observe.files import FilesWritten
+from torchrec_ext.observe.put_back import copy_mapping
 from torchrec_ext.observe.state_copy import StateCopy
 
 _PROOF_S = 10.0  # seconds of the wall clock in which a remedy is measured
@@ -90,20 +91,9 @@ class _WhySlow:
             for each in optimizers:
                 each.step()
 
-        roots = (loss, model, *optimizers)
-        _check_alone(apply)
-        diagnosis = self._diagnose(step, batches, roots, budget_s, between)
-        if apply:
-            self._apply(
-                diagnosis,
-                step,
-                batches,
-                roots,
-                budget_s,
-                between,
-                lambda: adopt(model, optimizers, loss, compile="require"),
-            )
-        return diagnosis
+        request = _Request(roots=(loss, model, *optimizers), budget_s=budget_s, between=dict(between or {}))
+        adopted = partial(adopt, model, optimizers, loss, compile="require")
+        return request.run(step, batches, apply, adopted)
 
     def step(
         self,
@@ -134,109 +124,105 @@ class _WhySlow:
         """
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         roots = (fn, *([model] if model else []), *optimizers)
-        _check_alone(apply)
-        diagnosis = self._diagnose(fn, batches, roots, budget_s, between)
-        if apply:
-            self._apply(diagnosis, fn, batches, roots, budget_s, between, None)
+        request = _Request(roots=roots, budget_s=budget_s, between=dict(between or {}))
+        return request.run(fn, batches, apply)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Request:
+    """A diagnosis that a user asks for.
+
+    Args:
+        roots: objects from which all that a step changes is reached.
+        budget_s: seconds of the wall clock that the rounds may take.
+        between: what else runs between steps, by name: a function, and the number of steps from a call to the next.
+    """
+
+    roots: tuple[Any, ...]
+    budget_s: float
+    between: Mapping[str, tuple[Callable[[], object], int]]
+
+    def run(
+        self, fn: Step, batches: Iterable[Any], apply: bool, adopted: Callable[[], AdoptedStep] | None = None
+    ) -> Diagnosis:
+        """Diagnoses a step, and applies remedies if the user wants that; ``adopted`` makes the captured step."""
+        if apply and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ValueError(
+                f"apply=True on {dist.get_world_size()} ranks: it changes one process alone; leave it out, or run one "
+                "rank; for a recipe on several: torchx run rec.diagnose.why_slow -j 1x2 --apply True"
+            )
+        diagnosis = self.diagnose(fn, batches)
+        if apply and diagnosis.verdict not in ("step failed", "loop failed") and not isinstance(batches, Iterator):
+            self._apply(diagnosis, fn, batches, adopted)
         return diagnosis
 
     def _apply(
-        self,
-        diagnosis: Diagnosis,
-        fn: Step,
-        batches: Iterable[Any],
-        roots: tuple[Any, ...],
-        budget_s: float,
-        between: Mapping[str, tuple[Callable[[], object], int]] | None,
-        adopted: Callable[[], AdoptedStep] | None,
+        self, diagnosis: Diagnosis, fn: Step, batches: Iterable[Any], adopted: Callable[[], AdoptedStep] | None
     ) -> None:
         """Applies what can be applied without the user's hand, see :func:`apply_in_turn`, and puts everything back."""
-        if diagnosis.verdict in ("step failed", "loop failed") or isinstance(batches, Iterator):
-            return
         between_s = diagnosis.facts.mean_between()  # a part of the iterations that gains are predicted of
-        state = StateCopy(*roots, batches)
-        hooks = [(held, dict(held)) for each in state.optimizers for held in _hooks(each)]
+        state = StateCopy(*self.roots, batches)
+        hooks = [copy_mapping(each) for optimizer in state.optimizers for each in _hooks(optimizer)]
         try:
             apply_in_turn(
                 diagnosis,
                 (fn, batches),
                 partial(_with_remedy, adopted=adopted),
-                lambda before, after: _compare(*before, roots, *after, _PROOF_S, between_s),
-                lambda given: self._diagnose(*given, roots, budget_s, between),
+                lambda before, after: _compare(*before, self.roots, *after, _PROOF_S, between_s),
+                lambda training: self.diagnose(*training),
             )
         finally:
             state.restore()
-            for held, kept in hooks:
-                held.clear()
-                held.update(kept)
+            for put_back in hooks:
+                put_back()
 
-    def _diagnose(
-        self,
-        fn: Step,
-        batches: Iterable[Any],
-        roots: tuple[Any, ...],
-        budget_s: float,
-        between: Mapping[str, tuple[Callable[[], object], int]] | None,
-    ) -> Diagnosis:
+    def diagnose(self, fn: Step, batches: Iterable[Any]) -> Diagnosis:
+        """Diagnoses a step, on all ranks together if there are several."""
         ranks = Ranks() if dist.is_initialized() and dist.get_world_size() > 1 else None
         try:
-            return self._diagnosed(fn, batches, roots, budget_s, dict(between or {}), ranks)
+            return self._diagnose(fn, batches, ranks)
         finally:
             if ranks is not None:
                 ranks.close()
 
-    def _diagnosed(
-        self,
-        fn: Step,
-        batches: Iterable[Any],
-        roots: tuple[Any, ...],
-        budget_s: float,
-        between: Mapping[str, tuple[Callable[[], object], int]],
-        ranks: Ranks | None,
-    ) -> Diagnosis:
-        roots += tuple(function for function, _ in between.values())
+    def _diagnose(self, fn: Step, batches: Iterable[Any], ranks: Ranks | None) -> Diagnosis:
+        roots = (*self.roots, *(function for function, _ in self.between.values()))
         loader = None if isinstance(batches, list | tuple) else batches
         with agreed(ranks):
-            _check(budget_s, between)
+            _check(self.budget_s, self.between)
             state = StateCopy(*roots, loader=loader)
         files = FilesWritten()
         try:
             with ThreadClock() as clock, files:
                 with agreed(ranks):
                     loop = TrainingLoop(fn, batches, state, clock)
-                    experiments = Experiments(loop, budget_s, ranks)
-                facts = experiments.facts(between)
+                    experiments = Experiments(loop, self.budget_s, ranks)
+                facts = experiments.facts(self.between)
         finally:
             state.restore()
         files.paths |= experiments.saved_files
         notes = [*facts.notes, *filter(None, [files.note()]), *state.changed_data()]
         facts = dataclasses.replace(facts, notes=notes)
-        roots += (loader,)
-        compare = partial(_compare, fn, loop.source.again(), roots, between_s=facts.mean_between())
-        diagnosis = Diagnosis(facts, compare) if ranks is None else Diagnosis(facts, _not_on_ranks, ranks.rank)
+        if ranks is None:
+            compare = partial(_compare, fn, loop.source.again(), (*roots, loader), between_s=facts.mean_between())
+            diagnosis = Diagnosis(facts, compare)
+        else:
+            diagnosis = Diagnosis(facts, _not_on_ranks, ranks.rank)
         diagnosis.batches = loop.source.handed_back()
         loop.source.close()
         return diagnosis
 
 
-def _check_alone(apply: bool) -> None:
-    if apply and dist.is_initialized() and dist.get_world_size() > 1:
-        raise ValueError(
-            f"apply=True on {dist.get_world_size()} ranks: it changes one process alone; leave it out, or run one "
-            "rank; for a recipe on several: torchx run rec.diagnose.why_slow -j 1x2 --apply True"
-        )
-
-
 def _hooks(optimizer: Optimizer) -> list[dict[Any, Any]]:
     """Returns the hooks of an optimizer's state_dict, of which an adopted step adds some."""
-    return [held for name, held in vars(optimizer).items() if name.endswith("_hooks") and isinstance(held, dict)]
+    return [value for name, value in vars(optimizer).items() if name.endswith("_hooks") and isinstance(value, dict)]
 
 
 def _with_remedy(
-    given: tuple[Step, Iterable[Any]], remedy: Remedy, adopted: Callable[[], AdoptedStep] | None
+    training: tuple[Step, Iterable[Any]], remedy: Remedy, adopted: Callable[[], AdoptedStep] | None
 ) -> tuple[tuple[Step, Iterable[Any]], str] | None:
-    """Returns a step and its batches with a remedy, and the lines of it; None where the user must write it."""
-    fn, batches = given
+    """Returns a step and its batches with a remedy, and its lines; None if a person must write it."""
+    fn, batches = training
     lines = "\n".join(remedy.lines)
     if remedy.action is Action.THREADS:
         return (_on_threads(fn, remedy.count), batches), remedy.lines[0]
