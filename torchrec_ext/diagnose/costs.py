@@ -90,9 +90,9 @@ def op_price(facts: Facts, each: Round) -> float:
 
 def launch_seconds(facts: Facts, each: Round) -> float:
     """Returns the seconds of a round's step that are the price of its ops, not their work."""
-    known = swept_seconds(facts, each) + facts.product_s + _threading(each)
+    others = swept_seconds(facts, each) + facts.product_s + _threading(each)
     # Sweeps, products and threads are inside of ops too.
-    rest = each["step"] - sync_seconds(facts, each) - max(known, facts.work_s)
+    rest = each["step"] - sync_seconds(facts, each) - max(others, facts.work_s)
     if facts.device_busy is not None:  # what the device waits for is what the host takes beyond its kernels
         return max(0.0, min(rest, (1 - facts.device_busy) * each["step"]))
     return max(0.0, min(rest, (facts.ops - facts.sync_ops) * op_price(facts, each)))
@@ -172,8 +172,8 @@ def captured_seconds(facts: Facts, each: Round, *, fast: bool) -> float:
     products = min(facts.product_s, base)
     price = (1.0 if fast else 0.7) * facts.ops * op_price(facts, each)
     rest = max(0.0, base - products - price)
-    made = products * (0.9 if fast else 1.0) + (0.25 if fast else 0.8) * rest
-    return min(base, max(made, _FIXED_S[0] if fast else _FIXED_S[1]))
+    captured = products * (0.9 if fast else 1.0) + (0.25 if fast else 0.8) * rest
+    return min(base, max(captured, _FIXED_S[0] if fast else _FIXED_S[1]))
 
 
 def capture_seconds(facts: Facts) -> tuple[float, float]:
@@ -198,8 +198,8 @@ def gain_without(facts: Facts, seconds: Callable[[Round], float], least: float, 
     """
 
     def fastest(each: Round) -> float:
-        left = each["step"] - seconds(each)
-        return max(each["step"] - most * seconds(each), _REST * left, _REST_LEAST * each["step"])
+        rest = each["step"] - seconds(each)
+        return max(each["step"] - most * seconds(each), _REST * rest, _REST_LEAST * each["step"])
 
     return expected(
         facts,
@@ -278,15 +278,15 @@ def limit_share(facts: Facts) -> float:
     """
     if not facts.has("step") or not facts.flops_per_s or not facts.bytes_per_s:
         return 0.0
-    needed = facts.product_flops / facts.flops_per_s + traffic(facts) / facts.bytes_per_s
-    return min(1.0, share_of(facts, lambda _: needed))
+    limit_s = facts.product_flops / facts.flops_per_s + traffic(facts) / facts.bytes_per_s
+    return min(1.0, share_of(facts, lambda _: limit_s))
 
 
 def traffic(facts: Facts) -> float:
     """Returns the bytes of parameters, gradients and moments that a step must read and write."""
     tables = sum(each.rows * each.dim for each in facts.tables)
-    read = sum(min(each.rows, each.read) * each.dim for each in facts.tables)
-    return 4 * 7 * (max(0, facts.parameters - tables) + read)
+    rows = sum(min(each.rows, each.read) * each.dim for each in facts.tables)
+    return 4 * 7 * (max(0, facts.parameters - tables) + rows)
 
 
 def busy_text(facts: Facts) -> str:

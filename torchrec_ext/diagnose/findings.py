@@ -169,6 +169,30 @@ def size_of(cost: float) -> Size:
     return "large" if cost >= LARGE else "medium" if cost >= MEDIUM else "small"
 
 
+def finding_of_cost(
+    cause: str,
+    title: str,
+    evidence: Sequence[str],
+    remedies: Sequence[Remedy],
+    cost: float,
+    *,
+    size: Size | None = None,
+    ranks: Sequence[int] = (),
+    least: float = 0.0,
+) -> Finding:
+    """Makes a finding; that of a fault has the size that its cost has."""
+    return Finding(
+        cause=cause,
+        title=title,
+        evidence=tuple(evidence),
+        remedies=tuple(remedies),
+        cost=cost,
+        size=size or size_of(cost),
+        ranks=tuple(ranks),
+        least=least,
+    )
+
+
 def finding_of(
     facts: Facts,
     cause: str,
@@ -177,9 +201,7 @@ def finding_of(
     remedies: Sequence[Remedy],
     seconds: Callable[[Round], float],
 ) -> Finding:
-    """Returns a finding whose cost is the share of an iteration that such seconds of each round are."""
-    cost = share_of(facts, seconds)
-    return Finding(
-        cause=cause, title=title, evidence=tuple(evidence), remedies=tuple(remedies), cost=cost, size=size_of(cost),
-        least=shares_of(facts, seconds)[0] if facts.rounds else 0.0,
-    )  # fmt: skip
+    """Makes a finding; its cost is the median over rounds of the share that ``seconds`` take of an iteration."""
+    shares = shares_of(facts, seconds)
+    least = shares[0] if shares else 0.0
+    return finding_of_cost(cause, title, evidence, remedies, share_of(facts, seconds), least=least)

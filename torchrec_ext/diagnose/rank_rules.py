@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from torchrec_ext.diagnose.facts import CollectiveFacts, Facts, Gain, RankFacts, Round, paired_gain
-from torchrec_ext.diagnose.findings import MEDIUM, Change, Finding, Remedy, expected, in_ms, share_of, size_of
+from torchrec_ext.diagnose.findings import MEDIUM, Change, Finding, Remedy, expected, finding_of_cost, in_ms, share_of
 from torchrec_ext.observe.counts import TableFacts
 
 MANY = 8  # collectives of one kind in a step that are merged
@@ -28,12 +28,13 @@ def rank_findings(facts: Facts) -> list[Finding]:
     """Returns what the ranks together waste; nothing for one process."""
     if not facts.ranks or not facts.rounds or not all(each.steps for each in facts.ranks):
         return []
-    made = [finding for rule in RULES.values() if (finding := rule(facts)) is not None]
-    shared = next((each for each in made if each.cause == "oversubscribed"), None)
+    findings = {cause: finding for cause, rule in RULES.items() if (finding := rule(facts)) is not None}
+    shared = findings.get(oversubscribed.__name__)
     if shared is not None and shared.cost >= MEDIUM:
         # An exchange between processes that wait for a core is slow by that.
-        made = [each for each in made if each.cause not in ("latency", "unmerged_exchange")]
-    return made
+        for rule in (latency, unmerged_exchange):
+            findings.pop(rule.__name__, None)
+    return list(findings.values())
 
 
 # ------------------------------------------------------------------------------------------------------- ranks compared
@@ -98,14 +99,14 @@ def _always(facts: Facts, excess: Excess) -> bool:
     return slowest.count(excess.rank) > _CONSTANT * len(steps)
 
 
-def _straggler(facts: Facts, excess: Excess, cause: str, title: str, advice: str) -> Finding | None:
+def _straggler(facts: Facts, excess: Excess, cause: str, title: str, advice: str, evidence: str = "") -> Finding | None:
+    """Makes a finding of a rank that is always slow in a span; ``evidence`` if the span does not say enough."""
     if excess.seconds < 0.3 * excess.others or not _always(facts, excess):
         return None
-    cost = _of_iteration(facts, excess.seconds)
     name = _called(facts, excess.rank)
-    evidence = (
+    evidence = evidence or (
         f"{name} takes {in_ms(excess.others + excess.seconds)} for its {_SPANS[excess.span]}, the others "
-        f"{in_ms(excess.others)}; {_waits(facts, excess.rank)}",
+        f"{in_ms(excess.others)}"
     )
     remedy = Remedy(
         name=f"{name} as fast as the others",
@@ -115,10 +116,14 @@ def _straggler(facts: Facts, excess: Excess, cause: str, title: str, advice: str
         basis="measured: the same steps without what this rank takes longer",
         is_measured=True,
     )
-    return Finding(
-        cause=cause, title=f"{name} {title}, and the others wait for it", evidence=evidence, remedies=(remedy,),
-        cost=cost, size=size_of(cost), ranks=(excess.rank,),
-    )  # fmt: skip
+    return finding_of_cost(
+        cause,
+        f"{name} {title}, and the others wait for it",
+        [f"{evidence}; {_waits(facts, excess.rank)}"],
+        [remedy],
+        _of_iteration(facts, excess.seconds),
+        ranks=[excess.rank],
+    )
 
 
 def straggler_input(facts: Facts) -> Finding | None:
@@ -170,18 +175,14 @@ def slow_rank(facts: Facts) -> Finding | None:
     most, whole = _in_step(facts)
     if most.seconds >= _ONE_SPAN * whole or _explained(facts, most.rank):
         return None
-    others = [_step_of(each) for each in facts.ranks if each.rank != most.rank]
+    others = statistics.median([_step_of(each) for each in facts.ranks if each.rank != most.rank])
     advice = "look at this rank's host: other programs on its cores, its clock rate, its memory; or leave the host out"
-    made = _straggler(
-        facts, Excess(most.rank, most.span, whole, statistics.median(others)), "slow_rank", "computes slowly", advice
+    evidence = (
+        f"{_called(facts, most.rank)} computes {in_ms(_step_of(facts.ranks[most.rank]))} of a step, in forward, "
+        f"backward and optimizer alike, the others {in_ms(others)}"
     )
-    return made and Finding(**{
-        **vars(made),
-        "evidence": (
-            f"{_called(facts, most.rank)} computes {in_ms(_step_of(facts.ranks[most.rank]))} of a step, in forward, "
-            f"backward and optimizer alike, the others {in_ms(statistics.median(others))}; {_waits(facts, most.rank)}",
-        ),
-    })  # fmt: skip
+    excess = Excess(most.rank, most.span, whole, others)
+    return _straggler(facts, excess, "slow_rank", "computes slowly", advice, evidence)
 
 
 def _step_of(rank: RankFacts) -> float:
@@ -191,27 +192,26 @@ def _step_of(rank: RankFacts) -> float:
 def rotating_straggler(facts: Facts) -> Finding | None:
     """The rank that is slow is another one in each step."""
     steps = list(zip(*(each.steps for each in facts.ranks), strict=True))
-    slowest = [max(range(len(step)), key=lambda rank: _computed(step[rank])) for step in steps]
+    computed = [[_computed(each) for each in step] for step in steps]
+    slowest = [max(range(len(step)), key=step.__getitem__) for step in computed]
     counts = [slowest.count(rank) for rank in range(len(facts.ranks))]
     if len(steps) < 8 or max(counts) > _CONSTANT * len(steps):
         return None
     # By the median, so that a step in which the machine had a hiccup makes no straggler.
-    excess = [max(map(_computed, step)) - _low([_computed(each) for each in step]) for step in steps]
-    seconds = statistics.median(excess)
-    if seconds < 0.5 * statistics.median([_low([_computed(each) for each in step]) for step in steps]):
+    seconds = statistics.median([max(step) - _low(step) for step in computed])
+    if seconds < 0.5 * statistics.median(map(_low, computed)):
         return None
-    by_span = {
-        span: statistics.fmean([max(each[span] for each in step) - _low([e[span] for e in step]) for step in steps])
-        for span in _SPANS
-    }
-    span = max(by_span, key=lambda name: by_span[name])
-    cost = _of_iteration(facts, seconds)
+    by_span = {}
+    for name in _SPANS:
+        of_span = [[each[name] for each in step] for step in steps]
+        by_span[name] = statistics.fmean([max(step) - _low(step) for step in of_span])
+    span = _SPANS[max(by_span, key=by_span.__getitem__)]
     shares = ", ".join(f"rank {rank} in {count / len(steps):.0%}" for rank, count in enumerate(counts) if count)
     remedy = Remedy(
         name="even work in every step",
         lines=(
-            f"look at what a rank does in its {_SPANS[span]} in some steps and not in others: long rows, a flush, a "
-            "log, garbage collection (gc.freeze(); gc.disable())",
+            f"look at what a rank does in its {span} in some steps and not in others: long rows, a flush, a log, "
+            "garbage collection (gc.freeze(); gc.disable())",
         ),
         gain=_without(facts, seconds),
         changes=Change.EXACT,
@@ -219,92 +219,101 @@ def rotating_straggler(facts: Facts) -> Finding | None:
         is_measured=True,
     )
     evidence = (
-        f"the slowest rank of a step computes {in_ms(seconds)} longer than a typical one, mostly in its "
-        f"{_SPANS[span]}, and is not the same one: {shares} of {len(steps)} steps",
+        f"the slowest rank of a step computes {in_ms(seconds)} longer than a typical one, mostly in its {span}, and is "
+        f"not the same one: {shares} of {len(steps)} steps"
     )
-    return Finding(
-        cause="rotating_straggler", title="in each step another rank is slow, and the others wait for it",
-        evidence=evidence, remedies=(remedy,), cost=cost, size=size_of(cost), ranks=tuple(range(len(counts))),
-    )  # fmt: skip
+    title = "in each step another rank is slow, and the others wait for it"
+    cost = _of_iteration(facts, seconds)
+    return finding_of_cost("rotating_straggler", title, [evidence], [remedy], cost, ranks=range(len(counts)))
 
 
 # ------------------------------------------------------------------------------------------- what ranks have to look up
 
 
+class Excessive(NamedTuple):
+    """A rank that has far more of something than the ranks' mean, for which its steps compute longer."""
+
+    rank: int
+    seconds: float
+    text: str
+
+
 def _top(values: Sequence[float]) -> tuple[int, float]:
     """Returns the greatest of the ranks' values, and how many times the mean it is."""
     mean = statistics.fmean(values)
-    rank = max(range(len(values)), key=lambda index: values[index])
+    rank = max(range(len(values)), key=values.__getitem__)
     return rank, values[rank] / mean if mean else 1.0
 
 
-def _uneven(facts: Facts, values: Sequence[float]) -> tuple[int, float, float]:
-    """Returns the rank with most, how many times the mean, and its seconds of computing beyond the ranks' mean."""
+def _excessive(facts: Facts, values: Sequence[float]) -> Excessive | None:
+    """Returns the rank with most, if it has far more than the mean and computes longer than it."""
     rank, times = _top(values)
-    whole = [_step_of(each) for each in facts.ranks]
-    return rank, times, whole[rank] - statistics.fmean(whole)
+    steps = [_step_of(each) for each in facts.ranks]
+    seconds = steps[rank] - statistics.fmean(steps)
+    if times < _UNEVEN or seconds <= 0:
+        return None
+    text = f"its step computes {in_ms(steps[rank])}, a typical one {in_ms(_low(steps))}; {_waits(facts, rank)}"
+    return Excessive(rank, seconds, text)
+
+
+def _uneven(
+    facts: Facts, most: Excessive, cause: str, title: str, evidence: Sequence[str], remedy: tuple[str, Sequence[str]],
+    changes: Change,
+) -> Finding:  # fmt: skip
+    """Makes a finding of a rank that has more to do than the others; ``remedy`` is its name and its lines."""
+    name, lines = remedy
+    even = Remedy(
+        name=name,
+        lines=tuple(lines),
+        gain=_without(facts, most.seconds),
+        changes=changes,
+        basis="measured: every rank computes as long as their mean",
+        is_measured=True,
+    )
+    return finding_of_cost(cause, title, evidence, [even], _of_iteration(facts, most.seconds), ranks=[most.rank])
 
 
 def imbalanced_table(facts: Facts) -> Finding | None:
     """The tables of one rank are read far more than those of the others."""
     values = [float(sum(table.read * table.dim for table in each.tables)) for each in facts.ranks]
-    rank, times, seconds = _uneven(facts, values)
-    if times < _UNEVEN or seconds <= 0 or _top([each.ids for each in facts.ranks])[1] >= _UNEVEN:
+    most = _excessive(facts, values)
+    if most is None or _top([each.ids for each in facts.ranks])[1] >= _UNEVEN:
         return None
-    cost = _of_iteration(facts, seconds)
-    share = values[rank] / sum(values)
-    most = max(facts.ranks[rank].tables, key=lambda table: table.read * table.dim)
+    name = _called(facts, most.rank)
+    table = most_read(facts.ranks[most.rank])
     evidence = (
-        f"{_called(facts, rank)} looks up {share:.0%} of all values: of {_shard(most)} alone {most.read:,} rows a step",
-        f"its step computes {in_ms(_step_of(facts.ranks[rank]))}, a typical one "
-        f"{in_ms(_low([_step_of(each) for each in facts.ranks]))}; {_waits(facts, rank)}",
+        f"{name} looks up {values[most.rank] / sum(values):.0%} of all values: of {shard_text(table)} alone "
+        f"{table.read:,} rows a step",
+        most.text,
     )
-    lines = (
-        ("--set plan.tables=" + most.name + "=column_wise  # or row_wise", "rec.train.plan shows what each rank holds")
-        if facts.recipe
-        else (
-            f"spread {most.name} over the ranks: by columns or rows (TorchRec: ShardingType.COLUMN_WISE, ROW_WISE), or "
-            "change it for tables of the others",
+    lines: tuple[str, ...] = (
+        f"spread {table.name} over the ranks: by columns or rows (TorchRec: ShardingType.COLUMN_WISE, ROW_WISE), or "
+        "change it for tables of the others",
+    )
+    if facts.recipe:
+        lines = (
+            f"--set plan.tables={table.name}=column_wise  # or row_wise",
+            "rec.train.plan shows what each rank holds",
         )
-    )
-    remedy = Remedy(
-        name="tables over the ranks by what is read of them",
-        lines=lines,
-        gain=_without(facts, seconds),
-        changes=Change.ROUNDING,
-        basis="measured: every rank computes as long as their mean",
-        is_measured=True,
-    )
-    return Finding(
-        cause="imbalanced_table", title=f"{_called(facts, rank)} holds the tables that are read most",
-        evidence=evidence, remedies=(remedy,), cost=cost, size=size_of(cost), ranks=(rank,),
-    )  # fmt: skip
+    remedy = "tables over the ranks by what is read of them", lines
+    title = f"{name} holds the tables that are read most"
+    return _uneven(facts, most, "imbalanced_table", title, evidence, remedy, Change.ROUNDING)
 
 
 def uneven_lists(facts: Facts) -> Finding | None:
     """The batches of one rank hold far more ids than those of the others."""
     values = [each.ids for each in facts.ranks]
-    rank, times, seconds = _uneven(facts, values)
-    if times < _UNEVEN or seconds <= 0:
+    most = _excessive(facts, values)
+    if most is None:
         return None
-    cost = _of_iteration(facts, seconds)
-    evidence = (
-        f"a batch of {_called(facts, rank)} holds {values[rank]:,.0f} ids, that of a typical rank {_low(values):,.0f}; "
-        f"its step computes {in_ms(_step_of(facts.ranks[rank]))}, a typical one "
-        f"{in_ms(_low([_step_of(each) for each in facts.ranks]))}; {_waits(facts, rank)}",
-    )
-    remedy = Remedy(
-        name="batches of as many ids on each rank",
-        lines=("deal rows out by the lengths of their lists: sorted, then rank 0, 1, ..., 1, 0; or cap the lists",),
-        gain=_without(facts, seconds),
-        changes=Change.DRAWS,
-        basis="measured: every rank computes as long as their mean",
-        is_measured=True,
-    )
-    return Finding(
-        cause="uneven_lists", title=f"the lists of {_called(facts, rank)} are longer", evidence=evidence,
-        remedies=(remedy,), cost=cost, size=size_of(cost), ranks=(rank,),
-    )  # fmt: skip
+    name = _called(facts, most.rank)
+    evidence = [
+        f"a batch of {name} holds {values[most.rank]:,.0f} ids, that of a typical rank {_low(values):,.0f}; {most.text}"
+    ]
+    line = "deal rows out by the lengths of their lists: sorted, then rank 0, 1, ..., 1, 0; or cap the lists"
+    remedy = "batches of as many ids on each rank", [line]
+    title = f"the lists of {name} are longer"
+    return _uneven(facts, most, "uneven_lists", title, evidence, remedy, Change.DRAWS)
 
 
 # ------------------------------------------------------------------------------------------------------------- exchange
@@ -325,6 +334,20 @@ def _sent(facts: Facts) -> float:
     )
 
 
+def _gain_of_exchange(facts: Facts, least: float, most: float) -> Gain | None:
+    """Returns the speed-up of an iteration without shares of its exchange, at least and at most."""
+    return expected(
+        facts,
+        lambda each: each["data"] + each["step"] - least * each["exchange"],
+        lambda each: each["data"] + each["step"] - most * each["exchange"],
+    )
+
+
+def _exchange_share(facts: Facts) -> float:
+    """Returns the share of an iteration that the exchange takes."""
+    return share_of(facts, lambda each: each["exchange"])
+
+
 def _slow_links(facts: Facts) -> Iterator[tuple[int, float, float]]:
     """Yields ranks that send slowly, with their seconds and those of the others."""
     for each in facts.ranks:
@@ -339,7 +362,6 @@ def slow_link(facts: Facts) -> Finding | None:
     if not slow:
         return None
     rank, seconds, others = max(slow, key=lambda each: each[1])
-    cost = share_of(facts, lambda each: each["exchange"])
     name = _called(facts, rank)
     evidence = (
         f"{name} sends {facts.link_bytes / 1024:.0f} KiB to each other rank in {in_ms(seconds)}, the others "
@@ -349,18 +371,12 @@ def slow_link(facts: Facts) -> Finding | None:
     remedy = Remedy(
         name=f"the link of {name} as fast as the others'",
         lines=("look at its cable, its switch port, its interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), its MTU",),
-        gain=expected(
-            facts,
-            lambda each: each["data"] + each["step"] - 0.5 * each["exchange"],
-            lambda each: each["data"] + each["step"] - (1 - others / seconds) * each["exchange"],
-        ),
+        gain=_gain_of_exchange(facts, 0.5, 1 - others / seconds),
         changes=Change.EXACT,
         basis="predicted from what the others' links take",
     )
-    return Finding(
-        cause="slow_link", title=f"the link of {name} is slow, and every exchange goes at its pace", evidence=evidence,
-        remedies=(remedy,), cost=cost, size=size_of(cost), ranks=(rank,),
-    )  # fmt: skip
+    title = f"the link of {name} is slow, and every exchange goes at its pace"
+    return finding_of_cost("slow_link", title, evidence, [remedy], _exchange_share(facts), ranks=[rank])
 
 
 def _exchange_text(facts: Facts) -> str:
@@ -400,7 +416,7 @@ def _share_of_sums(facts: Facts) -> float:
     return sum(each for sums, each in seconds if sums) / max(sum(each for _, each in seconds), 1e-12)
 
 
-def _shards(facts: Facts) -> list[TableFacts]:
+def _sharded(facts: Facts) -> list[TableFacts]:
     """Returns the shards of tables that ranks share."""
     return [table for each in facts.ranks for table in each.tables if table.sharding not in ("", "data_parallel")]
 
@@ -408,18 +424,14 @@ def _shards(facts: Facts) -> list[TableFacts]:
 def _less_often(facts: Facts) -> list[Remedy]:
     """Returns ways to exchange less: sums of gradients seldomer, no rows of tables, or nothing at all."""
     sums, remedies = _share_of_sums(facts), list[Remedy]()
-    sharded = _shards(facts)
+    sharded = _sharded(facts)
     mib = sum(table.rows * table.dim for table in sharded) * 4 / 2**20
     if facts.recipe and sharded and mib < _SMALL_MIB:
         remedies.append(
             Remedy(
                 name="tables whole on every rank",
                 lines=("--set plan.sharding=data_parallel",),
-                gain=expected(
-                    facts,
-                    lambda each: each["data"] + each["step"] + each["exchange"] * 0.1,
-                    lambda each: each["data"] + each["step"] - (1 - sums) * each["exchange"],
-                ),
+                gain=_gain_of_exchange(facts, -0.1, 1 - sums),
                 changes=Change.ROUNDING,
                 basis=f"predicted: the tables take {mib:.3g} MiB, and their gradients are summed in place of rows",
             )
@@ -436,7 +448,7 @@ def _less_often(facts: Facts) -> list[Remedy]:
                         "exchange",
                     )
                 ),
-                gain=expected(facts, lambda each: each["data"] + each["step"] - 0.75 * sums * each["exchange"]),
+                gain=_gain_of_exchange(facts, 0.75 * sums, 0.75 * sums),
                 changes=Change.SCHEDULE if facts.recipe else Change.BATCH,
                 basis="predicted from the share of the exchange that sums gradients",
             )
@@ -452,25 +464,22 @@ def unmerged_exchange(facts: Facts) -> Finding | None:
     name, calls = max(kinds.items(), key=lambda each: len(each[1]))
     if len(calls) < MANY:
         return None
-    cost = share_of(facts, lambda each: each["exchange"]) * (1 - 2 / len(facts.collectives))
+    count = len(calls)
     lines = ", ".join(dict.fromkeys(each.line for each in calls))
     evidence = (
-        f"{len(calls)} {name} of {statistics.median([max(each.bytes) for each in calls]) / 1024:,.2f} KiB in a step, "
-        f"called from {lines}",
+        f"{count} {name} of {statistics.median([max(each.bytes) for each in calls]) / 1024:,.2f} KiB in a step, called "
+        f"from {lines}",
         f"{_exchange_text(facts)}; a collective of a few bytes takes {in_ms(facts.latency_s)}",
     )
-    count = len(calls)
-    merges = not facts.recipe or (bool(_shards(facts)) and not facts.towers_apart)  # what tower_parallel can merge
+    pasted: tuple[str, ...] = (
+        f"flat = torch.cat([each.flatten() for each in tensors]); dist.{name}(flat, ...); flat.split(sizes)",
+        "DistributedDataParallel(model, bucket_cap_mb=25)  # for gradients",
+    )
+    if facts.recipe:
+        pasted = ("--set plan.towers=tower_parallel  # towers' exchanges are merged",)
     remedy = Remedy(
         name=f"one {name} of all {count}",
-        lines=(
-            "--set plan.towers=tower_parallel  # towers' exchanges are merged"
-            if facts.recipe
-            else "flat = torch.cat([each.flatten() for each in tensors]); dist."
-            + name
-            + "(flat, ...); flat.split(sizes)",
-            *(() if facts.recipe else ("DistributedDataParallel(model, bucket_cap_mb=25)  # for gradients",)),
-        ),
+        lines=pasted,
         gain=expected(
             facts,
             lambda each: each["data"] + each["step"] - (1 - 4 / count) * each["exchange"],
@@ -479,34 +488,31 @@ def unmerged_exchange(facts: Facts) -> Finding | None:
         changes=Change.EXACT,
         basis=f"predicted: the time of {count} goes but for one to four",
     )
-    return Finding(
-        cause="unmerged_exchange", title="many small exchanges take the time of their number, not of their bytes",
-        evidence=evidence, remedies=(*((remedy,) if merges else ()), *_less_often(facts)), cost=cost,
-        size=size_of(cost),
-    )  # fmt: skip
+    remedies = _less_often(facts)
+    if not facts.recipe or (_sharded(facts) and not facts.towers_apart):  # what tower_parallel can merge
+        remedies.insert(0, remedy)
+    title = "many small exchanges take the time of their number, not of their bytes"
+    cost = _exchange_share(facts) * (1 - 2 / len(facts.collectives))
+    return finding_of_cost("unmerged_exchange", title, evidence, remedies, cost)
 
 
 def latency(facts: Facts) -> Finding | None:
     """The exchange takes the time of its messages' way, whatever their size."""
     if not facts.collectives or next(_slow_links(facts), None) or unmerged_exchange(facts) or _by_bytes(facts) > 0.5:
         return None
-    cost = share_of(facts, lambda each: each["exchange"])
     evidence = (
         _exchange_text(facts),
         f"a collective of a few bytes takes {in_ms(facts.latency_s)} here, and their bytes need "
         f"{_by_bytes(facts):.0%} of the time",
     )
-    return Finding(
-        cause="latency", title="the exchange is bound by latency, not by its bytes",
-        evidence=evidence, remedies=tuple(_less_often(facts)), cost=cost, size=size_of(cost),
-    )  # fmt: skip
+    title = "the exchange is bound by latency, not by its bytes"
+    return finding_of_cost("latency", title, evidence, _less_often(facts), _exchange_share(facts))
 
 
 def bandwidth(facts: Facts) -> Finding | None:
     """The exchange takes the time of its bytes."""
     if not facts.collectives or next(_slow_links(facts), None) or _by_bytes(facts) <= 0.5:
         return None
-    cost = share_of(facts, lambda each: each["exchange"])
     evidence = (_exchange_text(facts), f"their bytes need {_by_bytes(facts):.0%} of that at the links' rate")
     rows = 1 - _share_of_sums(facts) if facts.recipe else 1.0  # of a recipe those of sharded tables alone
     half = Remedy(
@@ -519,18 +525,15 @@ def bandwidth(facts: Facts) -> Finding | None:
                 "model.register_comm_hook(None, bf16_compress_hook)  # DDP",
             )
         ),
-        gain=expected(
-            facts,
-            lambda each: each["data"] + each["step"] - 0.25 * rows * each["exchange"],
-            lambda each: each["data"] + each["step"] - 0.5 * rows * each["exchange"],
-        ),
+        gain=_gain_of_exchange(facts, 0.25 * rows, 0.5 * rows),
         changes=Change.BF16_SUMS,
         basis="predicted from the bytes",
     )
-    return Finding(
-        cause="bandwidth", title="the exchange is bound by bandwidth", evidence=evidence,
-        remedies=(*((half,) if rows > _FEW else ()), *_less_often(facts)), cost=cost, size=size_of(cost),
-    )  # fmt: skip
+    remedies = _less_often(facts)
+    if rows > _FEW:
+        remedies.insert(0, half)
+    title = "the exchange is bound by bandwidth"
+    return finding_of_cost("bandwidth", title, evidence, remedies, _exchange_share(facts))
 
 
 # ------------------------------------------------------------------------------------------------------ cores together
@@ -541,19 +544,12 @@ def oversubscribed(facts: Facts) -> Finding | None:
     by_host: dict[str, list[RankFacts]] = {}
     for each in facts.ranks:
         by_host.setdefault(each.host, []).append(each)
-    full = {
-        host: ranks
-        for host, ranks in by_host.items()
-        if sum(each.threads for each in ranks) > len({core for each in ranks for core in each.cores})
-    }
-    if not full:
+    crowded = [ranks for ranks in by_host.values() if sum(each.threads for each in ranks) > _core_count(ranks)]
+    if not crowded:
         return None
-    queued = {host: statistics.median([_queued(each) for each in ranks]) for host, ranks in full.items()}
-    host = max(queued, key=lambda name: queued[name])
-    ranks = full[host]
-    cores, threads = len({core for each in ranks for core in each.cores}), sum(each.threads for each in ranks)
+    cost, ranks = max(((statistics.median(map(_queued, ranks)), ranks) for ranks in crowded), key=lambda each: each[0])
+    host, cores, threads = ranks[0].host, _core_count(ranks), sum(each.threads for each in ranks)
     slower = statistics.median([each.together_s / each.alone_s for each in ranks if each.alone_s] or [1.0])
-    cost = queued[host]
     evidence = (
         f"{len(ranks)} ranks with {threads} thread(s) share {cores} core(s) of {host or 'this host'}: for {cost:.0%} "
         "of an iteration a rank is ready to run and has no core",
@@ -570,10 +566,12 @@ def oversubscribed(facts: Facts) -> Finding | None:
         changes=Change.BATCH,
         basis="predicted from the time without a core",
     )
-    return Finding(
-        cause="oversubscribed", title="processes share a core", evidence=evidence, remedies=(remedy,), cost=cost,
-        size=size_of(cost), ranks=tuple(each.rank for each in ranks),
-    )  # fmt: skip
+    sharing = [each.rank for each in ranks]
+    return finding_of_cost("oversubscribed", "processes share a core", evidence, [remedy], cost, ranks=sharing)
+
+
+def _core_count(ranks: Sequence[RankFacts]) -> int:
+    return len({core for each in ranks for core in each.cores})
 
 
 def _queued(rank: RankFacts) -> float:
@@ -623,15 +621,20 @@ def _held_by_rank(facts: Facts) -> list[str]:
     ]
     for each in facts.ranks:
         mib = sum(table.rows * table.dim for table in each.tables) * 4 / 2**20
-        read = sum(table.read for table in each.tables)
+        rows = sum(table.read for table in each.tables)
         values = sum(table.read * table.dim for table in each.tables)
-        most = max(each.tables, key=lambda table: table.read * table.dim, default=None)
-        text = f"{mib:>12,.1f}{read:>12,}{values * 4 / 1024:>12,.1f}{each.ids:>12,.0f}"
-        lines.append(f"{each.rank:>4}{text}   {_shard(most) if most else '-'}")
+        text = f"{mib:>12,.1f}{rows:>12,}{values * 4 / 1024:>12,.1f}{each.ids:>12,.0f}"
+        lines.append(f"{each.rank:>4}{text}   {shard_text(most_read(each)) if each.tables else '-'}")
     return lines
 
 
-def _shard(table: TableFacts) -> str:
+def most_read(rank: RankFacts) -> TableFacts:
+    """Returns the table of a rank of which most values are read."""
+    return max(rank.tables, key=lambda table: table.read * table.dim)
+
+
+def shard_text(table: TableFacts) -> str:
+    """Returns a table's name, size and sharding type, such as ``item, 500 x 16 (row_wise)``."""
     return f"{table.name}, {table.rows:,} x {table.dim}" + (f" ({table.sharding})" if table.sharding else "")
 
 

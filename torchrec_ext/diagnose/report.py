@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from torchrec_ext.diagnose import costs, rules
-from torchrec_ext.diagnose.facts import Facts, Gain, paired_gain
+from torchrec_ext.diagnose.facts import Facts, Gain, RankFacts, paired_gain
 from torchrec_ext.diagnose.findings import UNDER, Finding, Remedy
 from torchrec_ext.diagnose.rank_rules import table_of
 from torchrec_ext.drawing.page import Bar, Curve, Lane, card, chart, gains, lanes, page, paragraph, text_table
@@ -25,7 +25,7 @@ _HELPS = {"yes": "yes", "no": "no, under 5 %", "perhaps": "perhaps", "not known"
 
 
 Compare = Callable[..., list[tuple[float, float]]]
-Given = TypeVar("Given")
+Training = TypeVar("Training")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,7 @@ class Diagnosis:
 
     def to_json(self) -> str:
         """Returns the diagnosis as a JSON object: ``verdict``, ``findings``, ``answers``, ``proof``, ``facts``."""
-        made = {
+        values = {
             "verdict": self.verdict,
             "noisy": self.noisy,
             "limit_share": costs.limit_share(self.facts),
@@ -121,7 +121,7 @@ class Diagnosis:
             "proof": [dataclasses.asdict(each) for each in self.proof],
             "facts": dataclasses.asdict(self.facts),
         }
-        return json.dumps(made, default=str)
+        return json.dumps(values, default=str)
 
     def html(self, path: str | Path) -> None:
         """Writes the diagnosis as one HTML file with pictures, which needs no network.
@@ -190,45 +190,45 @@ def _finding_values(finding: Finding) -> dict[str, Any]:
 
 def apply_in_turn(
     diagnosis: Diagnosis,
-    given: Given,
-    change: Callable[[Given, Remedy], tuple[Given, str] | None],
-    compare: Callable[[Given, Given], Sequence[tuple[float, float]]],
-    again: Callable[[Given], Diagnosis],
+    training: Training,
+    change: Callable[[Training, Remedy], tuple[Training, str] | None],
+    compare: Callable[[Training, Training], Sequence[tuple[float, float]]],
+    again: Callable[[Training], Diagnosis],
 ) -> None:
-    """Applies remedies that keep the mathematics one after the other, and measures each beside what was before it.
+    """Applies the remedies that keep the mathematics in turn, and measures each beside the training before it.
 
     One that gains is kept, and the others are predicted anew from there. The captured step comes last, since
     experiments need eager steps.
 
     Args:
-        diagnosis: diagnosis of what is given, which gets ``proof``, ``kept`` and notes.
-        given: what is trained as it is.
-        change: returns it with a remedy, and the lines that make the change; None where a person must write it. It may
+        diagnosis: diagnosis of the training, which gets ``proof``, ``kept`` and notes.
+        training: the training as it is.
+        change: returns it with a remedy, and the lines that make the change; None if a person must write it. It may
             raise ValueError.
         compare: returns seconds of both by turns; it may raise ValueError.
         again: diagnoses it anew.
     """
-    tried: set[str] = set()
+    names: set[str] = set()  # of remedies that were tried
     notes = [*diagnosis.facts.notes]
 
     def untried(now: Diagnosis) -> list[Remedy]:
-        made = [
+        remedies = [
             remedy
             for finding in now.findings
             for remedy in finding.remedies
             if remedy.keeps_mathematics and remedy.gain is not None and remedy.gain.high >= UNDER
         ]
-        return sorted((each for each in made if each.name not in tried), key=lambda each: each.is_captured)
+        return sorted((each for each in remedies if each.name not in names), key=lambda each: each.is_captured)
 
     now = diagnosis
     while remedies := untried(now):
         remedy = remedies[0]
-        tried.add(remedy.name)
+        names.add(remedy.name)
         try:
-            changed = change(given, remedy)
+            changed = change(training, remedy)
             if changed is None:
                 continue
-            realised = realised_by(compare(given, changed[0]), remedy)
+            realised = realised_by(compare(training, changed[0]), remedy)
         except ValueError as error:
             notes.append(f"{remedy.name} could not be applied: {error}")
             continue
@@ -236,10 +236,10 @@ def apply_in_turn(
         if realised.gain.low < 1:
             notes.append(f"{remedy.name} was not kept: it is not sure to gain anything")
             continue
-        given = changed[0]
-        diagnosis.kept.append((changed[1], realised.ratio))
+        training, lines = changed
+        diagnosis.kept.append((lines, realised.ratio))
         if not all(each.is_captured for each in untried(now)):
-            now = again(given)
+            now = again(training)
     if not diagnosis.proof:
         notes.append(
             "nothing was applied: no finding has a remedy that keeps the mathematics and needs nobody to write it"
@@ -255,8 +255,7 @@ def _page(diagnosis: Diagnosis) -> list[str]:
     if diagnosis.noisy:
         lines += ["", *_wrapped(diagnosis.noisy)]
     for number, finding in enumerate(diagnosis.findings, 1):
-        size = "offer" if finding.size == "offer" else f"{finding.size}, {finding.cost:.0%} of an iteration"
-        lines += ["", f"{number}. {finding.title} ({size})"]
+        lines += ["", f"{number}. {finding.title} ({_size_text(finding, ' of an iteration')})"]
         for sentence in finding.evidence:
             lines += _wrapped(sentence, "   ")
         for remedy in finding.remedies:
@@ -282,6 +281,10 @@ def _page(diagnosis: Diagnosis) -> list[str]:
     return lines
 
 
+def _size_text(finding: Finding, unit: str = "") -> str:
+    return "offer" if finding.size == "offer" else f"{finding.size}, {finding.cost:.0%}{unit}"
+
+
 def _headline(diagnosis: Diagnosis) -> str:
     facts = diagnosis.facts
     if diagnosis.verdict == "step failed":
@@ -294,8 +297,8 @@ def _headline(diagnosis: Diagnosis) -> str:
         return diagnosis.findings[0].title
     layers = ", ".join(f"{name} {share:.0%}" for name, share in facts.layers[:3])
     text = "its matrix products are the step" if diagnosis.verdict == "products" else "no cause of its own stands out"
-    known = costs.explained(facts)
-    nothing = "nothing is wrong" if known >= _EXPLAINED else f"{1 - known:.0%} of an iteration is not explained"
+    share = costs.explained(facts)
+    nothing = "nothing is wrong" if share >= _EXPLAINED else f"{1 - share:.0%} of an iteration is not explained"
     limit = f"{nothing}, {text}: it runs at {costs.limit_share(facts):.0%} of this machine's limit"
     return f"{limit}; products by layer: {layers}" if layers else limit
 
@@ -304,11 +307,8 @@ def _times(facts: Facts) -> list[str]:
     """Returns what an iteration is made of."""
     if not facts.has("data"):
         return []
-    names = [name for name in ("data", "forward", "backward", "optimizer", "wait", "exchange") if facts.has(name)]
     whole = sum(facts.iteration(each) for each in facts.rounds) / len(facts.rounds)
-    parts = [f"{name} {facts.median(name) * 1e3:.3g} ms" for name in names]
-    if facts.between:
-        parts.append(f"between steps {facts.mean_between() * 1e3:.3g} ms")
+    parts = [f"{name} {length:.3g} ms" for name, length in _parts(facts).items()]
     limit = costs.limit_share(facts)
     text = (
         f"an iteration takes {whole * 1e3:.3g} ms: {', '.join(parts)}; {len(facts.rounds)} rounds in "
@@ -353,12 +353,11 @@ def _html(diagnosis: Diagnosis) -> str:
     cards = [_finding_card(number, finding) for number, finding in enumerate(diagnosis.findings, 1)]
     if facts.has("step"):
         cards.append(card("One iteration", _waterfall(facts)))
-    ranks = getattr(facts, "ranks", ())
-    if any(each.spans for each in ranks):
-        cards.append(card("Each rank", _rank_lanes(ranks), wide=True))
-    if facts.product_flops and facts.has("step") and facts.flops_per_s and facts.bytes_per_s:
-        cards.append(card("This machine's limit", _roofline(facts)))
+    if any(each.spans for each in facts.ranks):
+        cards.append(card("Each rank", _rank_lanes(facts.ranks), wide=True))
     if facts.has("step"):
+        if facts.product_flops and facts.flops_per_s and facts.bytes_per_s:
+            cards.append(card("This machine's limit", _roofline(facts)))
         cards.append(card("Before and after", _before_and_after(diagnosis)))
     answers = [(each.name, each.gain, None) for each in diagnosis.answers]
     rows = [[each.name, _HELPS[each.helps], each.why] for each in diagnosis.answers]
@@ -377,8 +376,7 @@ def _html(diagnosis: Diagnosis) -> str:
 
 
 def _finding_card(number: int, finding: Finding) -> str:
-    size = "offer" if finding.size == "offer" else f"{finding.size}, {finding.cost:.0%}"
-    title = f'{number}. {escape(finding.title)} <span class="badge">{size}</span>'
+    title = f'{number}. {escape(finding.title)} <span class="badge">{_size_text(finding)}</span>'
     content = [f"<ul>{''.join(f'<li>{escape(sentence)}</li>' for sentence in finding.evidence)}</ul>"]
     for remedy in finding.remedies:
         content.append(f"<p><strong>{escape(_gain(remedy.gain))}</strong> {escape(remedy.name)}</p>")
@@ -397,14 +395,22 @@ def _parts(facts: Facts) -> dict[str, float]:
 
 
 def _waterfall(facts: Facts) -> str:
-    rows, start = [], 0.0
+    bars = _bars(facts)
+    lengths = _parts(facts)
+    rows = [Lane(name=bar.name, spans=[bar], value=f"{lengths[bar.name]:.3g} ms") for bar in bars]
+    return lanes(rows, f"medians of {len(facts.rounds)} rounds; an iteration takes {sum(lengths.values()):.3g} ms")
+
+
+def _bars(facts: Facts) -> list[Bar]:
+    """Returns the parts of an iteration, one after the other."""
+    bars, start = [], 0.0
     for name, length in _parts(facts).items():
-        rows.append(Lane(name=name, spans=[Bar(name, start, start + length)], value=f"{length:.3g} ms"))
+        bars.append(Bar(name, start, start + length))
         start += length
-    return lanes(rows, f"medians of {len(facts.rounds)} rounds; an iteration takes {start:.3g} ms")
+    return bars
 
 
-def _rank_lanes(ranks: Iterable[Any]) -> str:
+def _rank_lanes(ranks: Iterable[RankFacts]) -> str:
     rows = [
         Lane(
             name=f"rank {each.rank}{f' on {each.host}' if each.host else ''}",
@@ -418,9 +424,9 @@ def _rank_lanes(ranks: Iterable[Any]) -> str:
 
 def _roofline(facts: Facts) -> str:
     """Draws operations a second over operations for each byte: what this machine can do, and what the step does."""
-    needed = max(costs.traffic(facts), 1.0)
+    traffic = max(costs.traffic(facts), 1.0)
     whole = statistics.median([facts.iteration(each) for each in facts.rounds])
-    intensity, speed = facts.product_flops / needed, facts.product_flops / whole
+    intensity, speed = facts.product_flops / traffic, facts.product_flops / whole
     ridge = facts.flops_per_s / facts.bytes_per_s
     ends = min(intensity, ridge) / 8, max(intensity, ridge) * 8
     roof = [(ends[0], ends[0] * facts.bytes_per_s), (ridge, facts.flops_per_s), (ends[1], facts.flops_per_s)]
@@ -440,11 +446,8 @@ def _roofline(facts: Facts) -> str:
 
 def _before_and_after(diagnosis: Diagnosis) -> str:
     """Draws an iteration as it is, as each first remedy is expected to make it, and as those that were tried did."""
-    parts = _parts(diagnosis.facts)
-    whole, start, spans = sum(parts.values()), 0.0, []
-    for name, length in parts.items():
-        spans.append(Bar(name, start, start + length))
-        start += length
+    spans = _bars(diagnosis.facts)
+    whole = spans[-1].end if spans else 0.0
     rows = [Lane(name="as it is", spans=spans, value=f"{whole:.3g} ms")]
     proof = {each.remedy: each for each in diagnosis.proof}
     remedies = [finding.remedies[0] for finding in diagnosis.findings if finding.remedies]
@@ -470,7 +473,7 @@ def _measured(realised: Realised, whole: float) -> Lane:
 def _events(facts: Facts) -> list[dict[str, Any]]:
     """Returns the events of a Chrome trace, in microseconds: rows of ranks where they are known, else of rounds."""
     rows: dict[str, list[tuple[str, float, float]]] = {}
-    for each in getattr(facts, "ranks", ()):
+    for each in facts.ranks:
         rows[f"rank {each.rank}"] = [(name, start, end) for name, start, end in each.spans]
     if not any(rows.values()):
         names = [name for name in ("data", "forward", "backward", "optimizer") if facts.has(name)]

@@ -43,6 +43,7 @@ from torchrec_ext.diagnose.findings import (
     Remedy,
     expected,
     finding_of,
+    finding_of_cost,
     in_ms,
     share_of,
 )
@@ -56,10 +57,10 @@ _SAMPLED_ITEMS = 1_024  # items to which a softmax over all of them is compared
 
 def findings(facts: Facts) -> tuple[Finding, ...]:
     """Returns what wastes at least a twentieth of an iteration, the most first, offers last."""
-    made = [finding for rule in RULES.values() if (finding := rule(facts)) is not None]
-    made += rank_rules.rank_findings(facts)
-    made = [finding for finding in made if finding.cost >= LEAST]
-    return tuple(sorted(made, key=lambda finding: (finding.size == "offer", -finding.cost)))
+    every = [finding for rule in RULES.values() if (finding := rule(facts)) is not None]
+    every += rank_rules.rank_findings(facts)
+    costly = [finding for finding in every if finding.cost >= LEAST]
+    return tuple(sorted(costly, key=lambda finding: (finding.size == "offer", -finding.cost)))
 
 
 def too_noisy(facts: Facts) -> str:
@@ -68,20 +69,15 @@ def too_noisy(facts: Facts) -> str:
     Where rounds are spread far, a cause stands if the ratios within rounds still say that a remedy gains, or that it
     takes a share in each of them: threads that want more cores than there are make noise themselves.
     """
-    made = findings(facts)
-    if facts.tables and not facts.has("small_tables") and not any(each.size == "large" for each in made):
+    faults = [finding for finding in findings(facts) if finding.size in ("large", "medium")]
+    large = [finding for finding in faults if finding.size == "large"]
+    if facts.tables and not facts.has("small_tables") and not large:
         why = facts.not_measured.get("small_tables", "not measured")
         return f"no verdict: whether rows that are not read cost time is not known ({why}); give more time (budget_s)"
-    gains = [
-        remedy.gain
-        for finding in made
-        if finding.size in ("large", "medium")
-        for remedy in finding.remedies
-        if remedy.is_measured
-    ]
-    certain = any(gain is not None and gain.low >= UNDER for gain in gains)
-    certain = certain or any(finding.size == "large" and finding.least >= MEDIUM for finding in made)
-    if facts.spread <= NOISY or (certain and len(facts.rounds) >= 4):
+    gains = [remedy.gain for finding in faults for remedy in finding.remedies if remedy.is_measured]
+    is_certain = any(gain is not None and gain.low >= UNDER for gain in gains)
+    is_certain = is_certain or any(finding.least >= MEDIUM for finding in large)
+    if facts.spread <= NOISY or (is_certain and len(facts.rounds) >= 4):
         return ""
     times = sorted(facts.iteration(each) for each in facts.rounds)
     if len(times) < 4:
@@ -101,10 +97,10 @@ def untouched_rows(facts: Facts) -> Finding | None:
         return None
     table = max(facts.tables, key=lambda each: each.rows * each.dim)
     mover = " and ".join(facts.optimizers) or "the optimizer"
-    rows, read = sum(each.rows for each in facts.tables), sum(each.read for each in facts.tables)
+    rows, ids = sum(each.rows for each in facts.tables), sum(each.read for each in facts.tables)
     evidence = [
         f"{mover} moves all {facts.parameters:,} parameters in every step: the tables have "
-        f"{rows:,} rows, of which a step reads at most {read:,} (largest: {table.name}, {table.rows:,} x {table.dim})",
+        f"{rows:,} rows, of which a step reads at most {ids:,} (largest: {table.name}, {table.rows:,} x {table.dim})",
         f"with tables that hold only the rows of a few batches the step takes {in_ms(facts.median('small_tables'))} "
         f"instead of {bare_step(facts)}",
     ]
@@ -313,11 +309,9 @@ def all_items(facts: Facts) -> Finding | None:
         changes=Change.LOSS,
         basis="predicted from the time of ops over all items",
     )
-    return Finding(
-        cause="all_items", title=f"a softmax over {most.items:,} items is most of the step",
-        evidence=(f"{most.line}: ops over {most.items:,} items take {in_ms(most.seconds)} of a step",),
-        remedies=(remedy,), cost=cost, size="offer",
-    )  # fmt: skip
+    evidence = [f"{most.line}: ops over {most.items:,} items take {in_ms(most.seconds)} of a step"]
+    title = f"a softmax over {most.items:,} items is most of the step"
+    return finding_of_cost("all_items", title, evidence, [remedy], cost, size="offer")
 
 
 def host_syncs(facts: Facts) -> Finding | None:
@@ -352,63 +346,47 @@ def host_syncs(facts: Facts) -> Finding | None:
 # cores, what runs beside steps, and offers
 
 
+def _gain_of_variant(facts: Facts, name: str) -> Gain:
+    """Returns the speed-up of an iteration whose step is changed."""
+    return facts.gain(lambda each: each["data"] + changed_seconds(each, name))
+
+
+def _other_threads(facts: Facts, cause: str, title: str, evidence: str, variant: str, remedy: Remedy) -> Finding | None:
+    """Makes a finding of a number of threads that was tried and is faster."""
+    if (gain := _gain_of_variant(facts, variant)).low < UNDER:
+        return None
+    remedy = replace(remedy, gain=gain, is_measured=True, action=Action.THREADS)
+    return finding_of(
+        facts, cause, title, [evidence], [remedy], lambda each: each["step"] - changed_seconds(each, variant)
+    )
+
+
 def too_many_threads(facts: Facts) -> Finding | None:
     """One thread is faster than those that are set."""
     if not facts.has("step", "one_thread"):
         return None
-    gain = facts.gain(lambda each: each["data"] + changed_seconds(each, "one_thread"))
-    if gain.low < UNDER:
-        return None
-    evidence = [
+    evidence = (
         f"a step takes {bare_step(facts)} on {facts.threads} threads and {in_ms(facts.median('one_thread'))} on "
         f"one; this process may use {facts.cores} core(s){busy_text(facts)}"
-    ]
-    remedy = Remedy(
-        name="one thread",
-        action=Action.THREADS,
-        count=1,
-        lines=("torch.set_num_threads(1)", "OMP_NUM_THREADS=1 python ...", "--threads 1  # with torchx run"),
-        gain=gain,
-        changes=Change.ROUNDING,
-        basis="measured",
-        is_measured=True,
     )
-    return finding_of(
-        facts, "too_many_threads", "more threads than the step can use", evidence, [remedy],
-        lambda each: each["step"] - changed_seconds(each, "one_thread"),
-    )  # fmt: skip
+    lines = ("torch.set_num_threads(1)", "OMP_NUM_THREADS=1 python ...", "--threads 1  # with torchx run")
+    remedy = Remedy(name="one thread", lines=lines, gain=None, changes=Change.ROUNDING, basis="measured", count=1)
+    title = "more threads than the step can use"
+    return _other_threads(facts, "too_many_threads", title, evidence, "one_thread", remedy)
 
 
 def too_few_threads(facts: Facts) -> Finding | None:
     """All cores are faster than the threads that are set."""
     if not facts.has("step", "all_threads"):
         return None
-    gain = facts.gain(lambda each: each["data"] + changed_seconds(each, "all_threads"))
-    if gain.low < UNDER:
-        return None
-    evidence = [
+    evidence = (
         f"a step takes {bare_step(facts)} on {facts.threads} thread(s) and {in_ms(facts.median('all_threads'))} "
         f"on {facts.cores}"
-    ]
-    lines = (f"torch.set_num_threads({facts.cores})", f"--threads {facts.cores}  # with torchx run")
-    remedy = Remedy(
-        name="all cores",
-        lines=lines,
-        gain=gain,
-        changes=Change.ROUNDING,
-        basis="measured",
-        is_measured=True,
-        action=Action.THREADS,
-        count=facts.cores,
     )
-    return finding_of(
-        facts,
-        "too_few_threads",
-        "cores stay idle",
-        evidence,
-        [remedy],
-        lambda each: each["step"] - changed_seconds(each, "all_threads"),
-    )
+    cores = facts.cores
+    lines = (f"torch.set_num_threads({cores})", f"--threads {cores}  # with torchx run")
+    remedy = Remedy(name="all cores", lines=lines, gain=None, changes=Change.ROUNDING, basis="measured", count=cores)
+    return _other_threads(facts, "too_few_threads", "cores stay idle", evidence, "all_threads", remedy)
 
 
 def sequential_towers(facts: Facts) -> Finding | None:
@@ -469,9 +447,7 @@ def recompilation(facts: Facts) -> Finding | None:
     )
     evidence = [f"torch.compile made {facts.recompiles} graphs during steps whose batches have one shape"]
     title = "torch.compile compiles again during training"
-    return Finding(
-        cause="recompilation", title=title, evidence=tuple(evidence), remedies=(remedy,), cost=LARGE, size="large"
-    )
+    return finding_of_cost("recompilation", title, evidence, [remedy], LARGE)
 
 
 def between_steps(facts: Facts) -> Finding | None:
@@ -508,39 +484,38 @@ def small_batch(facts: Facts) -> Finding | None:
         return None
     larger = in_ms(facts.median("quadruple"))
     evidence = [f"a step of {facts.rows:,} rows takes {bare_step(facts)}, of four times as many {larger}"]
-    return Finding(
-        cause="small_batch", title="a row costs less in a larger batch", evidence=tuple(evidence),
-        remedies=tuple(remedies), cost=1 - 1 / gain.middle, size="offer",
-    )  # fmt: skip
+    cost = 1 - 1 / gain.middle
+    return finding_of_cost("small_batch", "a row costs less in a larger batch", evidence, remedies, cost, size="offer")
 
 
 def larger_batches(facts: Facts) -> list[Remedy]:
     """Returns larger batches: speed-ups for each row, with the loader as fast for each row as now."""
-    made = []
+    remedies = []
     for name, times in (("double", 2), ("quadruple", 4)):
         if facts.has("step", name):
 
             def seconds(each: Round, name: str = name, times: int = times) -> float:
                 return each["data"] + changed_seconds(each, name) / times
 
-            made.append(
+            size = f"{times * facts.rows:,}" if facts.rows else f"{times} x today's"
+            remedies.append(
                 Remedy(
                     name=f"{times} times the batch",
-                    lines=(f"batch_size={times * facts.rows:,}" if facts.rows else f"batch_size={times} x today's",),
+                    lines=(f"batch_size={size}",),
                     gain=expected(facts, seconds),
                     changes=Change.BATCH,
                     basis="measured",
                     is_measured=True,
                 )
             )
-    return made
+    return remedies
 
 
 def precision(facts: Facts) -> Finding | None:
     """Products of 16 bits are faster: an offer, since they round."""
     if not facts.has("step", "bf16"):
         return None
-    gain = facts.gain(lambda each: each["data"] + changed_seconds(each, "bf16"))
+    gain = _gain_of_variant(facts, "bf16")
     if gain.low < 1.1:
         return None
     evidence = [f"a step takes {bare_step(facts)}, under bf16 autocast {in_ms(facts.median('bf16'))}"]
@@ -548,10 +523,8 @@ def precision(facts: Facts) -> Finding | None:
     remedy = Remedy(
         name="bf16 autocast", lines=lines, gain=gain, changes=Change.BF16_PRODUCTS, basis="measured", is_measured=True
     )
-    return Finding(
-        cause="precision", title="products of 16 bits are faster here", evidence=tuple(evidence), remedies=(remedy,),
-        cost=1 - 1 / gain.middle, size="offer",
-    )  # fmt: skip
+    title = "products of 16 bits are faster here"
+    return finding_of_cost("precision", title, evidence, [remedy], 1 - 1 / gain.middle, size="offer")
 
 
 RULES: dict[str, Callable[[Facts], Finding | None]] = {
@@ -595,13 +568,12 @@ def _workers(facts: Facts) -> Answer:
 
 
 def _threads(facts: Facts) -> Answer:
-    tried = [name for name in ("one_thread", "all_threads") if facts.has("step", name)]
-    if not tried:
+    gains = {name: _gain_of_variant(facts, name) for name in ("one_thread", "all_threads") if facts.has("step", name)}
+    if not gains:
         why = facts.not_measured.get("all_threads", "not measured")
         return _answer("other thread numbers", None, f"not tried: {why}")
     numbers = {"one_thread": 1, "all_threads": facts.cores}
-    gains = {name: facts.gain(lambda each, name=name: each["data"] + changed_seconds(each, name)) for name in tried}  # type: ignore[misc]
-    best = max(tried, key=lambda name: gains[name].middle)
+    best = max(gains, key=lambda name: gains[name].middle)
     return _answer(
         "other thread numbers", gains[best],
         f"measured: {numbers[best]} thread(s) in place of {facts.threads}{busy_text(facts)}",
@@ -624,16 +596,15 @@ def _ddp(facts: Facts) -> Answer:
     # Half the batch in each of two processes; gradients of all parameters cross memory four to twelve times.
     exchange = dense / max(facts.bytes_per_s, 1e9)
 
-    def half(each: Round, *, fast: bool) -> float:
-        step = (
-            (2 * each["step"] + changed_seconds(each, "quarter")) / 3
-            if not fast
-            else changed_seconds(each, "quarter") + (each["step"] - changed_seconds(each, "quarter")) / 3
-        )
-        latency = 100 * each["op"] * (1 if fast else 6)
-        return 0.5 * each["data"] + step + exchange * (4 if fast else 12) + latency
+    def slow(each: Round) -> float:
+        step = (2 * each["step"] + changed_seconds(each, "quarter")) / 3
+        return 0.5 * each["data"] + step + exchange * 12 + 100 * each["op"] * 6
 
-    gain = facts.gain(lambda each: 1.25 * half(each, fast=False), lambda each: half(each, fast=True))
+    def fast(each: Round) -> float:
+        quarter = changed_seconds(each, "quarter")
+        return 0.5 * each["data"] + (quarter + (each["step"] - quarter) / 3) + exchange * 4 + 100 * each["op"]
+
+    gain = facts.gain(lambda each: 1.25 * slow(each), fast)
     why = f"predicted for 2 processes at the same batch in all, which exchange {dense / 2**20:,.1f} MiB a step"
     if facts.busy is not None and facts.cores - facts.busy < 1.7:
         gain, why = Gain(gain.low / 2, gain.high), f"{why}{busy_text(facts)}"
@@ -664,7 +635,7 @@ def _larger_batch(facts: Facts) -> Answer:
 def _mixed_precision(facts: Facts) -> Answer:
     if not facts.has("step", "bf16"):
         return _answer("mixed precision", None, facts.not_measured.get("bf16", "not measured"))
-    gain = facts.gain(lambda each: each["data"] + changed_seconds(each, "bf16"))
+    gain = _gain_of_variant(facts, "bf16")
     return _answer("mixed precision", gain, f"measured: bf16 autocast; {Change.BF16_PRODUCTS.value}")
 
 
@@ -680,16 +651,18 @@ def _compile(facts: Facts) -> Answer:
         return _answer("torch.compile", None, why)
 
     # The optimizer and rows that are not read stay as they are where model and loss alone are compiled.
-    def seconds(each: Round, *, fast: bool) -> float:
-        kept = each.get("optimizer", 0.0)
-        inside = max(0.0, each["step"] - kept)
+    def seconds(each: Round, *, launches: float, rest: float, most: float) -> float:
+        optimizer = each.get("optimizer", 0.0)
+        inside = max(0.0, each["step"] - optimizer)
         products = min(facts.product_s, inside)
         share = inside / each["step"] if each["step"] else 0.0
-        price = (1.0 if fast else 0.5) * share * facts.ops * op_price(facts, each)
-        rest = max(0.0, inside - products - price)
-        return each["data"] + kept + min(inside * (1.0 if fast else 1.1), products + (0.4 if fast else 1.0) * rest)
+        price = launches * share * facts.ops * op_price(facts, each)
+        compiled = products + rest * max(0.0, inside - products - price)
+        return each["data"] + optimizer + min(inside * most, compiled)
 
-    gain = facts.gain(lambda each: seconds(each, fast=False), lambda each: seconds(each, fast=True))
+    gain = facts.gain(
+        partial(seconds, launches=0.5, rest=1.0, most=1.1), partial(seconds, launches=1.0, rest=0.4, most=1.0)
+    )
     low, high = capture_seconds(facts)
     why = f"predicted, not tried: model and loss compiled, about {low:.0f} to {high:.0f} s of compiling"
     return _answer("torch.compile", gain, why)
