@@ -91,15 +91,15 @@ class DatasetReader:
 
     def rows(self, rows: Sequence[int] | NDArray[np.int64]) -> list[Tensor]:
         """Returns each slot's values in ``rows`` (C,), (C, *S)."""
-        read: list[Tensor] = []
+        slots: list[Tensor] = []
         before = _reads()
         for index, row in enumerate(rows):
             leaves = self.leaves(int(row))
-            read = read or [torch.empty((len(rows), *leaf.shape), dtype=leaf.dtype) for leaf in leaves]
-            for target, leaf in zip(read, leaves, strict=True):
+            slots = slots or [torch.empty((len(rows), *leaf.shape), dtype=leaf.dtype) for leaf in leaves]
+            for target, leaf in zip(slots, leaves, strict=True):
                 target[index] = leaf
         self._file_reads.append((_reads() - before - 1) / len(rows))  # one read is of the counter itself
-        return read
+        return slots
 
     @property
     def names(self) -> list[str | None]:
@@ -109,9 +109,9 @@ class DatasetReader:
 
     def batch(self, rows: Sequence[int], collate: Callable[[list[Any]], Any]) -> tuple[list[Tensor], Any]:
         """Returns the values of ``rows`` slot by slot, and what ``collate`` makes of the same rows."""
-        read = [self.dataset[row] for row in rows]
-        leaves = [[self._tensor(value, i) for i, value in enumerate(pytree.tree_leaves(row))] for row in read]
-        return [torch.stack(slot) for slot in zip(*leaves, strict=True)], collate(read)
+        values = [self.dataset[row] for row in rows]
+        leaves = [[self._tensor(value, i) for i, value in enumerate(pytree.tree_leaves(row))] for row in values]
+        return [torch.stack(slot) for slot in zip(*leaves, strict=True)], collate(values)
 
     def _tensor(self, value: Any, slot: int) -> Tensor:
         if isinstance(value, Tensor) and value.layout == torch.strided:
@@ -192,20 +192,20 @@ class _Opened:
     def __enter__(self) -> _Opened:
         self.names: list[str] = []
         self._thread = threading.get_ident()
-        self._kept = [(module, name, getattr(module, name)) for module, name in _OPENERS]
-        for module, name, function in self._kept:
+        self._functions = [(module, name, getattr(module, name)) for module, name in _OPENERS]
+        for module, name, function in self._functions:
             setattr(module, name, self._noting(function))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for module, name, function in self._kept:
+        for module, name, function in self._functions:
             setattr(module, name, function)
 
     def _noting(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def noting(file: Any, *rest: Any, **named: Any) -> Any:
+        def noting(file: Any, *rest: Any, **options: Any) -> Any:
             if threading.get_ident() == self._thread and not str(file).endswith(_NOT_NOTED):
                 self.names.append(str(file))
-            return function(file, *rest, **named)
+            return function(file, *rest, **options)
 
         return noting
 
@@ -247,7 +247,7 @@ def held_by(value: Any, path: str = "", depth: int = _DEPTH) -> Iterator[tuple[s
     """Yields the values of an object, up to three steps away, each with its path.
 
     It looks for columns: it follows tables of pandas and objects of any library, but no classes, methods and closures.
-    That is why it is no :func:`~torchrec_ext.observe.reached.reachable_from`, which looks for whatever a step may change.
+    :func:`~torchrec_ext.observe.reached.reachable_from` looks for what a step may change.
     """
     for name, item in _children(value):
         yield f"{path}{name}".removeprefix("."), item
@@ -336,5 +336,5 @@ def _alike(value: Any, before: Any) -> bool:
         return bool(value == before)
     items = zip(value.items(), before.items(), strict=True) if isinstance(value, dict) else None
     if items is not None:
-        return all(key is other and item is known for (key, item), (other, known) in items)
-    return all(item is known for item, known in zip(value, before, strict=True))
+        return all(key is old_key and item is old for (key, item), (old_key, old) in items)
+    return all(item is old for item, old in zip(value, before, strict=True))

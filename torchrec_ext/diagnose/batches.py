@@ -28,7 +28,7 @@ class BatchSource:
         self.batches = batches
         self.notes: list[str] = []
         self._iterable, self.kind = batches, "iterable"
-        self._taken: list[Any] = []
+        self._history: list[Any] = []
         if isinstance(batches, list | tuple):
             self.kind = "list"
         elif isinstance(batches, DataLoader):
@@ -59,7 +59,7 @@ class BatchSource:
 
     def _keep(self) -> None:
         if self.kind == "iterator":
-            self._taken += self._ahead
+            self._history += self._ahead
 
     def peek(self) -> None:
         """Makes the batch that is taken next, if it is not there yet, so that nothing but its step can fail then."""
@@ -81,14 +81,14 @@ class BatchSource:
             batch = next(self._iterator)
         computed, seconds = thread_time() - computed, clock() - start
         if self.kind == "iterator":
-            self._taken.append(batch)
+            self._history.append(batch)
         return batch, seconds, max(0.0, seconds - computed)
 
     def handed_back(self) -> Iterable[Any]:
         """Returns what to train on: the iterable as given, or an iterator that begins with what was taken from it."""
         if self.kind != "iterator":
             return self.batches
-        return _chained(list(self._taken), self._iterator)
+        return _chained(list(self._history), self._iterator)
 
     def close(self) -> None:
         """Ends the epoch that was begun, and the threads that make its batches; a user's own iterator goes on."""
@@ -97,7 +97,7 @@ class BatchSource:
 
     def again(self) -> Iterable[Any]:
         """Returns batches that can be begun anew: the iterable as given, or a list of what was taken of an iterator."""
-        return self.batches if self.kind != "iterator" else list(self._taken)
+        return self.batches if self.kind != "iterator" else list(self._history)
 
     def facts(self, clock: Callable[[], float]) -> LoaderFacts:
         """Says what the batches come from; a Dataset that is read row by row is timed on the rows of a batch."""
@@ -109,15 +109,17 @@ class BatchSource:
         if not by_row or hasattr(loader.dataset, "__getitems__") or workers:
             return LoaderFacts(kind=self.kind, dataset=name, workers=workers)
         rows = list(next(iter(loader.batch_sampler)))  # type: ignore[arg-type]
-        before, read = bytes_read(), bytes_read()
+        before, counted = bytes_read(), bytes_read()
         start = clock()
-        made = [loader.dataset[row] for row in rows]
+        samples = [loader.dataset[row] for row in rows]
         middle = clock()
-        loader.collate_fn(made)
+        loader.collate_fn(samples)
         end, after = clock(), bytes_read()
         count = None
-        if before is not None and read is not None and after is not None:
-            count = (after - read) - (read - before)  # looking reads a file too, of a size that differs by some digits
+        if before is not None and counted is not None and after is not None:
+            count = (after - counted) - (
+                counted - before
+            )  # looking reads a file too, of a size that differs by some digits
             count = count if count >= _LEAST_READ else 0
         return LoaderFacts(
             kind=self.kind,
@@ -129,16 +131,16 @@ class BatchSource:
         )
 
 
-def _chained(taken: Sequence[Any], rest: Iterator[Any]) -> Iterator[Any]:
-    yield from taken
+def _chained(history: Sequence[Any], rest: Iterator[Any]) -> Iterator[Any]:
+    yield from history
     yield from rest
 
 
 def loader_with(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
     """Returns a DataLoader with the same Dataset, sampler and settings, but no running workers of its own."""
-    made = copy.copy(loader)
-    vars(made).update({"persistent_workers": False, "_iterator": None, **changes})
-    return made
+    changed = copy.copy(loader)
+    vars(changed).update({"persistent_workers": False, "_iterator": None, **changes})
+    return changed
 
 
 def worker_turns(loader: DataLoader[Any], call: Callable[[Any], object]) -> list[tuple[float, float]]:
@@ -188,7 +190,7 @@ def called_with(fn: Callable[..., object], batch: Any) -> Callable[[Any], object
         return fn
     except ValueError:  # it has no signature
         pass
-    return lambda given: fn(*given)
+    return lambda entries: fn(*entries)
 
 
 def _leaves(batch: Any) -> Iterator[Any]:
@@ -216,8 +218,8 @@ def _mapped(function: Callable[..., Any], *batches: Any) -> Any:
     if isinstance(first, Mapping):
         return {key: _mapped(function, *(batch[key] for batch in batches)) for key in first}
     if isinstance(first, list | tuple):
-        made = [_mapped(function, *each) for each in zip(*batches, strict=True)]
-        return type(first)(*made) if hasattr(first, "_fields") else type(first)(made)
+        entries = [_mapped(function, *each) for each in zip(*batches, strict=True)]
+        return type(first)(*entries) if hasattr(first, "_fields") else type(first)(entries)
     return function(*batches)
 
 

@@ -108,7 +108,7 @@ class Collectives:
     Attributes:
         calls: what was called in ``trace`` mode; whoever reads it clears it.
         failures: what ranks have raised.
-        stopped: what another rank has raised while collectives were watched last; empty where none has. A collective
+        failure: what another rank has raised while collectives were watched last; empty where none has. A collective
             that C++ waits for raises it as a RuntimeError.
     """
 
@@ -121,7 +121,7 @@ class Collectives:
         self._open: set[torch.futures.Future[Any]] = set()
         self._lock, self._settling = threading.Lock(), threading.Lock()
         self._waiter = ThreadPoolExecutor(1)
-        self.stopped = ""
+        self.failure = ""
 
     @contextmanager
     def watching(self, mode: Mode, recorded: list[Any] | None = None) -> Iterator[None]:
@@ -135,7 +135,7 @@ class Collectives:
         Raises:
             OtherRankError: out of a collective that would wait for a rank that has raised.
         """
-        self._mode, self._recorded, self._next, self.stopped = mode, [] if recorded is None else recorded, 0, ""
+        self._mode, self._recorded, self._next, self.failure = mode, [] if recorded is None else recorded, 0, ""
         library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
         stop = threading.Event()
         poll = threading.Thread(target=self._poll, args=(stop,), daemon=True)
@@ -172,7 +172,7 @@ class Collectives:
             if not text:
                 continue
             with self._lock:
-                self.stopped = text
+                self.failure = text
                 waiting = list(self._open)
             for future in waiting:
                 self._settle(future, OtherRankError(text))
@@ -184,7 +184,7 @@ class Collectives:
         returns_tensors = len(op._schema.returns) == 2
 
         def kernel(keyset: Any, *args: Any) -> Any:
-            outputs, sent = _tensors(args[0]), _tensors(args[1] if name in _OTHER else args[0])
+            outputs, inputs = _tensors(args[0]), _tensors(args[1] if name in _OTHER else args[0])
             if self._mode == "replay":
                 self._hand_back(name, outputs)
                 there: torch.futures.Future[Any] = torch.futures.Future()
@@ -194,7 +194,7 @@ class Collectives:
             begin = self._moment()
             result = op.redispatch(keyset & below, *args)
             work = Work.unbox(result[1] if returns_tensors else result)
-            if any(each.is_cuda for each in sent):
+            if any(each.is_cuda for each in inputs):
                 if self._mode != "watch":
                     work.wait()
                     torch.cuda.synchronize()
@@ -204,7 +204,7 @@ class Collectives:
                 self._complete(work)
             if self._mode == "trace":
                 ranks = tuple(dist.get_process_group_ranks(ProcessGroup.unbox(_group(args))))
-                count = 0 if name == "barrier" else sum(each.numel() * each.element_size() for each in sent)
+                count = 0 if name == "barrier" else sum(each.numel() * each.element_size() for each in inputs)
                 self.calls.append(Call(_NAMES[name], calling_line(), ranks, count, begin, self._moment()))
             elif self._mode == "record" and name in _OTHER:
                 self._recorded.append((name, [each.clone() for each in outputs]))
@@ -222,7 +222,7 @@ class Collectives:
                 if work.is_completed():
                     raise
             if text := self._failure():
-                self.stopped = text
+                self.failure = text
                 raise OtherRankError(text)
 
     def _failure(self) -> str:
@@ -238,11 +238,11 @@ class Collectives:
         future = first.then(_value)
         with self._lock:
             self._open.add(first)
-            stopped = self.stopped
-        kept = [each.detach() for each in outputs]
+            failure = self.failure
+        results = [each.detach() for each in outputs]
 
         def finish(outcome: Callable[[], object]) -> None:
-            value: Any = kept
+            value: Any = results
             try:
                 outcome()
             except Exception as error:
@@ -251,8 +251,8 @@ class Collectives:
                 self._open.discard(first)
             self._settle(first, value)
 
-        if stopped:
-            self._settle(first, OtherRankError(stopped))
+        if failure:
+            self._settle(first, OtherRankError(failure))
         try:
             work.get_future().add_done_callback(lambda completed: finish(completed.value))
         except RuntimeError:  # gloo has none for some, such as reduce_scatter
@@ -271,20 +271,20 @@ class Collectives:
             return
         if self._next >= len(self._recorded):
             raise RuntimeError(f"the step calls more collectives than it did: {_NAMES[name]}")
-        before, kept = self._recorded[self._next]
+        before, results = self._recorded[self._next]
         self._next += 1
         if before != name:
             raise RuntimeError(f"the step calls {_NAMES[name]} where it called {_NAMES[before]}")
-        if [(each.shape, each.dtype) for each in outputs] != [(each.shape, each.dtype) for each in kept]:
+        if [(each.shape, each.dtype) for each in outputs] != [(each.shape, each.dtype) for each in results]:
             raise RuntimeError(f"what {_NAMES[name]} exchanges has other sizes than it had, so it cannot be left out")
         with torch.no_grad():
-            for each, value in zip(outputs, kept, strict=True):
+            for each, value in zip(outputs, results, strict=True):
                 each.copy_(value)
 
 
 def _work_of(future: torch.futures.Future[Any]) -> Work:
-    made: Work = c10d._create_work_from_future(future)  # type: ignore[attr-defined]
-    return made
+    work: Work = c10d._create_work_from_future(future)  # type: ignore[attr-defined]
+    return work
 
 
 def _value(future: torch.futures.Future[Any]) -> Any:
@@ -387,7 +387,7 @@ class Ranks:
         try:
             result = call()
         except Exception as caught:
-            waited = bool(collectives.stopped)  # C++ makes another error of OtherRankError
+            waited = bool(collectives.failure)  # C++ makes another error of OtherRankError
             error = described(caught)
             if not waited:
                 self.failures.tell(f"rank {self.rank}: {error}")

@@ -153,11 +153,11 @@ def explained(facts: Facts) -> float:
     if facts.lines and "ops" not in facts.not_measured:
         return 1 - share_of(facts, lambda each: unexplained_seconds(facts, each))
 
-    def known(each: Round) -> float:
+    def by_parts(each: Round) -> float:
         ops_s = max(facts.product_s, facts.op_s) + launch_seconds(facts, each) + sync_seconds(facts, each)
         return each.get("data", 0.0) + min(each["step"], ops_s + swept_seconds(facts, each)) + facts.mean_between()
 
-    return share_of(facts, known) if facts.has("step") else 0.0
+    return share_of(facts, by_parts) if facts.has("step") else 0.0
 
 
 def captured_seconds(facts: Facts, each: Round, *, fast: bool) -> float:

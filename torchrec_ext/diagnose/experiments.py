@@ -231,7 +231,7 @@ class Experiments:
                 watched = Forwards(loop.modules, loop.clock)
                 with watched.watching():
                     loop.call(batch)
-                forwards.append(watched.apart())
+                forwards.append(watched.independent())
         except Exception as error:
             loop.not_measured["towers"] = described(error)
             return ()

@@ -55,9 +55,9 @@ def paired_gain(low: Sequence[float], high: Sequence[float] | None = None) -> Ga
     medians: tuple[list[float], list[float]] = [], []
     count = len(low)
     for _ in range(_RESAMPLES):
-        drawn = [generator.randrange(count) for _ in range(count)]
+        indices = [generator.randrange(count) for _ in range(count)]
         for values, into in zip((low, low if high is None else high), medians, strict=True):
-            into.append(statistics.median([values[index] for index in drawn]))
+            into.append(statistics.median([values[index] for index in indices]))
     tenth = _RESAMPLES // 10
     return Gain(sorted(medians[0])[tenth] / DRIFT, sorted(medians[1])[-tenth - 1] * DRIFT)
 

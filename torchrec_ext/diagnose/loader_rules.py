@@ -38,7 +38,7 @@ def loader_sleeps(facts: Facts) -> Finding | None:
         evidence.append(f"{loader.workers} worker(s) make the batches, and are slower than the step")
     elif loader.bytes_read:
         evidence.append(f"{loader.bytes_read:,.0f} bytes were read from files for a batch")
-    wanted = loader.workers + max(1, math.ceil(data / max(facts.median("step"), 1e-4)))
+    count = loader.workers + max(1, math.ceil(data / max(facts.median("step"), 1e-4)))
     remedies = [
         Remedy(
             name="batches ready in time",
@@ -49,8 +49,8 @@ def loader_sleeps(facts: Facts) -> Finding | None:
             is_measured=True,
         )
     ]
-    workers = _worker_remedy(facts, min(wanted, 16))
-    if workers.gain is not None and wanted > 1 and not loader.workers:
+    workers = _worker_remedy(facts, min(count, 16))
+    if workers.gain is not None and count > 1 and not loader.workers:
         workers = replace(
             workers,
             gain=Gain(workers.gain.low, max(workers.gain.high, remedies[0].gain.high if remedies[0].gain else 0.0)),

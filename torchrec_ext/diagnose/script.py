@@ -149,8 +149,8 @@ def _taken(node: ast.For, frame: FrameType) -> Loop:
     source, numbered = _unwrapped(node.iter, variables)
     make = eval(compile(ast.Expression(_lambda(source)), file, "eval"), variables)
     batches = make()
-    named = isinstance(source, ast.Name | ast.Attribute)
-    if not isinstance(batches, DataLoader | list | tuple | range) and not (named and isinstance(batches, Iterator)):
+    is_name = isinstance(source, ast.Name | ast.Attribute)
+    if not isinstance(batches, DataLoader | list | tuple | range) and not (is_name and isinstance(batches, Iterator)):
         batches = _Again(make)
     variables[_NUMBERED] = _Numbered()
     exec(compile(_function(node, numbered), file, "exec"), variables)

@@ -110,28 +110,28 @@ def collectives_of(traced: Sequence[Sequence[Traced]], offsets: Sequence[float])
         return []
     usual = max(kinds, key=kinds.count)  # a check every hundredth step is none of a step's collectives
     by_step = [each for each, kind in zip(by_step, kinds, strict=True) if kind == usual]
-    made = []
+    collectives = []
     for index in range(len(usual)):
-        seen = [(matched[index], steps) for matched, steps in by_step]
-        (first, calls, _), steps = seen[0]
+        same_call = [(matched[index], steps) for matched, steps in by_step]
+        (first, calls, _), steps = same_call[0]
         ranks = [rank for rank, _ in calls]
-        exchange, waits, given = [], [], []
-        for (_, same, last), _ in seen:
+        exchange, waits, sizes = [], [], []
+        for (_, same, last), _ in same_call:
             exchange.append(max(call.end.wall - offsets[rank] for rank, call in same) - last)
             waits.append([max(0.0, last + offsets[rank] - call.begin.wall) for rank, call in same])
-            given.append([float(call.bytes) for _, call in same])
-        made.append(
+            sizes.append([float(call.bytes) for _, call in same])
+        collectives.append(
             CollectiveFacts(
                 name=first.name,
                 line=first.line,
                 span=_inside(steps[ranks[0]], calls[0][1]),
                 ranks=ranks,
-                bytes=[statistics.fmean(each) for each in zip(*given, strict=True)],
+                bytes=[statistics.fmean(each) for each in zip(*sizes, strict=True)],
                 exchange_s=max(0.0, statistics.median(exchange)),
                 waits_s=[statistics.median(each) for each in zip(*waits, strict=True)],
             )
         )
-    return made
+    return collectives
 
 
 def _low(values: Sequence[float]) -> float:
@@ -145,7 +145,7 @@ def common_rounds(by_rank: Sequence[Sequence[Round]]) -> list[Round]:
     The step is what an iteration takes beyond a typical batch; ranks that wait for each other take the same. A changed
     step was measured without exchange, and gets what the step takes beyond its own such time: its exchange stays.
     """
-    made: list[Round] = []
+    typical: list[Round] = []
     for rounds in zip(*by_rank, strict=True):
         names = [name for name in rounds[0] if all(name in each for each in rounds)]
         low = {name: _low([each[name] for each in rounds]) for name in names}
@@ -162,8 +162,8 @@ def common_rounds(by_rank: Sequence[Sequence[Round]]) -> list[Round]:
         for name in names:
             if name not in each and not name.startswith("traced_"):
                 each[name] = low[name] + beyond
-        made.append(each)
-    return made
+        typical.append(each)
+    return typical
 
 
 def facts_of_ranks(by_rank: Sequence[Measured], latency: float, link_bytes: int) -> Facts:

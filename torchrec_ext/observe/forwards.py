@@ -47,7 +47,7 @@ class Forwards:
         self._seconds[module][-1] += self._clock()
         self._outputs[module] = set(functions_of(result))
 
-    def apart(self) -> dict[str, float]:
+    def independent(self) -> dict[str, float]:
         """Returns the seconds of sub-networks of some weight that do not read each other, by path; empty for none."""
         numbers = [f"[{number}]" if len(self._roots) > 1 else "" for number in range(len(self._roots))]
         level = [(f"{type(root).__name__}{number}", root) for number, root in zip(numbers, self._roots, strict=True)]
@@ -61,13 +61,13 @@ class Forwards:
             level = [(f"{path}.{name}", child) for name, child in module.named_children()]
             if not level:
                 return {}
-        apart: list[tuple[str, nn.Module]] = []
+        independent: list[tuple[str, nn.Module]] = []
         for path, module in sorted(heavy, key=lambda each: -spent[each[1]]):
             if self._outputs[module] and not any(
-                self._reads(module, other) or self._reads(other, module) for _, other in apart
+                self._reads(module, other) or self._reads(other, module) for _, other in independent
             ):
-                apart.append((path, module))
-        return {path: spent[module] for path, module in apart} if len(apart) > 1 else {}
+                independent.append((path, module))
+        return {path: spent[module] for path, module in independent} if len(independent) > 1 else {}
 
     def _called(self, path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         """Yields a module that a step calls once; for a list of modules, which is not called, each of these."""

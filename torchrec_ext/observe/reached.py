@@ -1,4 +1,4 @@
-"""reachable_from(): the objects that a step function leads to: its modules, optimizers, generators, data, and their owners.
+"""reachable_from(): what a step function leads to: its modules, optimizers, generators, data, and their owners.
 
 It goes through closures, the globals that a function names, methods, attributes, slots and containers, and stops at
 objects of libraries, except those that take part in training.
@@ -42,13 +42,13 @@ def reachable_from(*roots: Any, values: Callable[[Any], Iterator[Any]] | None = 
         roots: where to begin.
         values: returns the values of an object that are followed; all by default.
     """
-    seen: set[int] = set()
+    visited: set[int] = set()
     waiting = deque((root, 0) for root in roots)
     while waiting:
         each, depth = waiting.popleft()
-        if id(each) in seen or depth > _DEPTH or isinstance(each, _PLAIN):
+        if id(each) in visited or depth > _DEPTH or isinstance(each, _PLAIN):
             continue
-        seen.add(id(each))
+        visited.add(id(each))
         if not isinstance(each, _CONTAINERS):
             yield each
         waiting.extend((value, depth + 1) for value in (values or _all_values)(each))
@@ -100,13 +100,13 @@ def is_followed(each: Any) -> bool:
 
 def every_module(root: nn.Module) -> Iterator[nn.Module]:
     """Yields a module, those inside of it, and those in its plain lists, which modules() does not visit."""
-    seen: set[int] = set()
+    visited: set[int] = set()
     waiting = [root]
     while waiting:
         for module in waiting.pop().modules():
-            if id(module) in seen:
+            if id(module) in visited:
                 continue
-            seen.add(id(module))
+            visited.add(id(module))
             yield module
             for value in vars(module).values():
                 if isinstance(value, list) and len(value) <= MOST_FOLLOWED:
