@@ -217,7 +217,7 @@ _OFTEN = 0.25  # reads of files for each row
 
 
 def _reads() -> int:
-    """Returns the number of reads that this thread has made from files, 0 where the system does not count them."""
+    """Returns the number of this thread's reads from files; 0 if the system does not count them."""
     try:
         handle = os.open(_COUNTERS, os.O_RDONLY)
     except OSError:
@@ -230,7 +230,7 @@ def _reads() -> int:
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
-    """Returns what an object holds, with the text that follows its name."""
+    """Yields the values of an object, each with the text after the object's name."""
     if isinstance(value, Mapping):
         if len(value) <= _MANY:
             yield from ((f"[{key!r}]", item) for key, item in value.items())

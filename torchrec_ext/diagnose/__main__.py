@@ -91,7 +91,7 @@ class Comparison:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The interval that holds this ratio in four of five cases, by a bootstrap over rounds."""
+        """The 80 % interval of this ratio, by a bootstrap over rounds."""
         generator = random.Random(0)
         ratios = sorted(
             statistics.median(generator.choices(self.after, k=len(self.after)))
@@ -117,7 +117,7 @@ class Comparison:
 
 
 def compare_reports(before: Path, after: Path, limit: str) -> Comparison:
-    """Compares two reports that :meth:`Diagnosis.to_json` wrote.
+    """Compares two reports of :meth:`Diagnosis.to_json`.
 
     Args:
         before: file of the first report.

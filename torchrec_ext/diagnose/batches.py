@@ -49,12 +49,12 @@ class BatchSource:
 
     @property
     def first(self) -> Any:
-        """The batch that will be taken next, before any was."""
+        """The first batch, before it is taken."""
         return self._ahead[0]
 
     @property
     def is_ahead(self) -> bool:
-        """Whether the batch that is taken next has been made already."""
+        """Whether the next batch is ready."""
         return bool(self._ahead)
 
     def _keep(self) -> None:
@@ -62,12 +62,12 @@ class BatchSource:
             self._history += self._ahead
 
     def peek(self) -> None:
-        """Makes the batch that is taken next, if it is not there yet, so that nothing but its step can fail then."""
+        """Gets the next batch ready, so that only its step can fail then."""
         if not self._ahead:
             self._ahead.append(self.take(perf_counter)[0])
 
     def take(self, clock: Callable[[], float]) -> tuple[Any, float, float]:
-        """Returns a batch, with the seconds that it took, and those of them in which this thread did not compute."""
+        """Returns a batch, its seconds, and the seconds of these without computing in this thread."""
         if self._ahead:
             return self._ahead.pop(), 0.0, 0.0
         start, computed = clock(), thread_time()
@@ -85,22 +85,22 @@ class BatchSource:
         return batch, seconds, max(0.0, seconds - computed)
 
     def handed_back(self) -> Iterable[Any]:
-        """Returns what to train on: the iterable as given, or an iterator that begins with what was taken from it."""
+        """Returns the loader; for an iterator, one that first replays the consumed batches."""
         if self.kind != "iterator":
             return self.batches
         return _chained(list(self._history), self._iterator)
 
     def close(self) -> None:
-        """Ends the epoch that was begun, and the threads that make its batches; a user's own iterator goes on."""
+        """Ends the current epoch with its loader threads; a user's own iterator goes on."""
         if self.kind != "iterator" and hasattr(self._iterator, "close"):
             self._iterator.close()
 
     def again(self) -> Iterable[Any]:
-        """Returns batches that can be begun anew: the iterable as given, or a list of what was taken of an iterator."""
+        """Returns the loader; for an iterator, a list of the consumed batches."""
         return self.batches if self.kind != "iterator" else list(self._history)
 
     def facts(self, clock: Callable[[], float]) -> LoaderFacts:
-        """Says what the batches come from; a Dataset that is read row by row is timed on the rows of a batch."""
+        """Describes the loader; if it reads a Dataset row by row, times the rows of a batch."""
         loader = self.batches
         if not isinstance(loader, DataLoader):
             return LoaderFacts(kind=self.kind, dataset=type(loader).__name__)
@@ -205,7 +205,7 @@ def _leaves(batch: Any) -> Iterator[Any]:
 
 
 def row_count(batch: Any) -> int:
-    """Returns the rows of a batch, B; 0 where it is not made of tensors (B, ...)."""
+    """Returns the rows of a batch, B; 0 unless it consists of tensors (B, ...)."""
     leaves = list(_leaves(batch))
     if not leaves or not all(isinstance(each, Tensor) and each.dim() for each in leaves):
         return 0

@@ -79,7 +79,7 @@ class Call(NamedTuple):
 
 
 class Failures:
-    """The errors of ranks, which all of them know through a store.
+    """The errors of ranks, shared through a store.
 
     Args:
         store: a store of the process group.
@@ -90,11 +90,11 @@ class Failures:
         self._store, self._key = store, key
 
     def tell(self, text: str) -> None:
-        """Lets the other ranks know that this one has raised."""
+        """Tells the other ranks about an error of this one."""
         self._store.set(self._key, text)
 
     def text(self) -> str:
-        """Returns what the first rank that raised has said; empty where none has."""
+        """Returns the error of the first rank with one; empty if there is none."""
         return str(self._store.get(self._key).decode()) if self._store.check([self._key]) else ""
 
 
@@ -153,7 +153,7 @@ class Collectives:
                 poll.join()
 
     def rewind(self, recorded: list[Any]) -> None:
-        """Begins a step that is replayed, on what was recorded."""
+        """Begins to replay a step from its recording."""
         self._recorded, self._next = recorded, 0
 
     @contextmanager
@@ -166,7 +166,7 @@ class Collectives:
             self._mode = mode
 
     def _poll(self, stop: threading.Event) -> None:
-        """Ends the waits of this rank where another one has raised."""
+        """Ends this rank's waits after an error of another rank."""
         while not stop.wait(_POLL_S):
             text = self._failure()
             if not text:
@@ -232,7 +232,7 @@ class Collectives:
             return "the rank that holds the store has ended"
 
     def _guarded(self, work: Work, outputs: Sequence[Tensor]) -> Work:
-        """Returns a work that ends with this one, or with what another rank has raised."""
+        """Returns a work that also ends with an error of another rank."""
         first: torch.futures.Future[Any] = torch.futures.Future()
         # What Future.set_exception sets is raised by Python alone; C++, as DDP's reducer, sees what a callback raises.
         future = first.then(_value)
@@ -266,7 +266,7 @@ class Collectives:
                 future.set_result(value)
 
     def _hand_back(self, name: str, outputs: Sequence[Tensor]) -> None:
-        """Writes what was received; what keeps its place, as an all_reduce, stays this rank's own."""
+        """Writes the recorded results; the tensors of an all_reduce stay this rank's own."""
         if name not in _OTHER:
             return
         if self._next >= len(self._recorded):
@@ -328,7 +328,7 @@ class RanksFailedError(RuntimeError):
 
 
 class Ranks:
-    """The ranks that diagnose together, and a group of their own in which they agree.
+    """The ranks of a diagnosis, and their own process group.
 
     Every rank makes it, and calls its methods in the same order.
     """
@@ -359,7 +359,7 @@ class Ranks:
         dist.barrier(group=self.group)
 
     def agree(self, error: Exception | None, what: str = "") -> None:
-        """Raises on all ranks where one has failed.
+        """Raises on all ranks if one has failed.
 
         Raises:
             ValueError: a rank failed with one.
@@ -374,7 +374,7 @@ class Ranks:
                 raise ValueError(message) if text[0] else RanksFailedError(message, names_rank=True)
 
     def together(self, collectives: Collectives, call: Callable[[], Any]) -> tuple[Any, str]:
-        """Runs what calls collectives of the user's on all ranks; no rank waits for another one that has raised.
+        """Runs a call with the user's collectives on all ranks; none waits for a rank with an error.
 
         Returns:
             The result, and what was raised: by all ranks, who are still in step with each other then.
@@ -405,7 +405,7 @@ class Ranks:
 
 @contextmanager
 def agreed(ranks: Ranks | None) -> Iterator[None]:
-    """Raises on all ranks what is raised on one of them meanwhile; None stands for a process alone."""
+    """Raises an error of one rank on all of them; None stands for a single process."""
     error: Exception | None = None
     try:
         yield

@@ -31,12 +31,12 @@ READY, FROM_COLUMNS = (0.0, 0.01), (0.01, 0.05)
 
 
 def alone_seconds(each: Round) -> float:
-    """Returns the seconds of a round's step without its loader in between, which leaves caches cold."""
+    """Returns the seconds of a round's step in a row, with warm caches: no loader runs in between."""
     return min(each["step"], each.get("ready") or each["step"])
 
 
 def warm_share(each: Round) -> float:
-    """Returns the share of its time that a step takes without its loader in between."""
+    """Returns the seconds of a step in a row as a share of its seconds in the loop."""
     return alone_seconds(each) / each["step"] if each["step"] else 1.0
 
 
@@ -51,7 +51,7 @@ def bare_step(facts: Facts) -> str:
 
 
 def swept_seconds(facts: Facts, each: Round) -> float:
-    """Returns the seconds of a round's step that the optimizer takes for rows that the step does not read."""
+    """Returns the seconds of the optimizer in a round's step for rows outside of the batch."""
     if "small_tables" not in each:
         return 0.0
     by_lines = whole_table_seconds(facts, each)  # of the user, not the optimizer
@@ -61,7 +61,7 @@ def swept_seconds(facts: Facts, each: Round) -> float:
 
 
 def whole_table_seconds(facts: Facts, each: Round) -> float:
-    """Returns the seconds of a round's step at lines that work on whole tables.
+    """Returns the seconds of a round's step at lines with ops on whole tables.
 
     Those are the seconds inside of these ops; and if lines were sampled, also what the line takes besides its ops, as
     for memory that it gives back.
@@ -89,7 +89,7 @@ def op_price(facts: Facts, each: Round) -> float:
 
 
 def launch_seconds(facts: Facts, each: Round) -> float:
-    """Returns the seconds of a round's step that are the price of its ops, not their work."""
+    """Returns the price of the ops in a round's step, without their work."""
     others = swept_seconds(facts, each) + facts.product_s + _threading(each)
     # Sweeps, products and threads are inside of ops too.
     rest = each["step"] - sync_seconds(facts, each) - max(others, facts.work_s)
@@ -99,12 +99,12 @@ def launch_seconds(facts: Facts, each: Round) -> float:
 
 
 def _threading(each: Round) -> float:
-    """Returns the seconds of a round's step that its threads cost, which raise the price of an op too."""
+    """Returns the cost of threads in a round's step; they raise the price of an op too."""
     return max(0.0, each["step"] - changed_seconds(each, "one_thread")) if "one_thread" in each else 0.0
 
 
 def sync_seconds(facts: Facts, each: Round) -> float:
-    """Returns the seconds of a round's step that go with values brought to Python, and the ops that make them."""
+    """Returns the cost of values brought to Python in a round's step, with the ops behind them."""
     price = facts.syncs * each.get("sync", 0.0) + max(0, facts.sync_ops - facts.syncs) * op_price(facts, each)
     if facts.lines:  # beyond the price of their ops these lines do work that stays
         price = min(sync_line_seconds(facts, each), _AT_MOST * price)
@@ -112,7 +112,7 @@ def sync_seconds(facts: Facts, each: Round) -> float:
 
 
 def sync_line_seconds(facts: Facts, each: Round) -> float:
-    """Returns the seconds of a round at lines that bring values to Python or feed these, by their share of the ops."""
+    """Returns the seconds of a round for values brought to Python, by the ops' share of each line."""
     lines = [line for line in facts.lines if line.sync_ops]
     return sum(_at_line(facts, each, line.seconds) * line.sync_ops / line.ops for line in lines)
 
@@ -124,13 +124,13 @@ def _at_line(facts: Facts, each: Round, seconds: float) -> float:
 
 
 def _without_ops(facts: Facts, each: Round, line: LineFacts) -> float:
-    """Returns the seconds of a round at a line of the step that neither the work nor the price of ops explains."""
+    """Returns the seconds of a round at a line beyond the work and the price of its ops."""
     ops_s = _WORK_AT_MOST * line.op_s + _AT_MOST * line.ops * each["op"]
     return max(0.0, _at_line(facts, each, line.seconds) - ops_s)
 
 
 def held_lines(facts: Facts) -> list[tuple[LineFacts, float]]:
-    """Returns the lines of a step that hold it without ops, with their shares of an iteration, the longest first."""
+    """Returns the lines of a step with much time outside of ops, and their shares, the largest first."""
     if facts.ranks or "ops" in facts.not_measured or not facts.has("data", "step", "op"):
         return []
     tables = {table.line for table in facts.whole_tables}  # which are a cause of their own
@@ -141,12 +141,12 @@ def held_lines(facts: Facts) -> list[tuple[LineFacts, float]]:
 
 
 def unexplained_seconds(facts: Facts, each: Round) -> float:
-    """Returns the seconds of a round's step at the user's lines that no op explains."""
+    """Returns the seconds of a round's step at the user's lines outside of ops."""
     return sum(_without_ops(facts, each, line) for line, _ in held_lines(facts))
 
 
 def explained(facts: Facts) -> float:
-    """Returns the share of an iteration that is explained: all but what the user's lines take without ops.
+    """Returns the explained share of an iteration: all but the time of the user's lines outside of ops.
 
     If lines were not sampled, or ops not counted, it is the share of the batch, the products, and the price of ops.
     """
@@ -161,7 +161,7 @@ def explained(facts: Facts) -> float:
 
 
 def captured_seconds(facts: Facts, each: Round, *, fast: bool) -> float:
-    """Returns the most, or the least, seconds of a step that is captured with its rows moved when they are read.
+    """Returns the most or least seconds of a captured step with lazy row updates.
 
     One fused program launches no ops, and what is neither product nor launch takes a quarter to four fifths of its
     time: what prototypes measured.
@@ -177,12 +177,12 @@ def captured_seconds(facts: Facts, each: Round, *, fast: bool) -> float:
 
 
 def capture_seconds(facts: Facts) -> tuple[float, float]:
-    """Returns the seconds that capturing a step takes, at least and at most: it grows with its ops."""
+    """Returns the least and most seconds of capturing a step: they grow with its ops."""
     return 3 + 0.015 * facts.ops, 8 + 0.06 * facts.ops
 
 
 def gain_of_ready(facts: Facts, shares: tuple[float, float]) -> Gain | None:
-    """Returns the speed-up of a loader of whose time such shares stay, at least and at most."""
+    """Returns the speed-up if only these shares, least and most, remain of the loader's time."""
     least, most = shares
     return expected(
         facts,
@@ -192,7 +192,7 @@ def gain_of_ready(facts: Facts, shares: tuple[float, float]) -> Gain | None:
 
 
 def gain_without(facts: Facts, seconds: Callable[[Round], float], least: float, most: float) -> Gain | None:
-    """Returns the speed-up of an iteration without such seconds of its step, of which a share goes, least and most.
+    """Returns the speed-up if shares, least and most, of such seconds of the step go.
 
     The rest of the step is known too, so that little of it goes however much these seconds are.
     """
@@ -254,7 +254,7 @@ def capture_remedy(facts: Facts) -> Remedy:
 
 
 def rows_remedy(facts: Facts) -> Remedy:
-    """Returns adopt with batches that are made from columns inside of the step."""
+    """Returns adopt with batches from columns as a remedy."""
     remedy = Remedy(
         name="Rows.of and adopt: batches made from columns inside the captured step",
         lines=tuple(line.format(batch=facts.loader.row_calls or "...") for line in ROWS),
@@ -271,7 +271,7 @@ def rows_remedy(facts: Facts) -> Remedy:
 
 
 def limit_share(facts: Facts) -> float:
-    """Returns the share of this machine's limit at which iterations run: products and traffic that must be, by all.
+    """Returns how near iterations are to this machine's limit: necessary products and traffic over the time.
 
     Products at the rate of a large product measured here, and the parameters that a step reads, each read and written
     once with its gradient and two moments, at the rate of a large copy.
@@ -283,7 +283,7 @@ def limit_share(facts: Facts) -> float:
 
 
 def traffic(facts: Facts) -> float:
-    """Returns the bytes of parameters, gradients and moments that a step must read and write."""
+    """Returns the least bytes of parameters, gradients and moments in a step."""
     tables = sum(each.rows * each.dim for each in facts.tables)
     rows = sum(min(each.rows, each.read) * each.dim for each in facts.tables)
     return 4 * 7 * (max(0, facts.parameters - tables) + rows)

@@ -136,7 +136,7 @@ class Experiments:
         return self._rounds.facts(facts)
 
     def _count_ops(self) -> Counted:
-        """Counts the ops of a step, and finds the tables that an optimizer sweeps."""
+        """Counts the ops of a step, and finds large tables with a dense optimizer."""
         loop = self._loop
         counted = Counted()
 
@@ -168,7 +168,7 @@ class Experiments:
         return {id(parameter): parameter for group in groups for parameter in group["params"]}
 
     def _sample_lines(self, counted: Counted) -> tuple[Sequence[LineFacts], float]:
-        """Returns the user's lines at which the loop is for most of the time, and the seconds of an iteration."""
+        """Returns the user's lines with the most time, and the seconds of an iteration."""
         loop, missing = self._loop, self._loop.not_measured
         if loop.cuda or loop.compiled:
             missing["lines"] = "sampled only for eager steps on a CPU, whose ops are timed"
@@ -199,7 +199,7 @@ class Experiments:
         return _line_facts(samples, counted, iterations), seconds
 
     def _time_data(self) -> Sequence[Round]:
-        """Times the loader of a step that cannot be run."""
+        """Times the loader alone, after a failed step."""
         loop = self._loop
         rounds: list[Round] = []
         end = time.perf_counter() + min(_DATA_S, self._budget_s)
@@ -219,7 +219,7 @@ class Experiments:
         return rounds
 
     def _time_towers(self, rounds: Sequence[Round]) -> Sequence[tuple[str, float]]:
-        """Returns sub-networks that do not read each other, with their shares of the forward."""
+        """Returns independent sub-networks, with their shares of the forward."""
         loop = self._loop
         if self._rounds.size > 1:  # the ranks have the cores that towers would run on
             return ()
@@ -242,7 +242,7 @@ class Experiments:
         return [(name, min(1.0, min(each[name] for each in forwards) / whole)) for name in names]
 
     def _watch_device(self, rounds: Sequence[Round]) -> tuple[int, float | None]:
-        """Returns the kernels of a step on a CUDA device, and the share of time in which the device ran one."""
+        """Returns the number of kernels of a step on a CUDA device, and their share of its time."""
         loop = self._loop
         if not loop.cuda or not rounds or "step" in loop.not_measured:
             return 0, None
@@ -309,7 +309,7 @@ class Experiments:
         return sum_products(counted.products)
 
     def _time_between(self, between: Mapping[str, tuple[Callable[[], object], int]]) -> Sequence[Between]:
-        """Times what runs between steps once."""
+        """Times the calls between steps once."""
         loop = self._loop
         runs: list[Between] = []
 

@@ -189,7 +189,7 @@ class RankFacts:
     together_s: float = 0.0
 
     def median(self, name: str) -> float:
-        """Returns the median seconds of a part of its steps; 0 where none was traced."""
+        """Returns the median seconds of a part of its steps; 0 if none was traced."""
         return statistics.median([each[name] for each in self.steps]) if self.steps else 0.0
 
 
@@ -306,19 +306,19 @@ class Facts:
         return bool(self.rounds) and all(name in each for each in self.rounds for name in names)
 
     def median(self, name: str) -> float:
-        """Returns the median seconds of an experiment; 0 where it is missing."""
+        """Returns the median seconds of an experiment; 0 if it is missing."""
         return statistics.median([each[name] for each in self.rounds]) if self.has(name) else 0.0
 
     def mean_between(self) -> float:
-        """Returns the seconds a step that what runs between steps takes."""
+        """Returns the amortised seconds per step of evaluations and checkpoints."""
         return sum(each.seconds / each.steps for each in self.between)
 
     def iteration(self, each: Round) -> float:
-        """Returns the seconds that a round's batch and step take, with their share of what runs between steps."""
+        """Returns the seconds of a round's iteration: batch, step, and the share of calls between steps."""
         return each.get("data", 0.0) + each.get("step", 0.0) + self.mean_between()
 
     def gain(self, slow: Callable[[Round], float], fast: Callable[[Round], float] | None = None) -> Gain:
-        """Returns the speed-up of an iteration whose seconds would be as given.
+        """Returns the speed-up for other seconds of an iteration.
 
         Args:
             slow: returns the most seconds that are expected of a round's iteration, without what runs between steps.

@@ -20,7 +20,7 @@ UNDER = 1.05  # a gain below it is none
 
 
 class Change(str, Enum):
-    """What a remedy changes in the mathematics of a step."""
+    """A change in the mathematics of a step."""
 
     EXACT = "bit-equal"
     ROUNDING = "the same but for rounding"
@@ -49,7 +49,7 @@ _KEEPING = (
 
 
 class Action(Enum):
-    """What a program does to apply a remedy, if it can."""
+    """A remedy that a program can apply."""
 
     THREADS = "other compute threads"
     WORKERS = "worker processes of a DataLoader"
@@ -88,7 +88,7 @@ class Remedy:
 
     @property
     def is_captured(self) -> bool:
-        """Whether the step is a captured one, of which experiments can change nothing any more."""
+        """Whether the step is captured then; experiments need eager steps."""
         return self.action in (Action.CAPTURE, Action.CAPTURE_WITH_ROWS)
 
 
@@ -120,7 +120,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Whether something that people try will help.
+    """The answer to whether a usual attempt will help.
 
     Args:
         name: what they try.
@@ -157,7 +157,7 @@ def share_of(facts: Facts, seconds: Callable[[Round], float]) -> float:
 
 
 def expected(facts: Facts, slow: Callable[[Round], float], fast: Callable[[Round], float] | None = None) -> Gain | None:
-    """Returns the speed-up of a remedy; None where an experiment that it needs is missing."""
+    """Returns the speed-up of a remedy; None if an experiment is missing."""
     try:
         return facts.gain(slow, fast)
     except KeyError:
@@ -165,7 +165,7 @@ def expected(facts: Facts, slow: Callable[[Round], float], fast: Callable[[Round
 
 
 def size_of(cost: float) -> Size:
-    """Returns the size of a fault that costs such a share of an iteration."""
+    """Returns the size of a fault by its share of an iteration."""
     return "large" if cost >= LARGE else "medium" if cost >= MEDIUM else "small"
 
 
@@ -180,7 +180,7 @@ def finding_of_cost(
     ranks: Sequence[int] = (),
     least: float = 0.0,
 ) -> Finding:
-    """Makes a finding; that of a fault has the size that its cost has."""
+    """Makes a finding; its size follows from its cost unless it is given."""
     return Finding(
         cause=cause,
         title=title,
@@ -201,7 +201,7 @@ def finding_of(
     remedies: Sequence[Remedy],
     seconds: Callable[[Round], float],
 ) -> Finding:
-    """Makes a finding; its cost is the median over rounds of the share that ``seconds`` take of an iteration."""
+    """Makes a finding; cost = median over rounds of seconds / iteration."""
     shares = shares_of(facts, seconds)
     least = shares[0] if shares else 0.0
     return finding_of_cost(cause, title, evidence, remedies, share_of(facts, seconds), least=least)

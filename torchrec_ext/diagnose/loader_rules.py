@@ -99,7 +99,7 @@ def row_python(facts: Facts) -> Finding | None:
 
 
 def loader_computes(facts: Facts) -> Finding | None:
-    """Batches are made by code that computes, but not row by row."""
+    """The loader computes, but not row by row."""
     if not facts.has("data", "sleep") or row_python(facts) or loader_sleeps(facts):
         return None
     loader, data = facts.loader, facts.median("data")
@@ -137,7 +137,7 @@ def loader_computes(facts: Facts) -> Finding | None:
 
 
 def _data_lines(facts: Facts) -> list[str]:
-    """Returns a sentence for each line at which the loader spends its time."""
+    """Returns a sentence for each line with much of the loader's time."""
     lines = [line for line in facts.lines if line.phase == "data" and line.seconds >= 0.1 * facts.sampled_s]
     return [
         f"{line.seconds / facts.sampled_s:.0%} of an iteration is at {line.name}: {line.text}" for line in lines[:3]
@@ -145,7 +145,7 @@ def _data_lines(facts: Facts) -> list[str]:
 
 
 def _ahead(facts: Facts) -> Remedy:
-    """Returns more batches ahead of a recipe's steps, which help where their thread has a core, up to its pace."""
+    """Returns more batches ahead as a remedy for a recipe; its thread needs a core of its own."""
     return Remedy(
         name="more batches and blocks of files ahead, or fewer negatives to draw",
         lines=("--set loader.prefetch=8 --set loader.read_ahead=2",),

@@ -80,7 +80,7 @@ class StepClock:
         return self.host()
 
     def moment(self) -> Moment:
-        """Returns the present moment; a thread that has no clock of its own takes the wall clock for it."""
+        """Returns the present moment; other threads have the wall clock as their own."""
         seconds = self() if threading.get_ident() == self._thread else time.perf_counter()
         return Moment(time.perf_counter(), seconds)
 
@@ -172,11 +172,11 @@ class TrainingLoop:
         return {**means, "gc": collecting[0] / self.iterations}
 
     def note_end(self) -> None:
-        """Notes that the source has ended for good."""
+        """Notes the final end of an iterator."""
         self.not_measured.setdefault("data", "the iterator ended: give an iterable that can be begun anew")
 
     def choose_iterations(self, first: Round, elapsed_s: float) -> None:
-        """Chooses the iterations of a round and the steps of a turn by the first ones, which took ``elapsed_s``."""
+        """Chooses the iterations of a round and the steps of a turn; the first ones took ``elapsed_s``."""
         seconds = first["data"] + first["step"]
         loader: Any = self.source.batches
         workers = getattr(loader, "num_workers", 0)
@@ -221,7 +221,7 @@ class TrainingLoop:
     # ----------------------------------------------------------------------------------------------------------- spans
 
     def _end(self, name: str, begin: Moment) -> float:
-        """Notes a span that ends now, and returns its seconds."""
+        """Notes a span up to now, and returns its seconds."""
         span = Span(name, begin, self.clock.moment())
         self.spans.append(span)
         return span.seconds

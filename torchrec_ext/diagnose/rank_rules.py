@@ -25,7 +25,7 @@ _SMALL_MIB = 64.0  # of tables that are as well whole on every rank
 
 
 def rank_findings(facts: Facts) -> list[Finding]:
-    """Returns what the ranks together waste; nothing for one process."""
+    """Returns the findings about several ranks; none for one process."""
     if not facts.ranks or not facts.rounds or not all(each.steps for each in facts.ranks):
         return []
     findings = {cause: finding for cause, rule in RULES.items() if (finding := rule(facts)) is not None}
@@ -56,7 +56,7 @@ def _low(values: Sequence[float]) -> float:
 
 
 class Excess(NamedTuple):
-    """Seconds by which a rank computes longer than a typical other one, in one span of a step."""
+    """The longer computing of one rank in one span, beside a typical other rank."""
 
     rank: int
     span: str
@@ -65,7 +65,7 @@ class Excess(NamedTuple):
 
 
 def _excess(facts: Facts, span: str) -> Excess:
-    """Returns the rank that is slowest in a span, and by how much."""
+    """Returns the slowest rank of a span, and by how much."""
     medians = {each.rank: each.median(span) for each in facts.ranks}
     slowest = max(medians, key=lambda rank: medians[rank])
     others = statistics.median([seconds for rank, seconds in medians.items() if rank != slowest])
@@ -73,7 +73,7 @@ def _excess(facts: Facts, span: str) -> Excess:
 
 
 def _without(facts: Facts, seconds: float) -> Gain:
-    """Returns the speed-up of an iteration in which ranks wait so much less for one of them."""
+    """Returns the speed-up if ranks waited `seconds` less for the slow one."""
     return paired_gain([total / max(total - min(seconds, 0.97 * total), 1e-9) for total in _iterations(facts)])
 
 
@@ -82,7 +82,7 @@ def _of_iteration(facts: Facts, seconds: float) -> float:
 
 
 def _called(facts: Facts, rank: int) -> str:
-    """Returns a rank as it is called in sentences, with its host where there are several."""
+    """Returns the name of a rank in sentences, with its host if there are several."""
     host = facts.ranks[rank].host
     return f"rank {rank}" + (f" (on {host})" if len({each.host for each in facts.ranks}) > 1 else "")
 
@@ -100,7 +100,7 @@ def _always(facts: Facts, excess: Excess) -> bool:
 
 
 def _straggler(facts: Facts, excess: Excess, cause: str, title: str, advice: str, evidence: str = "") -> Finding | None:
-    """Makes a finding of a rank that is always slow in a span; ``evidence`` if the span does not say enough."""
+    """Makes a finding of a rank with one slow span; by default the evidence is the span's time."""
     if excess.seconds < 0.3 * excess.others or not _always(facts, excess):
         return None
     name = _called(facts, excess.rank)
@@ -133,14 +133,14 @@ def straggler_input(facts: Facts) -> Finding | None:
 
 
 def _in_step(facts: Facts) -> tuple[Excess, float]:
-    """Returns the span of a step in which one rank is slowest, and its excess in the whole step."""
+    """Returns the largest excess of a rank in a span of the step, and that in its whole step."""
     spans = [_excess(facts, span) for span in ("forward", "backward", "optimizer")]
     most = max(spans, key=lambda each: each.seconds)
     return most, sum(each.seconds for each in spans if each.rank == most.rank)
 
 
 def _explained(facts: Facts, rank: int) -> bool:
-    """Whether the ids that a rank looks up explain that it is slow."""
+    """Whether a rank's look-ups explain its slow step."""
     finding = imbalanced_table(facts) or uneven_lists(facts)
     return finding is not None and finding.ranks == (rank,)
 
@@ -190,7 +190,7 @@ def _step_of(rank: RankFacts) -> float:
 
 
 def rotating_straggler(facts: Facts) -> Finding | None:
-    """The rank that is slow is another one in each step."""
+    """The slow rank is another one in each step."""
     steps = list(zip(*(each.steps for each in facts.ranks), strict=True))
     computed = [[_computed(each) for each in step] for step in steps]
     slowest = [max(range(len(step)), key=step.__getitem__) for step in computed]
@@ -231,7 +231,7 @@ def rotating_straggler(facts: Facts) -> Finding | None:
 
 
 class Excessive(NamedTuple):
-    """A rank that has far more of something than the ranks' mean, for which its steps compute longer."""
+    """The rank with far more work than the mean: its seconds beyond it, and a sentence about its step."""
 
     rank: int
     seconds: float
@@ -260,7 +260,7 @@ def _uneven(
     facts: Facts, most: Excessive, cause: str, title: str, evidence: Sequence[str], remedy: tuple[str, Sequence[str]],
     changes: Change,
 ) -> Finding:  # fmt: skip
-    """Makes a finding of a rank that has more to do than the others; ``remedy`` is its name and its lines."""
+    """Makes a finding of a rank with more work than the others; ``remedy`` is a name and lines."""
     name, lines = remedy
     even = Remedy(
         name=name,
@@ -327,7 +327,7 @@ def _kinds(facts: Facts) -> dict[str, list[CollectiveFacts]]:
 
 
 def _sent(facts: Facts) -> float:
-    """Returns the bytes that a rank's link carries in a step."""
+    """Returns the bytes of a step on a rank's link."""
     size = len(facts.ranks)
     return sum(
         max(each.bytes) * (2 if each.name == "all_reduce" else 1) * (size - 1) / size for each in facts.collectives
@@ -344,12 +344,12 @@ def _gain_of_exchange(facts: Facts, least: float, most: float) -> Gain | None:
 
 
 def _exchange_share(facts: Facts) -> float:
-    """Returns the share of an iteration that the exchange takes."""
+    """Returns the exchange's share of an iteration."""
     return share_of(facts, lambda each: each["exchange"])
 
 
 def _slow_links(facts: Facts) -> Iterator[tuple[int, float, float]]:
-    """Yields ranks that send slowly, with their seconds and those of the others."""
+    """Yields ranks with slow links, their seconds and those of the others."""
     for each in facts.ranks:
         others = statistics.median([other.send_s for other in facts.ranks if other.rank != each.rank])
         if each.send_s > _SLOW_LINK * others > 0:
@@ -388,7 +388,7 @@ def _exchange_text(facts: Facts) -> str:
 
 
 def _by_bytes(facts: Facts) -> float:
-    """Returns the share of the exchange that its bytes need at the rate of the links."""
+    """Returns the share of the exchange's time for its bytes, at the rate of the links."""
     rates = [each.send_s - facts.latency_s for each in facts.ranks if each.send_s > facts.latency_s]
     if not rates or not facts.link_bytes:
         return 0.0
@@ -397,7 +397,7 @@ def _by_bytes(facts: Facts) -> float:
 
 
 def _alone_remedy(facts: Facts) -> Iterator[Remedy]:
-    """Yields a single rank as a remedy, where it is faster than all together."""
+    """Yields a single rank as a remedy, if it is faster than all together."""
     gain = one_rank(facts)
     if gain is not None and gain.low > 1:
         yield Remedy(
@@ -411,13 +411,13 @@ def _alone_remedy(facts: Facts) -> Iterator[Remedy]:
 
 
 def _share_of_sums(facts: Facts) -> float:
-    """Returns the share of the exchange that sums gradients, and not rows of tables that ranks share."""
+    """Returns the share of gradient sums in the exchange; the rest is rows of sharded tables."""
     seconds = [(each.name == "all_reduce", each.exchange_s) for each in facts.collectives]
     return sum(each for sums, each in seconds if sums) / max(sum(each for _, each in seconds), 1e-12)
 
 
 def _sharded(facts: Facts) -> list[TableFacts]:
-    """Returns the shards of tables that ranks share."""
+    """Returns the shards of sharded tables."""
     return [table for each in facts.ranks for table in each.tables if table.sharding not in ("", "data_parallel")]
 
 
@@ -457,7 +457,7 @@ def _less_often(facts: Facts) -> list[Remedy]:
 
 
 def unmerged_exchange(facts: Facts) -> Finding | None:
-    """A step makes many small collectives of one kind that could be one."""
+    """A step makes many small collectives of one kind in place of one."""
     kinds = _kinds(facts)
     if not kinds or next(_slow_links(facts), None) or _by_bytes(facts) > 0.5:
         return None
@@ -575,7 +575,7 @@ def _core_count(ranks: Sequence[RankFacts]) -> int:
 
 
 def _queued(rank: RankFacts) -> float:
-    """Returns the share of the wall clock in which a rank has no core."""
+    """Returns the share of the wall clock without a core."""
     names = (*_SPANS, "wait", "exchange")
     return statistics.median(
         [each["queue"] / max(each["queue"] + sum(each[name] for name in names), 1e-12) for each in rank.steps]
@@ -583,7 +583,7 @@ def _queued(rank: RankFacts) -> float:
 
 
 def one_rank(facts: Facts) -> Gain | None:
-    """Returns the speed-up of one rank that does the work of all, over all of them."""
+    """Returns the speed-up of one rank with the work of all over all ranks."""
     alone = [each.alone_s for each in facts.ranks if each.alone_s]
     if not alone or not facts.rounds:
         return None
@@ -613,7 +613,7 @@ def table_of(facts: Facts) -> list[str]:
 
 
 def _held_by_rank(facts: Facts) -> list[str]:
-    """Returns what each rank holds of the tables, and reads of them in a step, as lines; none without tables."""
+    """Returns a line for each rank about its tables and its look-ups; none without tables."""
     if not any(each.tables for each in facts.ranks):
         return []
     lines = [
@@ -629,7 +629,7 @@ def _held_by_rank(facts: Facts) -> list[str]:
 
 
 def most_read(rank: RankFacts) -> TableFacts:
-    """Returns the table of a rank of which most values are read."""
+    """Returns the table of a rank with the most values read."""
     return max(rank.tables, key=lambda table: table.read * table.dim)
 
 

@@ -46,7 +46,7 @@ _RECORDED = 2  # batches on which steps run without exchange
 
 
 class LocalSteps:
-    """Steps of a loop with their exchange, and without it on what the collectives returned before.
+    """Steps of a loop with their exchange, or without it on recorded results of the collectives.
 
     Args:
         loop: the user's loop.
@@ -79,7 +79,7 @@ class LocalSteps:
             self.collectives.rewind(self._recorded.get(id(batch), first))
 
     def exchange(self, mode: Mode, call: Callable[[], Any], recorded: list[Any] | None = None) -> Any:
-        """Runs what exchanges.
+        """Runs a call with its exchange.
 
         Raises:
             RanksFailedError: it raised on a rank.
@@ -95,7 +95,7 @@ class LocalSteps:
         return result
 
     def record(self) -> None:
-        """Records the results of the collectives on the last batches, on which steps run without exchange then."""
+        """Records the collectives' results on the last batches, the batches of steps without exchange."""
         self.loop.fixed = self.loop.pool[-_RECORDED:]
         for batch in self.loop.fixed:
             recorded: list[Any] = []
@@ -118,7 +118,7 @@ class LocalSteps:
             yield
 
     def _freeze_tables(self, stack: ExitStack) -> None:
-        """Has the kernels of sharded tables update rows at a learning rate of 0, which takes them as long."""
+        """Sets the learning rate of sharded tables to 0: an update takes as long and moves nothing."""
         for fused in self.fused:
             stack.callback(fused.zero_grad)  # hands the rate to the kernel
             for group in fused.param_groups:
@@ -128,7 +128,7 @@ class LocalSteps:
 
 
 class RankRounds:
-    """The rounds of a step that all ranks call, with the methods of :class:`Rounds`.
+    """The rounds of several ranks, with the methods of :class:`Rounds`.
 
     Args:
         loop: the user's loop.
@@ -155,7 +155,7 @@ class RankRounds:
         self._latency_s = 0.0
 
     def facts(self, facts: Facts) -> Facts:
-        """Returns the facts of all ranks, the same on each of them, from those that this rank measured."""
+        """Returns the facts of all ranks, the same on each of them, from this rank's own."""
         threads = torch.get_num_threads()
         rank = dataclasses.replace(self._facts, threads=threads, tables=self._steps.lookups)
         measured = Measured(facts, self._rounds, self._traces, rank, _clock_offset(self._ranks))
@@ -173,7 +173,7 @@ class RankRounds:
             yield
 
     def real(self, call: Callable[[], Any]) -> Any:
-        """Runs what exchanges.
+        """Runs a call with its exchange.
 
         Raises:
             RanksFailedError: it raised on a rank.
@@ -181,7 +181,7 @@ class RankRounds:
         return self._steps.exchange("watch", call)
 
     def share_missing(self) -> None:
-        """Leaves out on all ranks what one of them could not measure."""
+        """Leaves out on all ranks each experiment without a result on one."""
         for rank, missing in enumerate(self.gather(dict(self._loop.not_measured))):
             for name, why in missing.items():
                 self._loop.not_measured.setdefault(name, why if rank == 0 else f"rank {rank}: {why}")
@@ -264,14 +264,14 @@ class RankRounds:
         return {f"traced_{name}": statistics.fmean([each[name] for each in matched]) for name in names}
 
     def _shared(self, variants: list[Variant]) -> list[Variant]:
-        """Returns the experiments that all ranks can make, in rank 0's order."""
+        """Returns the experiments of all ranks, in rank 0's order."""
         names = self.gather([each.name for each in variants])
         by_name = {each.name: each for each in variants}
         self.share_missing()
         return [by_name[name] for name in names[0] if all(name in each for each in names)]
 
     def _try_each(self, variants: list[Variant], start: float) -> None:
-        """Runs each experiment once, and gives up those that a round has no time for."""
+        """Runs each experiment once, and gives up those beyond the budget."""
         round_s, late = 0.0, list[str]()
         for variant in variants:
             before = time.perf_counter()
@@ -328,7 +328,7 @@ class RankRounds:
 
 
 def _probe_links(ranks: Ranks, device: torch.device) -> tuple[float, float]:
-    """Returns the seconds of a tiny collective, and those in which this rank alone sends to the others."""
+    """Returns the seconds of a tiny collective, and of a message of this rank to all others."""
     few = torch.zeros(2, device=device)
     many = torch.zeros(LINK_BYTES // 4 * (ranks.size - 1), device=device)
     latencies = list[float]()

@@ -30,7 +30,7 @@ Training = TypeVar("Training")
 
 @dataclass(frozen=True, kw_only=True)
 class Realised:
-    """The gain of a remedy, beside the gain that was predicted.
+    """The measured gain of a remedy, beside the predicted one.
 
     Args:
         remedy: name of the remedy.
@@ -46,7 +46,7 @@ class Realised:
 
     @property
     def held(self) -> bool | None:
-        """Whether the median lies in the predicted interval; None where nothing was predicted."""
+        """Whether the median lies in the predicted interval; None if nothing was predicted."""
         return None if self.predicted is None else self.predicted.low <= self.ratio <= self.predicted.high
 
     def __str__(self) -> str:
@@ -94,7 +94,7 @@ class Diagnosis:
 
     @property
     def verdict(self) -> str:
-        """The cause that costs most, where it costs .15 of an iteration or more.
+        """The cause with the largest cost, if that is .15 of an iteration or more.
 
         Where there is none: ``products`` where matrix products take half of it, else ``healthy``. ``noisy`` where
         nothing can be said, ``step failed`` if the step could not be run, and ``loop failed`` if it raised later.
@@ -124,7 +124,7 @@ class Diagnosis:
         return json.dumps(values, default=str)
 
     def html(self, path: str | Path) -> None:
-        """Writes the diagnosis as one HTML file with pictures, which needs no network.
+        """Writes the diagnosis as one self-contained HTML file with pictures.
 
         Args:
             path: path of the file.
@@ -153,7 +153,7 @@ class Diagnosis:
         remedy: Remedy | None = None,
         seconds: float = 10.0,
     ) -> Realised:
-        """Measures a remedy beside the step as it was, by turns, and compares the gain with what was predicted.
+        """Measures a remedy beside the step as it was, by turns, and compares its gain with the prediction.
 
         The remedy's steps are real ones: they train. What the old step does is put back.
 
@@ -180,7 +180,7 @@ class Diagnosis:
 
 
 def _finding_values(finding: Finding) -> dict[str, Any]:
-    """Returns a finding for the JSON report, without what only this process can apply."""
+    """Returns a finding for the JSON report, without the fields for this process alone."""
     values = dataclasses.asdict(finding)
     for remedy in values["remedies"]:
         for name in ("is_measured", "action", "count"):
@@ -195,7 +195,7 @@ def apply_in_turn(
     compare: Callable[[Training, Training], Sequence[tuple[float, float]]],
     again: Callable[[Training], Diagnosis],
 ) -> None:
-    """Applies the remedies that keep the mathematics in turn, and measures each beside the training before it.
+    """Applies remedies with unchanged mathematics in turn, and measures each beside the training before it.
 
     One that gains is kept, and the others are predicted anew from there. The captured step comes last, since
     experiments need eager steps.
@@ -304,7 +304,7 @@ def _headline(diagnosis: Diagnosis) -> str:
 
 
 def _times(facts: Facts) -> list[str]:
-    """Returns what an iteration is made of."""
+    """Returns the parts of an iteration as lines."""
     if not facts.has("data"):
         return []
     whole = sum(facts.iteration(each) for each in facts.rounds) / len(facts.rounds)
@@ -445,7 +445,7 @@ def _roofline(facts: Facts) -> str:
 
 
 def _before_and_after(diagnosis: Diagnosis) -> str:
-    """Draws an iteration as it is, as each first remedy is expected to make it, and as those that were tried did."""
+    """Draws an iteration as it is, with each first remedy as predicted, and with each applied one as measured."""
     spans = _bars(diagnosis.facts)
     whole = spans[-1].end if spans else 0.0
     rows = [Lane(name="as it is", spans=spans, value=f"{whole:.3g} ms")]

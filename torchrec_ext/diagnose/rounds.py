@@ -30,7 +30,7 @@ def enough(rounds: Sequence[Round]) -> bool:
 
 
 def is_late(count: int, elapsed_s: float, budget_s: float) -> bool:
-    """Whether so many rounds took longer than the budget, of which the fewest that say something may take three."""
+    """Whether so many rounds took longer than the budget; the first four may take three times as long."""
     return count > 0 and elapsed_s > (budget_s if count >= FEWEST_ROUNDS else 3 * budget_s)
 
 
@@ -45,7 +45,7 @@ def in_order(variants: Sequence[Variant], number: int) -> Sequence[Variant]:
 
 
 def attempt(loop: TrainingLoop, variant: Variant) -> Round:
-    """Runs a variant, and puts back what its steps changed, so that the next one starts from the same state."""
+    """Runs a variant, and puts the state back for the next one."""
     try:
         return variant.run()
     except Exception as error:
@@ -117,7 +117,7 @@ class Rounds:
         return rounds or [first]
 
     def _try_each(self, variants: Sequence[Variant], start: float) -> float:
-        """Runs each variant once, gives up those that a round has no time for, and returns the seconds of a round."""
+        """Runs each variant once, gives up those beyond the budget, and returns the seconds of a round."""
         missing, budget_s, round_s = self._loop.not_measured, self._budget_s, 0.0
         for variant in variants:
             before = time.perf_counter()
@@ -138,7 +138,7 @@ class Rounds:
         return facts
 
     def local(self) -> AbstractContextManager[None]:
-        """Returns a context in which steps run without exchange."""
+        """Returns a context for steps without exchange."""
         return nullcontext()
 
     def gather(self, value: Any) -> list[Any]:
@@ -146,8 +146,8 @@ class Rounds:
         return [value]
 
     def share_missing(self) -> None:
-        """Leaves out on all ranks what one of them could not measure."""
+        """Leaves out on all ranks each experiment without a result on one."""
 
     def real(self, call: Callable[[], Any]) -> Any:
-        """Runs what exchanges."""
+        """Runs a call with its exchange."""
         return call()

@@ -56,7 +56,7 @@ _SAMPLED_ITEMS = 1_024  # items to which a softmax over all of them is compared
 
 
 def findings(facts: Facts) -> tuple[Finding, ...]:
-    """Returns what wastes at least a twentieth of an iteration, the most first, offers last."""
+    """Returns the findings of at least a twentieth of an iteration, the largest first, offers last."""
     every = [finding for rule in RULES.values() if (finding := rule(facts)) is not None]
     every += rank_rules.rank_findings(facts)
     costly = [finding for finding in every if finding.cost >= LEAST]
@@ -64,7 +64,7 @@ def findings(facts: Facts) -> tuple[Finding, ...]:
 
 
 def too_noisy(facts: Facts) -> str:
-    """Returns why these facts carry no verdict; empty where they do.
+    """Returns why these facts carry no verdict; empty if they do.
 
     Where rounds are spread far, a cause stands if the ratios within rounds still say that a remedy gains, or that it
     takes a share in each of them: threads that want more cores than there are make noise themselves.
@@ -92,7 +92,7 @@ def too_noisy(facts: Facts) -> str:
 
 
 def untouched_rows(facts: Facts) -> Finding | None:
-    """A dense optimizer moves rows of tables that the step did not read."""
+    """A dense optimizer moves rows of tables outside of the batch."""
     if not facts.has("step", "small_tables") or not facts.tables:
         return None
     table = max(facts.tables, key=lambda each: each.rows * each.dim)
@@ -122,7 +122,7 @@ def untouched_rows(facts: Facts) -> Finding | None:
 
 
 def launches(facts: Facts) -> Finding | None:
-    """The step is made of many tiny ops, whose price is Python and dispatch, not work."""
+    """The step consists of many tiny ops, and their price is Python and dispatch, not work."""
     if not facts.has("step", "op") or not facts.ops:
         return None
     price = median([op_price(facts, each) for each in facts.rounds])
@@ -145,7 +145,7 @@ def launches(facts: Facts) -> Finding | None:
 
 
 def _vectorised(facts: Facts) -> list[Remedy]:
-    """Returns whole-tensor ops in place of a loop of the user's that makes a third of a step's ops."""
+    """Returns whole-tensor ops as a remedy for a user's loop with a third of a step's ops."""
     lines = [each for each in facts.op_lines if each[0] not in ("backward", "optimizer", "step")]
     if not lines or lines[0][1] < max(_LOOP_OPS, LARGE * facts.ops):
         return []
@@ -221,7 +221,7 @@ def debug_modes(facts: Facts) -> Finding | None:
 
 
 def whole_tables(facts: Facts) -> Finding | None:
-    """A line works on all rows of a table of which a step reads few."""
+    """A line works on all rows of a table, and a step reads few of them."""
     if not facts.whole_tables or not facts.has("data", "step"):
         return None
     table = max(facts.whole_tables, key=lambda each: each.seconds)
@@ -347,12 +347,12 @@ def host_syncs(facts: Facts) -> Finding | None:
 
 
 def _gain_of_variant(facts: Facts, name: str) -> Gain:
-    """Returns the speed-up of an iteration whose step is changed."""
+    """Returns the speed-up of an iteration with a changed step."""
     return facts.gain(lambda each: each["data"] + changed_seconds(each, name))
 
 
 def _other_threads(facts: Facts, cause: str, title: str, evidence: str, variant: str, remedy: Remedy) -> Finding | None:
-    """Makes a finding of a number of threads that was tried and is faster."""
+    """Makes a finding of another number of threads, if it is faster."""
     if (gain := _gain_of_variant(facts, variant)).low < UNDER:
         return None
     remedy = replace(remedy, gain=gain, is_measured=True, action=Action.THREADS)
@@ -362,7 +362,7 @@ def _other_threads(facts: Facts, cause: str, title: str, evidence: str, variant:
 
 
 def too_many_threads(facts: Facts) -> Finding | None:
-    """One thread is faster than those that are set."""
+    """One thread is faster than the current number."""
     if not facts.has("step", "one_thread"):
         return None
     evidence = (
@@ -376,7 +376,7 @@ def too_many_threads(facts: Facts) -> Finding | None:
 
 
 def too_few_threads(facts: Facts) -> Finding | None:
-    """All cores are faster than the threads that are set."""
+    """All cores are faster than the current number of threads."""
     if not facts.has("step", "all_threads"):
         return None
     evidence = (
@@ -390,7 +390,7 @@ def too_few_threads(facts: Facts) -> Finding | None:
 
 
 def sequential_towers(facts: Facts) -> Finding | None:
-    """Sub-networks that do not read each other run one after the other, while cores stay idle."""
+    """Independent sub-networks run one after the other, while cores stay idle."""
     idle = facts.cores - facts.threads - (facts.busy or 0.0)
     if len(facts.towers) < 2 or facts.towers_apart or idle < 1 - IDLE or not facts.has("step", "forward", "backward"):
         return None
@@ -542,7 +542,7 @@ RULES: dict[str, Callable[[Facts], Finding | None]] = {
 
 
 def answers(facts: Facts) -> tuple[Answer, ...]:
-    """Returns what each thing that people try would gain: workers, threads, DDP, batch, precision, compile."""
+    """Returns the gains of usual attempts: workers, threads, DDP, batch, precision, compile."""
     return tuple(make(facts) for make in (_workers, _threads, _ddp, _larger_batch, _mixed_precision, _compile))
 
 
@@ -612,7 +612,7 @@ def _ddp(facts: Facts) -> Answer:
 
 
 def _one_rank(facts: Facts) -> Answer:
-    """Answers the other way round where there are several ranks already."""
+    """Answers the other way round if there are several ranks already."""
     size = len(facts.ranks)
     seconds = [each.alone_s for each in facts.ranks if each.alone_s]
     if not seconds:

@@ -39,7 +39,7 @@ class Loop(NamedTuple):
 
 
 class _Again:
-    """Batches of a loop whose iterable is made anew in each epoch."""
+    """Batches of a loop with a new iterable in each epoch."""
 
     def __init__(self, make: Callable[[], Iterable[Any]]) -> None:
         self._make = make
@@ -125,7 +125,7 @@ def find_loop(frame: FrameType | None) -> Loop:
 
 
 def _loops_around(frame: FrameType) -> list[ast.For]:
-    """Returns the loops of a frame's own code that are around its line, the innermost first."""
+    """Returns the loops around the line of a frame in its own code, the innermost first."""
     source = Path(frame.f_code.co_filename).read_text()
     line, first = frame.f_lineno, frame.f_code.co_firstlineno
     loops = [
@@ -161,7 +161,7 @@ def _taken(node: ast.For, frame: FrameType) -> Loop:
 
 
 def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """Yields the nodes inside of a node, but not those inside of functions that it defines."""
+    """Yields the nodes inside of a node, but not those of nested functions."""
     for child in ast.iter_child_nodes(node):
         yield child
         if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):

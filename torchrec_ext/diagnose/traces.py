@@ -167,7 +167,7 @@ def common_rounds(by_rank: Sequence[Sequence[Round]]) -> list[Round]:
 
 
 def facts_of_ranks(by_rank: Sequence[Measured], latency: float, link_bytes: int) -> Facts:
-    """Returns the facts of all ranks, of what each measured."""
+    """Merges the measures of all ranks into facts."""
     offsets = [each.offset for each in by_rank]
     traced = [each.traced for each in by_rank]
     steps = parted(traced, offsets)

@@ -32,7 +32,7 @@ class Variant(NamedTuple):
 
 
 class Variants:
-    """The changes to a step that are tried in every round.
+    """The changes to a step in every round.
 
     Args:
         loop: the user's loop.

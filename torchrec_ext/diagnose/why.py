@@ -33,7 +33,7 @@ Loss = Callable[..., Any]
 
 
 class _WhySlow:
-    """Says why training is slow, what will help and what will not, and by how much: measured on the step itself.
+    """Diagnoses slow training: its causes, remedies and their gains, all measured on the step itself.
 
     Called with a model, its optimizer, ``loss(*batch)``, which returns the mean loss or a pair with it first, and the
     batches: an iterable such as a DataLoader. :meth:`step` takes any step function instead.
@@ -130,7 +130,7 @@ class _WhySlow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Request:
-    """A diagnosis that a user asks for.
+    """A user's request for a diagnosis.
 
     Args:
         roots: objects from which all that a step changes is reached.
@@ -145,7 +145,7 @@ class _Request:
     def run(
         self, fn: Step, batches: Iterable[Any], apply: bool, adopted: Callable[[], AdoptedStep] | None = None
     ) -> Diagnosis:
-        """Diagnoses a step, and applies remedies if the user wants that; ``adopted`` makes the captured step."""
+        """Diagnoses a step, and applies remedies on request; ``adopted`` makes the captured step."""
         if apply and dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
                 f"apply=True on {dist.get_world_size()} ranks: it changes one process alone; leave it out, or run one "
@@ -159,7 +159,7 @@ class _Request:
     def _apply(
         self, diagnosis: Diagnosis, fn: Step, batches: Iterable[Any], adopted: Callable[[], AdoptedStep] | None
     ) -> None:
-        """Applies what can be applied without the user's hand, see :func:`apply_in_turn`, and puts everything back."""
+        """Applies remedies without the user's hand, see :func:`apply_in_turn`, and puts everything back."""
         between_s = diagnosis.facts.mean_between()  # a part of the iterations that gains are predicted of
         state = StateCopy(*self.roots, batches)
         hooks = [copy_mapping(each) for optimizer in state.optimizers for each in _hooks(optimizer)]
@@ -214,7 +214,7 @@ class _Request:
 
 
 def _hooks(optimizer: Optimizer) -> list[dict[Any, Any]]:
-    """Returns the hooks of an optimizer's state_dict, of which an adopted step adds some."""
+    """Returns the hooks of an optimizer's state_dict; an adopted step adds some."""
     return [value for name, value in vars(optimizer).items() if name.endswith("_hooks") and isinstance(value, dict)]
 
 
@@ -324,15 +324,15 @@ class _Iterations:
             self._call = called_with(step, self._source.first)
 
     def settle(self) -> None:
-        """Completes updates that an adopted step has put off."""
+        """Completes the late updates of an adopted step."""
         self._settle()
 
     def warm_up(self, timer: Callable[[], float]) -> None:
-        """Makes an iteration that has memory and threads ready, and uses up what workers made ahead meanwhile."""
+        """Runs an iteration to warm up memory and threads, and uses up the prefetched batches of workers."""
         self.run(1 + self._ahead, timer)
 
     def run(self, count: int, timer: Callable[[], float]) -> tuple[float, float]:
-        """Returns the mean seconds of so many iterations, and the mean of their rows; 0 where these are not known."""
+        """Returns the mean seconds of so many iterations, and the mean of their rows; 0 if unknown."""
         if self._iterator is not None:
             start = timer()
             for _ in range(count):

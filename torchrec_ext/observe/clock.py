@@ -21,7 +21,7 @@ _SCHEDSTAT = "/proc/thread-self/schedstat"  # seconds on a core, seconds in its 
 
 
 class ThreadClock:
-    """Seconds of the thread that made it.
+    """Seconds of the thread in which it was made.
 
     Args:
         path: Linux' schedstat of the calling thread. Where it cannot be read, the clock is the wall clock, and ``note``
@@ -78,7 +78,7 @@ class _Busy(NamedTuple):
 
 
 def busy_elsewhere(path: str = "/proc/stat") -> Callable[[], float | None]:
-    """Returns a function that says how many of this process's cores others kept busy since; None where unknown."""
+    """Starts measuring; the returned function gives the cores kept busy by other processes, None if unknown."""
     start = _busy(path)
 
     def cores() -> float | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class TableFacts:
-    """A table of embeddings, or the shard of it that a rank holds.
+    """A table of embeddings, or a rank's shard of it.
 
     Args:
         name: path of its module; the table's own name where it is sharded.
@@ -26,7 +26,7 @@ class TableFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class WholeTableOp:
-    """A line that works on all rows of a table of which a step reads few.
+    """A line with ops on all rows of a table, of which few are looked up.
 
     Args:
         line: the user's line.

@@ -16,7 +16,7 @@ _watchers: set[FilesWritten] = set()
 
 
 class FilesWritten:
-    """Files that this process opens for writing, renames or writes while the context is open.
+    """The files that this process opens for writing, renames or writes meanwhile.
 
     Attributes:
         paths: paths of the files.
@@ -36,7 +36,7 @@ class FilesWritten:
         self.paths |= _written_since(self._start)
 
     def note(self) -> str:
-        """Returns a sentence that names these files; empty if there are none."""
+        """Returns a sentence about these files; empty if there are none."""
         paths = sorted(path for path in self.paths if not path.startswith(_NO_FILES) and not path.endswith(".pyc"))
         if not paths:
             return ""
@@ -45,7 +45,7 @@ class FilesWritten:
 
 
 def _written_since(start: int) -> set[str]:
-    """Returns regular files that are open for writing and were changed since a moment."""
+    """Returns the regular files open for writing and changed since a moment."""
     paths = set()
     for entry in _DESCRIPTORS.iterdir() if _DESCRIPTORS.exists() else ():
         try:

@@ -48,7 +48,7 @@ class Forwards:
         self._outputs[module] = set(functions_of(result))
 
     def independent(self) -> dict[str, float]:
-        """Returns the seconds of sub-networks of some weight that do not read each other, by path; empty for none."""
+        """Returns the seconds of heavy, independent sub-networks by path; empty for none."""
         numbers = [f"[{number}]" if len(self._roots) > 1 else "" for number in range(len(self._roots))]
         level = [(f"{type(root).__name__}{number}", root) for number, root in zip(numbers, self._roots, strict=True)]
         while True:
@@ -70,7 +70,7 @@ class Forwards:
         return {path: spent[module] for path, module in independent} if len(independent) > 1 else {}
 
     def _called(self, path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        """Yields a module that a step calls once; for a list of modules, which is not called, each of these."""
+        """Yields a module if a step calls it once; for a list of modules each of its own."""
         calls = len(self._seconds.get(module, ()))
         if calls == 1:
             yield path, module
@@ -92,7 +92,7 @@ class Forwards:
 
 
 def functions_of(value: Any) -> Iterator[Any]:
-    """Yields the autograd functions that made the tensors in a value, also in dataclasses."""
+    """Yields the autograd functions of the tensors in a value, also in dataclasses."""
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, Tensor):
             if leaf.grad_fn is not None:

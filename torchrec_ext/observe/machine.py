@@ -27,7 +27,7 @@ def best_seconds(call: Callable[[], Any]) -> float:
 
 
 def device_use(spans: Collection[tuple[float, float]]) -> float:
-    """Returns the share of the time from the first span to the last in which one of them ran; 0 for none.
+    """Returns the share of the time between the first and the last span inside of spans; 0 for none.
 
     Example:
         >>> device_use([(0.0, 2.0), (1.0, 3.0), (7.0, 8.0)])
@@ -40,7 +40,7 @@ def device_use(spans: Collection[tuple[float, float]]) -> float:
 
 
 def device_spans(call: Callable[[], object]) -> list[tuple[float, float]]:
-    """Returns the spans of kernels and copies that a call runs on CUDA devices, in microseconds, by torch.profiler."""
+    """Returns the spans of a call's kernels and copies on CUDA devices, in microseconds, by torch.profiler."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         call()
         torch.cuda.synchronize()
@@ -58,7 +58,7 @@ def compiled_graphs() -> int:
 
 
 def bytes_read() -> int | None:
-    """Returns how many bytes this thread has read from files; None where the system does not say."""
+    """Returns the bytes that this thread has read from files; None if the system does not count them."""
     try:
         with open("/proc/thread-self/io") as stream:
             before = dict(line.split(": ") for line in stream)

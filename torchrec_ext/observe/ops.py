@@ -102,12 +102,12 @@ class Sizes:
             self.double[line] += seconds
 
     def work(self) -> float:
-        """Returns the seconds of ops on many numbers, without the price that an op on few numbers has too."""
+        """Returns the seconds of ops on many numbers, less the price of an op on few numbers."""
         price = statistics.median(self.few) if self.few else min(self.many, default=0.0)
         return sum(max(0.0, seconds - price) for seconds in self.many)
 
     def whole_tables(self, tables: Collection[int]) -> Iterator[WholeTableOp]:
-        """Yields lines that work on all rows of a table of which few are looked up.
+        """Yields the lines with ops on all rows of a table, of which few are looked up.
 
         Args:
             tables: numbers of rows of the tables.
@@ -120,14 +120,14 @@ class Sizes:
                 yield WholeTableOp(line=line, rows=rows, read=count, seconds=seconds, backward_s=backward)
 
     def all_items(self) -> Iterator[AllItems]:
-        """Yields softmaxes over so many items that these take time."""
+        """Yields the softmaxes over many items."""
         for size, line in self.softmax.items():
             if size >= _LARGE_SIZE:
                 yield AllItems(line=line, items=size, seconds=self.by_size[size])
 
 
 class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts and times the aten ops of a step by the user's lines, its products, and the ids that tables read.
+    """Counts and times the aten ops of a step by the user's lines, its products, and the look-ups of its tables.
 
     Attributes:
         ops: number of ops.
@@ -200,7 +200,7 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def watching(self, modules: Sequence[nn.Module]) -> Iterator[None]:
-        """Notes meanwhile how many ids each table reads, the module that runs, and where backward begins."""
+        """Notes the look-ups of tables, the running module and the starts of backward meanwhile."""
         with ExitStack() as stack:
             stack.enter_context(calls_of_autograd(self._flow.using))
             self.tables = stack.enter_context(count_lookups(modules))
@@ -214,7 +214,7 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return lambda module, args: setattr(self, "_module", path)
 
     def sum_up(self) -> None:
-        """Sums up the work of ops, and counts the ops that only feed values to Python."""
+        """Sums up the work of ops, and counts the ops behind values for Python alone."""
         for number in self._flow.feeding(self._sync_ops):
             self._line_of_op[number].feeding += 1
         self.work = self.sizes.work()
@@ -272,7 +272,7 @@ def sum_products(products: Mapping[Product, Sequence[float]]) -> Products:
 
 
 class Flow:
-    """The ops of a step that read the results of its other ops.
+    """The flow of results from op to op in a step.
 
     An op has its number. A tensor is known by its Python object and its storage together, since both are used again.
     One that no op was seen to return, such as autograd's saved ones, stands for all that was written to its storage.
@@ -313,7 +313,7 @@ class Flow:
         return [number] if storage == _storage_of(tensor) else self._writers.get(_storage_of(tensor), [])
 
     def using(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a function that also notes its tensors as used by more than ops."""
+        """Returns a function that also notes its tensors as used outside of ops."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             for tensor in _tensors_in((args, kwargs)):
@@ -323,7 +323,7 @@ class Flow:
         return call
 
     def feeding(self, last: Collection[int]) -> set[int]:
-        """Returns these ops, and all those whose results nothing but these and each other reads."""
+        """Returns these ops, and all ops whose results only they and each other read."""
         ops = set(last)
         for number in reversed(range(len(self._readers))):
             readers = self._readers[number]
@@ -345,7 +345,7 @@ def _storage_of(tensor: Tensor) -> int:
 
 @contextmanager
 def calls_of_autograd(wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Wraps the functions of torch that start a backward meanwhile."""
+    """Wraps torch.autograd.backward and grad meanwhile."""
     with ExitStack() as stack:
         for name in ("backward", "grad"):
             function = getattr(torch.autograd, name)
@@ -355,7 +355,7 @@ def calls_of_autograd(wrapper: Callable[[Callable[..., Any]], Callable[..., Any]
 
 
 def count_ops(call: Callable[[], object], modules: Sequence[nn.Module]) -> Counted:
-    """Counts and times the ops of a call that trains on a batch; of three calls, if there is time, the fastest one."""
+    """Counts and times the ops of a training step; of three calls, if there is time, those of the fastest."""
     counts: list[Counted] = []
     while len(counts) < 3 and sum(each.seconds for each in counts) < _COUNTING_S:
         counted = Counted()

@@ -28,7 +28,7 @@ def copy_mapping(mapping: MutableMapping[Any, Any]) -> PutBack:
 
 
 def refill(mapping: MutableMapping[Any, Any], values: Mapping[Any, Any]) -> None:
-    """Puts entries into a mapping in their order, and leaves alone those that are right."""
+    """Puts entries into a mapping in their order, and leaves right ones alone."""
     if [id(key) for key in mapping] != [id(key) for key in values]:
         mapping.clear()
     for key, value in values.items():
@@ -75,7 +75,7 @@ def copy_variables(owner: type | types.ModuleType) -> PutBack:
 
 
 def copy_function(function: types.FunctionType) -> list[PutBack]:
-    """Copies the closure of a function and the globals that it names."""
+    """Copies the closure of a function and the named globals."""
     variables = function.__globals__
     copies = [_copy_names(partial(globals_of, function), variables.__setitem__, variables.__delitem__)]
     for cell in function.__closure__ or ():
@@ -87,7 +87,7 @@ def copy_function(function: types.FunctionType) -> list[PutBack]:
 def _copy_names(
     present: Callable[[], dict[str, Any]], store: Callable[[str, Any], object], delete: Callable[[str], object]
 ) -> PutBack:
-    """Copies the values that ``present`` returns by name; what puts them back also deletes new names."""
+    """Copies the values of ``present()`` by name; new names are deleted when they are put back."""
     values = present()
 
     def put_back() -> None:
@@ -102,7 +102,7 @@ def _copy_names(
 
 
 def copy_tensor(tensor: Tensor, values: Tensor | None) -> PutBack:
-    """Copies a tensor's flags and which tensor its gradient is; ``values`` are its numbers, None if these stay."""
+    """Copies a tensor's flags and its reference to a gradient; ``values`` are its numbers, None if these stay."""
     grad = tensor.grad if tensor.is_leaf else None
     requires_grad = tensor.requires_grad
 

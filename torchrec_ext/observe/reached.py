@@ -36,7 +36,7 @@ _CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, 
 
 
 def reachable_from(*roots: Any, values: Callable[[Any], Iterator[Any]] | None = None) -> Iterator[Any]:
-    """Yields the objects that roots lead to, once; no containers and plain values.
+    """Yields each object behind the roots once; no containers and plain values.
 
     Args:
         roots: where to begin.
@@ -99,7 +99,7 @@ def is_followed(each: Any) -> bool:
 
 
 def every_module(root: nn.Module) -> Iterator[nn.Module]:
-    """Yields a module, those inside of it, and those in its plain lists, which modules() does not visit."""
+    """Yields a module, its submodules, and the modules in plain lists, which modules() does not visit."""
     visited: set[int] = set()
     waiting = [root]
     while waiting:
@@ -114,7 +114,7 @@ def every_module(root: nn.Module) -> Iterator[nn.Module]:
 
 
 def slots_of(each: Any) -> dict[str, Any]:
-    """Returns the slots of a user's object that have a value."""
+    """Returns the slots of a user's object with a value."""
     values = {}
     for kind in type(each).__mro__:
         slots = () if is_library(kind.__module__) else vars(kind).get("__slots__", ())
@@ -125,7 +125,7 @@ def slots_of(each: Any) -> dict[str, Any]:
 
 
 def data_of(owner: type | types.ModuleType) -> dict[str, Any]:
-    """Returns the variables of a class or a Python module that are data; empty for those of a library."""
+    """Returns the data of a class or a Python module by name; empty for those of a library."""
     if not _is_users(owner.__name__ if isinstance(owner, types.ModuleType) else owner.__module__):
         return {}
     return {
@@ -136,7 +136,7 @@ def data_of(owner: type | types.ModuleType) -> dict[str, Any]:
 
 
 def globals_of(function: types.FunctionType) -> dict[str, Any]:
-    """Returns the globals that a function names; none of a library's wrapper around a user's function."""
+    """Returns the globals named in a function; none of a library's wrapper around a user's function."""
     variables = function.__globals__
     if is_library(variables.get("__name__", "")):
         return {}
@@ -144,7 +144,7 @@ def globals_of(function: types.FunctionType) -> dict[str, Any]:
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """Yields the names of globals and attributes that a function and those inside it read."""
+    """Yields the names of globals and attributes in a function and its nested ones."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

@@ -143,7 +143,7 @@ class StateCopy:
         self._keeps_states = False
 
     def changed_data(self) -> list[str]:
-        """Returns a sentence for each large array that was seen to change, and is not put back."""
+        """Returns a sentence for each large array with changes, which are not put back."""
         return [f"{name} was changed in place and is not put back" for name, changed in self._watched if changed()]
 
     def _is_new(self, each: Any) -> bool:
@@ -304,7 +304,7 @@ def _tensors_of(module: nn.Module) -> list[Tensor]:
 
 
 def _address(tensor: Tensor) -> int:
-    """Returns the address of a tensor's storage; that of the tensor itself where it has none, or one of no bytes."""
+    """Returns the address of a tensor's storage; of the tensor itself if its storage has none."""
     try:
         return tensor.untyped_storage().data_ptr() or id(tensor)
     except RuntimeError:  # a FakeTensor, as those in the graph of a captured step
@@ -312,7 +312,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _shards(tensor: Any) -> list[Tensor]:
-    """Returns the tensors of this rank that a ShardedTensor or DTensor is made of; any other tensor itself."""
+    """Returns this rank's tensors of a ShardedTensor or DTensor; any other tensor itself."""
     if hasattr(tensor, "local_shards"):
         shards: Any = tensor.local_shards() if callable(tensor.local_shards) else tensor.local_shards
         return [getattr(each, "tensor", each) for each in shards]

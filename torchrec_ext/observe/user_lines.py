@@ -38,7 +38,7 @@ def is_users_file(file: str) -> bool:
 
 
 def user_line() -> str:
-    """Returns ``file:line`` of the innermost call that is neither torch's nor this package's."""
+    """Returns ``file:line`` of the innermost call outside of torch and this package."""
     frame = inspect.currentframe()
     while frame is not None and not is_users_file(frame.f_code.co_filename):
         frame = frame.f_back
@@ -46,7 +46,7 @@ def user_line() -> str:
 
 
 def raising_line(error: BaseException) -> str:
-    """Returns ``file:line`` of the innermost of the user's lines that an exception came through.
+    """Returns ``file:line`` of the innermost user's line in an exception's traceback.
 
     Where there is none, as in a job on this package's models, the innermost line outside of torch.
     """
@@ -58,14 +58,14 @@ def raising_line(error: BaseException) -> str:
 
 
 def with_text(place: str) -> str:
-    """Returns ``file:line (text)`` of a place ``file:line``, as it came where the text is not known."""
+    """Returns ``file:line (text)`` of a place ``file:line``, unchanged if the text is not known."""
     file, _, number = place.rpartition(":")
     text = linecache.getline(file, int(number)).strip() if number.isdigit() else ""
     return f"{place} ({text})" if text else place
 
 
 def module_line(model: nn.Module, path: str) -> str:
-    """Names a submodule or parameter by its path, with the line of the user's class that sets it, where known."""
+    """Names a submodule or parameter by its path, with its line in the user's class if that is known."""
     parent, _, name = path.rpartition(".")
     while parent and type(model.get_submodule(parent)).__module__.startswith("torch."):
         parent, _, name = parent.rpartition(".")
@@ -137,12 +137,12 @@ def lines_of(stack: Stack) -> tuple[str, SampledLine]:
 
 
 def calling_line() -> str:
-    """Returns the line outside of torch from which the caller was called; ``backward`` or ``optimizer`` below these."""
+    """Returns the caller's calling line outside of torch; ``backward`` or ``optimizer`` below these."""
     return lines_of(stack_of(sys._getframe(2)))[0]
 
 
 def described(error: BaseException) -> str:
-    """Returns an error's kind, its first line, and the user's line that raised it."""
+    """Returns an error's kind, its first line, and the innermost line outside of torch."""
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if owner_of(frame.filename) in ("library", "user")
     ]
