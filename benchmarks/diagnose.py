@@ -56,7 +56,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from torchrec_ext.diagnose import Diagnosis, why_slow
-from torchrec_ext.diagnose.batches import loader_with
+from torchrec_ext.diagnose.experiments.batches import loader_with
 from torchrec_ext.diagnose.facts import DRIFT, paired_gain
 from torchrec_ext.diagnose.findings import UNDER
 from torchrec_ext.train.report.progress import RunFacts, Window, run_page

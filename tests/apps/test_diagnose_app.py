@@ -15,7 +15,8 @@ from torchx.specs.builders import materialize_appdef
 from torchx.specs.finder import get_components
 
 from tests.contracts import run_ranks
-from torchrec_ext.diagnose import Diagnosis, Facts, Finding, Remedy, experiments, loop, rounds
+from torchrec_ext.diagnose import Diagnosis, Facts, Finding, Remedy
+from torchrec_ext.diagnose.experiments import loop, measure, rounds
 from torchrec_ext.diagnose.facts import Gain
 from torchrec_ext.diagnose.findings import Change
 from torchrec_ext.distributed.runtime import Runtime
@@ -89,7 +90,7 @@ def test_a_recipe_is_diagnosed_with_its_own_flags_as_remedies(
 ) -> None:
     monkeypatch.setattr(rounds, "MOST_ROUNDS", rounds.FEWEST_ROUNDS)
     monkeypatch.setattr(loop, "TURN_S", 0.0)
-    monkeypatch.setattr(experiments, "roofline", lambda: (5e10, 1e10))
+    monkeypatch.setattr(measure, "roofline", lambda: (5e10, 1e10))
     html, trace = tmp_path / "page.html", tmp_path / "trace.json"
     assert run_diagnosis(small_job(), budget_s=5, out=tmp_path / "page", html=html, trace=trace) == 0
     assert html.read_text() == (tmp_path / "page" / "diagnosis.html").read_text()

@@ -6,20 +6,21 @@ import json
 import pytest
 
 from tests.diagnose.recorded import HEALTHY, HEALTHY_RANKS, ON_RANKS, RECORDED, ranks
-from torchrec_ext.diagnose import Diagnosis, rank_rules, rules
+from torchrec_ext.diagnose import Diagnosis
 from torchrec_ext.diagnose.facts import Facts
-from torchrec_ext.diagnose.rules import answers
+from torchrec_ext.diagnose.rules import causes
+from torchrec_ext.diagnose.rules.answers import answers
 from torchrec_ext.observe.counts import TableFacts
 
 pytestmark = pytest.mark.unit
 
 
 def faults(recorded: Facts) -> list[str]:
-    return [finding.cause for finding in rules.findings(recorded) if finding.size in ("large", "medium")]
+    return [finding.cause for finding in causes.findings(recorded) if finding.size in ("large", "medium")]
 
 
 def test_every_cause_has_recorded_facts() -> None:
-    assert list(ON_RANKS) == list(rank_rules.RULES)
+    assert list(ON_RANKS) == list(causes.RANK_RULES)
 
 
 @pytest.mark.parametrize("cause", ON_RANKS)
@@ -45,23 +46,23 @@ def test_ranks_that_compute_alike_have_no_fault() -> None:
 
 def test_one_process_has_no_finding_about_ranks() -> None:
     for recorded in (*RECORDED.values(), HEALTHY):
-        assert not rank_rules.rank_findings(recorded)
+        assert not causes.rank_findings(recorded)
 
 
 @pytest.mark.parametrize("cause", ON_RANKS)
 def test_ranks_whose_steps_could_not_be_traced_give_fewer_findings_and_no_error(cause: str) -> None:
     recorded, _ = ON_RANKS[cause]
     untraced = dataclasses.replace(recorded, ranks=[dataclasses.replace(each, steps=()) for each in recorded.ranks])
-    assert not rank_rules.rank_findings(untraced)
+    assert not causes.rank_findings(untraced)
     assert str(Diagnosis(untraced))
-    assert not rank_rules.rank_findings(dataclasses.replace(recorded, rounds=()))
+    assert not causes.rank_findings(dataclasses.replace(recorded, rounds=()))
     unprobed = [dataclasses.replace(each, alone_s=0.0, together_s=0.0, send_s=0.0) for each in recorded.ranks]
     assert str(Diagnosis(dataclasses.replace(recorded, ranks=unprobed, latency_s=0.0, link_bytes=0, collectives=())))
 
 
 def test_the_gain_of_a_rank_as_fast_as_the_others_is_what_they_wait_for_it() -> None:
     """12 of 17.51 ms go."""
-    (finding,) = (each for each in rules.findings(ON_RANKS["straggler_input"][0]) if each.cause == "straggler_input")
+    (finding,) = (each for each in causes.findings(ON_RANKS["straggler_input"][0]) if each.cause == "straggler_input")
     gain = finding.remedies[0].gain
     assert gain is not None
     assert gain.low <= 17.51 / (17.51 - 11.99) <= gain.high
@@ -108,7 +109,7 @@ def test_the_page_has_a_line_for_each_rank_and_each_kind_of_collective() -> None
 
 
 def lines_of(recorded: Facts, cause: str) -> str:
-    finding = rank_rules.RULES[cause](recorded)
+    finding = causes.RANK_RULES[cause](recorded)
     assert finding is not None
     return " ".join(line for remedy in finding.remedies for line in remedy.lines)
 

@@ -14,11 +14,12 @@ from tests import examples
 from tests.contracts import gather_state, run_ranks
 from tests.diagnose.programs import Clock, on_ranks
 from tests.examples import META, small_model
-from torchrec_ext.diagnose import batches, experiments, loop, ranks, rounds, why, why_slow
-from torchrec_ext.diagnose.collectives import Call, Collectives, Failures, Ranks, RanksFailedError
+from torchrec_ext.diagnose import why, why_slow
+from torchrec_ext.diagnose.experiments import batches, loop, measure, ranks, rounds
+from torchrec_ext.diagnose.experiments.collectives import Call, Collectives, Failures, Ranks, RanksFailedError
+from torchrec_ext.diagnose.experiments.loop import Moment, Span
+from torchrec_ext.diagnose.experiments.traces import Traced, collectives_of, common_rounds, parted
 from torchrec_ext.diagnose.facts import Facts
-from torchrec_ext.diagnose.loop import Moment, Span
-from torchrec_ext.diagnose.traces import Traced, collectives_of, common_rounds, parted
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.optim.sharded import kernels_of
 from torchrec_ext.distributed.parallel import hybrid_parallel
@@ -38,7 +39,7 @@ def _moved() -> Clock:
     batches.thread_time = lambda: clock.computed
     loop.time = ranks.time = types.SimpleNamespace(perf_counter=clock)  # type: ignore[assignment]
     rounds.MOST_ROUNDS, loop.TURN_S = rounds.FEWEST_ROUNDS, 0.0
-    experiments.roofline = lambda: (5e10, 1e10)
+    measure.roofline = lambda: (5e10, 1e10)
     return clock
 
 
@@ -182,7 +183,7 @@ class Hybrid(NamedTuple):
 
 def _hybrid(runtime: Runtime, sharding: Any, tables: Any = "adam") -> Hybrid:
     rounds.MOST_ROUNDS, loop.TURN_S = rounds.FEWEST_ROUNDS, 0.0
-    experiments.roofline = lambda: (5e10, 1e10)
+    measure.roofline = lambda: (5e10, 1e10)
     model = small_model(META)
     plan = plan_sharding(model, runtime, PlanConfig(sharding=sharding))
     parallel, optimizer = hybrid_parallel(model, runtime, plan=plan, optimizer=OptimizerConfig(tables=tables), seed=7)

@@ -6,19 +6,20 @@ import json
 import pytest
 
 from tests.diagnose.recorded import DRIFT, HEALTHY, RECORDED, ROWS, TABLE, facts, steps
-from torchrec_ext.diagnose import Diagnosis, Gain, costs, rules
+from torchrec_ext.diagnose import Diagnosis, Gain
 from torchrec_ext.diagnose.facts import DRIFT as MOMENTS
 from torchrec_ext.diagnose.facts import Facts, LineFacts, LoaderFacts, paired_gain
 from torchrec_ext.diagnose.findings import Answer
-from torchrec_ext.diagnose.rules import answers
+from torchrec_ext.diagnose.rules import causes, costs
+from torchrec_ext.diagnose.rules.answers import answers
 from torchrec_ext.observe.counts import AllItems, WholeTableOp
 
 pytestmark = pytest.mark.unit
-CAUSES = [cause for cause in rules.RULES if cause not in ("all_items", "small_batch", "precision")]
+CAUSES = [cause for cause in causes.RULES if cause not in ("all_items", "small_batch", "precision")]
 
 
 def faults(recorded: Facts) -> list[str]:
-    return [finding.cause for finding in rules.findings(recorded) if finding.size in ("large", "medium")]
+    return [finding.cause for finding in causes.findings(recorded) if finding.size in ("large", "medium")]
 
 
 def test_every_cause_has_recorded_facts() -> None:
@@ -29,7 +30,7 @@ def test_every_cause_has_recorded_facts() -> None:
 def test_a_cause_is_the_first_finding_of_its_facts_and_the_only_fault(cause: str) -> None:
     assert faults(RECORDED[cause]) == [cause]
     assert Diagnosis(RECORDED[cause]).verdict == cause
-    (finding,) = (each for each in rules.findings(RECORDED[cause]) if each.cause == cause)
+    (finding,) = (each for each in causes.findings(RECORDED[cause]) if each.cause == cause)
     assert finding.evidence
     assert all(any(letter.isdigit() for letter in sentence) for sentence in finding.evidence[:1])
     assert all(remedy.lines and remedy.changes and remedy.basis for remedy in finding.remedies)
@@ -60,7 +61,7 @@ def test_facts_that_lack_experiments_give_fewer_findings_and_no_error(cause: str
         rounds = [{name: value for name, value in each.items() if name != missing} for each in recorded.rounds]
         less = Facts(**{**vars(recorded), "rounds": rounds, "not_measured": {missing: "it raised"}})
         diagnosis = Diagnosis(less)
-        assert {finding.cause for finding in diagnosis.findings} <= set(rules.RULES)
+        assert {finding.cause for finding in diagnosis.findings} <= set(causes.RULES)
         assert f"{missing}: it raised" in str(diagnosis)
         json.loads(diagnosis.to_json())
 
@@ -68,7 +69,7 @@ def test_facts_that_lack_experiments_give_fewer_findings_and_no_error(cause: str
 def gain_of(cause: str, name: str) -> Gain:
     (gain,) = (
         remedy.gain
-        for finding in rules.findings(RECORDED[cause])
+        for finding in causes.findings(RECORDED[cause])
         for remedy in finding.remedies
         if finding.cause == cause and remedy.name.startswith(name)
     )
@@ -155,7 +156,7 @@ def test_what_helps_and_what_does_not(recorded: Facts, name: str, helps: str) ->
 
 
 def test_what_changes_the_mathematics_is_an_offer_and_says_what_it_changes() -> None:
-    made = rules.findings(facts({**steps(10.0, bf16=5.0), "quadruple": 20.0}, ops=10, product_s=9e-3))
+    made = causes.findings(facts({**steps(10.0, bf16=5.0), "quadruple": 20.0}, ops=10, product_s=9e-3))
     assert [(finding.cause, finding.size) for finding in made] == [("small_batch", "offer"), ("precision", "offer")]
     batch, precision = (finding.remedies[-1].changes for finding in made)
     assert "another batch size" in batch
@@ -259,7 +260,7 @@ def test_what_is_left_of_a_step_bounds_the_gain_of_a_cut() -> None:
     """Of a step of 10 ms a line takes 9.4: the rest is known to be .6 ms, and does not go with the line."""
     line = LineFacts(name="train.py:9 in log", text="mean = np.mean(losses)", seconds=9.4e-3)
     recorded = facts(steps(10.0, op=1e-6), ops=60, lines=(line,), sampled_s=10.01e-3)
-    (finding,) = (each for each in rules.findings(recorded) if each.cause == "python_lines")
+    (finding,) = (each for each in causes.findings(recorded) if each.cause == "python_lines")
     gain = finding.remedies[0].gain
     assert gain is not None
     assert gain.low < 10 / 0.6 < gain.high < 2 * 10 / 0.6
@@ -271,7 +272,7 @@ def test_a_copy_of_a_table_costs_all_that_its_line_takes_and_is_one_cause() -> N
     line = LineFacts(name="train.py:9 in step", text="best = copy.deepcopy(model)", seconds=9e-3, ops=10, op_s=4e-3)
     recorded = facts(steps(10.0), ops=60, lines=(line,), sampled_s=10.01e-3, whole_tables=(copied,))
     assert faults(recorded) == ["whole_tables"]
-    (finding,) = (each for each in rules.findings(recorded) if each.cause == "whole_tables")
+    (finding,) = (each for each in causes.findings(recorded) if each.cause == "whole_tables")
     assert finding.cost == pytest.approx(0.9, abs=0.01)
     gain = finding.remedies[0].gain
     assert gain is not None
@@ -281,14 +282,14 @@ def test_a_copy_of_a_table_costs_all_that_its_line_takes_and_is_one_cause() -> N
 def test_rows_that_are_not_read_cost_no_more_than_their_optimizer_explains() -> None:
     """A step of 66 ms was timed as 50 with small tables, and its optimizer takes 1 ms: the rest is no sweep."""
     recorded = facts(steps(66.0, small_tables=50.0, optimizer=1.0), tables=(TABLE,), ops=60)
-    assert "untouched_rows" not in [finding.cause for finding in rules.findings(recorded)]
+    assert "untouched_rows" not in [finding.cause for finding in causes.findings(recorded)]
 
 
 def test_what_a_step_takes_outside_of_its_ops_goes_with_a_softmax_over_all_items() -> None:
     """Its ops take 50 of 55 ms inside of ops, and 66 ms with the memory that they take and give back."""
     every = AllItems(line="loss.py:3 in loss", items=60_000, seconds=50e-3)
     recorded = facts(steps(66.0), ops=40, op_s=55e-3, product_s=20e-3, all_items=(every,))
-    (finding,) = (each for each in rules.findings(recorded) if each.cause == "all_items")
+    (finding,) = (each for each in causes.findings(recorded) if each.cause == "all_items")
     gain = finding.remedies[0].gain
     assert gain is not None
     assert gain.low < 66 / (66 - 60) < 66 / 4 < gain.high
@@ -298,7 +299,7 @@ def test_a_loop_goes_with_all_of_its_lines_and_their_backward() -> None:
     """A loop of two lines: 4,000 of 6,900 ops, 2,800 of them in backward; by hand it went 23 times as fast."""
     lines = (("train.py:9 in loss", 3_200), ("backward", 2_800), ("train.py:8 in loss", 800), ("optimizer", 40))
     recorded = facts(steps(34.0, op=0.0077), ops=6_870, op_lines=lines)
-    (finding,) = (each for each in rules.findings(recorded) if each.cause == "launches")
+    (finding,) = (each for each in causes.findings(recorded) if each.cause == "launches")
     gain = finding.remedies[0].gain
     assert gain is not None
     assert 1.5 < gain.low < 23 < gain.high
@@ -307,7 +308,7 @@ def test_a_loop_goes_with_all_of_its_lines_and_their_backward() -> None:
 def test_ops_that_feed_values_to_python_are_no_loop_to_stack() -> None:
     read = {"sync_lines": (("train.py:5 in log", 120),), "syncs": 120, "sync_ops": 240}
     recorded = facts(steps(4.0, op=0.008), ops=320, op_lines=(("train.py:5 in log", 240),), **read)
-    names = [remedy.name for finding in rules.findings(recorded) for remedy in finding.remedies]
+    names = [remedy.name for finding in causes.findings(recorded) for remedy in finding.remedies]
     assert not [name for name in names if name.startswith("one op on all tensors")]
 
 
@@ -315,7 +316,7 @@ def test_a_whole_table_in_backward_costs_what_goes_outside_of_its_ops_too() -> N
     """15 ms of 17 in ops, of a step of 36 ms; by hand the rows that are read went 9.4 times as fast."""
     whole = WholeTableOp(line="train.py:9 in step", rows=60_000, read=256, seconds=2e-3, backward_s=13e-3)
     recorded = facts(steps(36.0), ops=60, op_s=17e-3, whole_tables=(whole,))
-    (finding,) = (each for each in rules.findings(recorded) if each.cause == "whole_tables")
+    (finding,) = (each for each in causes.findings(recorded) if each.cause == "whole_tables")
     gain = finding.remedies[0].gain
     assert gain is not None
     assert gain.low < 9.4 < gain.high
@@ -324,20 +325,20 @@ def test_a_whole_table_in_backward_costs_what_goes_outside_of_its_ops_too() -> N
 def test_collections_that_are_seldom_and_long_count_by_their_mean() -> None:
     """One round of ten has a collection of 60 ms for each of its steps."""
     rounds = [{"data": 0.0, "step": 2e-3 + seconds, "gc": seconds} for seconds in [0.0] * 9 + [60e-3]]
-    (finding,) = (each for each in rules.findings(Facts(rounds=rounds)) if each.cause == "garbage")
+    (finding,) = (each for each in causes.findings(Facts(rounds=rounds)) if each.cause == "garbage")
     assert finding.size == "large"
     assert "6 ms of an iteration" in finding.evidence[0]
 
 
 def test_a_softmax_over_all_items_is_an_offer_with_the_sampled_one() -> None:
     every = AllItems(line="loss.py:3 in loss", items=60_000, seconds=85e-3)
-    finding = next(each for each in rules.findings(dataclasses.replace(HEALTHY, all_items=(every,))))
+    finding = next(each for each in causes.findings(dataclasses.replace(HEALTHY, all_items=(every,))))
     assert (finding.cause, finding.size) == ("all_items", "offer")
     assert finding.remedies[0].gain is not None
     assert finding.remedies[0].gain.low < 14.5 < finding.remedies[0].gain.high * 2
     assert not finding.remedies[0].keeps_mathematics
     few = AllItems(line="loss.py:3 in loss", items=60_000, seconds=5e-3)
-    assert "all_items" not in [each.cause for each in rules.findings(dataclasses.replace(HEALTHY, all_items=(few,)))]
+    assert "all_items" not in [each.cause for each in causes.findings(dataclasses.replace(HEALTHY, all_items=(few,)))]
 
 
 def test_a_loader_that_collates_for_long_is_not_read_row_by_row() -> None:
@@ -361,15 +362,15 @@ def test_launches_on_a_device_are_the_gaps_between_its_kernels() -> None:
     """868 ops of 5 us are all of a step of 4.4 ms; the device runs kernels for 80 % of it."""
     recorded = RECORDED["launches"]
     busy = dataclasses.replace(recorded, kernels=900, device_busy=0.8)
-    (finding,) = (each for each in rules.findings(busy) if each.cause == "launches")
+    (finding,) = (each for each in causes.findings(busy) if each.cause == "launches")
     assert finding.cost == pytest.approx(0.2 * 4.4 / 4.41, rel=1e-6)
     assert "the device runs 900 kernels and copies a step, for 80% of the time" in finding.evidence[1]
-    (eager,) = (each for each in rules.findings(recorded) if each.cause == "launches")
+    (eager,) = (each for each in causes.findings(recorded) if each.cause == "launches")
     assert eager.cost > 0.9
 
 
 def launches_of(recorded: Facts) -> float:
-    return sum(finding.cost for finding in rules.findings(recorded) if finding.cause == "launches")
+    return sum(finding.cost for finding in causes.findings(recorded) if finding.cause == "launches")
 
 
 def test_ops_that_autograd_does_not_record_have_a_price_of_their_own() -> None:
@@ -419,7 +420,7 @@ def test_the_gain_without_collections_knows_their_mean_no_better_than_few_rounds
 
     def gain_without_garbage(collections: list[float]) -> Gain:
         rounds = [{"data": 0.0, "step": 1.6e-3 + seconds, "gc": seconds} for seconds in collections]
-        (finding,) = (each for each in rules.findings(Facts(rounds=rounds)) if each.cause == "garbage")
+        (finding,) = (each for each in causes.findings(Facts(rounds=rounds)) if each.cause == "garbage")
         assert finding.remedies[0].gain is not None
         return finding.remedies[0].gain
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from tests.diagnose.programs import Clock, mlp, training
-from torchrec_ext.diagnose import Diagnosis, ThreadClock, batches, experiments, loop, rounds, why, why_slow
+from torchrec_ext.diagnose import Diagnosis, ThreadClock, why, why_slow
+from torchrec_ext.diagnose.experiments import batches, loop, measure, rounds
 from torchrec_ext.observe import ops, samples, user_lines
 from torchrec_ext.observe.clock import busy_elsewhere
 
@@ -28,8 +29,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
     monkeypatch.setattr(why, "ThreadClock", lambda: made)
     monkeypatch.setattr(batches, "thread_time", lambda: made.computed)
-    monkeypatch.setattr(experiments, "busy_elsewhere", lambda: lambda: 0.0)
-    monkeypatch.setattr(experiments, "SAMPLE_S", 0.0)  # samples are of the real clock
+    monkeypatch.setattr(measure, "busy_elsewhere", lambda: lambda: 0.0)
+    monkeypatch.setattr(measure, "SAMPLE_S", 0.0)  # samples are of the real clock
     return made
 
 
@@ -281,7 +282,7 @@ def test_more_rounds_are_made_where_they_are_spread_far() -> None:
 def test_more_threads_are_not_tried_where_others_want_the_cores(
     busy: float | None, why_not: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(experiments, "busy_elsewhere", lambda: lambda: busy)
+    monkeypatch.setattr(measure, "busy_elsewhere", lambda: lambda: busy)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
     facts = diagnosed(Costly(clock)).facts
     assert not facts.has("all_threads")
@@ -739,7 +740,7 @@ def stepping(model: nn.Module, optimizer: torch.optim.Optimizer, after: Callable
 
 @pytest.fixture
 def sampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experiments, "SAMPLE_S", 0.6)
+    monkeypatch.setattr(measure, "SAMPLE_S", 0.6)
 
 
 def test_lines_that_hold_a_step_without_ops_are_named(sampled: None) -> None:

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.diagnose.programs import Training, mlp, trained, training
 from torchrec_ext.diagnose import StateCopy, why_slow
-from torchrec_ext.diagnose.variants import SmallTables
+from torchrec_ext.diagnose.experiments.variants import SmallTables
 
 pytestmark = pytest.mark.unit
 
@@ -109,14 +109,14 @@ def test_modes_hooks_and_threads_are_as_before() -> None:
 
 
 def test_state_is_put_back_where_a_diagnosis_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchrec_ext.diagnose import experiments
+    from torchrec_ext.diagnose.experiments import measure
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     made = training()
     before = [p.tolist() for p in made.model.parameters()]
-    monkeypatch.setattr(experiments.Experiments, "_time_worker", interrupt)
+    monkeypatch.setattr(measure.Experiments, "_time_worker", interrupt)
     with pytest.raises(KeyboardInterrupt):
         by_step(made)
     assert [p.tolist() for p in made.model.parameters()] == before

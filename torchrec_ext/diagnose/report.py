@@ -13,10 +13,12 @@ from html import escape
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torchrec_ext.diagnose import costs, rules
 from torchrec_ext.diagnose.facts import Facts, Gain, RankFacts, paired_gain
 from torchrec_ext.diagnose.findings import UNDER, Finding, Remedy
-from torchrec_ext.diagnose.rank_rules import table_of
+from torchrec_ext.diagnose.rules import costs
+from torchrec_ext.diagnose.rules.answers import answers
+from torchrec_ext.diagnose.rules.causes import findings, too_noisy
+from torchrec_ext.diagnose.rules.exchange import table_of
 from torchrec_ext.drawing.page import Bar, Curve, Lane, card, chart, gains, lanes, page, paragraph, text_table
 
 _WIDTH = 110
@@ -85,9 +87,9 @@ class Diagnosis:
 
     def __init__(self, facts: Facts, compare: Compare | None = None, rank: int = 0) -> None:
         self.facts, self._compare, self._rank = facts, compare, rank
-        self.findings = rules.findings(facts)
-        self.answers = rules.answers(facts)
-        self.noisy = rules.too_noisy(facts) if facts.rounds else "nothing could be measured"
+        self.findings = findings(facts)
+        self.answers = answers(facts)
+        self.noisy = too_noisy(facts) if facts.rounds else "nothing could be measured"
         self.batches: Iterable[Any] = ()
         self.proof: list[Realised] = []
         self.kept: list[tuple[str, float]] = []

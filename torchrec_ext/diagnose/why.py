@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from torchrec_ext.adopt import AdoptedStep, adopt
-from torchrec_ext.diagnose.batches import BatchSource, called_with, loader_with, row_count
-from torchrec_ext.diagnose.collectives import Ranks, agreed
-from torchrec_ext.diagnose.experiments import Experiments
+from torchrec_ext.diagnose.experiments.batches import BatchSource, called_with, loader_with, row_count
+from torchrec_ext.diagnose.experiments.collectives import Ranks, agreed
+from torchrec_ext.diagnose.experiments.loop import Step, TrainingLoop, steps_of_turn
+from torchrec_ext.diagnose.experiments.measure import Experiments
 from torchrec_ext.diagnose.findings import Action, Remedy
-from torchrec_ext.diagnose.loop import Step, TrainingLoop, steps_of_turn
 from torchrec_ext.diagnose.report import Diagnosis, apply_in_turn
 from torchrec_ext.observe.clock import ThreadClock
 from torchrec_ext.observe.files import FilesWritten

@@ -27,7 +27,7 @@ _TORCH, _PACKAGE = (str(path) + os.sep for path in (Path(torch.__file__).parent,
 _OPTIMIZERS, _AUTOGRAD = (os.path.join(_TORCH, name) for name in ("optim", "autograd"))
 # A job's own code may be measured too: only what measures is no user of a step.
 _MEASURING = tuple(os.path.join(_PACKAGE, name) + os.sep for name in ("diagnose", "observe"))
-_LOOP = os.path.join(_PACKAGE, "diagnose", "loop.py")  # calls the step
+_LOOP = os.path.join(_PACKAGE, "diagnose", "experiments", "loop.py")  # calls the step
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 UNKNOWN = "a line that torch does not name"
 

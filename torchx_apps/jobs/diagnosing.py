@@ -21,11 +21,11 @@ from torchrec_ext.batch import TowerBatch
 from torchrec_ext.capture.lowering import CannotCaptureError
 from torchrec_ext.data.loader.epochs import BuiltAhead
 from torchrec_ext.diagnose import Diagnosis, StateCopy, ThreadClock
-from torchrec_ext.diagnose.collectives import Collectives, Ranks, RanksFailedError
-from torchrec_ext.diagnose.experiments import Experiments
+from torchrec_ext.diagnose.experiments.collectives import Collectives, Ranks, RanksFailedError
+from torchrec_ext.diagnose.experiments.loop import TrainingLoop
+from torchrec_ext.diagnose.experiments.measure import Experiments
 from torchrec_ext.diagnose.facts import LoaderFacts
 from torchrec_ext.diagnose.findings import Remedy
-from torchrec_ext.diagnose.loop import TrainingLoop
 from torchrec_ext.diagnose.report import apply_in_turn
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.runtime import Runtime

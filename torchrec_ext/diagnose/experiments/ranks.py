@@ -26,12 +26,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from torchrec_ext.diagnose.collectives import Collectives, Mode, Ranks, RanksFailedError
+from torchrec_ext.diagnose.experiments.collectives import Collectives, Mode, Ranks, RanksFailedError
+from torchrec_ext.diagnose.experiments.loop import Span, TrainingLoop
+from torchrec_ext.diagnose.experiments.rounds import FEWEST_ROUNDS, attempt, enough, in_order, is_late, is_too_slow
+from torchrec_ext.diagnose.experiments.traces import PARTS, Measured, Traced, common_rounds, facts_of_ranks, parted
+from torchrec_ext.diagnose.experiments.variants import Variant, Variants
 from torchrec_ext.diagnose.facts import Facts, RankFacts, Round
-from torchrec_ext.diagnose.loop import Span, TrainingLoop
-from torchrec_ext.diagnose.rounds import FEWEST_ROUNDS, attempt, enough, in_order, is_late, is_too_slow
-from torchrec_ext.diagnose.traces import PARTS, Measured, Traced, common_rounds, facts_of_ranks, parted
-from torchrec_ext.diagnose.variants import Variant, Variants
 from torchrec_ext.observe.counts import TableFacts
 from torchrec_ext.observe.lookups import count_lookups
 from torchrec_ext.observe.reached import every_module

@@ -5,13 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from torchrec_ext.diagnose.costs import (
-    FROM_COLUMNS,
-    READY,
-    alone_seconds,
-    gain_of_ready,
-    rows_remedy,
-)
 from torchrec_ext.diagnose.facts import Facts, Gain, paired_gain
 from torchrec_ext.diagnose.findings import (
     Action,
@@ -21,6 +14,13 @@ from torchrec_ext.diagnose.findings import (
     expected,
     finding_of,
     in_ms,
+)
+from torchrec_ext.diagnose.rules.costs import (
+    FROM_COLUMNS,
+    READY,
+    alone_seconds,
+    gain_of_ready,
+    rows_remedy,
 )
 
 IDLE = 0.3  # cores that others may keep busy where the wall clock says what a second process gains

@@ -12,9 +12,9 @@ from typing import Any
 
 import torchrec_ext.needs_torch  # noqa: F401
 
+from torchrec_ext.diagnose.experiments.loop import TrainingLoop
+from torchrec_ext.diagnose.experiments.variants import Variant, Variants
 from torchrec_ext.diagnose.facts import Facts, Round, spread
-from torchrec_ext.diagnose.loop import TrainingLoop
-from torchrec_ext.diagnose.variants import Variant, Variants
 from torchrec_ext.observe.user_lines import described
 
 MOST_ROUNDS, FEWEST_ROUNDS = 15, 4

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchrec_ext.diagnose.batches import quarter_of, row_count
+from torchrec_ext.diagnose.experiments.batches import quarter_of, row_count
+from torchrec_ext.diagnose.experiments.loop import TrainingLoop
 from torchrec_ext.diagnose.facts import Round
-from torchrec_ext.diagnose.loop import TrainingLoop
 from torchrec_ext.observe.clock import ThreadClock
 from torchrec_ext.observe.state_copy import StateCopy
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from torchrec_ext.diagnose.batches import BatchSource, called_with, joined_batches
+from torchrec_ext.diagnose.experiments.batches import BatchSource, called_with, joined_batches
 from torchrec_ext.diagnose.facts import Round
 from torchrec_ext.observe.clock import ThreadClock
 from torchrec_ext.observe.ops import calls_of_autograd

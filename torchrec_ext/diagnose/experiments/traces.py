@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import torchrec_ext.needs_torch  # noqa: F401
 
-from torchrec_ext.diagnose.collectives import Call, calls_by_group
-from torchrec_ext.diagnose.facts import CollectiveFacts, Facts, RankFacts, Round
-from torchrec_ext.diagnose.loop import Span
+from torchrec_ext.diagnose.experiments.collectives import Call, calls_by_group
+from torchrec_ext.diagnose.experiments.loop import Span
+from torchrec_ext.diagnose.facts import CollectiveFacts, Facts, RankFacts, Round, lower_median
 
 PARTS = ("forward", "backward", "optimizer")
 
@@ -134,11 +134,6 @@ def collectives_of(traced: Sequence[Sequence[Traced]], offsets: Sequence[float])
     return collectives
 
 
-def _low(values: Sequence[float]) -> float:
-    """Returns the lower median."""
-    return sorted(values)[(len(values) - 1) // 2]
-
-
 def common_rounds(by_rank: Sequence[Sequence[Round]]) -> list[Round]:
     """Returns the rounds of a typical rank, see :class:`Facts`, from those of each rank.
 
@@ -148,7 +143,7 @@ def common_rounds(by_rank: Sequence[Sequence[Round]]) -> list[Round]:
     typical: list[Round] = []
     for rounds in zip(*by_rank, strict=True):
         names = [name for name in rounds[0] if all(name in each for each in rounds)]
-        low = {name: _low([each[name] for each in rounds]) for name in names}
+        low = {name: lower_median([each[name] for each in rounds]) for name in names}
         each = {name: low[name] for name in ("data", "sleep", "op", "bare", "sync", "gc") if name in low}
         # The least: a rank that stood in the run queue does not see that itself, and the others waited for it.
         each["step"] = max(min(other["data"] + other["step"] for other in rounds) - low["data"], 0.0)

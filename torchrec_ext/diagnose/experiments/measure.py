@@ -14,13 +14,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from torchrec_ext.diagnose.batches import row_count, worker_turns
-from torchrec_ext.diagnose.collectives import Ranks, RanksFailedError
+from torchrec_ext.diagnose.experiments.batches import row_count, worker_turns
+from torchrec_ext.diagnose.experiments.collectives import Ranks, RanksFailedError
+from torchrec_ext.diagnose.experiments.loop import TrainingLoop
+from torchrec_ext.diagnose.experiments.ranks import RankRounds
+from torchrec_ext.diagnose.experiments.rounds import FEWEST_ROUNDS, MOST_ROUNDS, Rounds, attempt
+from torchrec_ext.diagnose.experiments.variants import SmallTables, Variant, Variants
 from torchrec_ext.diagnose.facts import Between, Facts, LineFacts, LoaderFacts, Round
-from torchrec_ext.diagnose.loop import TrainingLoop
-from torchrec_ext.diagnose.ranks import RankRounds
-from torchrec_ext.diagnose.rounds import FEWEST_ROUNDS, MOST_ROUNDS, Rounds, attempt
-from torchrec_ext.diagnose.variants import SmallTables, Variant, Variants
 from torchrec_ext.observe.clock import busy_elsewhere
 from torchrec_ext.observe.forwards import Forwards
 from torchrec_ext.observe.machine import compiled_graphs, device_spans, device_use, roofline

@@ -1,0 +1,1 @@
+"""From facts to causes, remedies and answers: pure functions, which need no torch."""

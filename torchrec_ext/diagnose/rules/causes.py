@@ -1,0 +1,110 @@
+"""RULES, and from facts to findings: the causes of lost time, ranked by their cost; or why there is no verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torchrec_ext.diagnose.facts import Facts
+from torchrec_ext.diagnose.findings import (
+    LEAST,
+    MEDIUM,
+    UNDER,
+    Finding,
+    in_ms,
+)
+from torchrec_ext.diagnose.rules.cores import (
+    between_steps,
+    precision,
+    recompilation,
+    sequential_towers,
+    small_batch,
+    too_few_threads,
+    too_many_threads,
+)
+from torchrec_ext.diagnose.rules.exchange import bandwidth, latency, oversubscribed, slow_link, unmerged_exchange
+from torchrec_ext.diagnose.rules.loader import loader_computes, loader_sleeps, row_python
+from torchrec_ext.diagnose.rules.ranks import (
+    imbalanced_table,
+    rotating_straggler,
+    slow_rank,
+    straggler_backward,
+    straggler_forward,
+    straggler_input,
+    straggler_optimizer,
+    uneven_lists,
+)
+from torchrec_ext.diagnose.rules.step import (
+    all_items,
+    debug_modes,
+    double_precision,
+    garbage,
+    host_syncs,
+    launches,
+    python_lines,
+    untouched_rows,
+    whole_tables,
+)
+
+NOISY = 0.6  # spread of iterations above which there is no verdict
+RULES: dict[str, Callable[[Facts], Finding | None]] = {
+    rule.__name__: rule
+    for rule in (
+        *(loader_sleeps, row_python, loader_computes, untouched_rows, launches, host_syncs),
+        *(debug_modes, python_lines, whole_tables, double_precision, garbage),
+        *(too_many_threads, too_few_threads, sequential_towers, recompilation, between_steps),
+        *(all_items, small_batch, precision),
+    )
+}
+RANK_RULES: dict[str, Callable[[Facts], Finding | None]] = {
+    rule.__name__: rule
+    for rule in (
+        *(straggler_input, straggler_forward, straggler_backward, straggler_optimizer, slow_rank, rotating_straggler),
+        *(imbalanced_table, uneven_lists, slow_link, unmerged_exchange, latency, bandwidth, oversubscribed),
+    )
+}
+
+
+def findings(facts: Facts) -> tuple[Finding, ...]:
+    """Returns the findings of at least a twentieth of an iteration, the largest first, offers last."""
+    every = [finding for rule in RULES.values() if (finding := rule(facts)) is not None]
+    every += rank_findings(facts)
+    costly = [finding for finding in every if finding.cost >= LEAST]
+    return tuple(sorted(costly, key=lambda finding: (finding.size == "offer", -finding.cost)))
+
+
+def too_noisy(facts: Facts) -> str:
+    """Returns why these facts carry no verdict; empty if they do.
+
+    Where rounds are spread far, a cause stands if the ratios within rounds still say that a remedy gains, or that it
+    takes a share in each of them: threads that want more cores than there are make noise themselves.
+    """
+    faults = [finding for finding in findings(facts) if finding.size in ("large", "medium")]
+    large = [finding for finding in faults if finding.size == "large"]
+    if facts.tables and not facts.has("small_tables") and not large:
+        why = facts.not_measured.get("small_tables", "not measured")
+        return f"no verdict: whether rows that are not read cost time is not known ({why}); give more time (budget_s)"
+    gains = [remedy.gain for finding in faults for remedy in finding.remedies if remedy.is_measured]
+    is_certain = any(gain is not None and gain.low >= UNDER for gain in gains)
+    is_certain = is_certain or any(finding.least >= MEDIUM for finding in large)
+    if facts.spread <= NOISY or (is_certain and len(facts.rounds) >= 4):
+        return ""
+    times = sorted(facts.iteration(each) for each in facts.rounds)
+    if len(times) < 4:
+        return f"too few rounds for a verdict: {len(times)} of 4; give more time (budget_s)"
+    return (
+        f"too noisy for a verdict: the middle half of {len(times)} rounds is spread over {facts.spread:.0%} of the "
+        f"median iteration, {in_ms(times[0])} to {in_ms(times[-1])}; measure again on a machine that does less else"
+    )
+
+
+def rank_findings(facts: Facts) -> list[Finding]:
+    """Returns the findings about several ranks; none for one process."""
+    if not facts.ranks or not facts.rounds or not all(each.steps for each in facts.ranks):
+        return []
+    findings = {cause: finding for cause, rule in RANK_RULES.items() if (finding := rule(facts)) is not None}
+    shared = findings.get(oversubscribed.__name__)
+    if shared is not None and shared.cost >= MEDIUM:
+        # An exchange between processes that wait for a core is slow by that.
+        for rule in (latency, unmerged_exchange):
+            findings.pop(rule.__name__, None)
+    return list(findings.values())

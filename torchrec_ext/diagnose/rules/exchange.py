@@ -1,0 +1,322 @@
+"""Rules about the exchange of ranks, and about the cores that they share; the ranks and their collectives as lines."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+
+from torchrec_ext.diagnose.facts import CollectiveFacts, Facts, Gain, RankFacts, paired_gain
+from torchrec_ext.diagnose.findings import Change, Finding, Remedy, expected, finding_of_cost, in_ms, share_of
+from torchrec_ext.diagnose.rules.ranks import SPANS, most_read, rank_name, shard_text
+from torchrec_ext.observe.counts import TableFacts
+
+MANY = 8  # collectives of one kind in a step that are merged
+_SLOW_LINK = 3.0  # times the seconds of the other ranks
+_FEW = 0.05  # share of the exchange below which a remedy for it is left out
+_SMALL_MIB = 64.0  # of tables that are as well whole on every rank
+
+
+def _kinds(facts: Facts) -> dict[str, list[CollectiveFacts]]:
+    kinds: dict[str, list[CollectiveFacts]] = {}
+    for each in facts.collectives:
+        kinds.setdefault(each.name, []).append(each)
+    return kinds
+
+
+def _sent(facts: Facts) -> float:
+    """Returns the bytes of a step on a rank's link."""
+    size = len(facts.ranks)
+    return sum(
+        max(each.bytes) * (2 if each.name == "all_reduce" else 1) * (size - 1) / size for each in facts.collectives
+    )
+
+
+def _gain_of_exchange(facts: Facts, least: float, most: float) -> Gain | None:
+    """Returns the speed-up of an iteration without shares of its exchange, at least and at most."""
+    return expected(
+        facts,
+        lambda each: each["data"] + each["step"] - least * each["exchange"],
+        lambda each: each["data"] + each["step"] - most * each["exchange"],
+    )
+
+
+def _exchange_share(facts: Facts) -> float:
+    """Returns the exchange's share of an iteration."""
+    return share_of(facts, lambda each: each["exchange"])
+
+
+def _slow_links(facts: Facts) -> Iterator[tuple[int, float, float]]:
+    """Yields ranks with slow links, their seconds and those of the others."""
+    for each in facts.ranks:
+        others = statistics.median([other.send_s for other in facts.ranks if other.rank != each.rank])
+        if each.send_s > _SLOW_LINK * others > 0:
+            yield each.rank, each.send_s, others
+
+
+def slow_link(facts: Facts) -> Finding | None:
+    """One rank's link is slower than the others'."""
+    slow = list(_slow_links(facts))
+    if not slow:
+        return None
+    rank, seconds, others = max(slow, key=lambda each: each[1])
+    name = rank_name(facts, rank)
+    evidence = (
+        f"{name} sends {facts.link_bytes / 1024:.0f} KiB to each other rank in {in_ms(seconds)}, the others "
+        f"in {in_ms(others)}",
+        _exchange_text(facts),
+    )
+    remedy = Remedy(
+        name=f"the link of {name} as fast as the others'",
+        lines=("look at its cable, its switch port, its interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), its MTU",),
+        gain=_gain_of_exchange(facts, 0.5, 1 - others / seconds),
+        changes=Change.EXACT,
+        basis="predicted from what the others' links take",
+    )
+    title = f"the link of {name} is slow, and every exchange goes at its pace"
+    return finding_of_cost("slow_link", title, evidence, [remedy], _exchange_share(facts), ranks=[rank])
+
+
+def _exchange_text(facts: Facts) -> str:
+    kinds = ", ".join(
+        f"{len(calls)} {name} ({sum(max(each.bytes) for each in calls) / 1024:,.1f} KiB)"
+        for name, calls in _kinds(facts).items()
+    )
+    return f"the collectives of a step: {kinds}; they take {in_ms(facts.median('exchange'))}"
+
+
+def _by_bytes(facts: Facts) -> float:
+    """Returns the share of the exchange's time for its bytes, at the rate of the links."""
+    rates = [each.send_s - facts.latency_s for each in facts.ranks if each.send_s > facts.latency_s]
+    if not rates or not facts.link_bytes:
+        return 0.0
+    seconds = _sent(facts) * statistics.median(rates) / (facts.link_bytes * (len(facts.ranks) - 1))
+    return min(1.0, seconds / max(facts.median("exchange"), 1e-12))
+
+
+def _alone_remedy(facts: Facts) -> Iterator[Remedy]:
+    """Yields a single rank as a remedy, if it is faster than all together."""
+    gain = one_rank(facts)
+    if gain is not None and gain.low > 1:
+        yield Remedy(
+            name="a single rank, which has nothing to exchange",
+            lines=("-j 1x1" if facts.recipe else "python train.py  # in place of torchrun",),
+            gain=gain,
+            changes=Change.BATCH,
+            basis="measured: one rank without exchange while the others slept",
+            is_measured=True,
+        )
+
+
+def _share_of_sums(facts: Facts) -> float:
+    """Returns the share of gradient sums in the exchange; the rest is rows of sharded tables."""
+    seconds = [(each.name == "all_reduce", each.exchange_s) for each in facts.collectives]
+    return sum(each for sums, each in seconds if sums) / max(sum(each for _, each in seconds), 1e-12)
+
+
+def _sharded(facts: Facts) -> list[TableFacts]:
+    """Returns the shards of sharded tables."""
+    return [table for each in facts.ranks for table in each.tables if table.sharding not in ("", "data_parallel")]
+
+
+def _less_often(facts: Facts) -> list[Remedy]:
+    """Returns ways to exchange less: sums of gradients seldomer, no rows of tables, or nothing at all."""
+    sums, remedies = _share_of_sums(facts), list[Remedy]()
+    sharded = _sharded(facts)
+    mib = sum(table.rows * table.dim for table in sharded) * 4 / 2**20
+    if facts.recipe and sharded and mib < _SMALL_MIB:
+        remedies.append(
+            Remedy(
+                name="tables whole on every rank",
+                lines=("--set plan.sharding=data_parallel",),
+                gain=_gain_of_exchange(facts, -0.1, 1 - sums),
+                changes=Change.ROUNDING,
+                basis=f"predicted: the tables take {mib:.3g} MiB, and their gradients are summed in place of rows",
+            )
+        )
+    if sums > _FEW and not facts.towers_apart:
+        remedies.append(
+            Remedy(
+                name="one exchange for four batches",
+                lines=(
+                    ("--set sync.mode=local_sgd --set sync.every=4",)
+                    if facts.recipe
+                    else (
+                        "with model.no_sync(): ...  # DDP: backward of three batches of four; then one with the "
+                        "exchange",
+                    )
+                ),
+                gain=_gain_of_exchange(facts, 0.75 * sums, 0.75 * sums),
+                changes=Change.SCHEDULE if facts.recipe else Change.BATCH,
+                basis="predicted from the share of the exchange that sums gradients",
+            )
+        )
+    return [*remedies, *_alone_remedy(facts)]
+
+
+def unmerged_exchange(facts: Facts) -> Finding | None:
+    """A step makes many small collectives of one kind in place of one."""
+    kinds = _kinds(facts)
+    if not kinds or next(_slow_links(facts), None) or _by_bytes(facts) > 0.5:
+        return None
+    name, calls = max(kinds.items(), key=lambda each: len(each[1]))
+    if len(calls) < MANY:
+        return None
+    count = len(calls)
+    lines = ", ".join(dict.fromkeys(each.line for each in calls))
+    evidence = (
+        f"{count} {name} of {statistics.median([max(each.bytes) for each in calls]) / 1024:,.2f} KiB in a step, called "
+        f"from {lines}",
+        f"{_exchange_text(facts)}; a collective of a few bytes takes {in_ms(facts.latency_s)}",
+    )
+    pasted: tuple[str, ...] = (
+        f"flat = torch.cat([each.flatten() for each in tensors]); dist.{name}(flat, ...); flat.split(sizes)",
+        "DistributedDataParallel(model, bucket_cap_mb=25)  # for gradients",
+    )
+    if facts.recipe:
+        pasted = ("--set plan.towers=tower_parallel  # towers' exchanges are merged",)
+    remedy = Remedy(
+        name=f"one {name} of all {count}",
+        lines=pasted,
+        gain=expected(
+            facts,
+            lambda each: each["data"] + each["step"] - (1 - 4 / count) * each["exchange"],
+            lambda each: each["data"] + each["step"] - (1 - 1 / count) * (each["exchange"] + 0.5 * each["wait"]),
+        ),
+        changes=Change.EXACT,
+        basis=f"predicted: the time of {count} goes but for one to four",
+    )
+    remedies = _less_often(facts)
+    if not facts.recipe or (_sharded(facts) and not facts.towers_apart):  # what tower_parallel can merge
+        remedies.insert(0, remedy)
+    title = "many small exchanges take the time of their number, not of their bytes"
+    cost = _exchange_share(facts) * (1 - 2 / len(facts.collectives))
+    return finding_of_cost("unmerged_exchange", title, evidence, remedies, cost)
+
+
+def latency(facts: Facts) -> Finding | None:
+    """The exchange takes the time of its messages' way, whatever their size."""
+    if not facts.collectives or next(_slow_links(facts), None) or unmerged_exchange(facts) or _by_bytes(facts) > 0.5:
+        return None
+    evidence = (
+        _exchange_text(facts),
+        f"a collective of a few bytes takes {in_ms(facts.latency_s)} here, and their bytes need "
+        f"{_by_bytes(facts):.0%} of the time",
+    )
+    title = "the exchange is bound by latency, not by its bytes"
+    return finding_of_cost("latency", title, evidence, _less_often(facts), _exchange_share(facts))
+
+
+def bandwidth(facts: Facts) -> Finding | None:
+    """The exchange takes the time of its bytes."""
+    if not facts.collectives or next(_slow_links(facts), None) or _by_bytes(facts) <= 0.5:
+        return None
+    evidence = (_exchange_text(facts), f"their bytes need {_by_bytes(facts):.0%} of that at the links' rate")
+    rows = 1 - _share_of_sums(facts) if facts.recipe else 1.0  # of a recipe those of sharded tables alone
+    half = Remedy(
+        name="half the bytes: 16 bits on the way",
+        lines=(
+            ("--set plan.forward_precision=bf16 --set plan.backward_precision=bf16",)
+            if facts.recipe
+            else (
+                "from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook",
+                "model.register_comm_hook(None, bf16_compress_hook)  # DDP",
+            )
+        ),
+        gain=_gain_of_exchange(facts, 0.25 * rows, 0.5 * rows),
+        changes=Change.BF16_SUMS,
+        basis="predicted from the bytes",
+    )
+    remedies = _less_often(facts)
+    if rows > _FEW:
+        remedies.insert(0, half)
+    title = "the exchange is bound by bandwidth"
+    return finding_of_cost("bandwidth", title, evidence, remedies, _exchange_share(facts))
+
+
+def oversubscribed(facts: Facts) -> Finding | None:
+    """Processes of one host want more cores than they may use."""
+    by_host: dict[str, list[RankFacts]] = {}
+    for each in facts.ranks:
+        by_host.setdefault(each.host, []).append(each)
+    crowded = [ranks for ranks in by_host.values() if sum(each.threads for each in ranks) > _core_count(ranks)]
+    if not crowded:
+        return None
+    cost, ranks = max(((statistics.median(map(_queued, ranks)), ranks) for ranks in crowded), key=lambda each: each[0])
+    host, cores, threads = ranks[0].host, _core_count(ranks), sum(each.threads for each in ranks)
+    slower = statistics.median([each.together_s / each.alone_s for each in ranks if each.alone_s] or [1.0])
+    evidence = (
+        f"{len(ranks)} ranks with {threads} thread(s) share {cores} core(s) of {host or 'this host'}: for {cost:.0%} "
+        "of an iteration a rank is ready to run and has no core",
+        f"its step without exchange takes {slower:.2f} times as long beside the others as alone",
+    )
+    lines = (
+        f"-j 1x{cores} --threads 1" if facts.recipe else f"torchrun --nproc-per-node {cores} ...",
+        "OMP_NUM_THREADS=1; and no taskset, cgroup or container limit of fewer cores than processes",
+    )
+    remedy = Remedy(
+        name="as many processes as cores, with one thread each",
+        lines=lines,
+        gain=Gain(max(1.0, 1 / (1 - 0.5 * min(cost, 0.9))), 1.3 / (1 - min(cost, 0.9))),
+        changes=Change.BATCH,
+        basis="predicted from the time without a core",
+    )
+    sharing = [each.rank for each in ranks]
+    return finding_of_cost("oversubscribed", "processes share a core", evidence, [remedy], cost, ranks=sharing)
+
+
+def _core_count(ranks: Sequence[RankFacts]) -> int:
+    return len({core for each in ranks for core in each.cores})
+
+
+def _queued(rank: RankFacts) -> float:
+    """Returns the share of the wall clock without a core."""
+    names = (*SPANS, "wait", "exchange")
+    return statistics.median(
+        [each["queue"] / max(each["queue"] + sum(each[name] for name in names), 1e-12) for each in rank.steps]
+    )
+
+
+def one_rank(facts: Facts) -> Gain | None:
+    """Returns the speed-up of one rank with the work of all over all ranks."""
+    alone = [each.alone_s for each in facts.ranks if each.alone_s]
+    if not alone or not facts.rounds:
+        return None
+    seconds = len(facts.ranks) * statistics.median(alone)
+    between = facts.mean_between()
+    ratios = [facts.iteration(each) / (seconds + len(facts.ranks) * each["data"] + between) for each in facts.rounds]
+    return paired_gain(ratios)
+
+
+def table_of(facts: Facts) -> list[str]:
+    """Returns the ranks and their collectives as lines of a page; none for one process."""
+    if not facts.ranks or not all(each.steps for each in facts.ranks):
+        return []
+    names = ("data", "forward", "backward", "optimizer", "wait", "exchange", "queue")
+    lines = ["rank" + "".join(f"{name:>11}" for name in names) + "   ms a step, by the median"]
+    for each in facts.ranks:
+        lines.append(f"{each.rank:>4}" + "".join(f"{each.median(name) * 1e3:>11.3g}" for name in names))
+    lines += _held_by_rank(facts)
+    for name, calls in _kinds(facts).items():
+        kib = sum(max(each.bytes) for each in calls) / 1024
+        waits = max(sum(each.waits_s) / len(each.waits_s) for each in calls)
+        lines.append(
+            f"{len(calls)} {name} in a step: {kib:,.1f} KiB, {in_ms(sum(each.exchange_s for each in calls))} "
+            f"themselves; ranks wait up to {in_ms(waits)} for the last one"
+        )
+    return lines
+
+
+def _held_by_rank(facts: Facts) -> list[str]:
+    """Returns a line for each rank about its tables and its look-ups; none without tables."""
+    if not any(each.tables for each in facts.ranks):
+        return []
+    lines = [
+        "rank" + "".join(f"{name:>12}" for name in ("MiB held", "rows read", "KiB read", "ids given")) + "   most of"
+    ]
+    for each in facts.ranks:
+        mib = sum(table.rows * table.dim for table in each.tables) * 4 / 2**20
+        rows = sum(table.read for table in each.tables)
+        values = sum(table.read * table.dim for table in each.tables)
+        text = f"{mib:>12,.1f}{rows:>12,}{values * 4 / 1024:>12,.1f}{each.ids:>12,.0f}"
+        lines.append(f"{each.rank:>4}{text}   {shard_text(most_read(each)) if each.tables else '-'}")
+    return lines
