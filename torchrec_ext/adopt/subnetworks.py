@@ -26,7 +26,10 @@ from torchrec_ext.observe.user_lines import user_line
 
 
 def python_attributes(model: nn.Module) -> dict[str, Any]:
-    """Returns the attributes of a model's modules that are neither parameters nor buffers, by path."""
+    """Returns the attributes of a model's modules that are neither parameters nor buffers, by path.
+
+    :func:`changed_attribute` compares them to refuse a forward by name. StateCopy puts attributes back without names.
+    """
     known = {*vars(nn.Module()), "forward"}
     return {
         f"{path}.{name}".lstrip("."): (value, len(value)) if isinstance(value, list | dict | set) else value
@@ -440,7 +443,10 @@ def _refuse_outputs(tower: Subnetwork, leaves: Sequence[Any], rows: int) -> None
 
 @contextlib.contextmanager
 def nothing_moves(model: nn.Module, optimizers: Sequence[Optimizer], device: torch.device) -> Iterator[None]:
-    """Leaves the model's buffers, gradients and mode and the random generators as they were before the block."""
+    """Puts back the model's buffers, gradients and modes and the random generators after the block.
+
+    StateCopy would also copy the weights. A tower's tables may be large, and nothing in the block changes them.
+    """
     parameters = {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     parameters.update({id(p): p for p in model.parameters()})
     gradients = [(parameter, parameter.grad) for parameter in parameters.values()]
