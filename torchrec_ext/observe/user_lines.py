@@ -27,7 +27,8 @@ _TORCH, _PACKAGE = (str(path) + os.sep for path in (Path(torch.__file__).parent,
 _OPTIMIZERS, _AUTOGRAD = (os.path.join(_TORCH, name) for name in ("optim", "autograd"))
 # A job's own code may be measured too: only what measures is no user of a step.
 _MEASURING = tuple(os.path.join(_PACKAGE, name) + os.sep for name in ("diagnose", "observe"))
-_LOOP = os.path.join(_PACKAGE, "diagnose", "experiments", "loop.py")  # calls the step
+# A step's stack ends below these, which call it: else a program that calls why_slow would be the step's own line.
+_CALLERS = [os.path.join(_PACKAGE, "diagnose", "experiments", name) for name in ("loop.py", "measure.py")]
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 UNKNOWN = "a line that torch does not name"
 
@@ -113,7 +114,7 @@ Stack = Sequence[tuple[CodeType, int]]  # code and line of the innermost call fi
 def stack_of(frame: FrameType | None) -> Stack:
     """Returns the calls of a step down to a frame."""
     stack = []
-    while frame is not None and frame.f_code.co_filename != _LOOP:
+    while frame is not None and frame.f_code.co_filename not in _CALLERS:
         stack.append((frame.f_code, frame.f_lineno or frame.f_code.co_firstlineno))  # None where a call begins or ends
         frame = frame.f_back
     return stack
