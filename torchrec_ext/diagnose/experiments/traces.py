@@ -44,21 +44,43 @@ class Measured(NamedTuple):
     offset: float
 
 
-def _matched(steps: Sequence[Traced], offsets: Sequence[float]) -> list[tuple[Call, list[tuple[int, Call]], float]]:
-    """Returns the collectives of one step of all ranks: a call, that of each rank of its group, the last arrival."""
-    groups: dict[tuple[int, ...], list[list[tuple[int, Call]]]] = {}
+class Meeting(NamedTuple):
+    """A collective of a step.
+
+    Args:
+        calls: the call of each rank of its group.
+        last: moment of the last of these, by rank 0's wall clock.
+    """
+
+    calls: dict[int, Call]
+    last: float
+
+    @property
+    def first_call(self) -> Call:
+        """The call of the group's first rank."""
+        return next(iter(self.calls.values()))
+
+    def wait_s(self, rank: int, offset: float) -> float:
+        """Returns the seconds for which a rank waits for the last one; its clock is ahead by ``offset``."""
+        arrival: float = self.calls[rank].begin.wall
+        return max(0.0, self.last + offset - arrival)
+
+
+def _matched(steps: Sequence[Traced], offsets: Sequence[float]) -> list[Meeting]:
+    """Matches the calls of all ranks in one step: the n-th call of a group is the same collective on each rank."""
+    groups: dict[tuple[int, ...], list[dict[int, Call]]] = {}
     for rank, step in enumerate(steps):
         for ranks, calls in calls_by_group(step.calls).items():
-            entries = groups.setdefault(ranks, [[] for _ in calls])
-            for index, call in enumerate(calls[: len(entries)]):
-                entries[index].append((rank, call))
-    matched: list[tuple[Call, list[tuple[int, Call]], float]] = []
+            entries = groups.setdefault(ranks, [{} for _ in calls])
+            for entry, call in zip(entries, calls, strict=False):
+                entry[rank] = call
+    matched = []
     for ranks, entries in groups.items():
-        for same in entries:
-            if len(same) == len(ranks):
-                last = max(call.begin.wall - offsets[rank] for rank, call in same)
-                matched.append((same[0][1], same, last))
-    return sorted(matched, key=lambda each: each[2])
+        for entry in entries:
+            if len(entry) == len(ranks):
+                last = max(call.begin.wall - offsets[rank] for rank, call in entry.items())
+                matched.append(Meeting(entry, last))
+    return sorted(matched, key=lambda each: each.last)
 
 
 def _inside(step: Traced, call: Call) -> str:
@@ -76,9 +98,9 @@ def parted(traced: Sequence[Sequence[Traced]], offsets: Sequence[float] = ()) ->
     by_rank: list[list[Round]] = [[] for _ in traced]
     for steps in zip(*traced, strict=True):
         waits = [0.0] * len(steps)
-        for _, calls, last in _matched(steps, offsets):
-            for rank, call in calls:
-                waits[rank] += max(0.0, last + offsets[rank] - call.begin.wall)
+        for meeting in _matched(steps, offsets):
+            for rank in meeting.calls:
+                waits[rank] += meeting.wait_s(rank, offsets[rank])
         for rank, step in enumerate(steps):
             parts = {name: sum(each.seconds for each in step.parts if each.name == name) for name in PARTS}
             parts["forward"] = step.step.seconds - sum(parts.values())
@@ -104,27 +126,29 @@ def parted(traced: Sequence[Sequence[Traced]], offsets: Sequence[float] = ()) ->
 
 def collectives_of(traced: Sequence[Sequence[Traced]], offsets: Sequence[float]) -> list[CollectiveFacts]:
     """Returns the collectives of a step, each by its medians over the traced steps."""
-    by_step = [(_matched(steps, offsets), steps) for steps in zip(*traced, strict=True)]
-    kinds = [tuple((first.name, first.ranks) for first, _, _ in matched) for matched, _ in by_step]
+    all_steps = list(zip(*traced, strict=True))
+    matched = [_matched(steps, offsets) for steps in all_steps]
+    kinds = [tuple((meeting.first_call.name, meeting.first_call.ranks) for meeting in meetings) for meetings in matched]
     if not kinds:
         return []
-    usual = max(kinds, key=kinds.count)  # a check every hundredth step is none of a step's collectives
-    by_step = [each for each, kind in zip(by_step, kinds, strict=True) if kind == usual]
+    # A check in every hundredth step is none of a step's collectives.
+    usual = max(kinds, key=kinds.count)
+    first = all_steps[kinds.index(usual)]
     collectives = []
-    for index in range(len(usual)):
-        same_call = [(matched[index], steps) for matched, steps in by_step]
-        (first, calls, _), steps = same_call[0]
-        ranks = [rank for rank, _ in calls]
-        exchange, waits, sizes = [], [], []
-        for (_, same, last), _ in same_call:
-            exchange.append(max(call.end.wall - offsets[rank] for rank, call in same) - last)
-            waits.append([max(0.0, last + offsets[rank] - call.begin.wall) for rank, call in same])
-            sizes.append([float(call.bytes) for _, call in same])
+    of_usual = [meetings for meetings, kind in zip(matched, kinds, strict=True) if kind == usual]
+    for meetings in zip(*of_usual, strict=True):
+        call, ranks = meetings[0].first_call, list(meetings[0].calls)
+        exchange, sizes, waits = [], [], []
+        for meeting in meetings:
+            end = max(each.end.wall - offsets[rank] for rank, each in meeting.calls.items())
+            exchange.append(end - meeting.last)
+            sizes.append([float(meeting.calls[rank].bytes) for rank in ranks])
+            waits.append([meeting.wait_s(rank, offsets[rank]) for rank in ranks])
         collectives.append(
             CollectiveFacts(
-                name=first.name,
-                line=first.line,
-                span=_inside(steps[ranks[0]], calls[0][1]),
+                name=call.name,
+                line=call.line,
+                span=_inside(first[ranks[0]], call),
                 ranks=ranks,
                 bytes=[statistics.fmean(each) for each in zip(*sizes, strict=True)],
                 exchange_s=max(0.0, statistics.median(exchange)),
@@ -203,10 +227,10 @@ def _lanes(steps: Sequence[Traced], offsets: Sequence[float]) -> list[list[tuple
             spans += [("forward", before, each.begin.wall), (each.name, each.begin.wall, each.end.wall)]
             before = max(before, each.end.wall)
         spans.append(("forward", before, step.step.end.wall))
-        for _, calls, last in matched:
-            for other, call in calls:
-                if other == rank:
-                    arrived = min(max(call.begin.wall, last + offset), call.end.wall)
-                    spans += [("wait", call.begin.wall, arrived), ("exchange", arrived, call.end.wall)]
+        for meeting in matched:
+            if rank in meeting.calls:
+                call = meeting.calls[rank]
+                arrival = min(max(call.begin.wall, meeting.last + offset), call.end.wall)
+                spans += [("wait", call.begin.wall, arrival), ("exchange", arrival, call.end.wall)]
         lanes.append([(name, a - offset - zero, b - offset - zero) for name, a, b in spans if b - a > 1e-6])
     return lanes
