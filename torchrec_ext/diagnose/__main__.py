@@ -138,7 +138,8 @@ def compare_reports(before: Path, after: Path, limit: str) -> Comparison:
         share = -1.0
     if not share >= 0:
         raise ValueError(f"--limit {limit!r}: must be a percentage of 0 or more, such as 5%")
-    old, new = _report(before), _report(after)
+    old = _report(before)
+    new = _report(after)
     old_causes = {finding["cause"] for finding in old["findings"]}
     causes = [each["cause"] for each in new["findings"] if each["size"] != "offer" and each["cause"] not in old_causes]
     return Comparison(before=_seconds(before, old), after=_seconds(after, new), limit=share, causes=causes)

@@ -86,7 +86,9 @@ class Diagnosis:
     """
 
     def __init__(self, facts: Facts, compare: Compare | None = None, rank: int = 0) -> None:
-        self.facts, self._compare, self._rank = facts, compare, rank
+        self.facts = facts
+        self._compare = compare
+        self._rank = rank
         self.findings = findings(facts)
         self.answers = answers(facts)
         self.noisy = too_noisy(facts) if facts.rounds else "nothing could be measured"
@@ -405,7 +407,8 @@ def _waterfall(facts: Facts) -> str:
 
 def _bars(facts: Facts) -> list[Bar]:
     """Returns the parts of an iteration, one after the other."""
-    bars, start = [], 0.0
+    bars = []
+    start = 0.0
     for name, length in _parts(facts).items():
         bars.append(Bar(name, start, start + length))
         start += length
@@ -428,7 +431,8 @@ def _roofline(facts: Facts) -> str:
     """Draws operations a second over operations for each byte: what this machine can do, and what the step does."""
     traffic = max(costs.traffic(facts), 1.0)
     whole = statistics.median([facts.iteration(each) for each in facts.rounds])
-    intensity, speed = facts.product_flops / traffic, facts.product_flops / whole
+    intensity = facts.product_flops / traffic
+    speed = facts.product_flops / whole
     ridge = facts.flops_per_s / facts.bytes_per_s
     ends = min(intensity, ridge) / 8, max(intensity, ridge) * 8
     roof = [(ends[0], ends[0] * facts.bytes_per_s), (ridge, facts.flops_per_s), (ends[1], facts.flops_per_s)]
@@ -479,7 +483,8 @@ def _events(facts: Facts) -> list[dict[str, Any]]:
         rows[f"rank {each.rank}"] = [(name, start, end) for name, start, end in each.spans]
     if not any(rows.values()):
         names = [name for name in ("data", "forward", "backward", "optimizer") if facts.has(name)]
-        rows, start = {"this process": []}, 0.0
+        rows = {"this process": []}
+        start = 0.0
         for round_ in facts.rounds:
             for name in names:
                 rows["this process"].append((name, start, start + round_[name]))

@@ -87,7 +87,8 @@ def run_script(path: str, args: Sequence[str], diagnose: Callable[[Loop], None])
             raise _DoneError
 
     handle = register_optimizer_step_pre_hook(count)
-    argv, folder = sys.argv, os.path.dirname(os.path.abspath(path))
+    argv = sys.argv
+    folder = os.path.dirname(os.path.abspath(path))
     sys.argv = [path, *args]
     sys.path.insert(0, folder)
     try:
@@ -127,7 +128,8 @@ def find_loop(frame: FrameType | None) -> Loop:
 def _loops_around(frame: FrameType) -> list[ast.For]:
     """Returns the loops around the line of a frame in its own code, the innermost first."""
     source = Path(frame.f_code.co_filename).read_text()
-    line, first = frame.f_lineno, frame.f_code.co_firstlineno
+    line = frame.f_lineno
+    first = frame.f_code.co_firstlineno
     loops = [
         node
         for node in ast.walk(ast.parse(source))
@@ -196,7 +198,8 @@ def _function(node: ast.For, numbered: bool) -> ast.Module:
     module = ast.parse(f"def {_LOOP}({_BATCH}):\n for _ in {iterable}: pass")
     function: Any = module.body[0]
     loop = function.body[0]
-    loop.target, loop.body = node.target, node.body
+    loop.target = node.target
+    loop.body = node.body
     if stored:
         function.body.insert(0, ast.Global(sorted(stored)))
     return ast.fix_missing_locations(module)

@@ -338,7 +338,8 @@ class _Iterations:
             for _ in range(count):
                 next(self._iterator)
             return (timer() - start) / count, 0
-        spent, rows = 0.0, 0
+        spent = 0.0
+        rows = 0
         for _ in range(count):
             batch, seconds, _ = self._source.take(timer)
             start = timer()

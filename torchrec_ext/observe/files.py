@@ -49,7 +49,8 @@ def _written_since(start: int) -> set[str]:
     paths = set()
     for entry in _DESCRIPTORS.iterdir() if _DESCRIPTORS.exists() else ():
         try:
-            about, path = os.fstat(int(entry.name)), os.readlink(entry)
+            about = os.fstat(int(entry.name))
+            path = os.readlink(entry)
             flags = Path(f"/proc/self/fdinfo/{entry.name}").read_text().split("flags:")[1].split()[0]
         except OSError:  # closed meanwhile, as the descriptor of this listing
             continue

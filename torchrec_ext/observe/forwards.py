@@ -24,7 +24,8 @@ class Forwards:
     """
 
     def __init__(self, roots: Sequence[nn.Module], clock: Callable[[], float]) -> None:
-        self._roots, self._clock = roots, clock
+        self._roots = roots
+        self._clock = clock
         self._seconds: dict[nn.Module, list[float]] = {}
         self._inputs: dict[nn.Module, list[Any]] = {}
         self._outputs: dict[nn.Module, set[Any]] = {}
@@ -79,7 +80,8 @@ class Forwards:
                 yield from self._called(f"{path}.{name}", child)
 
     def _reads(self, module: nn.Module, other: nn.Module) -> bool:
-        outputs, waiting = self._outputs[other], list(self._inputs[module])
+        outputs = self._outputs[other]
+        waiting = list(self._inputs[module])
         visited = set(waiting)
         while waiting:
             function = waiting.pop()

@@ -18,7 +18,8 @@ from torchrec_ext.observe.intervals import length, union
 def best_seconds(call: Callable[[], Any]) -> float:
     """Returns the least seconds of a call, of as many as a tenth of a second holds."""
     call()
-    best, end = float("inf"), time.perf_counter() + 0.1
+    best = float("inf")
+    end = time.perf_counter() + 0.1
     while time.perf_counter() < end:
         start = time.perf_counter()
         call()
@@ -69,8 +70,10 @@ def bytes_read() -> int | None:
 
 def roofline() -> tuple[float, float]:
     """Returns floating-point operations of a large product, and bytes of a large copy, a second, on today's threads."""
-    size, many = 768, 2**24
-    matrix, source = torch.randn(size, size), torch.ones(many)
+    size = 768
+    many = 2**24
+    matrix = torch.randn(size, size)
+    source = torch.ones(many)
     target = torch.empty(many)
     product = best_seconds(lambda: matrix @ matrix)
     copy = best_seconds(lambda: target.copy_(source))

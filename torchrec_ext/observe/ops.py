@@ -257,7 +257,9 @@ class Products(NamedTuple):
 
 def sum_products(products: Mapping[Product, Sequence[float]]) -> Products:
     """Adds up the products of a step as they were timed in it."""
-    seconds, flops, rate = 0.0, 0.0, 0.0
+    seconds = 0.0
+    flops = 0.0
+    rate = 0.0
     layers: Counter[str] = Counter()
     for product, times in products.items():
         seconds += sum(times)
@@ -288,7 +290,8 @@ class Flow:
         """Adds an op, and returns its number."""
         number = len(self._readers)
         self._readers.append(set())
-        inputs, outputs = _tensors_in(arguments), _tensors_in(result)
+        inputs = _tensors_in(arguments)
+        outputs = _tensors_in(result)
         for tensor in inputs:
             for writer in self._writers_of(tensor):
                 self._readers[writer].add(number)

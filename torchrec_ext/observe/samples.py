@@ -82,7 +82,8 @@ class Samples:
         due = time.perf_counter()
         while not self._stop.wait(due - time.perf_counter()):  # little is done here, since the loop waits for it
             frame = sys._current_frames().get(self._thread)
-            now, past = time.perf_counter(), due
+            now = time.perf_counter()
+            past = due
             while due <= now:  # moments are set beforehand: a call that holds Python has all that fall into it
                 due += generator.uniform(0.2, 1.8) * _SAMPLE_EVERY_S
             self._stacks[tuple(stack_of(frame))] += due - past

@@ -27,7 +27,8 @@ class BatchSource:
     def __init__(self, batches: Iterable[Any]) -> None:
         self.batches = batches
         self.notes: list[str] = []
-        self._iterable, self.kind = batches, "iterable"
+        self._iterable = batches
+        self.kind = "iterable"
         self._history: list[Any] = []
         if isinstance(batches, list | tuple):
             self.kind = "list"
@@ -70,16 +71,19 @@ class BatchSource:
         """Returns a batch, its seconds, and the seconds of these without computing in this thread."""
         if self._ahead:
             return self._ahead.pop(), 0.0, 0.0
-        start, computed = clock(), thread_time()
+        start = clock()
+        computed = thread_time()
         try:
             batch = next(self._iterator)
         except StopIteration:
             if self.kind == "iterator":
                 raise
             self._iterator = iter(self._iterable)
-            start, computed = clock(), thread_time()
+            start = clock()
+            computed = thread_time()
             batch = next(self._iterator)
-        computed, seconds = thread_time() - computed, clock() - start
+        computed = thread_time() - computed
+        seconds = clock() - start
         if self.kind == "iterator":
             self._history.append(batch)
         return batch, seconds, max(0.0, seconds - computed)
@@ -104,17 +108,20 @@ class BatchSource:
         loader = self.batches
         if not isinstance(loader, DataLoader):
             return LoaderFacts(kind=self.kind, dataset=type(loader).__name__)
-        name, workers = type(loader.dataset).__name__, loader.num_workers
+        name = type(loader.dataset).__name__
+        workers = loader.num_workers
         by_row = not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None
         if not by_row or hasattr(loader.dataset, "__getitems__") or workers:
             return LoaderFacts(kind=self.kind, dataset=name, workers=workers)
         rows = list(next(iter(loader.batch_sampler)))  # type: ignore[arg-type]
-        before, counted = bytes_read(), bytes_read()
+        before = bytes_read()
+        counted = bytes_read()
         start = clock()
         samples = [loader.dataset[row] for row in rows]
         middle = clock()
         loader.collate_fn(samples)
-        end, after = clock(), bytes_read()
+        end = clock()
+        after = bytes_read()
         count = None
         if before is not None and counted is not None and after is not None:
             count = (after - counted) - (
@@ -173,7 +180,8 @@ def worker_turns(loader: DataLoader[Any], call: Callable[[Any], object]) -> list
 
 
 def _wall_seconds(batches: Iterator[Any], call: Callable[[Any], object]) -> float:
-    start, count = perf_counter(), 0
+    start = perf_counter()
+    count = 0
     while perf_counter() < start + _WORKER_S / 12 or count < 3:
         call(next(batches))
         count += 1

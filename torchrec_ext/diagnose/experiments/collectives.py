@@ -87,7 +87,8 @@ class Failures:
     """
 
     def __init__(self, store: Any, key: str) -> None:
-        self._store, self._key = store, key
+        self._store = store
+        self._key = key
 
     def tell(self, text: str) -> None:
         """Tells the other ranks about an error of this one."""
@@ -114,12 +115,14 @@ class Collectives:
 
     def __init__(self, failures: Failures, moment: Callable[[], Any] = time.perf_counter) -> None:
         self.calls: list[Call] = []
-        self.failures, self._moment = failures, moment
+        self.failures = failures
+        self._moment = moment
         self._mode: Mode = "watch"
         self._recorded: list[tuple[str, list[Tensor]]] = []
         self._next = 0
         self._open: set[torch.futures.Future[Any]] = set()
-        self._lock, self._settling = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
+        self._settling = threading.Lock()
         self._waiter = ThreadPoolExecutor(1)
         self.failure = ""
 
@@ -135,7 +138,10 @@ class Collectives:
         Raises:
             OtherRankError: out of a collective that would wait for a rank that has raised.
         """
-        self._mode, self._recorded, self._next, self.failure = mode, [] if recorded is None else recorded, 0, ""
+        self._mode = mode
+        self._recorded = [] if recorded is None else recorded
+        self._next = 0
+        self.failure = ""
         library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
         stop = threading.Event()
         poll = threading.Thread(target=self._poll, args=(stop,), daemon=True)
@@ -154,12 +160,14 @@ class Collectives:
 
     def rewind(self, recorded: list[Any]) -> None:
         """Begins to replay a step from its recording."""
-        self._recorded, self._next = recorded, 0
+        self._recorded = recorded
+        self._next = 0
 
     @contextmanager
     def real(self) -> Iterator[None]:
         """Lets collectives run meanwhile, in ``replay`` mode too."""
-        mode, self._mode = self._mode, "watch"
+        mode = self._mode
+        self._mode = "watch"
         try:
             yield
         finally:
@@ -184,7 +192,8 @@ class Collectives:
         returns_tensors = len(op._schema.returns) == 2
 
         def kernel(keyset: Any, *args: Any) -> Any:
-            outputs, inputs = _tensors(args[0]), _tensors(args[1] if name in _OTHER else args[0])
+            outputs = _tensors(args[0])
+            inputs = _tensors(args[1] if name in _OTHER else args[0])
             if self._mode == "replay":
                 self._hand_back(name, outputs)
                 there: torch.futures.Future[Any] = torch.futures.Future()
@@ -334,7 +343,8 @@ class Ranks:
     """
 
     def __init__(self) -> None:
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
         self.group = dist.new_group(backend="gloo", timeout=timedelta(minutes=10))
         self._key = f"torchrec_ext/why_slow/{next(_numbers)}"
         self._sections = 0
@@ -382,7 +392,8 @@ class Ranks:
         Raises:
             RanksFailedError: a rank raised while others waited for it, so that they are not in step any more.
         """
-        result, error = None, ""
+        result = None
+        error = ""
         waited = False
         try:
             result = call()

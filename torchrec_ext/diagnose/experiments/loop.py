@@ -130,7 +130,8 @@ class TrainingLoop:
         self.pool: list[Any] = []
         self.fixed: Sequence[Any] = ()
         self.spans: list[Span] = []
-        self.iterations, self.turn_steps = _ITERATIONS, _STEPS[0]
+        self.iterations = _ITERATIONS
+        self.turn_steps = _STEPS[0]
         self.before_step: Callable[[Any], object] = lambda batch: None
         self.not_measured: dict[str, str] = {}
         self.notes = [*filter(None, [clock.note]), *dict.fromkeys(state.notes), *self.source.notes]
@@ -154,7 +155,9 @@ class TrainingLoop:
             if not self.pool:
                 raise
             self.note_end()
-            batch, data, sleep = self.pool[0], 0.0, 0.0
+            batch = self.pool[0]
+            data = 0.0
+            sleep = 0.0
         self.spans.clear()
         begin = self.clock.moment()
         self.call(batch)

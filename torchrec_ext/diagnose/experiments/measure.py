@@ -62,7 +62,8 @@ class Experiments:
 
     def facts(self, between: Mapping[str, tuple[Callable[[], object], int]]) -> Facts:
         """Makes all experiments; every rank returns the same facts."""
-        loop, cuda = self._loop, self._loop.cuda
+        loop = self._loop
+        cuda = loop.cuda
         busy = busy_elsewhere()
         machine = (0.0, 0.0) if cuda else roofline()
         if not loop.state.optimizers and not loop.recipe:
@@ -70,7 +71,8 @@ class Experiments:
                 "no optimizer can be reached from the step, so what it changes is not put back; pass model= and "
                 "optimizer="
             )
-        counted, graphs = Counted(), 0
+        counted = Counted()
+        graphs = 0
         lines: Sequence[LineFacts] = ()
         sampled_s = 0.0
         rounds: Sequence[Round]
@@ -169,7 +171,8 @@ class Experiments:
 
     def _sample_lines(self, counted: Counted) -> tuple[Sequence[LineFacts], float]:
         """Returns the user's lines with the most time, and the seconds of an iteration."""
-        loop, missing = self._loop, self._loop.not_measured
+        loop = self._loop
+        missing = loop.not_measured
         if loop.cuda or loop.compiled:
             missing["lines"] = "sampled only for eager steps on a CPU, whose ops are timed"
             return (), 0.0
@@ -268,7 +271,8 @@ class Experiments:
 
     def _time_worker(self, rounds: Sequence[Round]) -> Sequence[tuple[float, float]]:
         """Times a real worker by turns with the loader as it is; none if a rank cannot."""
-        loop, loader = self._loop, self._loop.source.batches
+        loop = self._loop
+        loader = loop.source.batches
         why_not = next(filter(None, self._rounds.gather(self._no_worker(rounds))), "")
         turns: list[tuple[float, float]] = []
         if why_not:

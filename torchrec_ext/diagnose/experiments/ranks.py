@@ -220,8 +220,10 @@ class RankRounds:
             return []
 
     def _measure(self, busy: Callable[[], float | None]) -> list[Round]:
-        start, before = time.perf_counter(), _process_seconds()
-        loop, missing = self._loop, self._loop.not_measured
+        start = time.perf_counter()
+        before = _process_seconds()
+        loop = self._loop
+        missing = loop.not_measured
         first = self.real(loop.run)
         loop.choose_iterations(first, time.perf_counter() - start)
         loop.iterations, loop.turn_steps = self.gather((loop.iterations, loop.turn_steps))[0]
@@ -272,7 +274,8 @@ class RankRounds:
 
     def _try_each(self, variants: list[Variant], start: float) -> None:
         """Runs each experiment once, and gives up those beyond the budget."""
-        round_s, late = 0.0, list[str]()
+        round_s = 0.0
+        late = list[str]()
         for variant in variants:
             before = time.perf_counter()
             if self.gather(is_too_slow(round_s, before - start, self._budget_s))[0]:
@@ -289,7 +292,8 @@ class RankRounds:
 
     def _probe(self) -> None:
         """Times a rank without exchange alone and beside the others, a tiny collective, and each rank's link."""
-        alone, together = [], []
+        alone = []
+        together = []
         error: Exception | None = None
         with self._steps.without_exchange():
             for _ in range(2):
@@ -314,7 +318,8 @@ class RankRounds:
     def _wall_s(self) -> float:
         """Returns the mean seconds of a step by the wall clock."""
         steps = self._loop.fixed
-        start, count = time.perf_counter(), 0
+        start = time.perf_counter()
+        count = 0
         while count == 0 or time.perf_counter() - start < _LEAST_ALONE_S:
             for batch in steps:
                 self._loop.call(batch)
@@ -339,7 +344,8 @@ def _probe_links(ranks: Ranks, device: torch.device) -> tuple[float, float]:
         _settle(device)
         latencies.append(time.perf_counter() - start)
     latency_s = min(ranks.gather(statistics.median(latencies[2:])))
-    begin, turns = time.perf_counter(), list[list[float]]()
+    begin = time.perf_counter()
+    turns = list[list[float]]()
     while ranks.gather(len(turns) < 2 or (len(turns) < 6 and time.perf_counter() - begin < _LINK_S))[0]:
         turns.append([_arrival_s(ranks, sender, many) for sender in range(ranks.size)])
     by_rank = ranks.gather([min(turn[sender] for turn in turns) for sender in range(ranks.size)])
@@ -348,7 +354,8 @@ def _probe_links(ranks: Ranks, device: torch.device) -> tuple[float, float]:
 
 def _arrival_s(ranks: Ranks, sender: int, many: Tensor) -> float:
     """Returns the seconds until this rank has received a message of one sender."""
-    share, own = LINK_BYTES // 4, ranks.rank
+    share = LINK_BYTES // 4
+    own = ranks.rank
     sizes = [share * (sender == own and rank != own) for rank in range(ranks.size)]
     counts = [share * (rank == sender != own) for rank in range(ranks.size)]
     ranks.meet()

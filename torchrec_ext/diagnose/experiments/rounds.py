@@ -118,7 +118,9 @@ class Rounds:
 
     def _try_each(self, variants: Sequence[Variant], start: float) -> float:
         """Runs each variant once, gives up those beyond the budget, and returns the seconds of a round."""
-        missing, budget_s, round_s = self._loop.not_measured, self._budget_s, 0.0
+        missing = self._loop.not_measured
+        budget_s = self._budget_s
+        round_s = 0.0
         for variant in variants:
             before = time.perf_counter()
             if is_too_slow(round_s, before - start, budget_s):

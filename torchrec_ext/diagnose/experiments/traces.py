@@ -137,8 +137,11 @@ def collectives_of(traced: Sequence[Sequence[Traced]], offsets: Sequence[float])
     collectives = []
     of_usual = [meetings for meetings, kind in zip(matched, kinds, strict=True) if kind == usual]
     for meetings in zip(*of_usual, strict=True):
-        call, ranks = meetings[0].first_call, list(meetings[0].calls)
-        exchange, sizes, waits = [], [], []
+        call = meetings[0].first_call
+        ranks = list(meetings[0].calls)
+        exchange = []
+        sizes = []
+        waits = []
         for meeting in meetings:
             end = max(each.end.wall - offsets[rank] for rank, each in meeting.calls.items())
             exchange.append(end - meeting.last)

@@ -51,7 +51,8 @@ class Variants:
 
     def of_step(self, seconds: float, busy: float | None) -> Iterator[Variant]:
         """Yields the experiments for a step of so many seconds while others keep ``busy`` cores busy."""
-        loop, not_measured = self._loop, self._loop.not_measured
+        loop = self._loop
+        not_measured = loop.not_measured
         if self.small is not None and not loop.compiled:  # first, since it decides most
             yield Variant("small_tables", self._with_small_tables)
         yield Variant("op", lambda: self._quietly(self._prices) if self.modes else self._prices())
@@ -78,7 +79,8 @@ class Variants:
             yield Variant("double", lambda: {"double": loop.timed(loop.joined(2))})
 
     def _threads(self, seconds: float, busy: float | None) -> Iterator[Variant]:
-        threads, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
+        threads = torch.get_num_threads()
+        cores = len(os.sched_getaffinity(0))
         if threads > 1:
             yield Variant("one_thread", lambda: {"one_thread": self._on(1)})
         why = ""
@@ -121,7 +123,8 @@ class Variants:
 
     def _prices(self) -> Round:
         """Returns the seconds of bringing a value to Python, and of a tiny op, with autograd and without."""
-        value, source = torch.zeros(()), torch.ones(8, requires_grad=True)
+        value = torch.zeros(())
+        source = torch.ones(8, requires_grad=True)
 
         def sync() -> None:
             for _ in range(100):
@@ -183,7 +186,9 @@ class SmallTables:
     """
 
     def __init__(self, state: StateCopy, tables: Sequence[tuple[Any, int]], rows_for_each: int) -> None:
-        self._state, self._tables, self._modules = state, tables, [module for module, _ in tables]
+        self._state = state
+        self._tables = tables
+        self._modules = [module for module, _ in tables]
         self._small: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         self._states: dict[tuple[int, int], dict[str, Any]] = {}
         self._rows_for_each = rows_for_each

@@ -69,7 +69,8 @@ def whole_table_seconds(facts: Facts, each: Round) -> float:
     sampled = {line.name: line for line in facts.lines if line.phase == "step"}
     spent = 0.0
     for table in facts.whole_tables:
-        seconds, line = table.seconds, sampled.get(table.line)
+        seconds = table.seconds
+        line = sampled.get(table.line)
         if line is not None:
             seconds = max(seconds, _at_line(facts, each, line.seconds) - (line.op_s - table.seconds))
         spent += seconds + table.backward_s * beyond_ops(facts, each)

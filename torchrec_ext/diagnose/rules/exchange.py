@@ -120,7 +120,8 @@ def _sharded(facts: Facts) -> list[TableFacts]:
 
 def _less_often(facts: Facts) -> list[Remedy]:
     """Returns ways to exchange less: sums of gradients seldomer, no rows of tables, or nothing at all."""
-    sums, remedies = _share_of_sums(facts), list[Remedy]()
+    sums = _share_of_sums(facts)
+    remedies = list[Remedy]()
     sharded = _sharded(facts)
     mib = sum(table.rows * table.dim for table in sharded) * 4 / 2**20
     if facts.recipe and sharded and mib < _SMALL_MIB:
@@ -242,7 +243,9 @@ def oversubscribed(facts: Facts) -> Finding | None:
     if not crowded:
         return None
     cost, ranks = max(((statistics.median(map(_queued, ranks)), ranks) for ranks in crowded), key=lambda each: each[0])
-    host, cores, threads = ranks[0].host, _core_count(ranks), sum(each.threads for each in ranks)
+    host = ranks[0].host
+    cores = _core_count(ranks)
+    threads = sum(each.threads for each in ranks)
     slower = statistics.median([each.together_s / each.alone_s for each in ranks if each.alone_s] or [1.0])
     evidence = (
         f"{len(ranks)} ranks with {threads} thread(s) share {cores} core(s) of {host or 'this host'}: for {cost:.0%} "

@@ -30,7 +30,9 @@ def loader_sleeps(facts: Facts) -> Finding | None:
     """The loader waits for files, a network or a sleep."""
     if not facts.has("data", "sleep") or facts.median("sleep") < 0.5 * facts.median("data"):
         return None
-    loader, data, sleep = facts.loader, facts.median("data"), facts.median("sleep")
+    loader = facts.loader
+    data = facts.median("data")
+    sleep = facts.median("sleep")
     evidence = [
         f"{in_ms(sleep)} of the {in_ms(data)} that a batch takes, this thread slept or waited, and did not compute"
     ]
@@ -59,10 +61,8 @@ def loader_sleeps(facts: Facts) -> Finding | None:
         )
     remedies.append(workers)
     if facts.recipe:
-        evidence, remedies = (
-            ["a thread builds batches ahead (loader.prefetch), and is slower than the step"],
-            [_ahead(facts)],
-        )
+        evidence = ["a thread builds batches ahead (loader.prefetch), and is slower than the step"]
+        remedies = [_ahead(facts)]
     return finding_of(
         facts, "loader_sleeps", "the loader waits, and the step waits for the loader", evidence, remedies,
         lambda each: each["data"],
@@ -74,7 +74,8 @@ def row_python(facts: Facts) -> Finding | None:
     loader = facts.loader
     if not facts.has("data", "sleep") or not loader.row_calls or loader.workers:
         return None
-    data, rows = facts.median("data"), loader.row_calls * loader.row_s
+    data = facts.median("data")
+    rows = loader.row_calls * loader.row_s
     if facts.median("sleep") >= 0.5 * data or rows + loader.collate_s < 0.5 * data:
         return None
     if loader.collate_s > rows:
@@ -102,7 +103,8 @@ def loader_computes(facts: Facts) -> Finding | None:
     """The loader computes, but not row by row."""
     if not facts.has("data", "sleep") or row_python(facts) or loader_sleeps(facts):
         return None
-    loader, data = facts.loader, facts.median("data")
+    loader = facts.loader
+    data = facts.median("data")
     evidence = [
         f"a batch takes {in_ms(data)}, a step {in_ms(facts.median('step'))}; the loader computes and does not wait"
     ]
@@ -178,7 +180,8 @@ def worker_gain(facts: Facts) -> tuple[Gain | None, str]:
         # The wall clock sees the neighbours too, and no worker hides more than the loader's whole time.
         bound = expected(facts, lambda each: max(alone_seconds(each), each["data"]))
         most = bound.high if bound is not None else gain.high
-        low, basis = gain.low, "measured with one real worker, by the wall clock"
+        low = gain.low
+        basis = "measured with one real worker, by the wall clock"
         if facts.busy is not None and facts.busy > IDLE:
             low = low / 2
             basis += (

@@ -45,7 +45,8 @@ def untouched_rows(facts: Facts) -> Finding | None:
         return None
     table = max(facts.tables, key=lambda each: each.rows * each.dim)
     mover = " and ".join(facts.optimizers) or "the optimizer"
-    rows, ids = sum(each.rows for each in facts.tables), sum(each.read for each in facts.tables)
+    rows = sum(each.rows for each in facts.tables)
+    ids = sum(each.read for each in facts.tables)
     evidence = [
         f"{mover} moves all {facts.parameters:,} parameters in every step: the tables have "
         f"{rows:,} rows, of which a step reads at most {ids:,} (largest: {table.name}, {table.rows:,} x {table.dim})",
