@@ -45,7 +45,7 @@ def paired_gain(low: Sequence[float], high: Sequence[float] | None = None) -> Ga
 
     Args:
         low: a speed-up for each round, by the least that is expected of a remedy.
-        high: speed-ups by the most that is expected; ``low`` where not given.
+        high: speed-ups by the most that is expected; ``low`` if not given.
 
     Example:
         >>> print(paired_gain([2.0, 2.0, 2.0]))
@@ -104,12 +104,12 @@ class LoaderFacts:
 
     Args:
         kind: ``list``, ``DataLoader``, ``iterable`` or ``iterator``.
-        dataset: name of the Dataset's class, where there is one.
+        dataset: name of the Dataset's class, if there is one.
         workers: worker processes.
-        row_calls: calls of ``__getitem__`` for a batch, where it is called row by row.
+        row_calls: calls of ``__getitem__`` for a batch, if it is called row by row.
         row_s: seconds of such a call.
         collate_s: seconds in which the rows of a batch are put together.
-        bytes_read: bytes read from files for a batch; None where unknown.
+        bytes_read: bytes read from files for a batch; None if unknown.
     """
 
     kind: str
@@ -175,7 +175,7 @@ class RankFacts:
             where the first of them begins. Names are those of ``steps``; ``exchange`` and ``wait`` lie inside of the
             spans that call them.
         tables: tables that it looks up, with the ids that it reads of each in a step.
-        ids: ids in the lists of a batch of its own; 0 where batches hold none.
+        ids: ids in the lists of a batch of its own; 0 if batches hold none.
         send_s: seconds in which it alone sends ``Facts.link_bytes`` to the other ranks.
         alone_s: seconds of the wall clock of its step without exchange, while the other ranks sleep.
         together_s: seconds of the wall clock of its step without exchange, while the others run theirs.
@@ -215,14 +215,14 @@ class Facts:
             ``op``, a tiny op that autograd records, or one of backward; ``bare``, one that autograd does not record;
             and ``sync``, one ``.item()``.
         worker: seconds of the wall clock for a batch and its step as it is, and with a worker process, by turn.
-        rows: rows of a batch; 0 where unknown.
+        rows: rows of a batch; 0 if unknown.
         ops: aten ops of a step.
         bare_ops: ops that autograd does not record, as those of an optimizer; without those of backward.
         op_lines: the user's lines that make most ops, with their number.
         syncs: ops of a step that bring a value to Python.
         sync_lines: the user's lines that do so, with their number.
         sync_ops: these, and ops whose results nothing but these reads, at whatever line.
-        op_s: seconds of a step inside of ops; 0 where unknown.
+        op_s: seconds of a step inside of ops; 0 if unknown.
         work_s: seconds of these that ops on many numbers take beyond an op on few of them.
         op_kinds: ops that take most of these, with their seconds.
         lines: the user's lines at which most of an iteration goes, as sampled.
@@ -243,7 +243,7 @@ class Facts:
         device_busy: share of the time from the first of these to the last in which the device ran one; None on a CPU.
         threads: compute threads.
         cores: cores that this process may use.
-        busy: cores that others kept busy; None where unknown.
+        busy: cores that others kept busy; None if unknown.
         flops_per_s: floating-point operations of a large matrix product a second, on these threads.
         bytes_per_s: bytes that a large copy reads and writes a second.
         between: calls between steps.
@@ -327,7 +327,7 @@ class Facts:
 
         Args:
             slow: returns the most seconds that are expected of a round's iteration, without what runs between steps.
-            fast: returns the least; ``slow`` where not given.
+            fast: returns the least; ``slow`` if not given.
 
         Raises:
             KeyError: an experiment that they need is missing.

@@ -64,7 +64,7 @@ class Remedy:
     Args:
         name: what it is, in a few words.
         lines: exact lines or flags.
-        gain: speed-up of an iteration that is expected; None where nothing is known.
+        gain: speed-up of an iteration that is expected; None if nothing is known.
         changes: what it changes in the mathematics.
         basis: how the gain is known.
         is_measured: whether the gain was measured, not predicted.
@@ -104,8 +104,8 @@ class Finding:
         cost: share of an iteration that would go with the cause.
         size: ``large`` from a third of an iteration on, ``medium`` from .15, else ``small``; ``offer`` for what is no
             fault but changes the mathematics.
-        ranks: ranks that it is about; empty where it is about all of them.
-        least: the least such share of a round; 0 where rounds do not measure it.
+        ranks: ranks that it is about; empty if it is about all of them.
+        least: the least such share of a round; 0 if rounds do not measure it.
     """
 
     cause: str
@@ -124,8 +124,8 @@ class Answer:
 
     Args:
         name: what they try.
-        gain: speed-up of an iteration that is expected; None where it is not known.
-        helps: ``no`` where the whole interval is under 5 %, ``yes`` where all of it is above, else ``perhaps``.
+        gain: speed-up of an iteration that is expected; None if it is not known.
+        helps: ``no`` if the whole interval is under 5 %, ``yes`` if all of it is above, else ``perhaps``.
         why: a sentence.
     """
 

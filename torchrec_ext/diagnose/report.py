@@ -36,7 +36,7 @@ class Realised:
 
     Args:
         remedy: name of the remedy.
-        predicted: speed-up that was expected; None where none was.
+        predicted: speed-up that was expected; None if none was.
         gain: speed-up that was measured, both ways by turns.
         ratio: the median of the turns.
     """
@@ -72,14 +72,14 @@ class Diagnosis:
 
     Args:
         facts: what was measured.
-        compare: times the step as it was and with a remedy; None where nothing can be run any more.
+        compare: times the step as it was and with a remedy; None if nothing can be run any more.
         rank: rank that holds it, of several that measured together. The page of rank 0 is that of all; those of the
             others are empty, so that a program prints it once.
 
     Attributes:
         findings: causes of lost time, the greatest first; then offers, which change the mathematics.
         answers: what each thing that people try would gain.
-        noisy: why there is no verdict; empty where there is one.
+        noisy: why there is no verdict; empty if there is one.
         batches: what to train on afterwards; the batches as given, but for an iterator.
         proof: remedies that were measured afterwards, in the order in which they were.
         kept: lines of each remedy that made the step faster, with its ratio.
@@ -164,8 +164,8 @@ class Diagnosis:
         Args:
             step: the step with the remedy, called as the old one; or an iterator, each entry of which is an iteration,
                 as of an epoch of :class:`Rows`.
-            batches: batches of that step; the old ones where not given.
-            remedy: the remedy that it is; the first of the first finding where not given.
+            batches: batches of that step; the old ones if not given.
+            remedy: the remedy that it is; the first of the first finding if not given.
             seconds: seconds that it may take, but five turns at least.
 
         Raises:
@@ -227,6 +227,7 @@ def apply_in_turn(
     now = diagnosis
     while remedies := untried(now):
         remedy = remedies[0]
+        # By name, because a new diagnosis makes new remedies with other gains.
         names.add(remedy.name)
         try:
             changed = change(training, remedy)
@@ -237,6 +238,7 @@ def apply_in_turn(
             notes.append(f"{remedy.name} could not be applied: {error}")
             continue
         diagnosis.proof.append(realised)
+        # A remedy stays only if even the low end of its interval is no loss.
         if realised.gain.low < 1:
             notes.append(f"{remedy.name} was not kept: it is not sure to gain anything")
             continue
@@ -477,7 +479,7 @@ def _measured(realised: Realised, whole: float) -> Lane:
 
 
 def _events(facts: Facts) -> list[dict[str, Any]]:
-    """Returns the events of a Chrome trace, in microseconds: rows of ranks where they are known, else of rounds."""
+    """Returns the events of a Chrome trace, in microseconds: rows of ranks if they are known, else of rounds."""
     rows: dict[str, list[tuple[str, float, float]]] = {}
     for each in facts.ranks:
         rows[f"rank {each.rank}"] = [(name, start, end) for name, start, end in each.spans]

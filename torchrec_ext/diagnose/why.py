@@ -109,9 +109,9 @@ class _WhySlow:
         """Diagnoses any step function.
 
         Args:
-            fn: trains on a batch, of which it takes the entries, or the batch whole where it has one parameter.
+            fn: trains on a batch, of which it takes the entries, or the batch whole if it has one parameter.
             batches: batches, such as a DataLoader.
-            model: the model, where it cannot be reached from ``fn`` through closures, globals and attributes.
+            model: the model, if it cannot be reached from ``fn`` through closures, globals and attributes.
             optimizer: its optimizers, in the same case.
             budget_s: seconds of the wall clock that the rounds may take.
             between: what else runs between steps, by name: a function, and the number of steps from a call to the next.
@@ -270,10 +270,10 @@ def _compare(
     seconds: float,
     between_s: float = 0.0,
 ) -> list[tuple[float, float]]:
-    """Returns seconds of a row, or of an iteration where rows are not known, as it was and with the remedy, by turn.
+    """Returns seconds of a row, or of an iteration if rows are not known, as it was and with the remedy, by turn.
 
     What is as it was is put back after each turn; the remedy's steps are real ones. Worker processes are seen by the
-    wall clock alone, so where there are some it times both. ``between_s`` is what runs between steps, seconds of one:
+    wall clock alone, so if there are some it times both. ``between_s`` is what runs between steps, seconds of one:
     both have it for as many rows.
     """
     processes = any(getattr(each, "num_workers", 0) for each in (batches, with_batches))

@@ -10,11 +10,11 @@ class TableFacts:
     """A table of embeddings, or a rank's shard of it.
 
     Args:
-        name: path of its module; the table's own name where it is sharded.
+        name: path of its module; the table's own name if it is sharded.
         rows: number of rows.
         dim: width of a row.
         read: ids that a step looks up, repeats counted.
-        sharding: sharding type by the plan, such as ``row_wise``; empty where there is no plan.
+        sharding: sharding type by the plan, such as ``row_wise``; empty if there is no plan.
     """
 
     name: str

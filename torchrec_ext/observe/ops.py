@@ -103,6 +103,7 @@ class Sizes:
 
     def work(self) -> float:
         """Returns the seconds of ops on many numbers, less the price of an op on few numbers."""
+        # An op on few numbers does no work: its seconds are Python and dispatch, which every op has.
         price = statistics.median(self.few) if self.few else min(self.many, default=0.0)
         return sum(max(0.0, seconds - price) for seconds in self.many)
 
@@ -306,7 +307,7 @@ class Flow:
                 if storage not in self._writers:  # of a parameter, or of a sum over steps
                     self._used.add(number)
                 self._writers.setdefault(storage, []).append(number)
-            elif storage not in storages:
+            elif storage not in storages:  # a view of an input is written by the writers of that
                 self._writers[storage] = [number]
             self._results[id(tensor)] = storage, number
         return number

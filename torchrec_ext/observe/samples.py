@@ -29,7 +29,7 @@ def _part_and_line(stack: Stack) -> tuple[str, SampledLine]:
 class Samples:
     """Seconds of this thread by line, sampled by another thread while the context is open.
 
-    Python hands over from one thread to the next where a call has ended. A short switch interval makes that the line
+    Python hands over from one thread to the next when a call has ended. A short switch interval makes that the line
     that took the time, and not a later one.
 
     Garbage collections are no time of the line at which they begin.

@@ -22,7 +22,7 @@ _WORKER_S = 3.0
 
 
 class BatchSource:
-    """Batches without an end: the iterable begins anew where it ends."""
+    """Batches without an end: the iterable begins anew when it ends."""
 
     def __init__(self, batches: Iterable[Any]) -> None:
         self.batches = batches
@@ -189,7 +189,7 @@ def _wall_seconds(batches: Iterator[Any], call: Callable[[Any], object]) -> floa
 
 
 def called_with(fn: Callable[..., object], batch: Any) -> Callable[[Any], object]:
-    """Returns a function of a whole batch: ``fn`` is called with the entries of a tuple or list where it takes them."""
+    """Returns a function of a whole batch: ``fn`` is called with the entries of a tuple or list if it takes these."""
     if not isinstance(batch, tuple | list) or hasattr(batch, "_fields"):
         return fn
     try:

@@ -1,7 +1,7 @@
 """Collectives: each collective of a step watched, timed or left out: the user's own, DDP's, TorchRec's.
 
 All of them are ops of the dispatcher (``c10d::allreduce_`` and its like), in whose place a kernel of ours stands
-while :meth:`Collectives.watching` is open. It sees what C++ calls too, and costs nothing where none is called.
+while :meth:`Collectives.watching` is open. It sees what C++ calls too, and costs nothing if none is called.
 
 A collective that would wait for a rank which has raised raises :class:`OtherRankError` in its place.
 
@@ -109,7 +109,7 @@ class Collectives:
     Attributes:
         calls: what was called in ``trace`` mode; whoever reads it clears it.
         failures: what ranks have raised.
-        failure: what another rank has raised while collectives were watched last; empty where none has. A collective
+        failure: what another rank has raised while collectives were watched last; empty if none has. A collective
             that C++ waits for raises it as a RuntimeError.
     """
 
@@ -182,6 +182,7 @@ class Collectives:
             with self._lock:
                 self.failure = text
                 waiting = list(self._open)
+            # A rank cannot be woken in gloo or NCCL, but the future that it waits for is ours.
             for future in waiting:
                 self._settle(future, OtherRankError(text))
             return

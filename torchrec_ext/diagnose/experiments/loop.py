@@ -150,6 +150,7 @@ class TrainingLoop:
         """Runs the user's own loop once, a batch and a step on it, and returns the seconds of its parts."""
         try:
             batch, data, sleep = self.source.take(self.clock)
+            # Changed steps run on these, so that their seconds hold no loader.
             self.pool = [*self.pool, batch][-_POOL:]
         except StopIteration:
             if not self.pool:

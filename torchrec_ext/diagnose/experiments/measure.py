@@ -81,6 +81,7 @@ class Experiments:
             before = compiled_graphs()
             rounds = self._rounds.measure(busy)
             graphs = compiled_graphs() - before
+            # Ops were counted and timed in another moment than the rounds.
             if rounds and not cuda:
                 counted.scale_to(statistics.median([each["step"] for each in rounds]))
             lines, sampled_s = self._sample_lines(counted)
@@ -90,6 +91,7 @@ class Experiments:
         runs = self._time_between(between)
         products = self._products(counted)
         kernels, device_busy = self._watch_device(rounds)
+        # Before and after the rounds, because others may have the machine at one of both moments.
         flops, traffic = machine if cuda else map(max, machine, roofline())
         rows_of_tables = {p.shape[0] for module in loop.modules for p in module.parameters() if p.dim() > 1}
         facts = Facts(
@@ -159,6 +161,7 @@ class Experiments:
             for facts, module in tables
             if facts.rows > _SMALL_TABLE * facts.read and id(module.weight) in trained and not module.sparse
         }
+        # A step with small tables moves few rows: what it takes less is the price of the sweep over all rows.
         if counted.tables:
             reads = [(module, facts.read) for facts, module in counted.tables.values()]
             self._variants.small = SmallTables(loop.state, reads, _SMALL_TABLE)

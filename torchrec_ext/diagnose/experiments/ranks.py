@@ -3,7 +3,7 @@
 A round begins with the user's own loop, with its exchange, and with some steps of it that are traced: each collective
 is completed where it is called, so that what a rank waits for others is told from what the exchange takes. Whatever
 changes the step runs without exchange, on what the collectives returned before: no rank waits for another one there, so
-none hangs where a change fails on one of them. DDP sums no gradients meanwhile, as under its ``no_sync``. A rank that
+none hangs if a change fails on one of them. DDP sums no gradients meanwhile, as under its ``no_sync``. A rank that
 holds a share of the tables looks up the same ids there, and moves its rows at a learning rate of 0, since the gradients
 that were kept would drive them astray.
 """

@@ -40,7 +40,10 @@ def is_too_slow(round_s: float, elapsed_s: float, budget_s: float) -> bool:
 
 
 def in_order(variants: Sequence[Variant], number: int) -> Sequence[Variant]:
-    """Returns the variants of a round, in reversed order in every other one."""
+    """Returns the variants of a round, in reversed order in every other one.
+
+    A machine that becomes slower or faster during a round would favour the same variants otherwise.
+    """
     return variants if number % 2 == 0 else variants[::-1]
 
 
@@ -93,6 +96,7 @@ class Rounds:
         start = time.perf_counter()
         missing = self._loop.not_measured
         with self._loop.watching():
+            # The loop is a variant too: it stands in each round beside the changes that it is compared with.
             as_it_is = Variant("loop", self._loop.run)
             first = attempt(self._loop, as_it_is)
             if not first:

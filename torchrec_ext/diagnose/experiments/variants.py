@@ -103,7 +103,8 @@ class Variants:
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
-            first = self._loop.timed(self._loop.several(1))  # wakes the threads
+            # The first step wakes the threads, and shows a number of threads that is hopeless.
+            first = self._loop.timed(self._loop.several(1))
             if first > at_most:
                 raise RuntimeError(f"{threads} threads took {first * 1e3:.3g} ms for a step, and were not tried again")
             return self._loop.timed(self._loop.steps())

@@ -69,6 +69,7 @@ def findings(facts: Facts) -> tuple[Finding, ...]:
     every = [finding for rule in RULES.values() if (finding := rule(facts)) is not None]
     every += rank_findings(facts)
     costly = [finding for finding in every if finding.cost >= LEAST]
+    # Offers come last whatever they gain: they change what is learned.
     return tuple(sorted(costly, key=lambda finding: (finding.size == "offer", -finding.cost)))
 
 

@@ -56,6 +56,7 @@ def swept_seconds(facts: Facts, each: Round) -> float:
         return 0.0
     by_lines = whole_table_seconds(facts, each)  # of the user, not the optimizer
     swept = max(0.0, each["step"] - changed_seconds(each, "small_tables") - by_lines)
+    # Small tables also save memory traffic elsewhere; the optimizer explains a sweep only up to a multiple of itself.
     most = _SWEEPS * each["optimizer"] if each.get("optimizer") else swept
     return min(swept, most)
 
