@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from torchrec_ext.adopt import AdoptedStep, adopt
 from torchrec_ext.diagnose.experiments.batches import BatchSource, called_with, loader_with, row_count
 from torchrec_ext.diagnose.experiments.collectives import Ranks, agreed
-from torchrec_ext.diagnose.experiments.loop import Step, TrainingLoop, steps_of_turn
+from torchrec_ext.diagnose.experiments.loop import StepFunction, TrainingLoop, steps_of_turn
 from torchrec_ext.diagnose.experiments.measure import Experiments
 from torchrec_ext.diagnose.findings import Action, Remedy
 from torchrec_ext.diagnose.report import Diagnosis, apply_in_turn
@@ -29,7 +29,7 @@ from torchrec_ext.observe.put_back import copy_mapping
 from torchrec_ext.observe.state_copy import StateCopy
 
 _PROOF_S = 10.0  # seconds of the wall clock in which a remedy is measured
-Loss = Callable[..., Any]
+_Loss = Callable[..., Any]
 
 
 class _WhySlow:
@@ -58,7 +58,7 @@ class _WhySlow:
         self,
         model: nn.Module,
         optimizer: Optimizer | Sequence[Optimizer],
-        loss: Loss,
+        loss: _Loss,
         batches: Iterable[Any],
         *,
         budget_s: float = 25.0,
@@ -97,7 +97,7 @@ class _WhySlow:
 
     def step(
         self,
-        fn: Step,
+        fn: StepFunction,
         batches: Iterable[Any],
         *,
         model: nn.Module | None = None,
@@ -143,7 +143,7 @@ class _Request:
     between: Mapping[str, tuple[Callable[[], object], int]]
 
     def run(
-        self, fn: Step, batches: Iterable[Any], apply: bool, adopted: Callable[[], AdoptedStep] | None = None
+        self, fn: StepFunction, batches: Iterable[Any], apply: bool, adopted: Callable[[], AdoptedStep] | None = None
     ) -> Diagnosis:
         """Diagnoses a step, and applies remedies on request; ``adopted`` makes the captured step."""
         if apply and dist.is_initialized() and dist.get_world_size() > 1:
@@ -157,7 +157,7 @@ class _Request:
         return diagnosis
 
     def _apply(
-        self, diagnosis: Diagnosis, fn: Step, batches: Iterable[Any], adopted: Callable[[], AdoptedStep] | None
+        self, diagnosis: Diagnosis, fn: StepFunction, batches: Iterable[Any], adopted: Callable[[], AdoptedStep] | None
     ) -> None:
         """Applies remedies without the user's hand, see :func:`apply_in_turn`, and puts everything back."""
         between_s = diagnosis.facts.mean_between()  # a part of the iterations that gains are predicted of
@@ -176,7 +176,7 @@ class _Request:
             for put_back in hooks:
                 put_back()
 
-    def diagnose(self, fn: Step, batches: Iterable[Any]) -> Diagnosis:
+    def diagnose(self, fn: StepFunction, batches: Iterable[Any]) -> Diagnosis:
         """Diagnoses a step, on all ranks together if there are several."""
         ranks = Ranks() if dist.is_initialized() and dist.get_world_size() > 1 else None
         try:
@@ -185,7 +185,7 @@ class _Request:
             if ranks is not None:
                 ranks.close()
 
-    def _diagnose(self, fn: Step, batches: Iterable[Any], ranks: Ranks | None) -> Diagnosis:
+    def _diagnose(self, fn: StepFunction, batches: Iterable[Any], ranks: Ranks | None) -> Diagnosis:
         roots = (*self.roots, *(function for function, _ in self.between.values()))
         loader = None if isinstance(batches, list | tuple) else batches
         with agreed(ranks):
@@ -219,8 +219,8 @@ def _hooks(optimizer: Optimizer) -> list[dict[Any, Any]]:
 
 
 def _with_remedy(
-    training: tuple[Step, Iterable[Any]], remedy: Remedy, adopted: Callable[[], AdoptedStep] | None
-) -> tuple[tuple[Step, Iterable[Any]], str] | None:
+    training: tuple[StepFunction, Iterable[Any]], remedy: Remedy, adopted: Callable[[], AdoptedStep] | None
+) -> tuple[tuple[StepFunction, Iterable[Any]], str] | None:
     """Returns a step and its batches with a remedy, and its lines; None if a person must write it."""
     fn, batches = training
     lines = "\n".join(remedy.lines)
@@ -233,7 +233,7 @@ def _with_remedy(
     return None
 
 
-def _on_threads(fn: Step, threads: int) -> Step:
+def _on_threads(fn: StepFunction, threads: int) -> StepFunction:
     @wraps(fn)
     def step(*batch: Any) -> Any:
         before = torch.get_num_threads()
@@ -262,10 +262,10 @@ def _not_on_ranks(*_: Any) -> list[tuple[float, float]]:
 
 
 def _compare(
-    fn: Step,
+    fn: StepFunction,
     batches: Iterable[Any],
     roots: tuple[Any, ...],
-    step: Step | Iterator[Any],
+    step: StepFunction | Iterator[Any],
     with_batches: Any,
     seconds: float,
     between_s: float = 0.0,
@@ -315,7 +315,7 @@ class _Iterations:
         batches: batches of the step function.
     """
 
-    def __init__(self, step: Step | Iterator[Any], batches: Iterable[Any]) -> None:
+    def __init__(self, step: StepFunction | Iterator[Any], batches: Iterable[Any]) -> None:
         self._iterator = step if isinstance(step, Iterator) else None
         self._settle = getattr(step, "settle", lambda: None)
         self._ahead = (getattr(batches, "num_workers", 0) or 0) * (getattr(batches, "prefetch_factor", 0) or 0)

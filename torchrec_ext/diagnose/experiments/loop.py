@@ -31,7 +31,7 @@ TURN_S = 0.05  # seconds of a turn of short steps, of which one wait for a core 
 _ITERATIONS = 4  # of the loop in a round, at least
 _STEPS = 2, 64  # of a turn, at least and at most
 _POOL = 4  # batches that the variants share
-Step = Callable[..., object]
+StepFunction = Callable[..., object]
 
 
 def steps_of_turn(seconds: float) -> int:
@@ -111,7 +111,7 @@ class TrainingLoop:
 
     def __init__(
         self,
-        fn: Step,
+        fn: StepFunction,
         batches: Iterable[Any],
         state: StateCopy,
         clock: ThreadClock,

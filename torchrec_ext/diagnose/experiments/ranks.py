@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec_ext.diagnose.experiments.collectives import Collectives, Mode, Ranks, RanksFailedError
 from torchrec_ext.diagnose.experiments.loop import Span, TrainingLoop
 from torchrec_ext.diagnose.experiments.rounds import FEWEST_ROUNDS, attempt, enough, in_order, is_late, is_too_slow
-from torchrec_ext.diagnose.experiments.traces import PARTS, Measured, Traced, common_rounds, facts_of_ranks, parted
+from torchrec_ext.diagnose.experiments.traces import STEP_PARTS, Measured, Traced, common_rounds, facts_of_ranks, parted
 from torchrec_ext.diagnose.experiments.variants import Variant, Variants
 from torchrec_ext.diagnose.facts import Facts, RankFacts, Round
 from torchrec_ext.observe.counts import TableFacts
@@ -262,7 +262,7 @@ class RankRounds:
         self._steps.exchange("trace", traced)
         self._traces += traces
         matched = parted(self.gather(traces))[self._ranks.rank]
-        names = (*PARTS, "wait", "exchange")
+        names = (*STEP_PARTS, "wait", "exchange")
         return {f"traced_{name}": statistics.fmean([each[name] for each in matched]) for name in names}
 
     def _shared(self, variants: list[Variant]) -> list[Variant]:

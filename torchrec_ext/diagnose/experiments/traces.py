@@ -13,7 +13,7 @@ from torchrec_ext.diagnose.experiments.collectives import Call, calls_by_group
 from torchrec_ext.diagnose.experiments.loop import Span
 from torchrec_ext.diagnose.facts import CollectiveFacts, Facts, RankFacts, Round, lower_median
 
-PARTS = ("forward", "backward", "optimizer")
+STEP_PARTS = ("forward", "backward", "optimizer")
 
 
 class Traced(NamedTuple):
@@ -102,7 +102,7 @@ def parted(traced: Sequence[Sequence[Traced]], offsets: Sequence[float] = ()) ->
             for rank in meeting.calls:
                 waits[rank] += meeting.wait_s(rank, offsets[rank])
         for rank, step in enumerate(steps):
-            parts = {name: sum(each.seconds for each in step.parts if each.name == name) for name in PARTS}
+            parts = {name: sum(each.seconds for each in step.parts if each.name == name) for name in STEP_PARTS}
             parts["forward"] = step.step.seconds - sum(parts.values())
             inside = 0.0
             for call in step.calls:
@@ -174,10 +174,10 @@ def common_rounds(by_rank: Sequence[Sequence[Round]]) -> list[Round]:
         each = {name: low[name] for name in ("data", "sleep", "op", "bare", "sync", "gc") if name in low}
         # The least: a rank that stood in the run queue does not see that itself, and the others waited for it.
         each["step"] = max(min(other["data"] + other["step"] for other in rounds) - low["data"], 0.0)
-        parts = {name: low[f"traced_{name}"] for name in PARTS}
+        parts = {name: low[f"traced_{name}"] for name in STEP_PARTS}
         scale = min(1.0, each["step"] / max(sum(parts.values()), 1e-12))
         each |= {name: seconds * scale for name, seconds in parts.items()}
-        exposed = max(0.0, each["step"] - sum(each[name] for name in PARTS))
+        exposed = max(0.0, each["step"] - sum(each[name] for name in STEP_PARTS))
         each["exchange"] = min(exposed, low["traced_exchange"])
         each["wait"] = exposed - each["exchange"]
         beyond = max(0.0, each["step"] - low.get("ready", each["step"]))

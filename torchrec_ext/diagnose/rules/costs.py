@@ -210,12 +210,12 @@ def gain_without(facts: Facts, seconds: Callable[[Round], float], least: float, 
     )
 
 
-ADOPT = (
+_ADOPT = (
     "from torchrec_ext.adopt import adopt",
     "step = adopt(model, optimizer, loss)  # loss(*batch) -> the mean loss",
     "loss, _ = step(*batch)  # in place of zero_grad, loss, backward, step",
 )
-ROWS = (
+_ROWS = (
     "from torchrec_ext.adopt import Rows, adopt",
     "rows = Rows.of(dataset, batch_size={batch}, negatives=...)  # sign the law of the draws that it proposes",
     "step = adopt(model, optimizer, loss, rows=rows)  # batches are made inside the step",
@@ -241,7 +241,7 @@ def capture_remedy(facts: Facts) -> Remedy:
         name="the step captured"
         if facts.recipe
         else "adopt: the step captured" + (", rows moved when they are next read" if lazily else ""),
-        lines=("--set train.compile=require",) if facts.recipe else ADOPT,
+        lines=("--set train.compile=require",) if facts.recipe else _ADOPT,
         gain=expected(
             facts,
             lambda each: each["data"] + captured_seconds(facts, each, fast=False),
@@ -259,7 +259,7 @@ def rows_remedy(facts: Facts) -> Remedy:
     """Returns adopt with batches from columns as a remedy."""
     remedy = Remedy(
         name="Rows.of and adopt: batches made from columns inside the captured step",
-        lines=tuple(line.format(batch=facts.loader.row_calls or "...") for line in ROWS),
+        lines=tuple(line.format(batch=facts.loader.row_calls or "...") for line in _ROWS),
         gain=expected(
             facts,
             lambda each: FROM_COLUMNS[1] * each["data"] + warm_share(each) * captured_seconds(facts, each, fast=False),
