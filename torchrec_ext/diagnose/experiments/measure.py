@@ -12,6 +12,7 @@ import torchrec_ext.needs_torch  # noqa: F401
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from torchrec_ext.diagnose.experiments.batches import row_count, worker_turns
@@ -120,7 +121,8 @@ class Experiments:
             tables=[each for each, _ in counted.tables.values()],
             towers=self._time_towers(rounds),
             # ShardedTensor has no numel().
-            parameters=sum(each.size().numel() for each in self._trained().values()) - self._still,
+            parameters=sum(each.size().numel() for each in _parameters_of(loop.state.optimizers).values())
+            - self._still,
             optimizers=[type(each).__name__ for each in loop.state.optimizers],
             loader=self._loader(),
             kernels=kernels,
@@ -155,7 +157,7 @@ class Experiments:
         kinds = nn.Embedding | nn.EmbeddingBag  # TorchRec's kernels move only the rows that they read
         tables = [(facts, module) for facts, module in counted.tables.values() if isinstance(module, kinds)]
         self._still = sum(max(0, facts.rows - facts.read) * facts.dim for facts, module in tables if module.sparse)
-        trained = self._trained()
+        trained = _parameters_of(loop.state.optimizers)
         counted.tables = {
             id(module): (facts, module)
             for facts, module in tables
@@ -166,11 +168,6 @@ class Experiments:
             reads = [(module, facts.read) for facts, module in counted.tables.values()]
             self._variants.small = SmallTables(loop.state, reads, _SMALL_TABLE)
         return counted
-
-    def _trained(self) -> dict[int, Any]:
-        """Returns the parameters of all optimizers by id."""
-        groups = [group for each in self._loop.state.optimizers for group in each.param_groups]
-        return {id(parameter): parameter for group in groups for parameter in group["params"]}
 
     def _sample_lines(self, counted: Counted) -> tuple[Sequence[LineFacts], float]:
         """Returns the user's lines with the most time, and the seconds of an iteration."""
@@ -358,3 +355,9 @@ def _line_facts(samples: Samples, counted: Counted, iterations: int) -> Sequence
                 )
             )
     return sorted(lines, key=lambda each: -each.seconds)[:_LINES]
+
+
+def _parameters_of(optimizers: Sequence[Optimizer]) -> dict[int, Any]:
+    """Returns the parameters of all optimizers by id."""
+    groups = [group for each in optimizers for group in each.param_groups]
+    return {id(parameter): parameter for group in groups for parameter in group["params"]}
