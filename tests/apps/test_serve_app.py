@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -148,9 +148,13 @@ def test_both_workers_count_into_one_page_of_metrics(service: Launched) -> None:
     )
     for _ in range(12):
         service.client().post("/v1/score", {}, **headers)
-    pages = [service.client().get("/metrics", **headers).content.decode() for _ in range(4)]
-    assert all(f"{name} 12.0" in page for page in pages)
-    workers = [line for line in pages[0].splitlines() if line.startswith("serve_resident_bytes{")]
+
+    def pages() -> list[str]:
+        return [service.client().get("/metrics", **headers).content.decode() for _ in range(4)]
+
+    # A worker counts a request after its answer has left, so a page of the other worker may come before the count.
+    until(lambda: all(f"{name} 12.0" in page for page in pages()))
+    workers = [line for line in pages()[0].splitlines() if line.startswith("serve_resident_bytes{")]
     assert len(workers) == 2
     assert service.client().post("/v1/score", {}).status == 401
 
@@ -195,6 +199,54 @@ def test_a_worker_that_dies_under_a_refused_bundle_is_replaced_by_one_with_the_l
         assert len(service.events("worker_ended")) == 1
         point(live, bundles[0].folder)
         until(lambda: service.client().get("/readyz").json["bundle"] == bundles[0].bundle.manifest.digest)
+
+
+def replaced_by_broken(folder: Path) -> None:
+    """As an export with --overwrite, or rsync, does: the name leads to other files, of which one is broken."""
+    fresh = folder.with_name("fresh")
+    shutil.copytree(folder, fresh)
+    (fresh / "architecture.json").write_text("{}")
+    shutil.rmtree(folder)
+    fresh.rename(folder)
+
+
+def rewritten_broken(folder: Path) -> None:
+    """As an editor or `cp` does: the file stays the same one, with other content."""
+    (folder / "architecture.json").write_text("{}")
+
+
+@pytest.mark.launch
+@pytest.mark.slow
+@pytest.mark.parametrize("overwrite", [replaced_by_broken, rewritten_broken])
+def test_a_worker_that_dies_under_a_bundle_overwritten_in_place_is_replaced_by_one_with_the_last_good(
+    bundles: list[SmallBundle], tmp_path: Path, overwrite: Callable[[Path], None]
+) -> None:
+    folder = tmp_path / "bundle"
+    shutil.copytree(bundles[0].folder, folder)
+    with launched(tmp_path / "log", str(folder), "--watch=0.2") as service:
+        overwrite(folder)
+        until(lambda: service.events("bundle_refused"))
+        os.kill(service.events("bundle_loaded")[0]["pid"], signal.SIGKILL)
+        until(lambda: status_of_a_request(service) == 200)
+        until(lambda: len(service.events("bundle_refused")) == 2)
+        answer = service.client().post("/v1/recommend", ASKED)
+        assert answer.json["bundle"] == bundles[0].bundle.manifest.digest
+        # The folder made right, in place again: it is served, and is the last good one from then on.
+        shutil.copytree(bundles[1].folder, tmp_path / "right")
+        shutil.rmtree(folder)
+        (tmp_path / "right").rename(folder)
+        until(lambda: service.client().get("/readyz").json["bundle"] == bundles[1].bundle.manifest.digest)
+        (kept,) = tmp_path.glob(".bundle.served.*")
+        until(lambda: (kept / "manifest.json").read_bytes() == (folder / "manifest.json").read_bytes())
+        until(lambda: {path.name for path in folder.iterdir()} == {path.name for path in kept.iterdir()})
+        overwrite(folder)
+        until(lambda: len(service.events("bundle_refused")) == 3)
+        os.kill(service.events("bundle_loaded")[-1]["pid"], signal.SIGKILL)
+        until(lambda: status_of_a_request(service) == 200)
+        answer = service.client().post("/v1/recommend", ASKED)
+        assert answer.json["bundle"] == bundles[1].bundle.manifest.digest
+        assert service.end() == 0
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
 @pytest.mark.launch

@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
+from torchrec_ext.retrieval.server.last_good import LastGood
 from torchrec_ext.retrieval.server.settings import ServerConfig
 from torchrec_ext.retrieval.server.worker import ALIVE, FAILED, SERVING, run_worker
 
@@ -79,8 +80,7 @@ class Supervisor:
         self._workers: list[_Worker] = []
         self._signals: list[int] = []
         self._pause_s = 0.0
-        # Folder of the bundle most recently served by a worker.
-        self._last_good: Path | None = None
+        self._last_good = LastGood(log)
 
     def run(self, ready: Callable[[str], None]) -> int:
         """Runs the workers until SIGTERM or SIGINT.
@@ -108,11 +108,14 @@ class Supervisor:
         finally:
             for worker in self._workers:
                 worker.process.kill()
+            self._last_good.close()
             shutil.rmtree(shared, ignore_errors=True)
 
     def _start(self) -> _Worker:
         ours, theirs = _SPAWN.Pipe(duplex=False)
-        process = _SPAWN.Process(target=run_worker, args=(self._settings, self._listening, theirs, self._last_good))
+        process = _SPAWN.Process(
+            target=run_worker, args=(self._settings, self._listening, theirs, self._last_good.folders)
+        )
         process.start()
         theirs.close()  # otherwise the end of the worker would not end the pipe
         return _Worker(process, ours)
@@ -142,7 +145,7 @@ class Supervisor:
                 kind, text = worker.pipe.recv()
                 worker.last_heartbeat = time.monotonic()
                 if kind == SERVING:
-                    self._last_good = Path(text)
+                    self._last_good.keep(Path(text))
                 elif kind != ALIVE:
                     worker.failure, worker.digest = (text, "") if kind == FAILED else ("", text)
         except (EOFError, OSError):

@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
@@ -41,7 +41,7 @@ _BEATS = 10  # heartbeats per hang_s
 
 
 def run_worker(
-    settings: ServerConfig, listening: socket.socket, parent: Connection, last_good: Path | None = None
+    settings: ServerConfig, listening: socket.socket, parent: Connection, last_good: Sequence[Path] = ()
 ) -> None:
     """Loads the bundle, reports the result to the parent, and answers until SIGTERM.
 
@@ -52,8 +52,8 @@ def run_worker(
         settings: settings of the server.
         listening: socket shared by all workers.
         parent: pipe to the supervisor.
-        last_good: folder of the bundle most recently served by another worker; this one begins with it, and then
-            watches ``settings.bundle`` like every worker. None for the first workers.
+        last_good: folders of the bundle most recently served by another worker, the first of which loads; this one
+            begins with it, and then watches ``settings.bundle`` like every worker. Empty for the first workers.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Until the server installs its own handler, SIGTERM simply ends the process.
@@ -97,7 +97,7 @@ def _heartbeats(parent: Connection, every_s: float) -> Iterator[None]:
         thread.join()  # two threads must not use the pipe at once
 
 
-def _prepare(settings: ServerConfig, last_good: Path | None) -> tuple[QueuedScorer, Any]:
+def _prepare(settings: ServerConfig, last_good: Sequence[Path]) -> tuple[QueuedScorer, Any]:
     import torch
     import uvicorn  # noqa: F401  import it before the garbage collector freezes all modules
 
@@ -126,20 +126,21 @@ def _prepare(settings: ServerConfig, last_good: Path | None) -> tuple[QueuedScor
         if os.getppid() != first_parent:  # the supervisor was killed
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def queue_of(pointer: Path) -> tuple[QueuedScorer, Identity]:
+    def open_queue(pointer: Path) -> tuple[QueuedScorer, Identity]:
         # Taken before loading, to notice a pointer that moves during the load.
         loaded_identity = identity(pointer)
         bundle = Bundle.load(bundle_folder(pointer))
         vectors = user_vectors(settings.vectors, settings.redis, bundle.query_digest)
         return QueuedScorer(settings, bundle, vectors=vectors), loaded_identity
 
-    try:
-        queued, loaded_identity = queue_of(last_good or settings.bundle)
-    except (ValueError, OSError):
-        if last_good is None:
-            raise
-        # The last good bundle was removed or changed meanwhile.
-        queued, loaded_identity = queue_of(settings.bundle)
+    def open_first() -> tuple[QueuedScorer, Identity]:
+        for folder in last_good:
+            # It may have been removed or changed meanwhile.
+            with contextlib.suppress(ValueError, OSError):
+                return open_queue(folder)
+        return open_queue(settings.bundle)
+
+    queued, loaded_identity = open_first()
     watcher = Watcher(settings.bundle, Bundle.load, queued.swap, queued.refuse, tick, settings.watch_s, loaded_identity)
     signal.signal(signal.SIGHUP, lambda *_: watcher.look())
     return queued, watcher
@@ -172,7 +173,7 @@ def _server(queued: QueuedScorer, parent: Connection) -> Any:
 
         _ending_since: float | None = None
         _beat = 0.0
-        _served_folder: Path | None = None
+        _served: Bundle | None = None
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
@@ -198,11 +199,12 @@ def _server(queued: QueuedScorer, parent: Connection) -> Any:
 
         def _tell_served(self) -> None:
             """Tells the supervisor the live bundle, so that a replacement of this worker starts with it."""
-            folder = queued.scorer.bundle.folder
-            if folder != self._served_folder:
-                self._served_folder = folder
+            bundle = queued.scorer.bundle
+            # Not by its folder, which may be overwritten by the next bundle.
+            if bundle is not self._served:
+                self._served = bundle
                 with contextlib.suppress(OSError):  # the parent has gone, which the watcher notices
-                    parent.send((SERVING, str(folder)))
+                    parent.send((SERVING, str(bundle.folder)))
 
         def _send_heartbeat(self) -> None:
             """Sends a heartbeat, but not while a batch hangs; the supervisor replaces a silent worker."""
