@@ -23,15 +23,15 @@ _FRAME = """<!doctype html><body style="margin: 0"><iframe id="page" width="{wid
 style="border: 0" srcdoc="{page}"></iframe><pre id="seen"></pre><script>
 document.getElementById("page").onload = (event) => {{
   const inside = event.target.contentDocument, box = (each) => each.getBoundingClientRect();
-  const bars = [...inside.querySelectorAll(".row svg rect title")].map((title) => (
-    {{row: title.closest(".row").firstChild.textContent, name: title.textContent,
-      width: box(title.parentNode).width}}));
+  const bars = [...inside.querySelectorAll(".row .lane i")].map((bar) => (
+    {{row: bar.closest(".row").firstChild.textContent, name: bar.title, width: box(bar).width}}));
   document.getElementById("seen").textContent = JSON.stringify({{
     overflow: inside.documentElement.scrollWidth - {width}, text: inside.body.innerText, bars,
     outside: [...inside.querySelectorAll("main *")].filter((each) => !each.closest("pre, .table, defs"))
       .filter((each) => box(each).right > {width} + 1).length,
     cut_tables: [...inside.querySelectorAll(".table")].filter((each) => each.scrollWidth > each.clientWidth + 1).length,
-    pictures: [...inside.querySelectorAll("svg")].filter((each) => box(each).width > 50 && box(each).height > 5).length,
+    pictures: [...inside.querySelectorAll("svg, .lane")]
+      .filter((each) => box(each).width > 50 && box(each).height > 5).length,
     ground: getComputedStyle(inside.body).backgroundColor}});
 }};
 </script></body>"""

@@ -52,8 +52,8 @@ def test_a_run_that_went_on_with_other_ranks_has_shares_of_all_and_names_no_rank
 @given(st.lists(st.floats(0.01, 1e6), min_size=1, max_size=6))
 def test_a_bar_is_as_long_as_its_figure(lengths: list[float]) -> None:
     text = lanes([stacked("all", {str(number): length for number, length in enumerate(lengths)})])
-    widths = [float(width) for width in re.findall(r'width="([\d.]+)" height="18"', text)]
-    assert sorted(widths) == pytest.approx(sorted(max(0.6, 1000 * each / sum(lengths)) for each in lengths), abs=0.01)
+    widths = [float(width) for width in re.findall(r'"left: [\d.]+%; width: ([\d.]+)%', text)]
+    assert sorted(widths) == pytest.approx(sorted(100 * each / sum(lengths) for each in lengths), abs=0.001)
 
 
 @given(st.lists(st.tuples(st.floats(-1e9, 1e9), st.floats(allow_nan=True, allow_infinity=True)), max_size=30))
@@ -109,7 +109,7 @@ def test_a_run_is_shown_on_a_phone_with_its_plan_to_scale(tmp_path: Path) -> Non
 
 @needs_chromium
 def test_a_page_is_light_or_dark_as_the_screen_asks(tmp_path: Path) -> None:
-    text = page("Bars", "", [card("All", lanes([Lane(name="a", spans=[Bar("b", 0, 1)])]), gains([("c", (1, 2), 1.5)]))])
+    text = page("Bars", "", [card("All", lanes([Lane(name="a", spans=[Bar("b", 0, 1)])]), gains([("c", (1, 2))]))])
     light, dark = (colours(text, tmp_path, dark=dark, height=500) for dark in (False, True))
     assert max(light, key=lambda each: light[each]) == "#f3f5f9"
     assert max(dark, key=lambda each: dark[each]) == "#10151d"

@@ -365,7 +365,7 @@ def _html(diagnosis: Diagnosis) -> str:
         if facts.product_flops and facts.flops_per_s and facts.bytes_per_s:
             cards.append(card("This machine's limit", _roofline(facts)))
         cards.append(card("Before and after", _before_and_after(diagnosis)))
-    answers = [(each.name, each.gain, None) for each in diagnosis.answers]
+    answers = [(each.name, each.gain) for each in diagnosis.answers]
     rows = [[each.name, _HELPS[each.helps], each.why] for each in diagnosis.answers]
     cards.append(
         card(

@@ -1,13 +1,14 @@
 """page(): one self-contained HTML file of cards with text, tables and pictures, for phones and desks, light and dark.
 
-Pictures are SVG, written here, so a page needs no network, no script and no plotting library. Words are placed next to
-bars, not inside of them, because bars get narrower with the screen and words do not.
+A page needs no network, no script and no plotting library: bars are HTML, and charts are SVG, written here. Words are
+placed next to bars, not inside of them, because bars get narrower with the screen and words do not.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -40,13 +41,17 @@ p { margin: .2rem 0 .6rem; }
 figure { margin: 0 0 .6rem; }
 figcaption { font-size: .86rem; }
 svg { display: block; width: 100%; }
-.chart { max-width: 34rem; }
+.chart { max-width: 34rem; overflow: visible; }
 .chart text { fill: var(--muted); font: 11px system-ui, sans-serif; }
 .chart .axis { stroke: var(--line); stroke-width: 1; }
 .row { display: grid; grid-template-columns: minmax(0, 7.5rem) minmax(0, 1fr) minmax(0, 6.5rem); gap: .6rem;
   align-items: center;
   font-size: .86rem; line-height: 1.25; margin: .3rem 0; font-variant-numeric: tabular-nums; }
-.row svg { height: 1.3rem; background: var(--ground); border-radius: .2rem; }
+.lane { position: relative; height: 1.3rem; background: var(--ground); border-radius: .2rem; }
+.lane i { position: absolute; top: 5%; bottom: 5%; min-width: 1px; }
+.lane .inner { top: 25%; bottom: 25%; }
+.lane .pale { opacity: .35; }
+.lane .mark { top: 0; bottom: 0; min-width: 3px; }
 .key { display: flex; flex-wrap: wrap; gap: .2rem 1rem; margin: .5rem 0 0; padding: 0; list-style: none;
   font-size: .86rem; }
 .key i { display: inline-block; width: .8rem; height: .8rem; margin-right: .35rem; border-radius: .15rem;
@@ -162,80 +167,80 @@ def lanes(rows: Sequence[Lane], caption: str = "") -> str:
         caption: what the picture shows and its unit, as plain text.
     """
     end = max((span.end for row in rows for span in row.spans if math.isfinite(span.end)), default=0.0) or 1.0
-    names = list(dict.fromkeys(span.name for row in rows for span in row.spans))
+    names = dict.fromkeys(span.name for row in rows for span in row.spans)
     colours = {name: f"var(--c{number % _COLOURS})" for number, name in enumerate(names)}
-    row_elements = [
-        f'<div class="row"><span class="name">{escape(row.name)}</span>'
-        f'<svg viewBox="0 0 1000 20" preserveAspectRatio="none" role="img" aria-label="{escape(_aria_label(row))}">'
-        f"{''.join(_bars(row.spans, end, colours))}</svg>"
-        f'<span class="value">{escape(row.value)}</span></div>'
-        for row in rows
-    ]
-    legend_items = "".join(f'<li><i style="background: {colours[name]}"></i>{escape(name)}</li>' for name in names)
-    return f'<figure>{"".join(row_elements)}<ul class="key">{legend_items}</ul>{_caption(caption)}</figure>'
+    elements = ""
+    for row in rows:
+        label = ", ".join(dict.fromkeys(span.name for span in row.spans[:8]))
+        elements += _row(row.name, _bars(row.spans, end, colours), label, row.value)
+    return _figure(elements, colours, caption)
 
 
-def _aria_label(row: Lane) -> str:
-    return f"{row.name}: " + ", ".join(dict.fromkeys(span.name for span in row.spans[:8]))
-
-
-def _bars(spans: Sequence[Bar], end: float, colours: Mapping[str, str]) -> Iterable[str]:
-    drawn_bars: list[Bar] = []
+def _bars(spans: Sequence[Bar], end: float, colours: Mapping[str, str]) -> str:
+    elements = ""
+    outer_bars: list[Bar] = []
+    # The longest first, so that a span inside of another comes after it and is drawn over it.
     for span in sorted(spans, key=lambda other: other.start - other.end):
         if not (math.isfinite(span.start) and span.end > span.start):
             continue
-        is_nested = any(other.start <= span.start and span.end <= other.end for other in drawn_bars)
-        top, height = (5, 10) if is_nested else (1, 18)
-        x, width = 1000 * span.start / end, 1000 * (span.end - span.start) / end
-        yield (
-            f'<rect x="{x:.2f}" y="{top}" width="{max(width, 0.6):.2f}" height="{height}" fill="{colours[span.name]}"'
-            f"{' opacity=' + chr(34) + '0.35' + chr(34) if span.pale else ''}><title>{escape(span.name)}</title></rect>"
-        )
+        kind = "pale"
         if not span.pale:
-            drawn_bars.append(span)
+            is_nested = any(outer.start <= span.start and span.end <= outer.end for outer in outer_bars)
+            kind = "inner" if is_nested else "outer"
+            outer_bars.append(span)
+        elements += _bar(kind, 100 * span.start / end, 100 * span.end / end, colours[span.name], span.name)
+    return elements
 
 
-def gains(rows: Sequence[tuple[str, tuple[float, float] | None, float | None]], caption: str = "") -> str:
-    """Draws speed-ups on one logarithmic scale: the expected interval as a bar, the measured value as a line.
+def gains(rows: Sequence[tuple[str, tuple[float, float] | None]], caption: str = "") -> str:
+    """Draws expected speed-ups as bars on one logarithmic scale, with a mark at "as fast as now".
 
     Args:
-        rows: name, expected interval and measured value; None for a missing one.
+        rows: name and expected interval, or None for an unknown one.
         caption: what the picture shows, as plain text.
     """
-    values = []
-    for _, gain, ratio in rows:
-        values += [value for value in (*(gain or ()), ratio) if value and math.isfinite(value)]
+    values = [value for _, gain in rows for value in gain or () if value and math.isfinite(value)]
     # The scale always includes "as fast as now" with some room, so that small gains do not look large.
     low, high = min([0.8, *values]), max([1.25, *values])
 
-    def position(value: float) -> float:
-        return 1000 * math.log(min(max(value, low), high) / low) / math.log(high / low)
+    def percent(value: float) -> float:
+        return 100 * _fraction(min(max(value, low), high), low, high, log=True)
 
-    row_elements = []
-    for name, gain, ratio in rows:
-        shapes = ""
-        if gain is not None:
-            start, end = position(gain[0]), position(gain[1])
-            shapes = f'<rect x="{start:.2f}" y="4" width="{max(end - start, 4):.2f}" height="12" fill="var(--c0)"/>'
-        shapes += f'<rect x="{position(1):.2f}" y="0" width="3" height="20" fill="var(--muted)"/>'
-        if ratio is not None:
-            x = min(position(ratio), 992)  # the line is 8 wide, and must stay inside of 1,000
-            shapes += f'<rect x="{x:.2f}" y="0" width="8" height="20" fill="var(--c1)"><title>measured</title></rect>'
+    colours = {"expected": "var(--c0)", "as fast as now": "var(--muted)"}
+    elements = ""
+    for name, gain in rows:
+        bars = _bar("mark", percent(1), percent(1), colours["as fast as now"])
         text = "not known"
         if gain is not None:
+            bars = _bar("outer", percent(gain[0]), percent(gain[1]), colours["expected"]) + bars
             text = f"{_short_number(gain[0])} to {_short_number(gain[1])}x"
-        if ratio is not None:
-            text += f", was {_short_number(ratio)}x"
-        row_elements.append(
-            f'<div class="row"><span class="name">{escape(name)}</span>'
-            f'<svg viewBox="0 0 1000 20" preserveAspectRatio="none" role="img" aria-label="{escape(name)}: {text}">'
-            f'{shapes}</svg><span class="value">{text}</span></div>'
-        )
-    legend_items = '<li><i style="background: var(--c0)"></i>expected</li>'
-    legend_items += '<li><i style="background: var(--muted)"></i>as fast as now</li>'
-    if any(ratio is not None for _, _, ratio in rows):
-        legend_items += '<li><i style="background: var(--c1)"></i>measured afterwards</li>'
-    return f'<figure>{"".join(row_elements)}<ul class="key">{legend_items}</ul>{_caption(caption)}</figure>'
+        elements += _row(name, bars, text, text)
+    return _figure(elements, colours, caption)
+
+
+def _bar(kind: str, start: float, end: float, colour: str, title: str = "") -> str:
+    """Renders a bar; ``start`` and ``end`` are percents of the lane's width."""
+    place = f"left: {start:.3f}%; width: {end - start:.3f}%; background: {colour}"
+    return f'<i class="{kind}" style="{place}" title="{escape(title)}"></i>'
+
+
+def _row(name: str, bars: str, label: str, value: str) -> str:
+    """Renders a lane between its name and its value; ``label`` tells its bars to screen readers."""
+    return (
+        f'<div class="row"><span class="name">{escape(name)}</span>'
+        f'<div class="lane" role="img" aria-label="{escape(f"{name}: {label}")}">{bars}</div>'
+        f'<span class="value">{escape(value)}</span></div>'
+    )
+
+
+def _figure(picture: str, colours: Mapping[str, str], caption: str) -> str:
+    """Renders a picture, a legend of its colours by name, and a caption."""
+    legend = "".join(f'<li><i style="background: {colour}"></i>{escape(name)}</li>' for name, colour in colours.items())
+    if legend:
+        legend = f'<ul class="key">{legend}</ul>'
+    if caption:
+        caption = f"<figcaption>{escape(caption)}</figcaption>"
+    return f"<figure>{picture}{legend}{caption}</figure>"
 
 
 class Curve(NamedTuple):
@@ -256,58 +261,57 @@ def chart(curves: Sequence[Curve], *, x: str, log: bool = False, caption: str = 
         log: whether both axes are logarithmic; points must be above 0.
         caption: what the chart shows, as plain text.
     """
-    drawable_curves = [
-        curve._replace(points=_thin_out([p for p in curve.points if _drawable(p, log)])) for curve in curves
-    ]
+    drawable_curves = []
+    for curve in curves:
+        drawable_points = [point for point in curve.points if _drawable(point, log)]
+        drawable_curves.append(curve._replace(points=_thin_out(drawable_points)))
     points = [point for curve in drawable_curves for point in curve.points]
     if not points:
-        return f"<figure>{_caption(caption or 'no figures')}</figure>"
+        return _figure("", {}, caption or "no figures")
     left, right = _range([point[0] for point in points], log)
     low, high = _range([point[1] for point in points], log)
+    plot_width = _CHART_WIDTH - _LEFT - 8
+    plot_height = _CHART_HEIGHT - _BOTTOM - 10
 
     def to_pixels(point: tuple[float, float]) -> tuple[float, float]:
-        return (
-            _LEFT + (_CHART_WIDTH - _LEFT - 8) * _fraction(point[0], left, right, log),
-            _CHART_HEIGHT - _BOTTOM - (_CHART_HEIGHT - _BOTTOM - 10) * _fraction(point[1], low, high, log),
-        )
+        across = _fraction(point[0], left, right, log)
+        up = _fraction(point[1], low, high, log)
+        return _LEFT + plot_width * across, _CHART_HEIGHT - _BOTTOM - plot_height * up
 
-    elements = []
+    elements = ""
     for value, label in _with_labels(_ticks(low, high, log)):
         _, y = to_pixels((left, value))
-        elements.append(f'<line class="axis" x1="{_LEFT}" x2="{_CHART_WIDTH - 8}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        elements.append(f'<text x="{_LEFT - 5}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
+        elements += f'<line class="axis" x1="{_LEFT}" x2="{_LEFT + plot_width}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        elements += _text(_LEFT - 5, y + 4, label, "end")
     for value, label in _with_labels(_ticks(left, right, log)):
         x_pixel, _ = to_pixels((value, low))
-        elements.append(
-            f'<text x="{x_pixel:.1f}" y="{_CHART_HEIGHT - _BOTTOM + 15}" text-anchor="middle">{label}</text>'
-        )
-    elements.append(
-        f'<text x="{(_LEFT + _CHART_WIDTH) / 2}" y="{_CHART_HEIGHT - 4}" text-anchor="middle">{escape(x)}</text>'
-    )
+        elements += _text(x_pixel, _CHART_HEIGHT - _BOTTOM + 15, label)
+    elements += _text((_LEFT + _CHART_WIDTH) / 2, _CHART_HEIGHT - 4, escape(x))
+    colours = {}
     for number, curve in enumerate(drawable_curves):
-        elements += _curve(curve, [to_pixels(point) for point in curve.points], f"var(--c{number % _COLOURS})")
-    svg = f'<svg class="chart" viewBox="0 0 {_CHART_WIDTH} {_CHART_HEIGHT}" role="img" aria-label="{escape(caption)}">'
-    legend_items = "".join(
-        f'<li><i style="background: var(--c{number % _COLOURS})"></i>{escape(curve.name)}</li>'
-        for number, curve in enumerate(drawable_curves)
-        if curve.name
-    )
-    legend = f'<ul class="key">{legend_items}</ul>' if legend_items else ""
-    return f"<figure>{svg}{''.join(elements)}</svg>{legend}{_caption(caption)}</figure>"
+        colour = f"var(--c{number % _COLOURS})"
+        elements += _curve(curve, [to_pixels(point) for point in curve.points], colour)
+        if curve.name:
+            colours[curve.name] = colour
+    size = f"0 0 {_CHART_WIDTH} {_CHART_HEIGHT}"
+    svg = f'<svg class="chart" viewBox="{size}" role="img" aria-label="{escape(caption)}">{elements}</svg>'
+    return _figure(svg, colours, caption)
 
 
-def _curve(curve: Curve, points: Sequence[tuple[float, float]], colour: str) -> list[str]:
-    marked = curve.marked or len(points) == 1
-    elements = [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}"/>' for x, y in points if marked]
-    if len(points) > 1:
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        dashes = ' stroke-dasharray="5 4"' if curve.dashed else ""
-        elements.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.8"{dashes}/>')
-    return elements
+def _text(x: float, y: float, text: str, anchor: str = "middle") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{text}</text>'
 
 
-def _caption(text: str) -> str:
-    return f"<figcaption>{escape(text)}</figcaption>" if text else ""
+def _curve(curve: Curve, points: Sequence[tuple[float, float]], colour: str) -> str:
+    elements = ""
+    # A single point has no line, so it is drawn even if the curve is not marked.
+    if curve.marked or len(points) == 1:
+        for x, y in points:
+            elements += f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}"/>'
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    dashes = "5 4" if curve.dashed else "none"
+    style = f'fill="none" stroke="{colour}" stroke-width="1.8" stroke-dasharray="{dashes}"'
+    return f'{elements}<polyline points="{path}" {style}/>'
 
 
 def _drawable(point: tuple[float, float], log: bool) -> bool:
@@ -319,12 +323,10 @@ def _thin_out(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]
     points_per_mean = -(-len(points) // _MOST_POINTS)
     if points_per_mean <= 1:
         return list(points)
-    blocks = [points[start : start + points_per_mean] for start in range(0, len(points), points_per_mean)]
     means = []
-    for block in blocks:
-        x = sum(point[0] for point in block) / len(block)
-        y = sum(point[1] for point in block) / len(block)
-        means.append((x, y))
+    for start in range(0, len(points), points_per_mean):
+        xs, ys = zip(*points[start : start + points_per_mean], strict=True)
+        means.append((statistics.fmean(xs), statistics.fmean(ys)))
     return means
 
 
