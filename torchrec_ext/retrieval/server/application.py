@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from torchrec_ext.retrieval.scorer.requests import ColdStart, Embedded, Recommendation, Request, Scores
+from torchrec_ext.retrieval.scorer.requests import Embedded, Recommendation, Request, Scores
 from torchrec_ext.retrieval.server import openapi, parsing
 from torchrec_ext.retrieval.server.connections import ADMITTED
 from torchrec_ext.retrieval.server.queued_scorer import QueuedScorer
@@ -181,26 +181,15 @@ def _body_too_late(limits: Limits) -> Refusal:
 
 def _as_json(answer: Recommendation | Scores | Embedded) -> dict[str, Any]:
     if isinstance(answer, Embedded):
-        return {
-            "vectors": answer.vectors.tolist(),
-            "unknown_features": answer.unknown_features,
-            "bundle": answer.bundle,
-        }
-    values = {
-        "scores": answer.scores,
-        **_cold(answer.cold),
-        "unknown_items": answer.unknown_items,
-        "bundle": answer.bundle,
-    }
-    if isinstance(answer, Scores):
-        return values
-    values = {"items": answer.items, **values, "asked": answer.asked, "answered": len(answer.items)}
-    optional = {"titles": answer.titles, "liked": answer.liked, "liked_titles": answer.liked_titles}
-    return values | {name: value for name, value in optional.items() if value}
-
-
-def _cold(cold: ColdStart) -> dict[str, Any]:
-    return {"unknown_user": cold.unknown_user, "unknown_features": list(cold.unknown_features), "vector": cold.vector}
+        return {**vars(answer), "vectors": answer.vectors.tolist()}
+    values = {**vars(answer), **vars(answer.cold)}
+    del values["cold"]
+    if isinstance(answer, Recommendation):
+        values["answered"] = len(answer.items)
+        for name in ("titles", "liked", "liked_titles"):
+            if not values[name]:
+                del values[name]
+    return values
 
 
 _ALWAYS = ("/healthz", "/readyz", "/metrics")  # paths with answers even while the worker drains

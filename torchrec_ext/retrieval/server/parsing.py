@@ -60,7 +60,7 @@ def _build(kind: Callable[..., RequestT], body: Body, readers: Readers, limits: 
     values = {name: readers[name](name, value, limits) for name, value in body.items()}
     for name in _REQUIRED[kind]:
         if name not in values:
-            raise Refusal(422, "invalid", f"{name}: it is missing; give it", field=name)
+            raise _invalid(name, "it is missing; give it")
     try:
         return kind(**values)
     except RequestError as error:
@@ -72,11 +72,15 @@ def _check_fields(body: Body, fields: Mapping[str, object]) -> None:
         if name not in fields:
             match = get_close_matches(name[:_NAME], list(fields), n=1, cutoff=0.5)
             question = f"did you mean {match[0]!r}?" if match else f"there are {', '.join(fields)}"
-            raise Refusal(422, "invalid", f"{name[:_NAME]}: there is no such field; {question}", field=name[:_NAME])
+            raise _invalid(name[:_NAME], f"there is no such field; {question}")
+
+
+def _invalid(field: str, problem: str) -> Refusal:
+    return Refusal(422, "invalid", f"{field}: {problem}", field=field)
 
 
 def _wrong(name: str, value: object, rule: str) -> Refusal:
-    return Refusal(422, "invalid", f"{name}: {_kind(value)}; must be {rule}", field=name)
+    return _invalid(name, f"{_kind(value)}; must be {rule}")
 
 
 def _kind(value: object) -> str:
@@ -93,24 +97,18 @@ def _kind(value: object) -> str:
     return f"it is {names.get(type(value), type(value).__name__)}"
 
 
-def _number(name: str, value: Any, most: int, limit: str) -> int:
-    if type(value) is not int:
-        raise _wrong(name, value, "a whole number")
-    if value > most:
-        raise over_limit(limit, most, f"{name}: {value}; the limit is {most}: ask for fewer", field=name)
-    return value
+def _number(limit: str) -> Callable[[str, Any, Limits], int]:
+    """Returns the reader of a whole number up to the server's limit of that name."""
 
+    def read(name: str, value: Any, limits: Limits) -> int:
+        most = getattr(limits, limit, MAX_LIKED)
+        if type(value) is not int:
+            raise _wrong(name, value, "a whole number")
+        if value > most:
+            raise over_limit(limit, most, f"{name}: {value}; the limit is {most}: ask for fewer", field=name)
+        return value
 
-def _k(name: str, value: Any, limits: Limits) -> int:
-    return _number(name, value, limits.k, "k")
-
-
-def _retrieve(name: str, value: Any, limits: Limits) -> int:
-    return _number(name, value, limits.candidates, "candidates")
-
-
-def _liked(name: str, value: Any, limits: Limits) -> int:
-    return _number(name, value, MAX_LIKED, "liked")
+    return read
 
 
 def _flag(name: str, value: Any, limits: Limits) -> bool:
@@ -123,12 +121,8 @@ def _list(name: str, value: Any, most: int, limit: str, what: str) -> list[Any]:
     if type(value) is not list:
         raise _wrong(name, value, f"a list of {what}")
     if len(value) > most:
-        raise over_limit(
-            limit,
-            most,
-            f"{name}: {len(value)} entries; the limit is {most}: send fewer, in several requests",
-            field=name,
-        )
+        message = f"{name}: {len(value)} entries; the limit is {most}: send fewer, in several requests"
+        raise over_limit(limit, most, message, field=name)
     return value
 
 
@@ -140,18 +134,16 @@ def _ids(name: str, value: Any, limits: Limits) -> list[Id]:
         for kind in kinds:
             names.append("null" if kind is type(None) else _kind(kind()).removeprefix("it is "))
         listed = " and ".join(sorted(names))
-        raise Refusal(
-            422, "invalid", f"{name}: it holds {listed}; must be ids, all whole numbers or all strings", field=name
-        )
+        raise _invalid(name, f"it holds {listed}; must be ids, all whole numbers or all strings")
     if kinds == {int} and (max(ids) >= _INT64 or min(ids) < -_INT64):
-        raise Refusal(422, "invalid", f"{name}: an id is beyond 64 bits; no id of a catalogue is", field=name)
+        raise _invalid(name, "an id is beyond 64 bits; no id of a catalogue is")
     return ids
 
 
 def _names(name: str, value: Any, limits: Limits) -> list[str]:
     names = _list(name, value, limits.candidates, "candidates", "names")
     if set(map(type, names)) - {str}:
-        raise Refusal(422, "invalid", f"{name}: must be a list of strings", field=name)
+        raise _invalid(name, "must be a list of strings")
     return list(dict.fromkeys(names))
 
 
@@ -161,15 +153,10 @@ def _features(name: str, value: Any, limits: Limits) -> Mapping[str, Any]:
     for column, feature in value.items():
         # The search for similar names slows down with the length.
         if len(column) > _NAME:
-            field = f"{name}.{column[:_NAME]}"
-            raise Refusal(
-                422, "invalid", f"{field}: a name of {len(column)} characters; the limit is {_NAME}", field=field
-            )
+            raise _invalid(f"{name}.{column[:_NAME]}", f"a name of {len(column)} characters; the limit is {_NAME}")
         is_nested = type(feature) is list and set(map(type, feature)) & {dict, list}
         if type(feature) is dict or is_nested:
-            raise Refusal(
-                422, "invalid", f"{name}.{column}: must be a value or a list of values", field=f"{name}.{column}"
-            )
+            raise _invalid(f"{name}.{column}", "must be a value or a list of values")
     return value
 
 
@@ -184,7 +171,7 @@ def _one_of(*words: str) -> Callable[[str, Any, Limits], str]:
         if type(value) is not str:
             raise _wrong(name, value, rule)
         if value not in words:
-            raise Refusal(422, "invalid", f"{name}: {value[:100]!r}; must be {rule}", field=name)
+            raise _invalid(name, f"{value[:100]!r}; must be {rule}")
         return value
 
     return read
@@ -192,16 +179,16 @@ def _one_of(*words: str) -> Callable[[str, Any, Limits], str]:
 
 _RECOMMEND: Readers = {
     "user": _features,
-    "k": _k,
+    "k": _number("k"),
     "candidates": _ids,
-    "retrieve": _retrieve,
+    "retrieve": _number("candidates"),
     "exclude": _ids,
     "allowed": _ids,
     "categories": _names,
     "exclude_seen": _flag,
     "vector": _one_of(*_VECTOR),
     "titles": _flag,
-    "liked": _liked,
+    "liked": _number("liked"),
 }
 _SCORE: Readers = {"user": _features, "items": _ids, "vector": _one_of(*_VECTOR)}
 _EMBED: Readers = {"rows": _rows, "side": _one_of("query", "candidate")}

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -29,29 +30,20 @@ class Metrics:
     """Metrics of this process; :meth:`page` sums over all workers if ``PROMETHEUS_MULTIPROC_DIR`` is set."""
 
     def __init__(self) -> None:
-        self._registry = registry = CollectorRegistry()
-        self.requests = Counter(
-            "serve_requests", "Requests by route and status", ["route", "status"], registry=registry
-        )
-        self.seconds = Histogram(
-            "serve_request_seconds", "From request to answer", ["route"], buckets=_SECONDS, registry=registry
-        )
-        self.batch = Histogram("serve_batch_requests", "Requests answered together", buckets=_SIZES, registry=registry)
-        self.batch_seconds = Histogram(
-            "serve_batch_seconds", "Of a batch in the scorer", buckets=_SECONDS, registry=registry
-        )
-        self.cold = Counter("serve_cold_starts", "Answers to unknown users", registry=registry)
-        self.swaps = Counter("serve_bundle_loads", "Bundles that were loaded or refused", ["result"], registry=registry)
-        self.malformed = Counter(
-            "serve_malformed_vectors", "Stored vectors that are none of the tower's", ["source"], registry=registry
-        )
-        self.closed = Counter("serve_connections_closed", "Connections closed for a limit", ["why"], registry=registry)
-        self.waiting = Gauge(
-            "serve_queue_requests", "Requests that wait", multiprocess_mode="livesum", registry=registry
-        )
-        self.memory = Gauge(
-            "serve_resident_bytes", "Resident memory by worker", multiprocess_mode="liveall", registry=registry
-        )
+        self._registry = CollectorRegistry()
+        counter = partial(Counter, registry=self._registry)
+        gauge = partial(Gauge, registry=self._registry)
+        histogram = partial(Histogram, registry=self._registry)
+        self.requests = counter("serve_requests", "Requests by route and status", ["route", "status"])
+        self.seconds = histogram("serve_request_seconds", "From request to answer", ["route"], buckets=_SECONDS)
+        self.batch = histogram("serve_batch_requests", "Requests answered together", buckets=_SIZES)
+        self.batch_seconds = histogram("serve_batch_seconds", "Of a batch in the scorer", buckets=_SECONDS)
+        self.cold = counter("serve_cold_starts", "Answers to unknown users")
+        self.swaps = counter("serve_bundle_loads", "Bundles that were loaded or refused", ["result"])
+        self.malformed = counter("serve_malformed_vectors", "Stored vectors that are none of the tower's", ["source"])
+        self.closed = counter("serve_connections_closed", "Connections closed for a limit", ["why"])
+        self.waiting = gauge("serve_queue_requests", "Requests that wait", multiprocess_mode="livesum")
+        self.memory = gauge("serve_resident_bytes", "Resident memory by worker", multiprocess_mode="liveall")
 
     def page(self) -> bytes:
         """Returns the metrics of all workers in Prometheus' text form."""

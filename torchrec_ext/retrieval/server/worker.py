@@ -168,7 +168,7 @@ def _server(queued: QueuedScorer, parent: Connection) -> Any:
 
     settings = queued.settings
 
-    class Server(uvicorn.Server):
+    class DrainingServer(uvicorn.Server):
         """uvicorn's server, extended to drain before it ends and to end with status 0."""
 
         _ending_since: float | None = None
@@ -214,7 +214,7 @@ def _server(queued: QueuedScorer, parent: Connection) -> Any:
                 with contextlib.suppress(OSError):  # the parent has gone, which the watcher notices
                     parent.send((ALIVE, ""))
 
-    return Server(uvicorn_config(queued))
+    return DrainingServer(uvicorn_config(queued))
 
 
 def uvicorn_config(queued: QueuedScorer) -> Any:
