@@ -87,7 +87,7 @@ def test_the_greatest_are_among_the_candidates(metric: str, rows_of: str) -> Non
         computed.extend(positions.tolist())
         return index._gathered(positions)
 
-    for query, row in zip(index._prepared(queries), scores, strict=True):
+    for query, row in zip(index.prepared(queries), scores, strict=True):
         computed.clear()
         (result,) = index._bounds.greatest(query[None].numpy(), 10, gathered)
         assert len(computed) == len(set(computed)) <= 3_000 // bounds._SHARE + 200

@@ -24,7 +24,7 @@ from torchrec_ext.retrieval.scorer.requests import (
     UnavailableError,
 )
 from torchrec_ext.retrieval.scorer.scorer import Scorer
-from torchrec_ext.retrieval.scorer.user_vectors import RemoteVectors, StoredVectors
+from torchrec_ext.retrieval.scorer.user_vectors import FolderVectors, RemoteVectors
 from torchrec_ext.retrieval.store.writer import write_store
 
 pytestmark = pytest.mark.unit
@@ -259,7 +259,7 @@ class Fickle:
 
     malformed = 0
 
-    def __init__(self, vectors: StoredVectors, tower: str) -> None:
+    def __init__(self, vectors: FolderVectors, tower: str) -> None:
         self.there, self.asked, self._vectors, self._tower = True, 0, vectors, tower
 
     def find(self, ids: Sequence[Any]) -> Any:
@@ -269,18 +269,19 @@ class Fickle:
         return self._vectors.find(ids, tower=self._tower)
 
 
-def stored(folder: Path, bundle: Bundle, tower: str) -> StoredVectors:
+def stored(folder: Path, bundle: Bundle, tower: str) -> FolderVectors:
     """The vectors of users 7 and 8, doubled, so that one sees where they come from."""
     assert bundle.users is not None
     vectors = 2 * bundle.embed_query(bundle.users.rows([USER - FIRST_USER, USER + 1 - FIRST_USER]))
-    return StoredVectors(write_store(folder, [(np.array([USER, USER + 1]), vectors)], tower=tower))
+    write_store(folder, [(np.array([USER, USER + 1]), vectors)], tower=tower)
+    return FolderVectors(folder)
 
 
 def test_what_is_wrong_with_one_users_vector_leaves_the_others_alone(dot: SmallBundle, tmp_path: Path) -> None:
     bundle = dot.bundle
     vectors = torch.stack([torch.ones(bundle.query_width), 3e38 * bundle.store.rows(torch.tensor([0]))[0].sign()])
-    store = write_store(tmp_path / "users", [(np.array([USER, USER + 1]), vectors)], tower=bundle.query_digest)
-    scorer, users = Scorer(bundle, vectors=[StoredVectors(store)]), [None, USER, USER + 1]
+    write_store(tmp_path / "users", [(np.array([USER, USER + 1]), vectors)], tower=bundle.query_digest)
+    scorer, users = Scorer(bundle, vectors=[FolderVectors(tmp_path / "users")]), [None, USER, USER + 1]
     for requests in (
         [ScoreRequest(user={"user_id": user}, items=ALL.tolist()) for user in users],
         [RecommendRequest(user={"user_id": user}, k=3) for user in users],

@@ -360,34 +360,12 @@ def _chunks(column: pa.ChunkedArray) -> Iterator[tuple[int, Any]]:
 
 def _odd_rows(column: pa.ChunkedArray) -> Iterator[int]:
     """Yields one row with a null, one with NaN and one with infinity: all others of a kind are read alike."""
-    found_kinds: set[str] = set()
-    for first, chunk in _chunks(column):
-        values = chunk.flatten() if _is_list(chunk) else chunk
-        for kind, mask in _special_masks(values):
-            index = int(pc.index(mask, True).as_py())
-            if index >= 0 and kind not in found_kinds:
-                found_kinds.add(kind)
-                yield first + _row_of(chunk, index)
-
-
-def _special_masks(values: Any) -> Iterator[tuple[str, Any]]:
-    """Yields masks of null, NaN and infinite values; skips kinds that do not occur."""
-    if values.null_count:
-        yield "null", values.is_null()
-    if pa.types.is_floating(values.type) and len(values):
-        # Nulls become NaN here, which is why the masks below come from Arrow's own values.
-        numbers: NDArray[Any] = values.to_numpy(zero_copy_only=False)
-        if not np.isfinite(numbers.min()) or not np.isfinite(numbers.max()):
-            yield "nan", pc.is_nan(values)
-            yield "inf", pc.is_inf(values)
-
-
-def _row_of(chunk: Any, index: int) -> int:
-    """Returns the row of a value in a chunk of values or lists."""
-    if _is_list(chunk):
-        return int(pc.list_parent_indices(chunk)[index].as_py())
-    return index
-
-
-def _is_list(chunk: Any) -> bool:
-    return hasattr(chunk.type, "value_type")
+    is_list = hasattr(column.type, "value_type")
+    values = pc.list_flatten(column) if is_list else column
+    masks = [pc.is_null(values)] if values.null_count else []
+    if pa.types.is_floating(values.type):
+        masks += [pc.is_nan(values), pc.is_inf(values)]
+    for mask in masks:
+        index = pc.index(mask, True).as_py()
+        if index >= 0:
+            yield pc.list_parent_indices(column)[index].as_py() if is_list else index

@@ -12,7 +12,7 @@ values without a JSON form: ``=mean`` a text, ``dtype.float32``, ``inf``, ``-inf
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -87,7 +87,8 @@ class Program:
                 raise ValueError(f"operator {name!r}: no program says where its values are; leave out {PLACES}")
             # At run time a table is a module, not a tensor, so only a look-up can read it.
             is_look_up = name == "embedding.default" and str(arguments[0])[:1] == "&"
-            if _names_table([list(arguments)[1 if is_look_up else 0 :], list(options.values())]):
+            others = [list(arguments)[is_look_up:], list(options.values())]
+            if any(text[:1] == "&" for text in _texts(others)):
                 raise ValueError(f"operator {name!r} reads a whole table; only embedding.default reads tables")
             _check_references([list(arguments), list(options.values())], existing)
             self._steps.append((f"#{number}", name, list(arguments), dict(options)))
@@ -232,10 +233,13 @@ def _takes_device(name: str) -> bool:
     return schema is not None and any(argument.name == "device" for argument in schema.arguments)
 
 
-def _names_table(argument: Any) -> bool:
-    if isinstance(argument, list | tuple):
-        return any(_names_table(each) for each in argument)
-    return isinstance(argument, str) and argument[:1] == "&"
+def _texts(argument: Any) -> Iterator[str]:
+    """Yields every text in nested lists."""
+    if isinstance(argument, str):
+        yield argument
+    elif isinstance(argument, list | tuple):
+        for each in argument:
+            yield from _texts(each)
 
 
 def _look_up(table: nn.Module, ids: Tensor) -> Tensor:
@@ -245,11 +249,9 @@ def _look_up(table: nn.Module, ids: Tensor) -> Tensor:
 
 
 def _check_references(argument: Any, existing: set[str]) -> None:
-    if isinstance(argument, list | tuple):
-        for each in argument:
-            _check_references(each, existing)
-    elif isinstance(argument, str) and argument[:1] != "=" and argument not in {*existing, *_DTYPES, *_NUMBERS}:
-        raise ValueError(f"{argument!r} refers to nothing that was computed before")
+    for text in _texts(argument):
+        if text[:1] != "=" and text not in {*existing, *_DTYPES, *_NUMBERS}:
+            raise ValueError(f"{text!r} refers to nothing that was computed before")
 
 
 def _value(argument: Any, values: Mapping[str, Any]) -> Any:

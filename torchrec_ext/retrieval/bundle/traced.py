@@ -11,7 +11,8 @@ import inspect
 import operator
 import re
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -218,14 +219,21 @@ def _is_numeric(kind: pa.DataType) -> bool:
     return (raw_type(kind) or "").removeprefix("list<").removesuffix(">") in ("int64", "float32", "float64")
 
 
-def _call_model(model: nn.Module, call: str, columns: Mapping[str, Tensor]) -> Any:
-    modes = [module for module in model.modules() if module.training]
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Puts a model into evaluation mode inside the block."""
+    training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        return model(dict(columns)) if call else model(**columns)
+        yield
     finally:
-        for module in modes:
+        for module in training:
             module.training = True
+
+
+def _call_model(model: nn.Module, call: str, columns: Mapping[str, Tensor]) -> Any:
+    with evaluating(model):
+        return model(dict(columns)) if call else model(**columns)
 
 
 def _trace(model: nn.Module, call: str, columns: Mapping[str, _Column]) -> ExportedProgram:
@@ -233,10 +241,8 @@ def _trace(model: nn.Module, call: str, columns: Mapping[str, _Column]) -> Expor
     size = Dim("rows", min=2)
     rows = {name: {0: size} for name in values}
     arguments: dict[str, Any] = {call: values} if call else values
-    modes = [module for module in model.modules() if module.training]
-    model.eval()
     try:
-        with warnings.catch_warnings():
+        with evaluating(model), warnings.catch_warnings():
             # Warnings about torch.export's own code and a GRU's flattened weights.
             warnings.simplefilter("ignore")
             program: ExportedProgram = torch.export.export(
@@ -254,9 +260,6 @@ def _trace(model: nn.Module, call: str, columns: Mapping[str, _Column]) -> Expor
             f"{' '.join(lines)[:300]}; `if` on values, .item() and boolean masks become torch.where or sums with "
             "weights of 0 and 1"
         ) from None
-    finally:
-        for module in modes:
-            module.training = True
     return program
 
 

@@ -140,16 +140,13 @@ class ExportConfig:
     overlap: float = 0.9
 
     def __post_init__(self) -> None:
-        if self.tables not in get_args(Tables):
-            raise BundleError(f"tables={self.tables!r}: must be one of {', '.join(get_args(Tables))}")
-        if not 0 < self.overlap <= 1:
-            raise BundleError(f"overlap={self.overlap}: must be greater than 0 and at most 1")
-        registries: dict[str, Mapping[str, Any]] = {"store": ROW_FORMATS, "index": INDEX_KINDS}
-        for name, registry in registries.items():
-            if getattr(self, name) not in registry:
-                raise BundleError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(registry)}")
-        if not 0 < self.recall <= 1:
-            raise BundleError(f"recall={self.recall}: must be greater than 0 and at most 1")
+        choices = {"tables": get_args(Tables), "store": ROW_FORMATS, "index": INDEX_KINDS}
+        for name, names in choices.items():
+            if getattr(self, name) not in names:
+                raise BundleError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(names)}")
+        for name in ("overlap", "recall"):
+            if not 0 < getattr(self, name) <= 1:
+                raise BundleError(f"{name}={getattr(self, name)}: must be greater than 0 and at most 1")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -241,9 +238,7 @@ class BundleContent:
         """
         self._write_weights(folder, shapes, blocks, dense)
         self._write_tables(folder)
-        names = self.architecture.query
-        query = open_encoder(folder, self.architecture, names, self.preprocessor, self.also)
-        candidate = open_encoder(folder, self.architecture, [self.architecture.candidate], self.preprocessor, self.also)
+        query, candidate = self._encoders(folder)
         interaction = open_interaction(folder, self.architecture, self.also)
         logits, vectors = self.audit.of_towers(query, candidate, interaction)
         remedy = "the bundle would rank otherwise than the model; report it, with the architecture"
@@ -254,10 +249,7 @@ class BundleContent:
         if self.settings.tables == "int8":
             best = self._best(query, candidate, interaction)
             rounding = self._round_tables(folder)
-            query = open_encoder(folder, self.architecture, names, self.preprocessor, self.also)
-            candidate = open_encoder(
-                folder, self.architecture, [self.architecture.candidate], self.preprocessor, self.also
-            )
+            query, candidate = self._encoders(folder)
             logits, vectors = self.audit.of_towers(query, candidate, interaction)
             rounding |= self._check_rounded(logits, expected, best, self._best(query, candidate, interaction))
         self.audit.write(folder, logits)
@@ -282,6 +274,11 @@ class BundleContent:
         manifest = Manifest(content=content, certificate=certificate)
         manifest.save(folder)
         return manifest
+
+    def _encoders(self, folder: Path) -> list[RowEncoder]:
+        """Returns the encoders of the query towers and of the candidate tower, with the weights in ``folder``."""
+        both = (self.architecture.query, [self.architecture.candidate])
+        return [open_encoder(folder, self.architecture, names, self.preprocessor, self.also) for names in both]
 
     def _towers(self, files: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """Returns the manifest's entries for the towers; ``files`` has the digests of their files."""

@@ -21,7 +21,7 @@ from torchrec_ext.distributed.tables import Shard, collections, local_shards
 from torchrec_ext.retrieval.bundle.audit import LiveModel
 from torchrec_ext.retrieval.bundle.index_kinds import Kind
 from torchrec_ext.retrieval.bundle.manifest import NAME, BundleError, Manifest
-from torchrec_ext.retrieval.bundle.traced import TracedModel
+from torchrec_ext.retrieval.bundle.traced import TracedModel, evaluating
 from torchrec_ext.retrieval.exporting.content import (
     BundleContent,
     Catalogue,
@@ -165,18 +165,6 @@ def _queries(queries: pa.Table | None, users: NamedUsers | None) -> pa.Table:
             "queries: there are no rows to audit by; give users with their features, or queries of some raw rows"
         )
     return rows
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Puts a model into evaluation mode inside the block."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 @contextmanager

@@ -134,17 +134,15 @@ class Blockwise:
         if not isinstance(self.source, Tensor):
             self.source.check()
         with torch.inference_mode():
-            prepared = self._prepared(queries)
-            candidate_mask = self.live
-            if allowed is not None:
-                candidate_mask = allowed if self.live is None else allowed & self.live
+            prepared = self.prepared(queries)
+            candidate_mask = self.candidate_mask(allowed)
             hidden = None if candidate_mask is None else ~candidate_mask
             excluded_positions = [positions.numpy() for positions in excluded or ()]
             if self._bounds is None:
                 return self._search_all(prepared, k, hidden, excluded_positions)
             results = []
             bounded = self._bounds.greatest(
-                self._factors(prepared).numpy(), k, self._gathered, hidden, excluded_positions
+                self.factors(prepared).numpy(), k, self._gathered, hidden, excluded_positions
             )
             for row, best in enumerate(bounded):
                 query = prepared[row : row + 1]
@@ -152,9 +150,15 @@ class Blockwise:
                     results.append(self._search_all(query, k, hidden, excluded_positions[row : row + 1]))
                     continue
                 positions, products = (torch.from_numpy(array)[None] for array in best)
-                scores = pad_candidates(products + self._constant(query), k, -torch.inf)
+                scores = pad_candidates(products + self.constant(query), k, -torch.inf)
                 results.append((scores, pad_candidates(positions, k, -1)))
         return torch.cat([scores for scores, _ in results]), torch.cat([positions for _, positions in results])
+
+    def candidate_mask(self, allowed: Tensor | None) -> Tensor | None:
+        """Returns (I,) bool, True for live positions that are allowed; None for all positions."""
+        if allowed is None or self.live is None:
+            return self.live if allowed is None else allowed
+        return allowed & self.live
 
     def quantize(self) -> bool:
         """Adds an 8-bit copy of the rows. Searches then skip most rows and read a quarter of the bytes.
@@ -166,7 +170,7 @@ class Blockwise:
         Returns:
             Whether a copy is kept.
         """
-        width = self.source.shape[1] if isinstance(self.source, Tensor) else self.source.width
+        width = _width(self.source)
         if self._bounds is None and self._by_products and ScoreBounds.worth(self.size, width):
             bounds = ScoreBounds.of_rows((self.rows(start, stop) for start, stop in self.blocks()), (self.size, width))
             if bounds.pays(self.rows(*self.blocks()[0]), self._gathered):
@@ -187,7 +191,7 @@ class Blockwise:
         buffer = torch.empty(len(prepared) * min(self._rows, self.size))
         for start, stop in self.blocks():
             scores = buffer[: len(prepared) * (stop - start)].view(len(prepared), -1)
-            self._scores(prepared, start, stop, scores)
+            self.fill_scores(prepared, start, stop, scores)
             if hidden is not None:
                 scores.masked_fill_(hidden[start:stop], -torch.inf)
             for row, positions in zip(scores.numpy(), excluded_positions, strict=False):
@@ -212,22 +216,23 @@ class Blockwise:
         """Returns the first and last + 1 position of each block."""
         return [(start, min(start + self._rows, self.size)) for start in range(0, self.size, self._rows)]
 
-    def _prepared(self, queries: Tensor) -> Tensor:
+    def prepared(self, queries: Tensor) -> Tensor:
+        """Returns queries (Q, D) in the form that the other methods take."""
         raise NotImplementedError
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Returns (stop - start, D) rows, normalised for a cosine."""
         return self._block(start, stop)
 
-    def _factors(self, prepared: Tensor) -> Tensor:
+    def factors(self, prepared: Tensor) -> Tensor:
         """Returns the (Q, D) factors of the rows, for scores that are products."""
         return prepared
 
-    def _constant(self, prepared: Tensor) -> Tensor | float:
+    def constant(self, prepared: Tensor) -> Tensor | float:
         """Returns the (Q,) constants to add to the products."""
         return 0.0
 
-    def _scores(self, queries: Tensor, start: int, stop: int, out: Tensor) -> None:
+    def fill_scores(self, queries: Tensor, start: int, stop: int, out: Tensor) -> None:
         """Fills ``out`` (Q, stop - start) with the scores of a block."""
         raise NotImplementedError
 
@@ -316,7 +321,7 @@ class ExactIndex(Blockwise):
 
     def __init__(self, source: EmbeddingStore | Tensor, metric: Metric) -> None:
         check_metric(metric)
-        self.width = source.shape[1] if isinstance(source, Tensor) else source.width
+        self.width = _width(source)
         super().__init__(source, _bytes(source) // (4 * max(1, self.width)))
         self.metric = metric
         self._inverse_norms = self._norms().clamp(min=_EPS).reciprocal() if metric == "cosine" else None
@@ -330,14 +335,20 @@ class ExactIndex(Blockwise):
         block = self._block(start, stop)
         return normalize(block) if self.metric == "cosine" else block
 
-    def _prepared(self, queries: Tensor) -> Tensor:
+    def prepared(self, queries: Tensor) -> Tensor:
+        """See :meth:`Blockwise.prepared`.
+
+        Raises:
+            ValueError: the queries have another width than the vectors.
+        """
         if queries.shape[1] != self.width and self.size:
             raise ValueError(
                 f"queries: {queries.shape[1]} wide, the stored vectors are {self.width}; give the query tower's outputs"
             )
         return normalize(queries) if self.metric == "cosine" else queries
 
-    def _scores(self, queries: Tensor, start: int, stop: int, out: Tensor) -> None:
+    def fill_scores(self, queries: Tensor, start: int, stop: int, out: Tensor) -> None:
+        """See :meth:`Blockwise.fill_scores`."""
         _products(queries, self._block(start, stop), out)
         if self._inverse_norms is not None:
             out.mul_(self._inverse_norms[start:stop])
@@ -354,7 +365,7 @@ class ScoredIndex(Blockwise):
     metric: Metric = "top_nn"
 
     def __init__(self, projection: Projection, source: EmbeddingStore | Tensor) -> None:
-        width = source.shape[1] if isinstance(source, Tensor) else source.width
+        width = _width(source)
         if len(source) and width != projection.width:
             raise ValueError(
                 f"source: rows are {width} wide, the projection's {projection.width}; store projection.candidates(...)"
@@ -364,22 +375,30 @@ class ScoredIndex(Blockwise):
         self.projection = projection
         self._by_products = projection.linear
 
-    def _prepared(self, queries: Tensor) -> Tensor:
+    def prepared(self, queries: Tensor) -> Tensor:
+        """See :meth:`Blockwise.prepared`."""
         return self.projection.query(queries)
 
-    def _factors(self, prepared: Tensor) -> Tensor:
+    def factors(self, prepared: Tensor) -> Tensor:
+        """See :meth:`Blockwise.factors`."""
         return prepared[:, :-1]
 
-    def _constant(self, prepared: Tensor) -> Tensor:
+    def constant(self, prepared: Tensor) -> Tensor:
+        """See :meth:`Blockwise.constant`."""
         return prepared[:, -1]
 
-    def _scores(self, queries: Tensor, start: int, stop: int, out: Tensor) -> None:
+    def fill_scores(self, queries: Tensor, start: int, stop: int, out: Tensor) -> None:
+        """See :meth:`Blockwise.fill_scores`."""
         block = self._block(start, stop)
         if self.projection.linear:
-            _products(self._factors(queries), block, out)
-            out.add_(self._constant(queries)[:, None])
+            _products(self.factors(queries), block, out)
+            out.add_(self.constant(queries)[:, None])
         else:
             torch.stack([self.projection.score(query, block) for query in queries], out=out)
+
+
+def _width(source: EmbeddingStore | Tensor) -> int:
+    return source.shape[1] if isinstance(source, Tensor) else source.width
 
 
 def _bytes(source: EmbeddingStore | Tensor) -> int:

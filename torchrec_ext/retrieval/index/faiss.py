@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import normalize
 
-from torchrec_ext.retrieval.index.exact import ExactIndex, Metric, check_metric, check_request
+from torchrec_ext.retrieval.index.exact import ExactIndex, Metric, check_metric, check_request, pad_candidates
 from torchrec_ext.retrieval.store.store import EmbeddingStore
 from torchrec_ext.retrieval.store.versions import StoreError
 
@@ -235,7 +234,8 @@ def rescored(
     scores[candidates < 0] = -np.inf
     order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
     order += np.arange(0, candidates.size, candidates.shape[1])[:, None]
-    return _padded(scores.take(order), k, -np.inf), _padded(candidates.take(order), k, -1)
+    best_scores = torch.from_numpy(scores.take(order))
+    return pad_candidates(best_scores, k, -torch.inf), pad_candidates(torch.from_numpy(candidates.take(order)), k, -1)
 
 
 def _rows(source: EmbeddingStore | Tensor, positions: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -247,12 +247,6 @@ def _rows(source: EmbeddingStore | Tensor, positions: NDArray[np.int64]) -> NDAr
         return source.matrix().numpy()[positions]
     rows = source.rows(torch.from_numpy(positions.reshape(-1)))
     return rows.numpy().reshape(*positions.shape, -1)
-
-
-def _padded(best: NDArray[Any], k: int, value: float) -> Tensor:
-    """Pads (Q, K or fewer) to (Q, K)."""
-    missing = k - best.shape[1]
-    return torch.from_numpy(np.pad(best, ((0, 0), (0, missing)), constant_values=value) if missing else best)
 
 
 _FILE = "faiss.index"
@@ -405,15 +399,7 @@ class FaissIndex:
     ) -> tuple[Tensor, Tensor]:
         """See :class:`torchrec_ext.retrieval.index.exact.Index`; each query is searched with its own filter."""
         check_request(queries, k, self.size, allowed, excluded)
-        if queries.shape[1] != self._exact.width:
-            raise ValueError(
-                f"queries: {queries.shape[1]} wide, the stored vectors are {self._exact.width}; give the query tower's "
-                "outputs"
-            )
-        live = self._exact.live
-        candidate_mask = live
-        if allowed is not None:
-            candidate_mask = allowed if live is None else allowed & live
+        candidate_mask = self._exact.candidate_mask(allowed)
         if candidate_mask is None and excluded is None:
             return self._fill_from_exact(queries, k, *self._search(queries, k, None), None, None)
         results = []
@@ -448,7 +434,7 @@ class FaissIndex:
 
     def _search(self, queries: Tensor, k: int, filters: Any) -> tuple[Tensor, Tensor]:
         faiss = faiss_module()
-        query_rows = (normalize(queries) if self.metric == "cosine" else queries).numpy()
+        query_rows = self._exact.prepared(queries).numpy()
         kind = FAISS_KINDS[self.kind]
         candidate_count = min(self.size, k * kind.refined)
         parameters = kind.parameters(

@@ -7,7 +7,7 @@ an example program.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,8 +58,7 @@ def check_onnx(bundle: Bundle, folder: Path | str) -> dict[str, float]:
     pairs, logits = audits.Audit.open(bundle.folder)
     outputs: dict[str, Tensor] = {}
     differences: dict[str, float] = {}
-    for encoder, name, audit_rows in audited_towers(bundle, pairs):
-        expected = encoder.outputs(audit_rows)[list(encoder.model.towers).index(name)]
+    for encoder, name, audit_rows, expected in audited_towers(bundle, pairs):
         outputs[name] = expected
         if name in description["towers"]:
             path = folder / description["towers"][name]["file"]
@@ -71,15 +70,12 @@ def check_onnx(bundle: Bundle, folder: Path | str) -> dict[str, float]:
     return differences
 
 
-def audited_towers(bundle: Bundle, pairs: audits.Audit) -> list[tuple[RowEncoder, str, Read]]:
-    """Returns each tower's encoder and name, and the audit's rows parsed by the encoder."""
-    tables = (pairs.queries.to_pydict(), pairs.candidates.to_pydict())
-    towers = []
-    for encoder, rows in zip(bundle.encoders, tables, strict=True):
-        audit_rows = encoder.read(rows)
-        for name in encoder.model.towers:
-            towers.append((encoder, name, audit_rows))
-    return towers
+def audited_towers(bundle: Bundle, pairs: audits.Audit) -> Iterator[tuple[RowEncoder, str, Read, Tensor]]:
+    """Yields each tower's encoder and name, the audit's rows as parsed by the encoder, and the tower's outputs."""
+    for encoder, table in zip(bundle.encoders, (pairs.queries, pairs.candidates), strict=True):
+        audit_rows = encoder.read(table.to_pydict())
+        for name, outputs in zip(encoder.model.towers, encoder.outputs(audit_rows), strict=True):
+            yield encoder, name, audit_rows, outputs
 
 
 def _check_tower(what: str, path: Path, columns: Mapping[str, Tensor], expected: Tensor) -> tuple[Tensor, float]:
@@ -398,13 +394,11 @@ def _write_examples(bundle: Bundle, folder: Path, description: Mapping[str, Any]
     """Writes ``TOWER.INPUT`` and ``TOWER.output`` of the audit's first rows, and the ``logits`` of these pairs."""
     pairs, logits = audits.Audit.open(bundle.folder)
     arrays: dict[str, Any] = {"logits": logits[:_EXAMPLES].numpy()}
-    for encoder, name, audit_rows in audited_towers(bundle, pairs):
+    for encoder, name, audit_rows, outputs in audited_towers(bundle, pairs):
         if name in description["towers"]:
             columns = PaddedTower(encoder, name).columns(audit_rows)
             arrays |= {f"{name}.{column}": value[:_EXAMPLES].numpy() for column, value in columns.items()}
-            arrays[f"{name}.output"] = encoder.outputs(audit_rows)[list(encoder.model.towers).index(name)][
-                :_EXAMPLES
-            ].numpy()
+            arrays[f"{name}.output"] = outputs[:_EXAMPLES].numpy()
     np.savez(folder / "examples.npz", **arrays)
 
 

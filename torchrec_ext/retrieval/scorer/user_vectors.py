@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 
 import numpy as np
 import torch
@@ -13,10 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchrec_ext.retrieval.scorer.requests import Id, Source, UnavailableError
+from torchrec_ext.retrieval.store.store import EmbeddingStore
 from torchrec_ext.retrieval.store.versions import StoreError, current
-
-if TYPE_CHECKING:
-    from torchrec_ext.retrieval.store.store import EmbeddingStore
 
 VectorsAndMask = tuple[Tensor, NDArray[np.bool_]]
 RETRY_S = 1.0
@@ -48,31 +46,6 @@ class UserVectors(Protocol):
         ...
 
 
-class StoredVectors:
-    """Users' vectors in an :class:`~torchrec_ext.retrieval.store.store.EmbeddingStore` of one tower."""
-
-    source: Source = "store"
-    available = True
-    malformed = 0
-
-    def __init__(self, store: EmbeddingStore) -> None:
-        self._store = store
-
-    def find(self, ids: Sequence[Id], *, tower: str, width: int | None = None) -> VectorsAndMask:
-        """See :meth:`UserVectors.find`."""
-        store = self._store
-        if store.tower != tower or width not in (None, store.width):
-            return torch.empty(len(ids), 0), np.zeros(len(ids), dtype=bool)
-        try:
-            positions = np.asarray(store.ids.positions(cast(Sequence[int], ids)))
-        except ValueError:  # no user here has ids of another type
-            return torch.empty(len(ids), 0), np.zeros(len(ids), dtype=bool)
-        exists = (positions >= 0) & np.asarray(store.live)[positions]
-        vectors = torch.zeros(len(ids), store.width)
-        vectors[torch.from_numpy(exists)] = store.rows(torch.from_numpy(positions[exists]))
-        return vectors, exists
-
-
 class FolderVectors:
     """Users' vectors in the current version of a store; picks up a newer version within a second.
 
@@ -88,13 +61,10 @@ class FolderVectors:
     malformed = 0
 
     def __init__(self, folder: Path, *, retry_s: float = RETRY_S) -> None:
-        from torchrec_ext.retrieval.store.store import EmbeddingStore
-
-        self._open: Callable[[], EmbeddingStore] = lambda: EmbeddingStore.open(folder)
         self._folder = folder
         self._retry_s = retry_s
         self._next = time.monotonic() + retry_s
-        self._store = self._open()
+        self._store = EmbeddingStore.open(folder)
         self.available = True
 
     @property
@@ -106,19 +76,29 @@ class FolderVectors:
         """See :meth:`UserVectors.find`."""
         if time.monotonic() >= self._next:
             self._look()
+        store = self._store
+        nothing = torch.empty(len(ids), 0), np.zeros(len(ids), dtype=bool)
+        if store.tower != tower or width not in (None, store.width):
+            return nothing
         try:
-            return StoredVectors(self._store).find(ids, tower=tower, width=width)
+            positions = np.asarray(store.ids.positions(cast(Sequence[int], ids)))
+            exists = (positions >= 0) & np.asarray(store.live)[positions]
+            vectors = torch.zeros(len(ids), store.width)
+            vectors[torch.from_numpy(exists)] = store.rows(torch.from_numpy(positions[exists]))
+            return vectors, exists
         except StoreError:
             raise UnavailableError(
                 f"the files of users' vectors in '{self._folder.name}' were changed in place; embed the users again"
             ) from None
+        except ValueError:  # no user here has ids of another type
+            return nothing
 
     def _look(self) -> None:
         """Opens a newer version; keeps the open one if the newer is damaged or half removed."""
         self._next = time.monotonic() + self._retry_s
         try:
             if current(self._folder) != self._store.version:
-                self._store = self._open()
+                self._store = EmbeddingStore.open(self._folder)
             self.available = True
         except StoreError:
             self.available = False
