@@ -144,8 +144,8 @@ def _check_towers(records: Mapping[str, Made]) -> None:
 PAIRS = 256
 LOGIT_SHARE = 0.05  # of the greatest logit, by which int8 may change one: in a bundle's tables, or between ranks
 TOLERANCE = 1e-5  # of a logit, relative to the greatest: float32 sums in another order, as another machine adds them
-FOLDER = "audit"
-_QUERIES, _CANDIDATES, _EXPECTED = (f"{FOLDER}/{name}.arrow" for name in ("queries", "candidates", "expected"))
+_FOLDER = "audit"
+_QUERIES, _CANDIDATES, _EXPECTED = (f"{_FOLDER}/{name}.arrow" for name in ("queries", "candidates", "expected"))
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ class Audit:
 
     def write(self, folder: Path, expected: Tensor) -> None:
         """Writes the pairs, with their logits from the bundle's own towers."""
-        (folder / FOLDER).mkdir()
+        (folder / _FOLDER).mkdir()
         write_table(folder / _QUERIES, self.queries)
         write_table(folder / _CANDIDATES, self.candidates)
         write_table(
@@ -204,18 +204,18 @@ class Audit:
         """Reads the pairs of a bundle's folder and their (P,) expected logits."""
         queries, candidates, expected = (read_table(folder / name) for name in (_QUERIES, _CANDIDATES, _EXPECTED))
         if not len(queries) == len(candidates) == len(expected) or expected.column_names != ["id", "position", "logit"]:
-            raise BundleError(f"{folder / FOLDER}: its files have different numbers of rows; export the bundle again")
+            raise BundleError(f"{folder / _FOLDER}: its files have different numbers of rows; export the bundle again")
         if not len(expected):
-            raise BundleError(f"{folder / FOLDER}: has no pairs, so nothing is proven by it; export the bundle again")
+            raise BundleError(f"{folder / _FOLDER}: has no pairs, so nothing is proven by it; export the bundle again")
         ids, positions, expected_logits = (expected[name].to_numpy() for name in ("id", "position", "logit"))
         audit = cls(queries, candidates, positions.copy(), ids)
         return audit, torch.from_numpy(expected_logits.astype(np.float32))
 
 
 @torch.no_grad()
-def logits(query: RowEncoder, read: Read, candidates: Tensor, interaction: nn.Module) -> Tensor:
+def logits(query: RowEncoder, rows: Read, candidates: Tensor, interaction: nn.Module) -> Tensor:
     """Returns (B,) logits of B query rows, each with its candidate's vector in (B, Dc)."""
-    return interaction([*query.outputs(read), candidates]).float()  # type: ignore[no-any-return]
+    return interaction([*query.outputs(rows), candidates]).float()  # type: ignore[no-any-return]
 
 
 def largest_difference(values: Tensor, expected: Tensor) -> float:
@@ -246,7 +246,7 @@ def check_logits(where: str, values: Tensor, expected: Tensor, remedy: str, shar
     return difference
 
 
-def check_store(where: Path, store: EmbeddingStore, audit: Audit, vectors: Tensor, lost: float) -> None:
+def check_store(where: Path, store: EmbeddingStore, audit: Audit, vectors: Tensor, rounding: float) -> None:
     """Refuses a store unless it holds the audit's vectors under the candidates' ids.
 
     Args:
@@ -254,7 +254,7 @@ def check_store(where: Path, store: EmbeddingStore, audit: Audit, vectors: Tenso
         store: store of the bundle.
         audit: pairs of the bundle.
         vectors: (P, width) expected vectors.
-        lost: greatest difference between both at the export, due to the store's row format.
+        rounding: greatest difference between both at the export, due to the store's row format.
 
     Raises:
         BundleError: the store is of another tower, of another catalogue, or its ids are of other rows.
@@ -267,16 +267,16 @@ def check_store(where: Path, store: EmbeddingStore, audit: Audit, vectors: Tenso
             f"{audit.positions[pair]}: the id map is of another catalogue; write the store with this catalogue, and "
             "export the bundle again"
         )
-    lost = float(lost)
+    rounding = float(rounding)
     most = greatest_loss(vectors, store.dtype)
-    # `lost` comes from the manifest: a forged, large value would let any store pass the comparison below.
-    if not 0 <= lost <= 1.01 * most + tolerance(vectors):
+    # `rounding` comes from the manifest: a forged, large value would let any store pass the comparison below.
+    if not 0 <= rounding <= 1.01 * most + tolerance(vectors):
         raise BundleError(
-            f"{where}: its manifest says that {store.dtype} lost {lost:.3g} of a number, where rounding loses "
+            f"{where}: its manifest says that {store.dtype} lost {rounding:.3g} of a number, where rounding loses "
             f"{most:.3g} at most; export the bundle again"
         )
     difference = largest_difference(store.rows(torch.from_numpy(audit.positions)), vectors)
-    allowed = 1.01 * lost + tolerance(vectors)
+    allowed = 1.01 * rounding + tolerance(vectors)
     if not difference <= allowed:
         raise BundleError(
             f"{where}: the vectors of {len(audit.positions)} audited items differ by {difference:.3g} from this "

@@ -82,9 +82,9 @@ class PlainTower:
         bags = sparse[self._tables[0][0]]
         return len(bags.values if bags.lengths is None else bags.lengths) == 1
 
-    def _row(self, sparse: Mapping[str, Jagged], dense: Mapping[str, Tensor], layers: Sequence[_Layer]) -> Floats:
+    def _row(self, sparse: Mapping[str, Jagged], dense: Mapping[str, Tensor], layers: Sequence[_Layer]) -> _Floats:
         """Returns the (D,) output of one row."""
-        inputs: list[Floats] = []
+        inputs: list[_Floats] = []
         for (name, _, mode), (rows, scales) in zip(self._tables, self._arrays, strict=True):
             bags = sparse[name]
             ids = bags.values.numpy()
@@ -98,17 +98,17 @@ class PlainTower:
             pooled = total / np.float32(len(ids)) if mode == "mean" and len(ids) else total
             # Half precision is rounded once, as in torch.
             inputs.append(pooled.astype(bag_rows.dtype, copy=False))
-        row: Floats = np.concatenate([*inputs, *(dense[name].numpy() for name in self._dense)], dtype=np.float32)
+        row: _Floats = np.concatenate([*inputs, *(dense[name].numpy() for name in self._dense)], dtype=np.float32)
         for layer in layers:
             row = layer(row)
         return row
 
 
-Floats = NDArray[np.float32]
-_Layer = Callable[[Floats], Floats]
+_Floats = NDArray[np.float32]
+_Layer = Callable[[_Floats], _Floats]
 
 
-def _arrays(table: nn.Module) -> tuple[NDArray[Any], Floats | None]:
+def _arrays(table: nn.Module) -> tuple[NDArray[Any], _Floats | None]:
     """Returns a table's rows, and their scales if it is int8."""
     weight: Any = table.weight
     return weight.detach().numpy(), table.scales.numpy() if isinstance(table, Int8Table) else None
@@ -122,7 +122,7 @@ def _numpy_layers(network: nn.Module) -> list[_Layer] | None:
 
 def _numpy_layer(layer: nn.Module) -> _Layer | None:
     if type(layer) is nn.Linear and layer.weight.dtype == torch.float32:
-        weight: Floats = layer.weight.detach().numpy()
+        weight: _Floats = layer.weight.detach().numpy()
         bias = np.zeros(len(weight), np.float32) if layer.bias is None else layer.bias.detach().numpy()
         return lambda row: weight.dot(row) + bias
     if type(layer) is nn.ReLU:
@@ -250,21 +250,21 @@ class RowEncoder:
         """Returns the towers' concatenated (B, D) outputs for B raw rows."""
         return self.vectors(self.read(rows))
 
-    def vectors(self, read: Read) -> Tensor:
+    def vectors(self, rows: Read) -> Tensor:
         """Returns the towers' concatenated (B, D) outputs from parsed rows."""
-        outputs = self.outputs(read)
+        outputs = self.outputs(rows)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     @torch.no_grad()
-    def outputs(self, read: Read) -> list[Tensor]:
+    def outputs(self, rows: Read) -> list[Tensor]:
         """Returns each tower's (B, D) float32 outputs."""
         if self._plain is None:
-            return [output.float() for output in self.model.outputs(self.batch(read))]
-        return [tower(read.sparse, read.dense) for tower in self._plain]
+            return [output.float() for output in self.model.outputs(self.batch(rows))]
+        return [tower(rows.sparse, rows.dense) for tower in self._plain]
 
-    def batch(self, read: Read) -> TowerBatch:
+    def batch(self, rows: Read) -> TowerBatch:
         """Assembles parsed rows into a batch."""
-        return self.columns.schema.assemble(read.sparse, read.dense, labels=torch.zeros(read.size))
+        return self.columns.schema.assemble(rows.sparse, rows.dense, labels=torch.zeros(rows.size))
 
     def listed(self, feature: SparseFeature) -> bool:
         """Returns whether a row has a list of this feature's ids instead of a single id."""

@@ -14,7 +14,7 @@ from torchrec_ext.retrieval.index.projection import Projection
 from torchrec_ext.retrieval.store.store import EmbeddingStore
 
 Kind = str  # a name in INDEX_KINDS
-FOLDER = "index"
+_FOLDER = "index"
 
 
 class ExactKind:
@@ -104,7 +104,7 @@ def build_index(
         store: vectors of the catalogue.
         queries: (Q, D) outputs of the query towers, to measure the recall.
     """
-    measured = INDEX_KINDS[kind].build(folder / FOLDER, recall, metric, store, queries)
+    measured = INDEX_KINDS[kind].build(folder / _FOLDER, recall, metric, store, queries)
     return {"kind": kind, "metric": metric, "recall": measured, "store": store.digest}
 
 
@@ -120,8 +120,8 @@ def open_index(
     metric = cast(Metric, manifest.metric)
     if listed["metric"] != metric or listed["store"] != store.digest:
         raise BundleError(
-            f"{folder / FOLDER}: of metric {listed['metric']} over store {listed['store'][:12]}, this bundle is of "
+            f"{folder / _FOLDER}: of metric {listed['metric']} over store {listed['store'][:12]}, this bundle is of "
             f"{metric} over {store.digest[:12]}: it is the index of another bundle, or of an older store; export the "
             "bundle again"
         )
-    return INDEX_KINDS[listed["kind"]].open(folder / FOLDER, metric, store, projection, projected)
+    return INDEX_KINDS[listed["kind"]].open(folder / _FOLDER, metric, store, projection, projected)

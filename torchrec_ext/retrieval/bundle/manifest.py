@@ -19,8 +19,8 @@ class BundleError(ValueError):
     """A bundle cannot be written or must not be used: the message names the file, the problem and the remedy."""
 
 
-FORMAT = 1
-NAME = "manifest.json"
+_FORMAT = 1
+BUNDLE_MANIFEST = "manifest.json"
 _MOST_BYTES = 64 * 2**20  # limit of an architecture file; it may list millions of rows
 _MOST_OF_MANIFEST = 8 * 2**20  # limit of a manifest: fifty thousand files; in memory it takes thirty times as much
 _ANEW = "export the bundle again, or copy the whole folder anew"
@@ -63,7 +63,7 @@ class Manifest:
     def as_json(self) -> dict[str, Any]:
         """Returns the JSON values of the file."""
         return {
-            "format": FORMAT,
+            "format": _FORMAT,
             "digest": self.digest,
             "content": dict(self.content),
             "seal": json_digest(self.certificate, compact=True),
@@ -72,7 +72,7 @@ class Manifest:
 
     def save(self, folder: Path) -> None:
         """Writes the manifest to a bundle's folder."""
-        (folder / NAME).write_text(json.dumps(self.as_json(), indent=1, allow_nan=False) + "\n")
+        (folder / BUNDLE_MANIFEST).write_text(json.dumps(self.as_json(), indent=1, allow_nan=False) + "\n")
 
     @classmethod
     def open(cls, folder: Path) -> Manifest:
@@ -81,7 +81,7 @@ class Manifest:
         Raises:
             BundleError: the manifest is missing, of another format, or changed.
         """
-        path = folder / NAME
+        path = folder / BUNDLE_MANIFEST
         values = read_json(
             path,
             most=_MOST_OF_MANIFEST,
@@ -92,9 +92,9 @@ class Manifest:
                 f"{path}: belongs to something other than a bundle, such as a checkpoint or a store; give the folder "
                 "that an export made"
             )
-        if values.get("format") != FORMAT:
+        if values.get("format") != _FORMAT:
             raise BundleError(
-                f"{path}: format {values.get('format')!r}, this package reads {FORMAT}; export the bundle again, or "
+                f"{path}: format {values.get('format')!r}, this package reads {_FORMAT}; export the bundle again, or "
                 "install the version of torchrec_ext that wrote it"
             )
         for key, seal in (("content", "digest"), ("certificate", "seal")):
@@ -120,10 +120,10 @@ def read_json(path: Path, hint: str = "", *, most: int = _MOST_BYTES) -> dict[st
     return values
 
 
-def file_digests(folder: Path, *, known: Mapping[str, dict[str, Any]] | None = None) -> dict[str, dict[str, Any]]:
-    """Returns size and SHA-256 of every file except the manifest, by path; reuses the entries of ``known``."""
+def file_digests(folder: Path, *, entries: Mapping[str, dict[str, Any]] | None = None) -> dict[str, dict[str, Any]]:
+    """Returns size and SHA-256 of every file except the manifest, by path; reuses ``entries``."""
     files = _files(folder)
-    return {name: (known or {}).get(name) or measure_file(path) for name, path in files.items()}
+    return {name: (entries or {}).get(name) or measure_file(path) for name, path in files.items()}
 
 
 def check_files(folder: Path, listed: Mapping[str, Mapping[str, Any]], *, digests: bool) -> None:
@@ -167,5 +167,5 @@ def _files(folder: Path) -> dict[str, Path]:
         raise BundleError(
             f"{error.filename}: is a link or not a plain file, and a bundle holds neither; {_ANEW}"
         ) from None
-    files.pop(NAME, None)
+    files.pop(BUNDLE_MANIFEST, None)
     return files

@@ -131,10 +131,10 @@ def _preprocessed(steps: FittedPreprocessor, rows: Rows) -> dict[str, Values]:
     return columns
 
 
-def steps_for_columns(preprocessor: FittedPreprocessor, wanted: Collection[str]) -> FittedPreprocessor:
-    """Reduces a preprocessor to the steps behind ``wanted``, so that a request needs fewer columns."""
+def steps_for_columns(preprocessor: FittedPreprocessor, names: Collection[str]) -> FittedPreprocessor:
+    """Reduces a preprocessor to the steps behind the columns ``names``, so that a request needs fewer columns."""
     # Backwards: a later step decides which columns an earlier step must write.
-    needed_columns = set(wanted)
+    needed_columns = set(names)
     steps: list[Step] = []
     states: list[Any] = []
     for step, state in zip(reversed(preprocessor.steps), reversed(preprocessor.states), strict=True):
@@ -144,7 +144,7 @@ def steps_for_columns(preprocessor: FittedPreprocessor, wanted: Collection[str])
         needed_columns |= set(narrowed_step.reads)
         steps.insert(0, narrowed_step)
         states.insert(0, state)
-    keep = tuple(name for name in preprocessor.keep if name in wanted)
+    keep = tuple(name for name in preprocessor.keep if name in names)
     return dataclasses.replace(preprocessor, steps=tuple(steps), states=tuple(states), keep=keep)
 
 

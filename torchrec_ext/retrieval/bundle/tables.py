@@ -11,14 +11,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from torchrec_ext.data.preprocess.columns import raw_type
 from torchrec_ext.retrieval.bundle.manifest import BundleError
-from torchrec_ext.retrieval.store.ids import IdMap
+from torchrec_ext.retrieval.store.ids import IdMap, Int64
 
-Int64 = NDArray[np.int64]
 _BATCH_ROWS = 65_536
 _FEATURES = "features.arrow"
 _ITEMS = "items.arrow"

@@ -267,7 +267,7 @@ class BundleContent:
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             **self.details,
         }
-        file_entries = {"files": file_digests(folder, known=files)}
+        file_entries = {"files": file_digests(folder, entries=files)}
         content = {**file_entries, **self._towers(files), **store_entries, "index": index, **self._coverage()}
         if rounding:
             content["tables"] = rounding

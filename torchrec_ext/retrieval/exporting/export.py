@@ -20,7 +20,7 @@ from torchrec_ext.data.preprocess.folders import whole_folder
 from torchrec_ext.distributed.tables import Shard, collections, local_shards
 from torchrec_ext.retrieval.bundle.audit import LiveModel
 from torchrec_ext.retrieval.bundle.index_kinds import Kind
-from torchrec_ext.retrieval.bundle.manifest import NAME, BundleError, Manifest
+from torchrec_ext.retrieval.bundle.manifest import BUNDLE_MANIFEST, BundleError, Manifest
 from torchrec_ext.retrieval.bundle.traced import TracedModel, evaluating
 from torchrec_ext.retrieval.exporting.content import (
     BundleContent,
@@ -124,7 +124,7 @@ def export(
         outcome: Any = None
         if ranks.rank == 0:
             try:
-                with whole_folder(Path(out), overwrite=overwrite, mark=NAME) as folder, one_thread():
+                with whole_folder(Path(out), overwrite=overwrite, mark=BUNDLE_MANIFEST) as folder, one_thread():
                     outcome = content.write(folder, weights.tables, blocks, dense, expected)
                     sync_tree(folder)
             except Exception as error:

@@ -14,11 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from torchrec_ext.retrieval.index.bounds import ScoreBounds
+from torchrec_ext.retrieval.index.bounds import Floats, ScoreBounds
 from torchrec_ext.retrieval.index.projection import Projection
 from torchrec_ext.retrieval.store.store import EmbeddingStore
 
-Floats = NDArray[np.float32]
 _SAMPLE = 8_192  # scores of the first block, to estimate the first threshold
 
 

@@ -16,7 +16,7 @@ from torchrec_ext.retrieval.index.exact import ExactIndex, Metric, check_metric,
 from torchrec_ext.retrieval.store.store import EmbeddingStore
 from torchrec_ext.retrieval.store.versions import StoreError
 
-Kind = str  # a name in FAISS_KINDS
+FaissName = str  # a name in FAISS_KINDS
 _LINKS = 32  # of a node of HNSW's graph
 
 
@@ -132,7 +132,7 @@ FAISS_KINDS: dict[str, FaissKind] = {each.name: each for each in (FaissKind(), I
 
 
 def filled_index(
-    faiss: Any, kind: Kind, vectors: NDArray[np.float32], *, lift: bool = False, k: int = 1
+    faiss: Any, kind: FaissName, vectors: NDArray[np.float32], *, lift: bool = False, k: int = 1
 ) -> tuple[Any, list[int]]:
     """Builds and fills an index; also returns its settings, from the cheapest to the most thorough.
 
@@ -274,7 +274,7 @@ class FaissIndex:
         self._index = index
         self._exact = ExactIndex(source, saved["metric"])
         self.metric: Metric = saved["metric"]
-        self.kind: Kind = saved["kind"]
+        self.kind: FaissName = saved["kind"]
         self.setting = int(saved["setting"])
         self.measured_recall = float(saved["recall"])
         self.k = int(saved["k"])
@@ -287,7 +287,7 @@ class FaissIndex:
         source: EmbeddingStore | Tensor,
         metric: Metric,
         *,
-        kind: Kind = "ivf",
+        kind: FaissName = "ivf",
         recall: float = 0.95,
         k: int = 100,
         queries: Tensor | None = None,
@@ -322,7 +322,7 @@ class FaissIndex:
         return cls._tuned(source, vectors, metric, kind, recall, k, tuning_queries, lift)
 
     @classmethod
-    def _lift_pays(cls, vectors: Tensor, kind: Kind, recall: float, k: int, queries: Tensor) -> bool:
+    def _lift_pays(cls, vectors: Tensor, kind: FaissName, recall: float, k: int, queries: Tensor) -> bool:
         """Measures on a sample whether :func:`lifted` vectors, depending on their norms, are cheaper at a recall."""
         sample = vectors[:: -(-len(vectors) // _TRIAL_ROWS)].contiguous()
         # As close in the sample as K neighbours are among all.
@@ -346,7 +346,7 @@ class FaissIndex:
         source: EmbeddingStore | Tensor,
         vectors: Tensor,
         metric: Metric,
-        kind: Kind,
+        kind: FaissName,
         recall: float,
         k: int,
         queries: Tensor,

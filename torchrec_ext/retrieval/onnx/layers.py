@@ -317,11 +317,11 @@ class PaddedTower(nn.Module):
             return pooled / is_id.sum(dim=1).clamp(min=1)[:, None]
         return pooled
 
-    def columns(self, read: Read) -> dict[str, Tensor]:
+    def columns(self, rows: Read) -> dict[str, Tensor]:
         """Converts parsed rows into inputs, with lists padded to the longest."""
         columns: dict[str, Tensor] = {}
         for name, listed in self._listed.items():
-            bags = read.sparse[name]
+            bags = rows.sparse[name]
             if not listed:
                 columns[name] = bags.values
                 continue
@@ -329,7 +329,7 @@ class PaddedTower(nn.Module):
             if name in self._weighted:
                 assert bags.weights is not None, "a feature with weights was read with them"
                 columns[self._weighted[name]] = _pad(bags.weights, bags, 0)
-        return {each.name: columns.get(each.name, read.dense.get(each.name)) for each in self.inputs}  # type: ignore[misc]
+        return {each.name: columns.get(each.name, rows.dense.get(each.name)) for each in self.inputs}  # type: ignore[misc]
 
 
 def shapes_of(inputs: list[Input]) -> tuple[Any, ...]:

@@ -38,9 +38,9 @@ from torchrec_ext.retrieval.onnx.layers import (
 from torchrec_ext.retrieval.store.store import EmbeddingStore
 from torchrec_ext.schema.validation import listed
 
-NAME = "onnx.json"
+_NAME = "onnx.json"
 TOP = "top"
-TOLERANCE = 1e-4  # of the greatest output, or of 1: another runtime sums in another order
+_TOLERANCE = 1e-4  # of the greatest output, or of 1: another runtime sums in another order
 _SINGLE = 8  # rows to run also one by one
 
 
@@ -54,7 +54,7 @@ def check_onnx(bundle: Bundle, folder: Path | str) -> dict[str, float]:
         ExportError: a difference is beyond 1e-4; the message names the tower.
     """
     folder = Path(folder)
-    description = read_json(folder / NAME)
+    description = read_json(folder / _NAME)
     pairs, logits = audits.Audit.open(bundle.folder)
     outputs: dict[str, Tensor] = {}
     differences: dict[str, float] = {}
@@ -115,7 +115,7 @@ def _check_outputs(what: str, path: Path, outputs: NDArray[Any], expected: Tenso
             f"{what}: {path.name} answers {outputs.shape}, the bundle {tuple(expected.shape)}; export it again"
         )
     difference = audits.largest_difference(torch.from_numpy(outputs), expected)
-    allowed = audits.tolerance(expected, TOLERANCE)
+    allowed = audits.tolerance(expected, _TOLERANCE)
     if not difference <= allowed:
         raise ExportError(
             f"{what}: {path.name} differs from the bundle by up to {difference:.3g} on {len(expected)} audit rows, at "
@@ -247,7 +247,7 @@ def export_bundle(
     source = bundle.folder.resolve()
     if target.is_relative_to(source) or source.is_relative_to(target):
         raise ValueError(f"{out}: is the bundle {bundle.folder}, in it, or around it; choose a folder beside it")
-    with whole_folder(out, overwrite=overwrite, mark=NAME) as folder:
+    with whole_folder(out, overwrite=overwrite, mark=_NAME) as folder:
         description: dict[str, Any] = {
             "bundle": bundle.manifest.digest,
             "query_towers": bundle.query,
@@ -258,11 +258,11 @@ def export_bundle(
             description |= _write_top(bundle, folder)
         description["raw_columns"] = {"query": bundle.request_columns, "candidate": bundle.candidate_columns}
         description["preprocessed"] = (bundle.folder / "preprocessor").is_dir()
-        (folder / NAME).write_text(json.dumps(description, indent=1) + "\n")
+        (folder / _NAME).write_text(json.dumps(description, indent=1) + "\n")
         # check_onnx() reads the description that was just written, and its result completes it.
         description["differences"] = check_onnx(bundle, folder)
         _write_examples(bundle, folder, description)
-        (folder / NAME).write_text(json.dumps(description, indent=1) + "\n")
+        (folder / _NAME).write_text(json.dumps(description, indent=1) + "\n")
         (folder / "README.md").write_text(readme(description))
     return description
 

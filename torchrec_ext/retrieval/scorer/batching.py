@@ -104,7 +104,7 @@ class MicroBatcher(Generic[RequestT, AnswerT]):
         start = self._batch_start
         return 0.0 if start is None else time.monotonic() - start
 
-    def submit(self, asked: RequestT) -> Future[AnswerT]:
+    def submit(self, request: RequestT) -> Future[AnswerT]:
         """Queues a request and returns a future of its answer. Cancel the future to remove a waiting request.
 
         Raises:
@@ -112,7 +112,7 @@ class MicroBatcher(Generic[RequestT, AnswerT]):
             RuntimeError: the batcher is closed.
         """
         future: Future[AnswerT] = Future()
-        cost_s = self._cost_s(asked)
+        cost_s = self._cost_s(request)
         with self._change:
             if self._closing:
                 raise RuntimeError("the batcher is closed")
@@ -121,7 +121,7 @@ class MicroBatcher(Generic[RequestT, AnswerT]):
                 self._waiting = deque(each for each in self._waiting if not each.answer.cancelled())
             if len(self._waiting) >= self._capacity:
                 raise QueueFullError(self._capacity)
-            self._waiting.append(_Waiting(asked, future, cost_s))
+            self._waiting.append(_Waiting(request, future, cost_s))
             self._change.notify()
         return future
 

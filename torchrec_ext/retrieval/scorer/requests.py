@@ -26,16 +26,16 @@ class RequestError(ValueError):
         self.field = field
 
 
-def check_id_type(field: str, given: Id, kind: str) -> None:
+def check_id_type(field: str, value: Id, kind: str) -> None:
     """Refuses an id of another type than ``kind``, ``int64`` or ``str``.
 
     Raises:
         RequestError: the message names the id.
     """
-    if isinstance(given, str) != (kind == "str"):
-        what = "a string" if isinstance(given, str) else "a whole number"
-        expected = "whole numbers" if isinstance(given, str) else "strings"
-        raise RequestError(field, f"{str(given)[:100]!r} is {what}; ids here are {expected}")
+    if isinstance(value, str) != (kind == "str"):
+        what = "a string" if isinstance(value, str) else "a whole number"
+        expected = "whole numbers" if isinstance(value, str) else "strings"
+        raise RequestError(field, f"{str(value)[:100]!r} is {what}; ids here are {expected}")
 
 
 class UnavailableError(RuntimeError):
@@ -207,14 +207,14 @@ class Selection:
     Args:
         candidates: (N,) positions to choose among after all filters, -1 for an unknown item; None for the whole
             catalogue.
-        given: (N,) index of each of ``candidates`` in the request's candidates.
+        indices: (N,) index of each of ``candidates`` in the request's candidates.
         allowed: (I,) bool, True for positions to choose among, or None for all; None if ``candidates`` is set.
         excluded: positions to leave out; already applied if ``candidates`` is set.
         unknown: ids of the request that the catalogue lacks.
     """
 
     candidates: Tensor | None
-    given: Tensor | None
+    indices: Tensor | None
     allowed: Tensor | None
     excluded: Tensor
     unknown: list[Id]

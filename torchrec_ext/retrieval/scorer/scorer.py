@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Literal, ParamSpec, TypeVar, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from torchrec_ext.retrieval.index.exact import Blockwise, ExactIndex, Index
@@ -33,6 +32,7 @@ from torchrec_ext.retrieval.scorer.requests import (
 )
 from torchrec_ext.retrieval.scorer.user_vectors import UserVectors
 from torchrec_ext.retrieval.scorer.users import ResolvedUser, UserLookup
+from torchrec_ext.retrieval.store.ids import Int64
 from torchrec_ext.retrieval.store.versions import StoreError
 from torchrec_ext.schema import DataError
 
@@ -40,11 +40,10 @@ if TYPE_CHECKING:
     from torchrec_ext.retrieval.bundle.bundle import Bundle
 
 Stage = Literal["exact", "dot", "cosine"]
-Int64 = NDArray[np.int64]
 _MEASURED_K = 100
 _MEASURED_ROWS = 256
 Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ class ReadyBundle:
         self.embed_s[request.side] = (time.thread_time() - start) / len(request.rows)
         return Embedded(vectors=vectors, unknown_features=unknown, bundle=self.digest)
 
-    def recommendations(self, wanted: Sequence[PendingRequest], retrieve: int) -> dict[int, Answer | Exception]:
+    def recommendations(self, requests: Sequence[PendingRequest], retrieve: int) -> dict[int, Answer | Exception]:
         """Returns the answers by their indices.
 
         Requests without ``candidates`` and ``allowed`` items share one search. Each request with ``allowed`` items gets
@@ -98,7 +97,7 @@ class ReadyBundle:
         """
         answers: dict[int, Answer | Exception] = {}
         groups: dict[int, list[PendingRequest]] = {}
-        for pending in wanted:
+        for pending in requests:
             if pending.selection.candidates is not None:
                 answers[pending.index] = guarded(self._rank, pending, pending.selection.candidates)
                 continue
@@ -157,7 +156,7 @@ class ReadyBundle:
         best = scores.sort(descending=True, stable=True).indices[: request.k]
         _require_finite(scores[best], pending.user)
         ranked = positions[best].numpy()
-        request_indices = pending.selection.given
+        request_indices = pending.selection.indices
         if request_indices is None or request.candidates is None:
             items = self._ids(ranked)
         else:  # use the request's own ids, because an unknown item has no position
@@ -251,8 +250,8 @@ def _first_stage(bundle: Bundle, stage: Stage) -> Index:
 
 
 def guarded(
-    function: Callable[Parameters, Result], *arguments: Parameters.args, **options: Parameters.kwargs
-) -> Result | RequestError | UnavailableError:
+    function: Callable[Parameters, _Result], *arguments: Parameters.args, **options: Parameters.kwargs
+) -> _Result | RequestError | UnavailableError:
     """Calls ``function``; returns its result or the request's own error. A truncated store counts as unavailable."""
     try:
         return function(*arguments, **options)

@@ -26,7 +26,7 @@ from torchrec_ext.schema.validation import listed
 if TYPE_CHECKING:
     from torchrec_ext.retrieval.bundle.bundle import Bundle
 
-Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -200,8 +200,8 @@ class UserLookup:
 
 
 def _run(
-    embed: Callable[[Mapping[str, Sequence[Any]]], Result], columns: Mapping[str, Sequence[Any]], where: str
-) -> Result:
+    embed: Callable[[Mapping[str, Sequence[Any]]], _Result], columns: Mapping[str, Sequence[Any]], where: str
+) -> _Result:
     try:
         return embed(columns)
     except (ValueError, OverflowError, TypeError) as error:

@@ -12,7 +12,7 @@ from torchrec_ext.retrieval.server.responses import Refusal, over_limit
 from torchrec_ext.retrieval.server.settings import Limits
 
 Body = Mapping[str, Any]
-RequestT = TypeVar("RequestT", RecommendRequest, ScoreRequest, EmbedRequest)
+_RequestT = TypeVar("_RequestT", RecommendRequest, ScoreRequest, EmbedRequest)
 Readers = Mapping[str, Callable[[str, Any, Limits], Any]]
 _INT64 = 2**63
 MAX_LIKED = 100
@@ -55,7 +55,7 @@ def embed_request(body: Body, limits: Limits) -> EmbedRequest:
     return _build(EmbedRequest, body, _EMBED, limits)
 
 
-def _build(kind: Callable[..., RequestT], body: Body, readers: Readers, limits: Limits) -> RequestT:
+def _build(kind: Callable[..., _RequestT], body: Body, readers: Readers, limits: Limits) -> _RequestT:
     _check_fields(body, readers)
     values = {name: readers[name](name, value, limits) for name, value in body.items()}
     for name in _REQUIRED[kind]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from torchrec_ext.retrieval.bundle.manifest import NAME as MANIFEST
+from torchrec_ext.retrieval.bundle.manifest import BUNDLE_MANIFEST
 from torchrec_ext.retrieval.server.settings import ServerConfig
 
 if TYPE_CHECKING:
@@ -265,7 +265,7 @@ def bundle_folder(pointer: Path) -> Path:
         )
     of_a_run = target / _OF_A_RUN
     # Resolved, so that a link that moves later does not change the open bundle's folder.
-    if not (target / MANIFEST).exists() and (of_a_run / MANIFEST).is_file():
+    if not (target / BUNDLE_MANIFEST).exists() and (of_a_run / BUNDLE_MANIFEST).is_file():
         return of_a_run.resolve()
     return target.resolve()
 

@@ -24,7 +24,7 @@ from torchrec_ext.sealed import (
 )
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+_FORMAT = 1
 _POINTER = "CURRENT"
 _NAME = re.compile(r"v(\d{8})")
 _TRIES = 20  # attempts to open a version while a writer replaces and removes it
@@ -75,8 +75,8 @@ def read_store_manifest(folder: Path) -> dict[str, Any]:
         ) from None
     except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise StoreError(f"'{path}' is damaged ({error}); write the store again") from None
-    if form > FORMAT:
-        raise StoreError(f"'{path}' is of format {form}, this version reads up to {FORMAT}: update torchrec-ext")
+    if form > _FORMAT:
+        raise StoreError(f"'{path}' is of format {form}, this version reads up to {_FORMAT}: update torchrec-ext")
     if sha != json_digest(content):
         raise StoreError(f"'{path}' is damaged: its content does not fit its digest; write the store again")
     return {**content, "digest": sha}
@@ -145,7 +145,7 @@ def publish_version(path: Path, content: dict[str, Any], digests: dict[str, str]
         sync_to_disk(file)
     # The order survives a crash at any point: first the files, then the manifest, then the folder's final name, and
     # last the pointer, so that it never names an incomplete version.
-    write_whole(path / MANIFEST, sealed_json({"format": FORMAT, **content, "files": files}, "digest"))
+    write_whole(path / MANIFEST, sealed_json({"format": _FORMAT, **content, "files": files}, "digest"))
     final = path.with_suffix("")
     path.rename(final)
     write_whole(path.parent / _POINTER, f"{final.name}\n".encode())

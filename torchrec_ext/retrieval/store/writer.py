@@ -147,13 +147,13 @@ class RowWriter:
             stream.close()
 
 
-Rows = TypeVar("Rows")
+_Rows = TypeVar("_Rows")
 _ROWS = 65_536  # rows copied at a time when joining shares
 
 
 def embed(
-    tower: Callable[[Rows], Tensor],
-    blocks: Iterable[tuple[Ids, Rows]],
+    tower: Callable[[_Rows], Tensor],
+    blocks: Iterable[tuple[Ids, _Rows]],
     folder: Path | str,
     *,
     digest: str = "",
@@ -207,7 +207,7 @@ def embed(
     return EmbeddingStore.open(folder)
 
 
-def _embed_blocks(tower: Callable[[Rows], Tensor], blocks: Iterable[tuple[Ids, Rows]]) -> Iterator[Block]:
+def _embed_blocks(tower: Callable[[_Rows], Tensor], blocks: Iterable[tuple[Ids, _Rows]]) -> Iterator[Block]:
     for ids, rows in blocks:
         with torch.inference_mode():
             yield ids, tower(rows)
