@@ -192,12 +192,11 @@ def _bars(spans: Sequence[Bar], end: float, colours: Mapping[str, str]) -> str:
     return elements
 
 
-def gains(rows: Sequence[tuple[str, tuple[float, float] | None]], caption: str = "") -> str:
+def gains(rows: Sequence[tuple[str, tuple[float, float] | None]]) -> str:
     """Draws expected speed-ups as bars on one logarithmic scale, with a mark at "as fast as now".
 
     Args:
         rows: name and expected interval, or None for an unknown one.
-        caption: what the picture shows, as plain text.
     """
     values = [value for _, gain in rows for value in gain or () if value and math.isfinite(value)]
     # The scale always includes "as fast as now" with some room, so that small gains do not look large.
@@ -215,7 +214,7 @@ def gains(rows: Sequence[tuple[str, tuple[float, float] | None]], caption: str =
             bars = _bar("outer", percent(gain[0]), percent(gain[1]), colours["expected"]) + bars
             text = f"{_short_number(gain[0])} to {_short_number(gain[1])}x"
         elements += _row(name, bars, text, text)
-    return _figure(elements, colours, caption)
+    return _figure(elements, colours, "")
 
 
 def _bar(kind: str, start: float, end: float, colour: str, title: str = "") -> str:

@@ -11,7 +11,7 @@ import inspect
 import operator
 import re
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -168,10 +168,8 @@ def _inputs(model: nn.Module, queries: pa.Table, catalogue: pa.Table) -> tuple[s
     both = sorted(set(queries.column_names) & set(catalogue.column_names))
     if both:
         raise BundleError(f"columns {both}: are columns of queries and of the catalogue; rename them in one")
-    tables = [(queries, False), (catalogue, True)]
-    names: dict[str, tuple[pa.Table, bool]] = {}
-    for table, candidate in tables:
-        names |= dict.fromkeys(table.column_names, (table, candidate))
+    names: dict[str, tuple[pa.Table, bool]] = dict.fromkeys(queries.column_names, (queries, False))
+    names |= dict.fromkeys(catalogue.column_names, (catalogue, True))
     parameters = [each for each in inspect.signature(model.forward).parameters.values() if each.name != "self"]
     required_names = []
     for each in parameters:
@@ -321,13 +319,7 @@ class _Split:
 
     def _pairwise_nodes(self, node: Node) -> list[Node]:
         """Returns the nodes of both sides that lead to ``node``, in the order of the graph."""
-        queue, pairwise = [node], set()
-        while queue:
-            each = queue.pop()
-            if each not in pairwise and self._side(each) == 2:
-                pairwise.add(each)
-                queue.extend(each.all_input_nodes)
-        return [each for each in node.graph.nodes if each in pairwise]
+        return _reachable([node], lambda each: self._side(each) == 2)
 
     def _check_result(self, result: Any) -> None:
         value = self.result.meta.get("val") if isinstance(self.result, Node) else None
@@ -551,13 +543,18 @@ def _width(node: Node) -> int:
 
 def _closure(results: Sequence[Node], leaves: Collection[Node]) -> list[Node]:
     """Returns the nodes that compute ``results`` from ``leaves``, in the order of the graph."""
-    queue, inner = list(results), set()
+    return _reachable(results, lambda node: node not in leaves and not _is_batch(node))
+
+
+def _reachable(results: Sequence[Node], enters: Callable[[Node], bool]) -> list[Node]:
+    """Returns the nodes behind ``results``, through nodes that ``enters`` admits, in the order of the graph."""
+    queue, nodes = list(results), set()
     while queue:
         node = queue.pop()
-        if node not in inner and node not in leaves and not _is_batch(node):
-            inner.add(node)
+        if node not in nodes and enters(node):
+            nodes.add(node)
             queue.extend(node.all_input_nodes)
-    return [node for node in results[0].graph.nodes if node in inner] if results else []
+    return [node for node in results[0].graph.nodes if node in nodes] if results else []
 
 
 class _ProgramWriter:

@@ -1,4 +1,4 @@
-"""Towers, dense layers and the top NN as ONNX files, each checked against its module.
+"""Towers and the top NN as modules that ONNX can hold, and functions to write and open the files.
 
 PaddedTower is a tower with its tables over padded columns: ONNX has no operators for jagged ones.
 """
@@ -33,56 +33,16 @@ class ExportError(ValueError):
     """A network cannot be exported, or its ONNX file gives other outputs."""
 
 
-def export_onnx(
-    module: nn.Module, examples: Mapping[str, Tensor], path: Path | str, *, tolerance: float = 1e-5
-) -> float:
-    """Writes a network of dense layers as ONNX, for any number of rows, and compares the outputs of both.
-
-    Tables are left out: a tower is exported as its ``mlp``, over looked-up rows and dense columns side by side.
+def pairs_module(projection: Projection, query_widths: Sequence[int]) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Returns the layers for pairs, from ``query`` (Hq,) and ``candidates`` (N, width) to (N,), and example inputs.
 
     Args:
-        module: network in evaluation mode.
-        examples: inputs by name, in order, each (N, D) with 2 rows or more; inputs of one dimension keep their length.
-        path: path of the file.
-        tolerance: greatest allowed difference, absolute or relative.
-
-    Returns:
-        The greatest absolute difference, over these rows and one more.
-
-    Raises:
-        ExportError: ONNX lacks a layer, or the outputs differ by more.
-        ValueError: a package is missing, or the network is in training mode.
+        projection: projection of the interaction. Without one, the query is the towers' outputs side by side.
+        query_widths: D of each query tower.
     """
-    rows = torch.export.Dim("rows", min=2)
-    dynamic = tuple({0: rows} if value.dim() > 1 else None for value in examples.values())
-    write_onnx(module, examples, dynamic, path)
-    run = open_onnx(path)
-    longer_examples = {
-        name: torch.cat([value, value[:1]]) if value.dim() > 1 else value for name, value in examples.items()
-    }
-    return max(_difference(module, run, inputs, path, tolerance) for inputs in (examples, longer_examples))
-
-
-def export_top(projection: Projection, path: Path | str, *, query_widths: Sequence[int] | None = None) -> float:
-    """Writes the layers for pairs as ONNX: ``query`` (Hq,) and ``candidates`` (N, width) to ``output`` (N,).
-
-    Args:
-        projection: projection of the interaction.
-        path: path of the file.
-        query_widths: D of each query tower. Needed without a projection: the query is then their outputs.
-
-    Raises:
-        ExportError: see :func:`export_onnx`; or ``query_widths`` is missing.
-    """
-    if projection.query_width is None and query_widths is None:
-        raise ExportError(
-            f"{type(projection.interaction).__name__} is not projected; give query_widths, or export it as it is with "
-            "export_onnx"
-        )
-    width = projection.query_width or sum(query_widths or ())
-    inputs = {"query": torch.randn(width), "candidates": torch.randn(4, projection.width)}
-    score = _Score(projection) if projection.query_width else _Pairs(projection, query_widths or ())
-    return export_onnx(score.eval(), inputs, path)
+    width = projection.query_width or sum(query_widths)
+    score = _Score(projection) if projection.query_width else _Pairs(projection, query_widths)
+    return score.eval(), {"query": torch.randn(width), "candidates": torch.randn(4, projection.width)}
 
 
 class _Score(nn.Module):
@@ -117,7 +77,8 @@ def write_onnx(
     Args:
         module: network in evaluation mode.
         examples: inputs by name, in order.
-        dynamic: ``dynamic_shapes`` of :func:`torch.export.export`.
+        dynamic: ``dynamic_shapes`` of :func:`torch.export.export`; None for any number of rows (N, D), 2 or more in
+            the example, and a fixed length of inputs of one dimension.
         path: path of the file.
         external: write the weights to ``PATH.data``, because an ONNX file holds at most 2 GB.
 
@@ -126,6 +87,9 @@ def write_onnx(
         ValueError: a package is missing, or the network is in training mode.
     """
     require_onnx()
+    if dynamic is None:
+        rows = torch.export.Dim("rows", min=2)
+        dynamic = tuple({0: rows} if value.dim() > 1 else None for value in examples.values())
     if module.training:
         raise ValueError("module: is in training mode, in which dropout and batch statistics act; call module.eval()")
     try:
@@ -184,21 +148,6 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(before)
-
-
-def _difference(
-    module: nn.Module,
-    run: Callable[..., NDArray[Any]],
-    inputs: Mapping[str, Tensor],
-    path: Path | str,
-    tolerance: float,
-) -> float:
-    with torch.inference_mode():
-        expected = module(*inputs.values()).numpy()
-    outputs = run({name: value.numpy() for name, value in inputs.items()})
-    if outputs.shape != expected.shape or not np.allclose(outputs, expected, rtol=tolerance, atol=tolerance):
-        raise ExportError(f"'{path}': ONNX Runtime answers {outputs.ravel()[:3]}, the network {expected.ravel()[:3]}")
-    return float(np.abs(outputs - expected).max())
 
 
 def require_onnx() -> None:

@@ -28,9 +28,8 @@ from torchrec_ext.retrieval.onnx.layers import (
     ExportError,
     PaddedTower,
     example_of,
-    export_onnx,
-    export_top,
     open_onnx,
+    pairs_module,
     require_onnx,
     shapes_of,
     write_onnx,
@@ -326,10 +325,13 @@ def _write_top(bundle: Bundle, folder: Path) -> dict[str, Any]:
     towers: Any = bundle.encoders[0].model.towers.values()
     widths = [int(tower.out_features) for tower in towers]
     candidate = bundle.encoders[1].width
-    rows = {"query": {"towers": torch.randn(4, width)}, "candidates": {"tower": torch.randn(4, candidate)}}
-    for method, example in rows.items():
-        _name_errors(TOP, partial(export_onnx, _Half(projection, method), example, folder / f"{method}.onnx"))
-    _name_errors(TOP, partial(export_top, projection, folder / "top.onnx", query_widths=widths))
+    parts = {
+        "query": (_Half(projection, "query"), {"towers": torch.randn(4, width)}),
+        "candidates": (_Half(projection, "candidates"), {"tower": torch.randn(4, candidate)}),
+        TOP: pairs_module(projection, widths),
+    }
+    for name, (module, example) in parts.items():
+        _name_errors(TOP, partial(write_onnx, module, example, None, folder / f"{name}.onnx"))
     ids = _write_rows(bundle.projected, folder)
     stored = bundle.projected
     query = projection.query_width or width

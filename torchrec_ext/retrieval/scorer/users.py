@@ -65,8 +65,8 @@ class UserLookup:
         Raises:
             RequestError: the message names the row and the column.
         """
-        user_rows = [self._row(row, f"rows[{index}]") for index, row in enumerate(rows)]
         where = [f"rows[{index}]" for index in range(len(rows))]
+        user_rows = list(map(self._row, rows, where))
         columns = self._columns(rows, user_rows, where)
         vectors, unknown = _run(self._bundle.embed_with_unknown, columns, "rows")
         return _require_finite(vectors, "rows"), _unknown_columns(unknown, len(rows))
@@ -77,9 +77,7 @@ class UserLookup:
         for index, row in enumerate(rows):
             _check_finite(row, f"rows[{index}]")
             _check_missing(column_types, [name for name in column_types if name not in row], f"rows[{index}]")
-        columns: dict[str, list[Any]] = {}
-        for name in column_types:
-            columns[name] = [row[name] for row in rows]
+        columns = {name: [row[name] for row in rows] for name in column_types}
         return _require_finite(_run(self._bundle.embed_candidates, columns, "rows"), "rows"), [[] for _ in rows]
 
     def _rows(

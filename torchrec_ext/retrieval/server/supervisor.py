@@ -151,10 +151,14 @@ class Supervisor:
         except (EOFError, OSError):
             worker.process.join(1.0)
 
+    def _alive(self) -> list[int]:
+        """Returns the sentinels of the living workers' processes, to wait for."""
+        return [worker.process.sentinel for worker in self._workers if worker.process.is_alive()]
+
     def _keep_alive(self) -> None:
         """Replaces ended workers until a signal: at once after a long life, otherwise after growing pauses."""
         while not self._should_end():
-            alive = [worker.process.sentinel for worker in self._workers if worker.process.is_alive()]
+            alive = self._alive()
             if alive:
                 wait(alive, timeout=_TICK_S)
             else:
@@ -216,9 +220,9 @@ class Supervisor:
         start = time.monotonic()
         # 10 s more than the workers' own limit, so that only a worker beyond it is killed.
         end = start + self._settings.linger_s + self._settings.drain_limit_s + 10
-        while any(worker.process.is_alive() for worker in self._workers):
+        while alive := self._alive():
             if time.monotonic() > end or len(self._signals) > signal_count:
-                self._log("killed", workers=sum(worker.process.is_alive() for worker in self._workers))
+                self._log("killed", workers=len(alive))
                 return 1
             for worker in self._workers:
                 self._hear(worker, 0.0)
@@ -226,7 +230,7 @@ class Supervisor:
                 # It is not ready, so no request is lost.
                 if not worker.digest and time.monotonic() > start + _STARTING_S:
                     worker.process.kill()
-            wait([worker.process.sentinel for worker in self._workers if worker.process.is_alive()], timeout=_TICK_S)
+            wait(alive, timeout=_TICK_S)
         statuses = [
             worker.process.exitcode for worker in self._workers if worker.digest and worker.restart_time is None
         ]
