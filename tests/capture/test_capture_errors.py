@@ -14,6 +14,7 @@ from tests.capture.test_captured import Few
 from tests.contracts import gather_state, run_ranks
 from tests.examples import META, small_model
 from torchrec_ext.batch import TowerBatch
+from torchrec_ext.capture import policy
 from torchrec_ext.capture.captured import StepExecutor, as_it_is, traced
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
@@ -65,7 +66,7 @@ def end_of(
     runtime: Runtime, model: nn.Module, engine: StepExecutor, compile_: str, sizes: list[int] = SIZES
 ) -> tuple[str, Any, str]:
     """The error that ended a run, if any, the weights, and what was said."""
-    steps.PAYS_S, steps.WATCHED, steps.PATIENCE = {"cpu": 0.0}, 2, 0
+    policy.PAYS_S, policy.WATCHED, policy.PATIENCE = {"cpu": 0.0}, 2, 0
     steps.engine_for = lambda _: (engine, "capturing")
     parallel, optimizer = hybrid_parallel(model, runtime, optimizer=OptimizerConfig(tables="adam", tables_lr=0.01))
     said, error = io.StringIO(), ""

@@ -19,6 +19,7 @@ from tests.contracts import gather_state, run_ranks
 from tests.distributed.test_streams import Cuda
 from tests.examples import ITEMS, META, USERS, batches, redrawn, small_model, table
 from torchrec_ext.batch import DrawnStep, TowerBatch
+from torchrec_ext.capture import policy
 from torchrec_ext.capture.captured import (
     MOST_GRAPHS,
     CapturedStep,
@@ -324,7 +325,7 @@ class Few:
 def refused(runtime: Runtime) -> list[str]:
     """What is said of models that cannot be captured: by "auto" in a note, by "require" in an error."""
     found = []
-    steps.PAYS_S = {"cpu": 0.0}
+    policy.PAYS_S = {"cpu": 0.0}
     for made in (branching, Listed):
         for compile_ in ("auto", "require"):
             model, optimizer = hybrid_parallel(made(), runtime)
@@ -358,7 +359,7 @@ def test_what_cannot_be_captured_is_named_and_trained_without_unless_it_is_requi
 def shapes(runtime: Runtime) -> tuple[dict[str, int], str, Any]:
     sizes = [24, 24, 24, 8, 12, 24, 16]
     states, counts = [], {}
-    steps.PAYS_S, steps.WATCHED, steps.PATIENCE = {"cpu": 0.0}, 2, 1
+    policy.PAYS_S, policy.WATCHED, policy.PATIENCE = {"cpu": 0.0}, 2, 1
     for compile_ in ("off", "require", "auto"):
         model, optimizer = hybrid_parallel(
             small_model(META), runtime, optimizer=OptimizerConfig(tables="adam", tables_lr=0.01)

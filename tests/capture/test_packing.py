@@ -13,6 +13,7 @@ from tests.capture.test_captured import Few, farthest
 from tests.contracts import gather_state, run_ranks
 from tests.examples import ITEMS, META, USERS, small_model
 from torchrec_ext.batch import TowerBatch
+from torchrec_ext.capture import policy
 from torchrec_ext.capture.captured import MOST_GRAPHS, as_it_is
 from torchrec_ext.capture.lowering import CannotCaptureError, Packer
 from torchrec_ext.distributed.optim.config import OptimizerConfig
@@ -68,7 +69,7 @@ def test_lists_that_grow_a_hundredfold_make_few_layouts_and_never_an_earlier_one
 
 def runs(runtime: Runtime) -> tuple[list[Any], int, list[str]]:
     """Weights of an eager run and of two captured ones, how often the latter captured, and what they said."""
-    steps.PAYS_S, steps.WATCHED = {"cpu": 0.0}, 2
+    policy.PAYS_S, policy.WATCHED = {"cpu": 0.0}, 2
     states, said, captures = [], [], 0
 
     def counting(step: Any, memory: Any, inputs: Any) -> Any:
@@ -98,7 +99,7 @@ def test_a_run_whose_lists_grow_is_captured_throughout_and_ends_where_the_eager_
 
 
 def too_many(runtime: Runtime) -> str:
-    steps.PAYS_S, steps.WATCHED, steps.engine_for = {"cpu": 0.0}, 2, lambda _: (as_it_is, "capturing")
+    policy.PAYS_S, policy.WATCHED, steps.engine_for = {"cpu": 0.0}, 2, lambda _: (as_it_is, "capturing")
     model, optimizer = hybrid_parallel(small_model(META), runtime)
     with pytest.raises(CannotCaptureError) as error:
         train(model, optimizer, Few([24, 24, 24, 8, 12, 16, 20]), runtime, TrainConfig(epochs=1, compile="require"))  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.networks.members import PLAIN, batch, greatest_difference, network
 from torchrec_ext.batch import TowerBatch
+from torchrec_ext.capture import policy
 from torchrec_ext.capture.captured import StepExecutor, as_it_is, inductor
 from torchrec_ext.capture.lowering import CannotCaptureError
 from torchrec_ext.capture.policy import Compile
@@ -226,13 +227,13 @@ def test_auto_compiles_where_the_rest_of_the_run_pays_for_it_and_it_is_faster(mo
     few = Run("auto", 5)
     few.train(5)
     assert few.lines == ["stack: eager: 5 steps are too few to look at"]
-    monkeypatch.setattr(compiled_module, "PAYS_S", {"cpu": 0.0})
-    monkeypatch.setattr(compiled_module, "median_step", lambda seconds: float(len(seconds) < 13))
+    monkeypatch.setattr(policy, "PAYS_S", {"cpu": 0.0})
+    monkeypatch.setattr(policy, "median_step", lambda seconds: float(len(seconds) < 13))
     faster = Run("auto", 60)
     faster.train(60, {20, 30})
     assert faster.lines[1].startswith("stack: compiled since step 13: 0 ms a step, eager 1e+03 ms")
     assert faster.compiled() == 1, "a shape that came twice goes kernel by kernel"
-    monkeypatch.setattr(compiled_module, "median_step", lambda seconds: float(len(seconds) > 12))
+    monkeypatch.setattr(policy, "median_step", lambda seconds: float(len(seconds) > 12))
     slower = Run("auto", 60)
     slower.train(60)
     assert slower.lines[1] == "stack: eager: a compiled step takes 1e+03 ms; 0 ms a step"
@@ -254,7 +255,7 @@ def test_one_compiles_where_it_pays_and_says_why_it_cannot(monkeypatch: pytest.M
         raise CannotCaptureError("there is no C++ compiler")
 
     monkeypatch.setattr(compiled_module, "engine_for", no_engine)
-    monkeypatch.setattr(compiled_module, "PAYS_S", {"cpu": 0.0})
+    monkeypatch.setattr(policy, "PAYS_S", {"cpu": 0.0})
     run = Run("auto", 30)
     run.train(20)
     assert len(run.lines) == 1

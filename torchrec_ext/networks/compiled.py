@@ -17,7 +17,7 @@ from torch import Tensor
 from torchrec_ext.capture.captured import MOST_GRAPHS, Run, StepExecutor, engine_for
 from torchrec_ext.capture.lowering import CannotCaptureError
 from torchrec_ext.capture.memory import state_tensors
-from torchrec_ext.capture.policy import PATIENCE, PAYS_S, WATCHED, Compile, median_step, two_digits
+from torchrec_ext.capture.policy import WATCHED, CapturePolicy, Compile
 from torchrec_ext.capture.update_rules import UPDATES, stepped
 from torchrec_ext.distributed.optim.config import Choice
 from torchrec_ext.networks.graph import Inputs, trace, weighted_rows
@@ -306,9 +306,9 @@ class StackSteps:
     """Trains a stack on one set of batches after the other, kernel by kernel or compiled.
 
     ``compile="auto"``: the first steps go kernel by kernel; if the rest of the run would take longer than
-    :data:`PAYS_S` the step is compiled, and stays so if that is faster. ``require``: all steps after the first are
-    compiled. Under ``auto`` a rare shape of batch, such as that of an epoch's last one, goes kernel by kernel until it
-    has come :data:`PATIENCE` times.
+    :data:`~torchrec_ext.capture.policy.PAYS_S` the step is compiled, and stays so if that is faster. ``require``: all
+    steps after the first are compiled. Under ``auto`` a rare shape of batch, such as that of an epoch's last one, goes
+    kernel by kernel until it has come :data:`~torchrec_ext.capture.policy.PATIENCE` times.
 
     Args:
         stack: networks that are trained.
@@ -331,16 +331,12 @@ class StackSteps:
     ) -> None:
         self._stack = stack
         self._optimizer = optimizer
-        self._compile = compile
+        self._policy = CapturePolicy(compile, say)
+        self._policy.is_reported = compile == "off"  # there is nothing to report
         self._say = say
         self._step_count = done
         self._total = total
-        self._since = 0
         self._step: CompiledStep | None = None
-        self._decided = compile == "off"
-        self._compared = compile == "off"
-        self._eager_s: list[float] = []
-        self._compiled_s: list[float] = []
         self._shape_counts: Counter[object] = Counter()
 
     def __call__(self, batches: StepBatches, *, peers: Tensor | None = None, weight: float = 1.0) -> Losses:
@@ -354,7 +350,8 @@ class StackSteps:
         Raises:
             StackError: ``compile=require``, and the step cannot be compiled; nothing was written.
         """
-        if not self._decided and self._compile == "auto" and len(self._eager_s) == WATCHED:
+        policy = self._policy
+        if not policy.is_decided and policy.compile == "auto" and len(policy.eager_seconds) == WATCHED:
             self._decide()
         start = time.perf_counter()
         losses = self._compiled(batches, peers, weight)
@@ -362,55 +359,53 @@ class StackSteps:
             losses = self._stack.backward(batches, peers=peers, weight=weight)
             # Both halves of the step are timed, without a compilation between them.
             seconds = time.perf_counter() - start
-            if self._compile == "require" and not self._decided:
+            if policy.compile == "require" and not policy.is_decided:
                 self._begin(batches, peers, weight)
             if losses.finite():
                 start = time.perf_counter()
                 self._optimizer.step()
                 self._step_count += 1
-            if not self._compared and not self._compiled_s:
-                self._eager_s.append(seconds + time.perf_counter() - start)
+            if not policy.is_reported and not policy.captured_seconds:
+                policy.eager_seconds.append(seconds + time.perf_counter() - start)
         elif losses.finite():
             self._step_count += 1
-            if not self._compared:
-                self._compiled_s.append(time.perf_counter() - start)
+            if not policy.is_reported:
+                policy.captured_seconds.append(time.perf_counter() - start)
                 self._compare()
         return losses
 
     def finish(self) -> None:
         """Reports after the last step how steps ran, if there were too few to report it before."""
-        if self._compared:
+        policy = self._policy
+        if policy.is_reported:
             return
-        self._decided = self._compared = True
+        policy.is_decided = policy.is_reported = True
         if self._step is not None:
-            self._say(
-                f"stack: compiled since step {self._since:,}; {len(self._compiled_s):,} steps are too few to time"
-            )
-        elif self._eager_s:
-            self._say(f"stack: eager: {len(self._eager_s):,} steps are too few to look at")
+            count = len(policy.captured_seconds)
+            self._say(f"stack: compiled since step {policy.since:,}; {count:,} steps are too few to time")
+        elif policy.eager_seconds:
+            self._say(f"stack: eager: {len(policy.eager_seconds):,} steps are too few to look at")
 
     def _decide(self) -> None:
-        self._decided = True
-        seconds = median_step(self._eager_s)
-        remaining = self._total - self._step_count
-        pays = PAYS_S[self._stack.flat.device.type]
-        if remaining * seconds < pays:
-            self._stay_eager(f"compiling pays from {two_digits(pays / seconds):,} steps on, and {remaining:,} are left")
+        self._policy.is_decided = True
+        remaining_steps = self._total - self._step_count
+        if too_few := self._policy.too_few_left(remaining_steps, self._stack.flat.device.type):
+            self._stay_eager(f"compiling {too_few}")
             return
         try:
             self._step = self._new_step()
-            self._since = self._step_count + 1
+            self._policy.since = self._step_count + 1
         except (StackError, CannotCaptureError) as error:
             self._stay_eager(str(error))
 
     def _begin(self, batches: StepBatches, peers: Tensor | None, weight: float) -> None:
         """Compiles before the first step has written anything: a refusal leaves the members as they were."""
-        self._decided = True
+        self._policy.is_decided = True
         try:
             if not self._optimizer.begun:
                 self._optimizer.begin()
             self._step = self._new_step()
-            self._since = self._step_count + 2  # the present step goes kernel by kernel, and is not counted yet
+            self._policy.since = self._step_count + 2  # the present step goes kernel by kernel, and is not counted yet
             self._step.compile(self._step.read(batches, peers), batches, peers, weight)
         except (StackError, CannotCaptureError) as error:
             raise StackError(f"train.compile=require: the step of the stack cannot be compiled: {error}") from None
@@ -431,7 +426,7 @@ class StackSteps:
                 return None
             return self._step.run(shape, batches, peers, weight)
         except (StackError, CannotCaptureError) as error:
-            if self._compile == "require":
+            if self._policy.compile == "require":
                 raise StackError(f"train.compile=require: the step of the stack cannot be compiled: {error}") from None
             self._step = None
             self._stay_eager(str(error))
@@ -440,25 +435,28 @@ class StackSteps:
     def _waits(self, shape: tuple[object, ...]) -> bool:
         """Whether a shape is too rare for a compilation of its own."""
         compiled_shapes: Collection[object] = self._step.shapes if self._step is not None else ()
-        if self._compile == "require" or not compiled_shapes or shape in compiled_shapes:
+        patience = self._policy.patience
+        if not patience or not compiled_shapes or shape in compiled_shapes:
             return False
         self._shape_counts[shape] += 1
-        return self._shape_counts[shape] <= PATIENCE or len(compiled_shapes) >= MOST_GRAPHS
+        return self._shape_counts[shape] <= patience or len(compiled_shapes) >= MOST_GRAPHS
 
     def _compare(self) -> None:
         """After enough compiled steps reports their time, and returns to eager ones if these are faster."""
-        if len(self._compiled_s) <= WATCHED:  # one more: the first is that of the compilation
+        policy = self._policy
+        if not policy.can_compare:
             return
-        self._compared = True
-        compiled = median_step(self._compiled_s) * 1e3
-        eager = median_step(self._eager_s) * 1e3
-        if compiled > eager and self._compile == "auto":
+        if policy.is_slower:
             self._step = None
-            self._stay_eager(f"a compiled step takes {compiled:.3g} ms")
+            self._stay_eager(f"a compiled step takes {1e3 * policy.captured_s:.3g} ms")
             return
-        before = f", eager {eager:.3g} ms" if len(self._eager_s) >= WATCHED else ""
-        self._say(f"stack: compiled since step {self._since:,}: {compiled:.3g} ms a step{before}")
+        policy.is_reported = True
+        before = ""
+        if len(policy.eager_seconds) >= WATCHED:
+            before = f", eager {1e3 * policy.eager_s:.3g} ms"
+        self._say(f"stack: compiled {policy.describe_captured()}{before}")
 
     def _stay_eager(self, why: str) -> None:
-        self._compared = True
-        self._say(f"stack: eager: {why}; {median_step(self._eager_s) * 1e3:.3g} ms a step")
+        self._policy.reason = why
+        self._policy.is_reported = True
+        self._say(f"stack: {self._policy.describe_eager()}")

@@ -8,6 +8,7 @@ from typing import Any
 from tests.capture.test_captured import Few
 from tests.contracts import run_ranks
 from tests.examples import META, small_model
+from torchrec_ext.capture import policy
 from torchrec_ext.capture.captured import as_it_is
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
@@ -24,7 +25,7 @@ def records(
     runtime: Runtime, *, pays: float = 60.0, count: int = 40, sync: SyncConfig | None = None, **options: Any
 ) -> list[Any]:
     """The records of kind ``steps``."""
-    steps.PAYS_S, steps.engine_for = {"cpu": pays}, lambda _: (as_it_is, "capturing")
+    policy.PAYS_S, steps.engine_for = {"cpu": pays}, lambda _: (as_it_is, "capturing")
     model = small_model(META)
     plan = plan_sharding(model, runtime, PlanConfig(sharding="data_parallel"))
     parallel, optimizer = hybrid_parallel(model, runtime, plan=plan)

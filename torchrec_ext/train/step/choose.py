@@ -24,7 +24,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec_ext.batch import DrawnStep, TowerBatch
 from torchrec_ext.capture.captured import CapturedStep, RareShapeError, ShardedSource, StepExecutor, engine_for
 from torchrec_ext.capture.lowering import CannotCaptureError
-from torchrec_ext.capture.policy import PATIENCE, PAYS_S, WATCHED, Compile, median_step, two_digits
+from torchrec_ext.capture.policy import WATCHED, CapturePolicy, Compile
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import EveryStep
@@ -152,9 +152,9 @@ class Steps:
     """Trains on one batch after the other, by eager or captured steps.
 
     On one rank and a CPU, with replicated tables, eager steps are :class:`PlainStep`'s, else the pipeline's. With
-    ``compile="auto"`` the first steps are eager. If the rest of the run would take longer than :data:`PAYS_S` and the
-    step can be captured, the rest is captured. A rank trains captured steps only if no other waits for it: on one rank,
-    or between the exchanges of local SGD.
+    ``compile="auto"`` the first steps are eager. If the rest of the run would take longer than
+    :data:`~torchrec_ext.capture.policy.PAYS_S` and the step can be captured, the rest is captured. A rank trains
+    captured steps only if no other waits for it: on one rank, or between the exchanges of local SGD.
 
     Args:
         model: model from :func:`hybrid_parallel`.
@@ -187,23 +187,18 @@ class Steps:
         self._forward = forward
         self._ranks = ranks
         self._remaining_steps = config.total
-        self._compile = config.compile
+        self._policy = CapturePolicy(config.compile, self._say)
+        if config.piped:
+            self._policy.reason = _PIPELINE_ONLY
+        elif config.compile == "off":
+            self._policy.reason = "train.compile=off"
         self._context = config.context
         self._scaling = config.scaling
         self._step: CapturedStep | None = None
-        self._undecided = self._compile != "off"
-        self._seconds: list[float] = []  # one for each eager step
-        self._captured_seconds: list[float] = []
-        self._reported = False
-        self._captured_since = 0
-        self._reason = (
-            _PIPELINE_ONLY if config.piped else f"train.compile={self._compile}" if self._compile == "off" else ""
-        )
-        self._notes: set[str] = set()
         self._threads = config.threads if runtime.device.type == "cpu" else "given"
         self._plain = None if config.piped else self._plain_step()
         ranks.checks.append(self.settle)
-        if self._compile == "require":  # fails here, before the first step, if this machine cannot capture at all
+        if config.compile == "require":  # fails here, before the first step, if this machine cannot capture at all
             self._attempt(self._engine)
 
     def outputs(self, loader: Iterable[Step], watch: Callable[[Iterable[Step]], Iterator[Step]]) -> Iterator[Any]:
@@ -213,28 +208,30 @@ class Steps:
             loader: batches; its ``steps()`` if it has such a method and steps may be captured.
             watch: passes the batches on and checks their number.
         """
-        items = watch(
-            _DrawnSteps(loader) if self._compile != "off" and callable(getattr(loader, "steps", None)) else loader
-        )
+        policy = self._policy
+        if policy.compile != "off" and callable(getattr(loader, "steps", None)):
+            loader = _DrawnSteps(loader)
+        items = watch(loader)
         if self._threads == "auto":
             self._threads = "given"
             yield from with_best_threads(items, self._eager, self._runtime, self._say)
-        while self._undecided:
-            timed_before = len(self._seconds)
-            yield from self._timed(self._eager(islice(items, self._steps_to_time() - timed_before)), self._seconds)
-            if len(self._seconds) < self._steps_to_time():
+        while not policy.is_decided:
+            watched = islice(items, policy.steps_to_watch - len(policy.eager_seconds))
+            yield from self._timed(self._eager(watched), policy.eager_seconds)
+            if len(policy.eager_seconds) < policy.steps_to_watch:
                 return  # the epoch is over
             self._decide()
         if self._step is None:
-            yield from self._timed(self._eager(items), self._seconds)
+            yield from self._timed(self._eager(items), policy.eager_seconds)
         else:
-            yield from self._timed(self._run(self._step, items), self._captured_seconds)
+            yield from self._timed(self._run(self._step, items), policy.captured_seconds)
         self.settle()
 
     def finish(self) -> None:
         """Reports the choice after the last step, if there were too few steps for a report before."""
-        if not self._reported and self._seconds:
-            self._reason = self._reason or f"{len(self._seconds):,} steps are too few to look at"
+        policy = self._policy
+        if not policy.is_reported and policy.eager_seconds:
+            policy.reason = policy.reason or f"{len(policy.eager_seconds):,} steps are too few to look at"
             self._report()
 
     def settle(self) -> None:
@@ -259,10 +256,6 @@ class Steps:
         except CannotCaptureError:
             return None  # the pipeline does the same, only slower
 
-    def _steps_to_time(self) -> int:
-        # With "require" there is nothing to weigh up: eager steps only let the optimizer make its state.
-        return WATCHED if self._compile == "auto" else 2
-
     def _eager(self, items: Iterable[Step]) -> Iterator[Any]:
         batches = (item.batch() if isinstance(item, DrawnStep) else item for item in items)
         if self._plain is not None:
@@ -277,7 +270,8 @@ class Steps:
 
     def _timed(self, outputs: Iterator[Any], seconds: list[float]) -> Iterator[Any]:
         """Passes the outputs on, and times them until the choice is made and reported."""
-        while self._undecided or not self._reported:
+        policy = self._policy
+        while not (policy.is_decided and policy.is_reported):
             start = time.perf_counter()
             no_output = object()
             output: Any = next(outputs, no_output)
@@ -285,66 +279,52 @@ class Steps:
                 return
             seconds.append(time.perf_counter() - start)
             yield output
-            if (
-                not self._undecided and len(seconds) > WATCHED
-            ):  # one more, because the first captured step includes the capture
+            # One more, because the first captured step includes the capture.
+            if policy.is_decided and len(seconds) > WATCHED:
                 self._report()
         yield from outputs
 
     def _report(self) -> None:
         """Reports whether steps are captured and why, with the time of a step."""
-        self._reported = True
-        eager = median_step(self._seconds) * 1e3
+        policy = self._policy
+        policy.is_reported = True
+        eager = policy.eager_s * 1e3
         figures: dict[str, Any] = {"captured": self._step is not None, "eager_ms": eager}
         if self._step is not None:
-            captured = figures["captured_ms"] = median_step(self._captured_seconds) * 1e3
-            is_warming_up = len(self._seconds) < WATCHED  # the first steps are slower
-            comparison = (
-                f"the {len(self._seconds)} eager ones before took {eager:.3g} ms"
-                if is_warming_up
-                else f"eager {eager:.3g} ms"
-            )
-            figures["message"] = f"captured since step {self._captured_since:,}: {captured:.3g} ms a step, {comparison}"
+            figures["captured_ms"] = policy.captured_s * 1e3
+            comparison = f"eager {eager:.3g} ms"
+            if len(policy.eager_seconds) < WATCHED:  # the first steps are slower
+                comparison = f"the {len(policy.eager_seconds)} eager ones before took {eager:.3g} ms"
+            figures["message"] = f"captured {policy.describe_captured()}, {comparison}"
         else:
-            figures["message"] = f"eager: {self._reason}; {eager:.3g} ms a step"
+            figures["message"] = policy.describe_eager()
         self._config.tell(figures)
 
     def _decide(self) -> None:
-        self._undecided = False
-        seconds = median_step(self._seconds)
-        self._remaining_steps -= len(self._seconds)
+        policy = self._policy
+        policy.is_decided = True
+        self._remaining_steps -= len(policy.eager_seconds)
+        too_few = policy.too_few_left(self._remaining_steps, self._runtime.device.type)
         if self._runtime.world_size > 1 and not self._ranks.silent:
-            self._reason = f"{self._runtime.world_size} ranks wait for each other in every step"
-            if self._compile == "require":
-                self._refuse(
-                    CannotCaptureError(
-                        f"{self._reason}; launch one rank (-j 1x1), or set sync.mode=local_sgd and "
-                        "plan.sharding=data_parallel"
-                    )
-                )
-            self._report()
-            return
-        pays = PAYS_S[self._runtime.device.type]
-        if self._compile == "auto" and self._remaining_steps * seconds < pays:
-            self._reason = (
-                f"capturing pays from {two_digits(pays / seconds):,} steps on, and {self._remaining_steps:,} are left"
-            )
-            self._report()
-            return
-        self._step = self._attempt(self._capture)
+            policy.reason = f"{self._runtime.world_size} ranks wait for each other in every step"
+            if policy.compile == "require":
+                remedy = "launch one rank (-j 1x1), or set sync.mode=local_sgd and plan.sharding=data_parallel"
+                self._refuse(CannotCaptureError(f"{policy.reason}; {remedy}"))
+        elif too_few:
+            policy.reason = f"capturing {too_few}"
+        else:
+            self._step = self._attempt(self._capture)
         if self._step is None:
             self._report()
 
     def _capture(self) -> CapturedStep:
         engine, progress = self._engine()
-        # With "require" every step must be captured, also those of rare shapes.
-        patience = PATIENCE if self._compile == "auto" else 0
         step = CapturedStep(
             ShardedSource(self._model, self._optimizer),
             engine,
             autocast=self._context,
             take_time=self._config.take_time,
-            patience=patience,
+            patience=self._policy.patience,
         )
         self._say(f"{progress} ...")
         return step
@@ -377,7 +357,6 @@ class Steps:
                 yield from self._run_eager_instead(step, item, error)
                 if self._step is None or not step.shapes:
                     self._step = None
-                    self._reported = False
                     self._report()
                     yield from self._eager(items)
                     return
@@ -386,7 +365,7 @@ class Steps:
                 self._raise_model_error(item, error)
                 raise
             if step.captures > captures_before:
-                self._captured_since = self._captured_since or self._forward.step + 1
+                self._policy.since = self._policy.since or self._forward.step + 1
                 self._say(f"... {time.perf_counter() - start:.1f} s; {step.describe()}")
             self._forward.look(loss, item, written=True)
             for call in self._optimizer.after_step if isinstance(self._optimizer, HybridOptimizer) else ():
@@ -400,15 +379,14 @@ class Steps:
         """
         step.settle()
         rare = isinstance(error, RareShapeError)
-        if self._compile == "require" and not rare:
+        if self._policy.compile == "require" and not rare:
             self._raise_model_error(item, error)
             self._refuse(error)
         outputs = list(self._eager([item]))
         try:
             step.reload()  # before anything reads the number of steps
-        except (
-            CannotCaptureError
-        ) as mismatch:  # the eager step updated only some parameters, for example because one had no gradient
+        except CannotCaptureError as mismatch:
+            # The eager step updated only some parameters, for example because one had no gradient.
             self._step = None
             error = mismatch
             rare = False
@@ -427,13 +405,10 @@ class Steps:
 
     def _refuse(self, error: CannotCaptureError) -> None:
         """Says once why steps are not captured, or ends the run if they must be."""
-        if self._compile == "require":
+        if self._policy.compile == "require":
             raise CannotCaptureError(f"train.compile=require: the training step cannot be captured: {error}") from None
-        self._reason = str(error)
-        text = f"note: the training step is not captured: {error}; training goes on without"
-        if text not in self._notes:
-            self._say(text)
-        self._notes.add(text)
+        self._policy.reason = str(error)
+        self._policy.note(f"note: the training step is not captured: {error}; training goes on without")
 
     def _say(self, text: str) -> None:
         if self._runtime.is_main:
