@@ -125,12 +125,12 @@ def study(library: str, name: str, args: argparse.Namespace) -> Result:
     import torch
     from zoo_models import CannotBuildError, Size
 
-    import torchrec_ext.adopt.step as adopted
     from torchrec_ext.adopt import CannotAdopt, adopt
+    from torchrec_ext.capture import executors
 
     torch.set_num_threads(1)
     if args.uncompiled:
-        adopted.compile_graph = lambda graph, examples: graph
+        executors.compile_graph = lambda graph, examples: graph
     size = Size(rows=64, length=10) if args.quick else Size()
     try:
         seed_all(0)

@@ -26,6 +26,7 @@ from torch.nn.utils import prune
 
 import torchrec_ext.adopt.step as adopted
 from torchrec_ext.adopt import AdoptedStep, adopt
+from torchrec_ext.capture import executors
 
 USERS, ITEMS, D, B = 300, 200, 4, 8  # rows that are moved row by row
 STEPS, CHANGED = 24, 10
@@ -38,7 +39,7 @@ TEMPERATURE = 1.0
 @pytest.fixture(autouse=True)
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps run as traced, op by op; a capture always pays."""
-    monkeypatch.setattr(adopted, "compile_graph", lambda graph, examples: graph)
+    monkeypatch.setattr(executors, "compile_graph", lambda graph, examples: graph)
     monkeypatch.setattr(adopted, "CAPTURE_S", 0.0)
     monkeypatch.setattr(adopted, "CAPTURE_S_PER_CALL", 0.0)
     monkeypatch.setattr(adopted, "WATCHED", 2)

@@ -17,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import torchrec_ext.adopt.step as adopted
 import torchrec_ext.capture.memory as memories
 from torchrec_ext.adopt import AdoptedStep, adopt
+from torchrec_ext.capture import executors
 
 USERS, ITEMS, D, B = 700, 300, 4, 16
 NEAR = 2e-3
@@ -25,7 +26,7 @@ NEAR = 2e-3
 @pytest.fixture(autouse=True)
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps run as traced, op by op, and none is compared for its own sake."""
-    monkeypatch.setattr(adopted, "compile_graph", lambda graph, examples: graph)
+    monkeypatch.setattr(executors, "compile_graph", lambda graph, examples: graph)
     monkeypatch.setattr(adopted, "_CHECKED", 0.0)  # of the time, which is no question here
     monkeypatch.setattr(AdoptedStep, "_report", lambda step: None)
 

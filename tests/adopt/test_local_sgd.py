@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import torchrec_ext.adopt.step as adopted
 from tests.contracts import run_ranks
 from torchrec_ext.adopt import adopt
+from torchrec_ext.capture import executors
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import DiLoCo, LocalSGD, UnevenStepsError
 
@@ -154,7 +154,7 @@ def refusals(runtime: Runtime) -> dict[str, str]:
 
 
 def of_rank(runtime: Runtime) -> dict[str, Any]:
-    adopted.compile_graph = lambda graph, examples: graph  # type: ignore[attr-defined, assignment]  # op by op
+    executors.compile_graph = lambda graph, examples: graph  # type: ignore[assignment]  # op by op
     torch.set_num_threads(1)
     return {
         "captured": {name: ran(runtime, name, captured=True) for name in MODES},

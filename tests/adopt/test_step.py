@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 import torchrec_ext.adopt.step as adopted
 from torchrec_ext.adopt import AdoptedStep, CannotAdopt, Rows, adopt
+from torchrec_ext.capture import executors
 from torchrec_ext.capture.memory import StepMemory
 from torchrec_ext.capture.policy import TrainingDivergedError
 from torchrec_ext.retrieval import Bundle, Catalogue, Scorer, ScoreRequest, export
@@ -42,7 +43,7 @@ Batch = tuple[Any, ...]
 def uncompiled(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Steps run as traced, op by op, but where a test is marked to compile them; a capture always pays."""
     if "compiled" not in request.fixturenames:
-        monkeypatch.setattr(adopted, "compile_graph", lambda graph, examples: graph)
+        monkeypatch.setattr(executors, "compile_graph", lambda graph, examples: graph)
     monkeypatch.setattr(adopted, "CAPTURE_S", 0.0)
     monkeypatch.setattr(adopted, "CAPTURE_S_PER_CALL", 0.0)
     monkeypatch.setattr(adopted, "_CHECKED", 0.0)  # of the time, which is no question here
@@ -954,7 +955,7 @@ def test_a_capture_that_pays_is_made_and_said(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(adopted, "compile_graph", lambda graph, examples: graph)
+    monkeypatch.setattr(executors, "compile_graph", lambda graph, examples: graph)
     for name, value in (("CAPTURE_S", 0.0), ("CAPTURE_S_PER_CALL", 0.0), ("WATCHED", 4)):
         monkeypatch.setattr(adopted, name, value)
     monkeypatch.setattr(adopted, "median_step", lambda seconds: 3e-3 if len(seconds) == 4 else 1e-3)
@@ -1261,7 +1262,7 @@ def test_a_captured_step_that_differs_from_the_eager_one_is_refused(monkeypatch:
 
         return run
 
-    monkeypatch.setattr(adopted, "compile_graph", wrong)
+    monkeypatch.setattr(executors, "compile_graph", wrong)
     text = r"differs from the eager one on the same batch in the weights of 'top.0.weight'"
     with pytest.raises(CannotAdopt, match=text):
         with_adopt(of_pairs, 6)
@@ -1307,7 +1308,7 @@ def test_a_step_that_rounding_changes_is_compared_within_what_rounding_changes(
         model = Differences()
         return case(model, logistic(model), batch=lambda g: pairs(g, USERS, ITEMS), optimizers=adam(model, lr=1e-8))
 
-    monkeypatch.setattr(adopted, "compile_graph", rounded)
+    monkeypatch.setattr(executors, "compile_graph", rounded)
     monkeypatch.setattr(adopted, "WATCHED", 2)
     *_, step = with_adopt(make, 9, compile="auto")
     assert ("differs from the eager one" in step.describe()) == (share != 1)
@@ -1571,7 +1572,7 @@ def test_a_layer_multiplies_rows_that_repeat_once_and_learns_the_same(
         multiplied.extend(tuple(shape) for shape in products)
         return graph
 
-    monkeypatch.setattr(adopted, "compile_graph", compile_graph)
+    monkeypatch.setattr(executors, "compile_graph", compile_graph)
     weights, losses = [], []
     for way in ("off", "require"):
         torch.manual_seed(0)

@@ -18,6 +18,7 @@ import torchrec_ext.adopt.step as adopted
 from tests.contracts import run_ranks
 from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.adopt.towers import TowersApart, adopt_towers
+from torchrec_ext.capture import executors
 from torchrec_ext.distributed.runtime import Runtime
 
 ROOT = Path(__file__).parents[2]
@@ -184,7 +185,7 @@ def apart(runtime: Runtime, name: str, kind: str, rows: int, **options: Any) -> 
     placed = {path: rank % runtime.world_size for path, rank in towers.items()}
     compiled = options.pop("compiled", False)
     if not compiled:
-        adopted.compile_graph = lambda graph, examples: graph
+        executors.compile_graph = lambda graph, examples: graph
     step = adopt_towers(model, optimizer, loss, runtime, placed, example, **options)
     assert torch.equal(state, torch.get_rng_state())
     assert_close(model.state_dict(), untouched, 0)
@@ -654,7 +655,7 @@ def test_a_step_that_one_rank_cannot_make_is_made_by_none() -> None:
 
 def captured_and_disturbed(runtime: Runtime, ways: tuple[Any, Any]) -> dict[str, Any]:
     """Captured steps on some ranks alone, and steps that cannot be made between them."""
-    adopted.compile_graph = lambda graph, examples: graph
+    executors.compile_graph = lambda graph, examples: graph
     model = seeded(Net)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     given = list(batches(9))
@@ -707,7 +708,7 @@ def test_a_captured_step_that_one_rank_cannot_make_is_made_by_none(ways: tuple[s
 
 def captured_when_it_pays(runtime: Runtime) -> dict[str, Any]:
     """The default: rank 1 alone finds that a capture is due."""
-    adopted.compile_graph = lambda graph, examples: graph
+    executors.compile_graph = lambda graph, examples: graph
     adopted.CAPTURE_S, adopted.CAPTURE_S_PER_CALL = 1e9 if runtime.rank == 0 else 0.0, 0.0
     model = seeded(Dense)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -777,7 +778,7 @@ def test_towers_in_16_bits_apart_learn_what_one_process_learns() -> None:
 
 def momentum_on_one(runtime: Runtime) -> str:
     """A tower whose optimizer has no captured form, and one whose has."""
-    adopted.compile_graph = lambda graph, examples: graph
+    executors.compile_graph = lambda graph, examples: graph
     model = seeded(Dense)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     given = next(batches(1))

@@ -15,7 +15,7 @@ from tests.contracts import gather_state, run_ranks
 from tests.examples import META, small_model
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.capture import policy
-from torchrec_ext.capture.captured import StepExecutor, as_it_is, traced
+from torchrec_ext.capture.executors import StepExecutor, as_it_is, traced
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime

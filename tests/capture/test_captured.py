@@ -20,17 +20,8 @@ from tests.distributed.test_streams import Cuda
 from tests.examples import ITEMS, META, USERS, batches, redrawn, small_model, table
 from torchrec_ext.batch import DrawnStep, TowerBatch
 from torchrec_ext.capture import policy
-from torchrec_ext.capture.captured import (
-    MOST_GRAPHS,
-    CapturedStep,
-    ShardedSource,
-    StepExecutor,
-    as_it_is,
-    cuda_graph,
-    engine_for,
-    inductor,
-    traced,
-)
+from torchrec_ext.capture.captured import MOST_GRAPHS, CapturedStep, ShardedSource
+from torchrec_ext.capture.executors import StepExecutor, as_it_is, cuda_graph, engine_for, inductor, traced
 from torchrec_ext.capture.lowering import CannotCaptureError, Packer, lowered, static_bags
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig

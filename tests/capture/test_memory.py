@@ -14,7 +14,8 @@ from tests.capture.test_captured import KINDS, farthest, sharded, stepped
 from tests.contracts import gather_state, run_ranks
 from tests.examples import USERS, batches
 from torchrec_ext.capture import memory as step_memory
-from torchrec_ext.capture.captured import CapturedStep, ShardedSource, as_it_is
+from torchrec_ext.capture.captured import CapturedStep, ShardedSource
+from torchrec_ext.capture.executors import as_it_is
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.config import Schedule
 from torchrec_ext.train.step.schedule import scheduler
@@ -125,7 +126,7 @@ def test_a_batch_on_the_host_reaches_the_engine_on_the_device_of_the_tables() ->
 
 @pytest.mark.gpu
 def test_batches_on_the_host_train_a_cuda_graph() -> None:
-    from torchrec_ext.capture.captured import cuda_graph
+    from torchrec_ext.capture.executors import cuda_graph
 
     with Runtime.start("cuda") as runtime:
         losses = []

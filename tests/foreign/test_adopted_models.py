@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.models.dlrm import DLRM
 
-import torchrec_ext.adopt.step as adopted
 from torchrec_ext.adopt import CannotAdopt, adopt
+from torchrec_ext.capture import executors
 
 pytestmark = pytest.mark.slow
 USERS, ITEMS, B, STEPS, D = 20_000, 10_000, 256, 12, 16
@@ -142,7 +142,7 @@ def made(name: str, kind: Any = torch.optim.Adam) -> tuple[nn.Module, torch.opti
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_of_another_package_learns_what_its_own_loop_learns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adopted, "compile_graph", lambda graph, examples: graph)
+    monkeypatch.setattr(executors, "compile_graph", lambda graph, examples: graph)
     # Adam makes full steps by a gradient that is rounding alone, as that of a bias before DSSM's batch normalisation,
     # and refuses DLRM's sparse gradients.
     kind = torch.optim.SGD if "DSSM" in name or "DLRM" in name else torch.optim.Adam

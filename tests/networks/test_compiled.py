@@ -16,7 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.networks.members import PLAIN, batch, greatest_difference, network
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.capture import policy
-from torchrec_ext.capture.captured import StepExecutor, as_it_is, inductor
+from torchrec_ext.capture.executors import StepExecutor, as_it_is, inductor
 from torchrec_ext.capture.lowering import CannotCaptureError
 from torchrec_ext.capture.policy import Compile
 from torchrec_ext.data.columns import Chunk, Column

@@ -29,7 +29,8 @@ from torch.overrides import TorchFunctionMode
 
 from torchrec_ext.adopt.checks import loss_and_output
 from torchrec_ext.adopt.errors import CannotAdopt
-from torchrec_ext.capture.captured import Reader, depends_on_values
+from torchrec_ext.capture.captured import Reader
+from torchrec_ext.capture.executors import depends_on_values
 from torchrec_ext.capture.lowering import CannotCaptureError
 from torchrec_ext.observe.state_copy import random_state
 from torchrec_ext.observe.user_lines import first_line, is_users_file

@@ -61,18 +61,8 @@ from torchrec_ext.adopt.source import (
     GroupSettings,
     RowsOnDevice,
 )
-from torchrec_ext.capture.captured import (
-    CapturedStep,
-    RareShapeError,
-    Run,
-    StepInputs,
-    as_it_is,
-    compile_graph,
-    cuda_graph,
-    engine_for,
-    traced,
-    unaliased,
-)
+from torchrec_ext.capture.captured import CapturedStep, RareShapeError, StepInputs
+from torchrec_ext.capture.executors import StepEngine, engine_for
 from torchrec_ext.capture.lowering import CannotCaptureError
 from torchrec_ext.capture.memory import StepMemory, UpdatedParameter
 from torchrec_ext.capture.policy import PATIENCE, WATCHED, Compile, TrainingDivergedError, median_step, two_digits
@@ -968,51 +958,3 @@ def weakly(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
         return bound(*first, *args)
 
     return call
-
-
-class StepEngine:
-    """The executor of a device, that can also run a step op by op, with the random numbers that eager steps draw.
-
-    Attributes:
-        plain: whether the next steps run op by op.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self.plain = device, False
-
-    def __call__(self, step: Callable[..., list[Tensor]], memory: list[Tensor], inputs: list[Tensor]) -> Run:
-        """Captures the step."""
-        if self._device.type == "cuda":
-            fast, slow = cuda_graph(step, memory, inputs), as_it_is(step, memory, inputs)
-        else:
-            graph, examples = self.trace(step, [*memory, *inputs])
-            compiled = self.compile(graph, examples)
-            fast, slow = _on(compiled, memory), _on(graph, memory)
-        return lambda later: slow(later) if self.plain else fast(later)
-
-    def trace(self, step: Callable[..., list[Tensor]], tensors: list[Tensor]) -> tuple[GraphModule, list[Tensor]]:
-        """Returns the ops of a step, and tensors without values of the shapes of those that it is called with."""
-        examples = unaliased(tensors)
-        return _without_mkldnn(lambda: traced(step, examples)), examples
-
-    def compile(self, graph: GraphModule, examples: list[Tensor]) -> Callable[..., list[Tensor]]:
-        """Compiles ops for a CPU."""
-        return compile_graph(graph, examples)
-
-
-def _without_mkldnn(call: Callable[[], GraphModule]) -> GraphModule:
-    """Traces without mkldnn, of whose LSTM there is no graph that runs."""
-    enabled = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        return call()
-    finally:
-        torch._C._set_mkldnn_enabled(enabled)
-
-
-def _on(step: Callable[..., list[Tensor]], memory: list[Tensor]) -> Run:
-    def run(inputs: Sequence[Tensor]) -> list[Tensor]:
-        with torch.no_grad():
-            return list(step(*memory, *inputs))
-
-    return run

@@ -22,9 +22,10 @@ from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.adopt.exchange import HEADER, OutputExchange, squared_norm
 from torchrec_ext.adopt.graph import ForwardGraph, TracedCall
 from torchrec_ext.adopt.source import AdoptedSource, AnyBatch, GivenBatch, GraphCall
-from torchrec_ext.adopt.step import AdoptedStep, EndOfStepError, StepEngine, weakly
+from torchrec_ext.adopt.step import AdoptedStep, EndOfStepError, weakly
 from torchrec_ext.adopt.subnetworks import UserLoss
-from torchrec_ext.capture.captured import RareShapeError, Run, StepInputs, unaliased
+from torchrec_ext.capture.captured import RareShapeError, StepInputs
+from torchrec_ext.capture.executors import Run, StepEngine, unaliased
 from torchrec_ext.capture.memory import StepMemory
 from torchrec_ext.capture.parts import split_at
 from torchrec_ext.capture.policy import PATIENCE, Compile

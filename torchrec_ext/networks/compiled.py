@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrec_ext.capture.captured import MOST_GRAPHS, Run, StepExecutor, engine_for
+from torchrec_ext.capture.captured import MOST_GRAPHS
+from torchrec_ext.capture.executors import Run, StepExecutor, engine_for
 from torchrec_ext.capture.lowering import CannotCaptureError
 from torchrec_ext.capture.memory import state_tensors
 from torchrec_ext.capture.policy import WATCHED, CapturePolicy, Compile

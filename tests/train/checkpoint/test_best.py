@@ -14,7 +14,7 @@ import torch
 from tests.capture.test_captured import Few
 from tests.contracts import gather_state, run_ranks
 from tests.examples import META, small_model
-from torchrec_ext.capture.captured import as_it_is
+from torchrec_ext.capture.executors import as_it_is
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig

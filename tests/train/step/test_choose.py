@@ -9,7 +9,7 @@ from tests.capture.test_captured import Few
 from tests.contracts import run_ranks
 from tests.examples import META, small_model
 from torchrec_ext.capture import policy
-from torchrec_ext.capture.captured import as_it_is
+from torchrec_ext.capture.executors import as_it_is
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.planner import plan_sharding

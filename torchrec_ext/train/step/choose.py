@@ -22,7 +22,8 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_ext.batch import DrawnStep, TowerBatch
-from torchrec_ext.capture.captured import CapturedStep, RareShapeError, ShardedSource, StepExecutor, engine_for
+from torchrec_ext.capture.captured import CapturedStep, RareShapeError, ShardedSource
+from torchrec_ext.capture.executors import StepExecutor, engine_for
 from torchrec_ext.capture.lowering import CannotCaptureError
 from torchrec_ext.capture.policy import WATCHED, CapturePolicy, Compile
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer

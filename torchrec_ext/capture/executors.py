@@ -1,0 +1,233 @@
+"""StepExecutor: runs a captured step by torch's inductor on a CPU, by a CUDA graph on a GPU, or op by op.
+
+StepEngine: an executor that can also run the step op by op, with the random numbers that eager steps draw.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
+
+from torchrec_ext.capture.lowering import CannotCaptureError
+from torchrec_ext.observe.user_lines import first_line, raising_line, with_text
+
+# The C++ wrapper saves the Python between kernels, half of a step at 1,280 rows. Size checks are off because
+# callers check shapes themselves.
+_INDUCTOR = {"cpp_wrapper": True, "size_asserts": False}
+
+Step = Callable[..., list[Tensor]]
+Run = Callable[[Sequence[Tensor]], list[Tensor]]
+
+
+class StepExecutor(Protocol):
+    """Turns a step, a function of tensors, into a faster one."""
+
+    def __call__(self, step: Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
+        """Returns a function for running the step on other inputs of the same shapes.
+
+        Args:
+            step: function of ``memory`` and ``inputs``; it writes into ``memory``.
+            memory: tensors with fixed addresses.
+            inputs: example of the tensors that change from call to call.
+
+        Raises:
+            CannotCaptureError: the step depends on values.
+        """
+
+
+def as_it_is(step: Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
+    """Runs the step op by op: a :class:`StepExecutor` for tests and comparisons."""
+
+    def run(inputs: Sequence[Tensor]) -> list[Tensor]:
+        with torch.no_grad():
+            return step(*memory, *inputs)
+
+    return run
+
+
+def inductor(step: Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
+    """Compiles the step for the CPU; inductor caches the result, see :func:`compile_cache`."""
+    separate = unaliased([*memory, *inputs])
+    return as_it_is(compile_graph(traced(step, separate), separate), memory, inputs)
+
+
+def unaliased(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Returns tensors of the same shapes and strides, each with its own storage.
+
+    Tables share one storage. Inductor would treat a write to one as a write to all, and copy them in every step.
+    """
+    return [torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype) for tensor in tensors]
+
+
+def compile_graph(graph: GraphModule, examples: Sequence[Tensor]) -> Step:
+    """Compiles a traced step for tensors with the shapes and strides of ``examples``.
+
+    Raises:
+        CannotCaptureError: inductor, or the compiler below it, rejects the step.
+    """
+    try:
+        with torch.no_grad():
+            return torch._inductor.standalone_compile(
+                graph, list[Any](examples), dynamic_shapes="from_example_inputs", options={"config_patches": _INDUCTOR}
+            )
+    except Exception as error:  # inductor and the compiler below it raise many types
+        raise CannotCaptureError(f"inductor: {type(error).__name__}: {first_line(error)}") from error
+
+
+def traced(step: Step, tensors: list[Tensor]) -> GraphModule:
+    """Traces the ops of the step on tensors without values.
+
+    Raises:
+        CannotCaptureError: an op needs values, or other ranks; the message names it.
+    """
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    try:
+        graph = make_fx(step, tracing_mode="fake")(*tensors)
+    except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
+        op = getattr(error, "func", "aten._local_scalar_dense")  # float(), if and .item() of a tensor
+        raise CannotCaptureError(
+            f"{op} at {with_text(raising_line(error))} depends on values that a step computes"
+        ) from None
+    for node in graph.graph.nodes:
+        # Kernels may return other strides than in the trace, for example batch normalisation of a transposed tensor. A
+        # view would then fail, a reshape does not.
+        if node.target is torch.ops.aten.view.default:
+            node.target = torch.ops.aten.reshape.default
+        if depends_on_values(node.meta.get("val")):
+            raise CannotCaptureError(
+                f"{node.target} depends on values that a step computes, as .item() and boolean masks do; take "
+                "torch.where or a sum with weights of 0 and 1"
+            )
+        if getattr(node.target, "namespace", "").endswith(("c10d", "c10d_functional")):
+            raise CannotCaptureError(
+                f"ranks meet in every step ({node.target}), as in batch normalisation or a softmax over the candidates "
+                "of all ranks; launch one rank (-j 1x1)"
+            )
+    graph.recompile()  # the targets of some nodes were replaced
+    return graph
+
+
+def depends_on_values(result: Any) -> bool:
+    """Whether a traced call returned a number or a tensor size that depends on the values of its inputs."""
+    unknown = (torch.SymInt, torch.SymFloat, torch.SymBool)
+    leaves = pytree.tree_leaves(result)
+    sizes = [size for leaf in leaves if isinstance(leaf, Tensor) for size in leaf.shape]
+    return any(isinstance(leaf, unknown) for leaf in (*leaves, *sizes))
+
+
+def cuda_graph(step: Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
+    """Captures the step as one CUDA graph; copies inputs into the graph's own buffers."""
+    static_inputs = [tensor.clone() for tensor in inputs]
+    memory_before = [tensor.clone() for tensor in memory]
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    try:
+        with torch.no_grad():
+            with torch.cuda.stream(stream):  # torch requires a few runs before a capture, on a side stream
+                for _ in range(3):
+                    step(*memory, *static_inputs)
+            torch.cuda.current_stream().wait_stream(stream)
+            with torch.cuda.graph(graph):
+                outputs = step(*memory, *static_inputs)
+    except RuntimeError as error:
+        raise CannotCaptureError(
+            f"{with_text(raising_line(error))} waits for the device: {first_line(error)}"
+        ) from None
+    finally:
+        for tensor, value in zip(memory, memory_before, strict=True):
+            tensor.copy_(value)
+
+    def run(inputs: Sequence[Tensor]) -> list[Tensor]:
+        for tensor, value in zip(static_inputs, inputs, strict=True):
+            tensor.copy_(value, non_blocking=True)
+        graph.replay()
+        return [tensor.clone() for tensor in outputs]  # because the next step overwrites them
+
+    return run
+
+
+def engine_for(device: torch.device) -> tuple[StepExecutor, str]:
+    """Returns the executor of a device, and a progress message for its work.
+
+    Raises:
+        CannotCaptureError: there is no C++ compiler, or no writable folder for the compile cache.
+    """
+    if device.type == "cuda":
+        return cuda_graph, "capturing the training step as a CUDA graph"
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    folder = compile_cache()
+    try:
+        compiler = get_cpp_compiler()
+    except Exception:  # inductor and a missing program raise different errors
+        compiler = ""
+    if not shutil.which(compiler):
+        raise CannotCaptureError("there is no C++ compiler; install g++ or clang, or name one in CXX")
+    return inductor, f"compiling the training step (kept in {folder} for later runs)"
+
+
+def compile_cache() -> str:
+    """Returns the folder of inductor's compile cache.
+
+    Raises:
+        CannotCaptureError: the folder cannot be written.
+    """
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    try:
+        from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+        folder = cache_dir()
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise CannotCaptureError(
+            f"the compile cache '{folder or tempfile.gettempdir()}' cannot be written ({error.strerror or error}); "
+            "name another folder in TORCHINDUCTOR_CACHE_DIR"
+        ) from None
+
+
+class StepEngine:
+    """The executor of a device, that can also run a step op by op, with the random numbers that eager steps draw.
+
+    Attributes:
+        plain: whether the next steps run op by op.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.plain = False
+
+    def __call__(self, step: Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
+        """Captures the step."""
+        if self._device.type == "cuda":
+            fast, slow = cuda_graph(step, memory, inputs), as_it_is(step, memory, inputs)
+        else:
+            graph, examples = self.trace(step, [*memory, *inputs])
+            compiled = self.compile(graph, examples)
+            fast, slow = as_it_is(compiled, memory, inputs), as_it_is(graph, memory, inputs)
+        return lambda later: slow(later) if self.plain else fast(later)
+
+    def trace(self, step: Step, tensors: list[Tensor]) -> tuple[GraphModule, list[Tensor]]:
+        """Returns the ops of a step, and tensors without values of the shapes of those that it is called with."""
+        examples = unaliased(tensors)
+        enabled = torch._C._get_mkldnn_enabled()
+        torch._C._set_mkldnn_enabled(False)  # a traced mkldnn LSTM does not run
+        try:
+            return traced(step, examples), examples
+        finally:
+            torch._C._set_mkldnn_enabled(enabled)
+
+    def compile(self, graph: GraphModule, examples: list[Tensor]) -> Step:
+        """Compiles ops for a CPU."""
+        return compile_graph(graph, examples)
