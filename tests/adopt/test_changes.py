@@ -26,7 +26,7 @@ from torch.nn.utils import prune
 
 import torchrec_ext.adopt.step as adopted
 from torchrec_ext.adopt import AdoptedStep, adopt
-from torchrec_ext.capture import executors
+from torchrec_ext.capture import executors, policy
 
 USERS, ITEMS, D, B = 300, 200, 4, 8  # rows that are moved row by row
 STEPS, CHANGED = 24, 10
@@ -42,7 +42,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executors, "compile_graph", lambda graph, examples: graph)
     monkeypatch.setattr(adopted, "CAPTURE_S", 0.0)
     monkeypatch.setattr(adopted, "CAPTURE_S_PER_CALL", 0.0)
-    monkeypatch.setattr(adopted, "WATCHED", 2)
+    monkeypatch.setattr(policy, "WATCHED", 2)
     monkeypatch.setattr(AdoptedStep, "_report", lambda step: None)
 
 

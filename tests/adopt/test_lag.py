@@ -16,8 +16,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import torchrec_ext.adopt.step as adopted
 import torchrec_ext.capture.memory as memories
-from torchrec_ext.adopt import AdoptedStep, adopt
-from torchrec_ext.capture import executors
+from torchrec_ext.adopt import AdoptedStep, adopt, verify
+from torchrec_ext.capture import executors, policy
 
 USERS, ITEMS, D, B = 700, 300, 4, 16
 NEAR = 2e-3
@@ -27,7 +27,7 @@ NEAR = 2e-3
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps run as traced, op by op, and none is compared for its own sake."""
     monkeypatch.setattr(executors, "compile_graph", lambda graph, examples: graph)
-    monkeypatch.setattr(adopted, "_CHECKED", 0.0)  # of the time, which is no question here
+    monkeypatch.setattr(verify, "_CHECKED", 0.0)  # of the time, which is no question here
     monkeypatch.setattr(AdoptedStep, "_report", lambda step: None)
 
 
@@ -82,9 +82,9 @@ def test_a_padding_row_that_is_zeroed_after_each_step_leaves_the_others_for_late
 
     plain, _ = trained("off", zero)
     model, step = trained("require", zero)
-    assert step._current is not None
-    assert step._current.lag.active
-    assert step._current.lag.count == 0
+    assert step._captures.current is not None
+    assert step._captures.current.lag.active
+    assert step._captures.current.lag.count == 0
     assert_alike(plain, model)
     assert float(model.item.weight[0].abs().max()) == 0.0
 
@@ -100,17 +100,18 @@ def test_averages_of_all_weights_are_those_of_eager_steps() -> None:
 
     (plain, _), (ours, step) = averaged("off"), averaged("require")
     assert_alike(plain, ours)
-    assert step._current is not None
-    assert step._current.lag.count >= 15
+    assert step._captures.current is not None
+    assert step._captures.current.lag.count >= 15
 
 
 @pytest.fixture
 def paced(monkeypatch: pytest.MonkeyPatch) -> None:
     """A capture costs nothing and its steps take no time, so that readers alone decide."""
-    for name, value in (("CAPTURE_S", 0.0), ("CAPTURE_S_PER_CALL", 0.0), ("WATCHED", 4), ("_PACE", 8)):
+    for name, value in (("CAPTURE_S", 0.0), ("CAPTURE_S_PER_CALL", 0.0), ("_PACE", 8)):
         monkeypatch.setattr(adopted, name, value)
-    monkeypatch.setattr(adopted, "median_step", lambda seconds: 1e-9)
-    monkeypatch.setattr(AdoptedStep, "_report", lambda step: setattr(step, "_reported", True))
+    monkeypatch.setattr(policy, "WATCHED", 4)
+    monkeypatch.setattr(policy, "median_step", lambda seconds: 1e-9)
+    monkeypatch.setattr(AdoptedStep, "_report", lambda step: setattr(step._policy, "is_reported", True))
 
 
 def test_readers_of_whole_tables_that_eat_the_gain_are_named_and_steps_go_eager(
@@ -140,8 +141,8 @@ def test_tables_that_somebody_reads_after_each_step_are_moved_whole_in_captured_
     assert "captured since" in step.describe()
     for name in ("user", "item"):
         assert f"as a dense layer: {name}.weight (all of it is read after each step, " in step.describe()
-    assert step._current is not None
-    assert step._current.lag.seconds < 0.01
+    assert step._captures.current is not None
+    assert step._captures.current.lag.seconds < 0.01
     assert_alike(plain, model)
     assert_alike(averages[0][0], averages[1][0])
     out = capsys.readouterr().out

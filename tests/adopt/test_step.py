@@ -27,8 +27,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import torchrec_ext.adopt.step as adopted
-from torchrec_ext.adopt import AdoptedStep, CannotAdopt, Rows, adopt
-from torchrec_ext.capture import executors
+from torchrec_ext.adopt import AdoptedStep, CannotAdopt, Rows, adopt, captures, verify
+from torchrec_ext.capture import executors, policy
 from torchrec_ext.capture.memory import StepMemory
 from torchrec_ext.capture.policy import TrainingDivergedError
 from torchrec_ext.retrieval import Bundle, Catalogue, Scorer, ScoreRequest, export
@@ -46,7 +46,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) 
         monkeypatch.setattr(executors, "compile_graph", lambda graph, examples: graph)
     monkeypatch.setattr(adopted, "CAPTURE_S", 0.0)
     monkeypatch.setattr(adopted, "CAPTURE_S_PER_CALL", 0.0)
-    monkeypatch.setattr(adopted, "_CHECKED", 0.0)  # of the time, which is no question here
+    monkeypatch.setattr(verify, "_CHECKED", 0.0)  # of the time, which is no question here
     monkeypatch.setattr(AdoptedStep, "_report", lambda step: None)  # which way is faster is no question here
 
 
@@ -888,7 +888,7 @@ def test_what_has_no_captured_form_is_refused_by_name_with_line_and_remedy(name:
 def test_it_stays_eager_unless_required_equal_to_the_bit_and_says_so(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adopted, "WATCHED", 3)
+    monkeypatch.setattr(policy, "WATCHED", 3)
     make, _ = REFUSED[name]
     plain, losses = plainly(make, 8)
     made, others, step = with_adopt(make, 8, compile="auto")
@@ -956,9 +956,10 @@ def test_a_capture_that_pays_is_made_and_said(
 ) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(executors, "compile_graph", lambda graph, examples: graph)
-    for name, value in (("CAPTURE_S", 0.0), ("CAPTURE_S_PER_CALL", 0.0), ("WATCHED", 4)):
-        monkeypatch.setattr(adopted, name, value)
-    monkeypatch.setattr(adopted, "median_step", lambda seconds: 3e-3 if len(seconds) == 4 else 1e-3)
+    for name in ("CAPTURE_S", "CAPTURE_S_PER_CALL"):
+        monkeypatch.setattr(adopted, name, 0.0)
+    monkeypatch.setattr(policy, "WATCHED", 4)
+    monkeypatch.setattr(policy, "median_step", lambda seconds: 3e-3 if len(seconds) == 4 else 1e-3)
     *_, step = with_adopt(of_pairs, 20, compile="auto")
     said = capsys.readouterr().out
     assert "adopt: captured since step 5: 1 ms a step, eager 3 ms (3.0x); capturing took " in said
@@ -968,7 +969,7 @@ def test_a_capture_that_pays_is_made_and_said(
         with_adopt(of_pairs, 20, compile="auto")
         on_fewer = "; 2 threads meet after every kernel, try torch.set_num_threads(1) before the first step\n"
         assert capsys.readouterr().out.endswith(on_fewer) == (threads == 2)
-    monkeypatch.setattr(adopted, "median_step", lambda seconds: 1e-3 if len(seconds) == 4 else 3e-3)
+    monkeypatch.setattr(policy, "median_step", lambda seconds: 1e-3 if len(seconds) == 4 else 3e-3)
     *_, step = with_adopt(of_pairs, 20, compile="auto")
     assert step.describe() == f"eager: a captured step takes 3 ms, and an eager one 1 ms{on_fewer.rstrip()}"
 
@@ -1164,7 +1165,8 @@ def test_a_number_that_changes_in_every_step_ends_the_capture_and_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(adopted, "GRAPHS", 3)
-    monkeypatch.setattr(adopted, "WATCHED", 2)
+    monkeypatch.setattr(captures, "GRAPHS", 3)
+    monkeypatch.setattr(policy, "WATCHED", 2)
     found = []
     for compile_ in ("off", "auto"):
         torch.manual_seed(0)
@@ -1208,7 +1210,7 @@ def test_batches_of_other_shapes_and_types_are_captured_or_eager_and_learn_the_s
 
 
 def test_tensors_around_the_loss_are_read_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adopted, "WATCHED", 2)
+    monkeypatch.setattr(policy, "WATCHED", 2)
     made, weights = of_pairs(), torch.ones(B)
     loss = lambda user, item, label: (  # noqa: E731
         F.binary_cross_entropy_with_logits(made.model(user, item), label, weight=weights)
@@ -1267,7 +1269,7 @@ def test_a_captured_step_that_differs_from_the_eager_one_is_refused(monkeypatch:
     with pytest.raises(CannotAdopt, match=text):
         with_adopt(of_pairs, 6)
     plain, losses = plainly(of_pairs, 6)
-    monkeypatch.setattr(adopted, "WATCHED", 2)
+    monkeypatch.setattr(policy, "WATCHED", 2)
     made, others, step = with_adopt(of_pairs, 6, compile="auto")
     assert text in step.describe()
     assert losses == others
@@ -1309,7 +1311,7 @@ def test_a_step_that_rounding_changes_is_compared_within_what_rounding_changes(
         return case(model, logistic(model), batch=lambda g: pairs(g, USERS, ITEMS), optimizers=adam(model, lr=1e-8))
 
     monkeypatch.setattr(executors, "compile_graph", rounded)
-    monkeypatch.setattr(adopted, "WATCHED", 2)
+    monkeypatch.setattr(policy, "WATCHED", 2)
     *_, step = with_adopt(make, 9, compile="auto")
     assert ("differs from the eager one" in step.describe()) == (share != 1)
 

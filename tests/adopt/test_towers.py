@@ -18,7 +18,7 @@ import torchrec_ext.adopt.step as adopted
 from tests.contracts import run_ranks
 from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.adopt.towers import TowersApart, adopt_towers
-from torchrec_ext.capture import executors
+from torchrec_ext.capture import executors, policy
 from torchrec_ext.distributed.runtime import Runtime
 
 ROOT = Path(__file__).parents[2]
@@ -712,9 +712,9 @@ def captured_when_it_pays(runtime: Runtime) -> dict[str, Any]:
     adopted.CAPTURE_S, adopted.CAPTURE_S_PER_CALL = 1e9 if runtime.rank == 0 else 0.0, 0.0
     model = seeded(Dense)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    given = list(batches(adopted.WATCHED + 6))
+    given = list(batches(policy.WATCHED + 6))
     step = adopt_towers(model, optimizer, bce(model), runtime, {"user": 0, "item": 1}, given[0], verify=1)
-    ways = [step._local._traced is not None for batch in given if step(*batch)]
+    ways = [step._local._trace is not None for batch in given if step(*batch)]
     step.settle()
     return {"ways": ways, "text": step._local.describe(), "model": model.state_dict()}
 
@@ -722,7 +722,7 @@ def captured_when_it_pays(runtime: Runtime) -> dict[str, Any]:
 def test_all_ranks_capture_before_the_same_step_once_one_of_them_finds_it_due() -> None:
     model = seeded(Dense)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for batch in batches(adopted.WATCHED + 6):
+    for batch in batches(policy.WATCHED + 6):
         optimizer.zero_grad()
         bce(model)(*batch).backward()
         optimizer.step()

@@ -2,17 +2,16 @@
 
 check_model(), update_rules(): what is known before the first step.
 
-ForwardWatch: what one eager forward does that no graph shows.
+ForwardWatch: observes in one eager forward what no graph shows.
 
-step_difference(): whether a captured step did what the eager one does on the same batch.
+Changes: finds what a user changed between two captured steps.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from torchrec_ext.adopt.errors import CannotAdopt
-from torchrec_ext.capture.memory import StepMemory, UpdatedParameter
 from torchrec_ext.distributed.optim.config import Choice
 from torchrec_ext.observe.state_copy import random_state
 from torchrec_ext.observe.user_lines import module_line
@@ -203,13 +201,61 @@ def _choice(kind: str, group: Mapping[str, Any]) -> Choice:
     )
 
 
-def fixed_settings(optimizers: Sequence[torch.optim.Optimizer]) -> list[list[Any]]:
-    """Returns the settings of all groups that a captured step has fixed, which is all but the learning rate."""
-    return [
-        [len(group["params"]), *[group.get(setting) for setting in _FIXED]]
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-    ]
+class StateTensor(NamedTuple):
+    """A tensor of an optimizer's state: the optimizer's number, the parameter, the name and the tensor."""
+
+    optimizer: int
+    parameter: nn.Parameter
+    name: str
+    tensor: Tensor
+
+
+class Changes:
+    """Finds changes between two captured steps that no guard of Dynamo's sees.
+
+    Args:
+        optimizers: the user's optimizers, as they are when the capture begins.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._settings = self._fixed_settings()
+        self._state_ids: list[int] = []
+
+    def ending(self) -> str:
+        """Names a change after which all steps stay eager; empty if there is none."""
+        if self._fixed_settings() != self._settings:
+            return "a setting of the optimizer other than lr (OneCycleLR: give cycle_momentum=False)"
+        if hook := hook_of_optimizers(self._optimizers):
+            return f"a hook of the optimizer ({hook})"
+        if any(GLOBAL_HOOKS):
+            return "a hook on all modules"
+        return ""
+
+    def of_state(self, state: Sequence[StateTensor], *, is_behind: bool) -> str:
+        """Names a replaced tensor of the optimizers' state, which needs another capture; empty if there is none.
+
+        Args:
+            state: the tensors of the capture.
+            is_behind: whether rows are behind, so that nobody can have read, copied or loaded the state.
+        """
+        states = [values for optimizer in self._optimizers for values in optimizer.state.values()]
+        state_ids = [id(value) for values in states for value in values.values()]
+        if is_behind and state_ids == self._state_ids:
+            return ""
+        for number, parameter, name, tensor in state:
+            if self._optimizers[number].state.get(parameter, {}).get(name) is not tensor:
+                return f"the optimizer's state '{name}'"
+        self._state_ids = state_ids
+        return ""
+
+    def _fixed_settings(self) -> list[list[Any]]:
+        """Returns the settings of all groups that a capture fixes: all but the learning rate."""
+        return [
+            [len(group["params"]), *[group.get(setting) for setting in _FIXED]]
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+        ]
 
 
 class ForwardWatch(TorchFunctionMode):
@@ -282,135 +328,3 @@ def loss_and_output(result: Any) -> tuple[Tensor, Any]:
 def tensor_leaves(tree: Any) -> Iterator[Tensor]:
     """Yields the tensors of a tree of tuples, lists and dicts."""
     return (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor))
-
-
-def _held(memory: StepMemory, outer: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Returns all that a step may write by name."""
-    result = {name: tensor for name, tensor in memory.tensors().items() if not name.startswith("rate ")}
-    result |= {f"outer {index}": tensor for index, tensor in enumerate(outer)}
-    for moved in memory.moved:
-        result |= {f"{moved.name}/step {index}": tensor for index, tensor in enumerate(moved.steps)}
-    return result
-
-
-def contents(memory: StepMemory, outer: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Returns copies of all that a step may write, by name.
-
-    Args:
-        memory: the step's memory.
-        outer: tensors that the step reads and that are neither the batch's nor in the memory, such as buffers.
-    """
-    return {name: tensor.clone() for name, tensor in _held(memory, outer).items()}
-
-
-@torch.no_grad()
-def write_back(memory: StepMemory, outer: Sequence[Tensor], before: Mapping[str, Tensor]) -> None:
-    """Writes what :func:`contents` returned before."""
-    for name, tensor in _held(memory, outer).items():
-        tensor.copy_(before[name])
-
-
-_NEAR, _FLOOR = 1e-4, 1e-5  # of a tensor's greatest gradient, and of the model's greatest: rounding is below
-_ROUNDING = 2.0**-22  # of a float32 weight that is moved
-
-
-def step_difference(
-    memory: StepMemory,
-    outer: Sequence[Tensor],
-    before: Mapping[str, Tensor],
-    captured: Mapping[str, Tensor],
-    *results: Any,
-    noise: Mapping[str, float] = MappingProxyType({}),
-) -> str:
-    """Names what differs by more than rounding between a captured and an eager step, whose tensors are in the memory.
-
-    ``noise`` says how far rounding of the weights moves the gradient of a parameter, and of ``loss`` the loss: within
-    ten times that they do not differ.
-
-    A gradient that is nothing but rounding, as of a bias before batch normalisation, is a step of Adam's full size in
-    any direction: weights are compared where their gradient counts.
-    """
-    (loss, output), (eager_loss, eager_output), factor = results
-    near, floor = _NEAR * factor, _FLOOR * factor
-    most = near * max(abs(float(eager_loss)), 1e-3) + 10 * noise.get("loss", 0.0)
-    if abs(float(loss - eager_loss)) > most:
-        return f"the loss, {float(loss):.7g}, not {float(eager_loss):.7g}"
-    eager = _held(memory, outer)
-    pulls = {moved.name: _pull(moved, before, eager) for moved in memory.moved}
-    greatest = max((float(pull.abs().max()) for pull in pulls.values() if pull.numel()), default=0.0)
-    for moved in memory.moved:
-        pull, other = pulls[moved.name], _pull(moved, before, captured)
-        if not pull.numel():
-            continue
-        # Without state it is seen by how far the weight moves, which is rounded as the weight is.
-        rounding = 0.0 if moved.state else _ROUNDING * float(eager[moved.name].abs().max())
-        rounding += 10 * noise.get(moved.name, 0.0)
-        if float((pull - other).abs().max()) > near * float(pull.abs().max()) + floor * greatest + rounding:
-            return f"the gradient of '{moved.name}'"
-        counts = pull.abs() > 100 * max(floor * greatest, noise.get(moved.name, 0.0))
-        step = (eager[moved.name] - before[moved.name]).abs().max()
-        # A gradient that is rounding makes a step of full size in any direction, and no longer one.
-        share = torch.where(counts, 0.05, 2.5)
-        off = ((eager[moved.name] - captured[moved.name]).abs() / share).max()
-        if float(off) > float(step) + 2e-5 * float(eager[moved.name].abs().max()):
-            return f"the weights of '{moved.name}'"
-    for name in eager:
-        if name.startswith("outer ") and not torch.allclose(
-            eager[name].float(), captured[name].float(), rtol=10 * near, atol=near, equal_nan=True
-        ):
-            return f"a buffer of shape {tuple(eager[name].shape)}"
-    kept = [other for other in output if isinstance(other, Tensor)]
-    for tensor in tensor_leaves(eager_output):
-        if not any(_alike(tensor, other, 10 * near) for other in kept):
-            return f"an output of {tuple(tensor.shape)} {tensor.dtype} beside the loss"
-    return ""
-
-
-def _alike(tensor: Tensor, other: Tensor, near: float) -> bool:
-    if tensor.shape != other.shape or tensor.dtype != other.dtype:
-        return False
-    if not tensor.is_floating_point() or not tensor.numel():
-        return True
-    scale = max(float(tensor.float().abs().max()), 1e-3)
-    return not float((tensor - other).abs().max()) > near * scale
-
-
-@torch.no_grad()
-def response_to_rounding(
-    memory: StepMemory, outer: Sequence[Tensor], before: Mapping[str, Tensor], step: Callable[[], Tensor]
-) -> dict[str, float]:
-    """Returns how far a step's gradients move if weights change by rounding, by parameter, and of ``loss`` the loss.
-
-    Args:
-        memory: the step's memory.
-        outer: see :func:`contents`.
-        before: what the memory held before the step.
-        step: makes the step on the memory, and returns its loss.
-    """
-    now, draw = contents(memory, outer), torch.Generator(memory.device).manual_seed(0)
-    losses, made = [], []
-    try:
-        for shifted in (False, True):
-            write_back(memory, outer, before)
-            begun = dict(before)
-            for moved in memory.moved if shifted else ():
-                shift = torch.randint(-1, 2, moved.weight.shape, generator=draw, device=memory.device)
-                moved.weight.mul_(1 + 2.0**-23 * shift)
-                begun[moved.name] = moved.weight.clone()
-            losses.append(float(step()))
-            memory.settle()
-            after = _held(memory, outer)
-            made.append({moved.name: _pull(moved, begun, after).clone() for moved in memory.moved})
-    finally:
-        memory.settle()
-        write_back(memory, outer, now)
-    first, second = made
-    noise = {name: float((pull - second[name]).abs().max()) for name, pull in first.items() if pull.numel()}
-    return {"loss": abs(losses[1] - losses[0]), **noise}
-
-
-def _pull(moved: UpdatedParameter, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Tensor:
-    """Returns what stands for the gradient that a step has had: how far it has moved the first state, or the weight."""
-    name = f"{moved.name}/0" if moved.state else moved.name
-    far = after[name] - before[name]
-    return far.sqrt() if moved.choice.kind == "adagrad" else far

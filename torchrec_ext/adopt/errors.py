@@ -1,7 +1,26 @@
-"""CannotAdopt: what the package refuses to take over from a user's code, by name, with the line and the remedy."""
+"""CannotAdopt: what the package refuses to take over from a user's code, by name, with the line and the remedy.
+
+The other errors end a captured step, and are not shown to users.
+"""
 
 from torchrec_ext.capture.lowering import CannotCaptureError
 
 
 class CannotAdopt(CannotCaptureError):  # noqa: N818 - the name says what happened, as CannotCaptureError's does
     """A module, an optimizer, a loss or a Dataset cannot be adopted; the message names what, why and the remedy."""
+
+
+class EndOfCaptureError(CannotAdopt):
+    """No batch can be captured any more, because the first captured step failed and was taken back."""
+
+
+class EndOfStepError(Exception):
+    """A captured step was aborted on all ranks, or failed here; see ``__cause__``."""
+
+
+class HalfStepError(Exception):
+    """A captured step failed half way, so that weights are lost; see ``__cause__``."""
+
+
+class TensorChangedError(Exception):
+    """A tensor that a captured step reads is not the one of the capture; the message names it."""

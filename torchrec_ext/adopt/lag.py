@@ -11,7 +11,9 @@ import copy
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 
 from torchrec_ext.adopt.checks import tensor_leaves
 from torchrec_ext.capture.memory import StepMemory
+from torchrec_ext.capture.policy import CapturePolicy
 from torchrec_ext.observe.user_lines import user_line, with_text
 
 _LIVE: weakref.WeakSet[Lag] = weakref.WeakSet()
@@ -40,7 +43,10 @@ class Lag:
     """
 
     def __init__(self, memory: StepMemory, tables: dict[str, nn.Parameter], others: Sequence[Tensor]) -> None:
-        self.active, self.seconds, self.count, self.reader = False, 0.0, 0, ""
+        self.active = False
+        self.seconds, self.count = 0.0, 0
+        self._seconds_seen, self._count_seen = 0.0, 0
+        self.reader = ""
         self._memory, self._lock = memory, threading.RLock()
         self._names = {id(parameter): name for name, parameter in tables.items()}
         self._tables = [weakref.ref(parameter) for parameter in tables.values()]
@@ -85,6 +91,12 @@ class Lag:
             self._update()
             self.release()
 
+    def since_last_look(self) -> tuple[float, int]:
+        """Returns the seconds and the number of updates of all rows since it was last called."""
+        seconds, count = self.seconds - self._seconds_seen, self.count - self._count_seen
+        self._seconds_seen, self._count_seen = self.seconds, self.count
+        return seconds, count
+
     def release(self) -> None:
         """Makes the tensors plain ones again, after all rows were updated."""
         for reference in self._tensors if self.active else ():
@@ -99,17 +111,19 @@ class Lag:
         self.seconds += time.perf_counter() - start
         self.count += 1
 
-    def unmark(self) -> None:
+    @contextmanager
+    def unmarked(self) -> Iterator[None]:
         """Makes the tables plain parameters for a while: Dynamo compares their class with that of its trace."""
-        for reference in self._tables if self.active else ():
-            if (parameter := reference()) is not None:
-                parameter.__class__ = nn.Parameter
+        self._set_class(nn.Parameter)
+        try:
+            yield
+        finally:
+            self._set_class(_LaggingParameter)  # unless somebody has updated the rows meanwhile
 
-    def remark(self) -> None:
-        """Marks the tables again after :meth:`unmark`, if their rows are still behind."""
+    def _set_class(self, kind: type[nn.Parameter]) -> None:
         for reference in self._tables if self.active else ():
             if (parameter := reference()) is not None:
-                parameter.__class__ = _LaggingParameter
+                parameter.__class__ = kind
 
     def write_rows(self, parameter: nn.Parameter, index: Any, value: Any) -> bool:
         """Writes whole rows that were updated first, and leaves the others for later; False if it cannot.
@@ -128,6 +142,48 @@ class Lag:
         with self._lock:
             self._memory.write_rows(name, torch.as_tensor(rows).reshape(-1), value)
         return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReaderCost:
+    """What readers of whole tables cost.
+
+    Args:
+        text: who reads, and what a step takes with that.
+        cause: who reads.
+        is_often: whether they read after most steps, so that moving tables whole is faster.
+    """
+
+    text: str
+    cause: str
+    is_often: bool
+
+
+def reader_cost(lag: Lag, steps: int, policy: CapturePolicy, *, has_row_tables: bool) -> ReaderCost | None:
+    """Returns the cost of readers in the last ``steps`` steps, or None if captured steps are faster in spite of it.
+
+    Updating all rows may be most of a step, and takes longer than to move the table as a dense layer.
+
+    Args:
+        lag: rows that are updated for readers.
+        steps: number of steps since it was last called.
+        policy: times of eager and captured steps.
+        has_row_tables: whether tables are updated row by row.
+    """
+    seconds, reads = lag.since_last_look()
+    settling_s = seconds / steps
+    step_s = policy.captured_s + settling_s
+    is_often = has_row_tables and reads > steps // 2 and settling_s > policy.captured_s
+    if not settling_s or not (is_often or step_s >= policy.eager_s):
+        return None
+    cause = lag.reader
+    if name := lag.holder():
+        cause = f"the memory of '{name}' is held by a kept .data, state_dict or numpy array"
+    text = (
+        f"{cause}: all rows are updated after each step for it, {1e3 * step_s:.3g} ms a step with them, eager "
+        f"{1e3 * policy.eager_s:.3g} ms"
+    )
+    return ReaderCost(text=text, cause=cause, is_often=is_often)
 
 
 def catch_up(tree: Any) -> None:

@@ -1,5 +1,7 @@
 """AdoptedSource: a user's model, loss and batches as a captured step needs them.
 
+CapturedUpdate: the captured steps of such a model.
+
 GivenBatch, DrawnBatch: a batch that the user's loop made, and one that is made of :class:`Rows` inside the step.
 """
 
@@ -7,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -14,10 +17,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from torchrec_ext.adopt.checks import StateTensor
 from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.adopt.graph import ForwardGraph, changed_between_calls
+from torchrec_ext.adopt.lag import Lag
 from torchrec_ext.adopt.rows import Rows
-from torchrec_ext.capture.captured import Reader, StepInputs, StepSource
+from torchrec_ext.capture.captured import CapturedStep, Reader, StepInputs, StepSource
+from torchrec_ext.capture.executors import StepEngine
 from torchrec_ext.capture.memory import StepMemory
 from torchrec_ext.observe.user_lines import module_line
 
@@ -188,6 +194,10 @@ class AdoptedSource(StepSource):
         loss, outputs = self.run(tensors, batch)
         return loss, [output.detach() if isinstance(output, Tensor) else output for output in outputs]
 
+    def train(self, step: CapturedStep, inputs: StepInputs) -> tuple[Tensor, Any]:
+        """Makes a captured step; returns the loss, (), and the outputs of the graph."""
+        return step(inputs)
+
     def run(self, tensors: dict[str, Tensor], values: _Values) -> tuple[Tensor, list[Any]]:
         """Runs a graph on ``tensors`` in place of the model's; returns its loss and its outputs."""
         graph = values.graph
@@ -216,6 +226,29 @@ class AdoptedSource(StepSource):
                 f"{module_line(self._model, names[0])} had a gradient in an eager step and has none in the captured "
                 "one; let the same parameters take part in every step"
             )
+
+
+@dataclass
+class CapturedUpdate:
+    """The captured steps that update the same parameters in the same way.
+
+    Args:
+        source: model, memory and inputs.
+        step: the steps, one for each graph.
+        engine: the executor, which can also run them op by op.
+        state: the optimizers' state.
+        dense_tables: why a table is updated as a dense layer, by its name.
+        lag: weights and state that are updated later.
+        unverified: number of further steps of a graph to compare with eager ones, by its key.
+    """
+
+    source: AdoptedSource
+    step: CapturedStep
+    engine: StepEngine
+    state: list[StateTensor]
+    dense_tables: dict[str, str]
+    lag: Lag = field(init=False)
+    unverified: dict[Any, int] = field(default_factory=dict)
 
 
 class _Columns(NamedTuple):

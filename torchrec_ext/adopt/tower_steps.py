@@ -1,14 +1,12 @@
-"""LocalStep: one rank's part of the steps of towers apart, eager or captured, between the same exchanges.
+"""TowerRankStep: one rank's part of the steps of towers, eager or captured, between the same exchanges.
 
-TowersSource: the rank's towers, and its rows of the rest, as what a captured step is made of.
+TowersSource: the rank's towers, and its rows of the rest, for captured steps.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -17,18 +15,19 @@ from torch.fx import GraphModule
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from torchrec_ext.adopt.checks import ForwardWatch, update_rules
-from torchrec_ext.adopt.errors import CannotAdopt
+from torchrec_ext.adopt.captures import Captures, Check, weakly
+from torchrec_ext.adopt.checks import ForwardWatch
+from torchrec_ext.adopt.errors import CannotAdopt, EndOfStepError
 from torchrec_ext.adopt.exchange import HEADER, OutputExchange, squared_norm
-from torchrec_ext.adopt.graph import ForwardGraph, TracedCall
-from torchrec_ext.adopt.source import AdoptedSource, AnyBatch, GivenBatch, GraphCall
-from torchrec_ext.adopt.step import AdoptedStep, EndOfStepError, weakly
+from torchrec_ext.adopt.graph import ForwardGraph, Loss, TracedCall, traced_forward
+from torchrec_ext.adopt.source import AdoptedSource, AnyBatch, CapturedUpdate, GivenBatch, GraphCall
 from torchrec_ext.adopt.subnetworks import UserLoss
-from torchrec_ext.capture.captured import RareShapeError, StepInputs
+from torchrec_ext.adopt.user_step import RankStep
+from torchrec_ext.capture.captured import CapturedStep, RareShapeError, StepInputs
 from torchrec_ext.capture.executors import Run, StepEngine, unaliased
 from torchrec_ext.capture.memory import StepMemory
 from torchrec_ext.capture.parts import split_at
-from torchrec_ext.capture.policy import PATIENCE, Compile
+from torchrec_ext.capture.policy import Compile
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.observe.user_lines import module_line
 
@@ -78,6 +77,7 @@ class _TowerCall(NamedTuple):
         top: call of the graph of the loss.
         first_received: the first leaf of the loss's batch that is a tower's output.
         rows: B, rows of the batch.
+        header: head of the exchange of outputs.
     """
 
     towers: GraphCall | None
@@ -85,6 +85,7 @@ class _TowerCall(NamedTuple):
     top: GraphCall
     first_received: int
     rows: int
+    header: list[float]
 
     @property
     def graphs(self) -> list[ForwardGraph]:
@@ -96,184 +97,162 @@ class _TowerCall(NamedTuple):
         return [*(self.towers.outer() if self.towers else []), *self.top.outer()]
 
 
-class LocalStep(AdoptedStep):
-    """One rank's part of a step, made by the user's own code or captured.
+class TowerRankStep(RankStep):
+    """One rank's part of a step: its towers, and its rows of the rest.
 
     Args:
-        apart: what the rank knows of the step.
+        ranks: runs this rank's towers.
         model: the user's model.
         optimizers: the user's optimizers.
         loss: the user's function from a batch to the loss.
         clip_norm: limit of the norm of all ranks' gradients; 0 for none.
         compile_: see :func:`adopt_towers`.
-        verify: see :func:`adopt_towers`.
     """
 
     def __init__(
         self,
-        apart: TowerStep,
+        ranks: TowerStep,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         loss: Callable[..., Any],
         *,
         clip_norm: float,
         compile_: Compile,
-        verify: int,
     ) -> None:
-        self._apart = apart
-        super().__init__(
-            model,
-            optimizers,
-            loss,
-            rows=None,
-            clip_norm=clip_norm,
-            autocast=nullcontext,
-            compile_=compile_,
-            verify=verify,
-            patience=PATIENCE,
-        )
-        if not self._why and self._device.type != "cpu":
-            self._stay_eager(CannotAdopt(f"towers on {self._device} have no captured form yet"))
-
-    @property
-    def capture_is_due(self) -> bool:
-        """Whether eager steps of this rank have taken as long as a capture does."""
-        return not self._why and self._traced is None and len(self._eager_seconds) >= 2 and super()._pays()
-
-    def _pays(self) -> bool:
-        # All ranks capture before the same step, so that none waits for another's compiler.
-        return self._compile == "require" or self._apart.exchange.due
-
-    @property
-    def _clips_whole_tables(self) -> bool:
-        return bool(self._clip_norm)
-
-    def _as_layers(self) -> dict[str, str]:
-        top = set(map(id, self._apart.top))
+        super().__init__(model, optimizers, loss)
+        self._ranks = ranks
+        self._clip_norm = clip_norm
+        self._compile = compile_
+        self.clips_tables = bool(clip_norm)
+        top = set(map(id, ranks.top))
         reason = "outside of the towers, where its gradient is summed over the ranks"
-        layers = {name: reason for name, parameter in self._model.named_parameters() if id(parameter) in top}
-        return super()._as_layers() | layers
+        self.dense_tables = {name: reason for name, parameter in model.named_parameters() if id(parameter) in top}
 
-    def _source_of(self, memory: StepMemory) -> AdoptedSource:
-        return TowersSource(self._apart, self._model, memory, self._clip_norm)
+    def check(self) -> None:
+        """Raises CannotCaptureError if the step has no captured form, such as towers on a GPU."""
+        super().check()
+        if self.device.type != "cpu":
+            raise CannotAdopt(f"towers on {self.device} have no captured form yet")
 
-    def _executor(self, source: AdoptedSource) -> StepEngine:
+    def eager(self, batch: AnyBatch, watch: ForwardWatch | None = None) -> tuple[Tensor, Any]:
+        """Makes this rank's part by the user's own code. Collective."""
+        return self._ranks.eager(batch.args(), watch)
+
+    def repeated(self, batch: AnyBatch) -> tuple[tuple[Tensor, Any], str]:
+        """Makes the eager step with the messages that arrived for the captured one; names a message that differs."""
+        self._ranks.exchange.read_again()
+        return self.eager(batch), self._ranks.exchange.difference
+
+    def look(self, loss: Tensor, *, written: bool) -> None:
+        """Looks at nothing: before a weight is written all ranks look at the loss of the whole batch."""
+
+    def captures_now(self, *, is_due: bool) -> bool:
+        """Whether all ranks capture before this step, because none should wait for another's compiler."""
+        return self._compile == "require" or self._ranks.exchange.due
+
+    def source(self, memory: StepMemory) -> AdoptedSource:
+        """Returns the rank's part of the model for captured steps."""
+        return TowersSource(self._ranks, self.model, memory, self._clip_norm)
+
+    def engine(self, source: AdoptedSource) -> StepEngine:
+        """Returns an executor that meets the other ranks between parts of the step."""
         assert isinstance(source, TowersSource)
-        return _InParts(self._device, source)
+        return _InParts(self.device, source)
 
-    def _eager(self, batch: AnyBatch, watch: ForwardWatch | None = None) -> tuple[Tensor, Any]:
-        return self._apart.eager(batch.args(), watch)
+    def say(self, text: str) -> None:
+        """Prints a line on rank 0."""
+        if self._ranks.runtime.is_main:
+            print(f"adopt_towers: {text}", flush=True)
 
-    def _begin_capture(self) -> None:
-        super()._begin_capture()
+    def note(self, text: str) -> None:
+        """Prints a line on any rank, because ranks may differ in it."""
+        print(f"adopt_towers: rank {self._ranks.runtime.rank}: {text}", flush=True)
+
+
+class TowersTrace:
+    """Makes a captured step of a batch through two graphs: this rank's towers, and the loss on its rows.
+
+    Args:
+        captures: the captured steps.
+        ranks: runs this rank's towers.
+        loss: the user's function from a batch to the loss.
+        selects: whether the forward selects by masks.
+    """
+
+    def __init__(self, captures: Captures, ranks: TowerStep, loss: Loss, *, selects: bool) -> None:
+        self._captures = captures
+        self._ranks = ranks
         self._towers = TracedCall(_outputs_of, weakly(self._take_towers))
-        self._tower_graphs: dict[int, Any] = {}
-        self._top_graphs: dict[int, Any] = {}
-        self._received: dict[int, list[Tensor]] = {}  # stand for what will arrive, by the rows of a batch
-        self._by_graphs: dict[tuple[int, ...], Any] = {}
+        self._top = traced_forward(loss, weakly(self._take_top), masks=selects)
+        self._tower_graphs: dict[int, tuple[ForwardGraph, Check]] = {}
+        self._top_graphs: dict[int, tuple[ForwardGraph, Check, int]] = {}
+        self._received: dict[int, list[Tensor]] = {}  # stand-ins for the outputs of all towers, by the batch's rows
+        self._updates: dict[tuple[int, ...], CapturedUpdate] = {}  # by the numbers of both graphs
 
-    def _called(self, batch: AnyBatch) -> tuple[Tensor, Any]:
-        """Has Dynamo compare what towers and loss depend on, and makes the step of both graphs."""
-        apart, args = self._apart, batch.args()
-        self._header, rows = apart.header(args)
-        if not apart.exchange.fits(rows):
+    def __call__(self, batch: AnyBatch) -> tuple[Tensor, Any]:
+        """Trains on one batch; returns the loss of the whole batch, and this rank's output. Collective."""
+        ranks, args = self._ranks, batch.args()
+        self._header, rows = ranks.header(args)
+        if not ranks.exchange.fits(rows):
             raise RareShapeError("a batch of more rows than any before")
         if rows not in self._received:
-            self._received[rows] = apart.exchange.received(apart.exchange.blanks(rows, late=False)[0], rows)
-        received, calls, share = self._received[rows], apart.tower_calls(args, rows), apart.share_of(args, rows)
-        self._of_towers: GraphCall | None = None
+            self._received[rows] = ranks.exchange.received(ranks.exchange.blanks(rows, late=False)[0], rows)
+        received = self._received[rows]
+        calls, share = ranks.tower_calls(args, rows), ranks.share_of(args, rows)
+        self._tower_call: GraphCall | None = None
         self._places: tuple[int, ...] = ()
-        self._rows_of_batch = rows
-        lag = self._unmarked()
-        try:
+        self._rows = rows
+        with self._captures.plain_tables():
             if calls:
                 self._batch = GivenBatch(tuple(call[1:] for call in calls))
                 outputs = tree_leaves(self._towers([call[0] for call in calls], [call[1:] for call in calls]))
                 blanks = list(map(id, self._blanks))
                 self._places = tuple(blanks.index(id(output)) for output in outputs)
             self._batch = GivenBatch((*share, *received))
-            assert self._traced is not None
-            with apart.loss.standing_in(received):
-                return self._traced(*share)
-        finally:
-            if lag is not None:
-                lag.remark()
+            with ranks.loss.standing_in(received):
+                _, output = self._top(*share)
+        return self._whole_loss, output
 
     def _take_towers(self, module: GraphModule, examples: list[Tensor]) -> Callable[..., Sequence[Any]]:
         """Receives the graph of this rank's towers."""
-        graph, check = self._graph_of(module, examples)
+        graph, check = self._captures.graph(module, examples, self._batch)
         self._tower_graphs[graph.number] = graph, check
         return weakly(self._call_towers, graph.number)
 
     def _call_towers(self, number: int, *tensors: Tensor) -> Sequence[Any]:
         graph, check = self._tower_graphs[number]
         check(tensors)
-        self._of_towers = GraphCall(graph, self._batch, tensors)
+        self._tower_call = GraphCall(graph, self._batch, tensors)
         # Stand for the outputs until the step is made; Dynamo puts them where the towers return them.
         self._blanks = [torch.empty(output.shape, dtype=output.dtype) for output in graph.outputs]
         return self._blanks
 
-    def _take_graph(self, module: GraphModule, examples: list[Tensor]) -> Callable[..., Sequence[Any]]:
+    def _take_top(self, module: GraphModule, examples: list[Tensor]) -> Callable[..., Sequence[Any]]:
         """Receives the graph of the loss."""
-        received = self._received[self._rows_of_batch]
+        received = self._received[self._rows]
         share = self._batch.args()[: -len(received)]
         with torch._guards.tracing(None), torch.no_grad(), torch.random.fork_rng():
             leaves, spec = tree_flatten(share)
-            self._apart.loss.with_outputs(leaves, spec, received)  # refuses towers that are called in another way
+            self._ranks.loss.with_outputs(leaves, spec, received)  # refuses towers that are called in another way
         count = len(leaves)
-        graph, check = self._graph_of(module, examples, range(count, count + len(received)))
+        graph, check = self._captures.graph(module, examples, self._batch, range(count, count + len(received)))
         self._top_graphs[graph.number] = graph, check, count
-        return weakly(self._call_graph, graph.number)
+        return weakly(self._call_top, graph.number)
 
-    def _call_graph(self, number: int, *tensors: Tensor) -> Sequence[Any]:
+    def _call_top(self, number: int, *tensors: Tensor) -> Sequence[Any]:
         graph, check, count = self._top_graphs[number]
         check(tensors)
         top = GraphCall(graph, self._batch, tensors)
-        call = _TowerCall(self._of_towers, self._places, top, count, self._rows_of_batch)
+        call = _TowerCall(self._tower_call, self._places, top, count, self._rows, self._header)
         numbers = tuple(each.number for each in call.graphs)
-        if numbers not in self._by_graphs:
-            self.settle()
-            rules = update_rules(self._model, self._optimizers)
-            self._by_graphs[numbers] = self._captured_for(call.graphs, rules)
-        return self._run(self._by_graphs[numbers], call)
-
-    def _trained(self, captured: Any, given: StepInputs) -> tuple[Tensor, Any]:
-        source = captured.source
-        made = source.memory.steps_made
-        try:
-            _, outputs = captured.step(source.with_header(given, self._header))
-        except Exception as error:
-            source.memory.take_back(made)
-            raise EndOfStepError from error
-        self._whole_loss = source.whole_loss
-        return source.whole_loss, outputs[1]
-
-    def _any_step(self, batch: AnyBatch) -> tuple[Tensor, Any]:
-        self._whole_loss = None
-        loss, aux = super()._any_step(batch)
-        return (loss if self._whole_loss is None else self._whole_loss), aux
-
-    def _verified(self, captured: Any, batch: AnyBatch) -> tuple[Tensor, Any]:
-        self._whole_loss = None
-        self._apart.exchange.read_again()
-        eager = super()._verified(captured, batch)
-        if not self._why and (difference := self._apart.exchange.difference):
-            self._stay_eager(
-                CannotAdopt(f"a captured step differs from the eager one on the same batch in {difference}")
-            )
-        return eager
-
-    def _look(self, loss: Tensor, *, written: bool) -> None:
-        """Looks at nothing: before a weight is written all ranks look at the loss of the whole batch."""
-
-    def _say(self, text: str) -> None:
-        if self._apart.runtime.is_main:
-            print(f"adopt_towers: {text}", flush=True)
-
-    def _note(self, text: str) -> None:
-        if text not in self._notes:
-            self._notes.add(text)
-            print(f"adopt_towers: rank {self._apart.runtime.rank}: {text}", flush=True)
+        if numbers not in self._updates:
+            self._captures.settle()
+            self._updates[numbers] = self._captures.update_of(call.graphs)
+        update = self._updates[numbers]
+        outputs = self._captures.run(update, call)
+        assert isinstance(update.source, TowersSource)
+        self._whole_loss = update.source.whole_loss
+        return outputs
 
 
 def _pieces(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[Sequence[Tensor]]:
@@ -327,8 +306,9 @@ class TowersSource(AdoptedSource):
             return item
         given = [super(TowersSource, self).inputs(call) for call in (item.towers, item.top) if call is not None]
         counts = [len(each.tensors) for each in given]
+        self._header = item.header
         beside = [
-            self._exchange.header([0.0] * HEADER),
+            self._exchange.header(item.header),
             *self._exchange.blanks(item.rows, late=len(self.cuts) > 2),
         ]
 
@@ -341,12 +321,20 @@ class TowersSource(AdoptedSource):
         tensors = [*(tensor for each in given for tensor in each.tensors), *beside]
         return StepInputs(key, key, item.rows, tensors, make)
 
-    def with_header(self, given: StepInputs, header: list[float]) -> StepInputs:
-        """Returns the inputs of the next step, with its header."""
-        tensors = list(given.tensors)
-        tensors[-len(self.cuts) - 1] = self._exchange.header(header)
-        self._rows, self._header = given.rows, header
-        return dataclasses.replace(given, tensors=tensors)
+    def train(self, step: CapturedStep, inputs: StepInputs) -> tuple[Tensor, Any]:
+        """Makes a captured step; returns the loss of the whole batch, (), and the outputs of this rank's graph.
+
+        Raises:
+            EndOfStepError: all ranks have ended the step, or this one failed.
+        """
+        self._rows = inputs.rows
+        steps_made = self.memory.steps_made
+        try:
+            _, (_, outputs) = step(inputs)
+        except Exception as error:
+            self.memory.take_back(steps_made)
+            raise EndOfStepError from error
+        return self.whole_loss, outputs
 
     def forward(self, tensors: dict[str, Tensor], batch: Any) -> tuple[Tensor, Any]:
         """Returns the loss of this rank's rows, (), and as the output what is sent, and the outputs of the graph."""

@@ -33,10 +33,11 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
+from torchrec_ext.adopt.captures import Captures
 from torchrec_ext.adopt.checks import ForwardWatch
-from torchrec_ext.adopt.errors import CannotAdopt
+from torchrec_ext.adopt.errors import CannotAdopt, EndOfStepError
 from torchrec_ext.adopt.exchange import SETTLE, STEP, OutputExchange, raise_together, squared_norm
-from torchrec_ext.adopt.step import EndOfStepError
+from torchrec_ext.adopt.step import AdoptedStep
 from torchrec_ext.adopt.subnetworks import (
     UserLoss,
     batch_rows,
@@ -46,8 +47,8 @@ from torchrec_ext.adopt.subnetworks import (
     python_attributes,
     subnetworks,
 )
-from torchrec_ext.adopt.tower_steps import LocalStep
-from torchrec_ext.capture.policy import Compile
+from torchrec_ext.adopt.tower_steps import TowerRankStep, TowersTrace
+from torchrec_ext.capture.policy import PATIENCE, Compile
 from torchrec_ext.distributed.optim.hybrid import GradientNotFiniteError
 from torchrec_ext.distributed.runtime import Runtime, calm_gloo
 
@@ -199,15 +200,14 @@ class TowersApart:
             raise CannotAdopt(f"compile={compile_!r}: must be 'auto', 'off' or 'require'")
         if not isinstance(verify, int) or verify < 0:
             raise CannotAdopt(f"verify={verify!r}: must be a number of steps, 0 or more")
-        self._local = LocalStep(
-            self,
-            self._model,
-            self._optimizers,
-            loss,
-            clip_norm=float(clip_norm),
-            compile_=compile_,
-            verify=verify,
+        rank_step = TowerRankStep(
+            self, self._model, self._optimizers, loss, clip_norm=float(clip_norm), compile_=compile_
         )
+
+        def trace(captures: Captures, selects: bool) -> TowersTrace:
+            return TowersTrace(captures, self, loss, selects=selects)
+
+        self._local = AdoptedStep(rank_step, trace, rows=None, compile_=compile_, verify=verify, patience=PATIENCE)
 
     def eager(self, batch: Sequence[Any], watch: ForwardWatch | None) -> tuple[Tensor, Any]:
         """Makes this rank's share of a step by the user's own code; ``watch`` surrounds what runs of the forward."""

@@ -1,0 +1,326 @@
+"""Captures: the captured steps of a user's model, one for each graph that Dynamo traced.
+
+ForwardTrace: makes a captured step of a batch, through the graph of the user's forward and loss.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
+
+from torchrec_ext.adopt.checks import HOOK_ON_GRADIENT, STATES, Rules, StateTensor, check_model, update_rules
+from torchrec_ext.adopt.errors import CannotAdopt, EndOfCaptureError, EndOfStepError, HalfStepError, TensorChangedError
+from torchrec_ext.adopt.graph import GRAPHS, ForwardGraph, OneGraphTooMany, changed_between_calls, traced_forward
+from torchrec_ext.adopt.lag import Lag, catch_up
+from torchrec_ext.adopt.source import AnyBatch, CapturedUpdate, GraphCall, GroupSettings
+from torchrec_ext.adopt.user_step import RankStep
+from torchrec_ext.adopt.verify import StepComparison, Verification
+from torchrec_ext.capture.captured import CapturedStep, StepInputs
+from torchrec_ext.capture.memory import StepMemory, UpdatedParameter
+from torchrec_ext.observe.user_lines import first_line, module_line
+
+Trace = Callable[[AnyBatch], tuple[Tensor, Any]]  # makes the captured step of a batch
+Check = Callable[[Sequence[Tensor]], None]
+
+# How an L2 term of the loss is written so that a table is moved row by row, by the kind of optimizer.
+_WITHOUT_CLOSED_FORM = "which has no closed form for rows that are not read; the decay of AdamW has one"
+_PENALTIES = {
+    "sgd": "which weight_decay of SGD, twice the factor of the square, does row by row",
+    "adam": _WITHOUT_CLOSED_FORM,
+    "adagrad": _WITHOUT_CLOSED_FORM,
+}
+
+
+class Captures:
+    """Captures a step for each graph of the user's forward, and runs it.
+
+    Args:
+        rank_step: the user's model, optimizers and eager step.
+        verification: decides which steps are compared with the eager one.
+        patience: eager steps of a further shape of batch before it is captured too.
+
+    Attributes:
+        current: the captured steps that ran last; None before.
+        draws_random: whether the forward draws random numbers.
+        after_eager: whether the step before was eager, so that there are gradients to drop.
+        seconds: seconds of all captures.
+    """
+
+    def __init__(self, rank_step: RankStep, verification: Verification, patience: int) -> None:
+        self._rank_step = rank_step
+        self._verification = verification
+        self._patience = patience
+        self._updates: dict[Any, CapturedUpdate] = {}  # by the parameters that are updated, and those row by row
+        self._graph_count = 0
+        self.current: CapturedUpdate | None = None
+        self.draws_random = False
+        self.after_eager = True
+        self.seconds = 0.0
+
+    def graph(
+        self, module: GraphModule, examples: list[Tensor], batch: AnyBatch, with_gradient: Collection[int] = ()
+    ) -> tuple[ForwardGraph, Check]:
+        """Returns a graph of Dynamo's, and a check of the tensors of each call.
+
+        Args:
+            module: the graph.
+            examples: Dynamo's examples of the inputs.
+            batch: the batch of the call.
+            with_gradient: see :class:`ForwardGraph`.
+
+        Raises:
+            OneGraphTooMany: there are :data:`GRAPHS` already.
+            CannotAdopt: it has no captured form.
+        """
+        self.settle()
+        self._graph_count += 1
+        if self._graph_count > GRAPHS:
+            raise OneGraphTooMany(changed_between_calls())
+        model = self._rank_step.model
+        check_model(model)
+        rules = update_rules(model, self._rank_step.optimizers)
+        parameters = {name: parameter for name, (_, _, parameter, _) in rules.items() if parameter.requires_grad}
+        leaves = pytree.tree_leaves(batch.example())
+        graph = ForwardGraph(module, examples, model, leaves, parameters, with_gradient)
+        return graph, self._check_of(graph, parameters)
+
+    def _check_of(self, graph: ForwardGraph, parameters: Mapping[str, nn.Parameter]) -> Check:
+        """Returns a check for the parameters of the capture: Dynamo does not compare which ones a graph is given."""
+        places = []
+        for name, index in graph.parameters.items():
+            places.append((index, name, parameters[name], parameters[name].data_ptr()))
+
+        def check(tensors: Sequence[Tensor]) -> None:
+            for index, name, parameter, address in places:
+                if tensors[index] is not parameter or parameter.data_ptr() != address:
+                    raise TensorChangedError(f"'{name}'")
+                if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                    raise CannotAdopt(f"{module_line(self._rank_step.model, name)} {HOOK_ON_GRADIENT}")
+            for index, (line, value) in graph.masks.items():
+                if not torch.equal(tensors[index], value):
+                    raise TensorChangedError(f"the mask of {line}")
+
+        return check
+
+    def update_of(self, graphs: Sequence[ForwardGraph]) -> CapturedUpdate:
+        """Returns the captured steps of all graphs that update the same parameters in the same way.
+
+        Raises:
+            CannotAdopt: a parameter has no captured form.
+        """
+        rank_step = self._rank_step
+        rules = update_rules(rank_step.model, rank_step.optimizers)
+        reached = {name for graph in graphs for name in graph.reached}
+        if not reached:
+            raise CannotAdopt("the loss does not depend on a parameter that an optimizer moves")
+        dense_tables = self._dense_tables(graphs, rules)
+        tables = {name for graph in graphs for name in graph.look_ups} - set(dense_tables)
+        parameters, state = [], []
+        for name in rules:
+            if name in reached:
+                parameter, tensors = self._updated_parameter(name, rules, is_table=name in tables)
+                parameters.append(parameter)
+                state += tensors
+        key = tuple((each.name, each.table) for each in parameters)
+        if key not in self._updates:
+            source = rank_step.source(StepMemory(parameters, {}, clips=rank_step.clips_tables))
+            engine = rank_step.engine(source)
+            step = CapturedStep(source, engine, autocast=rank_step.autocast, patience=self._patience)
+            self._updates[key] = CapturedUpdate(source, step, engine, state, dense_tables)
+        return self._updates[key]
+
+    def _dense_tables(self, graphs: Sequence[ForwardGraph], rules: Rules) -> dict[str, str]:
+        """Returns why tables are updated as dense layers, by their names."""
+        reasons = {}
+        for graph in graphs:
+            for name, line in graph.matrices.items():
+                reasons[name] = line
+                if name in graph.penalties:
+                    kind = rules[name][3].kind
+                    reasons[name] = f"{line} is an L2 term over all rows, {_PENALTIES[kind]}"
+        return reasons | self._rank_step.dense_tables
+
+    def _updated_parameter(
+        self, name: str, rules: Rules, *, is_table: bool
+    ) -> tuple[UpdatedParameter, list[StateTensor]]:
+        """Returns a parameter that the step updates, and its optimizer's state."""
+        number, index, parameter, choice = rules[name]
+        optimizer = self._rank_step.optimizers[number]
+        values = optimizer.state.get(parameter, {})
+        keys = STATES[choice.kind]
+        if any(key not in values for key in keys):
+            raise CannotAdopt(f"{module_line(self._rank_step.model, name)} has not been moved by an eager step yet")
+        state = [StateTensor(number, parameter, key, values[key]) for key in (*keys, "step") if key in values]
+        updated = UpdatedParameter(
+            name,
+            is_table,
+            False,
+            parameter.detach(),
+            [values[key].detach() for key in keys],
+            [values["step"].detach()] if "step" in values else [],
+            GroupSettings(optimizer, index),
+            choice,
+        )
+        return updated, state
+
+    def run(self, update: CapturedUpdate, call: Any) -> list[Any]:
+        """Makes the step of a graph, and returns the graph's outputs.
+
+        Raises:
+            CannotCaptureError: it cannot be captured; nothing was trained.
+            StepComparison: the step was made, and is to be compared with the eager one.
+            HalfStepError: the step failed half way.
+            EndOfStepError: all ranks ended the step.
+        """
+        if self.current is not update:
+            self.settle()
+            update.source.memory.reload()
+        inputs = update.source.inputs(call)
+        self._prepare(update, inputs)
+        self.current = update
+        snapshot = self._verification.snapshot(update, inputs.key, call, after_eager=self.after_eager)
+        if snapshot is not None:
+            # Op by op, the step draws the same random numbers as the eager one.
+            update.engine.plain = self.draws_random
+        if self.after_eager:
+            for optimizer in self._rank_step.optimizers:
+                optimizer.zero_grad()
+        try:
+            loss, outputs = update.source.train(update.step, inputs)
+        except EndOfStepError:
+            raise
+        except Exception as error:
+            if snapshot is None:
+                raise HalfStepError from error
+            snapshot.restore()
+            raise EndOfCaptureError(f"{type(error).__name__}: {first_line(error)}") from error
+        finally:
+            update.engine.plain = False
+        if snapshot is not None:
+            raise StepComparison(update, inputs.key, call, snapshot, loss, outputs)
+        return list(outputs)
+
+    def _prepare(self, update: CapturedUpdate, inputs: StepInputs) -> None:
+        """Compiles the step of a graph unless it is compiled."""
+        if inputs.key in update.unverified:
+            return
+        start = time.perf_counter()
+        is_first = not update.step.shapes
+        update.step.prepare(inputs)
+        seconds = time.perf_counter() - start
+        self._verification.begin(update, inputs.key, is_first=is_first)
+        text = f"... {seconds:.1f} s"
+        if is_first:
+            rows = set(update.step.row_tables)
+            tables = {name: table for name, table in self._rank_step.model.named_parameters() if name in rows}
+            table_ids = {id(table) for table in tables.values()}
+            late = [each.tensor for each in update.state if each.name == "step" or id(each.parameter) in table_ids]
+            update.lag = Lag(update.source.memory, tables, late)
+            if ways := update.step.describe():
+                text += f"; {ways}"
+        self.seconds += seconds
+        self._rank_step.say(text)
+
+    def settle(self) -> None:
+        """Updates rows that no step has read lately."""
+        if self.current is not None:
+            self.current.lag.settle()
+
+    def settling_seconds(self) -> float:
+        """Returns the seconds of updating all rows for readers, since the capture."""
+        return sum(update.lag.seconds for update in self._updates.values() if update.unverified)
+
+    @contextmanager
+    def plain_tables(self) -> Iterator[None]:
+        """Gives tables that are behind the class that they had in the trace, which Dynamo compares."""
+        if self.current is None:
+            yield
+            return
+        with self.current.lag.unmarked():
+            yield
+
+    def take_turn(self) -> None:
+        """Lets other steps over the same tensors update their rows, and reads how many steps were made."""
+        current = self.current
+        if current is not None and current.lag.active:
+            return
+        catch_up(list(self._rank_step.model.parameters()))
+        if current is None:
+            return
+        catch_up([each.tensor for each in current.state])
+        current.source.memory.reload()
+
+    def load_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Copies a loaded state into the memory of the steps, which stays at its addresses.
+
+        Raises:
+            KeyError: the state has other tensors.
+        """
+        with torch.no_grad():
+            for update in self._updates.values():
+                for number, parameter, key, tensor in update.state:
+                    if self._rank_step.optimizers[number] is optimizer:
+                        state = optimizer.state[parameter]
+                        tensor.copy_(torch.as_tensor(state[key]))
+                        state[key] = tensor
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no step is captured."""
+        return not any(update.step.shapes for update in self._updates.values())
+
+
+class ForwardTrace:
+    """Makes a captured step of a batch: Dynamo compares what the step depends on, and calls the graph's step.
+
+    Args:
+        captures: the captured steps.
+        rank_step: the user's loss function and context of the forward.
+        selects: whether the forward selects by masks.
+    """
+
+    def __init__(self, captures: Captures, rank_step: RankStep, *, selects: bool) -> None:
+        self._captures = captures
+        self._autocast = rank_step.autocast
+        self._graphs: dict[int, tuple[ForwardGraph, Check, CapturedUpdate]] = {}
+        self._traced = traced_forward(rank_step.loss, weakly(self._take_graph), masks=selects)
+
+    def __call__(self, batch: AnyBatch) -> tuple[Tensor, Any]:
+        """Trains on one batch; returns loss and output."""
+        self._batch = batch
+        with self._captures.plain_tables(), self._autocast():
+            return self._traced(*batch.example())
+
+    def _take_graph(self, module: GraphModule, examples: list[Tensor]) -> Callable[..., Sequence[Any]]:
+        """Receives a graph of Dynamo's, and returns the function to call in its place."""
+        graph, check = self._captures.graph(module, examples, self._batch)
+        self._graphs[graph.number] = graph, check, self._captures.update_of([graph])
+        return weakly(self._call_graph, graph.number)
+
+    def _call_graph(self, number: int, *tensors: Tensor) -> Sequence[Any]:
+        graph, check, update = self._graphs[number]
+        check(tensors)
+        return self._captures.run(update, GraphCall(graph, self._batch, tensors))
+
+
+TraceFactory = Callable[[Captures, bool], Trace]  # takes the captured steps, and whether the forward selects by masks
+
+
+def weakly(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
+    """Returns a call of a method that does not keep its object alive, as Dynamo's cache would for ever."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        bound = reference()
+        assert bound is not None
+        return bound(*first, *args)
+
+    return call

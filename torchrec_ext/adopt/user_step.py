@@ -1,0 +1,217 @@
+"""UserStep: a training step by the user's own code, on one process.
+
+RankStep: the parts of a step that are other ones if each rank runs its own towers.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from torchrec_ext.adopt.checks import ForwardWatch, check_model, loss_and_output, update_rules
+from torchrec_ext.adopt.errors import CannotAdopt
+from torchrec_ext.adopt.graph import Loss
+from torchrec_ext.adopt.source import AdoptedSource, AnyBatch
+from torchrec_ext.capture.executors import StepEngine, engine_for
+from torchrec_ext.capture.memory import StepMemory
+from torchrec_ext.capture.policy import TrainingDivergedError
+
+
+class RankStep(ABC):
+    """This rank's part of a training step: its eager code, and the parts of its captured form.
+
+    Args:
+        model: the user's model.
+        optimizers: the user's optimizers.
+        loss: the user's function from a batch to the loss.
+        autocast: makes the context of the forward.
+
+    Attributes:
+        device: device of the model.
+        number: number of the current step, from 1.
+        dense_tables: tables to update as dense layers, each with the reason.
+        clips_tables: whether the limit on the norm counts tables, so that none is updated row by row.
+    """
+
+    number = 0
+    clips_tables = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        loss: Loss,
+        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self.model = model
+        self.optimizers = list(optimizers)
+        self.loss = loss
+        self.autocast = autocast
+        self.device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self.dense_tables: dict[str, str] = {}
+
+    def check(self) -> None:
+        """Raises CannotCaptureError if the step has no captured form, as far as that is known before a step."""
+        check_model(self.model)
+        update_rules(self.model, self.optimizers)
+        engine_for(self.device)
+
+    @abstractmethod
+    def eager(self, batch: AnyBatch, watch: ForwardWatch | None = None) -> tuple[Tensor, Any]:
+        """Makes the step by the user's own code; ``watch`` surrounds its forward."""
+
+    @abstractmethod
+    def repeated(self, batch: AnyBatch) -> tuple[tuple[Tensor, Any], str]:
+        """Makes the eager step in place of a captured one; also names a difference between them that it saw."""
+
+    @abstractmethod
+    def look(self, loss: Tensor, *, written: bool) -> None:
+        """Raises if a loss is not finite; ``written`` says whether the step has updated weights."""
+
+    @abstractmethod
+    def captures_now(self, *, is_due: bool) -> bool:
+        """Whether this step is the first captured one; ``is_due`` says whether it pays on this rank."""
+
+    @abstractmethod
+    def source(self, memory: StepMemory) -> AdoptedSource:
+        """Returns the model for captured steps on a memory."""
+
+    @abstractmethod
+    def engine(self, source: AdoptedSource) -> StepEngine:
+        """Returns the executor of captured steps."""
+
+    @abstractmethod
+    def say(self, text: str) -> None:
+        """Prints a line for the user."""
+
+    @abstractmethod
+    def note(self, text: str) -> None:
+        """Prints a line about a batch or a step that stays eager."""
+
+    def forward_error(self, batch: AnyBatch) -> Exception | None:
+        """Returns the error of the user's own forward on a batch: it says more than that of a captured step."""
+        try:
+            with torch.no_grad():
+                self.loss(*batch.args())
+        except Exception as error:
+            return error
+        return None
+
+    def now(self) -> float:
+        """Returns the time in seconds, after all work on the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def autocast_dtype(self) -> torch.dtype | None:
+        """Returns the dtype of the forward under autocast, or None without autocast."""
+        kind = self.device.type
+        with self.autocast():
+            return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+class UserStep(RankStep):
+    """The whole step on one process: zero_grad, loss, backward, the limit on the norm, and the optimizers' steps.
+
+    Args:
+        model: the user's model.
+        optimizers: the user's optimizers.
+        loss: the user's function from a batch to the loss.
+        autocast: makes the context of the forward.
+        clip_norm: limit of the gradients' norm; 0 for none.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        loss: Loss,
+        autocast: Callable[[], AbstractContextManager[Any]],
+        clip_norm: float,
+    ) -> None:
+        super().__init__(model, optimizers, loss, autocast)
+        self._clip_norm = clip_norm
+        self._pending: Tensor | None = None  # loss of the step before, on a GPU
+
+    def check(self) -> None:
+        """Raises CannotCaptureError if the step has no captured form, such as one in float16."""
+        super().check()
+        if self.autocast_dtype() == torch.float16:
+            raise CannotAdopt(
+                "autocast computes in float16, whose gradients need a GradScaler; take torch.bfloat16, which needs none"
+            )
+
+    def eager(self, batch: AnyBatch, watch: ForwardWatch | None = None) -> tuple[Tensor, Any]:
+        """Makes the user's own step; ``watch`` surrounds its forward."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        with watch or nullcontext(), self.autocast():
+            loss, output = loss_and_output(self.loss(*batch.args()))
+        if not loss.requires_grad:
+            raise CannotAdopt(
+                "the loss does not depend on a parameter that requires a gradient; return the loss itself"
+            )
+        self.look(loss, written=False)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if self._clip_norm:
+            groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+            parameters = [parameter for group in groups for parameter in group["params"]]
+            nn.utils.clip_grad_norm_(parameters, self._clip_norm)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return loss.detach(), pytree.tree_map_only(Tensor, Tensor.detach, output)
+
+    def repeated(self, batch: AnyBatch) -> tuple[tuple[Tensor, Any], str]:
+        """Makes the eager step in place of a captured one."""
+        return self.eager(batch), ""
+
+    def look(self, loss: Tensor, *, written: bool) -> None:
+        """Raises if the loss is not finite; on a GPU checks the previous step's loss to avoid a sync."""
+        step = self.number
+        value = loss.detach()
+        if loss.is_cuda:
+            if self._pending is None:
+                self._pending = value
+                return
+            step, written = step - 1, True
+            value, self._pending = self._pending, value
+        number = float(value)
+        if math.isfinite(number):
+            return
+        state = "the update of this step was written" if written else "nothing was written by this step"
+        raise TrainingDivergedError(
+            f"the loss is {number} at step {step:,}: {state}; look for values in the batch that are not finite, lower "
+            "the learning rate, or set clip_norm",
+            step,
+        )
+
+    def captures_now(self, *, is_due: bool) -> bool:
+        """Whether a capture pays."""
+        return is_due
+
+    def source(self, memory: StepMemory) -> AdoptedSource:
+        """Returns the user's model for captured steps."""
+        return AdoptedSource(self.model, memory, self._clip_norm)
+
+    def engine(self, source: AdoptedSource) -> StepEngine:
+        """Returns the device's executor."""
+        return StepEngine(self.device)
+
+    def say(self, text: str) -> None:
+        """Prints a line on rank 0."""
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
+            print(f"adopt: {text}", flush=True)
+
+    def note(self, text: str) -> None:
+        """Prints a line on rank 0."""
+        self.say(text)

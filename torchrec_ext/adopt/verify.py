@@ -1,0 +1,311 @@
+"""Verification: compares captured steps with eager ones on the same batch, for as long as the training lasts.
+
+step_difference(): names what differs by more than rounding.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrec_ext.adopt.checks import tensor_leaves, update_rules
+from torchrec_ext.adopt.source import AnyBatch, CapturedUpdate, GraphCall
+from torchrec_ext.adopt.user_step import RankStep
+from torchrec_ext.capture.memory import StepMemory, UpdatedParameter
+from torchrec_ext.capture.policy import CapturePolicy
+from torchrec_ext.observe.state_copy import random_state, set_random_state
+
+_CHECKED = 0.01  # of the time since the capture goes to comparing steps with eager ones; as much after pauses
+_PAUSE_S = 0.1  # between two steps
+
+
+class Verification:
+    """Compares some captured steps with eager ones on the same batch and weights.
+
+    Args:
+        rank_step: the eager step.
+        policy: receives the times of eager steps if no others are known.
+        steps: number of captured steps to compare after the first capture.
+    """
+
+    def __init__(self, rank_step: RankStep, policy: CapturePolicy, steps: int) -> None:
+        self._rank_step = rank_step
+        self._policy = policy
+        self._steps = steps
+        self._began = self._last = time.perf_counter()
+        self._is_after_pause = False
+        self._seconds = {False: 0.0, True: 0.0}  # of comparisons, by whether they followed a pause
+
+    def begin(self, update: CapturedUpdate, key: Any, *, is_first: bool) -> None:
+        """Plans the comparisons that follow the capture of a graph."""
+        update.unverified[key] = self._steps if is_first else min(self._steps, 1)
+        self._began = time.perf_counter()
+
+    def end_step(self) -> None:
+        """Notes when a step ended: a pause may follow."""
+        self._last = time.perf_counter()
+
+    def snapshot(self, update: CapturedUpdate, key: Any, call: Any, *, after_eager: bool) -> Snapshot | None:
+        """Returns copies to take the next captured step back, or None if it is not compared.
+
+        Args:
+            update: the captured steps.
+            key: key of the graph.
+            call: the call of the graph.
+            after_eager: whether the step before was eager.
+        """
+        if update.unverified[key] or self._is_due(update, after_eager=after_eager):
+            return Snapshot(update.source.memory, call.outer())
+        return None
+
+    def _is_due(self, update: CapturedUpdate, *, after_eager: bool) -> bool:
+        """Whether time is left for a comparison: somebody may have changed things since, above all in a pause."""
+        now = time.perf_counter()
+        is_read = not (update.lag.active or after_eager)  # somebody has read what was behind
+        self._is_after_pause = is_read or now - self._last > _PAUSE_S
+        return bool(self._steps) and self._seconds[self._is_after_pause] < _CHECKED * (now - self._began)
+
+    def compare(self, captured: StepComparison, batch: AnyBatch) -> tuple[tuple[Tensor, Any], str]:
+        """Takes a captured step back and makes the eager one, which stays.
+
+        Returns:
+            Loss and output of the eager step, and what differs by more than rounding; empty if nothing does.
+        """
+        began = time.perf_counter()
+        rank_step = self._rank_step
+        update = captured.update
+        memory = update.source.memory
+        outer = captured.snapshot.outer
+        memory.settle()
+        after = contents(memory, outer)
+        captured.snapshot.restore()
+        # Not before the captured step, whose own way of updating rows is so compared too.
+        memory.settle()
+        update.lag.release()
+        before = contents(memory, outer)
+        captured.snapshot.restore_random()
+        start = rank_step.now()
+        eager, difference = rank_step.repeated(batch)
+        if self._policy.compile == "require":  # nothing but the two slow first steps was eager before
+            self._policy.eager_seconds.append(rank_step.now() - start)
+        results = (captured.loss, captured.outputs), eager
+        factor = 1.0 if rank_step.autocast_dtype() is None else 300.0
+        far = step_difference(memory, outer, before, after, *results, factor)
+        # A step of towers cannot be made again without the other ranks.
+        if far and isinstance(captured.call, GraphCall):
+            noise = self._response_to_rounding(captured, before)
+            far = step_difference(memory, outer, before, after, *results, factor, noise=noise)
+        names = {each.name for each in memory.moved}
+        for name, (_, _, parameter, _) in update_rules(rank_step.model, rank_step.optimizers).items():
+            if name not in names and parameter.grad is not None:
+                far = far or f"'{name}', which has a gradient now and had none before"
+        far = far or difference
+        if not far and update.unverified[captured.key]:
+            update.unverified[captured.key] -= 1
+        elif not far:
+            self._seconds[self._is_after_pause] += time.perf_counter() - began
+        return eager, far
+
+    def _response_to_rounding(self, captured: StepComparison, before: Mapping[str, Tensor]) -> dict[str, float]:
+        """Returns how far rounding moves the gradients of the captured step, by running its ops one by one."""
+        update = captured.update
+        memory = update.source.memory
+        random = random_state(memory.device)
+        inputs = update.source.inputs(captured.call)
+
+        def step() -> Tensor:
+            captured.snapshot.restore_random()
+            return update.step(inputs)[0]
+
+        update.engine.plain = True
+        try:
+            return response_to_rounding(memory, captured.snapshot.outer, before, step)
+        finally:
+            update.engine.plain = False
+            set_random_state(memory.device, random)
+
+
+class StepComparison(Exception):  # noqa: N818 - no error: it ends a call of Dynamo's
+    """Ends a call of Dynamo's after the captured step, because the eager one does what the user's Python does.
+
+    Args:
+        update: the captured steps.
+        key: key of the graph.
+        call: the call.
+        snapshot: takes the step back.
+        loss: loss of the captured step, ().
+        outputs: outputs of the graph.
+    """
+
+    def __init__(
+        self, update: CapturedUpdate, key: Any, call: Any, snapshot: Snapshot, loss: Tensor, outputs: Sequence[Any]
+    ) -> None:
+        super().__init__()
+        self.update = update
+        self.key = key
+        self.call = call
+        self.snapshot = snapshot
+        self.loss = loss
+        self.outputs = outputs
+
+
+class Snapshot:
+    """Copies of all that a captured step may write, from before it.
+
+    Args:
+        memory: the step's memory.
+        outer: see :func:`contents`.
+    """
+
+    def __init__(self, memory: StepMemory, outer: Sequence[Tensor]) -> None:
+        self.outer = outer
+        self._memory = memory
+        self._contents = contents(memory, outer)
+        self._unsettled = memory.unsettled
+        self._random = random_state(memory.device)
+
+    def restore(self) -> None:
+        """Takes the step back; the random numbers stay."""
+        write_back(self._memory, self.outer, self._contents)
+        self._memory.unsettled = self._unsettled
+
+    def restore_random(self) -> None:
+        """Sets torch's random numbers to those that the step drew."""
+        set_random_state(self._memory.device, self._random)
+
+
+def _written(memory: StepMemory, outer: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Returns all tensors that a step may write, by name."""
+    result = {name: tensor for name, tensor in memory.tensors().items() if not name.startswith("rate ")}
+    result |= {f"outer {index}": tensor for index, tensor in enumerate(outer)}
+    for moved in memory.moved:
+        result |= {f"{moved.name}/step {index}": tensor for index, tensor in enumerate(moved.steps)}
+    return result
+
+
+def contents(memory: StepMemory, outer: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Returns copies of all that a step may write, by name.
+
+    Args:
+        memory: the step's memory.
+        outer: tensors that the step reads and that are neither the batch's nor in the memory, such as buffers.
+    """
+    return {name: tensor.clone() for name, tensor in _written(memory, outer).items()}
+
+
+@torch.no_grad()
+def write_back(memory: StepMemory, outer: Sequence[Tensor], before: Mapping[str, Tensor]) -> None:
+    """Writes what :func:`contents` returned before."""
+    for name, tensor in _written(memory, outer).items():
+        tensor.copy_(before[name])
+
+
+_NEAR, _FLOOR = 1e-4, 1e-5  # of a tensor's greatest gradient, and of the model's greatest: rounding is below
+_ROUNDING = 2.0**-22  # of a float32 weight that is moved
+
+
+def step_difference(
+    memory: StepMemory,
+    outer: Sequence[Tensor],
+    before: Mapping[str, Tensor],
+    captured: Mapping[str, Tensor],
+    *results: Any,
+    noise: Mapping[str, float] = MappingProxyType({}),
+) -> str:
+    """Names what differs by more than rounding between a captured and an eager step, whose tensors are in the memory.
+
+    ``noise`` says how far rounding of the weights moves the gradient of a parameter, and of ``loss`` the loss: within
+    ten times that they do not differ.
+
+    A gradient that is nothing but rounding, as of a bias before batch normalisation, is a step of Adam's full size in
+    any direction: weights are compared where their gradient counts.
+    """
+    (loss, output), (eager_loss, eager_output), factor = results
+    near, floor = _NEAR * factor, _FLOOR * factor
+    most = near * max(abs(float(eager_loss)), 1e-3) + 10 * noise.get("loss", 0.0)
+    if abs(float(loss - eager_loss)) > most:
+        return f"the loss, {float(loss):.7g}, not {float(eager_loss):.7g}"
+    eager = _written(memory, outer)
+    pulls = {moved.name: _pull(moved, before, eager) for moved in memory.moved}
+    greatest = max((float(pull.abs().max()) for pull in pulls.values() if pull.numel()), default=0.0)
+    for moved in memory.moved:
+        pull, other = pulls[moved.name], _pull(moved, before, captured)
+        if not pull.numel():
+            continue
+        # Without state it is seen by how far the weight moves, which is rounded as the weight is.
+        rounding = 0.0 if moved.state else _ROUNDING * float(eager[moved.name].abs().max())
+        rounding += 10 * noise.get(moved.name, 0.0)
+        if float((pull - other).abs().max()) > near * float(pull.abs().max()) + floor * greatest + rounding:
+            return f"the gradient of '{moved.name}'"
+        counts = pull.abs() > 100 * max(floor * greatest, noise.get(moved.name, 0.0))
+        step = (eager[moved.name] - before[moved.name]).abs().max()
+        # A gradient that is rounding makes a step of full size in any direction, and no longer one.
+        share = torch.where(counts, 0.05, 2.5)
+        off = ((eager[moved.name] - captured[moved.name]).abs() / share).max()
+        if float(off) > float(step) + 2e-5 * float(eager[moved.name].abs().max()):
+            return f"the weights of '{moved.name}'"
+    for name in eager:
+        if name.startswith("outer ") and not torch.allclose(
+            eager[name].float(), captured[name].float(), rtol=10 * near, atol=near, equal_nan=True
+        ):
+            return f"a buffer of shape {tuple(eager[name].shape)}"
+    kept = [other for other in output if isinstance(other, Tensor)]
+    for tensor in tensor_leaves(eager_output):
+        if not any(_alike(tensor, other, 10 * near) for other in kept):
+            return f"an output of {tuple(tensor.shape)} {tensor.dtype} beside the loss"
+    return ""
+
+
+def _alike(tensor: Tensor, other: Tensor, near: float) -> bool:
+    if tensor.shape != other.shape or tensor.dtype != other.dtype:
+        return False
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    scale = max(float(tensor.float().abs().max()), 1e-3)
+    return not float((tensor - other).abs().max()) > near * scale
+
+
+@torch.no_grad()
+def response_to_rounding(
+    memory: StepMemory, outer: Sequence[Tensor], before: Mapping[str, Tensor], step: Callable[[], Tensor]
+) -> dict[str, float]:
+    """Returns how far a step's gradients move if weights change by rounding, by parameter, and of ``loss`` the loss.
+
+    Args:
+        memory: the step's memory.
+        outer: see :func:`contents`.
+        before: what the memory held before the step.
+        step: makes the step on the memory, and returns its loss.
+    """
+    now, draw = contents(memory, outer), torch.Generator(memory.device).manual_seed(0)
+    losses, made = [], []
+    try:
+        for shifted in (False, True):
+            write_back(memory, outer, before)
+            begun = dict(before)
+            for moved in memory.moved if shifted else ():
+                shift = torch.randint(-1, 2, moved.weight.shape, generator=draw, device=memory.device)
+                moved.weight.mul_(1 + 2.0**-23 * shift)
+                begun[moved.name] = moved.weight.clone()
+            losses.append(float(step()))
+            memory.settle()
+            after = _written(memory, outer)
+            made.append({moved.name: _pull(moved, begun, after).clone() for moved in memory.moved})
+    finally:
+        memory.settle()
+        write_back(memory, outer, now)
+    first, second = made
+    noise = {name: float((pull - second[name]).abs().max()) for name, pull in first.items() if pull.numel()}
+    return {"loss": abs(losses[1] - losses[0]), **noise}
+
+
+def _pull(moved: UpdatedParameter, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Tensor:
+    """Returns what stands for the gradient that a step has had: how far it has moved the first state, or the weight."""
+    name = f"{moved.name}/0" if moved.state else moved.name
+    far = after[name] - before[name]
+    return far.sqrt() if moved.choice.kind == "adagrad" else far
