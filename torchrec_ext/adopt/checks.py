@@ -154,7 +154,7 @@ def _kind(optimizer: torch.optim.Optimizer) -> str:
         instead = (
             "torch.optim.Adam moves rows that few steps read as cheaply once captured"
             if name == "SparseAdam"
-            else f"those with one: {', '.join(known.__name__ for known in _KINDS)}"
+            else f"those with one: {', '.join(optimizer_type.__name__ for optimizer_type in _KINDS)}"
         )
         raise CannotAdopt(f"the optimizer {name} has no captured form; {instead}")
     if hook := hook_of_optimizers([optimizer]):
@@ -277,22 +277,23 @@ class ForwardWatch(TorchFunctionMode):
         super().__init__()
         self.args, self.calls, self.random, self.selects, self.problem = args, 0, False, False, ""
         self._parameters = list(model.parameters())
-        self._written = [*self._parameters, *tensor_leaves(args)]
+        self._watched = [*self._parameters, *tensor_leaves(args)]
         self._device = self._parameters[0].device
 
     def __enter__(self) -> ForwardWatch:
-        self._drawn, self._grads = random_state(self._device), [parameter.grad for parameter in self._parameters]
-        self._versions = [tensor._version for tensor in self._written]
+        self._random_before = random_state(self._device)
+        self._grads = [parameter.grad for parameter in self._parameters]
+        self._versions = [tensor._version for tensor in self._watched]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         super().__exit__(kind, *error)  # type: ignore[no-untyped-call]
-        self.random = not torch.equal(self._drawn, random_state(self._device))
+        self.random = not torch.equal(self._random_before, random_state(self._device))
         pairs = zip(self._parameters, self._grads, strict=True)
         if any(parameter.grad is not grad for parameter, grad in pairs):
             self.problem = "the loss function calls backward(); return the loss, and leave it to the step"
-        elif [tensor._version for tensor in self._written] != self._versions:
+        elif [tensor._version for tensor in self._watched] != self._versions:
             self.problem = (
                 "the loss function writes into a weight or into the batch; leave steps to the optimizer, and write "
                 "into a copy"

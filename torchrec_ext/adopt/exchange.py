@@ -168,8 +168,8 @@ class OutputExchange:
 
     def returning(self, gradients: Sequence[Tensor], total: Tensor) -> list[Tensor]:
         """Returns the pieces of what is sent of the gradients of :meth:`received`, with a small total beside them."""
-        leaves, beside = iter(gradients), torch.split(total, self._total_sizes) if self.small else ()
-        going: list[list[Tensor]] = [list(beside) for _ in self._widths]
+        leaves, total_pieces = iter(gradients), torch.split(total, self._total_sizes) if self.small else ()
+        going: list[list[Tensor]] = [list(total_pieces) for _ in self._widths]
         for tower in self._towers:
             going[tower.rank] += [next(leaves).reshape(-1) for _ in tower.shapes]
         return [self.empty(0), *(piece for pieces in going for piece in pieces)]
@@ -223,8 +223,8 @@ class OutputExchange:
         start, rank = self._total if self.small else 0, self._runtime.rank
         counts = [share.stop - share.start for share in self.shares(rows)]
         sizes = [start + count * self._widths[rank] for count in counts]
-        sent = [start + counts[rank] * width for width in self._widths]
-        return self._exchange(pieces, sizes, sent, "the gradients of the outputs")
+        counts_sent = [start + counts[rank] * width for width in self._widths]
+        return self._exchange(pieces, sizes, counts_sent, "the gradients of the outputs")
 
     def sum_begun(self, total: Tensor) -> Any:
         """Begins to sum a large total over the ranks, in place; returns what :meth:`sum_ended` takes. Collective."""
@@ -234,12 +234,12 @@ class OutputExchange:
 
     def sum_ended(self, begun: Any) -> Tensor:
         """Returns the sum over the ranks of a large total."""
-        sent, total, work = begun
+        message, total, work = begun
         if work is None:
-            pieces = torch.split(sent, self._total_sizes)
+            pieces = torch.split(message, self._total_sizes)
             return self._again(pieces, "the gradients outside of the towers")
         self.wait(work)
-        self._record.messages.append((sent, total))
+        self._record.messages.append((message, total))
         return total  # type: ignore[no-any-return]
 
     def sum_of(self, squares: Tensor) -> Tensor:
@@ -272,19 +272,19 @@ class OutputExchange:
     def _exchange(self, pieces: Sequence[Tensor], sizes: list[int], counts: list[int], name: str) -> Tensor:
         if self._record.next is not None:
             return self._again(pieces, name)
-        sent = pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
+        message = pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
         flat = self.empty(sum(sizes))
-        self.wait(dist.all_to_all_single(flat, sent, sizes, counts, async_op=True))
-        self._record.messages.append((sent, flat))
+        self.wait(dist.all_to_all_single(flat, message, sizes, counts, async_op=True))
+        self._record.messages.append((message, flat))
         return flat
 
     def _again(self, pieces: Sequence[Tensor], name: str) -> Tensor:
         """Returns what has arrived at the same exchange before, and compares what this rank has sent then."""
         record = self._record
         assert record.next is not None
-        sent, arrived = record.messages[record.next]
+        message, arrived = record.messages[record.next]
         record.next += 1
-        for piece, before in zip(pieces, torch.split(sent, [len(piece) for piece in pieces]), strict=True):
+        for piece, before in zip(pieces, torch.split(message, [len(piece) for piece in pieces]), strict=True):
             # The head is bits and no number: equal, or other ranks would not have gone on.
             far = torch.nan_to_num(piece - before).abs()
             if len(piece) and float(far.max()) > _NEAR * float(torch.nan_to_num(piece).abs().max()):

@@ -181,10 +181,10 @@ class TracedCall:
     def _values(self, args: tuple[Any, ...]) -> dict[str, Any]:
         """Returns the function's arguments by name, and what surrounds it, as guards read them."""
         code = self._function.__code__
-        named = dict(zip(code.co_varnames, args[: code.co_argcount], strict=False))
+        values = dict(zip(code.co_varnames, args[: code.co_argcount], strict=False))
         if code.co_flags & inspect.CO_VARARGS:
-            named[code.co_varnames[code.co_argcount]] = args[code.co_argcount :]
-        return named | self._closure
+            values[code.co_varnames[code.co_argcount]] = args[code.co_argcount :]
+        return values | self._closure
 
     def _call_of(self, code: CodeType) -> Callable[..., Any]:
         if code not in self._calls:
@@ -284,7 +284,7 @@ class ForwardGraph:
         examples: Dynamo's examples of the inputs.
         model: the user's model.
         batch: leaves of the batch that the call was made with.
-        moved: the parameters that optimizers move, by name.
+        trained: the parameters that optimizers move, by name.
         with_gradient: leaves of the batch, by their index, whose gradients the step needs.
 
     Attributes:
@@ -309,14 +309,14 @@ class ForwardGraph:
         examples: Sequence[Tensor],
         model: nn.Module,
         batch: Sequence[Any],
-        moved: Mapping[str, nn.Parameter],
+        trained: Mapping[str, nn.Parameter],
         with_gradient: Collection[int] = (),
     ) -> None:
         self.number = next(_NUMBERS)
         self._module = module
         self._placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
         real = [_real(node, example) for node, example in zip(self._placeholders, examples, strict=True)]
-        names = {id(parameter): name for name, parameter in moved.items()}
+        names = {id(parameter): name for name, parameter in trained.items()}
         leaves = {id(leaf): index for index, leaf in enumerate(batch) if isinstance(leaf, Tensor)}
         self.parameters = {names[id(tensor)]: i for i, tensor in enumerate(real) if id(tensor) in names}
         places = set(self.parameters.values())
@@ -330,13 +330,13 @@ class ForwardGraph:
         modules = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
         tables = {id(module.weight) for module in modules}
         for name, index in self.parameters.items():
-            self._look_at_readers(name, self._placeholders[index], id(moved[name]) in tables)
+            self._look_at_readers(name, self._placeholders[index], id(trained[name]) in tables)
         self.masks = self._masks(real)
         self.reached = self._reached(real)
         self.parameters = {name: index for name, index in self.parameters.items() if name in self.reached}
         results: Any = module.graph.output_node().args[0]
-        known = {*self.parameters.values(), *self.of_batch}
-        self.outer = [index for index in range(len(real)) if index not in known]
+        placed = {*self.parameters.values(), *self.of_batch}
+        self.outer = [index for index in range(len(real)) if index not in placed]
         self.outputs: list[Tensor] = [node.meta["example_value"] for node in results]
 
     def _check(self, inputs: Mapping[int, Any], model: nn.Module, with_gradient: Collection[int]) -> None:
@@ -454,24 +454,24 @@ def _arguments(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 def _is_look_up(node: fx.Node, parameter: fx.Node) -> bool:
     if node.target not in (F.embedding, F.embedding_bag):
         return False
-    named = _arguments(node, node.args, node.kwargs)
-    if named["weight"] is not parameter or named["input"] is parameter:
+    arguments = _arguments(node, node.args, node.kwargs)
+    if arguments["weight"] is not parameter or arguments["input"] is parameter:
         return False
-    if named.get("max_norm") is not None or named.get("scale_grad_by_freq"):
+    if arguments.get("max_norm") is not None or arguments.get("scale_grad_by_freq"):
         line = _users_line(node.stack_trace or "")
         raise CannotAdopt(
             f"{line} looks up with max_norm or scale_grad_by_freq, which have no captured form; leave them out"
         )
-    return bool(named.get("mode", "mean") != "max")
+    return bool(arguments.get("mode", "mean") != "max")
 
 
 def _ancestors(node: fx.Node) -> set[fx.Node]:
     """Returns all nodes that a node depends on."""
-    ancestors, left = set[fx.Node](), [node]
-    while left:
-        new = set(left.pop().all_input_nodes) - ancestors
+    ancestors, nodes = set[fx.Node](), [node]
+    while nodes:
+        new = set(nodes.pop().all_input_nodes) - ancestors
         ancestors |= new
-        left += new
+        nodes += new
     return ancestors
 
 
@@ -506,8 +506,8 @@ class _Runner(fx.Interpreter):
         try:
             if n in self._tables:
                 args, kwargs = self.fetch_args_kwargs_from_env(n)
-                named = _arguments(n, args, kwargs)
-                result = look_up(self._reading[self._tables[n]], named, n.target is F.embedding_bag, self._repeated)
+                arguments = _arguments(n, args, kwargs)
+                result = look_up(self._reading[self._tables[n]], arguments, n.target is F.embedding_bag, self._repeated)
             else:
                 result = super().run_node(n)
         except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode):
@@ -517,17 +517,17 @@ class _Runner(fx.Interpreter):
         return result
 
 
-def look_up(table: Reader, named: Mapping[str, Any], is_bag: bool, repeated: Any) -> Tensor:
+def look_up(table: Reader, arguments: Mapping[str, Any], is_bag: bool, repeated: Any) -> Tensor:
     """Returns what F.embedding or F.embedding_bag return, of rows that a table of the step reads.
 
     Args:
         table: the table inside the step.
-        named: arguments of the call by name.
+        arguments: arguments of the call by name.
         is_bag: whether it is F.embedding_bag.
         repeated: knows which ids repeat, see :class:`~torchrec_ext.adopt.source.RepeatedRows`; or None.
     """
-    ids, weight, padding = named["input"], named["weight"], named.get("padding_idx")
-    offsets, weights = named.get("offsets"), named.get("per_sample_weights")
+    ids, weight, padding = arguments["input"], arguments["weight"], arguments.get("padding_idx")
+    offsets, weights = arguments.get("offsets"), arguments.get("per_sample_weights")
     alone = offsets is None and weights is None
     repeats = repeated.repeats_of(ids) if repeated is not None and alone else 1
     once = ids if repeats == 1 else ids.view(-1, repeats, *ids.shape[1:])[:, 0]
@@ -539,11 +539,11 @@ def look_up(table: Reader, named: Mapping[str, Any], is_bag: bool, repeated: Any
         vectors = torch.where((flat == padding)[:, None], vectors.detach(), vectors)
     vectors = vectors.reshape([*once.shape, dim])
     if is_bag:
-        mode = named.get("mode", "mean")
+        mode = arguments.get("mode", "mean")
         if offsets is None:
             vectors = _pooled(vectors, once, mode, padding, weights)
         else:
-            last = bool(named.get("include_last_offset", False))
+            last = bool(arguments.get("include_last_offset", False))
             vectors = _pooled_lists(vectors, once, offsets, mode, padding, weights, last)
     return vectors if repeats == 1 else repeated.repeat(vectors, repeats)
 

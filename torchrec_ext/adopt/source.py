@@ -91,8 +91,8 @@ class DrawnBatch(NamedTuple):
     def args(self) -> tuple[Any, ...]:
         """Returns the arguments of the user's function."""
         device = self.resident.tensors[0].device
-        made = self.resident.assemble(self.resident.tensors, [tensor.to(device) for tensor in self.parts()])
-        return pytree.tree_map_only(Tensor, Tensor.contiguous, made)  # type: ignore[no-any-return]
+        batch = self.resident.assemble(self.resident.tensors, [tensor.to(device) for tensor in self.parts()])
+        return pytree.tree_map_only(Tensor, Tensor.contiguous, batch)  # type: ignore[no-any-return]
 
     def example(self) -> tuple[Any, ...]:
         """Returns the arguments of the user's function of some batch of the same size."""
@@ -157,25 +157,25 @@ class AdoptedSource(StepSource):
             return item
         graph, batch, tensors = item
         outer, of_batch = graph.outer, graph.of_batch
-        held = [tensors[index].detach() for index in outer]
-        drawn = batch if isinstance(batch, DrawnBatch) else None
-        parts = drawn.parts() if drawn else [tensors[index].detach() for index in of_batch]
-        columns = drawn.resident.tensors if drawn else []
+        outer_tensors = [tensors[index].detach() for index in outer]
+        drawn_batch = batch if isinstance(batch, DrawnBatch) else None
+        parts = drawn_batch.parts() if drawn_batch else [tensors[index].detach() for index in of_batch]
+        columns = drawn_batch.resident.tensors if drawn_batch else []
         on_gpu = self.memory.device.type == "cuda"
         # A CUDA graph reads the addresses of its capture: what is not of the batch must be where it was.
-        addresses = tuple(tensor.data_ptr() for tensor in held) if on_gpu else ()
+        addresses = tuple(tensor.data_ptr() for tensor in outer_tensors) if on_gpu else ()
         # Dynamo has one graph for each shape of a batch, but for those that are made inside the step.
-        shapes = tuple(tuple(tensor.shape) for tensor in parts) if drawn else ()
+        shapes = tuple(tuple(tensor.shape) for tensor in parts) if drawn_batch else ()
         key = _Key(graph.number, shapes, addresses)
 
-        def make(resident: Sequence[Tensor], given: Sequence[Tensor]) -> _Values:
-            beside = resident[: len(outer)] if on_gpu else given[len(parts) :]
-            inputs = dict(zip(outer, beside, strict=True))
-            if drawn is None:
-                return _Values(graph, inputs | dict(zip(of_batch, given, strict=False)), RepeatedRows((), {}))
-            args = drawn.resident.assemble(resident[len(resident) - len(columns) :], given[: len(parts)])
+        def make(resident: Sequence[Tensor], tensors: Sequence[Tensor]) -> _Values:
+            outer_values = resident[: len(outer)] if on_gpu else tensors[len(parts) :]
+            inputs = dict(zip(outer, outer_values, strict=True))
+            if drawn_batch is None:
+                return _Values(graph, inputs | dict(zip(of_batch, tensors, strict=False)), RepeatedRows((), {}))
+            args = drawn_batch.resident.assemble(resident[len(resident) - len(columns) :], tensors[: len(parts)])
             leaves = pytree.tree_leaves(args)
-            rows = drawn.resident.rows
+            rows = drawn_batch.resident.rows
             repeats = {
                 id(leaf): rows.repeats[name]
                 for name, leaf in zip(rows.names, leaves, strict=False)
@@ -186,8 +186,8 @@ class AdoptedSource(StepSource):
 
         first = parts[0] if parts else None
         count = len(first) if first is not None and first.dim() else 0
-        given, resident = (parts, [*held, *columns]) if on_gpu else ([*parts, *held], columns)
-        return StepInputs(key, key, count, given, make, resident)
+        step_tensors, resident = (parts, [*outer_tensors, *columns]) if on_gpu else ([*parts, *outer_tensors], columns)
+        return StepInputs(key, key, count, step_tensors, make, resident)
 
     def forward(self, tensors: dict[str, Tensor], batch: Any) -> tuple[Tensor, Any]:
         """Returns the loss, (), and the outputs of the graph, on ``tensors`` in place of the model's."""
@@ -201,19 +201,19 @@ class AdoptedSource(StepSource):
     def run(self, tensors: dict[str, Tensor], values: _Values) -> tuple[Tensor, list[Any]]:
         """Runs a graph on ``tensors`` in place of the model's; returns its loss and its outputs."""
         graph = values.graph
-        weights = {moved.name: moved.weight for moved in self.memory.moved} | tensors
+        weights = {parameter.name: parameter.weight for parameter in self.memory.parameters} | tensors
         inputs = values.tensors | {index: weights[name] for name, index in graph.parameters.items()}
         with values.repeated:
             return graph.run([inputs[index] for index in range(len(inputs))], self.reading, values.repeated)
 
-    def look_ups(self, given: StepInputs) -> dict[str, int]:
+    def look_ups(self, inputs: StepInputs) -> dict[str, int]:
         """Counts the rows that a step reads of each table, without values."""
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        copies = [[mode.from_tensor(tensor) for tensor in each] for each in (given.resident, given.tensors)]
+        copies = [[mode.from_tensor(tensor) for tensor in each] for each in (inputs.resident, inputs.tensors)]
         with torch._guards.tracing(None), mode:
-            return super().look_ups(dataclasses.replace(given, resident=copies[0], tensors=copies[1]))
+            return super().look_ups(dataclasses.replace(inputs, resident=copies[0], tensors=copies[1]))
 
     def no_gradient(self, names: Sequence[str]) -> None:
         """Refuses a step that would leave alone what eager steps have moved.
@@ -282,7 +282,7 @@ class RepeatedRows(TorchFunctionMode):
         super().__init__()
         self._repeats = repeats
         # The matrix itself is kept, so that no later tensor gets its id.
-        self._known: dict[int, tuple[Tensor, int, list[_Columns]]] = {}
+        self._repeated_columns: dict[int, tuple[Tensor, int, list[_Columns]]] = {}
         for leaf in pytree.tree_leaves(batch):
             if id(leaf) in repeats and leaf.dim() == 2 and leaf.is_floating_point():
                 count = repeats[id(leaf)]
@@ -304,13 +304,15 @@ class RepeatedRows(TorchFunctionMode):
         return _Columns(rows, repeats, rows._version)
 
     def _note(self, matrix: Tensor, columns: list[_Columns]) -> None:
-        self._known[id(matrix)] = matrix, matrix._version, columns
+        self._repeated_columns[id(matrix)] = matrix, matrix._version, columns
 
     def _columns(self, matrix: Any) -> list[_Columns]:
         """Returns what a matrix consists of; nothing where no row is known to repeat, or somebody has written."""
-        known, version, columns = self._known.get(id(matrix), (matrix, 0, []))
-        written = columns and (known._version != version or any(c.rows._version != c.version for c in columns))
-        return [] if written else columns
+        known_matrix, version, columns = self._repeated_columns.get(id(matrix), (matrix, 0, []))
+        if not columns:
+            return []
+        is_changed = known_matrix._version != version or any(c.rows._version != c.version for c in columns)
+        return [] if is_changed else columns
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls ``func``, but for a layer on repeated rows."""

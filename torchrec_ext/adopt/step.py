@@ -307,7 +307,7 @@ class AdoptedStep:
         captures.current.lag.begin()
         captures.after_eager = False
         self._too_many = 0
-        rank_step.look(loss, written=True)
+        rank_step.look(loss, has_updated=True)
         if not policy.is_reported:
             policy.captured_seconds.append(rank_step.now() - start)
             if policy.can_compare:

@@ -30,12 +30,12 @@ def python_attributes(model: nn.Module) -> dict[str, Any]:
 
     :func:`changed_attribute` compares them to refuse a forward by name. StateCopy puts attributes back without names.
     """
-    known = {*vars(nn.Module()), "forward"}
+    module_attributes = {*vars(nn.Module()), "forward"}
     return {
         f"{path}.{name}".lstrip("."): (value, len(value)) if isinstance(value, list | dict | set) else value
         for path, module in model.named_modules()
         for name, value in vars(module).items()
-        if name not in known
+        if name not in module_attributes
     }
 
 
@@ -137,8 +137,8 @@ def subnetworks(model: nn.Module, ranks: Mapping[str, int], world_size: int) -> 
     towers, modules = [], dict(model.named_modules(remove_duplicate=False))
     for path, rank in ranks.items():
         if path not in modules or not path:
-            known = ", ".join(name for name in modules if name and "." not in name)
-            raise CannotAdopt(f"towers: the model has no module '{path}'; it has {known}, and what is in them")
+            names = ", ".join(name for name in modules if name and "." not in name)
+            raise CannotAdopt(f"towers: the model has no module '{path}'; it has {names}, and what is in them")
         if not isinstance(rank, int) or not 0 <= rank < world_size:
             raise CannotAdopt(f"towers: '{path}' is on rank {rank!r}, but the job has ranks 0 to {world_size - 1}")
         outer = next((other for other in ranks if path.startswith(f"{other}.")), None)
@@ -164,10 +164,10 @@ def _refuse_shared(modules: Mapping[str, nn.Module], towers: Sequence[Subnetwork
             )
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             full = f"{path}.{name}".lstrip(".")
-            known, other = readers.setdefault(id(tensor), (full, rank))
+            first, other = readers.setdefault(id(tensor), (full, rank))
             if other != rank:
                 raise CannotAdopt(
-                    f"'{known}' and '{full}' are one tensor, but not of one rank: put the towers that share it on the "
+                    f"'{first}' and '{full}' are one tensor, but not of one rank: put the towers that share it on the "
                     "same rank, or leave them out of towers="
                 )
 
@@ -211,11 +211,11 @@ def standing(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]
     try:
         yield
     finally:
-        for module, kept in before.items():
-            if kept is None:
+        for module, forward_before in before.items():
+            if forward_before is None:
                 module.__dict__.pop("forward", None)
             else:
-                module.__dict__["forward"] = kept
+                module.__dict__["forward"] = forward_before
 
 
 class _InputsRead(BaseException):
@@ -289,25 +289,25 @@ class UserLoss:
     def _refuse_dependent(self, leaves: Sequence[Any], spec: TreeSpec, rows: int) -> None:
         """Refuses a tower that reads other values where the towers before it return zeros."""
         computed = [tower for tower in self._towers if tower.computed]
-        read = self.read_inputs(tree_unflatten(leaves, spec), rows, computed)
+        inputs = self.read_inputs(tree_unflatten(leaves, spec), rows, computed)
         for tower in computed:
-            for value, known in zip(read.get(tower.path, ()), tower.arguments, strict=False):
-                if isinstance(known, Tensor) and not torch.equal(value, known):
+            for value, expected in zip(inputs.get(tower.path, ()), tower.arguments, strict=False):
+                if isinstance(expected, Tensor) and not torch.equal(value, expected):
                     raise _reads_computed(tower)
             tower.arguments = [None if isinstance(each, Tensor) else each for each in tower.arguments]
 
     @torch.no_grad()
     def read_inputs(self, batch: Sequence[Any], rows: int, towers: Sequence[Subnetwork]) -> dict[str, list[Any]]:
         """Runs the user's forward up to where ``towers`` have their arguments; returns the leaves of these by path."""
-        read: dict[str, list[Any]] = {}
+        inputs: dict[str, list[Any]] = {}
         if not towers:
-            return read
+            return inputs
         device = next((leaf.device for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)), None)
 
         def reading(tower: Subnetwork) -> Callable[..., Any]:
             def forward(*positional: Any, **keywords: Any) -> Any:
-                read[tower.path] = tree_flatten((positional, keywords))[0]
-                if all(each.path in read for each in towers):
+                inputs[tower.path] = tree_flatten((positional, keywords))[0]
+                if all(each.path in inputs for each in towers):
                     raise _InputsRead
                 zeros = [torch.zeros(rows, *shape, device=device) for shape in tower.shapes]
                 return tree_unflatten(zeros, tower.outputs)  # type: ignore[arg-type]
@@ -317,7 +317,7 @@ class UserLoss:
         forwards = {tower.module: reading(tower) for tower in self._towers}
         with standing(forwards), contextlib.suppress(_InputsRead):
             self._function(*batch)
-        return read
+        return inputs
 
     def with_outputs(self, leaves: Sequence[Any], spec: TreeSpec, outputs: Sequence[Tensor]) -> tuple[Tensor, Any]:
         """Returns the loss and aux of some rows, where each tower returns what was computed before.
@@ -337,12 +337,12 @@ class UserLoss:
         def returning(tower: Subnetwork) -> Callable[..., Any]:
             def forward(*positional: Any, **keywords: Any) -> Any:
                 calls[tower.path] += 1
-                given = tree_flatten((positional, keywords))[0]
-                for argument, known in zip(given, tower.arguments, strict=False):
-                    if isinstance(known, _Leaf) and argument is not leaves[known.index]:
+                arguments = tree_flatten((positional, keywords))[0]
+                for argument, expected in zip(arguments, tower.arguments, strict=False):
+                    if isinstance(expected, _Leaf) and argument is not leaves[expected.index]:
                         raise CannotAdopt(
                             f"{user_line()}: tower '{tower.path}' reads another tensor than on the example, where "
-                            f"it was leaf {known.index} of the batch"
+                            f"it was leaf {expected.index} of the batch"
                         )
                 return tree_unflatten(finished[tower.path], tower.outputs)  # type: ignore[arg-type]
 
@@ -390,24 +390,24 @@ class UserLoss:
 
         def loss_of(index: Tensor) -> float:
             index = index.to(outputs[0].device)
-            chosen = [leaf[index] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            return float(self.with_outputs(chosen, spec, [output[index] for output in outputs])[0])
+            rows_of_batch = [leaf[index] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            return float(self.with_outputs(rows_of_batch, spec, [output[index] for output in outputs])[0])
 
         for first, second in splits:
-            both, left, right = (loss_of(index) for index in (torch.cat([first, second]), first, second))
-            mean = (left * len(first) + right * len(second)) / (len(first) + len(second))
-            allowed = 1e-5 * max(map(abs, (both, left, right))) + 1e-7
+            both, first_loss, second_loss = (loss_of(index) for index in (torch.cat([first, second]), first, second))
+            mean = (first_loss * len(first) + second_loss * len(second)) / (len(first) + len(second))
+            allowed = 1e-5 * max(map(abs, (both, first_loss, second_loss))) + 1e-7
             if abs(both - mean) > allowed:
                 many = f"{len(first)} and {len(second)} rows"
-                if abs(both - left - right) <= allowed:
+                if abs(both - first_loss - second_loss) <= allowed:
                     raise CannotAdopt(
-                        f"the loss is a sum over rows: of {many} it is {left:.6g} and {right:.6g}, of both together "
-                        f"{both:.6g}, must be their mean: divide it by the rows (reduction='mean')"
+                        f"the loss is a sum over rows: of {many} it is {first_loss:.6g} and {second_loss:.6g}, of both "
+                        f"together {both:.6g}, must be their mean: divide it by the rows (reduction='mean')"
                     )
                 raise CannotAdopt(
-                    f"the loss is not a mean over rows: {many} give {left:.6g} and {right:.6g}, both together "
-                    f"{both:.6g}, must be {mean:.6g}; one that compares rows (in-batch softmax) or weights them needs "
-                    "all on one rank"
+                    f"the loss is not a mean over rows: {many} give {first_loss:.6g} and {second_loss:.6g}, both "
+                    f"together {both:.6g}, must be {mean:.6g}; one that compares rows (in-batch softmax) or weights "
+                    "them needs all on one rank"
                 )
 
 

@@ -85,8 +85,8 @@ class HoistedTables(nn.Module):
         return tuple(
             pooled[each.feature]
             if each.collection == "bags"
-            else results[each.collection][each.feature].values().view(*given.shape, -1)
-            for each, given in zip(self._lookups, ids, strict=True)
+            else results[each.collection][each.feature].values().view(*shaped_ids.shape, -1)
+            for each, shaped_ids in zip(self._lookups, ids, strict=True)
         )
 
 
@@ -101,22 +101,27 @@ def _collection(features: Mapping[str, list[str]], tables: Mapping[str, tuple[nn
         sizes["init_fn"] = nn.init.normal_ if weight.is_meta else GivenRows(weight)
         configs.append(EmbeddingBagConfig(**sizes, pooling=_POOLING[pooling]) if pooling else EmbeddingConfig(**sizes))
     meta = torch.device("meta")
-    bags = isinstance(configs[0], EmbeddingBagConfig)
-    made: Any = EmbeddingBagCollection(configs, device=meta) if bags else EmbeddingCollection(configs, device=meta)
-    for name, module in (made.embedding_bags if bags else made.embeddings).items():
+    collection: Any
+    if isinstance(configs[0], EmbeddingBagConfig):
+        collection = EmbeddingBagCollection(configs, device=meta)
+        modules = collection.embedding_bags
+    else:
+        collection = EmbeddingCollection(configs, device=meta)
+        modules = collection.embeddings
+    for name, module in modules.items():
         module.weight = tables[name][0]
-    return made  # type: ignore[no-any-return]
+    return collection  # type: ignore[no-any-return]
 
 
 def _jagged(members: Sequence[tuple[_LookUp, Tensor]]) -> KeyedJaggedTensor:
     """Returns the ids of several look-ups by feature; every row of (B, ...) ids is a bag."""
-    first, known = members[0]
-    size = known.shape[0] if known.dim() else 0
+    first, first_ids = members[0]
+    size = first_ids.shape[0] if first_ids.dim() else 0
     lengths, values = [], []
     for each, ids in members:
         if ids.dim() == 0 or ids.shape[0] != size:
             raise ValueError(
-                f"ids of table '{each.table}' have the shape {tuple(ids.shape)}, beside {tuple(known.shape)} of "
+                f"ids of table '{each.table}' have the shape {tuple(ids.shape)}, beside {tuple(first_ids.shape)} of "
                 f"'{first.table}': all ids must be (B, ...) with the rows of the batch first; reshape them in forward, "
                 "to (B, -1) where they were flattened"
             )
@@ -209,8 +214,8 @@ def _refuse_table(path: str, table: nn.Embedding | nn.EmbeddingBag) -> None:
         ),
         "hooks": (bool(table._forward_hooks or table._forward_pre_hooks), "put them on another module"),
     }
-    for what, (given, remedy) in refused.items():
-        if given:
+    for what, (is_refused, remedy) in refused.items():
+        if is_refused:
             raise CannotAdopt(f"table '{path}' has {what}, which TorchRec's collections do not have: {remedy}")
 
 
@@ -288,18 +293,18 @@ def _refuse_unread(graph: fx.Graph, modules: Mapping[str, nn.Module], nodes: Seq
 def _ids_of(node: fx.Node, modules: Mapping[str, nn.Module]) -> fx.Node:
     """Returns the ids of a look-up."""
     names = ("input", "offsets", "per_sample_weights")
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     for name in names[1:]:
-        if given.get(name) is not None:
+        if arguments.get(name) is not None:
             raise CannotAdopt(
                 f"{_line(node)}: table '{node.target}' is looked up with {name}: give ids as (B, L)"
                 + (", and weigh the rows of an nn.Embedding in forward" if "weights" in name else "")
             )
-    if not isinstance(given["input"], fx.Node):
+    if not isinstance(arguments["input"], fx.Node):
         raise CannotAdopt(
             f"{_line(node)}: table '{node.target}' is looked up with ids that are not computed in forward"
         )
-    return given["input"]
+    return arguments["input"]
 
 
 def _names(modules: Mapping[str, Any]) -> dict[int, str]:

@@ -143,7 +143,7 @@ class TowerRankStep(RankStep):
         self._ranks.exchange.read_again()
         return self.eager(batch), self._ranks.exchange.difference
 
-    def look(self, loss: Tensor, *, written: bool) -> None:
+    def look(self, loss: Tensor, *, has_updated: bool) -> None:
         """Looks at nothing: before a weight is written all ranks look at the loss of the whole batch."""
 
     def captures_now(self, *, is_due: bool) -> bool:
@@ -272,7 +272,7 @@ class TowersSource(AdoptedSource):
     What has arrived from other ranks is an input of the step, and what is sent is a result, see :attr:`cuts`.
 
     Args:
-        apart: what the rank knows of the step.
+        ranks: runs this rank's towers.
         model: the user's model.
         memory: parameters that this rank moves.
         clip_norm: limit of the norm of all ranks' gradients; 0 for none.
@@ -284,13 +284,13 @@ class TowersSource(AdoptedSource):
 
     whole_loss: Tensor
 
-    def __init__(self, apart: TowerStep, model: nn.Module, memory: StepMemory, clip_norm: float) -> None:
+    def __init__(self, ranks: TowerStep, model: nn.Module, memory: StepMemory, clip_norm: float) -> None:
         super().__init__(model, memory, clip_norm)
-        self._apart, self._exchange = apart, apart.exchange
+        self._ranks, self._exchange = ranks, ranks.exchange
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._top = [names[id(parameter)] for parameter in apart.top]
-        moved = {each.name for each in memory.moved}
-        self._used = [name in moved for name in self._top]
+        self._top = [names[id(parameter)] for parameter in ranks.top]
+        updated = {each.name for each in memory.parameters}
+        self._used = [name in updated for name in self._top]
         late = bool(clip_norm) or not self._exchange.small
         self.cuts = (1, TOTAL + 1, TOTAL + 2) if late else (1, TOTAL + 1)
         self._rows, self._begun = 0, None
@@ -304,21 +304,22 @@ class TowersSource(AdoptedSource):
         """
         if isinstance(item, StepInputs):
             return item
-        given = [super(TowersSource, self).inputs(call) for call in (item.towers, item.top) if call is not None]
-        counts = [len(each.tensors) for each in given]
+        inputs = [super(TowersSource, self).inputs(call) for call in (item.towers, item.top) if call is not None]
+        counts = [len(each.tensors) for each in inputs]
         self._header = item.header
-        beside = [
+        messages = [
             self._exchange.header(item.header),
             *self._exchange.blanks(item.rows, late=len(self.cuts) > 2),
         ]
 
         def make(resident: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:
             *values, (self._head, *self._arrived) = _pieces(tensors, counts)
-            made = [each.make((), piece) for each, piece in zip(given, values, strict=True)]
-            return (made[0] if item.towers else None), item.places, made[-1], item.first_received, item.rows
+            values_of_graphs = [each.make((), piece) for each, piece in zip(inputs, values, strict=True)]
+            towers = values_of_graphs[0] if item.towers else None
+            return towers, item.places, values_of_graphs[-1], item.first_received, item.rows
 
-        key = (tuple(each.key for each in given), item.places, self._exchange.capacity)
-        tensors = [*(tensor for each in given for tensor in each.tensors), *beside]
+        key = (tuple(each.key for each in inputs), item.places, self._exchange.capacity)
+        tensors = [*(tensor for each in inputs for tensor in each.tensors), *messages]
         return StepInputs(key, key, item.rows, tensors, make)
 
     def train(self, step: CapturedStep, inputs: StepInputs) -> tuple[Tensor, Any]:
@@ -342,14 +343,14 @@ class TowersSource(AdoptedSource):
         outputs = [] if towers is None else super().run(tensors, towers)[1]
         self._rows = rows
         self._outputs = [outputs[index] for index in places]
-        self._sent = [torch.cat(self._exchange.outgoing(self._head, self._outputs, rows))]
+        self._messages = [torch.cat(self._exchange.outgoing(self._head, self._outputs, rows))]
         self._received = self._exchange.received(self._arrived[0], rows)
         self._weight = self._exchange.weight(rows)
         of_batch = top.graph.of_batch.items()
         arrived = {index: self._received[leaf - first] for index, leaf in of_batch if leaf >= first}
         top = top._replace(tensors=top.tensors | arrived)
         loss, aux = super().run(tensors, top)
-        return loss, (self._sent, [each.detach() if isinstance(each, Tensor) else each for each in aux])
+        return loss, (self._messages, [each.detach() if isinstance(each, Tensor) else each for each in aux])
 
     def gradients(self, loss: Tensor, leaves: Mapping[str, list[Tensor]]) -> dict[str, list[Tensor | None]]:
         """Returns the gradients of the whole batch's loss, by the names of the parameters."""
@@ -364,18 +365,20 @@ class TowersSource(AdoptedSource):
         total = self._exchange.total(loss, [of_top.get(name) for name in self._top])
         pairs = zip(self._received, first, strict=False)
         returned = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in pairs]
-        self._sent += [total, torch.cat(self._exchange.returning(returned, total))]
+        self._messages += [total, torch.cat(self._exchange.returning(returned, total))]
         gradients, summed = self._exchange.arrived(self._arrived[1], self._rows)
-        needed = [pair for pair in zip(self._outputs, gradients, strict=True) if pair[0].requires_grad]
+        pairs_with_gradient = [pair for pair in zip(self._outputs, gradients, strict=True) if pair[0].requires_grad]
         second: Sequence[Tensor | None] = [None] * len(flat)
-        if needed and flat:
-            outputs = [output for output, _ in needed]
-            second = torch.autograd.grad(outputs, flat, [grad for _, grad in needed], allow_unused=True)
+        if pairs_with_gradient and flat:
+            outputs = [output for output, _ in pairs_with_gradient]
+            second = torch.autograd.grad(outputs, flat, [grad for _, grad in pairs_with_gradient], allow_unused=True)
         if len(self.cuts) > 2:
-            moved = [grad for name, grad in zip(names, second, strict=True) if grad is not None]
-            self._sent.append(squared_norm(moved, self._exchange) if self.clip_norm else self._exchange.zero())
-            self._norm, beside = self._arrived[2][:1], self._arrived[2][1:]
-            summed = beside if summed is None else summed
+            gradients_of_towers = [grad for name, grad in zip(names, second, strict=True) if grad is not None]
+            self._messages.append(
+                squared_norm(gradients_of_towers, self._exchange) if self.clip_norm else self._exchange.zero()
+            )
+            self._norm, total_arrived = self._arrived[2][:1], self._arrived[2][1:]
+            summed = total_arrived if summed is None else summed
         assert summed is not None
         of_top.update(zip(self._top, self._exchange.split_total(summed), strict=True))
         by_leaf = iter([of_top[name] if name in self._top else grad for name, grad in zip(names, second, strict=True)])
@@ -386,18 +389,18 @@ class TowersSource(AdoptedSource):
         top = {name: of_one for name, of_one in grads.items() if name in self._top}
         return self._norm.squeeze(0) + (super().squared_norm(top) if top else 0.0)
 
-    def meet(self, cut: int, sent: Tensor, total: Tensor) -> Tensor:
+    def meet(self, cut: int, message: Tensor, total: Tensor) -> Tensor:
         """Exchanges what a step has computed up to a cut, and returns what has arrived. Collective.
 
         Args:
             cut: 0 after the towers' forward, 1 after the loss, 2 after the towers' backward.
-            sent: result at the cut.
+            message: result at the cut.
             total: what is summed over the ranks, from cut 1 on.
         """
         if cut == 0:
-            return self._exchange.exchange_outputs([sent])
+            return self._exchange.exchange_outputs([message])
         if cut == 1:
-            flat = self._exchange.exchange_gradients([sent], self._rows)
+            flat = self._exchange.exchange_gradients([message], self._rows)
             if self._exchange.small:
                 self._look_at(self._exchange.small_total(flat, self._rows), total)
             else:
@@ -406,7 +409,7 @@ class TowersSource(AdoptedSource):
         if not self._exchange.small:
             total = self._exchange.sum_ended(self._begun)
             self._look_at(total, total)
-        norm = self._exchange.sum_of(sent) if self.clip_norm else sent
+        norm = self._exchange.sum_of(message) if self.clip_norm else message
         return norm if self._exchange.small else torch.cat([norm.to(total.dtype), total])
 
     def fail(self, cut: int, error: Exception) -> None:
@@ -418,7 +421,7 @@ class TowersSource(AdoptedSource):
             self._exchange.give_up(self._rows)
             self._exchange.raise_together(error)
         else:
-            self._apart.fail()
+            self._ranks.fail()
         raise error
 
     def _look_at(self, head: Tensor, total: Tensor) -> None:
@@ -426,11 +429,11 @@ class TowersSource(AdoptedSource):
         loss, failed, *used = self._exchange.numbers(head)
         if failed:
             self._exchange.raise_together(None)
-        self._apart.before_writing(loss)
+        self._ranks.before_writing(loss)
         self.whole_loss = head[0].clone()
         for name, ranks, expected in zip(self._top, used, self._used, strict=True):
             if bool(ranks) != expected:
-                self._apart.fail()
+                self._ranks.fail()
                 raise CannotAdopt(
                     f"{module_line(self._model, name)} has a gradient in some steps and none in others, which a "
                     "captured step of towers does not follow: give compile='off'"
@@ -451,15 +454,15 @@ class _InParts(StepEngine):
 
     def __call__(self, step: Callable[..., list[Tensor]], memory: list[Tensor], inputs: list[Tensor]) -> Run:
         """Captures the step."""
-        source, given = self.source, len(memory) + len(inputs)
+        source, input_count = self.source, len(memory) + len(inputs)
         graph, _ = self.trace(step, [*memory, *inputs])
         pieces, results = split_at(graph, source.cuts)
         fast = [self.compile(piece.graph, unaliased(piece.examples)) for piece in pieces]
-        count = 1 + max([given, *(number for piece in pieces for number in piece.outputs)])
-        first_arrived = given - len(source.cuts)
+        count = 1 + max([input_count, *(number for piece in pieces for number in piece.outputs)])
+        first_arrived = input_count - len(source.cuts)
 
         def run(inputs: Sequence[Tensor]) -> list[Tensor]:
-            values: list[Any] = [*memory, *inputs, *[None] * (count - given)]
+            values: list[Any] = [*memory, *inputs, *[None] * (count - input_count)]
 
             def result(index: int) -> Tensor:
                 return values[results[index]]  # type: ignore[no-any-return,index]
@@ -474,9 +477,9 @@ class _InParts(StepEngine):
                 for index, value in zip(piece.outputs, outputs, strict=True):
                     values[index] = value
                 if number < len(source.cuts):
-                    sent = result(source.cuts[number])
-                    total = result(TOTAL) if number else sent
-                    values[first_arrived + number] = source.meet(number, sent, total)
+                    message = result(source.cuts[number])
+                    total = result(TOTAL) if number else message
+                    values[first_arrived + number] = source.meet(number, message, total)
             return [values[index] if index is not None else None for index in results]  # type: ignore[misc]
 
         return run

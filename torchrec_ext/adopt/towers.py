@@ -145,7 +145,7 @@ class TowersApart:
         self._optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self._steps, self._failed, self._phases = 0, False, dict[str, float]()
         self._clip_norm = clip_norm
-        self._written = False  # whether this step has begun to write weights
+        self._is_writing = False  # whether this step has begun to write weights
         with nothing_moves(model, self._optimizers, runtime.device):
             self._together(lambda: self._inspect(loss, towers, example))
             self._refuse_different_ranks(example)
@@ -180,7 +180,7 @@ class TowersApart:
         """
         self._steps += 1
         self.exchange.begin(self._steps)
-        self._written = False
+        self._is_writing = False
         stale, self._guard.stale = self._guard.stale, False  # the stand-ins are called as the towers are
         try:
             return self._local(*batch)
@@ -191,7 +191,7 @@ class TowersApart:
                 self._exchange_outputs([], [STEP, 0.0, 0.0, 1.0, 0.0], problem)
             raise problem from problem.__cause__
         finally:
-            self._guard.stale = stale or self._written
+            self._guard.stale = stale or self._is_writing
 
     def _begin_steps(self, loss: Callable[..., Any], clip_norm: float, compile_: Compile, verify: int) -> None:
         if not (isinstance(clip_norm, int | float) and math.isfinite(clip_norm) and clip_norm >= 0):
@@ -238,7 +238,7 @@ class TowersApart:
             raise GradientNotFiniteError(
                 f"the loss of step {self._steps} is {loss}; no weight was changed", step=self._steps
             )
-        self._written = True
+        self._is_writing = True
 
     def fail(self) -> None:
         """Notes that the other ranks make a step without this one."""
@@ -248,13 +248,12 @@ class TowersApart:
         """Limits the norm of all ranks' gradients. Collective."""
         top = set(map(id, self.top))
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        moved = [p for group in groups for p in group["params"] if p.grad is not None]
-        of_towers, of_top = (
-            squared_norm([p.grad for p in moved if (id(p) in top) == in_top], self.exchange) for in_top in (False, True)
-        )
+        parameters = [p for group in groups for p in group["params"] if p.grad is not None]
+        of_towers = squared_norm([p.grad for p in parameters if id(p) not in top], self.exchange)
+        of_top = squared_norm([p.grad for p in parameters if id(p) in top], self.exchange)
         norm = (self.exchange.sum_of(of_towers) + of_top).sqrt().squeeze(0)
         factor = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
-        for parameter in moved:
+        for parameter in parameters:
             parameter.grad.mul_(factor)
 
     def share(self, rows: int) -> slice:
@@ -279,19 +278,19 @@ class TowersApart:
 
     def describe(self) -> str:
         """Returns what a step takes on each rank, and how that compares with one process."""
-        whole, apart, phases = self._measured
+        whole, step_ms, phases = self._measured
         loads = [each["towers"] for each in phases]
         exchange, slowest = min(each["exchange"] for each in phases), loads.index(max(loads))
         least = min((load for load in loads if load > 0), default=1.0)
         ratio = " : ".join(f"{load / least:.2f}" for load in loads)
         lines = [
-            f"adopt_towers: {apart:.2f} ms a step on {len(phases)} rank(s), {whole:.2f} ms in one process, without the "
-            f"optimizer: {whole / apart:.2f}x at {self._rows} rows"
+            f"adopt_towers: {step_ms:.2f} ms a step on {len(phases)} rank(s), {whole:.2f} ms in one process, without "
+            f"the optimizer: {whole / step_ms:.2f}x at {self._rows} rows"
         ]
         for rank, each in enumerate(phases):
             names = ", ".join(tower.path for tower in self._towers if tower.rank == rank) or "no tower"
             lines.append(f"  rank {rank}: {names} {each['towers']:.2f} ms, its rows of the rest {each['top']:.2f} ms")
-        lines.append(f"  exchange {exchange:.2f} ms, {exchange / apart:.0%} of a step")
+        lines.append(f"  exchange {exchange:.2f} ms, {exchange / step_ms:.0%} of a step")
         if len(phases) > 1:
             lines.append(f"  the ranks' towers are as {ratio}: a step is as long as that of rank {slowest}")
         computed = [tower.path for tower in self._towers if tower.computed]
@@ -302,7 +301,7 @@ class TowersApart:
             )
         if self._random:
             lines.append("  the loss draws random numbers: each rank draws its own, not those of one process")
-        if len(phases) > 1 and whole < apart:
+        if len(phases) > 1 and whole < step_ms:
             lines.append("  slower than one process: the exchange costs more than the towers save; try larger batches")
         return "\n".join(lines)
 
@@ -359,10 +358,10 @@ class TowersApart:
         if spec != self._spec:
             shapes = (" ".join(str(each).split()) for each in (spec, self._spec))
             raise CannotAdopt(f"step {self._steps}: the batch has the structure {', the example had '.join(shapes)}")
-        for index, (leaf, known) in enumerate(zip(leaves, self._kinds, strict=True)):
-            if _kind(leaf) != known:
+        for index, (leaf, kind) in enumerate(zip(leaves, self._kinds, strict=True)):
+            if _kind(leaf) != kind:
                 raise CannotAdopt(
-                    f"step {self._steps}: leaf {index} of the batch is {_kind(leaf)}, but was {known} in the example; "
+                    f"step {self._steps}: leaf {index} of the batch is {_kind(leaf)}, but was {kind} in the example; "
                     "all batches must be of one kind"
                 )
         return batch_rows(leaves)
@@ -405,8 +404,8 @@ class TowersApart:
         greatest batch so far.
         """
         exchange, rows = self.exchange, int(header[1])
-        sent = outputs if exchange.fits(rows) else []
-        flat = exchange.exchange_outputs(exchange.outgoing(exchange.header(header), sent, rows), problem)
+        own_outputs = outputs if exchange.fits(rows) else []
+        flat = exchange.exchange_outputs(exchange.outgoing(exchange.header(header), own_outputs, rows), problem)
         if exchange.fits(rows):
             return flat
         exchange.grow(rows)
@@ -431,10 +430,10 @@ class TowersApart:
         raise_together(problem, self.runtime.world_size, self._steps)
 
     def _broadcast(self, tensor: Tensor, rank: int) -> None:
-        sent = tensor.to(self.runtime.device).contiguous()
-        dist.broadcast(sent, src=rank)
-        if sent is not tensor:
-            tensor.copy_(sent)
+        message = tensor.to(self.runtime.device).contiguous()
+        dist.broadcast(message, src=rank)
+        if message is not tensor:
+            tensor.copy_(message)
 
     def _broadcast_state(self, optimizer: Optimizer, parameters: list[nn.Parameter], rank: int) -> None:
         """Broadcasts the state that an optimizer has of some parameters."""
@@ -582,7 +581,7 @@ class TowersApart:
         self._forget()
         self._gradients(example)
         self._together(lambda: self._refuse_differences(parameters, gradients))
-        whole, apart, phases = [], [], []
+        whole, step_ms, phases = [], [], []
         for _ in range(ROUNDS):
             self._forget()
             dist.barrier()
@@ -591,11 +590,11 @@ class TowersApart:
             dist.barrier()
             start = time.perf_counter()
             self._gradients(example)
-            apart.append((time.perf_counter() - start) * 1e3)
+            step_ms.append((time.perf_counter() - start) * 1e3)
             phases.append(dict(self._phases))
         medians = {name: statistics.median(each[name] for each in phases) * 1e3 for name in phases[0]}
         every: list[Any] = [None] * self.runtime.world_size
-        dist.all_gather_object(every, (statistics.median(whole), statistics.median(apart), medians))
+        dist.all_gather_object(every, (statistics.median(whole), statistics.median(step_ms), medians))
         return min(each[0] for each in every), max(each[1] for each in every), [each[2] for each in every]
 
     def _forget(self) -> None:

@@ -75,8 +75,8 @@ class RankStep(ABC):
         """Makes the eager step in place of a captured one; also names a difference between them that it saw."""
 
     @abstractmethod
-    def look(self, loss: Tensor, *, written: bool) -> None:
-        """Raises if a loss is not finite; ``written`` says whether the step has updated weights."""
+    def look(self, loss: Tensor, *, has_updated: bool) -> None:
+        """Raises if a loss is not finite; ``has_updated`` says whether the step has updated weights."""
 
     @abstractmethod
     def captures_now(self, *, is_due: bool) -> bool:
@@ -161,7 +161,7 @@ class UserStep(RankStep):
             raise CannotAdopt(
                 "the loss does not depend on a parameter that requires a gradient; return the loss itself"
             )
-        self.look(loss, written=False)
+        self.look(loss, has_updated=False)
         loss.backward()  # type: ignore[no-untyped-call]
         if self._clip_norm:
             groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
@@ -175,7 +175,7 @@ class UserStep(RankStep):
         """Makes the eager step in place of a captured one."""
         return self.eager(batch), ""
 
-    def look(self, loss: Tensor, *, written: bool) -> None:
+    def look(self, loss: Tensor, *, has_updated: bool) -> None:
         """Raises if the loss is not finite; on a GPU checks the previous step's loss to avoid a sync."""
         step = self.number
         value = loss.detach()
@@ -183,12 +183,12 @@ class UserStep(RankStep):
             if self._pending is None:
                 self._pending = value
                 return
-            step, written = step - 1, True
+            step, has_updated = step - 1, True
             value, self._pending = self._pending, value
         number = float(value)
         if math.isfinite(number):
             return
-        state = "the update of this step was written" if written else "nothing was written by this step"
+        state = "the update of this step was written" if has_updated else "nothing was written by this step"
         raise TrainingDivergedError(
             f"the loss is {number} at step {step:,}: {state}; look for values in the batch that are not finite, lower "
             "the learning rate, or set clip_norm",

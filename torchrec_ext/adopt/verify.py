@@ -100,7 +100,7 @@ class Verification:
         if far and isinstance(captured.call, GraphCall):
             noise = self._response_to_rounding(captured, before)
             far = step_difference(memory, outer, before, after, *results, factor, noise=noise)
-        names = {each.name for each in memory.moved}
+        names = {each.name for each in memory.parameters}
         for name, (_, _, parameter, _) in update_rules(rank_step.model, rank_step.optimizers).items():
             if name not in names and parameter.grad is not None:
                 far = far or f"'{name}', which has a gradient now and had none before"
@@ -183,8 +183,8 @@ def _written(memory: StepMemory, outer: Sequence[Tensor]) -> dict[str, Tensor]:
     """Returns all tensors that a step may write, by name."""
     result = {name: tensor for name, tensor in memory.tensors().items() if not name.startswith("rate ")}
     result |= {f"outer {index}": tensor for index, tensor in enumerate(outer)}
-    for moved in memory.moved:
-        result |= {f"{moved.name}/step {index}": tensor for index, tensor in enumerate(moved.steps)}
+    for parameter in memory.parameters:
+        result |= {f"{parameter.name}/step {index}": tensor for index, tensor in enumerate(parameter.steps)}
     return result
 
 
@@ -231,32 +231,32 @@ def step_difference(
     if abs(float(loss - eager_loss)) > most:
         return f"the loss, {float(loss):.7g}, not {float(eager_loss):.7g}"
     eager = _written(memory, outer)
-    pulls = {moved.name: _pull(moved, before, eager) for moved in memory.moved}
+    pulls = {parameter.name: _pull(parameter, before, eager) for parameter in memory.parameters}
     greatest = max((float(pull.abs().max()) for pull in pulls.values() if pull.numel()), default=0.0)
-    for moved in memory.moved:
-        pull, other = pulls[moved.name], _pull(moved, before, captured)
+    for parameter in memory.parameters:
+        pull, other = pulls[parameter.name], _pull(parameter, before, captured)
         if not pull.numel():
             continue
         # Without state it is seen by how far the weight moves, which is rounded as the weight is.
-        rounding = 0.0 if moved.state else _ROUNDING * float(eager[moved.name].abs().max())
-        rounding += 10 * noise.get(moved.name, 0.0)
+        rounding = 0.0 if parameter.state else _ROUNDING * float(eager[parameter.name].abs().max())
+        rounding += 10 * noise.get(parameter.name, 0.0)
         if float((pull - other).abs().max()) > near * float(pull.abs().max()) + floor * greatest + rounding:
-            return f"the gradient of '{moved.name}'"
-        counts = pull.abs() > 100 * max(floor * greatest, noise.get(moved.name, 0.0))
-        step = (eager[moved.name] - before[moved.name]).abs().max()
+            return f"the gradient of '{parameter.name}'"
+        counts = pull.abs() > 100 * max(floor * greatest, noise.get(parameter.name, 0.0))
+        step = (eager[parameter.name] - before[parameter.name]).abs().max()
         # A gradient that is rounding makes a step of full size in any direction, and no longer one.
         share = torch.where(counts, 0.05, 2.5)
-        off = ((eager[moved.name] - captured[moved.name]).abs() / share).max()
-        if float(off) > float(step) + 2e-5 * float(eager[moved.name].abs().max()):
-            return f"the weights of '{moved.name}'"
+        off = ((eager[parameter.name] - captured[parameter.name]).abs() / share).max()
+        if float(off) > float(step) + 2e-5 * float(eager[parameter.name].abs().max()):
+            return f"the weights of '{parameter.name}'"
     for name in eager:
         if name.startswith("outer ") and not torch.allclose(
             eager[name].float(), captured[name].float(), rtol=10 * near, atol=near, equal_nan=True
         ):
             return f"a buffer of shape {tuple(eager[name].shape)}"
-    kept = [other for other in output if isinstance(other, Tensor)]
+    outputs = [other for other in output if isinstance(other, Tensor)]
     for tensor in tensor_leaves(eager_output):
-        if not any(_alike(tensor, other, 10 * near) for other in kept):
+        if not any(_alike(tensor, other, 10 * near) for other in outputs):
             return f"an output of {tuple(tensor.shape)} {tensor.dtype} beside the loss"
     return ""
 
@@ -283,29 +283,29 @@ def response_to_rounding(
         step: makes the step on the memory, and returns its loss.
     """
     now, draw = contents(memory, outer), torch.Generator(memory.device).manual_seed(0)
-    losses, made = [], []
+    losses, gradients = [], []
     try:
         for shifted in (False, True):
             write_back(memory, outer, before)
             begun = dict(before)
-            for moved in memory.moved if shifted else ():
-                shift = torch.randint(-1, 2, moved.weight.shape, generator=draw, device=memory.device)
-                moved.weight.mul_(1 + 2.0**-23 * shift)
-                begun[moved.name] = moved.weight.clone()
+            for parameter in memory.parameters if shifted else ():
+                shift = torch.randint(-1, 2, parameter.weight.shape, generator=draw, device=memory.device)
+                parameter.weight.mul_(1 + 2.0**-23 * shift)
+                begun[parameter.name] = parameter.weight.clone()
             losses.append(float(step()))
             memory.settle()
             after = _written(memory, outer)
-            made.append({moved.name: _pull(moved, begun, after).clone() for moved in memory.moved})
+            gradients.append({each.name: _pull(each, begun, after).clone() for each in memory.parameters})
     finally:
         memory.settle()
         write_back(memory, outer, now)
-    first, second = made
+    first, second = gradients
     noise = {name: float((pull - second[name]).abs().max()) for name, pull in first.items() if pull.numel()}
     return {"loss": abs(losses[1] - losses[0]), **noise}
 
 
-def _pull(moved: UpdatedParameter, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Tensor:
+def _pull(parameter: UpdatedParameter, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Tensor:
     """Returns what stands for the gradient that a step has had: how far it has moved the first state, or the weight."""
-    name = f"{moved.name}/0" if moved.state else moved.name
+    name = f"{parameter.name}/0" if parameter.state else parameter.name
     far = after[name] - before[name]
-    return far.sqrt() if moved.choice.kind == "adagrad" else far
+    return far.sqrt() if parameter.choice.kind == "adagrad" else far

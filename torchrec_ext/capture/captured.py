@@ -84,14 +84,14 @@ class StepSource(Protocol):
         return torch.stack([grad.square().sum() for of_one in grads.values() for grad in of_one]).sum()
 
     @torch.no_grad()
-    def look_ups(self, given: StepInputs) -> dict[str, int]:
+    def look_ups(self, inputs: StepInputs) -> dict[str, int]:
         """Counts the rows of each table read by a step on a batch."""
         counting = {name: _Counting(parameter.weight) for name, parameter in self.memory.tables.items()}
         with torch.random.fork_rng():
             fixed = {name: tensor.clone() for name, tensor in self.memory.fixed.items()}
             self.reading = counting
             device = self.memory.device
-            self.forward(fixed, given.make(given.resident, [tensor.to(device) for tensor in given.tensors]))
+            self.forward(fixed, inputs.make(inputs.resident, [tensor.to(device) for tensor in inputs.tensors]))
         return {name: table.count for name, table in counting.items()}
 
     def no_gradient(self, names: Sequence[str]) -> None:
@@ -319,7 +319,7 @@ class CapturedStep:
         self._source.reading = tables
         dense = {
             parameter.name: tensors[parameter.name].detach().requires_grad_()
-            for parameter in memory.moved
+            for parameter in memory.parameters
             if not parameter.table
         }
         with torch.enable_grad():
@@ -334,7 +334,7 @@ class CapturedStep:
         self._source.no_gradient(unreached)
         with torch.no_grad():
             self._limit_norm(grads, tables)
-            for parameter in memory.moved:
+            for parameter in memory.parameters:
                 if parameter.table:
                     tables[parameter.name].move(grads[parameter.name])
                 elif grads[parameter.name][0] is not None:
@@ -343,7 +343,7 @@ class CapturedStep:
 
     def _limit_norm(self, grads: dict[str, list[Tensor | None]], tables: Mapping[str, TableRows]) -> None:
         """Limits the norm of the gradients of dense layers and replicated tables, as :class:`HybridOptimizer` does."""
-        limited = [parameter.name for parameter in self._memory.moved if not parameter.sharded]
+        limited = [parameter.name for parameter in self._memory.parameters if not parameter.sharded]
         if not self._clip_norm:
             return
         counted_grads = {name: [grad for grad in grads[name] if grad is not None] for name in limited}

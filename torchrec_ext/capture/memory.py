@@ -289,7 +289,7 @@ class StepMemory:
     """The tensors read and written by a captured step.
 
     Args:
-        moved: parameters to update, one or more, such as :func:`moved_parameters`.
+        parameters: parameters to update, one or more, such as :func:`moved_parameters`.
         fixed: further tensors of the model by name, without an optimizer.
         clips: whether the norm of all gradients is limited, so that gradients of tables must be complete.
 
@@ -300,12 +300,14 @@ class StepMemory:
         CannotCaptureError: the parameters have made different numbers of steps.
     """
 
-    def __init__(self, moved: Sequence[UpdatedParameter], fixed: Mapping[str, Tensor], *, clips: bool = False) -> None:
-        self.moved = list(moved)
+    def __init__(
+        self, parameters: Sequence[UpdatedParameter], fixed: Mapping[str, Tensor], *, clips: bool = False
+    ) -> None:
+        self.parameters = list(parameters)
         self.fixed = dict(fixed)
         self._clips = clips
-        self._groups = list({id(moved.group): moved.group for moved in self.moved}.values())
-        self.device = self.moved[0].weight.device
+        self._groups = list({id(parameter.group): parameter.group for parameter in self.parameters}.values())
+        self.device = self.parameters[0].weight.device
         self._step = torch.zeros((), device=self.device)
         self._rates = [torch.zeros((), device=self.device) for _ in self._groups]
         self._last_rates = [float("nan")] * len(self._groups)
@@ -317,7 +319,7 @@ class StepMemory:
     @property
     def tables(self) -> dict[str, UpdatedParameter]:
         """The tables by name."""
-        return {parameter.name: parameter for parameter in self.moved if parameter.table}
+        return {parameter.name: parameter for parameter in self.parameters if parameter.table}
 
     @property
     def row_tables(self) -> list[str]:
@@ -330,7 +332,7 @@ class StepMemory:
         Raises:
             CannotCaptureError: the parameters have made different numbers of steps.
         """
-        counts = {float(step) for parameter in self.moved for step in parameter.steps}
+        counts = {float(step) for parameter in self.parameters for step in parameter.steps}
         if len(counts) > 1:
             raise CannotCaptureError(f"some parameters have made {min(counts):.0f} steps and others {max(counts):.0f}")
         self._step.fill_(max(counts, default=0.0))
@@ -340,7 +342,7 @@ class StepMemory:
     @torch.no_grad()
     def settle(self) -> None:
         """Completes deferred updates: model and optimizer then equal those after the same number of eager steps."""
-        for parameter in self.moved:
+        for parameter in self.parameters:
             for step in parameter.steps:
                 step.copy_(self._step)
             if parameter.name in self._rows and self.unsettled:
@@ -432,7 +434,7 @@ class StepMemory:
         memory = {"step": self._step}
         memory |= {f"rate {index}": rate for index, rate in enumerate(self._rates)}
         memory |= self.fixed
-        for parameter in self.moved:
+        for parameter in self.parameters:
             memory[parameter.name] = parameter.weight
             memory |= {f"{parameter.name}/{index}": value for index, value in enumerate(parameter.state)}
             if parameter.name in self._rows:
@@ -440,20 +442,20 @@ class StepMemory:
                 memory |= {f"{parameter.name}/{name}": tensor for name, tensor in clock._asdict().items()}
         return memory
 
-    def table(self, moved: UpdatedParameter, tensors: Mapping[str, Tensor]) -> TableRows:
+    def table(self, parameter: UpdatedParameter, tensors: Mapping[str, Tensor]) -> TableRows:
         """Returns a table for one step on ``tensors``, the stand-ins of :meth:`tensors`."""
-        state = self.state(moved, tensors)
-        clock = self.clock(moved, tensors)
-        if moved.name not in self._rows:
-            return WholeTable(tensors[moved.name], state, moved.choice, clock)
-        rows = RowClock(*(tensors[f"{moved.name}/{name}"] for name in RowClock._fields))
-        return RowTable(tensors[moved.name], state, rows, moved.choice, clock)
+        state = self.state(parameter, tensors)
+        clock = self.clock(parameter, tensors)
+        if parameter.name not in self._rows:
+            return WholeTable(tensors[parameter.name], state, parameter.choice, clock)
+        rows = RowClock(*(tensors[f"{parameter.name}/{name}"] for name in RowClock._fields))
+        return RowTable(tensors[parameter.name], state, rows, parameter.choice, clock)
 
-    def state(self, moved: UpdatedParameter, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    def state(self, parameter: UpdatedParameter, tensors: Mapping[str, Tensor]) -> list[Tensor]:
         """Returns the optimizer's state of a parameter."""
-        return [tensors[f"{moved.name}/{index}"] for index in range(len(moved.state))]
+        return [tensors[f"{parameter.name}/{index}"] for index in range(len(parameter.state))]
 
-    def clock(self, moved: UpdatedParameter, tensors: Mapping[str, Tensor]) -> Clock:
+    def clock(self, parameter: UpdatedParameter, tensors: Mapping[str, Tensor]) -> Clock:
         """Returns the step count and learning rate of a parameter."""
-        index = next(index for index, group in enumerate(self._groups) if group is moved.group)
+        index = next(index for index, group in enumerate(self._groups) if group is parameter.group)
         return Clock(tensors["step"], tensors[f"rate {index}"])
