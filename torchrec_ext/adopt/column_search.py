@@ -230,10 +230,10 @@ class Reading:
         """Returns the rows (B,) of all columns, and the constants, by name."""
         return {**{name: column[rows] for name, column in self.columns.items()}, **self.constants}
 
-    def wrong(self, rows: Tensor, read: Sequence[Tensor]) -> SlotPiece | None:
-        """Returns what columns or constants do not hold in ``rows`` (B,), of which ``read`` are the slots' values."""
+    def wrong(self, rows: Tensor, slot_values: Sequence[Tensor]) -> SlotPiece | None:
+        """Returns a piece of ``slot_values`` of ``rows`` (B,) that columns and constants do not hold, or None."""
         pieces = self.values(rows)
-        for index, (slot, values) in enumerate(zip(self.slots, read, strict=True)):
+        for index, (slot, values) in enumerate(zip(self.slots, slot_values, strict=True)):
             if len(slot.pieces) == 1 and not slot.drawn:
                 if not equal(slot.build(pieces, None, len(rows)), values):
                     return SlotPiece(index, "repeat" if slot.repeat else "all")
@@ -253,9 +253,9 @@ class Reading:
         )
 
 
-def equal(left: Tensor, right: Tensor) -> bool:
+def equal(first: Tensor, second: Tensor) -> bool:
     """Says whether values are equal; what is no number equals itself."""
-    return bool(((left == right) | ((left != left) & (right != right))).all())
+    return bool(((first == second) | ((first != first) & (second != second))).all())
 
 
 class ColumnSearch:
@@ -291,7 +291,7 @@ class ColumnSearch:
             self._solve()
         self._result.compared = len(self._rows)
         all_too = self._quickly and seconds_of_all < SECONDS and len(self._rows) < self._reader.num_rows
-        while (self._written or all_too) and (refuted := self._wrong_after_writing()):
+        while (self._own_columns or all_too) and (refuted := self._wrong_after_writing()):
             self._refuted.add(refuted)
             self._solve()
         if not self._result.columns:  # a batch is as large as what a column gives for it
@@ -313,26 +313,26 @@ class ColumnSearch:
     def _read(self) -> None:
         """Reads rows once, and some of them again with other seeds: numbers that vary are drawn."""
         rows = self._reader.num_rows
-        chosen = np.arange(rows)
+        rows_read = np.arange(rows)
         if self._compared < rows:
             some = self._random.choice(rows, self._compared, replace=False)
-            chosen = np.unique(np.concatenate([[0, rows - 1], some, self._extremes()]))
-        again = np.sort(self._random.choice(len(chosen), min(len(chosen), _READ_AGAIN), replace=False))
+            rows_read = np.unique(np.concatenate([[0, rows - 1], some, self._extremes()]))
+        again = np.sort(self._random.choice(len(rows_read), min(len(rows_read), _READ_AGAIN), replace=False))
         seed_everything(0)
-        self._rows, self._values = torch.from_numpy(chosen), self._reader.rows(chosen)
-        self._drawn = [torch.zeros(value.shape[1:], dtype=torch.bool) for value in self._values]
+        self._rows, self._values = torch.from_numpy(rows_read), self._reader.rows(rows_read)
+        self._draw_masks = [torch.zeros(value.shape[1:], dtype=torch.bool) for value in self._values]
         for number in range(1, _ROUNDS):
             seed_everything(number)
-            for slot, values in enumerate(self._reader.rows(chosen[again])):
+            for slot, values in enumerate(self._reader.rows(rows_read[again])):
                 before = self._values[slot][torch.from_numpy(again)]
                 changed = (values != before) & ((values == values) | (before == before))
-                self._drawn[slot] |= changed.any(dim=0)
+                self._draw_masks[slot] |= changed.any(dim=0)
 
     def _read_more(self, rows: NDArray[np.int64]) -> None:
         seed_everything(len(self._rows))
-        read = self._reader.rows(rows)
+        values = self._reader.rows(rows)
         self._rows = torch.cat([self._rows, torch.from_numpy(rows)])
-        self._values = [torch.cat(pair) for pair in zip(self._values, read, strict=True)]
+        self._values = [torch.cat(pair) for pair in zip(self._values, values, strict=True)]
 
     def _extremes(self) -> NDArray[np.int64]:
         """Returns rows in which a column is least, greatest, no number, or has a rare value."""
@@ -348,10 +348,10 @@ class ColumnSearch:
         return np.concatenate(rows)
 
     def _check_drawn(self) -> None:
-        drawn = [slot for slot, mask in enumerate(self._drawn) if mask.any()]
-        where, names = self._reader.where, [self._name(slot) for slot in range(len(self._drawn))]
-        for slot in drawn:
-            dtype, mask = self._values[slot].dtype, self._drawn[slot]
+        slots = [slot for slot, mask in enumerate(self._draw_masks) if mask.any()]
+        where, names = self._reader.where, [self._name(slot) for slot in range(len(self._draw_masks))]
+        for slot in slots:
+            dtype, mask = self._values[slot].dtype, self._draw_masks[slot]
             if dtype.is_floating_point or dtype == torch.bool:
                 raise CannotAdopt(
                     f"{where} returns rows that change from call to call: {names[slot]} ({words(dtype, mask.shape)}) "
@@ -362,8 +362,8 @@ class ColumnSearch:
                     f"{where} draws some integers of {names[slot]} among more than {_MOST_NUMBERS} that stay. "
                     f"{GETITEMS}"
                 )
-        if len(drawn) > 1:
-            both = " and ".join(names[slot] for slot in drawn)
+        if len(slots) > 1:
+            both = " and ".join(names[slot] for slot in slots)
             raise CannotAdopt(
                 f"{where} draws more than one slot: {both} change from call to call, and how they depend on each other "
                 f"cannot be seen. {GETITEMS}"
@@ -377,24 +377,26 @@ class ColumnSearch:
         self._result = Reading()
         self._paths: dict[tuple[str, torch.dtype], str] = {}
         self._disputes: list[NDArray[np.int64]] = []
-        self._written: dict[str, SlotPiece] = {}
+        self._own_columns: dict[str, SlotPiece] = {}
         for slot in range(len(self._values)):
             self._result.slots.append(self._slot(slot))
 
     def _slot(self, slot: int) -> Slot:
-        values, drawn = self._values[slot], self._drawn[slot].flatten().tolist()
+        values, draw_mask = self._values[slot], self._draw_masks[slot].flatten().tolist()
         repeat = values.dim() > 1 and values.shape[1] > 1 and equal(values, values[:, :1].expand_as(values))
         pieces: tuple[str | None, ...]
-        if any(drawn):
-            pieces = tuple(None if vary else self._piece(SlotPiece(slot, index)) for index, vary in enumerate(drawn))
+        if any(draw_mask):
+            pieces = tuple(
+                None if vary else self._piece(SlotPiece(slot, index)) for index, vary in enumerate(draw_mask)
+            )
         else:
             whole = SlotPiece(slot, "repeat" if repeat else "all")
-            known = self._known(whole)
-            if known is None and not repeat and 1 < values[0].numel() <= _MOST_NUMBERS:
+            column = self._known(whole)
+            if column is None and not repeat and 1 < values[0].numel() <= _MOST_NUMBERS:
                 each = [self._known(SlotPiece(slot, index)) for index in range(values[0].numel())]
                 pieces = tuple(each) if None not in each else (self._to_write(whole),)
             else:
-                pieces = (known or self._to_write(whole),)
+                pieces = (column or self._to_write(whole),)
         name = self._shown(slot, pieces)
         return Slot(
             name=name,
@@ -407,15 +409,15 @@ class ColumnSearch:
     def _shown(self, slot: int, pieces: tuple[str | None, ...]) -> str:
         columns = {piece for piece in pieces if piece is not None and piece not in self._result.constants}
         name = self._keys[slot] or (columns.pop() if len(columns) == 1 else f"slot {slot}")
-        taken = {known.name for known in self._result.slots}
-        return name if name not in taken else f"{name} (slot {slot})"
+        names = {other.name for other in self._result.slots}
+        return name if name not in names else f"{name} (slot {slot})"
 
     def _piece(self, piece: SlotPiece) -> str:
         return self._known(piece) or self._to_write(piece)
 
     def _to_write(self, piece: SlotPiece) -> str:
         name = self._name(piece.slot) + (f"[{piece.index}]" if isinstance(piece.index, int) else "")
-        self._written[name] = piece
+        self._own_columns[name] = piece
         shape = piece.of(self._values).shape[1:]
         self._result.columns[name] = torch.empty((0, *shape), dtype=self._values[piece.slot].dtype)
         return name
@@ -441,42 +443,46 @@ class ColumnSearch:
 
     def _holds(self, source: _Source, values: Tensor) -> bool:
         for rows in (slice(8), slice(None)):
-            held = source.rows(self._rows[rows])
-            wanted = values[rows]
-            if held is None or held[0].numel() != wanted[0].numel() or not equal(_as(held, wanted), wanted):
+            source_rows = source.rows(self._rows[rows])
+            expected = values[rows]
+            if (
+                source_rows is None
+                or source_rows[0].numel() != expected[0].numel()
+                or not equal(_as(source_rows, expected), expected)
+            ):
                 return False
         return source.whole() is not None  # other rows of a list may be of another length
 
     def _column(self, piece: SlotPiece, source: _Source, values: Tensor) -> str:
-        known = (source.path, values.dtype)
-        if known not in self._paths:
+        path_and_dtype = (source.path, values.dtype)
+        if path_and_dtype not in self._paths:
             key = self._keys[piece.slot] if not isinstance(piece.index, int) else None
             short = source.path.rsplit(".", 1)[-1]
             short = short.rpartition("['")[2].rstrip("']") if short.endswith("']") else short
             names = (key, short, source.path, f"slot {piece.slot} {source.path}")
-            self._paths[known] = next(
+            self._paths[path_and_dtype] = next(
                 name for name in names if name and name not in {*self._result.columns, *self._result.constants}
             )
-            self._result.columns[self._paths[known]] = values
-        return self._paths[known]
+            self._result.columns[self._paths[path_and_dtype]] = values
+        return self._paths[path_and_dtype]
 
     def _wrong_after_writing(self) -> SlotPiece | None:
         """Writes what is in no attribute in one pass, and compares all rows; returns a column that was wrong."""
         reader, start = self._reader, time.perf_counter()
         self._check_memory()
-        for name, piece in self._written.items():
+        for name, piece in self._own_columns.items():
             shape = piece.of(self._values).shape[1:]
             self._result.columns[name] = torch.empty((reader.num_rows, *shape), dtype=self._values[piece.slot].dtype)
         for block in self._blocks():
-            read = reader.rows(block)
+            slot_values = reader.rows(block)
             rows = torch.from_numpy(block)
-            for name, piece in self._written.items():
-                self._result.columns[name][rows] = piece.of(read)
-            if (wrong := self._result.wrong(rows, read)) is not None:
+            for name, piece in self._own_columns.items():
+                self._result.columns[name][rows] = piece.of(slot_values)
+            if (wrong := self._result.wrong(rows, slot_values)) is not None:
                 return wrong
         self._check_steady()
         self._result.compared = reader.num_rows
-        if not self._written:
+        if not self._own_columns:
             return None
         names = ", ".join(f"{self._name(p.slot)} ({words(c.dtype, c.shape[1:])})" for p, c in self._written_columns())
         self._result.notes.append(
@@ -486,11 +492,11 @@ class ColumnSearch:
         return None
 
     def _written_columns(self) -> list[tuple[SlotPiece, Tensor]]:
-        return [(piece, self._result.columns[name]) for name, piece in self._written.items()]
+        return [(piece, self._result.columns[name]) for name, piece in self._own_columns.items()]
 
     def _blocks(self) -> Iterator[NDArray[np.int64]]:
         starts = range(0, self._reader.num_rows, COMPARED)
-        title = f"rows: writing {', '.join(self._written)}" if self._written else "rows: comparing all"
+        title = f"rows: writing {', '.join(self._own_columns)}" if self._own_columns else "rows: comparing all"
         with tqdm(total=self._reader.num_rows, desc=title, delay=2.0, unit="row", leave=False) as progress:
             for start in starts:
                 block = np.arange(start, min(start + COMPARED, self._reader.num_rows))
@@ -498,7 +504,7 @@ class ColumnSearch:
                 progress.update(len(block))
 
     def _check_steady(self) -> None:
-        for name, piece in self._written.items():
+        for name, piece in self._own_columns.items():
             same = _equal_rows(self._result.columns[name][self._rows], piece.of(self._values))
             if not same.all():
                 raise CannotAdopt(
@@ -507,12 +513,12 @@ class ColumnSearch:
                 )
 
     def _check_memory(self) -> None:
-        size = sum(piece.of(self._values)[0].nbytes for piece in self._written.values()) * self._reader.num_rows
+        size = sum(piece.of(self._values)[0].nbytes for piece in self._own_columns.values()) * self._reader.num_rows
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if size > memory / 2:
             raise CannotAdopt(
-                f"{', '.join(self._written)} of {self._reader.num_rows:,} rows take {size / 1e9:,.1f} GB as columns, "
-                f"more than half of this machine's {memory / 1e9:,.1f} GB. {GETITEMS}"
+                f"{', '.join(self._own_columns)} of {self._reader.num_rows:,} rows take {size / 1e9:,.1f} GB as "
+                f"columns, more than half of this machine's {memory / 1e9:,.1f} GB. {GETITEMS}"
             )
 
 
@@ -522,9 +528,9 @@ def _as(values: Tensor | None, like: Tensor) -> Tensor:
     return values.reshape(len(values), *like.shape[1:]).to(like.dtype)
 
 
-def _equal_rows(left: Tensor, right: Tensor) -> Tensor:
+def _equal_rows(first: Tensor, second: Tensor) -> Tensor:
     """Says for each row whether its values are equal, (C,)."""
-    same = (left == right) | ((left != left) & (right != right))
+    same = (first == second) | ((first != first) & (second != second))
     return same.flatten(1).all(dim=1) if same.dim() > 1 else same
 
 
@@ -538,7 +544,7 @@ def drawn_rows(
     rows = np.sort(rows).repeat(again).astype(np.int64)
     seed_everything(_ROUNDS)
     mask = torch.tensor([piece is None for piece in slot.pieces])
-    drawn = torch.empty((len(rows), slot.drawn), dtype=torch.int64)
+    draws = torch.empty((len(rows), slot.drawn), dtype=torch.int64)
     for call, row in enumerate(tqdm(rows, desc="rows: reading what is drawn", delay=2.0, unit="row", leave=False)):
-        drawn[call] = reader.leaves(int(row))[index].flatten()[mask]
-    return rows, drawn.numpy()
+        draws[call] = reader.leaves(int(row))[index].flatten()[mask]
+    return rows, draws.numpy()

@@ -92,11 +92,13 @@ class Evidence:
                 )
             ]
         numbers = numbers.reshape(self.ids.shape)
-        taken = draws.known.contains(draws.keys[self.rows][:, None], numbers)
-        if taken.any():
-            call, index = np.argwhere(taken)[0]
+        is_excluded = draws.known.contains(draws.keys[self.rows][:, None], numbers)
+        if is_excluded.any():
+            call, index = np.argwhere(is_excluded)[0]
             pair = f"{self.ids[call, index]} in row {self.rows[call]}"
-            return [LawTest(0.0, f"{taken.sum():,} of {self.size} are items that the law excludes, such as {pair}")]
+            return [
+                LawTest(0.0, f"{is_excluded.sum():,} of {self.size} are items that the law excludes, such as {pair}")
+            ]
         return [
             *self._ends(draws, numbers),
             *self._excluded(draws),
@@ -139,10 +141,10 @@ class Evidence:
         """Tests whether the Dataset leaves out pairs that the law does not."""
         findings = []
         for other in self.exclusions:
-            expected, drawn = self.hits(draws, other)
+            expected, count = self.hits(draws, other)
             if expected > 1e-9:
-                text = f"{drawn:,} draws are of {other.code}, {expected:,.1f} expected"
-                findings.append(LawTest(_poisson(drawn, expected), text))
+                text = f"{count:,} draws are of {other.code}, {expected:,.1f} expected"
+                findings.append(LawTest(_poisson(count, expected), text))
         if draws.law.exclude is not None:
             free = replace(draws.law, exclude=None, by=None, items=draws.ids)
             everything = NegativeDraws(free, self.columns, self.positive, 1)
@@ -193,9 +195,9 @@ class Evidence:
         chances = draws.chances(self.rows, bins, width)
         findings = []
 
-        def test(name: str, groups: Ids, seen: Ids, expected: Floats) -> None:
+        def test(name: str, groups: Ids, bins_seen: Ids, expected: Floats) -> None:
             size = int(groups.max()) + 1
-            observed = np.bincount(groups * width + seen, minlength=size * width)
+            observed = np.bincount(groups * width + bins_seen, minlength=size * width)
             of_groups = np.zeros((size, width))
             for group in range(size):
                 of_groups[group] = expected[groups == group].sum(axis=0)
@@ -221,7 +223,7 @@ class Evidence:
 
     def proposal(self) -> list[str]:
         """Returns lines: the simplest law that the draws do not contradict with its evidence, and what to write."""
-        tried = []
+        trials = []
         for law, code in self._laws():
             try:
                 findings = self.against(
@@ -229,16 +231,16 @@ class Evidence:
                 )
             except CannotAdopt:
                 continue
-            tried.append((min((f.p for f in findings if f.p is not None), default=1.0), law, code, findings))
-            if tried[-1][0] >= UNLIKELY:
+            trials.append((min((f.p for f in findings if f.p is not None), default=1.0), law, code, findings))
+            if trials[-1][0] >= UNLIKELY:
                 break
-        if not tried:
+        if not trials:
             return [f"{self.size}, of the ids {self.ids.min():,} to {self.ids.max():,}: no law here could be tried."]
-        p, law, code, findings = max(tried, key=lambda case: case[0])
+        p, law, code, findings = max(trials, key=lambda case: case[0])
         lines = [f"From {self.size} in {len(self.rows):,} calls, ids {self.ids.min():,} to {self.ids.max():,}:"]
         lines += [f"  {finding}" for finding in findings]
         if p < UNLIKELY:
-            worst = [f"{other.text()}: p={least:.2g}" for least, other, _, _ in tried]
+            worst = [f"{other.text()}: p={least:.2g}" for least, other, _, _ in trials]
             return [*lines, f"None of the laws tried fits ({'; '.join(worst)}).", GETITEMS]
         return [
             *lines,
@@ -252,30 +254,30 @@ class Evidence:
         whole = self._range()
         text = f"range({whole.start}, {whole.stop})" if whole.start else str(whole.stop)
         pairs = self._left_out(NegativeDraws(Uniform(whole), self.columns, self.positive, self.ids.shape[1]))
-        known, by, code = (pairs.exclude, pairs.by, pairs.code) if pairs else (None, None, "exclude=None")
+        exclude, by, code = (pairs.exclude, pairs.by, pairs.code) if pairs else (None, None, "exclude=None")
         laws: list[tuple[Law, str]] = [
-            (Uniform(whole, known, by), f"Uniform({text}, {code})"),
-            (Uniform(whole, known, by, replace=False), f"Uniform({text}, {code}, replace=False)"),
+            (Uniform(whole, exclude, by), f"Uniform({text}, {code})"),
+            (Uniform(whole, exclude, by, replace=False), f"Uniform({text}, {code}, replace=False)"),
         ]
         if self.positive is None:
             return laws
-        named = self.positive
+        positive = self.positive
         laws += [
-            (Uniform(named, known, by), f'Uniform("{named}", {code})'),
-            (Uniform(named, known, by, replace=False), f'Uniform("{named}", {code}, replace=False)'),
+            (Uniform(positive, exclude, by), f'Uniform("{positive}", {code})'),
+            (Uniform(positive, exclude, by, replace=False), f'Uniform("{positive}", {code}, replace=False)'),
         ]
         for exponent in (0.75, 1.0, 0.5):
-            law = Popular(whole, known, by, counted=named, exponent=exponent)
-            laws.append((law, f'Popular({text}, {code}, counted="{named}", exponent={exponent})'))
+            law = Popular(whole, exclude, by, counted=positive, exponent=exponent)
+            laws.append((law, f'Popular({text}, {code}, counted="{positive}", exponent={exponent})'))
         return laws
 
     def _left_out(self, draws: NegativeDraws, least: float = _SEEN) -> Exclusion | None:
         """Returns the pairs that the draws never hit, those of a mapping first and the most often expected first."""
         never = []
         for other in self.exclusions:
-            expected, drawn = self.hits(draws, other)
+            expected, count = self.hits(draws, other)
             mapping = isinstance(other.exclude, Mapping)
-            if not drawn and expected > 0 and (expected >= least or mapping):
+            if not count and expected > 0 and (expected >= least or mapping):
                 never.append((expected >= least, mapping, expected, other))
         return max(never, key=lambda case: case[:3])[3] if never else None
 
@@ -295,8 +297,8 @@ class Evidence:
         """Returns how many draws are expected to be of other pairs, and how many are."""
         numbers, there = numbers_of(draws.ids, self.ids.reshape(-1))
         pairs, chances = draws.expected(self.rows, other)
-        drawn = pairs.contains(other.keys[self.rows][:, None], numbers.reshape(self.ids.shape))
-        return float(chances.sum() * self.ids.shape[1]), int((drawn & there.reshape(drawn.shape)).sum())
+        is_hit = pairs.contains(other.keys[self.rows][:, None], numbers.reshape(self.ids.shape))
+        return float(chances.sum() * self.ids.shape[1]), int((is_hit & there.reshape(is_hit.shape)).sum())
 
 
 def _equal_bins(items: int, count: int) -> Ids:
@@ -390,9 +392,9 @@ def gathered(reader: DatasetReader, reading: Reading, call: str) -> Evidence:
 def _positive(reading: Reading, ids: Ids) -> str | None:
     """Returns the column of the positives: beside the draws, or that whose ids hold most of what is drawn."""
     assert reading.drawn is not None
-    beside = {piece for piece in reading.drawn.pieces if piece in reading.columns}
-    if len(beside) == 1:
-        return beside.pop()
+    columns_beside = {piece for piece in reading.drawn.pieces if piece in reading.columns}
+    if len(columns_beside) == 1:
+        return columns_beside.pop()
     shares = {
         name: float(np.isin(ids, integers(reading.columns, name, "positive")).mean())
         for name, column in reading.columns.items()

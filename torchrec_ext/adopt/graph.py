@@ -335,8 +335,8 @@ class ForwardGraph:
         self.reached = self._reached(real)
         self.parameters = {name: index for name, index in self.parameters.items() if name in self.reached}
         results: Any = module.graph.output_node().args[0]
-        placed = {*self.parameters.values(), *self.of_batch}
-        self.outer = [index for index in range(len(real)) if index not in placed]
+        not_outer = {*self.parameters.values(), *self.of_batch}
+        self.outer = [index for index in range(len(real)) if index not in not_outer]
         self.outputs: list[Tensor] = [node.meta["example_value"] for node in results]
 
     def _check(self, inputs: Mapping[int, Any], model: nn.Module, with_gradient: Collection[int]) -> None:

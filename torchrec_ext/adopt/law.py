@@ -116,7 +116,7 @@ def integers(columns: Mapping[str, Tensor], name: str, argument: str) -> Ids:
     Raises:
         CannotAdopt: there is no such column.
     """
-    able = [known for known, tensor in columns.items() if is_key(tensor)]
+    able = [column for column, tensor in columns.items() if is_key(tensor)]
     if name not in able:
         raise CannotAdopt(f"{argument}='{name}': must be a column of one integer a row: {', '.join(able) or 'none'}")
     return columns[name].reshape(-1).numpy(force=True).astype(np.int64)
@@ -154,9 +154,9 @@ class Exclusion(NamedTuple):
 
 
 def excluded(
-    law: Law, columns: Mapping[str, Tensor], positive: str | None, known: Sequence[Exclusion] = ()
+    law: Law, columns: Mapping[str, Tensor], positive: str | None, exclusions: Sequence[Exclusion] = ()
 ) -> Exclusion:
-    """Returns the pairs that ``law`` excludes; ``known`` are some that were read before.
+    """Returns the pairs that ``law`` excludes; ``exclusions`` are some that were read before.
 
     Raises:
         CannotAdopt: they cannot be read.
@@ -165,7 +165,7 @@ def excluded(
     if pairs is None:
         none, rows = np.zeros(0, np.int64), len(next(iter(columns.values())))
         return Exclusion(np.full(rows, -1), none, none, None, None, "exclude=None", "nothing excluded")
-    same = [other for other in known if other.exclude is pairs and law.by in (None, other.by)]
+    same = [other for other in exclusions if other.exclude is pairs and law.by in (None, other.by)]
     if len(same) == 1:
         return same[0]
     if isinstance(pairs, Mapping):
@@ -229,7 +229,9 @@ def _holder(pairs: Mapping[Any, Collection[int]], columns: Mapping[str, Tensor],
     if positive is not None and len(names) > 1:
         items = integers(columns, positive, "positive")[:1000].tolist()
         of_rows = {name: [pairs[key] for key in values[name][:1000].tolist()] for name in names}
-        names = [name for name in names if all(i in taken for i, taken in zip(items, of_rows[name], strict=True))]
+        names = [
+            name for name in names if all(i in user_items for i, user_items in zip(items, of_rows[name], strict=True))
+        ]
     if len(names) != 1:
         many = f"each of {', '.join(names)}" if names else "no column"
         raise CannotAdopt(f"exclude is a mapping, and {many} could hold its keys: name the column, by='user'")
@@ -261,10 +263,10 @@ class NegativeDraws:
         positive: str | None,
         count: int,
         seed: int = 0,
-        known: Sequence[Exclusion] = (),
+        exclusions: Sequence[Exclusion] = (),
     ) -> None:
         self.law, self.count = law, count
-        self.exclusion = excluded(law, columns, positive, known)
+        self.exclusion = excluded(law, columns, positive, exclusions)
         self.ids = _catalogue(law.items, columns, positive, self.exclusion)
         numbers, there = numbers_of(self.ids, self.exclusion.items)
         self._sampler = law.sampler(self.ids, self.exclusion.users[there], numbers[there], columns)
@@ -275,13 +277,13 @@ class NegativeDraws:
         self._check_free(columns)
 
     def _check_free(self, columns: Mapping[str, Tensor]) -> None:
-        taken = self.known.known(self.keys)
+        counts = self.known.known(self.keys)
         least = 1 if self.law.replace else self.count
-        short = len(self.ids) - taken < least
+        short = len(self.ids) - counts < least
         if short.any():
             row = int(short.argmax())
             raise CannotAdopt(
-                f"row {row} of the Dataset has {len(self.ids) - taken[row]} items left to draw from ({len(self.ids)} "
+                f"row {row} of the Dataset has {len(self.ids) - counts[row]} items left to draw from ({len(self.ids)} "
                 f"items, {self.exclusion.text}), {least} are needed: leave such rows out, or exclude less"
             )
 
@@ -298,8 +300,8 @@ class NegativeDraws:
         free = self.known.free(keys)
         ranks = np.empty((len(rows), self.count), np.int64)
         for index in range(self.count):
-            left = free - index
-            rank = np.minimum((numbers[:, index] * left).astype(np.int64), left - 1)
+            free_left = free - index
+            rank = np.minimum((numbers[:, index] * free_left).astype(np.int64), free_left - 1)
             for before in np.sort(ranks[:, :index], axis=1).T:
                 rank += rank >= before
             ranks[:, index] = rank
@@ -329,17 +331,17 @@ class NegativeDraws:
         """Returns (C, count), the probability of each bin in ``rows`` (C,); ``bins`` (I + 1,) are those of numbers."""
         keys, inverse = np.unique(self.known.row_of(self.keys[rows]), return_inverse=True)
         users, items = self.known.of(keys)
-        taken = np.bincount(users * count + bins[items], self.share[items], len(keys) * count)
-        left = np.bincount(bins[1:], self.share[1:], count) - taken.reshape(len(keys), count)
-        left = np.where(left < 1e-12, 0.0, left)
-        chances: Floats = (left / left.sum(axis=1, keepdims=True))[inverse.reshape(-1)]
+        known_shares = np.bincount(users * count + bins[items], self.share[items], len(keys) * count)
+        free_shares = np.bincount(bins[1:], self.share[1:], count) - known_shares.reshape(len(keys), count)
+        free_shares = np.where(free_shares < 1e-12, 0.0, free_shares)
+        chances: Floats = (free_shares / free_shares.sum(axis=1, keepdims=True))[inverse.reshape(-1)]
         return chances
 
     def expected(self, rows: Ids, other: Exclusion) -> tuple[KnownPairs, Floats]:
         """Returns the pairs of another exclusion, and (C,) the probability that a draw in ``rows`` (C,) is of them."""
-        read = np.zeros(max(other.users.max(initial=0), other.keys.max(initial=0)) + 2, np.bool_)
-        read[other.keys[rows]] = True  # the last is that of -1
-        some = read[other.users]
+        is_read = np.zeros(max(other.users.max(initial=0), other.keys.max(initial=0)) + 2, np.bool_)
+        is_read[other.keys[rows]] = True  # the last is that of -1
+        some = is_read[other.users]
         numbers, there = numbers_of(self.ids, other.items[some])
         pairs = KnownPairs(len(self.ids), other.users[some][there], numbers[there])
         which, items = pairs.of(other.keys[rows])

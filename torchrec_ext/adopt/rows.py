@@ -236,8 +236,12 @@ class Rows:
         ahead = min(ahead, 64)
         for start in range(0, len(batches), ahead):
             some = batches[start : start + ahead]
-            drawn = self.draw(torch.cat(some), epoch)
-            parts = [None] * len(some) if drawn is None else torch.split(drawn, [len(indices) for indices in some])
+            draws_ahead = self.draw(torch.cat(some), epoch)
+            parts = (
+                [None] * len(some)
+                if draws_ahead is None
+                else torch.split(draws_ahead, [len(indices) for indices in some])
+            )
             for indices, draws in zip(some, parts, strict=True):
                 self._step += 1
                 yield RowStep(indices, draws)
@@ -359,18 +363,18 @@ def _check(**numbers: int | None) -> None:
             raise ValueError(f"{name}={value!r}: must be a whole number of 1 or more")
 
 
-def _sampler_of(loader: DataLoader[Any], asked: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _sampler_of(loader: DataLoader[Any], settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Returns a loader's sampler of batches, None where ``shuffle`` says the same, and the settings of its rows.
 
     Args:
         loader: the user's DataLoader.
-        asked: what the user gave beside it, by name.
+        settings: what the user gave beside it, by name.
 
     Raises:
         CannotAdopt: it says something that the loader says too, or the order has no form.
     """
     for name in ("batch_size", "collate_fn", "shuffle", "drop_last"):
-        if asked.pop(name, None) is not None:
+        if settings.pop(name, None) is not None:
             raise CannotAdopt(f"Rows.of(loader, {name}=...): the DataLoader has its own {name}; leave this one out")
     sampler, batches = loader.sampler, loader.batch_sampler
     size = len(loader.dataset) if hasattr(loader.dataset, "__len__") else -1
@@ -378,7 +382,7 @@ def _sampler_of(loader: DataLoader[Any], asked: dict[str, Any]) -> tuple[Any, di
         type(sampler) is SequentialSampler
         or (type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == size)
     ):
-        return None, {**asked, "shuffle": type(sampler) is RandomSampler, "drop_last": loader.drop_last}
+        return None, {**settings, "shuffle": type(sampler) is RandomSampler, "drop_last": loader.drop_last}
     kind = type(batches if loader.batch_size is None else sampler).__name__
     try:
         fixed = hasattr(batches, "batch_size") and len(batches) >= 0  # type: ignore[arg-type]
@@ -386,9 +390,9 @@ def _sampler_of(loader: DataLoader[Any], asked: dict[str, Any]) -> tuple[Any, di
         fixed = False
     if not fixed and not isinstance(loader.dataset, IterableDataset):  # which is refused for what it is
         raise CannotAdopt(f"Rows.of(loader): its {kind} makes batches of no fixed size; give it batch_size, __len__")
-    if asked.get("ranks", 1) > 1:
+    if settings.get("ranks", 1) > 1:
         raise CannotAdopt(f"Rows.of(loader, ranks=...): its {kind} does not say whose rows are whose; leave ranks out")
-    return batches, asked
+    return batches, settings
 
 
 def _signed(law: Law | None, reader: DatasetReader, evidence: Evidence, seed: int) -> tuple[NegativeDraws, list[str]]:
@@ -424,13 +428,13 @@ class _Layout:
         spec: Any = None
         for size in (2, 3, 5):
             values, batch = reader.batch([row % reader.num_rows for row in range(size)], collate_fn or default_collate)
-            leaves, made = pytree.tree_flatten(batch)
+            leaves, structure = pytree.tree_flatten(batch)
             able = [_ways(leaf, values) for leaf in leaves]
-            if spec is not None and made != spec:
+            if spec is not None and structure != spec:
                 raise CannotAdopt(
-                    f"collate_fn returns another structure for {size} rows: {made} and {spec}. {GETITEMS}"
+                    f"collate_fn returns another structure for {size} rows: {structure} and {spec}. {GETITEMS}"
                 )
-            spec, choices = made, able if not choices else [a & b for a, b in zip(choices, able, strict=True)]
+            spec, choices = structure, able if not choices else [a & b for a, b in zip(choices, able, strict=True)]
         for index, ways in enumerate(choices):
             if not ways:
                 raise CannotAdopt(
@@ -460,5 +464,5 @@ def _ways(leaf: Any, values: list[Tensor]) -> set[tuple[int, str]]:
     return ways | {(s, "cat") for s, value in enumerate(values) if value.dim() > 1 and _same(leaf, value.flatten(0, 1))}
 
 
-def _same(left: Tensor, right: Tensor) -> bool:
-    return left.dtype == right.dtype and left.shape == right.shape and equal(left, right)
+def _same(first: Tensor, second: Tensor) -> bool:
+    return first.dtype == second.dtype and first.shape == second.shape and equal(first, second)
