@@ -240,7 +240,7 @@ class Captures:
 
     @contextmanager
     def plain_tables(self) -> Iterator[None]:
-        """Gives tables that are behind the class that they had in the trace, which Dynamo compares."""
+        """Gives tables that are behind their class of the trace, because Dynamo compares it."""
         if self.current is None:
             yield
             return

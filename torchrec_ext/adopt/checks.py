@@ -310,7 +310,7 @@ class ForwardWatch(TorchFunctionMode):
 
 
 def loss_and_output(result: Any) -> tuple[Tensor, Any]:
-    """Returns the loss, (), and the output of what a user's loss function returned, whose loss may be (1,) or (1, 1).
+    """Splits the result of a user's loss function into the loss, reshaped to (), and its output.
 
     Raises:
         CannotAdopt: it is neither a loss nor a tuple of a loss and something else.

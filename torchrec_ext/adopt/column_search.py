@@ -111,7 +111,7 @@ def _sources(dataset: Any, rows: int) -> list[_Source]:
 
 
 def _order(source: _Source) -> Tensor | None:
-    """Returns the rows that an attribute such as a Subset's ``indices`` names, or None where it is none."""
+    """Returns the rows of an attribute such as a Subset's ``indices``, or None if it names no rows."""
     if not source.path.endswith("indices"):
         return None
     values = source.whole()
@@ -231,7 +231,7 @@ class Reading:
         return {**{name: column[rows] for name, column in self.columns.items()}, **self.constants}
 
     def wrong(self, rows: Tensor, slot_values: Sequence[Tensor]) -> SlotPiece | None:
-        """Returns a piece of ``slot_values`` of ``rows`` (B,) that columns and constants do not hold, or None."""
+        """Compares ``slot_values`` of ``rows`` (B,) with columns and constants; returns a differing piece, or None."""
         pieces = self.values(rows)
         for index, (slot, values) in enumerate(zip(self.slots, slot_values, strict=True)):
             if len(slot.pieces) == 1 and not slot.drawn:
@@ -373,7 +373,7 @@ class ColumnSearch:
         return self._keys[slot] or f"slot {slot}"
 
     def _solve(self) -> None:
-        """Says what each slot is made of, as far as the rows that were read say it."""
+        """Finds the pieces of each slot, as far as the rows read so far show them."""
         self._result = Reading()
         self._paths: dict[tuple[str, torch.dtype], str] = {}
         self._disputes: list[NDArray[np.int64]] = []
@@ -423,7 +423,7 @@ class ColumnSearch:
         return name
 
     def _known(self, piece: SlotPiece) -> str | None:
-        """Returns the name of the constant or of the attribute that holds a piece, None where it is in no attribute."""
+        """Returns the name of the constant or attribute with the values of a piece, or None."""
         values = piece.of(self._values)
         if piece in self._refuted:
             return None
@@ -467,7 +467,7 @@ class ColumnSearch:
         return self._paths[path_and_dtype]
 
     def _wrong_after_writing(self) -> SlotPiece | None:
-        """Writes what is in no attribute in one pass, and compares all rows; returns a column that was wrong."""
+        """Writes pieces without an attribute in one pass, and compares all rows; returns a wrong column, or None."""
         reader, start = self._reader, time.perf_counter()
         self._check_memory()
         for name, piece in self._own_columns.items():

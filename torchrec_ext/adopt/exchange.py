@@ -74,12 +74,12 @@ class OutputExchange:
         self.step, self.met, self._record = step, False, _Record()
 
     def read_again(self) -> None:
-        """Has the next exchanges of this step give what has arrived before, instead of meeting the other ranks."""
+        """Replays this step's exchanges from the recording, without communication."""
         self._record.next = 0
 
     @property
     def difference(self) -> str:
-        """Names what this rank has sent otherwise at the second time; empty where that is nothing but rounding."""
+        """Names the message that differs on replay by more than rounding; empty if none does."""
         return self._record.difference
 
     def shares(self, rows: int) -> list[slice]:
@@ -111,7 +111,7 @@ class OutputExchange:
         return [header + self.capacity * width for width in self._widths]
 
     def blanks(self, rows: int, *, late: bool) -> list[Tensor]:
-        """Returns zeros of the shapes of what arrives in a step, with ``late`` also of the norm and a large total."""
+        """Returns zeros in the shapes that a step receives; ``late`` adds the norm and a large total."""
         count = len(self.shares(rows)) * (self._total if self.small else 0) + rows * self._widths[self._runtime.rank]
         extra = sum(share.stop - share.start for share in self.shares(rows)) - rows  # of ranks without rows
         count += extra * self._widths[self._runtime.rank]
@@ -123,11 +123,11 @@ class OutputExchange:
         return result
 
     def zero(self) -> Tensor:
-        """Returns (1,) zero, which stands for a norm where none is limited."""
+        """Returns (1,) zero in place of a norm without a limit."""
         return torch.zeros(1, device=self._runtime.device)
 
     def give_up(self, rows: int) -> None:
-        """Sends gradients of zero that say that this rank has failed. Collective."""
+        """Sends zero gradients, with a flag for the failure of this rank. Collective."""
         total = self.total(self.zero(), [None] * len(self._top), failed=True)
         share = self.shares(rows)[self._runtime.rank]
         leaves = [
@@ -140,7 +140,7 @@ class OutputExchange:
             self.sum_ended(self.sum_begun(total))
 
     def outgoing(self, header: Tensor, outputs: Sequence[Tensor], rows: int) -> list[Tensor]:
-        """Returns the pieces of what is sent of the outputs (B, ...) of this rank's towers; none sends zeros."""
+        """Splits the outputs (B, ...) of this rank's towers into pieces of messages; without outputs, zeros."""
         pieces, width = [], self._widths[self._runtime.rank]
         for share in self.shares(rows):
             filled = (share.stop - share.start) * width if outputs else 0
@@ -159,7 +159,7 @@ class OutputExchange:
         return [next(leaves[tower.rank]).detach().requires_grad_() for tower in self._towers for _ in tower.shapes]
 
     def total(self, loss: Tensor, gradients: Sequence[Tensor | None], *, failed: bool = False) -> Tensor:
-        """Returns, flat, what is summed over the ranks: the loss, and the gradients of all outside of the towers."""
+        """Returns the flat all-reduce buffer: the loss, flags, and the gradients of all outside of the towers."""
         flags = [float(failed), *(float(gradient is not None) for gradient in gradients)]
         pieces = [loss.detach().reshape(1), torch.tensor(flags, device=self._runtime.device)]
         for parameter, gradient in zip(self._top, gradients, strict=True):
@@ -167,7 +167,7 @@ class OutputExchange:
         return torch.cat([piece.to(self._sum_dtype) for piece in pieces])
 
     def returning(self, gradients: Sequence[Tensor], total: Tensor) -> list[Tensor]:
-        """Returns the pieces of what is sent of the gradients of :meth:`received`, with a small total beside them."""
+        """Splits the gradients of :meth:`received` into messages per rank, each with a small total in front."""
         leaves, total_pieces = iter(gradients), torch.split(total, self._total_sizes) if self.small else ()
         going: list[list[Tensor]] = [list(total_pieces) for _ in self._widths]
         for tower in self._towers:
@@ -196,7 +196,7 @@ class OutputExchange:
         return total[: self._total_sizes[0]].tolist()
 
     def small_total(self, flat: Tensor, rows: int) -> Tensor:
-        """Returns the head of the sum of a small total from what has arrived, which :meth:`numbers` takes."""
+        """Sums loss and flags over the received small totals, for :meth:`numbers`."""
         width, start = self._widths[self._runtime.rank], 0
         heads = []
         for share in self.shares(rows):
@@ -252,7 +252,7 @@ class OutputExchange:
         return total
 
     def raise_together(self, problem: Exception | None) -> None:
-        """Raises on all ranks where some of them have met a problem. Collective."""
+        """Raises on all ranks if some of them have met a problem. Collective."""
         raise_together(problem, self._runtime.world_size, self.step)
 
     def wait(self, work: Any) -> None:
@@ -279,7 +279,7 @@ class OutputExchange:
         return flat
 
     def _again(self, pieces: Sequence[Tensor], name: str) -> Tensor:
-        """Returns what has arrived at the same exchange before, and compares what this rank has sent then."""
+        """Returns the recorded answer to an exchange, and compares the message with the recorded one."""
         record = self._record
         assert record.next is not None
         message, arrived = record.messages[record.next]

@@ -65,7 +65,7 @@ def the_loss(loss: Tensor) -> Tensor:
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def the_mask(mask: Tensor) -> Tensor:
-    """Marks a mask in a graph whose number of entries is a constant, so that the mask must be one too."""
+    """Marks a mask in a graph as constant, because its number of entries is one."""
     return mask.clone()
 
 
@@ -198,7 +198,7 @@ class OneGraphTooMany(CannotAdopt):
 
 
 def changed_between_calls() -> str:
-    """Says what has changed since Dynamo's last graph, so that it had to trace anew."""
+    """Names the change since Dynamo's last graph that made it trace anew."""
     from torch._dynamo.utils import guard_failures
 
     reasons = [text for texts in guard_failures.values() for text in texts]
@@ -259,7 +259,7 @@ def untraceable(error: BaseException) -> CannotAdopt:
 
 
 def values_needed(line: str) -> str:
-    """Says that a line of the user's depends on values, and what to write instead."""
+    """Says that a line of the user's depends on values, with the remedy."""
     remedy = _REMEDY_OF_VALUES
     if "torchrec/sparse/jagged_tensor.py" in line:  # which reads how many ids each feature has
         remedy = "make the KeyedJaggedTensor with length_per_key=[...], the numbers of ids of its features"
@@ -518,7 +518,7 @@ class _Runner(fx.Interpreter):
 
 
 def look_up(table: Reader, arguments: Mapping[str, Any], is_bag: bool, repeated: Any) -> Tensor:
-    """Returns what F.embedding or F.embedding_bag return, of rows that a table of the step reads.
+    """Computes F.embedding or F.embedding_bag on rows read from a step's table.
 
     Args:
         table: the table inside the step.

@@ -72,7 +72,7 @@ class Lag:
         self.active = True
 
     def holder(self) -> str:
-        """Names a table whose memory somebody else holds; empty where nobody does."""
+        """Names a table with a second holder of its memory; empty if there is none."""
         for reference, storage in zip(self._tables, self._storages, strict=True):
             parameter = reference()
             if parameter is None:

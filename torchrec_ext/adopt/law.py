@@ -156,7 +156,7 @@ class Exclusion(NamedTuple):
 def excluded(
     law: Law, columns: Mapping[str, Tensor], positive: str | None, exclusions: Sequence[Exclusion] = ()
 ) -> Exclusion:
-    """Returns the pairs that ``law`` excludes; ``exclusions`` are some that were read before.
+    """Returns the excluded pairs of ``law``, one of ``exclusions`` if possible.
 
     Raises:
         CannotAdopt: they cannot be read.
@@ -295,7 +295,7 @@ class NegativeDraws:
         return self.ids[self._without_repeats(keys, rows, epoch) - 1]
 
     def _without_repeats(self, keys: Ids, rows: Ids, epoch: int) -> Ids:
-        """Draws the j-th among those free items that the draws before it left, so that every order is as likely."""
+        """Draws the j-th item among the free ones left by the draws before it; every order is as likely."""
         numbers = uniform(stream(self._sampler.seed, epoch, PROPOSED), rows[:, None], np.arange(self.count))
         free = self.known.free(keys)
         ranks = np.empty((len(rows), self.count), np.int64)

@@ -315,7 +315,7 @@ class Rows:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns where the epoch stands after the batch that was given last."""
+        """Returns the position in the epoch, after the last batch."""
         return {"epoch": max(self._epoch, 0), "step": self._step, **self._stream()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -336,7 +336,7 @@ class Rows:
         return {name.lstrip("_"): getattr(self, name) for name in names}
 
     def describe(self) -> str:
-        """Returns what each tensor of a batch is made of, and what was compared, in lines."""
+        """Describes in lines the source of each tensor of a batch, and the rows compared."""
         kind = f"rows of {self._reader.kind}" if self._reader else "rows"
         lines = [f"{self.num_rows:,} {kind} as columns, {self.batch_size} a step, {len(self):,} steps an epoch"]
         if self._reading is None:
@@ -396,7 +396,7 @@ def _sampler_of(loader: DataLoader[Any], settings: dict[str, Any]) -> tuple[Any,
 
 
 def _signed(law: Law | None, reader: DatasetReader, evidence: Evidence, seed: int) -> tuple[NegativeDraws, list[str]]:
-    """Returns the draws of the law that the user signed, and lines that say what the evidence says of it."""
+    """Returns the draws of the user's sampling distribution, and lines with the evidence for it."""
     if law is None:
         raise CannotAdopt(str(evidence))
     if not isinstance(law, Law):

@@ -113,7 +113,7 @@ class GraphCall(NamedTuple):
     tensors: Sequence[Tensor]
 
     def outer(self) -> list[Tensor]:
-        """Returns the inputs that are neither the batch's nor parameters which the step moves."""
+        """Returns all inputs except the batch's and updated parameters."""
         return [self.tensors[index].detach() for index in self.graph.outer]
 
 
@@ -216,7 +216,7 @@ class AdoptedSource(StepSource):
             return super().look_ups(dataclasses.replace(inputs, resident=copies[0], tensors=copies[1]))
 
     def no_gradient(self, names: Sequence[str]) -> None:
-        """Refuses a step that would leave alone what eager steps have moved.
+        """Refuses a capture if a parameter that eager steps updated gets no gradient.
 
         Raises:
             CannotAdopt: there is such a parameter.
@@ -307,7 +307,7 @@ class RepeatedRows(TorchFunctionMode):
         self._repeated_columns[id(matrix)] = matrix, matrix._version, columns
 
     def _columns(self, matrix: Any) -> list[_Columns]:
-        """Returns what a matrix consists of; nothing where no row is known to repeat, or somebody has written."""
+        """Returns the columns of a matrix with repeated rows; empty without any, or after a write."""
         known_matrix, version, columns = self._repeated_columns.get(id(matrix), (matrix, 0, []))
         if not columns:
             return []

@@ -54,7 +54,7 @@ def adopt(
     verify: int = 3,
     patience: int = PATIENCE,
 ) -> AdoptedStep:
-    """Returns a step that trains ``model`` as the user's own loop does, and faster where that pays.
+    """Returns a step that trains ``model`` like the user's own loop, captured if it pays.
 
     Args:
         model: the user's module; it, its state_dict, the optimizer's state and schedulers stay the user's.
@@ -224,7 +224,7 @@ class AdoptedStep:
         return result
 
     def settle(self) -> None:
-        """Updates rows that no step has read lately, so that model and optimizers are as after eager steps.
+        """Updates rows that no step has read lately: model and optimizers are then as after eager steps.
 
         Nobody needs to call it: whoever reads a weight or state that is behind causes it.
         """

@@ -40,7 +40,7 @@ def python_attributes(model: nn.Module) -> dict[str, Any]:
 
 
 def changed_attribute(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
-    """Returns the path of an attribute that was set in between, such as ``user.calls``; None where there is none."""
+    """Returns the path of a changed attribute, such as ``user.calls``; None if there is none."""
     names = (name for name in {**before, **after} if not _same(before.get(name), after.get(name)))
     return next(names, None)
 
@@ -62,7 +62,7 @@ class _Leaf:
 
 @dataclass(eq=False)
 class Subnetwork:
-    """A module within a user's model that runs on one rank, and what a run on the example showed of it.
+    """A module of a user's model that runs on one rank, as observed on the example.
 
     Attributes:
         path: path of the module.
@@ -287,7 +287,7 @@ class UserLoss:
         return [leaf.detach() for tower in self._towers for leaf in outputs[tower.path]]
 
     def _refuse_dependent(self, leaves: Sequence[Any], spec: TreeSpec, rows: int) -> None:
-        """Refuses a tower that reads other values where the towers before it return zeros."""
+        """Refuses a tower that reads other values if the towers before it return zeros."""
         computed = [tower for tower in self._towers if tower.computed]
         inputs = self.read_inputs(tree_unflatten(leaves, spec), rows, computed)
         for tower in computed:
@@ -320,7 +320,7 @@ class UserLoss:
         return inputs
 
     def with_outputs(self, leaves: Sequence[Any], spec: TreeSpec, outputs: Sequence[Tensor]) -> tuple[Tensor, Any]:
-        """Returns the loss and aux of some rows, where each tower returns what was computed before.
+        """Returns the loss and aux of some rows, from finished outputs of the towers.
 
         Args:
             leaves: leaves of a batch of these rows.
@@ -356,7 +356,7 @@ class UserLoss:
         return result
 
     def standing_in(self, outputs: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """Has each tower return outputs that were computed before, by functions that stay the same.
+        """Makes each tower return finished outputs, by functions that stay the same.
 
         Args:
             outputs: leaves of the outputs of all towers.

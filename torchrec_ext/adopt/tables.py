@@ -276,7 +276,7 @@ def _line(node: fx.Node) -> str:
 
 
 def _refuse_unread(graph: fx.Graph, modules: Mapping[str, nn.Module], nodes: Sequence[fx.Node]) -> None:
-    """Refuses a weight that is read as a matrix, and a table that forward does not look up."""
+    """Refuses weights that forward reads as a matrix, and tables without a look-up."""
     called = {id(modules[str(node.target)].weight) for node in nodes}
     weights = {f"{path}.weight": path for path in modules}
     for node in graph.nodes:

@@ -93,7 +93,7 @@ class _TowerCall(NamedTuple):
         return [call.graph for call in (self.towers, self.top) if call is not None]
 
     def outer(self) -> list[Tensor]:
-        """Returns the inputs that are neither the batch's nor parameters which the step moves."""
+        """Returns all inputs except the batch's and updated parameters."""
         return [*(self.towers.outer() if self.towers else []), *self.top.outer()]
 
 
@@ -139,7 +139,7 @@ class TowerRankStep(RankStep):
         return self._ranks.eager(batch.args(), watch)
 
     def repeated(self, batch: AnyBatch) -> tuple[tuple[Tensor, Any], str]:
-        """Makes the eager step with the messages that arrived for the captured one; names a message that differs."""
+        """Makes the eager step on the captured one's received messages; names a message that differs."""
         self._ranks.exchange.read_again()
         return self.eager(batch), self._ranks.exchange.difference
 
@@ -256,7 +256,7 @@ class TowersTrace:
 
 
 def _pieces(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[Sequence[Tensor]]:
-    """Splits tensors into pieces of so many, and the rest."""
+    """Splits tensors into pieces of the given counts, and the rest."""
     ends = [0, *itertools.accumulate(counts)]
     return [*(tensors[start:stop] for start, stop in itertools.pairwise(ends)), tensors[ends[-1] :]]
 
@@ -297,7 +297,7 @@ class TowersSource(AdoptedSource):
         self._header = [0.0] * HEADER
 
     def inputs(self, item: Any) -> StepInputs:
-        """Returns the tensors of a call, and behind them the header and what stands for what will arrive.
+        """Returns the tensors of a call, then the header, then blanks for the messages of other ranks.
 
         Raises:
             CannotCaptureError: see :meth:`AdoptedSource.inputs`.
@@ -390,7 +390,7 @@ class TowersSource(AdoptedSource):
         return self._norm.squeeze(0) + (super().squared_norm(top) if top else 0.0)
 
     def meet(self, cut: int, message: Tensor, total: Tensor) -> Tensor:
-        """Exchanges what a step has computed up to a cut, and returns what has arrived. Collective.
+        """Exchanges the results of a step at a cut, and returns the received message. Collective.
 
         Args:
             cut: 0 after the towers' forward, 1 after the loss, 2 after the towers' backward.
@@ -413,7 +413,7 @@ class TowersSource(AdoptedSource):
         return norm if self._exchange.small else torch.cat([norm.to(total.dtype), total])
 
     def fail(self, cut: int, error: Exception) -> None:
-        """Tells the other ranks that this one cannot go on, so that all raise alike. Collective."""
+        """Signals a failure to the other ranks, so that all raise alike. Collective."""
         if cut == 0 and not self._exchange.met:
             head = self._exchange.header([*self._header[:3], 1.0, *self._header[4:]])
             self._exchange.exchange_outputs(self._exchange.outgoing(head, [], self._rows), error)

@@ -57,7 +57,7 @@ _SAMPLE = 4  # rows of a batch whose values ranks compare in every step
 
 
 class _Guard:
-    """Refuses to show weights that another rank has trained since they were last broadcast.
+    """Refuses to show weights that another rank has trained since their last broadcast.
 
     A hook of modules and optimizers. A copy of a model has a guard of its own, which knows of no training.
     """
@@ -233,7 +233,7 @@ class TowersApart:
         return [STEP, float(rows), print_, 0.0, float(self._local.capture_is_due) if self._steps else 0.0], rows
 
     def before_writing(self, loss: float) -> None:
-        """Raises where the loss of the whole batch is not finite; otherwise notes that weights are written next."""
+        """Raises if the loss of the whole batch is not finite; otherwise notes that weights are written next."""
         if not math.isfinite(loss):
             raise GradientNotFiniteError(
                 f"the loss of step {self._steps} is {loss}; no weight was changed", step=self._steps
@@ -257,7 +257,7 @@ class TowersApart:
             parameter.grad.mul_(factor)
 
     def share(self, rows: int) -> slice:
-        """Returns which rows of a batch of so many rows the loss function is given on this rank."""
+        """Returns the rows of the loss function on this rank, of a batch of ``rows``."""
         return self.exchange.shares(rows)[self.runtime.rank]
 
     def settle(self) -> None:
@@ -277,7 +277,7 @@ class TowersApart:
         self._guard.stale = False
 
     def describe(self) -> str:
-        """Returns what a step takes on each rank, and how that compares with one process."""
+        """Describes the time of a step on each rank, compared with one process."""
         whole, step_ms, phases = self._measured
         loads = [each["towers"] for each in phases]
         exchange, slowest = min(each["exchange"] for each in phases), loads.index(max(loads))
@@ -306,7 +306,7 @@ class TowersApart:
         return "\n".join(lines)
 
     def _gradients(self, batch: Sequence[Any], watch: ForwardWatch | None = None) -> tuple[Tensor, Any]:
-        """Gives every parameter of this rank the gradient of the whole batch's loss; returns that loss, and aux."""
+        """Gives this rank's parameters the gradients of the whole batch's loss; returns the loss, and aux."""
         clock, exchange = _Clock(self._phases), self.exchange
         problem: Exception | None = None
         leaves, spec = tree_flatten(tuple(batch))
@@ -455,7 +455,7 @@ class TowersApart:
                 self._broadcast(optimizer.state[parameter][key], rank)
 
     def _inspect(self, function: Callable[..., Any], towers: Mapping[str, int], example: Sequence[Any]) -> None:
-        """Finds out what the towers read and return, and refuses what cannot be taken apart. No other rank takes part.
+        """Observes the towers' inputs and outputs, and refuses a model that cannot be split. No other rank takes part.
 
         Raises:
             CannotAdopt: see :func:`adopt_towers`.

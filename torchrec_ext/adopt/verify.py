@@ -217,7 +217,7 @@ def step_difference(
     *results: Any,
     noise: Mapping[str, float] = MappingProxyType({}),
 ) -> str:
-    """Names what differs by more than rounding between a captured and an eager step, whose tensors are in the memory.
+    """Names a difference of more than rounding between a captured step and the eager one in the memory.
 
     ``noise`` says how far rounding of the weights moves the gradient of a parameter, and of ``loss`` the loss: within
     ten times that they do not differ.
@@ -305,7 +305,7 @@ def response_to_rounding(
 
 
 def _pull(parameter: UpdatedParameter, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Tensor:
-    """Returns what stands for the gradient that a step has had: how far it has moved the first state, or the weight."""
+    """Estimates a gradient by the change of the first moment, or of the weight under SGD."""
     name = f"{parameter.name}/0" if parameter.state else parameter.name
     far = after[name] - before[name]
     return far.sqrt() if parameter.choice.kind == "adagrad" else far

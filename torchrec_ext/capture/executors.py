@@ -198,7 +198,7 @@ def compile_cache() -> str:
 
 
 class StepEngine:
-    """The executor of a device, that can also run a step op by op, with the random numbers that eager steps draw.
+    """Runs a captured step compiled, or op by op with the same random numbers as eager steps.
 
     Attributes:
         plain: whether the next steps run op by op.
