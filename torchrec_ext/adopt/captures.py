@@ -123,7 +123,8 @@ class Captures:
             raise CannotAdopt("the loss does not depend on a parameter that an optimizer moves")
         dense_tables = self._dense_tables(graphs, rules)
         tables = {name for graph in graphs for name in graph.look_ups} - set(dense_tables)
-        parameters, state = [], []
+        parameters = []
+        state = []
         for name in rules:
             if name in reached:
                 parameter, tensors = self._updated_parameter(name, rules, is_table=name in tables)

@@ -149,7 +149,8 @@ def update_rules(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) 
 
 
 def _kind(optimizer: torch.optim.Optimizer) -> str:
-    name, kind = type(optimizer).__name__, _KINDS.get(type(optimizer))
+    name = type(optimizer).__name__
+    kind = _KINDS.get(type(optimizer))
     if kind is None:
         instead = (
             "torch.optim.Adam moves rows that few steps read as cheaply once captured"
@@ -189,7 +190,8 @@ def _check_settings(optimizer: str, group: Mapping[str, Any]) -> None:
 
 
 def _choice(kind: str, group: Mapping[str, Any]) -> Choice:
-    decay, decoupled = float(group.get("weight_decay", 0.0)), bool(group.get("decoupled_weight_decay"))
+    decay = float(group.get("weight_decay", 0.0))
+    decoupled = bool(group.get("decoupled_weight_decay"))
     return Choice(
         kind=kind,
         lr=float(group["lr"]),
@@ -275,7 +277,11 @@ class ForwardWatch(TorchFunctionMode):
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...]) -> None:
         super().__init__()
-        self.args, self.calls, self.random, self.selects, self.problem = args, 0, False, False, ""
+        self.args = args
+        self.calls = 0
+        self.random = False
+        self.selects = False
+        self.problem = ""
         self._parameters = list(model.parameters())
         self._watched = [*self._parameters, *tensor_leaves(args)]
         self._device = self._parameters[0].device

@@ -22,7 +22,8 @@ from torchrec_ext.adopt.reading import GETITEMS, DatasetReader, held_by, is_fram
 
 COMPARED = 4096  # rows that are compared if reading all would take too long
 SECONDS = 8.0  # that reading all rows may take
-_ROUNDS, _READ_AGAIN = 4, 190
+_ROUNDS = 4
+_READ_AGAIN = 190
 _CALLS = 8  # of each row whose draws are read
 _MOST_BYTES = 1 << 26  # of the rows that are compared
 _MOST_COLUMNS = 256  # of a matrix that are looked at one by one
@@ -39,7 +40,9 @@ class _Source:
     """
 
     def __init__(self, path: str, value: Any, index: Tensor | None = None) -> None:
-        self.path, self._value, self._index = path, value, index
+        self.path = path
+        self._value = value
+        self._index = index
         self._whole: Tensor | None = None
 
     def rows(self, rows: Tensor) -> Tensor | None:
@@ -63,7 +66,8 @@ class _MatrixColumn(_Source):
 
     def __init__(self, matrix: _Source, column: int) -> None:
         super().__init__(f"{matrix.path}[{column}]", None)
-        self._matrix, self._column = matrix, column
+        self._matrix = matrix
+        self._column = column
 
     def rows(self, rows: Tensor) -> Tensor | None:
         values = self._matrix.rows(rows)
@@ -155,7 +159,8 @@ class Slot:
             piece = pieces[self.pieces[0]].to(self.dtype)
             shape = self.shape if not self.repeat else torch.Size((1, *self.shape[1:]))
             return piece.reshape(len(piece), *shape).expand(size, *self.shape)
-        numbers, index = [], 0
+        numbers = []
+        index = 0
         for run in self._runs():
             if isinstance(run, int):
                 assert draws is not None
@@ -267,7 +272,8 @@ class ColumnSearch:
     """
 
     def __init__(self, reader: DatasetReader, compared: int | None) -> None:
-        self._reader, self._random = reader, np.random.default_rng(0)
+        self._reader = reader
+        self._random = np.random.default_rng(0)
         size = sum(leaf.nbytes for leaf in reader.leaves(0))
         self._compared = max(2, min(reader.num_rows, compared or COMPARED, max(256, _MOST_BYTES // max(size, 1))))
         self._quickly = compared is None
@@ -300,7 +306,8 @@ class ColumnSearch:
 
     def _with_columns(self, sources: list[_Source]) -> list[_Source]:
         """Adds the columns of matrices; leaves out what holds no numbers."""
-        ends, able = torch.tensor([0, self._reader.num_rows - 1]), []
+        ends = torch.tensor([0, self._reader.num_rows - 1])
+        able = []
         for source in sources:
             values = source.rows(ends)
             if values is None:
@@ -349,9 +356,11 @@ class ColumnSearch:
 
     def _check_drawn(self) -> None:
         slots = [slot for slot, mask in enumerate(self._draw_masks) if mask.any()]
-        where, names = self._reader.where, [self._name(slot) for slot in range(len(self._draw_masks))]
+        where = self._reader.where
+        names = [self._name(slot) for slot in range(len(self._draw_masks))]
         for slot in slots:
-            dtype, mask = self._values[slot].dtype, self._draw_masks[slot]
+            dtype = self._values[slot].dtype
+            mask = self._draw_masks[slot]
             if dtype.is_floating_point or dtype == torch.bool:
                 raise CannotAdopt(
                     f"{where} returns rows that change from call to call: {names[slot]} ({words(dtype, mask.shape)}) "
@@ -382,7 +391,8 @@ class ColumnSearch:
             self._result.slots.append(self._slot(slot))
 
     def _slot(self, slot: int) -> Slot:
-        values, draw_mask = self._values[slot], self._draw_masks[slot].flatten().tolist()
+        values = self._values[slot]
+        draw_mask = self._draw_masks[slot].flatten().tolist()
         repeat = values.dim() > 1 and values.shape[1] > 1 and equal(values, values[:, :1].expand_as(values))
         pieces: tuple[str | None, ...]
         if any(draw_mask):
@@ -468,7 +478,8 @@ class ColumnSearch:
 
     def _wrong_after_writing(self) -> SlotPiece | None:
         """Writes pieces without an attribute in one pass, and compares all rows; returns a wrong column, or None."""
-        reader, start = self._reader, time.perf_counter()
+        reader = self._reader
+        start = time.perf_counter()
         self._check_memory()
         for name, piece in self._own_columns.items():
             shape = piece.of(self._values).shape[1:]

@@ -33,10 +33,14 @@ from torchrec_ext.adopt.reading import GETITEMS, DatasetReader, held_by
 
 UNLIKELY = 1e-6  # evidence of a smaller p-value contradicts a law
 _SEEN = -math.log(UNLIKELY)  # of so many expected events, none has that probability
-_BINS, _GROUPS = 64, 16
+_BINS = 64
+_GROUPS = 16
 UNSEEN = "cannot be seen"  # begins what a test says where it has no power
 _CELL = 5.0  # least expected number in a cell of a chi-square test
-_DRAWS, _FEWEST_CALLS, _MOST_DRAWS, _MOST_CALLS = 24_000, 2000, 400_000, 100_000
+_DRAWS = 24_000
+_FEWEST_CALLS = 2000
+_MOST_DRAWS = 400_000
+_MOST_CALLS = 100_000
 _EXPECTED = 30.0  # known pairs that should be expected, where so many calls can show them
 _MOST_KEYS = 6  # columns that are tried as the key of known pairs
 
@@ -191,7 +195,8 @@ class Evidence:
         """Tests whether draws depend on their index, on the draw or call before, or on the rest of the row."""
         bins = _equal_bins(len(draws.ids), self._bins(draws, _GROUPS))
         width = int(bins.max()) + 1
-        binned, calls = bins[numbers], len(self.rows)
+        binned = bins[numbers]
+        calls = len(self.rows)
         chances = draws.chances(self.rows, bins, width)
         findings = []
 
@@ -208,7 +213,8 @@ class Evidence:
         every = np.repeat(chances, count, axis=0)
         if count > 1:
             test("the index of the draw", np.tile(np.arange(count) % _GROUPS, calls), binned.reshape(-1), every)
-            before, after = binned[:, :-1].reshape(-1), binned[:, 1:].reshape(-1)
+            before = binned[:, :-1].reshape(-1)
+            after = binned[:, 1:].reshape(-1)
             following = np.repeat(chances, count - 1, axis=0)
             if not draws.law.replace:  # the draw before is not drawn again
                 free = np.repeat(draws.known.free(draws.keys[self.rows]), count - 1)[:, None]
@@ -408,9 +414,11 @@ def _exclusions(reader: DatasetReader, reading: Reading, positive: str | None) -
     """Returns the pairs that draws may leave out: of the Dataset's mappings, and of a column with the positives."""
     keys = [name for name, column in reading.columns.items() if is_key(column) and name != positive][:_MOST_KEYS]
     for path, value in held_by(reader.dataset):
-        pairs, code = value, f"dataset.{path}"
+        pairs = value
+        code = f"dataset.{path}"
         if isinstance(value, list) and value and isinstance(value[0], set | frozenset):
-            pairs, code = dict(enumerate(value)), f"dict(enumerate({code}))"
+            pairs = dict(enumerate(value))
+            code = f"dict(enumerate({code}))"
         if not isinstance(pairs, Mapping) or not _maps_ids(pairs):
             continue
         for name in keys:

@@ -21,7 +21,8 @@ from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.adopt.subnetworks import Subnetwork
 from torchrec_ext.distributed.runtime import Runtime
 
-STEP, SETTLE = 0.0, 1.0
+STEP = 0.0
+SETTLE = 1.0
 _SMALL = 2**18  # numbers that travel beside the outputs' gradients, to all ranks together
 HEADER = 5  # float64: the call, rows, fingerprint of the batch, whether a problem is met, whether a capture is due
 _NEAR = 1e-4  # of a tensor's greatest number: rounding is below
@@ -56,7 +57,10 @@ class OutputExchange:
     def __init__(
         self, runtime: Runtime, towers: Sequence[Subnetwork], top: Sequence[nn.Parameter], dtype: torch.dtype, rows: int
     ) -> None:
-        self._runtime, self._towers, self._top, self.dtype = runtime, towers, list(top), dtype
+        self._runtime = runtime
+        self._towers = towers
+        self._top = list(top)
+        self.dtype = dtype
         self._sum_dtype = torch.float32
         for parameter in self._top:
             self._sum_dtype = torch.promote_types(self._sum_dtype, parameter.dtype)
@@ -66,12 +70,16 @@ class OutputExchange:
         self._total_sizes = [2 + len(self._top), *(parameter.numel() for parameter in self._top)]
         self._total = sum(self._total_sizes)
         self.small = self._total * runtime.world_size <= _SMALL and self._sum_dtype == dtype
-        self.step, self.due, self.met = 0, False, False
+        self.step = 0
+        self.due = False
+        self.met = False
         self._record = _Record()
 
     def begin(self, step: int) -> None:
         """Begins a step."""
-        self.step, self.met, self._record = step, False, _Record()
+        self.step = step
+        self.met = False
+        self._record = _Record()
 
     def read_again(self) -> None:
         """Replays this step's exchanges from the recording, without communication."""
@@ -89,7 +97,8 @@ class OutputExchange:
 
     def weight(self, rows: int) -> float:
         """Returns the share of this rank's rows in a batch of so many."""
-        rank, ranks = self._runtime.rank, self._runtime.world_size
+        rank = self._runtime.rank
+        ranks = self._runtime.world_size
         return (rows * (rank + 1) // ranks - rows * rank // ranks) / rows
 
     def fits(self, rows: int) -> bool:
@@ -141,7 +150,8 @@ class OutputExchange:
 
     def outgoing(self, header: Tensor, outputs: Sequence[Tensor], rows: int) -> list[Tensor]:
         """Splits the outputs (B, ...) of this rank's towers into pieces of messages; without outputs, zeros."""
-        pieces, width = [], self._widths[self._runtime.rank]
+        pieces = []
+        width = self._widths[self._runtime.rank]
         for share in self.shares(rows):
             filled = (share.stop - share.start) * width if outputs else 0
             padding = self.empty(self.capacity * width - filled).zero_()
@@ -151,7 +161,8 @@ class OutputExchange:
     def received(self, flat: Tensor, rows: int) -> list[Tensor]:
         """Returns the outputs of all towers for this rank's rows, (b, ...) each, as leaves that take gradients."""
         share = self.shares(rows)[self._runtime.rank]
-        size, sizes = share.stop - share.start, self.message_sizes
+        size = share.stop - share.start
+        sizes = self.message_sizes
         leaves = []
         for rank, (piece, width) in enumerate(zip(torch.split(flat, sizes), self._widths, strict=True)):
             body = piece[len(piece) - self.capacity * width :]
@@ -168,7 +179,8 @@ class OutputExchange:
 
     def returning(self, gradients: Sequence[Tensor], total: Tensor) -> list[Tensor]:
         """Splits the gradients of :meth:`received` into messages per rank, each with a small total in front."""
-        leaves, total_pieces = iter(gradients), torch.split(total, self._total_sizes) if self.small else ()
+        leaves = iter(gradients)
+        total_pieces = torch.split(total, self._total_sizes) if self.small else ()
         going: list[list[Tensor]] = [list(total_pieces) for _ in self._widths]
         for tower in self._towers:
             going[tower.rank] += [next(leaves).reshape(-1) for _ in tower.shapes]
@@ -176,7 +188,9 @@ class OutputExchange:
 
     def arrived(self, flat: Tensor, rows: int) -> tuple[list[Tensor], Tensor | None]:
         """Returns the gradients (B, ...) of this rank's outputs from all ranks, and the sum of a small total."""
-        rank, shares, start = self._runtime.rank, self.shares(rows), self._total if self.small else 0
+        rank = self._runtime.rank
+        shares = self.shares(rows)
+        start = self._total if self.small else 0
         counts = [share.stop - share.start for share in shares]
         by_rank = torch.split(flat, [start + count * self._widths[rank] for count in counts])
         shapes = [shape for tower in self._towers if tower.rank == rank for shape in tower.shapes]
@@ -197,7 +211,8 @@ class OutputExchange:
 
     def small_total(self, flat: Tensor, rows: int) -> Tensor:
         """Sums loss and flags over the received small totals, for :meth:`numbers`."""
-        width, start = self._widths[self._runtime.rank], 0
+        width = self._widths[self._runtime.rank]
+        start = 0
         heads = []
         for share in self.shares(rows):
             heads.append(flat[start : start + self._total_sizes[0]])
@@ -220,7 +235,8 @@ class OutputExchange:
 
     def exchange_gradients(self, pieces: Sequence[Tensor], rows: int) -> Tensor:
         """Sends :meth:`returning`. Collective."""
-        start, rank = self._total if self.small else 0, self._runtime.rank
+        start = self._total if self.small else 0
+        rank = self._runtime.rank
         counts = [share.stop - share.start for share in self.shares(rows)]
         sizes = [start + count * self._widths[rank] for count in counts]
         counts_sent = [start + counts[rank] * width for width in self._widths]

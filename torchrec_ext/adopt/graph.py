@@ -235,7 +235,8 @@ _REMEDY_OF_VALUES = "in place of .item(), if and boolean masks take torch.where,
 def untraceable(error: BaseException) -> CannotAdopt:
     """Returns what Dynamo could not trace in plain words, with the user's line."""
     text = str(error)
-    line, what = _users_line(text), first_line(error)
+    line = _users_line(text)
+    what = first_line(error)
     if "grad_scaler" in text.lower() or "gradscaler" in text.lower():
         return CannotAdopt(
             f"{line}: the loss is scaled by a GradScaler; return the loss itself, and compute in 16 bits by "
@@ -387,7 +388,8 @@ class ForwardGraph:
         masks: dict[int, tuple[str, Tensor]] = {}
         changing = {*self.of_batch, *self.parameters.values()}
         for mask in (node for node in self._module.graph.nodes if node.target is the_mask):
-            line, before = _users_line(mask.stack_trace or ""), _ancestors(mask)
+            line = _users_line(mask.stack_trace or "")
+            before = _ancestors(mask)
             inputs = [index for index, node in enumerate(self._placeholders) if node in before]
             if changing & set(inputs) or self._draws(before, real):
                 raise CannotAdopt(values_needed(line))
@@ -396,7 +398,8 @@ class ForwardGraph:
 
     def _draws(self, nodes: Collection[fx.Node], real: Sequence[Any]) -> bool:
         """Whether some nodes of the graph draw random numbers."""
-        runner, device = fx.Interpreter(self._module), real[0].device
+        runner = fx.Interpreter(self._module)
+        device = real[0].device
         runner.env = dict(zip(self._placeholders, real, strict=True))
         with torch._guards.tracing(None), torch.no_grad(), torch.random.fork_rng():
             before = random_state(device)
@@ -467,7 +470,8 @@ def _is_look_up(node: fx.Node, parameter: fx.Node) -> bool:
 
 def _ancestors(node: fx.Node) -> set[fx.Node]:
     """Returns all nodes that a node depends on."""
-    ancestors, nodes = set[fx.Node](), [node]
+    ancestors = set[fx.Node]()
+    nodes = [node]
     while nodes:
         new = set(nodes.pop().all_input_nodes) - ancestors
         ancestors |= new
@@ -492,7 +496,9 @@ class _Runner(fx.Interpreter):
     ) -> None:
         super().__init__(module, garbage_collect_values=False)
         self.extra_traceback = False  # it would add lines to a message
-        self._tables, self._reading, self._repeated = tables, reading, repeated
+        self._tables = tables
+        self._reading = reading
+        self._repeated = repeated
 
     def run_node(self, n: fx.Node) -> Any:
         """Runs one call of torch, or reads rows of a table.
@@ -526,8 +532,11 @@ def look_up(table: Reader, arguments: Mapping[str, Any], is_bag: bool, repeated:
         is_bag: whether it is F.embedding_bag.
         repeated: knows which ids repeat, see :class:`~torchrec_ext.adopt.source.RepeatedRows`; or None.
     """
-    ids, weight, padding = arguments["input"], arguments["weight"], arguments.get("padding_idx")
-    offsets, weights = arguments.get("offsets"), arguments.get("per_sample_weights")
+    ids = arguments["input"]
+    weight = arguments["weight"]
+    padding = arguments.get("padding_idx")
+    offsets = arguments.get("offsets")
+    weights = arguments.get("per_sample_weights")
     alone = offsets is None and weights is None
     repeats = repeated.repeats_of(ids) if repeated is not None and alone else 1
     once = ids if repeats == 1 else ids.view(-1, repeats, *ids.shape[1:])[:, 0]

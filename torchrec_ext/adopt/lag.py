@@ -44,10 +44,13 @@ class Lag:
 
     def __init__(self, memory: StepMemory, tables: dict[str, nn.Parameter], others: Sequence[Tensor]) -> None:
         self.active = False
-        self.seconds, self.count = 0.0, 0
-        self._seconds_seen, self._count_seen = 0.0, 0
+        self.seconds = 0.0
+        self.count = 0
+        self._seconds_seen = 0.0
+        self._count_seen = 0
         self.reader = ""
-        self._memory, self._lock = memory, threading.RLock()
+        self._memory = memory
+        self._lock = threading.RLock()
         self._names = {id(parameter): name for name, parameter in tables.items()}
         self._tables = [weakref.ref(parameter) for parameter in tables.values()]
         self._tensors: list[weakref.ref[Tensor]] = [weakref.ref(each) for each in (*tables.values(), *others)]
@@ -93,8 +96,10 @@ class Lag:
 
     def since_last_look(self) -> tuple[float, int]:
         """Returns the seconds and the number of updates of all rows since it was last called."""
-        seconds, count = self.seconds - self._seconds_seen, self.count - self._count_seen
-        self._seconds_seen, self._count_seen = self.seconds, self.count
+        seconds = self.seconds - self._seconds_seen
+        count = self.count - self._count_seen
+        self._seconds_seen = self.seconds
+        self._count_seen = self.count
         return seconds, count
 
     def release(self) -> None:

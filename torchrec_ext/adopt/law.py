@@ -163,7 +163,8 @@ def excluded(
     """
     pairs = law.exclude
     if pairs is None:
-        none, rows = np.zeros(0, np.int64), len(next(iter(columns.values())))
+        none = np.zeros(0, np.int64)
+        rows = len(next(iter(columns.values())))
         return Exclusion(np.full(rows, -1), none, none, None, None, "exclude=None", "nothing excluded")
     same = [other for other in exclusions if other.exclude is pairs and law.by in (None, other.by)]
     if len(same) == 1:
@@ -200,7 +201,8 @@ def of_mapping(pairs: Mapping[Any, Collection[int]], columns: Mapping[str, Tenso
         items = np.fromiter(itertools.chain.from_iterable(pairs.values()), np.int64, int(lengths.sum()))
     except (TypeError, ValueError) as error:
         raise CannotAdopt(_NO_MAPPING + f" ({error})") from None
-    values, order = integers(columns, by, "by"), users.argsort()
+    values = integers(columns, by, "by")
+    order = users.argsort()
     keys = np.full(len(values), -1)
     if len(users):
         numbers, there = numbers_of(users[order], values)
@@ -265,7 +267,8 @@ class NegativeDraws:
         seed: int = 0,
         exclusions: Sequence[Exclusion] = (),
     ) -> None:
-        self.law, self.count = law, count
+        self.law = law
+        self.count = count
         self.exclusion = excluded(law, columns, positive, exclusions)
         self.ids = _catalogue(law.items, columns, positive, self.exclusion)
         numbers, there = numbers_of(self.ids, self.exclusion.items)

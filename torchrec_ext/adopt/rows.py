@@ -94,12 +94,19 @@ class Rows:
                 f"{self.num_rows} rows are not a batch of {batch_size if drop_last else 1} for each of {ranks} ranks: "
                 "take fewer ranks or a smaller batch_size"
             )
-        self.columns, self.batch_size = dict(columns), batch_size
-        self._make, self._shuffle, self._drop_last, self._seed = make, shuffle, drop_last, seed
-        self._rank, self._ranks = rank, ranks
+        self.columns = dict(columns)
+        self.batch_size = batch_size
+        self._make = make
+        self._shuffle = shuffle
+        self._drop_last = drop_last
+        self._seed = seed
+        self._rank = rank
+        self._ranks = ranks
         self._constants: dict[str, Tensor] = {}
         self._negatives = None if negatives is None else NegativeDraws(negatives, self.columns, positive, draws, seed)
-        self._epoch, self._step, self._continued = -1, 0, False
+        self._epoch = -1
+        self._step = 0
+        self._continued = False
         self._notes: list[str] = []
         self._reader: DatasetReader | None = None
         self._reading: Reading | None = None
@@ -148,12 +155,15 @@ class Rows:
             CannotAdopt: the rows have no such form, or the draws contradict the law; the message says why, and the
                 remedy.
         """
-        sampler, call = None, f"Rows.of(dataset, batch_size={batch_size}"
+        sampler = None
+        call = f"Rows.of(dataset, batch_size={batch_size}"
         if isinstance(dataset, DataLoader):
-            loader, call = dataset, "Rows.of(loader"
+            loader = dataset
+            call = "Rows.of(loader"
             sampler, settings = _sampler_of(loader, dict(settings, batch_size=batch_size, collate_fn=collate_fn))
             batch_size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-            dataset, collate_fn = loader.dataset, loader.collate_fn
+            dataset = loader.dataset
+            collate_fn = loader.collate_fn
         _check(batch_size=batch_size, compared=COMPARED if compared is None else compared)
         reader = DatasetReader(dataset)
         evidence = None
@@ -178,14 +188,19 @@ class Rows:
             rows._negatives, rows._notes = signed
             if speaks:
                 print("\n".join(f"rows: {note}" for note in [rows._negatives.describe(), *rows._notes]), flush=True)
-        rows._constants, rows._reader, rows._reading = reading.constants, reader, reading
-        rows.names, rows.repeats, rows._sampler = layout.names, layout.repeats, sampler
+        rows._constants = reading.constants
+        rows._reader = reader
+        rows._reading = reading
+        rows.names = layout.names
+        rows.repeats = layout.repeats
+        rows._sampler = sampler
         return rows
 
     def __len__(self) -> int:
         if self._sampler is not None:
             return len(self._sampler)
-        rows, size = self.num_rows, self.batch_size * self._ranks
+        rows = self.num_rows
+        size = self.batch_size * self._ranks
         full, rest = divmod(rows, size)
         return full if self._drop_last or (full and rest < self._ranks) else full + (rest > 0)
 
@@ -223,9 +238,12 @@ class Rows:
     def steps(self) -> Iterator[RowStep]:
         """Returns the steps of an epoch: the next, or the rest of the one whose state was loaded."""
         if self._continued and self._step >= len(self):
-            self._epoch, self._step, self._continued = self._epoch + 1, 0, False
+            self._epoch = self._epoch + 1
+            self._step = 0
+            self._continued = False
         elif not self._continued:
-            self._epoch, self._step = self._epoch + 1, 0
+            self._epoch = self._epoch + 1
+            self._step = 0
         self._continued = False
         self._check_dataset()
         return self._rest(self._epoch)
@@ -260,7 +278,8 @@ class Rows:
             return self._sampled(epoch, key)
         if self._shuffle:
             order = torch.randperm(self.num_rows, generator=torch.Generator().manual_seed(key))
-        size, ranks = self.batch_size, self._ranks
+        size = self.batch_size
+        ranks = self._ranks
         full, rest = divmod(self.num_rows, size * ranks)
         mine = order[: full * size * ranks].view(full, ranks, size)[:, self._rank]
         batches = list(mine.unbind())
@@ -329,7 +348,9 @@ class Rows:
                 raise ValueError(
                     f"the state has {name}={state.get(name)}, these rows {name}={value}: load it into those"
                 )
-        self._epoch, self._step, self._continued = int(state["epoch"]), int(state["step"]), True
+        self._epoch = int(state["epoch"])
+        self._step = int(state["step"])
+        self._continued = True
 
     def _stream(self) -> dict[str, Any]:
         names = ("num_rows", "batch_size", "_seed", "_shuffle", "_drop_last", "_ranks")
@@ -376,7 +397,8 @@ def _sampler_of(loader: DataLoader[Any], settings: dict[str, Any]) -> tuple[Any,
     for name in ("batch_size", "collate_fn", "shuffle", "drop_last"):
         if settings.pop(name, None) is not None:
             raise CannotAdopt(f"Rows.of(loader, {name}=...): the DataLoader has its own {name}; leave this one out")
-    sampler, batches = loader.sampler, loader.batch_sampler
+    sampler = loader.sampler
+    batches = loader.batch_sampler
     size = len(loader.dataset) if hasattr(loader.dataset, "__len__") else -1
     if loader.batch_size is not None and (
         type(sampler) is SequentialSampler
@@ -434,7 +456,8 @@ class _Layout:
                 raise CannotAdopt(
                     f"collate_fn returns another structure for {size} rows: {structure} and {spec}. {GETITEMS}"
                 )
-            spec, choices = structure, able if not choices else [a & b for a, b in zip(choices, able, strict=True)]
+            spec = structure
+            choices = able if not choices else [a & b for a, b in zip(choices, able, strict=True)]
         for index, ways in enumerate(choices):
             if not ways:
                 raise CannotAdopt(

@@ -32,7 +32,8 @@ class GroupSettings(Mapping[str, Any]):
     """A group of an optimizer's settings by its index: load_state_dict puts other dicts in their place."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, index: int) -> None:
-        self._optimizer, self._index = optimizer, index
+        self._optimizer = optimizer
+        self._index = index
 
     def __getitem__(self, name: str) -> Any:
         return self._optimizer.param_groups[self._index][name]
@@ -148,7 +149,8 @@ class AdoptedSource(StepSource):
 
     def __init__(self, model: nn.Module, memory: StepMemory, clip_norm: float) -> None:
         self.reading: Mapping[str, Reader] = {}
-        self.memory, self.clip_norm = memory, clip_norm
+        self.memory = memory
+        self.clip_norm = clip_norm
         self._model = model
 
     def inputs(self, item: GraphCall | StepInputs) -> StepInputs:
@@ -156,7 +158,8 @@ class AdoptedSource(StepSource):
         if isinstance(item, StepInputs):
             return item
         graph, batch, tensors = item
-        outer, of_batch = graph.outer, graph.of_batch
+        outer = graph.outer
+        of_batch = graph.of_batch
         outer_tensors = [tensors[index].detach() for index in outer]
         drawn_batch = batch if isinstance(batch, DrawnBatch) else None
         parts = drawn_batch.parts() if drawn_batch else [tensors[index].detach() for index in of_batch]

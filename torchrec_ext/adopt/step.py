@@ -36,7 +36,8 @@ from torchrec_ext.capture.policy import PATIENCE, CapturePolicy, Compile, two_di
 from torchrec_ext.observe.user_lines import first_line, module_line
 
 # Seconds that a capture took here: so much, and so much more for each torch call of the forward.
-CAPTURE_S, CAPTURE_S_PER_CALL = 8.0, 0.4
+CAPTURE_S = 8.0
+CAPTURE_S_PER_CALL = 0.4
 RESTARTS = 3  # captures that are given up because the model was changed, before steps stay eager
 SMALL_MS = 5.0  # captured steps up to this may be faster on one thread: .7 ms against 1.7 on two, of 75 k parameters
 _PACE = 64  # steps after which the time for readers of whole tables is looked at again
@@ -442,7 +443,8 @@ class EagerWatch:
 
     def step(self, batch: AnyBatch) -> tuple[Tensor, Any]:
         """Makes an eager step; the second one is observed, because the first makes the optimizers' state."""
-        policy, rank_step = self._policy, self._rank_step
+        policy = self._policy
+        rank_step = self._rank_step
         if len(policy.eager_seconds) == 1:
             return self._observed(batch)
         start = rank_step.now()
@@ -464,7 +466,9 @@ class EagerWatch:
         seconds = self._policy.eager_seconds
         seconds.append(seconds[-1])  # the watch takes time, so this step is not timed
         self._capture_s = CAPTURE_S + CAPTURE_S_PER_CALL * watch.calls
-        self.selects, self.draws_random, self.problem = watch.selects, watch.random, watch.problem
+        self.selects = watch.selects
+        self.draws_random = watch.random
+        self.problem = watch.problem
         return result
 
 

@@ -134,7 +134,8 @@ def subnetworks(model: nn.Module, ranks: Mapping[str, int], world_size: int) -> 
     """
     if not ranks:
         raise CannotAdopt("towers={}: name a sub-network and its rank, as in {'user': 0, 'item': 1}")
-    towers, modules = [], dict(model.named_modules(remove_duplicate=False))
+    towers = []
+    modules = dict(model.named_modules(remove_duplicate=False))
     for path, rank in ranks.items():
         if path not in modules or not path:
             names = ", ".join(name for name in modules if name and "." not in name)
@@ -231,7 +232,8 @@ class UserLoss:
     """
 
     def __init__(self, function: Callable[..., Any], towers: Sequence[Subnetwork]) -> None:
-        self._function, self._towers = function, towers
+        self._function = function
+        self._towers = towers
         self._finished: dict[str, list[Tensor]] = {}
         self._stand_ins: dict[nn.Module, Callable[..., Any]] = {}
 
@@ -368,7 +370,9 @@ class UserLoss:
         return standing(self._stand_ins)
 
     def _stand_in(self, tower: Subnetwork) -> Callable[..., Any]:
-        finished, path, spec = self._finished, tower.path, tower.outputs
+        finished = self._finished
+        path = tower.path
+        spec = tower.outputs
 
         def forward(*positional: Any, **keywords: Any) -> Any:
             return tree_unflatten(finished[path], spec)  # type: ignore[arg-type]

@@ -117,7 +117,8 @@ def _jagged(members: Sequence[tuple[_LookUp, Tensor]]) -> KeyedJaggedTensor:
     """Returns the ids of several look-ups by feature; every row of (B, ...) ids is a bag."""
     first, first_ids = members[0]
     size = first_ids.shape[0] if first_ids.dim() else 0
-    lengths, values = [], []
+    lengths = []
+    values = []
     for each, ids in members:
         if ids.dim() == 0 or ids.shape[0] != size:
             raise ValueError(
@@ -241,7 +242,9 @@ def _trace(model: nn.Module) -> fx.Graph:
                 f"forward's argument '{name}' has the default {parameter.default!r}, and torch.fx would follow only "
                 "what forward does with it, or without: make it an argument without a default"
             )
-    before, modes, graphs = python_attributes(model), [(m, m.training) for m in model.modules()], []
+    before = python_attributes(model)
+    modes = [(m, m.training) for m in model.modules()]
+    graphs = []
     try:
         for training in (True, False):
             model.train(training)
@@ -321,7 +324,8 @@ def _names(modules: Mapping[str, Any]) -> dict[int, str]:
 def _hoist(graph: fx.Graph, nodes: Sequence[fx.Node], ids: Sequence[fx.Node]) -> fx.Graph:
     """Returns the graph with one call in place of all look-ups, behind the last of their ids."""
     order = {node: index for index, node in enumerate(graph.nodes)}
-    last, end = max(order[each] for each in ids), max(order[node] for node in nodes)
+    last = max(order[each] for each in ids)
+    end = max(order[node] for node in nodes)
     later: set[fx.Node] = set(nodes)  # what needs rows
     for node in graph.nodes:
         if any(each in later for each in node.all_input_nodes):
@@ -338,7 +342,8 @@ def _hoist(graph: fx.Graph, nodes: Sequence[fx.Node], ids: Sequence[fx.Node]) ->
                 f"{_line(node)}: the ids of table '{node.target}' are decided by rows of another table, so that both "
                 "cannot be looked up at once: decide them in the loader"
             )
-    hoisted, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    hoisted = fx.Graph()
+    copies = dict[fx.Node, fx.Node]()
 
     def copy(node: fx.Node) -> None:
         copies[node] = hoisted.node_copy(node, copies.__getitem__)

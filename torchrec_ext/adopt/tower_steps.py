@@ -191,14 +191,16 @@ class TowersTrace:
 
     def __call__(self, batch: AnyBatch) -> tuple[Tensor, Any]:
         """Trains on one batch; returns the loss of the whole batch, and this rank's output. Collective."""
-        ranks, args = self._ranks, batch.args()
+        ranks = self._ranks
+        args = batch.args()
         self._header, rows = ranks.header(args)
         if not ranks.exchange.fits(rows):
             raise RareShapeError("a batch of more rows than any before")
         if rows not in self._received:
             self._received[rows] = ranks.exchange.received(ranks.exchange.blanks(rows, late=False)[0], rows)
         received = self._received[rows]
-        calls, share = ranks.tower_calls(args, rows), ranks.share_of(args, rows)
+        calls = ranks.tower_calls(args, rows)
+        share = ranks.share_of(args, rows)
         self._tower_call: GraphCall | None = None
         self._places: tuple[int, ...] = ()
         self._rows = rows
@@ -286,14 +288,16 @@ class TowersSource(AdoptedSource):
 
     def __init__(self, ranks: TowerStep, model: nn.Module, memory: StepMemory, clip_norm: float) -> None:
         super().__init__(model, memory, clip_norm)
-        self._ranks, self._exchange = ranks, ranks.exchange
+        self._ranks = ranks
+        self._exchange = ranks.exchange
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._top = [names[id(parameter)] for parameter in ranks.top]
         updated = {each.name for each in memory.parameters}
         self._used = [name in updated for name in self._top]
         late = bool(clip_norm) or not self._exchange.small
         self.cuts = (1, TOTAL + 1, TOTAL + 2) if late else (1, TOTAL + 1)
-        self._rows, self._begun = 0, None
+        self._rows = 0
+        self._begun = None
         self._header = [0.0] * HEADER
 
     def inputs(self, item: Any) -> StepInputs:
@@ -377,7 +381,8 @@ class TowersSource(AdoptedSource):
             self._messages.append(
                 squared_norm(gradients_of_towers, self._exchange) if self.clip_norm else self._exchange.zero()
             )
-            self._norm, total_arrived = self._arrived[2][:1], self._arrived[2][1:]
+            self._norm = self._arrived[2][:1]
+            total_arrived = self._arrived[2][1:]
             summed = total_arrived if summed is None else summed
         assert summed is not None
         of_top.update(zip(self._top, self._exchange.split_total(summed), strict=True))
@@ -454,7 +459,8 @@ class _InParts(StepEngine):
 
     def __call__(self, step: Callable[..., list[Tensor]], memory: list[Tensor], inputs: list[Tensor]) -> Run:
         """Captures the step."""
-        source, input_count = self.source, len(memory) + len(inputs)
+        source = self.source
+        input_count = len(memory) + len(inputs)
         graph, _ = self.trace(step, [*memory, *inputs])
         pieces, results = split_at(graph, source.cuts)
         fast = [self.compile(piece.graph, unaliased(piece.examples)) for piece in pieces]

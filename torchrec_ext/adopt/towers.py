@@ -65,7 +65,8 @@ class _Guard:
     of_adopt = True  # a hook that a captured step may leave out
 
     def __init__(self, text: str) -> None:
-        self.text, self.stale = text, False
+        self.text = text
+        self.stale = False
 
     def __call__(self, *_: Any) -> None:
         if self.stale:
@@ -141,9 +142,12 @@ class TowersApart:
         compile_: Compile = "auto",
         verify: int = 3,
     ) -> None:
-        self._model, self.runtime = model, runtime
+        self._model = model
+        self.runtime = runtime
         self._optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        self._steps, self._failed, self._phases = 0, False, dict[str, float]()
+        self._steps = 0
+        self._failed = False
+        self._phases = dict[str, float]()
         self._clip_norm = clip_norm
         self._is_writing = False  # whether this step has begun to write weights
         with nothing_moves(model, self._optimizers, runtime.device):
@@ -280,7 +284,8 @@ class TowersApart:
         """Describes the time of a step on each rank, compared with one process."""
         whole, step_ms, phases = self._measured
         loads = [each["towers"] for each in phases]
-        exchange, slowest = min(each["exchange"] for each in phases), loads.index(max(loads))
+        exchange = min(each["exchange"] for each in phases)
+        slowest = loads.index(max(loads))
         least = min((load for load in loads if load > 0), default=1.0)
         ratio = " : ".join(f"{load / least:.2f}" for load in loads)
         lines = [
@@ -307,10 +312,13 @@ class TowersApart:
 
     def _gradients(self, batch: Sequence[Any], watch: ForwardWatch | None = None) -> tuple[Tensor, Any]:
         """Gives this rank's parameters the gradients of the whole batch's loss; returns the loss, and aux."""
-        clock, exchange = _Clock(self._phases), self.exchange
+        clock = _Clock(self._phases)
+        exchange = self.exchange
         problem: Exception | None = None
         leaves, spec = tree_flatten(tuple(batch))
-        header, rows, outputs = [STEP, 0.0, 0.0, 0.0, 0.0], 0, list[Tensor]()
+        header = [STEP, 0.0, 0.0, 0.0, 0.0]
+        rows = 0
+        outputs = list[Tensor]()
         try:
             header, rows = self.header(batch)
             clock("exchange")
@@ -322,7 +330,8 @@ class TowersApart:
         received = exchange.received(self._exchange_outputs(outputs, header, problem), rows)
         clock("exchange")
         weight = exchange.weight(rows)
-        loss, aux = torch.zeros((), device=self.runtime.device), None
+        loss = torch.zeros((), device=self.runtime.device)
+        aux = None
         try:
             with watch or nullcontext():
                 loss, aux = self.run_top(leaves, spec, rows, received)
@@ -403,7 +412,8 @@ class TowersApart:
         Sizes must be known to both ends of an exchange before it, so each share of rows is padded to that of the
         greatest batch so far.
         """
-        exchange, rows = self.exchange, int(header[1])
+        exchange = self.exchange
+        rows = int(header[1])
         own_outputs = outputs if exchange.fits(rows) else []
         flat = exchange.exchange_outputs(exchange.outgoing(exchange.header(header), own_outputs, rows), problem)
         if exchange.fits(rows):
@@ -471,7 +481,8 @@ class TowersApart:
             value for value in parameters if id(value) not in inside and value.requires_grad
         ]
         leaves, self._spec = tree_flatten(tuple(example))
-        self._rows, self._kinds = batch_rows(leaves), [_kind(leaf) for leaf in leaves]
+        self._rows = batch_rows(leaves)
+        self._kinds = [_kind(leaf) for leaf in leaves]
         if self._rows < 4:
             raise CannotAdopt(f"the example has {self._rows} row(s): give a real batch, of 4 rows or more")
         self._random = self._draws_at_random(example)
@@ -503,7 +514,9 @@ class TowersApart:
 
     def _draws_at_random(self, example: Sequence[Any]) -> bool:
         """Runs the loss twice, and returns whether it depends on a seed; refuses what a forward changes."""
-        state, buffers, losses = python_attributes(self._model), outer_buffers(self._model, self._towers), []
+        state = python_attributes(self._model)
+        buffers = outer_buffers(self._model, self._towers)
+        losses = []
         for seed in (0, 1):
             for set_seed in (torch.manual_seed, random.seed, np.random.seed):
                 set_seed(seed)
@@ -581,7 +594,9 @@ class TowersApart:
         self._forget()
         self._gradients(example)
         self._together(lambda: self._refuse_differences(parameters, gradients))
-        whole, step_ms, phases = [], [], []
+        whole = []
+        step_ms = []
+        phases = []
         for _ in range(ROUNDS):
             self._forget()
             dist.barrier()
@@ -608,7 +623,8 @@ class TowersApart:
         for name, parameter in parameters.items():
             if id(parameter) not in local:
                 continue
-            ours, theirs = _dense(parameter.grad), _dense(plain[name])
+            ours = _dense(parameter.grad)
+            theirs = _dense(plain[name])
             rounding = torch.finfo(self.exchange.dtype).eps  # of outputs, which are in 16 bits under autocast
             share = max(torch.finfo(parameter.dtype).eps ** 0.5, 8 * rounding)
             allowed = share * (float(theirs.abs().max()) + greatest / 10)
@@ -654,7 +670,8 @@ class _Clock:
     """
 
     def __init__(self, phases: dict[str, float]) -> None:
-        self._phases, self._since = phases, time.perf_counter()
+        self._phases = phases
+        self._since = time.perf_counter()
         phases.clear()
 
     def __call__(self, phase: str) -> None:

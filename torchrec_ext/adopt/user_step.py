@@ -183,7 +183,8 @@ class UserStep(RankStep):
             if self._pending is None:
                 self._pending = value
                 return
-            step, has_updated = step - 1, True
+            step = step - 1
+            has_updated = True
             value, self._pending = self._pending, value
         number = float(value)
         if math.isfinite(number):

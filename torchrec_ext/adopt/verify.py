@@ -226,7 +226,8 @@ def step_difference(
     any direction: weights are compared where their gradient counts.
     """
     (loss, output), (eager_loss, eager_output), factor = results
-    near, floor = _NEAR * factor, _FLOOR * factor
+    near = _NEAR * factor
+    floor = _FLOOR * factor
     most = near * max(abs(float(eager_loss)), 1e-3) + 10 * noise.get("loss", 0.0)
     if abs(float(loss - eager_loss)) > most:
         return f"the loss, {float(loss):.7g}, not {float(eager_loss):.7g}"
@@ -234,7 +235,8 @@ def step_difference(
     pulls = {parameter.name: _pull(parameter, before, eager) for parameter in memory.parameters}
     greatest = max((float(pull.abs().max()) for pull in pulls.values() if pull.numel()), default=0.0)
     for parameter in memory.parameters:
-        pull, other = pulls[parameter.name], _pull(parameter, before, captured)
+        pull = pulls[parameter.name]
+        other = _pull(parameter, before, captured)
         if not pull.numel():
             continue
         # Without state it is seen by how far the weight moves, which is rounded as the weight is.
@@ -282,8 +284,10 @@ def response_to_rounding(
         before: what the memory held before the step.
         step: makes the step on the memory, and returns its loss.
     """
-    now, draw = contents(memory, outer), torch.Generator(memory.device).manual_seed(0)
-    losses, gradients = [], []
+    now = contents(memory, outer)
+    draw = torch.Generator(memory.device).manual_seed(0)
+    losses = []
+    gradients = []
     try:
         for shifted in (False, True):
             write_back(memory, outer, before)

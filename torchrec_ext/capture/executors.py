@@ -211,11 +211,13 @@ class StepEngine:
     def __call__(self, step: Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
         """Captures the step."""
         if self._device.type == "cuda":
-            fast, slow = cuda_graph(step, memory, inputs), as_it_is(step, memory, inputs)
+            fast = cuda_graph(step, memory, inputs)
+            slow = as_it_is(step, memory, inputs)
         else:
             graph, examples = self.trace(step, [*memory, *inputs])
             compiled = self.compile(graph, examples)
-            fast, slow = as_it_is(compiled, memory, inputs), as_it_is(graph, memory, inputs)
+            fast = as_it_is(compiled, memory, inputs)
+            slow = as_it_is(graph, memory, inputs)
         return lambda later: slow(later) if self.plain else fast(later)
 
     def trace(self, step: Step, tensors: list[Tensor]) -> tuple[GraphModule, list[Tensor]]:
