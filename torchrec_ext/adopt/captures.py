@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -239,14 +238,16 @@ class Captures:
         """Returns the seconds of updating all rows for readers, since the capture."""
         return sum(update.lag.seconds for update in self._updates.values() if update.unverified)
 
-    @contextmanager
-    def plain_tables(self) -> Iterator[None]:
-        """Gives tables that are behind their class of the trace, because Dynamo compares it."""
-        if self.current is None:
-            yield
-            return
-        with self.current.lag.unmarked():
-            yield
+    def call_traced(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Calls a function that Dynamo guards, while tables that are behind have their class of the trace."""
+        current = self.current
+        if current is None:
+            return call(*args)
+        current.lag.unmark()
+        try:
+            return call(*args)
+        finally:
+            current.lag.remark()
 
     def take_turn(self) -> None:
         """Lets other steps over the same tensors update their rows, and reads how many steps were made."""
@@ -297,8 +298,8 @@ class ForwardTrace:
     def __call__(self, batch: AnyBatch) -> tuple[Tensor, Any]:
         """Trains on one batch; returns loss and output."""
         self._batch = batch
-        with self._captures.plain_tables(), self._autocast():
-            return self._traced(*batch.example())
+        with self._autocast():
+            return self._captures.call_traced(self._traced, *batch.example())  # type: ignore[no-any-return]
 
     def _take_graph(self, module: GraphModule, examples: list[Tensor]) -> Callable[..., Sequence[Any]]:
         """Receives a graph of Dynamo's, and returns the function to call in its place."""

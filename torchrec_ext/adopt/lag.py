@@ -11,8 +11,7 @@ import copy
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,14 +115,13 @@ class Lag:
         self.seconds += time.perf_counter() - start
         self.count += 1
 
-    @contextmanager
-    def unmarked(self) -> Iterator[None]:
+    def unmark(self) -> None:
         """Makes the tables plain parameters for a while: Dynamo compares their class with that of its trace."""
         self._set_class(nn.Parameter)
-        try:
-            yield
-        finally:
-            self._set_class(_LaggingParameter)  # unless somebody has updated the rows meanwhile
+
+    def remark(self) -> None:
+        """Marks the tables again after :meth:`unmark`, if their rows are still behind."""
+        self._set_class(_LaggingParameter)
 
     def _set_class(self, kind: type[nn.Parameter]) -> None:
         for reference in self._tables if self.active else ():

@@ -204,15 +204,15 @@ class TowersTrace:
         self._tower_call: GraphCall | None = None
         self._places: tuple[int, ...] = ()
         self._rows = rows
-        with self._captures.plain_tables():
-            if calls:
-                self._batch = GivenBatch(tuple(call[1:] for call in calls))
-                outputs = tree_leaves(self._towers([call[0] for call in calls], [call[1:] for call in calls]))
-                blanks = list(map(id, self._blanks))
-                self._places = tuple(blanks.index(id(output)) for output in outputs)
-            self._batch = GivenBatch((*share, *received))
-            with ranks.loss.standing_in(received):
-                _, output = self._top(*share)
+        if calls:
+            self._batch = GivenBatch(tuple(call[1:] for call in calls))
+            towers = [call[0] for call in calls]
+            outputs = self._captures.call_traced(self._towers, towers, [call[1:] for call in calls])
+            blanks = list(map(id, self._blanks))
+            self._places = tuple(blanks.index(id(output)) for output in tree_leaves(outputs))
+        self._batch = GivenBatch((*share, *received))
+        with ranks.loss.standing_in(received):
+            _, output = self._captures.call_traced(self._top, *share)
         return self._whole_loss, output
 
     def _take_towers(self, module: GraphModule, examples: list[Tensor]) -> Callable[..., Sequence[Any]]:
