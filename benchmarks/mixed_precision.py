@@ -31,7 +31,8 @@ from typing import Any
 import torch
 from harness import ROOT, Options, Row, command_line, has_data, row
 
-from torchx_apps.cli.command_line import apply_overrides, load_recipe
+from torchx_apps.cli.overrides import apply_overrides
+from torchx_apps.recipes.by_name import load_recipe
 
 _BESIDE = ("evaluation.baselines=popularity",)  # EASE and ALS would be solved for in each run
 # Epochs that are enough to compare, the figure that is compared, and further settings.

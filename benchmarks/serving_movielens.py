@@ -34,7 +34,7 @@ from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchrec_ext.retrieval.exporting.content import INDEX_QUERIES
 from torchrec_ext.retrieval.index.exact import ExactIndex, Index
 from torchrec_ext.retrieval.index.faiss import FaissIndex
-from torchx_apps.jobs.saved_job import saved_job
+from torchx_apps.recipes.saved_job import saved_job
 
 DATA = "ml-1m-ncf"
 KINDS = ("ivf", "hnsw", "pq")

@@ -234,7 +234,12 @@ WITHOUT_TORCH = (
     *("torchrec_ext.distributed.sync_config", "torchrec_ext.retrieval.server.settings"),
     *("torchrec_ext.train.config", "torchrec_ext.train.checkpoint.config"),
     *("torchx_apps.agent", "torchx_apps.cli.command_line", "torchx_apps.cli.errors", "torchx_apps.cli.plan_flags"),
-    *("torchx_apps.jobs.saved_job", "torchx_apps.networks.config", "torchx_apps.networks.members"),
+    *(
+        "torchx_apps.recipes.by_name",
+        "torchx_apps.recipes.saved_job",
+        "torchx_apps.networks.config",
+        "torchx_apps.networks.members",
+    ),
     *("torchx_apps.recipes", "torchx_apps.recipes.preprocess", "torchx_apps.tasks.job", "torchx_apps.tasks.loading"),
 )
 HEAVY = ("torch", "torchrec", "fbgemm_gpu", "tensordict", "numpy", "pyarrow", "pandas", "duckdb", "ibis")

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from torchx_apps.cli.command_line import apply_overrides, load_recipe
+from torchx_apps.cli.overrides import apply_overrides
+from torchx_apps.recipes.by_name import load_recipe
 
 ROOT = Path(__file__).parents[1]
 SPEC: dict[str, Any] = json.loads((ROOT / "benchmarks" / "quality.json").read_text())

@@ -143,7 +143,7 @@ def _bundle(folder: Path) -> Bundle:
     """Loads the bundle in a folder, or the one in a run folder."""
     from torchrec_ext.retrieval.bundle.bundle import Bundle
     from torchx_apps.jobs.exporting import BUNDLE
-    from torchx_apps.jobs.saved_job import CONFIG
+    from torchx_apps.recipes.saved_job import CONFIG
 
     if (folder / CONFIG).is_file():
         if not (folder / BUNDLE).is_dir():

@@ -33,8 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _export(argv: Sequence[str] | None) -> int:
     options = build_export_parser().parse_args(argv)
-    from torchx_apps.cli.command_line import apply_overrides
-    from torchx_apps.jobs.saved_job import saved_job
+    from torchx_apps.cli.overrides import apply_overrides
+    from torchx_apps.recipes.saved_job import saved_job
 
     job = apply_overrides(saved_job(options.run, options.recipe), options.set)
     out = options.out or options.run / "bundle"

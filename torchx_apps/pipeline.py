@@ -13,10 +13,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchx_apps import export, preprocess, train
+from torchx_apps import export, train
 from torchx_apps.agent import exit_code
-from torchx_apps.cli.command_line import build_parser, list_recipes
+from torchx_apps.cli.command_line import build_parser
 from torchx_apps.jobs.pipeline import become, begin, check_record, run_alone, stages_of
+from torchx_apps.recipes.by_name import list_recipes
+from torchx_apps.recipes.preprocess import PREPROCESS_RECIPES
 
 RECORD = "pipeline.json"
 
@@ -36,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _pipeline(argv: Sequence[str] | None) -> int:
     options = _parser().parse_args(argv)
     if options.list_recipes:
-        print(f"--preprocess\n{list_recipes(preprocess.PREPROCESS_RECIPES)}\n\n--recipe\n{list_recipes()}")
+        print(f"--preprocess\n{list_recipes(PREPROCESS_RECIPES)}\n\n--recipe\n{list_recipes()}")
         return 0
     is_first = os.environ.get("RANK", "0") == "0"
     stages = stages_of(options)

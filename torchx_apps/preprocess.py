@@ -13,8 +13,10 @@ import sys
 from collections.abc import Sequence
 
 from torchx_apps.agent import MISTAKE, die_with_parent
-from torchx_apps.cli.command_line import apply_overrides, build_parser, describe_keys, list_recipes, load_recipe
-from torchx_apps.recipes.preprocess import PREPROCESS_RECIPES, PreprocessJob
+from torchx_apps.cli.command_line import build_parser, describe_keys
+from torchx_apps.cli.overrides import apply_overrides
+from torchx_apps.recipes.by_name import list_recipes, load_job
+from torchx_apps.recipes.preprocess import PREPROCESS_RECIPES
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,24 +73,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--engine", help="duckdb, spark (the session that is configured here) or a Spark master URL")
     parser.add_argument("--out", help="folder for the result; a new one in runs/ where not given")
     return parser
-
-
-def load_job(recipe: str) -> PreprocessJob:
-    """Returns the job of a preprocessing recipe.
-
-    Args:
-        recipe: name of a built-in recipe, ``my_recipe.py:job`` or ``my.module:job``.
-
-    Raises:
-        ValueError: there is no such recipe, or it returns something else.
-    """
-    job = load_recipe(recipe, PREPROCESS_RECIPES)
-    if not isinstance(job, PreprocessJob):
-        raise ValueError(
-            f"--recipe {recipe}: it returned a {type(job).__name__}; here a recipe returns a PreprocessJob of "
-            "torchx_apps.recipes.preprocess"
-        )
-    return job
 
 
 if __name__ == "__main__":

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchx_apps.agent import exit_code
-from torchx_apps.cli.command_line import apply_overrides, build_parser, describe_keys, list_recipes, load_recipe
+from torchx_apps.cli.command_line import build_parser, describe_keys
+from torchx_apps.cli.overrides import apply_overrides
+from torchx_apps.recipes.by_name import list_recipes, load_recipe
 
 # Variable with the topology of a job that goes on with the nodes that are up, as the component was given it.
 ELASTIC = "TORCHREC_EXT_ELASTIC"

@@ -15,9 +15,11 @@ from collections.abc import Sequence
 
 from torchrec_ext.networks.config import Codistillation
 from torchx_apps.agent import exit_code
-from torchx_apps.cli.command_line import apply_overrides, build_parser, describe_keys, list_recipes, load_recipe
+from torchx_apps.cli.command_line import build_parser, describe_keys
+from torchx_apps.cli.overrides import apply_overrides
 from torchx_apps.networks.config import NetworksConfig
 from torchx_apps.networks.members import MemberJob, RankGroup, differing, members_of, place, setting
+from torchx_apps.recipes.by_name import list_recipes, load_recipe
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,9 +17,11 @@ from torchrec_ext.data.columns import Column
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models import closed_form
 from torchrec_ext.train.config import ClosedFormConfig, EvaluationConfig
-from torchx_apps.cli.command_line import apply_overrides, built_in_recipes, load_recipe
+from torchx_apps import recipes
+from torchx_apps.cli.overrides import apply_overrides
 from torchx_apps.jobs import report
 from torchx_apps.jobs.training import _evaluated, build_model, run_training
+from torchx_apps.recipes.by_name import load_recipe
 from torchx_apps.tasks import baselines
 from torchx_apps.tasks.baselines import ClosedForms
 
@@ -159,7 +161,7 @@ def figures_of_planned(task: Any, model: Any, scores: torch.Tensor, split: str) 
     return {name: value for name, value in figures.items() if "@" in name}
 
 
-@pytest.mark.parametrize("recipe", built_in_recipes())
+@pytest.mark.parametrize("recipe", recipes.RECIPES)
 def test_a_model_and_its_baselines_answer_one_question(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model with the scores of a baseline has exactly its figures, whatever the recipe's evaluation asks."""
     small = ["data.name=planted", "closed_form.als_dim=4", "closed_form.als_epochs=1"]

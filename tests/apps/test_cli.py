@@ -9,17 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
-from torchx_apps import train
-from torchx_apps.cli.command_line import (
-    apply_overrides,
-    build_parser,
-    built_in_recipes,
-    describe_keys,
-    list_recipes,
-    load_recipe,
-    setting_keys,
-)
-from torchx_apps.cli.overrides import convert
+from torchx_apps import recipes, train
+from torchx_apps.cli.command_line import build_parser, describe_keys, setting_keys
+from torchx_apps.cli.overrides import apply_overrides, convert
+from torchx_apps.recipes.by_name import list_recipes, load_recipe
 
 if TYPE_CHECKING:
     from somewhere import OnlyForTypeCheckers  # type: ignore[import-not-found]
@@ -175,7 +168,7 @@ def test_describe_shows_every_key_that_can_be_set() -> None:
     assert "OnlyForTypeCheckers | None" in entries["loader.other"]
 
 
-@pytest.mark.parametrize("recipe", built_in_recipes())
+@pytest.mark.parametrize("recipe", recipes.RECIPES)
 def test_a_description_fits_80_columns_and_loses_nothing(recipe: str) -> None:
     job = load_recipe(recipe)
     text, entries = describe_keys(job), described(job)

@@ -20,10 +20,11 @@ from torchrec_ext.diagnose.experiments import loop, measure, rounds
 from torchrec_ext.diagnose.facts import Gain
 from torchrec_ext.diagnose.findings import Change
 from torchrec_ext.distributed.runtime import Runtime
-from torchx_apps.cli.command_line import apply_overrides, load_recipe
+from torchx_apps.cli.overrides import apply_overrides
 from torchx_apps.diagnose import main
 from torchx_apps.jobs import diagnosing
 from torchx_apps.jobs.diagnosing import run_diagnosis
+from torchx_apps.recipes.by_name import load_recipe
 from torchx_apps.tasks.job import Job
 
 pytestmark = pytest.mark.unit

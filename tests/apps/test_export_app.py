@@ -34,11 +34,12 @@ from torchrec_ext.retrieval.scorer.scorer import Scorer
 from torchrec_ext.retrieval.store.store import EmbeddingStore
 from torchrec_ext.train.config import EarlyStop
 from torchrec_ext.train.loop import train
-from torchx_apps import export
-from torchx_apps.cli.command_line import apply_overrides, built_in_recipes, load_recipe
+from torchx_apps import export, recipes
+from torchx_apps.cli.overrides import apply_overrides
 from torchx_apps.jobs.exporting import bundle_of_run, export_task, report_bundle
-from torchx_apps.jobs.saved_job import saved_job
 from torchx_apps.jobs.training import build_model, load_task, run_training
+from torchx_apps.recipes.by_name import load_recipe
+from torchx_apps.recipes.saved_job import saved_job
 from torchx_apps.tasks.baselines import ClosedForms
 
 RECIPES: dict[str, tuple[str, ...]] = {
@@ -226,7 +227,7 @@ def ranked(bundle: Bundle, user: Any, k: int) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in built_in_recipes()]
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in recipes.RECIPES]
 )
 def test_every_recipe_is_trained_exported_and_asked(name: str, recommended: dict[str, Any], root: Path) -> None:
     del recommended
@@ -437,7 +438,7 @@ def test_towers_that_no_bundle_can_have_are_refused_before_the_first_step(
     assert build_model(apply_overrides(job, ["export=auto"]), task) is not None
 
 
-@pytest.mark.parametrize("name", built_in_recipes())
+@pytest.mark.parametrize("name", recipes.RECIPES)
 def test_a_job_is_made_again_from_its_run_folder(name: str, tmp_path: Path) -> None:
     job = apply_overrides(load_recipe(name), ["train.epochs=3", "optimizer.dense_lr=0.5", "checkpoint.keep=7"])
     config = dataclasses.asdict(dataclasses.replace(job, build=None, task=None))

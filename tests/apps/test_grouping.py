@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.datasets.labelled import LabelledData
-from torchx_apps.cli.command_line import apply_overrides, load_recipe
+from torchx_apps.cli.overrides import apply_overrides
+from torchx_apps.recipes.by_name import load_recipe
 from torchx_apps.recipes.n_tower import build_n_tower
 
 pytestmark = pytest.mark.unit

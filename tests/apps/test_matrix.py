@@ -34,8 +34,10 @@ from torchrec_ext.retrieval.bundle.audit import Audit
 from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchrec_ext.retrieval.scorer.requests import RecommendRequest
 from torchrec_ext.retrieval.scorer.scorer import Scorer
-from torchx_apps.cli.command_line import apply_overrides, built_in_recipes, load_recipe
+from torchx_apps import recipes
+from torchx_apps.cli.overrides import apply_overrides
 from torchx_apps.jobs.training import run_training
+from torchx_apps.recipes.by_name import load_recipe
 
 Cell = Mapping[str, str]
 
@@ -437,9 +439,7 @@ REFUSED += [
 
 def cells(n: int, **narrowed: tuple[str, ...]) -> list[dict[str, str]]:
     """Returns cells that run, in which all choices of any ``n`` options meet; ``narrowed`` restricts options."""
-    choices = (
-        {"recipe": tuple(built_in_recipes())} | {name: tuple(choice) for name, choice in OPTIONS.items()} | narrowed
-    )
+    choices = {"recipe": tuple(recipes.RECIPES)} | {name: tuple(choice) for name, choice in OPTIONS.items()} | narrowed
     excluded = [
         {
             "operator": "not",
@@ -693,7 +693,7 @@ def test_what_excludes_each_other_is_refused_by_name_before_the_first_step(
 
 @pytest.mark.unit
 def test_no_recipe_is_left_out() -> None:
-    assert RECIPES.keys() == built_in_recipes().keys()
+    assert RECIPES.keys() == recipes.RECIPES.keys()
 
 
 @pytest.mark.slow  # the pairs are found in 20 s

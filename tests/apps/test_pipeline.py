@@ -28,6 +28,7 @@ from tests.small_sets import write_ml_100k
 from torchrec_ext.distributed.runtime import Runtime
 from torchx_apps import export, pipeline, preprocess, train
 from torchx_apps.jobs import pipeline as stages
+from torchx_apps.recipes.by_name import load_job
 from torchx_apps.torchx_run import gather_overrides
 
 KEYS = (
@@ -252,7 +253,7 @@ def test_a_mistake_in_any_stages_flags_is_told_before_the_first_stage(
 def test_a_recipe_file_that_changed_is_another_setting(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.py"
     recipe.write_text("from torchx_apps.recipes.preprocess import ml_100k as job\n")
-    job = preprocess.load_job(f"{recipe}:job")
+    job = load_job(f"{recipe}:job")
     before = stages._settings(job, f"{recipe}:job")
     recipe.write_text(recipe.read_text() + "# other steps\n")
     after = stages._settings(job, f"{recipe}:job")

@@ -14,7 +14,7 @@ from tests.contracts import run_ranks
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import SyncConfig
 from torchrec_ext.train.report.progress import RunFolder
-from torchx_apps.cli.command_line import apply_overrides
+from torchx_apps.cli.overrides import apply_overrides
 from torchx_apps.jobs.placing import place_towers, report_steps, why_on_every_rank
 from torchx_apps.jobs.training import load_task
 from torchx_apps.recipes import Job, two_tower_job

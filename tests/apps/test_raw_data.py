@@ -28,10 +28,11 @@ from torchrec_ext.retrieval.scorer.scorer import Scorer
 from torchrec_ext.schema import DataError
 from torchrec_ext.train.checkpoint.folder import CheckpointRanks, sealed
 from torchx_apps import preprocess
-from torchx_apps.cli.command_line import apply_overrides, load_recipe
+from torchx_apps.cli.overrides import apply_overrides
 from torchx_apps.jobs import resuming
 from torchx_apps.jobs.resuming import check_ids_stay, meaning_of_ids
 from torchx_apps.jobs.training import run_training
+from torchx_apps.recipes.by_name import load_recipe
 
 Ids = Callable[[Any], Any]
 USERS, ITEMS = 40, 30

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from torchrec_ext.train.report.progress import RunFacts
-from torchx_apps.cli.command_line import apply_overrides, load_recipe
+from torchx_apps.cli.overrides import apply_overrides
 from torchx_apps.jobs import report
 from torchx_apps.jobs.exporting import describe_bundle
 from torchx_apps.jobs.training import run_training
+from torchx_apps.recipes.by_name import load_recipe
 
 pytestmark = pytest.mark.unit
 

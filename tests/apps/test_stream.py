@@ -32,9 +32,10 @@ from torchrec_ext.retrieval.scorer.scorer import Scorer
 from torchrec_ext.schema import DataError
 from torchrec_ext.train import metrics
 from torchrec_ext.train.loop import train
-from torchx_apps.cli.command_line import apply_overrides, load_recipe
+from torchx_apps.cli.overrides import apply_overrides
 from torchx_apps.jobs.preprocessing import run_preprocess
 from torchx_apps.jobs.training import build_model, check_watched, load_task, run_training
+from torchx_apps.recipes.by_name import load_recipe
 from torchx_apps.recipes.preprocess import Prepared, PreprocessJob
 from torchx_apps.tasks.job import Job, schema_of
 from torchx_apps.tasks.streamed import StreamedTask, held_out_rows, question_of
@@ -500,7 +501,7 @@ def test_a_run_is_not_resumed_or_exported_with_the_ids_of_another_preprocessor(
 
 def exported(runtime: Runtime, run: Path, out: Path) -> None:
     from torchx_apps.export import export_run
-    from torchx_apps.jobs.saved_job import saved_job
+    from torchx_apps.recipes.saved_job import saved_job
 
     leave_group(runtime)
     export_run(saved_job(run), run, out)

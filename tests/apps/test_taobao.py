@@ -27,9 +27,10 @@ from torchrec_ext.retrieval.scorer.requests import ScoreRequest
 from torchrec_ext.retrieval.scorer.scorer import Scorer
 from torchrec_ext.schema import DataError
 from torchrec_ext.schema.features import merged
-from torchx_apps.cli.command_line import apply_overrides, load_recipe
+from torchx_apps.cli.overrides import apply_overrides
 from torchx_apps.jobs.preprocessing import run_preprocess
 from torchx_apps.jobs.training import build_model
+from torchx_apps.recipes.by_name import load_recipe
 from torchx_apps.recipes.preprocess import PreprocessJob, taobao
 from torchx_apps.recipes.session import BstConfig, build_bst
 from torchx_apps.tasks.job import Job, schema_of

@@ -19,12 +19,13 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.networks.compiled import CompiledStep
 from torchrec_ext.train.checkpoint import folder as shared_folder
 from torchx_apps import publish, train_networks
-from torchx_apps.cli.command_line import apply_overrides, load_recipe
+from torchx_apps.cli.overrides import apply_overrides
 from torchx_apps.networks import stacks as stacked_members
 from torchx_apps.networks.members import MemberJob, RankGroup, World, differing, members_of, place, setting
 from torchx_apps.networks.report import Result, best_of, draw_networks, table
 from torchx_apps.networks.run import run_networks
 from torchx_apps.networks.stacks import NetworksConfig, why_alone
+from torchx_apps.recipes.by_name import load_recipe
 
 TINY = [
     "data.name=planted",

@@ -22,11 +22,12 @@ from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.config import Record
 from torchrec_ext.train.loop import train
-from torchx_apps.cli.command_line import apply_overrides, load_recipe
+from torchx_apps.cli.overrides import apply_overrides
 from torchx_apps.jobs.training import _evaluated, build_model, load_task, loader_of, plan_job
 from torchx_apps.networks import stacks as stackable
 from torchx_apps.networks.members import MemberJob
 from torchx_apps.recipes import Job, two_tower_job
+from torchx_apps.recipes.by_name import load_recipe
 from torchx_apps.tasks.labelled import LabelledTask
 from torchx_apps.tasks.ranking import RankingEvaluator, RankingTask, Recommended, recommendation_text
 

@@ -21,8 +21,9 @@ from torchrec_ext.retrieval.scorer.requests import RecommendRequest, ScoreReques
 from torchrec_ext.retrieval.scorer.scorer import Scorer
 from torchrec_ext.retrieval.store.store import EmbeddingStore
 from torchx_apps import embed, preprocess
-from torchx_apps.cli.command_line import apply_overrides, load_recipe
+from torchx_apps.cli.overrides import apply_overrides
 from torchx_apps.jobs.training import run_training
+from torchx_apps.recipes.by_name import load_recipe
 
 USERS, ITEMS, KINDS = 40, 35, 4
 # By item: all but the last 7 are trained; 6 of these are described, and so in the catalogue; the last is in

@@ -17,7 +17,7 @@ import pytest
 from tests.launch.jobs import gone
 from tests.small_sets import write_ml_100k
 from torchx_apps.agent import MISTAKE, MISTAKE_FILE
-from torchx_apps.cli.command_line import built_in_recipes
+from torchx_apps.recipes import RECIPES
 
 pytestmark = [
     pytest.mark.launch,
@@ -228,7 +228,7 @@ def test_a_mistake_in_a_setting_is_told_before_any_rank_starts(folder: Path) -> 
 @pytest.mark.slow
 def test_an_unknown_recipe_is_told_with_the_nearest(folder: Path) -> None:
     last = failed(folder, "-j", "1x1", "--recipe", "two_towr", message="there is no such recipe").splitlines()[-1]
-    names = ", ".join(sorted(built_in_recipes()))
+    names = ", ".join(sorted(RECIPES))
     assert last == f"--recipe two_towr: there is no such recipe; did you mean 'two_tower'? Built in: {names}"
 
 

@@ -17,8 +17,9 @@ from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchrec_ext.retrieval.index.projection import Projection, projection
 from torchrec_ext.retrieval.scorer.requests import RecommendRequest
 from torchrec_ext.retrieval.scorer.scorer import Scorer
-from torchx_apps.cli.command_line import apply_overrides, load_recipe
+from torchx_apps.cli.overrides import apply_overrides
 from torchx_apps.jobs.training import run_training
+from torchx_apps.recipes.by_name import load_recipe
 
 SET = (
     *("data.name=planted", "data.users=120", "data.items=60", "loader.batch_size=256", "train.epochs=1"),

@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torchx_apps import export, preprocess, train
-from torchx_apps.cli.command_line import apply_overrides, describe_keys, load_recipe, setting_keys
+from torchx_apps import export, train
+from torchx_apps.cli.command_line import describe_keys, setting_keys
+from torchx_apps.cli.overrides import apply_overrides
 from torchx_apps.jobs.tracking import JOB
+from torchx_apps.recipes.by_name import load_job, load_recipe
 
 _OWN_KEYS = {"data.name": "it is the folder data of --out", "export": "the last stage exports"}
 # Settings that change how fast a stage is, or what it prints, and not what it makes.
@@ -121,7 +123,7 @@ def _data_stage(options: argparse.Namespace, folder: Path) -> Stage:
     if options.engine:
         flags.append(f"--engine={options.engine}")
     try:
-        job = apply_overrides(preprocess.load_job(options.preprocess), settings)
+        job = apply_overrides(load_job(options.preprocess), settings)
     except ValueError as error:
         message = str(error).replace("--set ", f"--set {prefix}").replace("--recipe ", "--preprocess ")
         raise ValueError(message) from None

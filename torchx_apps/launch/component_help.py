@@ -15,8 +15,9 @@ from docstring_parser import parse
 from torchx.specs import AppDef
 from torchx.specs.finder import ComponentNotFoundException, get_component, get_components
 
-from torchx_apps.cli.command_line import fill, load_recipe, most_used_keys
+from torchx_apps.cli.command_line import fill, most_used_keys
 from torchx_apps.cli.overrides import nearest
+from torchx_apps.recipes.by_name import load_recipe
 
 # Flags that say where and with what a job runs; they come last in a help, since the defaults do on this machine.
 _WHERE = (

@@ -48,7 +48,7 @@ def members_of(base: Any, vary: Sequence[str], listed: Sequence[str], *, own_row
             have one name.
 
     Example:
-        >>> from torchx_apps.cli.command_line import load_recipe
+        >>> from torchx_apps.recipes.by_name import load_recipe
         >>> vary = ["optimizer.dense_lr=1e-3,3e-3", "train.seed=0,1"]
         >>> [member.name for member in members_of(load_recipe("two_tower"), vary, [])]
         ['dense_lr=1e-3_seed=0', 'dense_lr=1e-3_seed=1', 'dense_lr=3e-3_seed=0', 'dense_lr=3e-3_seed=1']

@@ -373,7 +373,7 @@ def _columns_by_tower(
         user, user_dense = towers.get("user", ((), ()))
         context, dense = towers["context"]
         return {"user": ((*user, *context), (*user_dense, *dense)), "item": towers["item"]}
-    from torchx_apps.jobs.grouping import ROWS, columns_by_name, features_by_tower
+    from torchx_apps.recipes.grouping import ROWS, columns_by_name, features_by_tower
 
     if ":" in config.towers:
         return columns_by_name(named_towers(config.towers), data.features, data.dense)

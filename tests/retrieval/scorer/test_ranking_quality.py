@@ -18,8 +18,9 @@ pytest.importorskip("prometheus_client", reason="needs the extra `serve`")
 from tests.retrieval.server.running import running_server
 from torchrec_ext.data.datasets.catalog import load_config
 from torchrec_ext.retrieval.bundle.bundle import Bundle
-from torchx_apps.cli.command_line import apply_overrides, load_recipe
+from torchx_apps.cli.overrides import apply_overrides
 from torchx_apps.jobs.training import run_training
+from torchx_apps.recipes.by_name import load_recipe
 
 pytestmark = pytest.mark.skipif(
     "TORCHREC_EXT_DATA" not in os.environ, reason="needs MovieLens 100K in $TORCHREC_EXT_DATA"

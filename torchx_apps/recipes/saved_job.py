@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Union
 
-from torchx_apps.cli.command_line import built_in_recipes, load_recipe
 from torchx_apps.cli.overrides import field_hint, is_group
+from torchx_apps.recipes import RECIPES
+from torchx_apps.recipes.by_name import load_recipe
 from torchx_apps.tasks.job import Job
 
 CONFIG = "config.json"
@@ -37,7 +38,7 @@ def saved_job(run: Path, recipe: str | None = None) -> Job:
     except ValueError as error:
         raise ValueError(f"{path}: is not a JSON file ({error}); name another run folder") from None
     name = saved.get("name")
-    if recipe is None and name not in built_in_recipes():
+    if recipe is None and name not in RECIPES:
         raise ValueError(f"{path}: recipe {name!r} is not built in; say where it is: --recipe my_recipe.py:job")
     job = load_recipe(recipe or name)
     if job.name != name:

@@ -1,0 +1,146 @@
+"""The recipe that `--recipe` names: a built-in one, a function of a file, or a function of a module."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+from torchx_apps.cli.command_line import fill
+from torchx_apps.cli.overrides import is_group, nearest
+from torchx_apps.recipes import RECIPES
+from torchx_apps.recipes.preprocess import PREPROCESS_RECIPES, PreprocessJob
+
+Recipes = Mapping[str, Callable[[], Any]]
+
+
+def load_recipe(spec: str, built_in: Recipes = RECIPES) -> Any:
+    """Returns the job of a recipe.
+
+    Args:
+        spec: name of a built-in recipe, `my_recipe.py:job`, or `my.module:job`.
+        built_in: built-in recipes by name; by default those that train.
+
+    Raises:
+        ValueError: there is no such recipe (the message names the nearest one and the list), Python cannot read its
+            file, it needs an argument, ends the program, or returns no dataclass.
+
+    Example:
+        >>> load_recipe("two_tower").name
+        'two_tower'
+        >>> load_recipe("two_towr")  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        ValueError: --recipe two_towr: there is no such recipe; did you mean 'two_tower'? Built in: ...two_tower...
+        >>> load_recipe("missing.py:job")  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        ValueError: --recipe missing.py:job: there is no file missing.py in ...
+    """
+    module, colon, name = spec.rpartition(":")
+    try:
+        recipe = _from_module(_import(module, spec), name, spec) if colon else _built_in(spec, built_in)
+        _check_callable_bare(recipe, spec)
+        job = recipe()
+    except SyntaxError as error:
+        mistake = f"{error.filename}, line {error.lineno}: {error.msg}: {(error.text or '').strip()}"
+        raise ValueError(f"--recipe {spec}: {mistake}; correct the file") from None
+    except SystemExit as end:
+        # Its status may be 0, which would say that the job has been trained.
+        raise ValueError(
+            f"--recipe {spec}: it ends the program with exit({end.code}); a recipe returns one Job"
+        ) from None
+    if not is_group(job):
+        raise ValueError(f"--recipe {spec}: it returned {job!r}; a recipe returns one Job")
+    return job
+
+
+def list_recipes(recipes: Recipes = RECIPES) -> str:
+    """Lists each built-in recipe with the first line of its docstring, in lines of the terminal's width.
+
+    Args:
+        recipes: recipes by name; by default those that train.
+    """
+    column = max(map(len, recipes)) + 2
+    return "\n".join(
+        fill(f"{name:{column}}{(inspect.getdoc(recipe) or '').splitlines()[0]}", column)
+        for name, recipe in recipes.items()
+    )
+
+
+def load_job(recipe: str) -> PreprocessJob:
+    """Returns the job of a preprocessing recipe.
+
+    Args:
+        recipe: name of a built-in recipe, ``my_recipe.py:job`` or ``my.module:job``.
+
+    Raises:
+        ValueError: there is no such recipe, or it returns something else.
+    """
+    job = load_recipe(recipe, PREPROCESS_RECIPES)
+    if not isinstance(job, PreprocessJob):
+        raise ValueError(
+            f"--recipe {recipe}: it returned a {type(job).__name__}; here a recipe returns a PreprocessJob of "
+            "torchx_apps.recipes.preprocess"
+        )
+    return job
+
+
+def _built_in(name: str, recipes: Recipes) -> Callable[[], Any]:
+    if name in recipes:
+        return recipes[name]
+    question = nearest(name, recipes) or "; write a built-in name, my_recipe.py:job or my.module:job."
+    raise ValueError(f"--recipe {name}: there is no such recipe{question} Built in: {', '.join(recipes)}")
+
+
+def _import(module: str, spec: str) -> ModuleType:
+    if module.endswith(".py"):
+        return _import_file(Path(module), spec)
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        # Where the recipe itself imports a module that is missing, the traceback says where.
+        if not (module + ".").startswith(f"{error.name}."):
+            raise
+        remedy = "install it, or give the file as my_recipe.py:job"
+        raise ValueError(f"--recipe {spec}: there is no module {error.name}; {remedy}") from None
+
+
+def _import_file(file: Path, spec: str) -> ModuleType:
+    if not file.is_file():
+        raise ValueError(f"--recipe {spec}: there is no file {file} in {Path.cwd()}")
+    # Its neighbours can be imported, as with `python my_recipe.py`; its own name cannot hide an installed module.
+    sys.path.insert(0, str(file.resolve().parent))
+    name = f"_recipe_{file.stem}"
+    module_spec = importlib.util.spec_from_file_location(name, file)
+    assert module_spec is not None, "a .py file always has a loader"
+    assert module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
+    # dataclasses look their module up there.
+    sys.modules[name] = module
+    module_spec.loader.exec_module(module)
+    return module
+
+
+def _check_callable_bare(recipe: Callable[[], Any], spec: str) -> None:
+    parameters = inspect.signature(recipe).parameters.values()
+    required = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if required:
+        raise ValueError(
+            f"--recipe {spec}: it needs the argument {required[0]!r}, and is called without any; give it a default"
+        )
+
+
+def _from_module(module: ModuleType, name: str, spec: str) -> Callable[[], Any]:
+    recipe: Any = getattr(module, name, None)
+    if callable(recipe):
+        return cast("Callable[[], Any]", recipe)
+    functions = [n for n, f in inspect.getmembers(module, inspect.isfunction) if f.__module__ == module.__name__]
+    listed = ", ".join(functions) or "none"
+    question = nearest(name, functions) or ";"
+    raise ValueError(f"--recipe {spec}: there is no function {name!r}{question} Functions there: {listed}")
