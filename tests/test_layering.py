@@ -233,7 +233,7 @@ WITHOUT_TORCH = (
     *("torchrec_ext.distributed.plan.config", "torchrec_ext.distributed.plan.devices"),
     *("torchrec_ext.distributed.sync_config", "torchrec_ext.retrieval.server.settings"),
     *("torchrec_ext.train.config", "torchrec_ext.train.checkpoint.config"),
-    *("torchx_apps.agent", "torchx_apps.cli.command_line", "torchx_apps.cli.errors", "torchx_apps.cli.plan_flags"),
+    *("torchx_apps.agent", "torchx_apps.cli.command_line", "torchx_apps.cli.export_flags", "torchx_apps.cli.plan_flags"),
     *(
         "torchx_apps.recipes.by_name",
         "torchx_apps.recipes.saved_job",

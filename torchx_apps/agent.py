@@ -6,9 +6,7 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import errno
-import json
 import logging
 import os
 import signal
@@ -17,24 +15,18 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
+from torchx_apps.cli.process import MISTAKE, MISTAKE_FILE, hand_over, too_many
 from torchx_apps.cli.sigterm import at_hangup_too, end_where_no_child_runs, ending_the_block, once
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-# Exit code of a rank, and of the agent, whose user has made a mistake: schedulers need not start such a job again.
-MISTAKE = 200
-# Variable with a file that the agent makes beside that exit code: of several nodes srun returns the code of any.
-MISTAKE_FILE = "TORCHREC_EXT_MISTAKE_FILE"
 # 2 is argparse's code for an unknown flag.
 _MISTAKES = (MISTAKE, 2)
-_PR_SET_PDEATHSIG = 1
-# Private memory of a rank that has imported torch and torchrec, before it has data or a model (measured: 265 MiB).
-_RANK_BYTES = 256 << 20
 # Below the ports that Linux gives to connections and Kubernetes to services.
 _FIRST_PORT = 20_000
 _PORTS = 10_000
@@ -108,44 +100,6 @@ def _run(argv: Sequence[str]) -> int:
         print(f"the ranks were stopped by {stopped.sigval.name}", file=sys.stderr)
         return 128 + stopped.sigval
     return 0
-
-
-def too_many(processes: int, memory: int | None = None, *, name: str = "ranks") -> str:
-    """Refuses more processes than this machine's memory has room for: returns the message, or nothing if they fit.
-
-    Without this check -j 1x99999 starts as many interpreters, and the machine answers nobody for minutes.
-
-    Args:
-        processes: number of processes that would be started here, each of which imports torch.
-        memory: bytes of memory; by default that of this machine, or of this process's container.
-        name: what the message calls them.
-
-    Example:
-        >>> too_many(99_999, memory=24 << 30)[:83]
-        '99999 ranks on one machine: they need 25,000 GiB before they read any data, and it '
-        >>> too_many(2, memory=24 << 30)
-        ''
-    """
-    memory = _memory() if memory is None else memory
-    if processes * _RANK_BYTES <= memory:
-        return ""
-    required = processes * _RANK_BYTES / 2**30
-    available = memory / 2**30
-    return (
-        f"{processes} {name} on one machine: they need {required:,.0f} GiB before they read any data, and it has "
-        f"{available:,.0f} GiB, enough for {memory // _RANK_BYTES}; start fewer"
-    )
-
-
-def _memory() -> int:
-    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        # A container has a limit of its own.
-        with open("/sys/fs/cgroup/memory.max") as file:
-            return min(physical, int(file.read()))
-    except (OSError, ValueError):
-        # There is no limit, or it is "max".
-        return physical
 
 
 def meeting_point(endpoint: str, job: str, *, several: bool) -> str:
@@ -223,66 +177,6 @@ def describe_failure(rank: int, failure: ProcessFailure) -> str:
         hint = "; the machine may be out of memory" if -failure.exitcode == signal.SIGKILL else ""
         return f"rank {rank}: killed by {failure.signal_name()} without an error of its own{hint}"
     return f"rank {rank}: ended with exit code {failure.exitcode} without an error of its own; see its output above"
-
-
-def hand_over(error: str) -> None:
-    """Writes the error to the scheduler's reply file, or to the console if there is none."""
-    reply_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not reply_file:
-        print(error, file=sys.stderr, flush=True)
-        return
-    extra = {"py_callstack": error, "timestamp": str(int(time.time()))}
-    # In one move: TorchX looks into the file every second, and half a JSON ends it with a traceback.
-    with open(f"{reply_file}.part", "w") as file:
-        json.dump({"message": {"message": error.splitlines()[-1], "extraInfo": extra}}, file)
-    os.replace(file.name, reply_file)
-
-
-def die_with_parent() -> None:
-    """Asks Linux to kill this process the moment its parent dies; does nothing on other systems.
-
-    Example:
-        >>> die_with_parent()
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def exit_code(app: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None) -> int:
-    """Runs an app, as a rank of torchrun or by itself, and turns whatever happens into an exit code and one message.
-
-    Args:
-        app: function that takes the flags and returns an exit code.
-        argv: the flags; the command line when None.
-
-    Returns:
-        The app's exit code, 1 after an error, 130 after Ctrl-C; 200 where a rank of torchrun meets a wrong value, which
-        another attempt would meet too. SIGTERM ends the process with 143.
-    """
-    try:
-        with ending_the_block():
-            return _as_a_rank(app, argv) if "TORCHELASTIC_RUN_ID" in os.environ else app(argv)
-    except KeyboardInterrupt:
-        print("stopped by Ctrl-C", file=sys.stderr)
-        return 130
-    except Exception as error:
-        from torchx_apps.cli import errors as failures
-
-        # The agent prints a rank's error; printed here too, it would appear once per rank. An app that TorchX starts
-        # by itself has no agent, and writes its reply itself.
-        if not ("TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("TORCHELASTIC_ERROR_FILE")):
-            hand_over(failures.describe_error(error))
-        return MISTAKE if "TORCHELASTIC_RUN_ID" in os.environ and failures.would_come_again(error) else 1
-
-
-def _as_a_rank(app: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None) -> int:
-    # Before torch is imported, which takes seconds. A rank that is started by hand may outlive its shell.
-    die_with_parent()
-    from torch.distributed.elastic.multiprocessing.errors import record
-
-    from torchx_apps.cli.rank_errors import RankErrorHandler
-
-    return record(app, RankErrorHandler())(argv) or 0
 
 
 def _silence_torchruns_error_log() -> None:

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchx_apps.agent import exit_code
 from torchx_apps.cli.command_line import build_parser, describe_keys
 from torchx_apps.cli.overrides import apply_overrides
+from torchx_apps.cli.process import exit_code
 from torchx_apps.recipes.by_name import list_recipes, load_recipe
 
 

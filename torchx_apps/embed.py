@@ -27,8 +27,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchx_apps.agent import exit_code
 from torchx_apps.cli.command_line import FlagParser
+from torchx_apps.cli.process import exit_code
 from torchx_apps.cli.redis_address import add_password_file, with_password
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchrec_ext.train.config import EvaluationConfig
-from torchx_apps.agent import exit_code
 from torchx_apps.cli.command_line import FlagParser
+from torchx_apps.cli.process import exit_code
 
 METRICS = "recall@10,ndcg@10,hr@10,mrr@10,map@10"
 

@@ -13,9 +13,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchx_apps import export, train
-from torchx_apps.agent import exit_code
+from torchx_apps import train
 from torchx_apps.cli.command_line import build_parser
+from torchx_apps.cli.export_flags import add_bundle_flags
+from torchx_apps.cli.process import exit_code
 from torchx_apps.jobs.pipeline import become, begin, check_record, run_alone, stages_of
 from torchx_apps.recipes.by_name import list_recipes
 from torchx_apps.recipes.preprocess import PREPROCESS_RECIPES
@@ -81,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
         "--preprocess", default="ml_100k", help="a recipe of torchx_apps.preprocess; its keys are --set preprocess.KEY"
     )
     parser.add_argument("--engine", help="of the preprocessing: duckdb, spark or a Spark master URL")
-    export.add_bundle_flags(parser)
+    add_bundle_flags(parser)
     return parser
 
 

@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchx_apps.agent import exit_code
 from torchx_apps.cli.command_line import build_parser, describe_keys
 from torchx_apps.cli.overrides import apply_overrides
 from torchx_apps.cli.plan_flags import check_flags
+from torchx_apps.cli.process import exit_code
 from torchx_apps.recipes.by_name import list_recipes, load_recipe
 
 
@@ -43,7 +43,7 @@ def _plan(argv: Sequence[str] | None) -> int:
     if options.dry_run:
         print(describe_keys(job) if job is not None else options.tables)
         return 0
-    check_flags(options, job)
+    check_flags(options, None if job is None else job.plan)
     # Imports make objects that stay: collections took a seventh of their time, and freed nothing.
     gc.disable()
     from torchx_apps.jobs.planning import run_plan

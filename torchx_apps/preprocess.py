@@ -12,9 +12,10 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from torchx_apps.agent import MISTAKE, die_with_parent
 from torchx_apps.cli.command_line import build_parser, describe_keys
+from torchx_apps.cli.errors import describe_error, would_come_again
 from torchx_apps.cli.overrides import apply_overrides
+from torchx_apps.cli.process import MISTAKE, die_with_parent, hand_over
 from torchx_apps.recipes.by_name import list_recipes, load_job
 from torchx_apps.recipes.preprocess import PREPROCESS_RECIPES
 
@@ -37,14 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("stopped; nothing partial was left", file=sys.stderr)
         return 130
     except Exception as error:
-        from torchx_apps.cli import errors as failures
-
-        # TorchX reads this file, and prints the error itself.
-        if os.environ.get("TORCHELASTIC_ERROR_FILE"):
-            failures.record_error(error)
-        else:
-            print(failures.describe_error(error), file=sys.stderr)
-        return MISTAKE if _in_a_pipeline() and failures.would_come_again(error) else 1
+        hand_over(describe_error(error))
+        return MISTAKE if _in_a_pipeline() and would_come_again(error) else 1
 
 
 def _in_a_pipeline() -> bool:

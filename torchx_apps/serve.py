@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchx_apps.agent import hand_over, too_many
 from torchx_apps.cli.command_line import FlagParser
+from torchx_apps.cli.process import hand_over, too_many
 from torchx_apps.cli.redis_address import add_password_file, with_password
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ from torchx.schedulers.api import Stream
 from torchx.schedulers.local_scheduler import SignalException
 from torchx.specs import NONE, AppDef, AppDryRunInfo, AppStatus, CfgVal, Role
 
-from torchx_apps.agent import too_many
+from torchx_apps.cli.process import too_many
 from torchx_apps.cli.sigterm import at_hangup_too
 from torchx_apps.launch.checks import WITHOUT_IMAGE, check_app, check_trackers, check_words
 from torchx_apps.launch.commands import missing_package, schedulers

@@ -14,9 +14,9 @@ import sys
 from collections.abc import Sequence
 
 from torchrec_ext.networks.config import Codistillation
-from torchx_apps.agent import exit_code
 from torchx_apps.cli.command_line import build_parser, describe_keys
 from torchx_apps.cli.overrides import apply_overrides
+from torchx_apps.cli.process import exit_code, say_once
 from torchx_apps.networks.config import NetworksConfig
 from torchx_apps.networks.members import MemberJob, RankGroup, differing, members_of, place, setting
 from torchx_apps.recipes.by_name import list_recipes, load_recipe
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _train(argv: Sequence[str] | None) -> int:
     options = _parser().parse_args(argv)
     if options.list_recipes:
-        return _say(list_recipes())
+        return say_once(list_recipes())
     base = apply_overrides(load_recipe(options.recipe), options.set)
     members = members_of(base, options.vary, options.member, own_rows=options.own_rows)
     groups = place(
@@ -46,9 +46,9 @@ def _train(argv: Sequence[str] | None) -> int:
     )
     config = _config(options)
     if options.list:
-        return _say(listing(members, groups))
+        return say_once(listing(members, groups))
     if options.dry_run:
-        return _say(f"{describe_keys(base)}\n\n{listing(members, groups)}")
+        return say_once(f"{describe_keys(base)}\n\n{listing(members, groups)}")
     if options.ranks:
         raise ValueError(f"--ranks {options.ranks}: it is of --list and --dry-run; a job's ranks are given by -j")
     from torchrec_ext.train.guards.finite import RunStoppedError
@@ -108,12 +108,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--list", action="store_true", help="print the members and their ranks, and exit")
     parser.add_argument("--ranks", type=int, default=0, help="of --list and --dry-run: the number of ranks of the job")
     return parser
-
-
-def _say(text: str) -> int:
-    if os.environ.get("RANK", "0") == "0":
-        print(text)
-    return 0
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ from torchx.specs.builders import materialize_appdef
 from torchx.specs.finder import get_components
 
 from torchx_apps import train as app
-from torchx_apps.agent import MISTAKE, MISTAKE_FILE
+from torchx_apps.cli.process import MISTAKE, MISTAKE_FILE
+from torchx_apps.tasks.job import ELASTIC
 from torchx_apps.torchx_run import gather_overrides
-from torchx_apps.train import ELASTIC
 
 pytestmark = pytest.mark.unit
 

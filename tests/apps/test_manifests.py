@@ -20,7 +20,7 @@ from torchrec_ext.components import data, diagnose, pipeline, serve, train
 from torchx.specs import AppDef
 from torchx.specs.finder import get_components
 
-from torchx_apps.agent import MISTAKE
+from torchx_apps.cli.process import MISTAKE
 from torchx_apps.launch.checks import check_app
 
 pytestmark = pytest.mark.unit

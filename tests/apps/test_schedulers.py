@@ -14,7 +14,7 @@ from torchx.specs import AppDef, AppState
 from torchx.specs.builders import materialize_appdef
 
 from tests.contracts import free_ports
-from torchx_apps.agent import MISTAKE, MISTAKE_FILE
+from torchx_apps.cli.process import MISTAKE, MISTAKE_FILE
 from torchx_apps.launch.slurm import SlurmScheduler
 
 

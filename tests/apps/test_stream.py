@@ -500,7 +500,7 @@ def test_a_run_is_not_resumed_or_exported_with_the_ids_of_another_preprocessor(
 
 
 def exported(runtime: Runtime, run: Path, out: Path) -> None:
-    from torchx_apps.export import export_run
+    from torchx_apps.jobs.exporting import export_run
     from torchx_apps.recipes.saved_job import saved_job
 
     leave_group(runtime)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torchx_apps.agent import MISTAKE
+from torchx_apps.cli.process import MISTAKE
 
 pytestmark = [pytest.mark.launch, pytest.mark.slow]
 

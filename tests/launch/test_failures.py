@@ -16,9 +16,11 @@ from torchx.specs import AppState, AppStatus
 
 from tests.launch.jobs import Launched
 from torchx_apps import agent, export, plan, serve
-from torchx_apps.agent import describe_failure, first_failure, hand_over
+from torchx_apps.agent import describe_failure, first_failure
+from torchx_apps.cli import process
 from torchx_apps.cli.errors import describe_error, is_users_mistake
 from torchx_apps.cli.overrides import convert
+from torchx_apps.cli.process import MISTAKE, exit_code, hand_over
 from torchx_apps.cli.rank_errors import RankErrorHandler
 from torchx_apps.torchx_run import last_words
 
@@ -244,7 +246,7 @@ class CheckpointError(ValueError):
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (ValueError("there is no key 'epoch'"), agent.MISTAKE),
+        (ValueError("there is no key 'epoch'"), MISTAKE),
         (FileNotFoundError("items.parquet"), 1),
         (CheckpointError("no space left"), 1),
         (KeyError("tower"), 1),
@@ -257,7 +259,7 @@ def test_only_what_another_attempt_would_meet_too_is_a_mistake(
         raise error
 
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    assert agent.exit_code(app, []) == 1, "without ranks"
+    assert exit_code(app, []) == 1, "without ranks"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
-    monkeypatch.setattr(agent, "die_with_parent", lambda: None)
-    assert agent.exit_code(app, []) == code
+    monkeypatch.setattr(process, "die_with_parent", lambda: None)
+    assert exit_code(app, []) == code

@@ -16,7 +16,7 @@ import pytest
 
 from tests.launch.jobs import gone
 from tests.small_sets import write_ml_100k
-from torchx_apps.agent import MISTAKE, MISTAKE_FILE
+from torchx_apps.cli.process import MISTAKE, MISTAKE_FILE
 from torchx_apps.recipes import RECIPES
 
 pytestmark = [

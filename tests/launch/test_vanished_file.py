@@ -10,7 +10,7 @@ import pytest
 
 from tests.launch.jobs import Job, gone
 from torchrec_ext.data.datasets.labelled import planted_context
-from torchx_apps.agent import MISTAKE
+from torchx_apps.cli.process import MISTAKE
 
 pytestmark = [pytest.mark.launch, pytest.mark.slow]
 FILES = 8

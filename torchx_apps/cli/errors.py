@@ -27,18 +27,18 @@ def record_error(error: BaseException) -> None:
         # Another rank failed first and this one only noticed. torchrun reports the first rank to *exit*, and stops
         # the rest: this pause lets the rank with the cause exit first.
         time.sleep(_PATIENCE_S)
-    _reply(f"{type(error).__name__}: {error}", describe_error(error))
+    write_reply(f"{type(error).__name__}: {error}", describe_error(error))
 
 
 def end_process(message: str) -> None:
     """Ends this rank with ``message``, from any of its threads and whatever the other threads do."""
-    if not _reply(message, message):
+    if not write_reply(message, message):
         print(message, file=sys.stderr, flush=True)
     os._exit(1)
 
 
-def _reply(message: str, details: str) -> bool:
-    """Writes torchrun's error file of a rank; returns False if torchrun named none."""
+def write_reply(message: str, details: str) -> bool:
+    """Writes the error file that torchrun or TorchX reads; returns False if none is named."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return False

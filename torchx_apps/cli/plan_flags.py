@@ -5,15 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
-from typing import TYPE_CHECKING, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.plan.config import Kernel, PlanConfig, Sharding
 from torchrec_ext.distributed.plan.devices import Cluster
 from torchx_apps.cli.overrides import nearest
-
-if TYPE_CHECKING:
-    from torchx_apps.tasks.job import Job
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([kmb]?)x(\d+)(?:x(\d+(?:\.\d+)?))?", re.IGNORECASE)
 _UNITS = {"": 1, "k": 1_000, "m": 1_000_000, "b": 1_000_000_000}
@@ -28,25 +25,23 @@ class TableSize(NamedTuple):
     ids: float
 
 
-def check_flags(options: argparse.Namespace, job: Job | None) -> None:
+def check_flags(options: argparse.Namespace, plan: PlanConfig | None) -> None:
     """Refuses flags unfit for a plan.
 
     Args:
         options: flags of rec.plan.
-        job: recipe of the tables, or None where ``--tables`` lists them.
+        plan: the plan of the tables' recipe, or None if ``--tables`` lists them.
 
     Raises:
         ValueError: a flag is wrong, or the recipe places its towers.
     """
     cluster_of(options)
-    if job is None:
+    if plan is None:
         parse_tables(options.tables)
         batch_size_of(options.batch_size or 1024)
-    elif job.plan.towers not in ("data_parallel", "auto"):
-        raise ValueError(
-            f"plan.towers={job.plan.towers}: plans for other devices have towers on every rank; leave it out"
-        )
-    with_flags(PlanConfig() if job is None else job.plan, options)
+    elif plan.towers not in ("data_parallel", "auto"):
+        raise ValueError(f"plan.towers={plan.towers}: plans for other devices have towers on every rank; leave it out")
+    with_flags(plan or PlanConfig(), options)
     if options.optimizer:
         OptimizerConfig(tables=options.optimizer)
 

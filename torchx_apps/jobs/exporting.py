@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import torch
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
 
+from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.explain import size_text
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.retrieval.bundle.manifest import BundleError, Manifest
 from torchrec_ext.retrieval.exporting.export import export
 from torchrec_ext.schema import BatchSchema
-from torchx_apps.jobs.report import StageProgress, program
-from torchx_apps.tasks.job import Export, Task
+from torchrec_ext.train.checkpoint.folder import CheckpointRanks
+from torchrec_ext.train.checkpoint.load import load_checkpoint
+from torchrec_ext.train.checkpoint.state import model_state
+from torchx_apps.jobs.placing import merge_lookups
+from torchx_apps.jobs.report import StageProgress, program, read_warning
+from torchx_apps.jobs.resuming import check_ids_stay, checkpoint_to_export
+from torchx_apps.jobs.tracking import tracked
+from torchx_apps.tasks.job import Export, Job, Task, schema_of
 from torchx_apps.tasks.labelled import LabelledTask
 from torchx_apps.tasks.streamed import StreamedTask
 
@@ -156,3 +166,56 @@ def describe_bundle(manifest: Manifest, out: Path) -> str:
     if users:
         lines.append(f"then open http://127.0.0.1:8000/#user={quote(str(first_user(out)))}")
     return "\n".join(lines)
+
+
+def export_run(
+    job: Job,
+    run: Path,
+    out: Path,
+    checkpoint: str | None = None,
+    *,
+    onnx_skip: Sequence[str] | None = None,
+    **settings: Any,
+) -> bool:
+    """Loads a run's model on this job's ranks and writes its bundle; every rank calls it.
+
+    Args:
+        job: the run's job.
+        run: the run's folder.
+        out: the bundle's folder.
+        checkpoint: name of the checkpoint, see :func:`torchx_apps.jobs.resuming.checkpoint_to_export`.
+        onnx_skip: towers that need no ONNX file, where all others must be able to become one; None if no ONNX files
+            are wanted.
+        settings: further arguments of :func:`torchrec_ext.retrieval.exporting.export.export`.
+
+    Returns:
+        Whether this is the first rank.
+    """
+    from torchx_apps.jobs.training import load_task, quieten_libraries
+
+    quieten_libraries()
+    with Runtime.start(job.device, threads=job.threads) as runtime:
+        together = CheckpointRanks(runtime)
+        stop = job.train.early_stop
+        location = job.checkpoint.folder or str(run)
+        restores = bool(stop.metric and stop.restore)
+        path, which = checkpoint_to_export(location, checkpoint, together, restores=restores)
+        task = load_task(dataclasses.replace(job, fallback=None), runtime)
+        check_ids_stay(path, task, together, run=run)
+        torch.manual_seed(job.train.seed)
+        model = job.build(job.model, task.data)
+        if onnx_skip is not None:
+            check_exportable_to_onnx(model, onnx_skip)
+        merge_lookups(job, model, runtime.world_size)
+        schema = schema_of(job, task, model)
+        sharded, optimizer = hybrid_parallel(model, runtime, optimizer=job.optimizer)
+        saved, _ = load_checkpoint(path, model_state(sharded, optimizer), together)
+        details = {"recipe": job.name, "run": str(run), "checkpoint": path, "steps": saved["step"], **read_warning(run)}
+        tracked_settings = {**details, "out": str(out), **settings}
+        with tracked(out, tracked_settings, folder="bundle") if runtime.is_main else nullcontext({}) as figures:
+            manifest = export_task(sharded, task, schema, runtime, out, details=details, **settings)
+            figures["bundle"] = bundle_figures(manifest)
+        if runtime.is_main:
+            print(f"checkpoint: {which}, after {saved['step']:,} steps ({path})")
+            print(describe_bundle(manifest, out), flush=True)
+        return runtime.is_main

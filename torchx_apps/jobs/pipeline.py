@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torchx_apps import export, train
 from torchx_apps.cli.command_line import describe_keys, setting_keys
+from torchx_apps.cli.export_flags import add_bundle_flags, build_export_parser, check_export
 from torchx_apps.cli.overrides import apply_overrides
 from torchx_apps.jobs.tracking import JOB
 from torchx_apps.recipes.by_name import load_job, load_recipe
+from torchx_apps.tasks.job import check_elastic
 
 _OWN_KEYS = {"data.name": "it is the folder data of --out", "export": "the last stage exports"}
 # Settings that change how fast a stage is, or what it prints, and not what it makes.
@@ -112,7 +113,7 @@ def stages_of(options: argparse.Namespace) -> dict[str, Stage]:
         source=run.folder / run.mark,
     )
     if not bundle.whole:
-        export.check_export(export.build_export_parser().parse_args(bundle.flags), bundle.folder)
+        check_export(build_export_parser().parse_args(bundle.flags), bundle.folder)
     return {stage.app: stage for stage in (data, run, bundle)}
 
 
@@ -216,7 +217,7 @@ def _check_training(job: Any, recipe: str) -> None:
         raise ValueError(
             f"--recipe {recipe}: it reads the log itself, and no preprocessed rows; take bst, or rec.train.hybrid"
         )
-    train.check_elastic(job)
+    check_elastic(job)
     if not job.checkpoint.saves:
         raise ValueError(
             "checkpoint.epochs=0 with checkpoint.steps=0: the bundle is made of a checkpoint; leave one of them"
@@ -236,7 +237,7 @@ def _check_training(job: Any, recipe: str) -> None:
 def _bundle_flags(options: argparse.Namespace) -> list[str]:
     """Returns the export flags with values other than their defaults, as one argument each."""
     parser = argparse.ArgumentParser(add_help=False)
-    export.add_bundle_flags(parser)
+    add_bundle_flags(parser)
     flags = []
     for name, default in vars(parser.parse_args([])).items():
         value = getattr(options, name)

@@ -19,7 +19,7 @@ from torchx.schedulers.api import AppDryRunInfo, DescribeAppResponse, ListAppRes
 from torchx.specs import AppDef, Role, VolumeMount, runopts
 from torchx.util.strings import normalize_str
 
-from torchx_apps.agent import MISTAKE
+from torchx_apps.cli.process import MISTAKE
 from torchx_apps.launch.checks import role_flags
 
 if TYPE_CHECKING:

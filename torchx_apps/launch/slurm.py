@@ -37,7 +37,7 @@ from torchx.schedulers.api import (
 from torchx.schedulers.local_scheduler import LogIterator
 from torchx.specs import NONE, AppDef, AppState, ReplicaStatus, Role, RoleStatus
 
-from torchx_apps.agent import MISTAKE, MISTAKE_FILE
+from torchx_apps.cli.process import MISTAKE, MISTAKE_FILE
 
 _STATES: Mapping[str, AppState] = {
     **upstream.SLURM_STATES,

@@ -5,6 +5,7 @@ This module imports no torch, so that a command line is checked at once; what a 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from torchrec_ext.schema import BatchSchema
     from torchrec_ext.train.loop import Loader
     from torchx_apps.tasks.export_data import ExportData
+
+# Variable with the topology of a job that goes on with the nodes that are up, as the component was given it.
+ELASTIC = "TORCHREC_EXT_ELASTIC"
 
 Lookups = Literal["auto", "merged", "apart"]
 Export = Literal["never", "auto", "require"]
@@ -215,3 +219,41 @@ def schema_of(job: Job, task: Task, model: Any) -> BatchSchema:
     return model.schema(  # type: ignore[no-any-return]
         out_of_range=job.model.out_of_range, oov_ids={name: row for name, row in rows.items() if name in schema.keys}
     )
+
+
+def check_elastic(job: Job, topology: str | None = None) -> None:
+    """Refuses settings for a fixed number of ranks, if the job trains on however many nodes are up.
+
+    Args:
+        job: the job.
+        topology: MIN:MAXxPROCS of the launch; that of this process's environment where not given, empty for none.
+
+    Raises:
+        ValueError: naming the setting.
+
+    Example:
+        >>> job = Job(name="mine", build=print, model=None, sync=SyncConfig(table_copies=2))
+        >>> check_elastic(job, "2:4x1")
+        Traceback (most recent call last):
+        ...
+        ValueError: sync.table_copies=2 with -j 2:4x1: it must divide the number of ranks, which may be 3; write -j 4x1
+    """
+    topology = os.environ.get(ELASTIC, "") if topology is None else topology
+    if not topology:
+        return
+    least, _, rest = topology.partition(":")
+    most, _, procs = rest.partition("x")
+    ranks = [nodes * int(procs) for nodes in range(int(least), int(most) + 1)]
+    towers = job.plan.towers
+    copies = job.sync.table_copies
+    if ":" in towers or (towers == "tower_parallel" and ranks[0] < 2):
+        raise ValueError(
+            f"plan.towers={towers} with -j {topology}: it gives towers ranks of their own, whose number changes with "
+            f"the nodes that are up; set plan.towers=auto, or write -j {rest}"
+        )
+    odd = next((count for count in ranks if count % copies), None)
+    if odd:
+        raise ValueError(
+            f"sync.table_copies={copies} with -j {topology}: it must divide the number of ranks, which may be {odd}; "
+            f"write -j {rest}"
+        )
