@@ -49,6 +49,10 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "components": set(),
 }
 
+# The rooms of torchx_apps from the ground up: each may import itself and those before it. The mains, which are the
+# modules beside them, may import every room.
+APP_ROOMS = ("cli", "tasks", "recipes", "launch", "jobs", "networks")
+
 
 def sources() -> dict[str, str]:
     """Every module of ours by its name; a package goes by the name of its folder."""
@@ -82,6 +86,12 @@ def unit_of(module: str) -> str | None:
     return top if top in OURS else None
 
 
+def app_floor(module: str) -> int:
+    """The place of a module of torchx_apps in APP_ROOMS; the mains stand above all rooms."""
+    room = module.split(".")[1] if "." in module else ""
+    return APP_ROOMS.index(room) if room in APP_ROOMS else len(APP_ROOMS)
+
+
 def complaint(module: str, name: str) -> str | None:
     """Why a module may not import a name, or None when it may."""
     unit = unit_of(module)
@@ -97,6 +107,10 @@ def complaint(module: str, name: str) -> str | None:
     if top not in OURS:
         return None
     target = unit_of(name)
+    if target == unit == "torchx_apps":
+        own_floor = app_floor(module)
+        below = APP_ROOMS[: own_floor + 1]
+        return None if app_floor(name) <= own_floor else f"this room of torchx_apps may import {', '.join(below)}"
     allowed = MAY_IMPORT.get(unit)
     if allowed is None:
         return f"{unit} stands in no layer: add it to MAY_IMPORT and to the table in CONTRIBUTING.md"
@@ -153,6 +167,12 @@ def test_every_import_follows_the_table() -> None:
 
 
 @pytest.mark.unit
+def test_every_folder_of_torchx_apps_is_a_room() -> None:
+    folders = {path.parent.name for path in (ROOT / "torchx_apps").glob("*/__init__.py")}
+    assert folders == set(APP_ROOMS)
+
+
+@pytest.mark.unit
 def test_whatever_imports_torch_checks_the_stack_first() -> None:
     """Add `import torchrec_ext.needs_torch` as the first import of the module or of its package's __init__."""
     assert unguarded(sources()) == []
@@ -189,6 +209,8 @@ def test_whatever_imports_torch_checks_the_stack_first() -> None:
         ("components.train", "from torchrec_ext import stack", "torchx and typing only"),
         ("torchx_apps.train", "from components.train import hybrid", "torchx_apps may import"),
         ("torchx_apps.train", "import torchrec_ext.components.train", "torchx_apps may import"),
+        ("torchx_apps.cli.overrides", "from torchx_apps.tasks.job import Job", "may import cli"),
+        ("torchx_apps.jobs.training", "from torchx_apps import train", "may import cli, tasks, recipes, launch, jobs"),
     ],
 )
 def test_the_checker_finds_a_made_up_violation(module: str, statement: str, why: str) -> None:
@@ -208,6 +230,8 @@ def test_the_checker_finds_a_made_up_violation(module: str, statement: str, why:
         ("torchrec_ext.retrieval.bundle.bundle", "from torchrec_ext.data.preprocess.fitted import FittedPreprocessor"),
         ("torchrec_ext", "from torchrec_ext.models.tower_model import TowerModel"),
         ("components.train", "from torchx.components import dist"),
+        ("torchx_apps.jobs.training", "from torchx_apps.tasks.job import Job"),
+        ("torchx_apps.pipeline", "from torchx_apps import train"),
     ],
 )
 def test_the_checker_lets_the_rest_pass(module: str, statement: str) -> None:
@@ -233,14 +257,10 @@ WITHOUT_TORCH = (
     *("torchrec_ext.distributed.plan.config", "torchrec_ext.distributed.plan.devices"),
     *("torchrec_ext.distributed.sync_config", "torchrec_ext.retrieval.server.settings"),
     *("torchrec_ext.train.config", "torchrec_ext.train.checkpoint.config"),
-    *("torchx_apps.agent", "torchx_apps.cli.command_line", "torchx_apps.cli.export_flags", "torchx_apps.cli.plan_flags"),
-    *(
-        "torchx_apps.recipes.by_name",
-        "torchx_apps.recipes.saved_job",
-        "torchx_apps.networks.config",
-        "torchx_apps.networks.members",
-    ),
-    *("torchx_apps.recipes", "torchx_apps.recipes.preprocess", "torchx_apps.tasks.job", "torchx_apps.tasks.loading"),
+    *("torchx_apps.agent", "torchx_apps.cli.command_line", "torchx_apps.cli.export_flags"),
+    *("torchx_apps.cli.plan_flags", "torchx_apps.networks.config", "torchx_apps.networks.members"),
+    *("torchx_apps.recipes", "torchx_apps.recipes.by_name", "torchx_apps.recipes.preprocess"),
+    *("torchx_apps.recipes.saved_job", "torchx_apps.tasks.job", "torchx_apps.tasks.loading"),
 )
 HEAVY = ("torch", "torchrec", "fbgemm_gpu", "tensordict", "numpy", "pyarrow", "pandas", "duckdb", "ibis")
 # Runs the app of argv, or imports the modules of argv where the first word is "import", and prints what was imported.

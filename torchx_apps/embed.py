@@ -33,6 +33,7 @@ from torchx_apps.cli.redis_address import add_password_file, with_password
 
 if TYPE_CHECKING:
     from torchrec_ext.retrieval.bundle.bundle import Bundle
+    from torchrec_ext.retrieval.store.ids import Ids
     from torchrec_ext.retrieval.store.store import EmbeddingStore
     from torchx_apps.jobs.embedding import TowerGroup
 
@@ -58,8 +59,8 @@ def _embed(argv: Sequence[str] | None) -> int:
     options.redis = with_password(options.redis, options.redis_password_file)
     from torchrec_ext.distributed.runtime import Runtime
     from torchx_apps.jobs.embedding import TowerGroup
-    from torchx_apps.jobs.tracking import tracked
     from torchx_apps.jobs.training import quieten_libraries
+    from torchx_apps.launch.trackers import tracked
 
     quieten_libraries()
     with Runtime.start("cpu") as runtime:
@@ -83,10 +84,13 @@ def _embed(argv: Sequence[str] | None) -> int:
 
 def _write(rows: TowerGroup, options: argparse.Namespace) -> str:
     """Writes to the flags' store or Redis, and describes the result."""
-    from torchx_apps.cli.embedding_ids import deleted_ids
-    from torchx_apps.jobs.embedding import embed_files, refresh_files
+    from torchx_apps.jobs.embedding import embed_files, ids_in, refresh_files
 
-    deleted = deleted_ids(options.delete, options.id)
+    deleted: Ids = []
+    if _is_path(options.delete or ""):
+        deleted = ids_in([options.delete], options.id)
+    elif options.delete is not None:
+        deleted = [item.strip() for item in options.delete.split(",")]
     if options.redis is not None:
         from torchx_apps.jobs.embedding import fill_redis
 
@@ -110,8 +114,6 @@ def _prune(rows: TowerGroup, folder: Path, keep: int | None) -> str:
 
 def _check(options: argparse.Namespace) -> None:
     """Refuses incompatible flags, before torch is imported."""
-    from torchx_apps.cli.embedding_ids import is_path
-
     expire = options.expire
     delete = options.delete
     targets = [flag for flag in ("out", "refresh", "redis") if getattr(options, flag) is not None]
@@ -128,11 +130,21 @@ def _check(options: argparse.Namespace) -> None:
         and options.keep < 1,
         f"--keep {options.keep}: is for a store; a Redis has one version": options.keep is not None
         and targets == ["redis"],
-        "--id: name the column with the ids": not options.id and bool(options.catalogue or is_path(delete or "")),
+        "--id: name the column with the ids": not options.id and bool(options.catalogue or _is_path(delete or "")),
     }
     for message, applies in wrong.items():
         if applies:
             raise ValueError(message)
+
+
+def _is_path(deleted: str) -> bool:
+    """Whether the text of ``--delete`` has the form of parquet paths rather than ids; no file need exist.
+
+    Example:
+        >>> _is_path("gone.parquet"), _is_path("gone/"), _is_path("17,18")
+        (True, True, False)
+    """
+    return deleted.endswith(".parquet") or "/" in deleted
 
 
 def _counts_text(unknown: Counter[str]) -> str:

@@ -26,9 +26,8 @@ from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchrec_ext.retrieval.store.store import EmbeddingStore
 from torchrec_ext.schema import DataError
 from torchx_apps import embed, recipes
-from torchx_apps.jobs import embedding_rows
-from torchx_apps.jobs.embedding import TowerGroup, embed_files
-from torchx_apps.jobs.embedding_rows import CatalogueFiles
+from torchx_apps.jobs import embedding
+from torchx_apps.jobs.embedding import CatalogueFiles, TowerGroup, embed_files
 from torchx_apps.tasks.export_data import of_interactions
 
 
@@ -47,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def on_ranks(runtime: Runtime, root: Path) -> str:
-    embedding_rows.BLOCK_ROWS = 4  # several blocks of a row group
+    embedding.BLOCK_ROWS = 4  # several blocks of a row group
     bundle = Bundle.load(root / "bundle")
     out = root / f"ranks-{runtime.world_size}"
     rows = TowerGroup(bundle, [bundle.candidate], runtime, [str(root / "items")], "item_id")
@@ -67,7 +66,7 @@ def test_the_store_is_that_of_the_bundle_from_any_number_of_ranks(folder: Path) 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 50])
 def test_every_row_is_read_once(ranks: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedding_rows, "BLOCK_ROWS", 4)
+    monkeypatch.setattr(embedding, "BLOCK_ROWS", 4)
     shares = [
         CatalogueFiles(folder / "items", ["price"], "item_id", rank=rank, world_size=ranks) for rank in range(ranks)
     ]
@@ -84,7 +83,7 @@ def test_the_demos_own_items_file_gives_what_training_read(tmp_path: Path) -> No
     names = [name for name in trained.column_names if name != "genres"]  # so does a tower that reads one of both alone
     for columns in (trained.column_names, names):
         files = CatalogueFiles(
-            root / "ml-100k" / "items.parquet", columns, "item_id", derived=embedding_rows.PUBLISHED["ml-100k"]
+            root / "ml-100k" / "items.parquet", columns, "item_id", derived=embedding.PUBLISHED["ml-100k"]
         )
         rows = pa.Table.from_batches([pa.RecordBatch.from_pydict(dict(block.columns)) for block in files])
         assert rows.sort_by("item_id").cast(trained.select(columns).schema).equals(trained.select(columns))
@@ -100,7 +99,7 @@ def run(*flags: object) -> tuple[int, str, str]:
 
 
 def values_never_seen(runtime: Runtime, root: Path) -> tuple[dict[str, int], int]:
-    embedding_rows.BLOCK_ROWS = 4
+    embedding.BLOCK_ROWS = 4
     bundle = Bundle.load(root / "bundle")
     items = pa.table({"item_id": np.arange(1, 60), "price": np.zeros(59, np.float32)})
     if runtime.is_main:

@@ -17,8 +17,8 @@ import pytest
 import torchrec_ext.components as components  # type: ignore[import-not-found]
 
 from tests.small_sets import write_ml_100k
-from torchx_apps.jobs.tracking import Tracking, tracked
 from torchx_apps.launch.commands import TrackerCommand, schedulers
+from torchx_apps.launch.trackers import FigureTracker, Tracking, tracked
 from torchx_apps.torchx_run import JobRunner
 
 RUN = "local_cwd://torchx/train-1"
@@ -48,6 +48,25 @@ class Failing:
 
     def add_artifact(self, run_id: str, name: str, path: str) -> None:
         pass
+
+
+class Recording(FigureTracker):
+    """A tracker with curves: it keeps the settings and figures that it gets."""
+
+    def __init__(self, config: str) -> None:
+        self.settings: dict[str, object] = {}
+        self.figures: list[tuple[str, float, int | None]] = []
+
+    def add_metadata(self, run_id: str, **values: object) -> None:
+        self.settings |= values
+
+    def add_figures(self, run_id: str, figures: Mapping[str, float], step: int | None) -> None:
+        self.figures += [(name, value, step) for name, value in figures.items()]
+
+    def add_artifact(self, *_: object) -> Any:
+        """Nothing else is asked of it."""
+
+    add_source = artifacts = lineage = metadata = run_ids = sources = add_artifact
 
 
 @pytest.fixture
@@ -131,6 +150,17 @@ def test_torchx_tracker_lists_runs_settings_figures_and_artifacts(
     assert lines == {f"{key} {value}" for key, value in {**SETTINGS, **figures, "data": "planted"}.items()}
     paths = {name: str(folder / name) for name in ("checkpoints", "summary.json", "plan.txt")}
     assert shown("artifacts", RUN) == {"run_folder": str(folder), **paths}
+
+
+def test_a_tracker_with_curves_gets_figures_as_numbers_with_their_step(folder: Path) -> None:
+    tracker = Recording("")
+    tracking = Tracking(RUN, folder, {"recording": tracker})
+    for record in EVAL:
+        tracking.log(record)
+    tracking.end({"test": {"hr@10": 0.625}, "popularity": {"hr@10": 0.5}, "seconds": 1.5})
+    steps = [("eval.hr@10", 0.25, 4), ("eval.hr@10", 0.5, 8)]
+    assert tracker.figures == [*steps, ("test.hr@10", 0.625, None), ("seconds", 1.5, None)]
+    assert tracker.settings == {"popularity.hr@10": 0.5}
 
 
 def test_mlflow_has_parameters_curves_and_artifacts(

@@ -25,7 +25,7 @@ from torchrec_ext.train.checkpoint.state import model_state
 from torchx_apps.jobs.placing import merge_lookups
 from torchx_apps.jobs.report import StageProgress, program, read_warning
 from torchx_apps.jobs.resuming import check_ids_stay, checkpoint_to_export
-from torchx_apps.jobs.tracking import tracked
+from torchx_apps.launch.trackers import tracked
 from torchx_apps.tasks.job import Export, Job, Task, schema_of
 from torchx_apps.tasks.labelled import LabelledTask
 from torchx_apps.tasks.streamed import StreamedTask

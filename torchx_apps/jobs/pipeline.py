@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from torchx_apps.cli.command_line import describe_keys, setting_keys
 from torchx_apps.cli.export_flags import add_bundle_flags, build_export_parser, check_export
 from torchx_apps.cli.overrides import apply_overrides
-from torchx_apps.jobs.tracking import JOB
+from torchx_apps.launch.trackers import JOB
 from torchx_apps.recipes.by_name import load_job, load_recipe
 from torchx_apps.tasks.job import check_elastic
 

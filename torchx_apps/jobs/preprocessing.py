@@ -29,7 +29,7 @@ from torchrec_ext.data.preprocess.times import second_of
 from torchrec_ext.drawing.figures import BLUE, figure_with_panels, require_matplotlib, save_figure
 from torchrec_ext.retrieval.bundle.request_columns import steps_for_columns
 from torchrec_ext.schema import DataError
-from torchx_apps.jobs.tracking import tracked
+from torchx_apps.launch.trackers import tracked
 from torchx_apps.recipes.preprocess import Prepared, PreprocessJob
 from torchx_apps.tasks.export_data import AUDITED
 

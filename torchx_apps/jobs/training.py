@@ -67,7 +67,7 @@ from torchx_apps.jobs.resuming import (
     resume_from,
     where_to_begin,
 )
-from torchx_apps.jobs.tracking import Tracking
+from torchx_apps.launch.trackers import Tracking
 from torchx_apps.tasks.baselines import FORMS, Beside, ClosedForms
 from torchx_apps.tasks.job import Evaluator, Job, Task, schema_of
 from torchx_apps.tasks.labelled import LabelledTask

@@ -1,48 +1,229 @@
-"""MLflow and Weights & Biases behind TorchX's tracker interface; TorchX's own tracker `fsspec` writes files.
+"""A run in trackers: what a job writes there, and MLflow and Weights & Biases behind TorchX's tracker interface.
 
-Both keep settings as settings, a figure `NAME at step N` as a point of a curve, and of an artifact its path: nothing is
-copied to a server. `[torchx:tracker]` of .torchxconfig names trackers, and `config` of `[tracker:NAME]` says where.
+MLflow and Weights & Biases keep settings as settings, the figures of evaluations as curves, and of an artifact its
+path: nothing is copied to a server. TorchX's own tracker `fsspec` writes files. `[torchx:tracker]` of .torchxconfig
+names trackers, and `config` of `[tracker:NAME]` says where.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from torchx.tracker.api import Lineage, TrackerArtifact, TrackerBase, TrackerSource
+from torchx.tracker.api import Lineage, TrackerArtifact, TrackerBase, TrackerSource, tracker_config_env_var_name
+
+from torchrec_ext.train.config import Record
 
 PROJECT = "torchrec_ext"
 # Figures of a whole run, next to those of the test.
 _LAST = ("seconds", "samples_per_s", "data_wait", "peak_memory_mib")
 # Prefixes of the figures of a training, a preprocessing and an export.
 _FIGURES = ("test.", "missing.", "unknown.", "bundle.")
-_AT_STEP = re.compile(r"(.+) at step (\d+)")
+# Of a folder, where it has them.
+_ARTIFACTS = (
+    "checkpoints", "bundle", "plan.txt", "summary.json", "training.png", "preprocessor", "preprocess.png",
+    "manifest.json", "evaluation.json", "evaluation.png",
+)  # fmt: skip
+# Package extras by tracker.
+_KNOWN = {"mlflow": "mlflow", "wandb": "wandb"}
+# Variable with the handle of the TorchX job.
+JOB = "TORCHX_JOB_ID"
+_TRACKERS = "TORCHX_TRACKERS"
+_PARENT = "TORCHX_PARENT_RUN_ID"
 
 
-def split_figures(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, float, int | None]]]:
-    """Splits metadata into settings and figures, each of these with its name, value and step, None for a last one.
+class Tracking:
+    """Writes a run's configuration, figures and paths to trackers; see :meth:`start`.
+
+    A tracker that fails later is left out for the rest of the run, with one warning.
+
+    Args:
+        run: name of the run: the handle of its TorchX job, and the member's name where the job trains several.
+        path: the run folder.
+        trackers: objects of :class:`torchx.tracker.api.TrackerBase` by name; none for a run that nobody tracks.
+    """
+
+    def __init__(self, run: str, path: Path, trackers: Mapping[str, Any]) -> None:
+        self.run = run
+        self._path = path
+        self._trackers = dict(trackers)
+
+    @classmethod
+    def start(cls, path: Path, config: Mapping[str, Any], *, member: str = "", folder: str = "run_folder") -> Tracking:
+        """Begins a run in every tracker of the variable TORCHX_TRACKERS; no other process may do so too.
+
+        Args:
+            path: the run folder.
+            config: settings, nested.
+            member: name of this network, where a job trains several.
+            folder: name of the folder among the artifacts.
+
+        Raises:
+            ValueError: there is no such tracker, or it cannot be reached.
+        """
+        names = list(filter(None, os.environ.get(_TRACKERS, "").split(",")))
+        run = os.environ.get(JOB) or str(path.absolute())
+        tracking = cls(f"{run}/{member}" if member else run, path, {name: _tracker(name) for name in names})
+        settings = {key: _plain(value) for key, value in _flat(config)}
+        for name, tracker in tracking._trackers.items():
+            try:
+                tracker.add_metadata(tracking.run, **settings)
+                tracker.add_artifact(tracking.run, folder, str(path.absolute()))
+                if os.environ.get(_PARENT):
+                    tracker.add_source(tracking.run, os.environ[_PARENT])
+            except Exception as error:
+                raise ValueError(_unreachable(name, error)) from None
+        return tracking
+
+    def log(self, record: Record) -> None:
+        """Writes the figures of an evaluation, or the message of a run ended by an error."""
+        if record["kind"] == "eval":
+            figures = {f"eval.{name}": value for name, value in record.items() if isinstance(value, float)}
+            self._figures(figures, record["step"])
+        elif record["kind"] == "error":
+            self._metadata({"error": str(record.get("message", "the loss is not finite"))})
+
+    def end(self, figures: Mapping[str, Any] | None = None) -> None:
+        """Writes figures (by default those of ``summary.json``) and the paths of the run's files."""
+        if not self._trackers:
+            return
+        if figures is None:
+            figures = json.loads((self._path / "summary.json").read_text())
+        values = dict(_flat(figures))
+        numbers = {}
+        for name, value in values.items():
+            if isinstance(value, float) and (name.startswith(_FIGURES) or name in _LAST):
+                numbers[name] = value
+        self._metadata({name: _plain(value) for name, value in values.items() if name not in numbers})
+        if numbers:
+            self._figures(numbers)
+        for name in _ARTIFACTS:
+            if (self._path / name).exists():
+                self._each(
+                    lambda tracker, name=name: tracker.add_artifact(self.run, name, str(self._path.absolute() / name))
+                )
+        self._each(lambda tracker: getattr(tracker, "close", lambda: None)())
+
+    def _metadata(self, values: Mapping[str, Any]) -> None:
+        self._each(lambda tracker: tracker.add_metadata(self.run, **values))
+
+    def _figures(self, figures: Mapping[str, float], step: int | None = None) -> None:
+        # Any other tracker has names with values. Each step gets a name of its own there, since TorchX's tracker shows
+        # any one of several values of a name.
+        suffix = "" if step is None else f" at step {step}"
+        named = {f"{name}{suffix}": value for name, value in figures.items()}
+
+        def add(tracker: Any) -> None:
+            if isinstance(tracker, FigureTracker):
+                tracker.add_figures(self.run, figures, step)
+            else:
+                tracker.add_metadata(self.run, **named)
+
+        self._each(add)
+
+    def _each(self, call: Callable[[Any], None]) -> None:
+        for name, tracker in list(self._trackers.items()):
+            try:
+                call(tracker)
+            except Exception as error:
+                del self._trackers[name]
+                warnings.warn(
+                    f"tracker {name}: {_reason(error)}; the run goes on, and this tracker hears no more of it",
+                    stacklevel=3,
+                )
+
+
+@contextmanager
+def tracked(path: Path, config: Mapping[str, Any], *, folder: str) -> Iterator[dict[str, Any]]:
+    """Tracks a job without training.
+
+    Args:
+        path: the folder that the job makes.
+        config: settings, nested.
+        folder: name of the folder among the artifacts.
+
+    Yields:
+        A dictionary for the job's figures, which are written at its end; where it fails the error is, in one line.
+
+    Raises:
+        ValueError: there is no such tracker, or it cannot be reached.
+    """
+    tracking = Tracking.start(path, config, folder=folder)
+    figures: dict[str, Any] = {}
+    try:
+        yield figures
+    except Exception as error:
+        tracking.log({"kind": "error", "message": _reason(error)})
+        raise
+    tracking.end(figures)
+
+
+def _tracker(name: str) -> Any:
+    from torchx.util.entrypoints import load_group
+    from torchx.util.modules import load_module
+
+    by_name = load_group("torchx.tracker") or {}
+    factory = by_name.get(name) or load_module(name)
+    if factory is None:
+        raise ValueError(
+            f"tracker {name}: there is none of this name; [torchx:tracker] of .torchxconfig may name "
+            f"{', '.join(sorted(by_name))}, or module:function"
+        )
+    try:
+        return factory(os.environ.get(tracker_config_env_var_name(name)))
+    except ModuleNotFoundError as error:
+        extra = f"torchrec-ext[{_KNOWN[name]}]" if name in _KNOWN else error.name
+        raise ValueError(f"tracker {name}: needs the package {error.name}: pip install '{extra}'") from None
+    except Exception as error:
+        raise ValueError(_unreachable(name, error)) from None
+
+
+def _unreachable(name: str, error: Exception) -> str:
+    return (
+        f"tracker {name}: cannot be reached: {_reason(error)}; correct `config` under [tracker:{name}] in "
+        f".torchxconfig, or take {name} out of [torchx:tracker]"
+    )
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields nested values by their dotted names.
 
     Example:
-        >>> split_figures({"train.epochs": 2, "eval.auc at step 7": 0.5, "test.auc": 0.6})
-        ({'train.epochs': 2}, [('eval.auc', 0.5, 7), ('test.auc', 0.6, None)])
+        >>> list(_flat({"train": {"epochs": 2}, "test": {"hr@10": 0.5}}))
+        [('train.epochs', 2), ('test.hr@10', 0.5)]
     """
-    settings: dict[str, Any] = {}
-    figures: list[tuple[str, float, int | None]] = []
     for key, value in values.items():
-        match = _AT_STEP.fullmatch(key)
-        if match:
-            figures.append((match[1], float(value), int(match[2])))
-        elif isinstance(value, float) and (key.startswith(_FIGURES) or key in _LAST):
-            figures.append((key, value, None))
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
         else:
-            settings[key] = value
-    return settings, figures
+            yield f"{prefix}{key}", value
 
 
-class MLflowTracker(TrackerBase):  # type: ignore[misc]
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, bool | int | float | str) else str(value)
+
+
+class FigureTracker(TrackerBase):  # type: ignore[misc]
+    """A tracker with curves: it takes figures as numbers with their step."""
+
+    def add_figures(self, run_id: str, figures: Mapping[str, float], step: int | None) -> None:
+        """Writes figures by name, those of an evaluation with their step; None for those of the whole run."""
+        raise NotImplementedError
+
+
+class MLflowTracker(FigureTracker):
     """MLflow: a run for each TorchX run, in the experiment MLFLOW_EXPERIMENT_NAME, by default ``torchrec_ext``.
 
     Args:
@@ -62,22 +243,26 @@ class MLflowTracker(TrackerBase):  # type: ignore[misc]
         self._ids: dict[str, str] = {}
 
     def add_metadata(self, run_id: str, **kwargs: object) -> None:
-        """Writes settings as parameters and figures as metrics; a changed parameter becomes a tag too."""
-        from mlflow.entities import Metric, Param, RunTag
+        """Writes settings as parameters; one that changed becomes a tag too."""
+        from mlflow.entities import Param, RunTag
 
-        settings, figures = split_figures({_mlflow_name(key): value for key, value in kwargs.items()})
+        settings = {_mlflow_name(key): str(value) for key, value in kwargs.items()}
         inside = self._inside(run_id, create=True)
-        now = int(time.time() * 1e3)
         recorded = self._client.get_run(inside).data.params
-        params = [Param(key, str(value)) for key, value in settings.items() if key not in recorded]
-        tags = [
-            RunTag(key, str(value)) for key, value in settings.items() if recorded.get(key, str(value)) != str(value)
-        ]
-        metrics = [Metric(name, value, now, step or 0) for name, value, step in figures]
-        self._client.log_batch(inside, metrics, [], tags)
+        params = [Param(key, value) for key, value in settings.items() if key not in recorded]
+        tags = [RunTag(key, value) for key, value in settings.items() if recorded.get(key, value) != value]
+        self._client.log_batch(inside, tags=tags)
         # MLflow takes at most 100 parameters at once.
         for first in range(0, len(params), 100):
             self._client.log_batch(inside, params=params[first : first + 100])
+
+    def add_figures(self, run_id: str, figures: Mapping[str, float], step: int | None) -> None:
+        """Writes figures as metrics."""
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1e3)
+        metrics = [Metric(_mlflow_name(name), value, now, step or 0) for name, value in figures.items()]
+        self._client.log_batch(self._inside(run_id, create=True), metrics)
 
     def metadata(self, run_id: str) -> Mapping[str, object]:
         """Returns parameters, the last value of each metric, and tags."""
@@ -152,7 +337,7 @@ def _mlflow_name(key: str) -> str:
     return re.sub(r"[^\w\-. /]", "_", key)
 
 
-class WandbTracker(TrackerBase):  # type: ignore[misc]
+class WandbTracker(FigureTracker):
     """Weights & Biases: a run for each TorchX run, in a project; its own pages list runs, figures and artifacts.
 
     Args:
@@ -167,14 +352,15 @@ class WandbTracker(TrackerBase):  # type: ignore[misc]
         self._runs: dict[str, Any] = {}
 
     def add_metadata(self, run_id: str, **kwargs: object) -> None:
-        """Writes settings as config and figures as history and summary."""
-        settings, figures = split_figures(kwargs)
-        run = self._run(run_id)
-        run.config.update(settings, allow_val_change=True)
-        steps = sorted({step for _, _, step in figures if step is not None})
-        for step in steps:
-            run.log({name: value for name, value, at_step in figures if at_step == step} | {"trainer/step": step})
-        run.summary.update({name: value for name, value, step in figures if step is None})
+        """Writes settings as config."""
+        self._run(run_id).config.update(kwargs, allow_val_change=True)
+
+    def add_figures(self, run_id: str, figures: Mapping[str, float], step: int | None) -> None:
+        """Writes the figures of a step as history, and those of the whole run as summary."""
+        if step is None:
+            self._run(run_id).summary.update(figures)
+        else:
+            self._run(run_id).log({**figures, "trainer/step": step})
 
     def add_artifact(self, run_id: str, name: str, path: str, metadata: Mapping[str, object] | None = None) -> None:
         """Notes the path of an artifact."""
@@ -202,32 +388,15 @@ class WandbTracker(TrackerBase):  # type: ignore[misc]
             )
         return self._runs[run_id]
 
-    def artifacts(self, run_id: str) -> Mapping[str, TrackerArtifact]:
-        """Not to be read here; see :meth:`run_ids`."""
-        return self._unread()
-
-    def metadata(self, run_id: str) -> Mapping[str, object]:
-        """Not to be read here; see :meth:`run_ids`."""
-        return self._unread()
-
-    def sources(self, run_id: str, artifact_name: str | None = None) -> Iterable[TrackerSource]:
-        """Not to be read here; see :meth:`run_ids`."""
-        return self._unread()
-
-    def lineage(self, run_id: str) -> Lineage:
-        """Not to be read here; see :meth:`run_ids`."""
-        return self._unread()
-
-    def run_ids(self, **kwargs: str | None) -> Iterable[str]:
+    def run_ids(self, *_: Any, **__: Any) -> Any:
         """Not to be read here: Weights & Biases shows its runs on its own pages.
 
         Raises:
             ValueError: always.
         """
-        return self._unread()
-
-    def _unread(self) -> Any:
         raise ValueError(
             f"Weights & Biases lists the runs of project {self._project} on its own pages; name "
             "another tracker first in [torchx:tracker] to list runs here"
         )
+
+    artifacts = metadata = sources = lineage = run_ids
