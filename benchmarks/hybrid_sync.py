@@ -38,7 +38,7 @@ from torchrec_ext.distributed.sync import SyncConfig
 from torchrec_ext.train.guards.finite import RunStoppedError
 from torchrec_ext.train.loop import train
 from torchx_apps.cli.overrides import apply_overrides
-from torchx_apps.jobs.training import load_task, quieten_libraries
+from torchx_apps.jobs.setup import load_task, quieten_libraries
 from torchx_apps.recipes import ncf
 from torchx_apps.tasks.job import Job
 

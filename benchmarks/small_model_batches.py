@@ -22,7 +22,7 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.config import Schedule
 from torchrec_ext.train.loop import train
 from torchx_apps.cli.overrides import apply_overrides
-from torchx_apps.jobs.training import load_task, quieten_libraries
+from torchx_apps.jobs.setup import load_task, quieten_libraries
 from torchx_apps.recipes import ncf
 from torchx_apps.tasks.job import Job
 

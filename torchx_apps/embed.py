@@ -23,7 +23,6 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,7 +58,7 @@ def _embed(argv: Sequence[str] | None) -> int:
     options.redis = with_password(options.redis, options.redis_password_file)
     from torchrec_ext.distributed.runtime import Runtime
     from torchx_apps.jobs.embedding import TowerGroup
-    from torchx_apps.jobs.training import quieten_libraries
+    from torchx_apps.jobs.setup import quieten_libraries
     from torchx_apps.launch.trackers import tracked
 
     quieten_libraries()
@@ -71,7 +70,7 @@ def _embed(argv: Sequence[str] | None) -> int:
         without_files = None if options.delete is not None else "known"
         rows = TowerGroup(bundle, names, runtime, options.catalogue or without_files, options.id)
         folder = (options.out or options.refresh) if runtime.is_main else None
-        with tracked(folder, vars(options), folder="store") if folder else nullcontext({}) as figures:
+        with tracked(folder, vars(options), folder="store") as figures:
             result = _write(rows, options)
             unknown = rows.unknown()
             figures.update({"store": result, "unknown": dict(unknown)})

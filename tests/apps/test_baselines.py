@@ -20,7 +20,8 @@ from torchrec_ext.train.config import ClosedFormConfig, EvaluationConfig
 from torchx_apps import recipes
 from torchx_apps.cli.overrides import apply_overrides
 from torchx_apps.jobs import report
-from torchx_apps.jobs.training import _evaluated, build_model, run_training
+from torchx_apps.jobs.setup import build_model
+from torchx_apps.jobs.training import run_training
 from torchx_apps.recipes.by_name import load_recipe
 from torchx_apps.tasks import baselines
 from torchx_apps.tasks.baselines import ClosedForms
@@ -30,7 +31,7 @@ SMALL = ("data.name=planted", "data.users=60", "data.items=50", "closed_form.als
 
 def evaluator_of(recipe: str, *overrides: str) -> Any:
     job = apply_overrides(load_recipe(recipe), list(overrides))
-    task: Any = _evaluated(job.task(job.data, progress=False), job)
+    task: Any = job.task(job.data, progress=False).with_evaluation(job.evaluation, job.closed_form)
     model: Any = build_model(job, task)
     return task, task.evaluator(model.schema(), type("Wrapped", (), {"module": model})(), Runtime())
 
@@ -183,7 +184,7 @@ def test_a_model_and_its_baselines_answer_one_question(recipe: str, monkeypatch:
         evaluator = task.evaluator(model.schema(), SimpleNamespace(module=model), Runtime())
         for split in ("validation", "test"):
             popular = {name: value for name, value in evaluator.baseline(split).items() if "@" in name}
-            closed = evaluator.beside(split).figures if hasattr(evaluator, "beside") else {}
+            closed = evaluator.beside(split).figures
             assert sorted(closed) == (["als", "ease"] if popular else [])
             for name, figures in closed.items():
                 scores = task.closed_forms.scores(name, known[-1])

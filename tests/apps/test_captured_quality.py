@@ -13,7 +13,7 @@ from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.loop import train
 from torchx_apps.cli.overrides import apply_overrides
-from torchx_apps.jobs.training import load_task
+from torchx_apps.jobs.setup import load_task
 from torchx_apps.recipes import Job, two_tower_job
 from torchx_apps.tasks.ranking import RankingEvaluator
 

@@ -22,7 +22,7 @@ from torchrec_ext.diagnose.findings import Change
 from torchrec_ext.distributed.runtime import Runtime
 from torchx_apps.cli.overrides import apply_overrides
 from torchx_apps.diagnose import main
-from torchx_apps.jobs import diagnosing
+from torchx_apps.jobs import diagnosing, setup
 from torchx_apps.jobs.diagnosing import run_diagnosis
 from torchx_apps.recipes.by_name import load_recipe
 from torchx_apps.tasks.job import Job
@@ -118,11 +118,11 @@ def test_settings_are_applied_in_turn_beside_the_job_as_it_was(
 ) -> None:
     """A job whose batches take 100 ms by the clock, and a remedy with which they take 10: by its training's steps."""
     clock = [0.0]
-    given, loader_of = small_job("loader.prefetch=0"), diagnosing.loader_of
+    given, loader_of = small_job("loader.prefetch=0"), setup.loader_of
     monkeypatch.setattr(diagnosing, "_PROOF_S", 0.0)
     monkeypatch.setattr(diagnosing, "ThreadClock", lambda: contextlib.nullcontext(lambda: clock[0]))
     monkeypatch.setattr(
-        diagnosing,
+        setup,
         "loader_of",
         lambda job, *rest: Waiting(loader_of(job, *rest), clock, 0.01 if job.loader.prefetch else 0.1),
     )
@@ -197,7 +197,7 @@ def _applied(runtime: Runtime, cause: str) -> tuple[list[tuple[str, float]], lis
         for name, line in lines.items()
     ]
     finding = Finding(cause="x", title="x", evidence=(), remedies=tuple(remedies), cost=0.9, size="large")
-    diagnosis, loader_of = Diagnosis(Facts(rounds=[]), rank=runtime.rank), diagnosing.loader_of
+    diagnosis, loader_of = Diagnosis(Facts(rounds=[]), rank=runtime.rank), setup.loader_of
     diagnosis.findings = (finding,)
     diagnosing._PROOF_S = 0.0
     diagnosing.diagnose_job = lambda *_: diagnosis  # type: ignore[assignment]

@@ -37,10 +37,13 @@ from torchrec_ext.train.loop import train
 from torchx_apps import export, recipes
 from torchx_apps.cli.overrides import apply_overrides
 from torchx_apps.jobs.exporting import bundle_of_run, export_task, report_bundle
-from torchx_apps.jobs.training import build_model, load_task, run_training
+from torchx_apps.jobs.setup import build_model, load_task
+from torchx_apps.jobs.training import run_training
 from torchx_apps.recipes.by_name import load_recipe
 from torchx_apps.recipes.saved_job import saved_job
 from torchx_apps.tasks.baselines import ClosedForms
+from torchx_apps.tasks.ranking import RankingTask
+from torchx_apps.tasks.task import Task
 
 RECIPES: dict[str, tuple[str, ...]] = {
     "two_tower": ("data.name=planted", "data.users=80", "data.items=60"),
@@ -393,16 +396,22 @@ def test_ids_of_files_that_begin_at_0_stay_what_they_are(recommended: dict[str, 
     assert bundle.unknown(unknown)["user_id"].all()
 
 
+class MyTask(RankingTask):
+    """A task without a method export_data."""
+
+    export_data = Task.export_data
+
+
 def refused(runtime: Runtime, root: Path) -> tuple[str, str]:
     job = apply_overrides(load_recipe("two_tower"), RECIPES["two_tower"])
     task = load_task(job, runtime)
     model = job.build(job.model, task.data)
     sharded, _ = hybrid_parallel(model, runtime, optimizer=job.optimizer)
-    bare = type("MyTask", (), {"name": "mine"})()
+    bare = MyTask(task.data)
     messages = []
     for when in ("require", "auto"):
         try:
-            bundle = bundle_of_run(sharded, bare, model.schema(), runtime, root / "none", {})  # type: ignore[arg-type]
+            bundle = bundle_of_run(sharded, bare, model.schema(), runtime, root / "none", {})
             report_bundle(when, bundle, runtime, root / "none")  # type: ignore[arg-type]
             messages.append("said and gone on")
         except ValueError as error:

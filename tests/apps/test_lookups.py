@@ -9,7 +9,7 @@ from torch import nn
 from tests.examples import META, small_model
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.plan.config import PlanConfig
-from torchx_apps.jobs.placing import merge_lookups
+from torchx_apps.jobs.setup import merge_lookups
 from torchx_apps.recipes.two_tower import two_tower_job
 from torchx_apps.tasks.job import Job
 

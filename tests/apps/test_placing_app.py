@@ -15,8 +15,8 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import SyncConfig
 from torchrec_ext.train.report.progress import RunFolder
 from torchx_apps.cli.overrides import apply_overrides
-from torchx_apps.jobs.placing import place_towers, report_steps, why_on_every_rank
-from torchx_apps.jobs.training import load_task
+from torchx_apps.jobs.report import report_steps
+from torchx_apps.jobs.setup import load_task, place_towers, why_on_every_rank
 from torchx_apps.recipes import Job, two_tower_job
 
 SMALL = ("data.name=planted", "data.users=60", "data.items=50", "plan.towers=auto", "loader.batch_size=256")

@@ -18,8 +18,7 @@ from torchx.specs.finder import get_components
 from tests.contracts import run_ranks
 from torchrec_ext.distributed.runtime import Runtime
 from torchx_apps.cli.overrides import apply_overrides
-from torchx_apps.jobs.placing import merge_lookups
-from torchx_apps.jobs.training import build_model, load_task, plan_job
+from torchx_apps.jobs.setup import build_model, load_task, merge_lookups, plan_job
 from torchx_apps.plan import main
 from torchx_apps.recipes.by_name import load_recipe
 

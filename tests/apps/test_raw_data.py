@@ -139,7 +139,7 @@ def test_a_run_is_taken_up_only_where_its_ids_stand_for_the_same_values(
     """
     folder = of_pairs(tmp_path / "log", in_order)
     config = DataConfig(name="log", folder=str(tmp_path), context=("device",))
-    task = SimpleNamespace(data=load_config(config))
+    task = SimpleNamespace(data=load_config(config), prepared=None)
     checkpoint, run_folder = checkpoint_of(tmp_path, task, recorded)
     check_ids_stay(checkpoint, task, HERE, run=run_folder)
     log, items = pq.read_table(folder / "inter.parquet"), pq.read_table(folder / "items.parquet")
@@ -149,7 +149,7 @@ def test_a_run_is_taken_up_only_where_its_ids_stand_for_the_same_values(
     at = log.column_names.index("item_id")
     bought = pa.array([new, *log["item_id"].to_pylist()[1:]])
     pq.write_table(log.set_column(at, "item_id", [bought]), folder / "inter.parquet")
-    grown = SimpleNamespace(data=load_config(config))
+    grown = SimpleNamespace(data=load_config(config), prepared=None)
     words = r"column 'item_id' had 31 values in training, whose ids now stand for others"
     with pytest.raises(DataError, match=words):
         check_ids_stay(checkpoint, grown, HERE, run=run_folder)
@@ -165,8 +165,8 @@ def test_the_digest_of_texts_is_that_of_older_runs_and_minds_where_a_text_ends(
     monkeypatch.setattr(resuming, "_TEXTS_AT_ONCE", 3)
 
     def digest(*texts: str) -> Any:
-        data = SimpleNamespace(id_values={"shop": of(list(texts))})
-        return meaning_of_ids(SimpleNamespace(data=data))["values"]["shop"]
+        data = SimpleNamespace(vocab={}, id_values={"shop": of(list(texts))})
+        return meaning_of_ids(SimpleNamespace(data=data, prepared=None))["values"]["shop"]
 
     for texts in (["a"], ["a", "", "\u00e9", "b", "c", "d", ""]):
         assert digest(*texts) == [len(texts), hashlib.sha256("\0".join(texts).encode()).hexdigest()]
@@ -178,16 +178,17 @@ def test_the_digest_of_texts_is_that_of_older_runs_and_minds_where_a_text_ends(
 def test_a_column_whose_values_were_their_ids_may_not_be_numbered_later(tmp_path: Path) -> None:
     whole, numbered = (SimpleNamespace(vocab={"shop": 3}, id_values=values) for values in ({}, {"shop": ["a", "b"]}))
     for before, after in ((whole, numbered), (numbered, whole)):
-        checkpoint, _ = checkpoint_of(tmp_path, SimpleNamespace(data=before), "in the manifest")
-        check_ids_stay(checkpoint, SimpleNamespace(data=before), HERE, later=True)
+        checkpoint, _ = checkpoint_of(tmp_path, SimpleNamespace(data=before, prepared=None), "in the manifest")
+        check_ids_stay(checkpoint, SimpleNamespace(data=before, prepared=None), HERE, later=True)
         with pytest.raises(DataError, match=r"column 'shop' had (no numbering of its own|2 values) in training"):
-            check_ids_stay(checkpoint, SimpleNamespace(data=after), HERE, later=True)
+            check_ids_stay(checkpoint, SimpleNamespace(data=after, prepared=None), HERE, later=True)
 
 
 @pytest.mark.unit
 def test_a_column_whose_steps_have_changed_is_refused_by_a_new_run_too(tmp_path: Path) -> None:
     def rows(**origins: str) -> Any:
-        return SimpleNamespace(data=SimpleNamespace(vocab={"shop": 9}, preprocessor=SimpleNamespace(origins=origins)))
+        prepared = SimpleNamespace(digest="", preprocessor=SimpleNamespace(origins=origins))
+        return SimpleNamespace(data=SimpleNamespace(vocab={"shop": 9}, id_values={}), prepared=prepared)
 
     checkpoint, run = checkpoint_of(tmp_path, rows(shop="a", gone="b"), "in the manifest")
     check_ids_stay(checkpoint, rows(shop="a", new="c"), HERE, run=run, later=True)
@@ -200,7 +201,7 @@ def test_a_column_whose_steps_have_changed_is_refused_by_a_new_run_too(tmp_path:
 def test_an_older_checkpoint_alone_is_said_not_to_be_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    task = SimpleNamespace(data=SimpleNamespace(vocab={"shop": 3}, id_values={}))
+    task = SimpleNamespace(data=SimpleNamespace(vocab={"shop": 3}, id_values={}), prepared=None)
     checkpoint, _ = checkpoint_of(tmp_path, task, "nowhere")
     check_ids_stay(checkpoint, task, HERE)
     (line,) = capsys.readouterr().out.splitlines()
@@ -218,7 +219,7 @@ def test_an_older_checkpoint_alone_is_said_not_to_be_compared(
     ],
 )
 def test_a_file_that_does_not_say_what_ids_stand_for_is_refused_by_name(text: str, tmp_path: Path) -> None:
-    task = SimpleNamespace(data=SimpleNamespace(vocab={"shop": 3}, id_values={}))
+    task = SimpleNamespace(data=SimpleNamespace(vocab={"shop": 3}, id_values={}), prepared=None)
     checkpoint, run = checkpoint_of(tmp_path, task, "in the run folder")
     (run / "ids.json").write_text(text)
     with pytest.raises(DataError, match=r"run/ids\.json: does not say what ids stand for"):

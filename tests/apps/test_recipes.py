@@ -26,7 +26,7 @@ from torchrec_ext.train.loop import train
 from torchrec_ext.train.metrics import EvaluationStoppedError, EvaluationWatch, evaluation_watch, watching
 from torchx_apps import train as train_app
 from torchx_apps.cli.overrides import apply_overrides
-from torchx_apps.jobs.training import build_model, load_task
+from torchx_apps.jobs.setup import build_model, load_task
 from torchx_apps.recipes import Job
 from torchx_apps.recipes.by_name import load_recipe
 from torchx_apps.tasks.ranking import RankingEvaluator

@@ -21,7 +21,7 @@ from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.loop import train
 from torchx_apps.cli.overrides import apply_overrides
-from torchx_apps.jobs.training import load_task
+from torchx_apps.jobs.setup import load_task
 from torchx_apps.recipes.session import session
 from torchx_apps.tasks.job import Job
 from torchx_apps.tasks.sessions import SessionTask

@@ -34,7 +34,8 @@ from torchrec_ext.train import metrics
 from torchrec_ext.train.loop import train
 from torchx_apps.cli.overrides import apply_overrides
 from torchx_apps.jobs.preprocessing import run_preprocess
-from torchx_apps.jobs.training import build_model, check_watched, load_task, run_training
+from torchx_apps.jobs.setup import build_model, load_task
+from torchx_apps.jobs.training import check_watched, run_training
 from torchx_apps.recipes.by_name import load_recipe
 from torchx_apps.recipes.preprocess import Prepared, PreprocessJob
 from torchx_apps.tasks.job import Job, schema_of

@@ -29,7 +29,7 @@ from torchrec_ext.schema import DataError
 from torchrec_ext.schema.features import merged
 from torchx_apps.cli.overrides import apply_overrides
 from torchx_apps.jobs.preprocessing import run_preprocess
-from torchx_apps.jobs.training import build_model
+from torchx_apps.jobs.setup import build_model
 from torchx_apps.recipes.by_name import load_recipe
 from torchx_apps.recipes.preprocess import PreprocessJob, taobao
 from torchx_apps.recipes.session import BstConfig, build_bst

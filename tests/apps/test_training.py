@@ -23,7 +23,7 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.config import Record
 from torchrec_ext.train.loop import train
 from torchx_apps.cli.overrides import apply_overrides
-from torchx_apps.jobs.training import _evaluated, build_model, load_task, loader_of, plan_job
+from torchx_apps.jobs.setup import build_model, load_task, loader_of, plan_job
 from torchx_apps.networks import stacks as stackable
 from torchx_apps.networks.members import MemberJob
 from torchx_apps.recipes import Job, two_tower_job
@@ -300,7 +300,7 @@ def test_wrong_figures_are_refused_before_anything_is_read(override: str, messag
 
 def test_the_figures_that_are_named_are_those_of_the_evaluation_and_of_its_baseline() -> None:
     job = two_tower_with("data.name=planted", "data.users=60", "data.items=50", "evaluation.metrics=recall@20,map@5")
-    task: Any = _evaluated(job.task(job.data, progress=False), job)
+    task: Any = job.task(job.data, progress=False).with_evaluation(job.evaluation, job.closed_form)
     model: Any = build_model(job, task)
     evaluator = task.evaluator(model.schema(), type("Wrapped", (), {"module": model})(), Runtime())
     assert list(evaluator.baseline("test")) == ["recall@20", "map@5"]
@@ -312,7 +312,7 @@ def test_a_softmax_over_a_batch_that_no_memory_holds_is_refused(monkeypatch: pyt
     task = job.task(job.data, progress=False)
     schema = build_model(job, task).schema()
     for free, fits in ((2**22, True), (2**22 - 1, False)):
-        monkeypatch.setattr("torchx_apps.jobs.training.available_memory", lambda free=free: free)
+        monkeypatch.setattr("torchx_apps.jobs.setup.available_memory", lambda free=free: free)
         if fits:
             loader_of(job, task, schema, runtime)
             continue

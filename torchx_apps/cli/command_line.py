@@ -10,7 +10,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -169,6 +169,22 @@ def _folder(text: str) -> Path:
     except UnicodeEncodeError:
         raise argparse.ArgumentTypeError(f"{text!a} is not UTF-8; choose another name") from None
     return Path(text)
+
+
+def write_out(folder: Path, texts: Mapping[str, str]) -> None:
+    """Writes text files, by their names, into the folder of ``--out``.
+
+    Raises:
+        ValueError: the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            (folder / name).write_text(f"{text}\n")
+    except OSError as error:
+        raise ValueError(
+            f"--out {folder}: cannot be written: {error.strerror or error}; choose another folder"
+        ) from None
 
 
 class FlagParser(argparse.ArgumentParser):

@@ -8,7 +8,6 @@ import sys
 import sysconfig
 import time
 import traceback
-from types import TracebackType
 
 _OURS = {"torchrec_ext", "torchx_apps"}
 _STDLIB = sysconfig.get_path("stdlib")
@@ -73,11 +72,11 @@ def is_users_mistake(error: BaseException) -> bool:
     """
     if not isinstance(error, (ValueError, FileNotFoundError)):
         return False
-    frame = _innermost(error.__traceback__)
-    if frame is None:
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not frames:
         return True
-    module = str(frame.tb_frame.f_globals.get("__name__", ""))
-    file = frame.tb_frame.f_code.co_filename
+    module = str(frames[-1].f_globals.get("__name__", ""))
+    file = frames[-1].f_code.co_filename
     library = "site-packages" in file or "dist-packages" in file or file.startswith(_STDLIB)
     return module.split(".")[0] in _OURS or not library
 
@@ -107,9 +106,3 @@ def lost_a_peer(error: BaseException) -> bool:
     if distributed is not None and isinstance(error, distributed.DistError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST_PEER)
-
-
-def _innermost(trace: TracebackType | None) -> TracebackType | None:
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace

@@ -36,17 +36,8 @@ from torchrec_ext.train.step.choose import Steps, StepsConfig
 from torchrec_ext.train.step.pipeline import make_pipeline
 from torchrec_ext.train.step.plain import PlainStep
 from torchx_apps.cli.overrides import apply_overrides
-from torchx_apps.jobs.placing import merge_lookups
-from torchx_apps.jobs.training import (
-    as_loaded,
-    build_model,
-    load_task,
-    loader_of,
-    plan_job,
-    quieten_libraries,
-    shard_job,
-)
-from torchx_apps.tasks.job import Job, schema_of
+from torchx_apps.jobs.setup import load_task, quieten_libraries, set_up, shard_job
+from torchx_apps.tasks.job import Job
 
 # Least and most turns to measure a remedy.
 _TURNS = 5, 15
@@ -113,15 +104,9 @@ class _Built(NamedTuple):
 def _build(job: Job, runtime: Runtime) -> _Built:
     job = dataclasses.replace(job, loader=dataclasses.replace(job.loader, prefetch=_ahead(job)))
     task = load_task(job, runtime)
-    job = as_loaded(job, task)
-    torch.manual_seed(job.train.seed)
-    model = build_model(job, task)
-    merge_lookups(job, model, runtime.world_size)
-    schema = schema_of(job, task, model)
-    loader = loader_of(job, task, schema, runtime)
-    plan, _ = plan_job(job, model, None, runtime)
-    parallel, optimizer = shard_job(job, model, plan, runtime)
-    return _Built(task, schema, loader, parallel, optimizer)
+    parts = set_up(job, task, runtime, tries_placements=False)
+    parallel, optimizer = shard_job(parts, runtime)
+    return _Built(task, parts.schema, parts.loader, parallel, optimizer)
 
 
 def _ahead(job: Job) -> int:

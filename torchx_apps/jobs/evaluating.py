@@ -24,6 +24,7 @@ from torchrec_ext.schema import DataError
 from torchrec_ext.train import metrics
 from torchrec_ext.train.checkpoint.vectors import BLOCK, read_vectors
 from torchrec_ext.train.config import EvaluationConfig, Figure
+from torchx_apps.cli.command_line import write_out
 from torchx_apps.launch.trackers import tracked
 
 _SPELLINGS = {"user": ("user", "user_id"), "item": ("item", "item_id")}
@@ -101,11 +102,7 @@ def run_evaluation(options: argparse.Namespace) -> int:
     requested_figures = EvaluationConfig(metrics=tuple(options.metrics.split(","))).figures
     if options.out:
         require_matplotlib("leave out --out")
-    with (
-        tracked(options.out, vars(options), folder="figures")
-        if options.out
-        else contextlib.nullcontext({}) as tracked_figures
-    ):
+    with tracked(options.out, vars(options), folder="figures") as tracked_figures:
         report, curve = _evaluated(options, requested_figures)
         print(json.dumps(report) if options.json else _text(report))
         if options.out:
@@ -211,13 +208,7 @@ def _write(folder: Path, report: dict[str, Any], curve: Sequence[tuple[int, floa
     Raises:
         ValueError: the folder cannot be written.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "evaluation.json").write_text(json.dumps(report, indent=2) + "\n")
-    except OSError as error:
-        raise ValueError(
-            f"--out {folder}: cannot be written: {error.strerror or error}; choose another folder"
-        ) from None
+    write_out(folder, {"evaluation.json": json.dumps(report, indent=2)})
     figure, (panel,) = figure_with_panels(1, (6, 4))
     numbers = [k for k, _, _ in curve]
     panel.plot(numbers, [recall for _, recall, _ in curve], color=BLUE, marker=".", label="these vectors")

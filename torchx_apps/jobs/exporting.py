@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -22,13 +21,12 @@ from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train.checkpoint.folder import CheckpointRanks
 from torchrec_ext.train.checkpoint.load import load_checkpoint
 from torchrec_ext.train.checkpoint.state import model_state
-from torchx_apps.jobs.placing import merge_lookups
 from torchx_apps.jobs.report import StageProgress, program, read_warning
 from torchx_apps.jobs.resuming import check_ids_stay, checkpoint_to_export
+from torchx_apps.jobs.setup import load_task, merge_lookups, quieten_libraries
 from torchx_apps.launch.trackers import tracked
-from torchx_apps.tasks.job import Export, Job, Task, schema_of
-from torchx_apps.tasks.labelled import LabelledTask
-from torchx_apps.tasks.streamed import StreamedTask
+from torchx_apps.tasks.job import Export, Job, schema_of
+from torchx_apps.tasks.task import Task
 
 BUNDLE = "bundle"
 
@@ -57,14 +55,8 @@ def export_task(
     Raises:
         BundleError: the model or the data cannot be served.
     """
-    if not hasattr(task, "export_data"):
-        raise BundleError(
-            f"the task {type(task).__name__} has no method export_data(schema); write one (see "
-            "torchx_apps.tasks.export_data), or call torchrec_ext.retrieval.exporting.export.export with catalogue "
-            "and users"
-        )
-    if isinstance(task, LabelledTask | StreamedTask) and (why := task.unservable(get_unwrapped_module(model))):
-        raise BundleError(why)
+    if reason := task.unservable(get_unwrapped_module(model)):
+        raise BundleError(reason)
     data = task.export_data(schema)
     details = {"data": task.name, "ranks": runtime.world_size, **details}
     with StageProgress(runtime, "export", bytes_of=("tables",)) as progress:
@@ -191,8 +183,6 @@ def export_run(
     Returns:
         Whether this is the first rank.
     """
-    from torchx_apps.jobs.training import load_task, quieten_libraries
-
     quieten_libraries()
     with Runtime.start(job.device, threads=job.threads) as runtime:
         together = CheckpointRanks(runtime)
@@ -212,7 +202,7 @@ def export_run(
         saved, _ = load_checkpoint(path, model_state(sharded, optimizer), together)
         details = {"recipe": job.name, "run": str(run), "checkpoint": path, "steps": saved["step"], **read_warning(run)}
         tracked_settings = {**details, "out": str(out), **settings}
-        with tracked(out, tracked_settings, folder="bundle") if runtime.is_main else nullcontext({}) as figures:
+        with tracked(out if runtime.is_main else None, tracked_settings, folder="bundle") as figures:
             manifest = export_task(sharded, task, schema, runtime, out, details=details, **settings)
             figures["bundle"] = bundle_figures(manifest)
         if runtime.is_main:

@@ -41,6 +41,7 @@ from torchrec_ext.distributed.plan.planner import free_tables
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import SyncConfig
 from torchrec_ext.drawing.figures import BLUE, RED, figure_with_panels, require_matplotlib, save_figure
+from torchx_apps.cli.command_line import write_out
 from torchx_apps.cli.plan_flags import batch_size_of, cluster_of, parse_tables, with_flags
 from torchx_apps.tasks.job import Job
 
@@ -72,23 +73,6 @@ def as_json(
             {**dataclasses.asdict(other), "ms": None if math.isinf(other.ms) else other.ms} for other in alternatives
         ],
     }
-
-
-def write(folder: Path, text: str, report: dict[str, Any], ranks: Sequence[RankForecast], cluster: Cluster) -> None:
-    """Writes ``plan.txt``, ``plan.json`` and ``memory.png``.
-
-    Raises:
-        ValueError: the folder cannot be written, or matplotlib is missing.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "plan.txt").write_text(f"{text}\n")
-        (folder / "plan.json").write_text(f"{json.dumps(report, indent=2)}\n")
-    except OSError as error:
-        raise ValueError(
-            f"--out {folder}: cannot be written: {error.strerror or error}; choose another folder"
-        ) from None
-    draw_plan(folder / "memory.png", ranks, cluster)
 
 
 def draw_plan(path: Path, ranks: Sequence[RankForecast], cluster: Cluster) -> None:
@@ -205,7 +189,8 @@ def run_plan(options: argparse.Namespace, job: Job | None) -> int:
     report = as_json(request.batch_size, cluster, draft, ranks, alternatives)
     print(json.dumps(report) if options.json else text, flush=True)
     if options.out:
-        write(options.out, text, report, ranks, cluster)
+        write_out(options.out, {"plan.txt": text, "plan.json": json.dumps(report, indent=2)})
+        draw_plan(options.out / "memory.png", ranks, cluster)
     return 0
 
 
@@ -231,7 +216,7 @@ def _request_of_tables(options: argparse.Namespace, cluster: Cluster) -> PlanReq
 def _request_of_recipe(options: argparse.Namespace, job: Job, cluster: Cluster) -> PlanRequest:
     """Returns a request for the tables of a recipe, sized by its data, which must exist."""
     # Imported here: the training loop, which comes with it, takes half a second that other plans need not wait.
-    from torchx_apps.jobs.placing import merge_lookups
+    from torchx_apps.jobs.setup import merge_lookups
 
     task = job.task(job.data, progress=True)
     rows = job.loader.rank_rows(cluster.world_size)

@@ -194,9 +194,9 @@ def _draw_rates(axis: Any, rates: Sequence[Rate]) -> None:
         half = 2 * np.sqrt(mean * (1 - mean) / rows + 1 / rows**2) / (1 + 4 / rows)
         axis.fill_between(days, middle - half, middle + half, color=BLUE, alpha=0.2, linewidth=0)
     axis.plot(days, mean, color=BLUE, linewidth=1.2, marker="." if len(days) < 40 else None)
-    locator = AutoDateLocator(maxticks=8)
+    locator = AutoDateLocator(maxticks=8)  # type: ignore[no-untyped-call]
     axis.xaxis.set_major_locator(locator)
-    axis.xaxis.set_major_formatter(ConciseDateFormatter(locator))
+    axis.xaxis.set_major_formatter(ConciseDateFormatter(locator))  # type: ignore[no-untyped-call]
     axis.set(title="label by day (UTC); grey: rows", ylabel="mean label")
     axis.set_ylim(min(0.0, float(mean.min())), None)
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import shlex
+import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -17,11 +18,12 @@ from typing import Any
 from tabulate import tabulate
 from tqdm import tqdm
 
+from torchrec_ext.distributed.autotune.choose import Decision
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.config import Record
 from torchrec_ext.train.report.progress import REPORT, RunFolder, time_shares
 from torchx_apps.tasks.baselines import Beside
-from torchx_apps.tasks.job import Task
+from torchx_apps.tasks.task import Task
 
 NOTHING_BESIDE = Beside({}, {})
 # Figures of which less is better.
@@ -65,7 +67,7 @@ class Trained:
     @property
     def steps_s(self) -> float:
         """Seconds spent in steps, in all attempts."""
-        return sum(record["rows"] / record["rows_per_s"] for record in self.records)
+        return float(sum(record["rows"] / record["rows_per_s"] for record in self.records))
 
     @property
     def outside(self) -> float | None:
@@ -100,7 +102,8 @@ class Trained:
 def data_wait(records: Sequence[Record]) -> float:
     """Returns the share of the steps' time spent waiting for batches, by the rank with the longest wait."""
     seconds = [record["rows"] / record["rows_per_s"] for record in records]
-    return sum(r["data_wait"] * each for r, each in zip(records, seconds, strict=True)) / sum(seconds)
+    waits = [record["data_wait"] * each for record, each in zip(records, seconds, strict=True)]
+    return float(sum(waits) / sum(seconds))
 
 
 def diagnosis_command(recipe: str, settings: Sequence[str]) -> list[str]:
@@ -196,6 +199,25 @@ def finish_training(
         test={"this model": figures, task.baseline_name: baseline, **beside.figures},
         commands=next_commands(folder.path, trained.diagnosis),
     )
+
+
+def report_steps(folder: RunFolder, decision: Decision, history: Sequence[Record]) -> None:
+    """Prints the measured time of a step next to those of the trials, and writes ``placement.json``.
+
+    Args:
+        folder: the run's folder.
+        decision: the placement that was chosen before the training, with its candidates.
+        history: the training's records.
+    """
+    records = [record for record in history if record["kind"] == "train"]
+    earlier = [0, *(record["step"] for record in records)]
+    counts = [record["step"] - before for record, before in zip(records, earlier, strict=False)]
+    times = [1e3 * record["rows"] / record["rows_per_s"] / count for record, count in zip(records, counts, strict=True)]
+    # The first steps fill pipelines and pools.
+    measured = statistics.median(times[1:] or times)
+    print(f"\n{decision.text(measured)}")
+    candidates = [dataclasses.asdict(candidate) for candidate in decision.candidates]
+    folder.write("placement.json", json.dumps({"measured_ms": measured, "candidates": candidates}, indent=2))
 
 
 def next_commands(run: Path, diagnosis: Sequence[str]) -> dict[str, str]:

@@ -27,6 +27,7 @@ from torchrec_ext.train.checkpoint.folder import (
 from torchrec_ext.train.checkpoint.storage import CheckpointError, is_url
 from torchx_apps.cli.link_watch import children_of
 from torchx_apps.cli.sigterm import end_now, once
+from torchx_apps.tasks.task import Task
 
 CHECKPOINTS = "checkpoints"
 LAUNCH = "launch"
@@ -60,24 +61,22 @@ def newest_networks(recipe: str, runs: Path = Path("runs"), *, launch: str | Non
     return max(folders, key=lambda folder: folder.name, default=None)
 
 
-def meaning_of_ids(task: object) -> dict[str, Any]:
+def meaning_of_ids(task: Task) -> dict[str, Any]:
     """Describes the values behind a task's ids and numbers, for a checkpoint's manifest and ``ids.json``.
 
     That is the preprocessor's digest, the digest of the steps that each of its columns comes from, and each column's
     number of values and their digest. A column in which a value is its id has None.
     """
-    data = getattr(task, "data", None)
-    values: Mapping[str, Any] = getattr(data, "id_values", {})
-    columns: dict[str, Any] = dict.fromkeys(getattr(data, "vocab", ()))
+    values = task.data.id_values
     return {
-        "preprocessor": _preprocessor_of(data),
-        "columns": _origins_of(data),
-        "values": columns | {name: [len(of), _digest_of(of)] for name, of in values.items()},
+        "preprocessor": _preprocessor_of(task),
+        "columns": _origins_of(task),
+        "values": dict.fromkeys(task.data.vocab) | {name: [len(of), _digest_of(of)] for name, of in values.items()},
     }
 
 
 def check_ids_stay(
-    checkpoint: str, task: object, together: CheckpointRanks, *, run: Path | None = None, later: bool = False
+    checkpoint: str, task: Task, together: CheckpointRanks, *, run: Path | None = None, later: bool = False
 ) -> None:
     """Refuses rows with other values behind their ids and numbers than a checkpoint's training had.
 
@@ -97,14 +96,13 @@ def check_ids_stay(
         if together.rank == 0:
             print(f"note: {checkpoint}: is of an older release, and does not say what its ids stand for: not compared")
         return
-    data = getattr(task, "data", None)
-    now = _preprocessor_of(data)
+    now = _preprocessor_of(task)
     if not later and then["preprocessor"] != now:
         raise DataError(
             f"{where}: its ids are of another preprocessor ({then['preprocessor'][:12]}) than these rows' "
             f"({now[:12] or 'none'}); give the rows of then, --set data.name=FOLDER, or train anew in another folder"
         )
-    origins = _origins_of(data)
+    origins = _origins_of(task)
     for name in sorted(then["columns"].keys() & origins.keys()):
         if then["columns"][name] != origins[name]:
             raise DataError(
@@ -112,9 +110,9 @@ def check_ids_stay(
                 "for something else now; preprocess with FittedPreprocessor.transform of then, or train anew"
             )
     for name, recorded in then["values"].items():
-        values = getattr(data, "id_values", {}).get(name)
+        values = task.data.id_values.get(name)
         if recorded is None or values is None:
-            stay = values is None and (recorded is None or name not in getattr(data, "vocab", ()))
+            stay = values is None and (recorded is None or name not in task.data.vocab)
         else:
             count, digest = recorded
             stay = (len(values) == count or (later and len(values) > count)) and _digest_of(values[:count]) == digest
@@ -165,15 +163,14 @@ def _is_count_and_digest(entry: Any) -> bool:
     return isinstance(entry, list) and [type(each) for each in entry] == [int, str]
 
 
-def _origins_of(data: object) -> dict[str, str]:
+def _origins_of(task: Task) -> dict[str, str]:
     """Returns the digest of the steps behind each column of a task's rows; none without a preprocessor."""
-    preprocessor = getattr(getattr(data, "prepared", None) or data, "preprocessor", None)
-    return {} if preprocessor is None else dict(preprocessor.origins)
+    return {} if task.prepared is None else dict(task.prepared.preprocessor.origins)
 
 
-def _preprocessor_of(data: object) -> str:
+def _preprocessor_of(task: Task) -> str:
     """Returns the digest of the preprocessor of a task's rows; empty without a preprocessor."""
-    return str(getattr(getattr(data, "prepared", data), "digest", ""))
+    return "" if task.prepared is None else task.prepared.digest
 
 
 _TEXTS_AT_ONCE = 65_536

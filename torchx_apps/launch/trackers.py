@@ -141,11 +141,11 @@ class Tracking:
 
 
 @contextmanager
-def tracked(path: Path, config: Mapping[str, Any], *, folder: str) -> Iterator[dict[str, Any]]:
+def tracked(path: Path | None, config: Mapping[str, Any], *, folder: str) -> Iterator[dict[str, Any]]:
     """Tracks a job without training.
 
     Args:
-        path: the folder that the job makes.
+        path: the folder that the job makes; None if this rank makes none, and nothing is tracked.
         config: settings, nested.
         folder: name of the folder among the artifacts.
 
@@ -155,8 +155,11 @@ def tracked(path: Path, config: Mapping[str, Any], *, folder: str) -> Iterator[d
     Raises:
         ValueError: there is no such tracker, or it cannot be reached.
     """
-    tracking = Tracking.start(path, config, folder=folder)
     figures: dict[str, Any] = {}
+    if path is None:
+        yield figures
+        return
+    tracking = Tracking.start(path, config, folder=folder)
     try:
         yield figures
     except Exception as error:

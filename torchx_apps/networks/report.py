@@ -14,7 +14,8 @@ from torchrec_ext.drawing.figures import figure_with_panels, save_figure
 from torchrec_ext.train.config import Record
 from torchx_apps.jobs.report import describe_data
 from torchx_apps.networks.members import MemberJob, differing, setting
-from torchx_apps.tasks.job import Job, Task
+from torchx_apps.tasks.job import Job
+from torchx_apps.tasks.task import Task
 
 _LOWER_IS_BETTER = ("loss", "log_loss", "ne")
 # Records about the process, not about the course of the training.

@@ -21,7 +21,7 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.networks.gpu_sharing import gpu_sharing
 from torchrec_ext.networks.skeleton import StackError
 from torchrec_ext.train.checkpoint.folder import check_shared
-from torchx_apps.jobs import training
+from torchx_apps.jobs import setup, training
 from torchx_apps.jobs.resuming import LAUNCH, ended, launch_id, newest_networks, restarted, where_to_begin
 from torchx_apps.networks import report as report
 from torchx_apps.networks.members import MemberJob, RankGroup, World, group_of
@@ -48,7 +48,7 @@ def run_networks(
     Returns:
         Whether any member was trained to its end.
     """
-    training.quieten_libraries()
+    setup.quieten_libraries()
     members = [_in_its_own_folder(member) for member in members]
     root, config = _begin(members[0].job.name, run_dir, config, world)
     mine = group_of(groups, world.rank)
@@ -62,7 +62,7 @@ def run_networks(
         world.tell(f"results/{number}", json.dumps([dataclasses.asdict(result) for result in trained]))
     if world.rank != 0:
         return True
-    results = {}
+    results: dict[str, Result] = {}
     for text in world.told([f"results/{number}" for number in range(len(groups))]):
         results |= {result["name"]: Result(**result) for result in json.loads(text)}
     return report.finish_networks(root, members, [results[member.name] for member in members])

@@ -34,7 +34,7 @@ from torchrec_ext.train.checkpoint.run import Position, RunCheckpoints
 from torchrec_ext.train.config import Record
 from torchrec_ext.train.loop import Loader
 from torchrec_ext.train.report.progress import RunFolder
-from torchx_apps.jobs import training
+from torchx_apps.jobs import setup, training
 from torchx_apps.jobs.resuming import (
     CHECKPOINTS,
     IDS,
@@ -49,7 +49,8 @@ from torchx_apps.networks import report as report
 from torchx_apps.networks.config import NetworksConfig as NetworksConfig
 from torchx_apps.networks.members import MemberJob
 from torchx_apps.networks.report import Result
-from torchx_apps.tasks.job import Evaluator, Job, Task, schema_of
+from torchx_apps.tasks.job import Job, schema_of
+from torchx_apps.tasks.task import Evaluator, Task
 
 # In the run folder of each member of a stack: lists the members.
 STACK_FILE = "stack.json"
@@ -79,11 +80,11 @@ def build(members: Sequence[MemberJob], runtime: Runtime) -> list[Built]:
         job: Job = member.job
         data_key = (job.data, job.evaluation, job.closed_form)
         if data_key not in tasks:
-            tasks[data_key] = training.load_task(job, runtime)
+            tasks[data_key] = setup.load_task(job, runtime)
         task = tasks[data_key]
-        job = training.as_loaded(job, task)
+        job = setup.as_loaded(job, task)
         torch.manual_seed(job.train.seed)
-        network = training.build_model(job, task)
+        network = setup.build_model(job, task)
         for _, collection in collections(network):
             collection.to_empty(device=runtime.device)
         initialise_tables(network, job.train.seed)
@@ -141,9 +142,9 @@ def loaders_of(built: Sequence[Built], runtime: Runtime) -> dict[str, Loader]:
     by_key: dict[Any, Loader] = {}
     by_member: dict[str, Loader] = {}
     for member in built:
-        key = (training.seeded(member.job), member.job.id_dropout)
+        key = (setup.seeded(member.job), member.job.id_dropout)
         if key not in by_key:
-            by_key[key] = training.loader_of(member.job, member.task, member.schema, runtime)
+            by_key[key] = setup.loader_of(member.job, member.task, member.schema, runtime)
         by_member[member.member.name] = by_key[key]
     return by_member
 
@@ -172,7 +173,7 @@ class StackedMembers:
         self._progress = report.StackProgress(list(self._built))
 
     def _judge(self, built_member: Built) -> Evaluator:
-        return built_member.task.evaluator(built_member.schema, _Unsharded(built_member.network), self._runtime)  # type: ignore[arg-type]
+        return built_member.task.evaluator(built_member.schema, _Unsharded(built_member.network), self._runtime)
 
     def train(self) -> list[Result]:
         """Trains all members to their ends, from their last checkpoints if so configured.

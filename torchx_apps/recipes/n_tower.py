@@ -8,10 +8,10 @@ Keys of the recipes say which columns are in which tower, and how a tower's outp
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchrec_ext.data.datasets.config import LabelledConfig, StreamConfig
 from torchrec_ext.data.loader.config import LoaderConfig
@@ -34,13 +34,12 @@ from torchx_apps.tasks.job import Job
 from torchx_apps.tasks.loading import labelled_task, multi_label_task, streamed_task
 
 if TYPE_CHECKING:
-    from torchrec.modules.embedding_configs import EmbeddingBagConfig
-
     from torchrec_ext.data.datasets.labelled import LabelledData
     from torchrec_ext.data.datasets.streamed import StreamedData
     from torchrec_ext.models.multi_task import MultiTaskModel
     from torchrec_ext.models.tower_model import TowerModel
     from torchrec_ext.modules.tower import Tower
+    from torchx_apps.recipes.session import BstConfig
 
 
 def compression_of(text: str) -> Compression | None:
@@ -249,7 +248,7 @@ def _towers(config: NTowerConfig, data: LabelledData | StreamedData) -> dict[str
 
     return {
         name: Tower(
-            _tables(config, data, features),
+            tables_of_features(config, data, features),
             config.tower_widths,
             dense=dense,
             activation=config.activation,
@@ -393,23 +392,37 @@ def _columns_by_tower(
     return {tower: (names, data.dense if tower == smallest else ()) for tower, names in groups.items()}
 
 
-def _tables(
-    config: NTowerConfig, data: LabelledData | StreamedData, features: Sequence[str]
-) -> list[EmbeddingBagConfig]:
-    """Declares the tables of a tower's features; tables of one name in several towers are one table."""
-    import torch
-    from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+def tables_of_features(
+    config: NTowerConfig | BstConfig,
+    data: LabelledData | StreamedData,
+    features: Sequence[str],
+    *,
+    bags: bool = True,
+    own_tables: Collection[str] = (),
+) -> list[Any]:
+    """Declares the tables of a tower's features; tables of one name in several towers are one table.
 
+    Args:
+        config: width and first values of the tables.
+        data: data with the table of each feature.
+        features: names of the features.
+        bags: whether a row's vectors are averaged; otherwise each vector of a sequence stays.
+        own_tables: tables that each of these features has for itself.
+    """
+    import torch
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+
+    kind: Any = partial(EmbeddingBagConfig, pooling=PoolingType.MEAN) if bags else EmbeddingConfig
     readers: dict[str, list[str]] = {}
     for feature in features:
-        readers.setdefault(data.tables[feature], []).append(feature)
+        table = data.tables[feature]
+        readers.setdefault(f"{table}_{feature}" if table in own_tables else table, []).append(feature)
     return [
-        EmbeddingBagConfig(
+        kind(
             name=name,
             feature_names=names,
             num_embeddings=data.vocab[names[0]],
             embedding_dim=config.embedding_dim,
-            pooling=PoolingType.MEAN,
             init_fn=partial(torch.nn.init.normal_, std=config.embedding_std),
         )
         for name, names in readers.items()

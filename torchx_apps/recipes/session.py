@@ -6,10 +6,10 @@ it trains.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torchrec_ext.data.datasets.config import SequenceConfig, StreamConfig
 from torchrec_ext.data.loader.config import LoaderConfig
@@ -17,6 +17,7 @@ from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.modules.config import Activation, Attention, Combine, LossName, Position
 from torchrec_ext.schema.validation import OutOfRange
 from torchrec_ext.train.config import EarlyStop, TrainConfig
+from torchx_apps.recipes.n_tower import tables_of_features
 from torchx_apps.tasks.job import Job
 from torchx_apps.tasks.loading import logged_task, session_task
 
@@ -226,7 +227,6 @@ def _sessions(config: BstConfig, data: StreamedData) -> _Sessions:
 def build_bst(config: BstConfig, data: StreamedData) -> TowerModel:
     """Builds towers for the session, the user's and the context's other columns, and the shown item."""
     import torch
-    from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 
     from torchrec_ext.models.session import bst
     from torchrec_ext.modules.tower import Tower
@@ -234,30 +234,13 @@ def build_bst(config: BstConfig, data: StreamedData) -> TowerModel:
     sessions = _sessions(config, data)
     meta = torch.device("meta")
 
-    def tables(features: Sequence[str], *, bag: bool, own_tables: Collection[str] = ()) -> list[Any]:
-        kind: Any = partial(EmbeddingBagConfig, pooling=PoolingType.MEAN) if bag else EmbeddingConfig
-        readers: dict[str, list[str]] = {}
-        for feature in features:
-            table = data.tables[feature]
-            readers.setdefault(f"{table}_{feature}" if table in own_tables else table, []).append(feature)
-        return [
-            kind(
-                name=name,
-                feature_names=names,
-                num_embeddings=data.vocab[names[0]],
-                embedding_dim=config.embedding_dim,
-                init_fn=partial(torch.nn.init.normal_, std=config.embedding_std),
-            )
-            for name, names in readers.items()
-        ]
-
-    steps = tables([*sessions.features, *sessions.targets], bag=False)
+    steps = tables_of_features(config, data, [*sessions.features, *sessions.targets], bags=False)
     in_steps = {*sessions.features, *sessions.targets}
     others = {}
     for tower, (features, dense) in data.towers.items():
         rest = [name for name in features if name not in in_steps]
         if tower != "item" and (rest or dense):
-            others[tower] = Tower(tables(rest, bag=True), [], dense=dense, device=meta)
+            others[tower] = Tower(tables_of_features(config, data, rest), [], dense=dense, device=meta)
     features, dense = data.towers["item"]
     return bst(
         steps,
@@ -265,9 +248,10 @@ def build_bst(config: BstConfig, data: StreamedData) -> TowerModel:
         target=sessions.targets,
         others=others,
         # A tower has a table once, and the target's own columns come first in it.
-        target_tables=tables(
+        target_tables=tables_of_features(
+            config,
+            data,
             [name for name in features if name not in in_steps],
-            bag=True,
             own_tables={data.tables[name] for name in sessions.targets},
         ),
         target_dense=dense,

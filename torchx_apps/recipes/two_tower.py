@@ -165,9 +165,11 @@ def build_two_tower(config: TwoTowerConfig, data: InteractionData) -> TowerModel
         loss = row_loss(config.loss, temperature=temperature, correct=config.correct)
         return TowerModel(towers, top, loss=loss, shared=shared)
     counts = torch.from_numpy(data.popularity()) if config.correct and kind.in_batch else None
-    known = KnownItems(KnownPairs(data.num_items, data.known.users, data.known.items)) if config.reject_known else None
+    rejected = None
+    if config.reject_known:
+        rejected = KnownItems(KnownPairs(data.num_items, data.known.users, data.known.items))
     return RetrievalModel(
-        towers, top, counts=counts, known=known, temperature=config.temperature, loss=config.loss, shared=shared
+        towers, top, counts=counts, known=rejected, temperature=config.temperature, loss=config.loss, shared=shared
     )
 
 

@@ -1,4 +1,4 @@
-"""Job: all that one training run needs. Task: its data, and the question that a model answers about it.
+"""Job: all that one training run needs.
 
 This module imports no torch, so that a command line is checked at once; what a job trains is imported when it is built.
 """
@@ -6,10 +6,10 @@ This module imports no torch, so that a command line is checked at once; what a 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torchrec_ext.data.datasets.config import DataConfig
 from torchrec_ext.data.loader.config import LoaderConfig
@@ -17,94 +17,18 @@ from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.sync_config import SyncConfig
 from torchrec_ext.train.checkpoint.config import CheckpointConfig, StartConfig
-from torchrec_ext.train.config import ClosedFormConfig, EvaluationConfig, Record, TrainConfig
+from torchrec_ext.train.config import ClosedFormConfig, EvaluationConfig, TrainConfig
 from torchx_apps.tasks.loading import ranking_task
 
 if TYPE_CHECKING:
-    from torchrec.distributed.model_parallel import DistributedModelParallel
-
-    from torchrec_ext.distributed.runtime import Runtime
     from torchrec_ext.schema import BatchSchema
-    from torchrec_ext.train.loop import Loader
-    from torchx_apps.tasks.export_data import ExportData
+    from torchx_apps.tasks.task import Task
 
 # Variable with the topology of a job that goes on with the nodes that are up, as the component was given it.
 ELASTIC = "TORCHREC_EXT_ELASTIC"
 
 Lookups = Literal["auto", "merged", "apart"]
 Export = Literal["never", "auto", "require"]
-
-
-class Evaluator(Protocol):
-    """Evaluates a model on held-out data; every rank calls each method but :meth:`baseline`.
-
-    One that ranks may also have ``beside(split)``, which returns the figures of other rankings without a network and
-    needs no other rank; see :class:`torchx_apps.tasks.baselines.Beside`.
-    """
-
-    def validate(self) -> Record:
-        """Returns figures by name on the validation rows, for early stopping and the choice of settings."""
-
-    def test(self) -> Record:
-        """Returns figures by name on the test rows; switches the model to evaluation."""
-
-    def baseline(self, split: str) -> Record:
-        """Returns the figures of a ranking or prediction without a model, as a minimum for models. Needs no other rank.
-
-        Args:
-            split: ``validation`` or ``test``.
-        """
-
-    def example(self) -> str:
-        """Returns a few held-out rows as text for a person, or an empty text."""
-
-
-class Task(Protocol):
-    """A data set with its question; equal on every rank."""
-
-    @property
-    def name(self) -> str:
-        """Name of the data set."""
-
-    @property
-    def licence(self) -> str | None:
-        """Terms of the data set's publisher, if known."""
-
-    @property
-    def data(self) -> Any:
-        """The data; ``Job.build`` takes the number of rows of each table from it, for example."""
-
-    @property
-    def asked(self) -> str:
-        """Heading of the figures: the rows that are evaluated, and what against."""
-
-    @property
-    def baseline_name(self) -> str:
-        """Name of the baseline of :meth:`Evaluator.baseline`."""
-
-    @property
-    def validates(self) -> bool:
-        """Whether there are validation rows; without them nothing is measured while training."""
-
-    @property
-    def best(self) -> Mapping[str, float]:
-        """Best possible figures by name, if known."""
-
-    def describe(self) -> str:
-        """Returns the set's name and size as one line."""
-
-    def loader(self, schema: BatchSchema, config: LoaderConfig, *, rank: int, world_size: int) -> Loader:
-        """Returns the loader of one rank's training batches.
-
-        Raises:
-            ValueError: nothing can be learned from this data with these settings.
-        """
-
-    def evaluator(self, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> Evaluator:
-        """Returns the evaluator of a model on this rank."""
-
-    def export_data(self, schema: BatchSchema) -> ExportData:
-        """Returns the part of the data needed to export a bundle."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,14 +135,12 @@ class Job:
 
 
 def schema_of(job: Job, task: Task, model: Any) -> BatchSchema:
-    """Returns the schema of the job's batches, with the table rows of unseen ids if the task has ``oov_ids``."""
+    """Returns the schema of the job's batches, with the table rows of unseen ids."""
     schema: BatchSchema = model.schema(out_of_range=job.model.out_of_range)
-    rows: Mapping[str, int] = getattr(task, "oov_ids", {})
-    if not any(rows.get(name) for name in schema.keys):
-        return schema
-    return model.schema(  # type: ignore[no-any-return]
-        out_of_range=job.model.out_of_range, oov_ids={name: row for name, row in rows.items() if name in schema.keys}
-    )
+    rows = {name: row for name, row in task.oov_ids.items() if name in schema.keys}
+    if any(rows.values()):
+        schema = model.schema(out_of_range=job.model.out_of_range, oov_ids=rows)
+    return schema
 
 
 def check_elastic(job: Job, topology: str | None = None) -> None:

@@ -7,22 +7,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_ext.data.datasets.labelled import LabelledData
+from torchrec_ext.data.datasets.streamed import StreamedData
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train import metrics
 from torchrec_ext.train.config import Record
 from torchx_apps.tasks.export_data import ExportData, of_labelled, without_item, without_item_tower
-from torchx_apps.tasks.named_data import NamedData
+from torchx_apps.tasks.task import Evaluator, Task
 
 
 @dataclass(frozen=True)
-class LabelledTask(NamedData):
-    """Predicts the labels of held-out rows of ``data``; see :class:`torchx_apps.tasks.job.Task`."""
+class LabelledTask(Task):
+    """Predicts the labels of held-out rows of ``data``; see :class:`torchx_apps.tasks.task.Task`."""
 
     data: LabelledData
     asked: str = "test rows"
@@ -54,6 +54,12 @@ class LabelledTask(NamedData):
         return without_item_tower(model, self.data.towers["item"], None if self.data.prepared is not None else "item")
 
     @property
+    def prepared(self) -> StreamedData | None:
+        """The folder of rec.data.preprocess that the rows come from, or None."""
+        prepared: StreamedData | None = self.data.prepared
+        return prepared
+
+    @property
     def oov_ids(self) -> Mapping[str, int]:
         """Table row of ids unseen in training, by feature."""
         return self.data.oov_ids
@@ -81,63 +87,37 @@ class LabelledTask(NamedData):
         return of_labelled(self.data, schema)
 
 
-class LabelledEvaluator:
-    """Evaluates AUC, AUC within each user's rows, and log loss; every rank calls each method but :meth:`baseline`."""
+class LabelledEvaluator(Evaluator):
+    """Evaluates AUC, AUC within each user's rows, and log loss."""
 
     def __init__(
         self, data: LabelledData, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime
     ) -> None:
+        super().__init__(schema, model, runtime)
         self._data = data
-        self._schema = schema
-        self._model = model
-        self._runtime = runtime
-
-    @property
-    def _calibrated(self) -> bool:
-        """Whether the model's logits are odds, rather than scores for ranking only."""
-        return bool(getattr(self._model.module, "calibrated", True))
 
     @property
     def validated(self) -> list[str]:
         """Names of the figures of :meth:`validate`."""
-        return metrics.classification_names(calibrated=self._calibrated)
-
-    def validate(self) -> Record:
-        """Returns the figures on the validation rows."""
-        return self._figures("validation")
-
-    def test(self) -> Record:
-        """Returns the figures on the test rows."""
-        self._model.eval()
-        return self._figures("test")
+        return metrics.classification_names(calibrated=self.calibrated)
 
     def baseline(self, split: str) -> Record:
         """Returns the figures of predicting the training rows' share of positives for every row, the best constant."""
         share = float(self._data.train["label"].values.mean())
         labels = getattr(self._data, split)["label"].values
-        if not self._calibrated:
+        if not self.calibrated:
             return {"auc": 0.5}
         return {"auc": 0.5, "log_loss": float(-np.log(np.where(labels > 0, share, 1 - share)).mean())}
 
-    def example(self) -> str:
-        """Returns an empty text, since a row of ids means nothing to a person."""
-        return ""
-
-    def _figures(self, split: str) -> Record:
+    def figures(self, split: str) -> Record:
+        """Returns figures by name on the held-out rows of a split."""
         config = LoaderConfig(batch_size=8192, negatives=0, label="label", shuffle=False)
         loader = ChunkLoader(
             getattr(self._data, split),
-            self._schema,
+            self.schema,
             config=config,
-            rank=self._runtime.rank,
-            world_size=self._runtime.world_size,
+            rank=self.runtime.rank,
+            world_size=self.runtime.world_size,
         )
-        with torch.no_grad():
-            outputs = [
-                self._model.module(batch.to(self._runtime.device))[1] for batch in metrics.watched(loader, len(loader))
-            ]
-        logits = torch.cat([output.logits for output in outputs])
-        labels = torch.cat([output.labels for output in outputs])
-        weights = torch.cat([output.weights for output in outputs])
-        figures = metrics.classification_metrics(logits, labels, weights, self._runtime)
-        return figures if self._calibrated else {"auc": figures["auc"]}
+        figures = metrics.classification_metrics(*self.predictions(loader), self.runtime)
+        return figures if self.calibrated else {"auc": figures["auc"]}

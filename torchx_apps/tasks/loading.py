@@ -86,19 +86,15 @@ def streamed_task(config: StreamConfig, *, progress: bool = True) -> StreamedTas
     return StreamedTask(load_streamed(config))
 
 
-def logged_task(config: StreamConfig, *, progress: bool = True) -> StreamedTask:
+def logged_task(config: StreamConfig, *, progress: bool = True, sessions: bool = True) -> StreamedTask:
     """Opens the preprocessed rows of ``config``; generated ones have sessions, which predict the next click."""
     from torchrec_ext.data.datasets.streamed import load_streamed, planted_log_folder
     from torchx_apps.tasks.streamed import StreamedTask
 
     del progress
-    return StreamedTask(load_streamed(config, generate=planted_log_folder))
+    return StreamedTask(load_streamed(config, generate=partial(planted_log_folder, sessions=sessions)))
 
 
 def multi_label_task(config: StreamConfig, *, progress: bool = True) -> StreamedTask:
     """Opens the preprocessed rows of ``config``; generated ones have two labels, which depend on user and item."""
-    from torchrec_ext.data.datasets.streamed import load_streamed, planted_log_folder
-    from torchx_apps.tasks.streamed import StreamedTask
-
-    del progress
-    return StreamedTask(load_streamed(config, generate=partial(planted_log_folder, sessions=False)))
+    return logged_task(config, progress=progress, sessions=False)

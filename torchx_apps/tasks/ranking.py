@@ -12,6 +12,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_ext.data.columns import Chunk, Column, Int64
 from torchrec_ext.data.datasets.interactions import InteractionData
+from torchrec_ext.data.datasets.streamed import StreamedData
 from torchrec_ext.data.loader.batch_builder import BatchBuilder
 from torchrec_ext.data.loader.id_dropout import unseen_as_oov
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig, labelled_rows, training_loader
@@ -19,11 +20,11 @@ from torchrec_ext.data.negatives.hard import Index
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train import metrics
-from torchrec_ext.train.config import ClosedFormConfig, Figure, Record
-from torchx_apps.tasks.baselines import Beside, ClosedForms
+from torchrec_ext.train.config import Figure, Record
+from torchx_apps.tasks.baselines import ClosedForms
 from torchx_apps.tasks.export_data import ExportData, of_interactions
-from torchx_apps.tasks.named_data import NamedData
 from torchx_apps.tasks.question import TaskQuestion
+from torchx_apps.tasks.task import RankedEvaluator, RankedTask
 
 K = 10
 SHOWN = 5
@@ -32,8 +33,8 @@ Figures = Sequence[tuple[Figure, int]]
 
 
 @dataclass(frozen=True)
-class RankingTask(NamedData):
-    """Ranks held-out items of ``data`` as ``data.evaluation`` says; see :class:`torchx_apps.tasks.job.Task`.
+class RankingTask(RankedTask):
+    """Ranks held-out items of ``data`` as ``data.evaluation`` says; see :class:`torchx_apps.tasks.task.Task`.
 
     Raises:
         ValueError: there are no test rows.
@@ -41,9 +42,6 @@ class RankingTask(NamedData):
 
     data: InteractionData
     baseline_name: str = "popularity"
-    figures: Figures = ()  # those of data.evaluation where empty
-    baselines: Sequence[str] = ()  # those that take little time where empty
-    closed_form: ClosedFormConfig = field(default_factory=ClosedFormConfig)
     _evaluators: list[RankingEvaluator] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
@@ -63,6 +61,12 @@ class RankingTask(NamedData):
     def validates(self) -> bool:
         """Whether there are validation rows."""
         return self.data.validation.num_rows > 0
+
+    @property
+    def prepared(self) -> StreamedData | None:
+        """The folder of rec.data.preprocess that the rows come from, or None."""
+        prepared: StreamedData | None = self.data.prepared
+        return prepared
 
     @cached_property
     def closed_forms(self) -> ClosedForms:
@@ -129,8 +133,8 @@ class Recommended:
     scores: list[float]
 
 
-class RankingEvaluator:
-    """Evaluates a model on the held-out items; every rank calls each method but ``baseline`` and ``beside``."""
+class RankingEvaluator(RankedEvaluator):
+    """Ranks the held-out items of each user; the user's validation items count as taken in the test."""
 
     def __init__(
         self,
@@ -141,13 +145,10 @@ class RankingEvaluator:
         figures: Figures = (),
         closed_forms: ClosedForms | None = None,
     ) -> None:
-        self._data = data
-        self._schema = schema
-        self._model = model
-        self._runtime = runtime
-        self._closed_forms = closed_forms
         protocol = data.evaluation
-        self._ranking_figures = figures or [(name, k) for k in protocol.at for name in protocol.figures]
+        usual_figures = [(name, k) for k in protocol.at for name in protocol.figures]
+        super().__init__(schema, model, runtime, figures or usual_figures, closed_forms)
+        self._data = data
         # The evaluation does what serving does: a user or an item without a training row has the unknown id's table row
         # and its own features. That table row is trained where ids are dropped; otherwise it has its initial values,
         # which all such items share.
@@ -163,32 +164,15 @@ class RankingEvaluator:
     @property
     def validated(self) -> list[str]:
         """Names of the figures of :meth:`validate`."""
-        return [
-            *([] if "validation" in self._data.evaluation.candidates else ["auc"]),
-            *(f"{name}@{k}" for name, k in self._ranking_figures),
-        ]
+        return self.ranking_names if "validation" in self._data.evaluation.candidates else ["auc", *self.ranking_names]
 
-    def validate(self) -> Record:
-        """Returns the ranking figures of the validation items, and AUC if the whole catalogue is ranked."""
-        return self._figures("validation")
-
-    def test(self) -> Record:
-        """Returns these figures on the test items; each user's validation items then count as taken."""
-        self._model.eval()
-        return self._figures("test")
+    def question(self, split: str) -> TaskQuestion:
+        """Returns the question about the held-out items of a split."""
+        return heldout_question(self._data, split, self.ranking_figures)
 
     def baseline(self, split: str) -> Record:
         """Returns the ranking figures of the popularity ranking on the same items and candidates."""
-        return heldout_question(self._data, split, self._ranking_figures).of_popularity(
-            torch.from_numpy(self._data.popularity())
-        )
-
-    def beside(self, split: str) -> Beside:
-        """Returns the figures of EASE and ALS on the same items and candidates.
-
-        They are fitted on the training rows; of a user they know the items that a ranking leaves out as taken.
-        """
-        return heldout_question(self._data, split, self._ranking_figures).of_closed_forms(self._closed_forms)
+        return self.question(split).of_popularity(torch.from_numpy(self._data.popularity()))
 
     def example(self) -> str:
         """Returns the recommendations for the user of the first test row, as text."""
@@ -199,10 +183,10 @@ class RankingEvaluator:
         row = self._data.test.slice(user_row, user_row + 1)
         user = row["user_id"].values
         row = self._with_oov_ids(row, "user_id")
-        model = self._model.module
+        model = self.model.module
         with torch.no_grad():
             items = self._catalogue()
-            vector = model.embed("user", self._builder.user_batch(row).to(self._runtime.device))
+            vector = model.embed("user", self._builder.user_batch(row).to(self.runtime.device))
             scores = model.interaction.score_all(vector, items)[0].cpu()
         scores[0] = -torch.inf
         scores[torch.from_numpy(self._data.seen(user, "train", "validation").values)] = -torch.inf
@@ -215,15 +199,15 @@ class RankingEvaluator:
         Hard negatives are the ``k`` items that the model ranks highest among those that a user has not taken: users
         (N,) to rows (N, k), with 0 if there are fewer. The function itself needs no other rank.
         """
-        self._model.eval()
+        self.model.eval()
         owners = self._data.train["user_id"].values
         # A user's last row has the longest history.
         users, from_end = np.unique(owners[::-1], return_index=True)
-        model = self._model.module
+        model = self.model.module
         train = self._data.train.take(len(owners) - 1 - from_end)
-        shares = metrics.own_share(len(users), self._runtime)
+        shares = metrics.own_share(len(users), self.runtime)
         batches = ((self._builder.user_batch(train.slice(rows.start, rows.stop)), keep) for rows, keep in shares)
-        vectors = metrics.embed_all(model, "user", batches, self._runtime)
+        vectors = metrics.embed_all(model, "user", batches, self.runtime)
         items = self._catalogue()
 
         @torch.no_grad()
@@ -240,48 +224,38 @@ class RankingEvaluator:
 
         return index
 
-    def _figures(self, split: str) -> Record:
+    def figures(self, split: str) -> Record:
+        """Returns figures by name on the held-out rows of a split."""
         chunk = self._with_oov_ids(getattr(self._data, split).take(_query_rows(self._data, split)), "user_id")
-        shares = metrics.own_share(chunk.num_rows, self._runtime)
+        shares = metrics.own_share(chunk.num_rows, self.runtime)
         queries = ((self._builder.user_batch(chunk.slice(rows.start, rows.stop)), keep) for rows, keep in shares)
-        model = self._model.module
+        model = self.model.module
         items = self._item_batches(self._data.items.num_rows)
-        figures = heldout_question(self._data, split, self._ranking_figures).of_model(
-            model, self._runtime, queries, items
-        )
+        figures = self.question(split).of_model(model, self.runtime, queries, items)
         whole = split not in self._data.evaluation.candidates
         return {"auc": self._auc(split), **figures} if whole else figures
 
     def _auc(self, split: str) -> float:
         config = LoaderConfig(batch_size=4096, negatives=0, label="label", shuffle=False)
-        rank = self._runtime.rank
-        world_size = self._runtime.world_size
+        rank = self.runtime.rank
+        world_size = self.runtime.world_size
         loader = ChunkLoader(
-            self._labelled[split], self._schema, config=config, items=self._items, rank=rank, world_size=world_size
+            self._labelled[split], self.schema, config=config, items=self._items, rank=rank, world_size=world_size
         )
-        with torch.no_grad():
-            outputs = [
-                self._model.module(batch.to(self._runtime.device))[1] for batch in metrics.watched(loader, len(loader))
-            ]
-        logits = torch.cat([output.logits for output in outputs])
-        labels = torch.cat([output.labels for output in outputs])
-        weights = torch.cat([output.weights for output in outputs])
-        return metrics.auc(logits, labels, weights, self._runtime)
+        return metrics.auc(*self.predictions(loader), self.runtime)
 
     def _with_oov_ids(self, rows: Chunk, name: str) -> Chunk:
         """Replaces ids without a training row by the unknown id."""
-        feature = self._schema.feature(name)
+        feature = self.schema.feature(name)
         return unseen_as_oov(rows, self._data.train, feature) if feature else rows
 
     def _item_batches(self, rows: int) -> Iterator[metrics.Kept]:
         ids = np.arange(rows)
-        return (
-            (self._builder.item_batch(ids[rows]), keep) for rows, keep in metrics.own_share(len(ids), self._runtime)
-        )
+        return ((self._builder.item_batch(ids[rows]), keep) for rows, keep in metrics.own_share(len(ids), self.runtime))
 
     def _catalogue(self) -> torch.Tensor:
         batches = self._item_batches(self._data.num_items + 1)
-        return metrics.embed_all(self._model.module, "item", batches, self._runtime)
+        return metrics.embed_all(self.model.module, "item", batches, self.runtime)
 
 
 def heldout_question(data: InteractionData, split: str, figures: Figures) -> TaskQuestion:

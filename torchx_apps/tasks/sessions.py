@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -24,19 +24,19 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.session import CANDIDATES
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train import metrics
-from torchrec_ext.train.config import ClosedFormConfig, Figure, Record
-from torchx_apps.tasks.baselines import Beside, ClosedForms
+from torchrec_ext.train.config import Figure, Record
+from torchx_apps.tasks.baselines import ClosedForms
 from torchx_apps.tasks.export_data import ExportData, of_sequences
-from torchx_apps.tasks.named_data import NamedData
 from torchx_apps.tasks.question import TaskQuestion
+from torchx_apps.tasks.task import RankedEvaluator, RankedTask
 
 K = 10
 SHOWN = 5
 
 
 @dataclass(frozen=True)
-class SessionTask(NamedData):
-    """Ranks each user's last items among all items not taken before; see :class:`torchx_apps.tasks.job.Task`.
+class SessionTask(RankedTask):
+    """Ranks each user's last items among all items not taken before; see :class:`torchx_apps.tasks.task.Task`.
 
     Where the set gives candidates, each is ranked among its own.
 
@@ -48,8 +48,6 @@ class SessionTask(NamedData):
     baseline_name: str = "popularity"
     validates: bool = True
     figures: Sequence[tuple[Figure, int]] = (("hr", K), ("ndcg", K))
-    baselines: Sequence[str] = ()  # those that take little time where empty
-    closed_form: ClosedFormConfig = field(default_factory=ClosedFormConfig)
 
     @cached_property
     def closed_forms(self) -> ClosedForms:
@@ -110,8 +108,8 @@ class SessionTask(NamedData):
         return of_sequences(self.data)
 
 
-class SessionEvaluator:
-    """Evaluates a model on the held-out items; every rank calls each method but ``baseline`` and ``beside``."""
+class SessionEvaluator(RankedEvaluator):
+    """Ranks the held-out items of each user; in the test the user's validation item counts as taken before."""
 
     def __init__(
         self,
@@ -122,35 +120,19 @@ class SessionEvaluator:
         figures: Sequence[tuple[Figure, int]],
         closed_forms: ClosedForms | None = None,
     ) -> None:
-        self._closed_forms = closed_forms
+        super().__init__(schema, model, runtime, figures, closed_forms)
         self._data = data
-        self._model = model
-        self._runtime = runtime
-        self._ranking_figures = figures
         self._batches = SessionBatches(schema)
         self._held_out = {split: data.held_out(split) for split in HELD_OUT}
 
     @property
     def validated(self) -> list[str]:
         """Names of the figures of :meth:`validate`."""
-        return [f"{name}@{k}" for name, k in self._ranking_figures]
-
-    def validate(self) -> Record:
-        """Returns the figures on the validation items."""
-        return self._figures("validation")
-
-    def test(self) -> Record:
-        """Returns the figures on the test items; each user's validation item then counts as taken before."""
-        self._model.eval()
-        return self._figures("test")
+        return self.ranking_names
 
     def baseline(self, split: str) -> Record:
         """Returns the figures of the popularity ranking on the same items and candidates."""
-        return self._question(split).of_popularity(torch.from_numpy(self._data.popularity()))
-
-    def beside(self, split: str) -> Beside:
-        """Returns the figures of EASE and ALS on the same items and candidates; they know no order of items."""
-        return self._question(split).of_closed_forms(self._closed_forms)
+        return self.question(split).of_popularity(torch.from_numpy(self._data.popularity()))
 
     def example(self) -> str:
         """Describes the first test user's last items and the model's recommendations after them."""
@@ -159,10 +141,10 @@ class SessionEvaluator:
         rows = held_out.target_rows
         answers = held_out.targets[:1] if rows is None else held_out.targets[rows == 0]
         with torch.no_grad():
-            items = metrics.embed_all(self._model.module, "item", self._items(), self._runtime)
-            batch = self._batches.sessions(most_recent(before, self._data.max_length)).to(self._runtime.device)
-            session = self._model.module.embed("session", batch)
-            scores = self._model.module.interaction.score_all(session, items)[0].cpu()
+            items = metrics.embed_all(self.model.module, "item", self._items(), self.runtime)
+            batch = self._batches.sessions(most_recent(before, self._data.max_length)).to(self.runtime.device)
+            session = self.model.module.embed("session", batch)
+            scores = self.model.module.interaction.score_all(session, items)[0].cpu()
         scores[0] = -torch.inf
         scores[torch.from_numpy(before.values)] = -torch.inf
         best = scores.topk(min(K, int((scores > -torch.inf).sum())))
@@ -178,27 +160,29 @@ class SessionEvaluator:
     def _name(self, item: int) -> str:
         return f"item {item if self._data.item_ids is None else self._data.item_ids[item]}"
 
-    def _figures(self, split: str) -> Record:
+    def figures(self, split: str) -> Record:
+        """Returns figures by name on the held-out rows of a split."""
         sessions = self._sessions(most_recent(self._held_out[split].before, self._data.max_length))
-        return self._question(split).of_model(
-            self._model.module, self._runtime, sessions, self._items(), towers=("session", "item")
+        return self.question(split).of_model(
+            self.model.module, self.runtime, sessions, self._items(), towers=("session", "item")
         )
 
-    def _question(self, split: str) -> TaskQuestion:
+    def question(self, split: str) -> TaskQuestion:
+        """Returns the question about the held-out items of a split."""
         held_out = self._held_out[split]
         candidates = self._data.candidates.get(split)
         if candidates is None:
-            return TaskQuestion(asked=_of_catalogue(held_out), known=held_out.before, figures=self._ranking_figures)
+            return TaskQuestion(asked=_of_catalogue(held_out), known=held_out.before, figures=self.ranking_figures)
         ids = np.concatenate([held_out.targets[:, None], candidates], axis=1)
-        return TaskQuestion(asked=torch.from_numpy(ids), known=held_out.before, figures=self._ranking_figures)
+        return TaskQuestion(asked=torch.from_numpy(ids), known=held_out.before, figures=self.ranking_figures)
 
     def _sessions(self, sessions: Column) -> Iterator[metrics.Kept]:
-        for rows, keep in metrics.own_share(len(sessions), self._runtime):
+        for rows, keep in metrics.own_share(len(sessions), self.runtime):
             yield self._batches.sessions(sessions.slice(rows.start, rows.stop)), keep
 
     def _items(self) -> Iterator[metrics.Kept]:
         ids = np.arange(self._data.num_items + 1)
-        return ((self._batches.items(ids[rows]), keep) for rows, keep in metrics.own_share(len(ids), self._runtime))
+        return ((self._batches.items(ids[rows]), keep) for rows, keep in metrics.own_share(len(ids), self.runtime))
 
 
 def _of_catalogue(held_out: HeldOut) -> metrics.Question:

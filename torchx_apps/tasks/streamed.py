@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -21,26 +21,30 @@ from torchrec_ext.data.negatives.mixed import CatalogueCandidates
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train import metrics
-from torchrec_ext.train.config import ClosedFormConfig, Figure, Record
-from torchx_apps.tasks.baselines import Beside, ClosedForms
+from torchrec_ext.train.config import Figure, Record
+from torchx_apps.tasks.baselines import ClosedForms
 from torchx_apps.tasks.export_data import ExportData, of_streamed, tower_columns, without_item, without_item_tower
-from torchx_apps.tasks.named_data import NamedData
 from torchx_apps.tasks.question import TaskQuestion
+from torchx_apps.tasks.task import RankedEvaluator, RankedTask
 
 # Rows of a rank's batch in an evaluation.
 BATCH_ROWS = 8_192
 
 
 @dataclass(frozen=True)
-class StreamedTask(NamedData):
-    """Predicts the labels of held-out rows of ``data``; see :class:`torchx_apps.tasks.job.Task`."""
+class StreamedTask(RankedTask):
+    """Predicts the labels of held-out rows of ``data``; see :class:`torchx_apps.tasks.task.Task`."""
+
+    ranked_by: ClassVar[str] = "data.ranked"
 
     data: StreamedData
     asked: str = "test rows"
     baseline_name: str = "the same for all, by popularity"
-    figures: Sequence[tuple[Figure, int]] = ()  # of the catalogue's ranking; HR@10 and NDCG@10 where empty
-    baselines: Sequence[str] = ()  # those that take little time where empty
-    closed_form: ClosedFormConfig = field(default_factory=ClosedFormConfig)
+
+    @property
+    def prepared(self) -> StreamedData:
+        """The folder of rec.data.preprocess that the rows come from."""
+        return self.data
 
     @cached_property
     def closed_forms(self) -> ClosedForms | None:
@@ -120,8 +124,8 @@ class _RankedRows(NamedTuple):
     question: TaskQuestion
 
 
-class StreamedEvaluator:
-    """Evaluates on rows read a batch at a time; every rank calls each method but ``baseline`` and ``beside``.
+class StreamedEvaluator(RankedEvaluator):
+    """Evaluates on rows read a batch at a time.
 
     Where the preprocessing names the columns of user and item, and the item's columns are those of the model's last
     tower, the whole catalogue is ranked for held-out rows with label 1, without the items that the same user has
@@ -137,7 +141,7 @@ class StreamedEvaluator:
         figures: Sequence[tuple[Figure, int]] = (),
         closed_forms: ClosedForms | None = None,
     ) -> None:
-        self._closed_forms = closed_forms
+        super().__init__(schema, model, runtime, figures or (("hr", 10), ("ndcg", 10)), closed_forms)
         baseline_names = closed_forms.names if closed_forms else ()
         if (figures or baseline_names) and ranking_towers(model.module, data) is None:
             metrics_named = f"evaluation.metrics={','.join(f'{name}@{k}' for name, k in figures)}"
@@ -147,37 +151,15 @@ class StreamedEvaluator:
                 "data.ranked above 0, and a last tower that reads the item's columns, and no others"
             )
         self._data = data
-        self._schema = schema
-        self._model = model
-        self._runtime = runtime
-        self._ranking_figures: Sequence[tuple[Figure, int]] = figures or (("hr", 10), ("ndcg", 10))
         self._questions: dict[str, _RankedRows | None] = {}
-
-    @property
-    def _calibrated(self) -> bool:
-        """Whether the model's logits are odds, rather than scores for ranking only."""
-        return bool(getattr(self._model.module, "calibrated", True))
 
     @property
     def validated(self) -> list[str]:
         """Names of the figures of :meth:`validate`."""
-        prefixes = [f"{name}_" for name in getattr(self._model.module, "tasks", ())] or [""]
-        names = metrics.classification_names(calibrated=self._calibrated)
-        ranked = (
-            [f"{name}@{k}" for name, k in self._ranking_figures]
-            if ranking_towers(self._model.module, self._data)
-            else []
-        )
+        prefixes = [f"{name}_" for name in getattr(self.model.module, "tasks", ())] or [""]
+        names = metrics.classification_names(calibrated=self.calibrated)
+        ranked = self.ranking_names if ranking_towers(self.model.module, self._data) else []
         return [*(f"{prefix}{name}" for prefix in prefixes for name in names), *ranked]
-
-    def validate(self) -> Record:
-        """Returns the figures on the validation rows."""
-        return self._figures("validation")
-
-    def test(self) -> Record:
-        """Returns the figures on the test rows."""
-        self._model.eval()
-        return self._figures("test")
 
     def baseline(self, split: str) -> Record:
         """Returns the figures of the best constant, the training rows' share of positives, and popularity's ranking."""
@@ -186,26 +168,26 @@ class StreamedEvaluator:
             rate = positive / total if total else 0.0
             classes = ((rate, share), (1 - rate, 1 - share))
             figures[f"{prefix}auc"] = 0.5
-            if self._calibrated:
+            if self.calibrated:
                 figures[f"{prefix}log_loss"] = -sum(weight * math.log(chance) for weight, chance in classes if weight)
-        ranked = self._ranked_rows(split)
-        if ranked is None:
-            return figures
-        return figures | ranked.question.of_popularity(torch.from_numpy(self._data.popularity))
+        question = self.question(split)
+        if question is not None:
+            figures |= question.of_popularity(torch.from_numpy(self._data.popularity))
+        return figures
 
-    def beside(self, split: str) -> Beside:
-        """Returns the figures of EASE and ALS for the same rows; they know a user's items of training rows."""
+    def question(self, split: str) -> TaskQuestion | None:
+        """Returns the question about held-out rows with label 1; None if the catalogue is not ranked."""
         ranked = self._ranked_rows(split)
-        return Beside({}, {}) if ranked is None else ranked.question.of_closed_forms(self._closed_forms)
+        return None if ranked is None else ranked.question
 
     def _constants(self, split: str) -> Iterator[tuple[str, tuple[float, float], float]]:
         """Yields each label's prefix of figures, its positives and their total, and their share in training."""
         data = self._data
-        tasks = list(getattr(self._model.module, "tasks", ()))
+        tasks = list(getattr(self.model.module, "tasks", ()))
         if not tasks:
             yield "", data.positives[split], data.share("train")
             return
-        of_clicked = self._model.module.rows == "positive"
+        of_clicked = self.model.module.rows == "positive"
         for number, name in enumerate(tasks):
             sums = []
             for of in (split, "train"):
@@ -214,13 +196,10 @@ class StreamedEvaluator:
                 sums.append((some, clicked) if of_clicked and number else (every, total))
             yield f"{name}_", sums[0], positive_share(*sums[1])
 
-    def example(self) -> str:
-        """Returns an empty text, since a row of ids means nothing to a person."""
-        return ""
-
-    def _figures(self, split: str) -> Record:
+    def figures(self, split: str) -> Record:
+        """Returns figures by name on the held-out rows of a split."""
         roles = self._data.roles
-        runtime = self._runtime
+        runtime = self.runtime
         config = LoaderConfig(
             batch_size=BATCH_ROWS * runtime.world_size,
             negatives=0,
@@ -231,11 +210,11 @@ class StreamedEvaluator:
         source = self._data.splits[split]
         rank = runtime.rank
         world_size = runtime.world_size
-        loader = ChunkLoader(source, self._schema, config=config, rank=rank, world_size=world_size, in_order=False)
+        loader = ChunkLoader(source, self.schema, config=config, rank=rank, world_size=world_size, in_order=False)
         figures: dict[str, metrics.ClassificationMetrics] = {}
         with torch.no_grad():
             for batch in metrics.watched(loader, len(loader)):
-                output = self._model.module(batch.to(runtime.device))[1]
+                output = self.model.module(batch.to(runtime.device))[1]
                 tasks = getattr(output, "tasks", None)
                 for prefix, each in {f"{name}_": of for name, of in tasks.items()}.items() if tasks else [("", output)]:
                     classification = figures.setdefault(prefix, metrics.ClassificationMetrics(runtime.device))
@@ -244,17 +223,17 @@ class StreamedEvaluator:
             f"{prefix}{name}": value
             for prefix, classification in figures.items()
             for name, value in classification.compute(runtime).items()
-            if name == "auc" or (self._calibrated and name != "auc_error")
+            if name == "auc" or (self.calibrated and name != "auc_error")
         }
         return {**record, **self._ranking(split)}
 
     def _ranked_rows(self, split: str) -> _RankedRows | None:
         """Returns the rows to rank the catalogue for; None if it is not ranked."""
         if split not in self._questions:
-            towers = ranking_towers(self._model.module, self._data)
+            towers = ranking_towers(self.model.module, self._data)
             rows = held_out_rows(self._data, split) if towers else Chunk({})
             self._questions[split] = (
-                _RankedRows(towers, rows, question_of(self._data, rows, self._ranking_figures))
+                _RankedRows(towers, rows, question_of(self._data, rows, self.ranking_figures))
                 if towers and rows.num_rows
                 else None
             )
@@ -266,14 +245,14 @@ class StreamedEvaluator:
         if ranked is None:
             return {}
         _, items = self._data.items
-        builder = BatchBuilder(self._schema, items)
-        shares = metrics.own_share(ranked.rows.num_rows, self._runtime)
+        builder = BatchBuilder(self.schema, items)
+        shares = metrics.own_share(ranked.rows.num_rows, self.runtime)
         queries = ((builder.user_batch(ranked.rows.slice(rows.start, rows.stop)), keep) for rows, keep in shares)
         ids = np.arange(items.num_rows)
         batches = (
-            (builder.item_batch(ids[rows]), keep) for rows, keep in metrics.own_share(items.num_rows, self._runtime)
+            (builder.item_batch(ids[rows]), keep) for rows, keep in metrics.own_share(items.num_rows, self.runtime)
         )
-        return ranked.question.of_model(self._model.module, self._runtime, queries, batches, towers=ranked.towers)
+        return ranked.question.of_model(self.model.module, self.runtime, queries, batches, towers=ranked.towers)
 
 
 def _clicked(data: StreamedData, user: str, item: str) -> tuple[Int64, Int64]:

@@ -1,0 +1,361 @@
+"""A job's parts on its ranks: its data, model and loader, and the one decision where towers and tables are."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import math
+import os
+import warnings
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ShardingPlan
+
+from torchrec_ext.data.datasets.catalog import DatasetUnavailable
+from torchrec_ext.data.loader.config import LoaderConfig
+from torchrec_ext.data.loader.epochs import Epochs
+from torchrec_ext.data.loader.id_dropout import IdDropout
+from torchrec_ext.distributed.autotune.choose import EVERYWHERE, Decision, auto_plan
+from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
+from torchrec_ext.distributed.parallel import hybrid_parallel
+from torchrec_ext.distributed.plan.explain import explain
+from torchrec_ext.distributed.plan.planner import free_tables, plan_sharding, why_on_all_ranks
+from torchrec_ext.distributed.runtime import Runtime, available_memory
+from torchrec_ext.distributed.sharders import codecs_of
+from torchrec_ext.distributed.streams import on_streams
+from torchrec_ext.models.tower_model import TowerModel
+from torchrec_ext.modules.config import LOSSES
+from torchrec_ext.schema import BatchSchema
+from torchrec_ext.train.loop import checked_steps
+from torchx_apps.tasks.job import Job, schema_of
+from torchx_apps.tasks.task import Task
+
+_FORMAT = warnings.formatwarning
+# Batches for the trials of plan.towers=auto, used in turn.
+_BATCHES = 4
+# Measured: 10,000 x 10,000 scores of .4 GB took 1.36 GB more, for scores, corrections, shares and gradient.
+_SCORE_COPIES = 4
+# Vectors of all items on each rank: gathered, their gradient, its copy to send, and the optimizer's.
+_VECTOR_COPIES = 4
+
+
+class JobParts(NamedTuple):
+    """A job as it is loaded and placed, with the parts that it trains.
+
+    Attributes:
+        job: the job, with the placement of its towers and the columns of its labels.
+        model: the untrained model, its tables on the meta device.
+        schema: schema of the model's batches.
+        loader: this rank's training batches.
+        plan: where the tables are.
+        plan_text: explanation of the plan.
+        decision: the placements that were tried, if any.
+    """
+
+    job: Job
+    model: nn.Module
+    schema: BatchSchema
+    loader: Any
+    plan: ShardingPlan
+    plan_text: str
+    decision: Decision | None
+
+
+def set_up(job: Job, task: Task, runtime: Runtime, *, tries_placements: bool = True) -> JobParts:
+    """Builds a job's model and loader, and decides once where towers and tables are. Collective.
+
+    Args:
+        job: the job.
+        task: its loaded data.
+        runtime: this rank's runtime.
+        tries_placements: try placements under ``plan.towers=auto``; otherwise all towers are on all ranks.
+    """
+    job = as_loaded(job, task)
+    torch.manual_seed(job.train.seed)
+    model = build_model(job, task)
+    decision = None
+    if tries_placements:
+        job, decision = place_towers(job, task, model, runtime)
+    merge_lookups(job, model, runtime.world_size)
+    schema = schema_of(job, task, model)
+    loader = loader_of(job, task, schema, runtime)
+    plan, text = plan_job(job, model, decision, runtime)
+    return JobParts(job, model, schema, loader, plan, text, decision)
+
+
+def load_task(job: Job, runtime: Runtime) -> Task:
+    """Loads the job's data on every rank, after one rank of each host has looked for it or downloaded it. Collective.
+
+    Raises:
+        DatasetUnavailable: the set is not to be had, and ``job.fallback`` names no other.
+    """
+    reason = None
+    if runtime.local_rank == 0:
+        try:
+            task = job.task(job.data, progress=runtime.is_main)
+        except DatasetUnavailable as error:
+            reason = str(error)
+    reasons: list[str | None] = [None] * runtime.world_size
+    dist.all_gather_object(reasons, reason)
+    reason = next(filter(None, reasons), None)
+    data = job.data
+    if reason is not None:
+        if job.fallback is None:
+            raise DatasetUnavailable(reason)
+        if runtime.is_main:
+            print(f"note: {reason}\nnote: training on the generated set '{job.fallback}' instead")
+        data = dataclasses.replace(data, name=job.fallback)
+    if reason is not None or runtime.local_rank:
+        task = job.task(data, progress=False)
+    return task.with_evaluation(job.evaluation, job.closed_form)
+
+
+def as_loaded(job: Job, task: Task) -> Job:
+    """Returns the job with the name of the loaded set, perhaps a fallback's, and the columns of its labels."""
+    data = dataclasses.replace(job.data, name=task.name)
+    return dataclasses.replace(job, data=data, loader=task.with_roles(job.loader))
+
+
+def build_model(job: Job, task: Task) -> nn.Module:
+    """Builds the untrained model of a job; it predicts the training rows' share of positives if that is known.
+
+    Raises:
+        ValueError: its loss cannot learn from the rows that the job's loader makes, or the job must end with a bundle,
+            and rows or towers cannot be served.
+    """
+    model: nn.Module = job.build(job.model, task.data)
+    if job.export == "require" and (reason := task.unservable(model)):
+        raise ValueError(f"export=require: {reason}")
+    if isinstance(model, TowerModel):
+        model.expect_rows(negatives=job.loader.negatives, label=job.loader.label)
+        shares = task.positives(job.loader, model.schema(out_of_range=job.model.out_of_range).tasks)
+        if shares:
+            model.begin_at(shares)
+    return model
+
+
+def merge_lookups(job: Job, model: nn.Module, world_size: int) -> None:
+    """Merges the look-ups of a model's towers into one exchange as ``job.lookups`` says, before planning.
+
+    ``auto`` merges where that saves exchanges and nothing prevents it: there are several ranks, all towers are on all
+    of them, and no optimizer is given to a table by the path of its tower.
+
+    Raises:
+        ValueError: ``merged`` for a model that is not made of towers.
+    """
+    merge = getattr(model, "merge_lookups", None)
+    if merge is None:
+        if job.lookups == "merged":
+            raise ValueError(
+                f"lookups=merged: {type(model).__name__} has no look-ups of several towers; leave it at auto"
+            )
+        return
+    by_path = any("." in exception.partition("=")[0] for exception in job.optimizer.per_table)
+    helps = world_size > 1 and job.plan.towers == "data_parallel" and not by_path
+    if job.lookups == "merged" or (job.lookups == "auto" and helps):
+        merge()
+
+
+def place_towers(job: Job, task: Task, model: Any, runtime: Runtime) -> tuple[Job, Decision | None]:
+    """Tries placements of the towers if ``plan.towers`` is ``auto`` and there are several ranks. Collective.
+
+    Returns:
+        The job with the placement that was chosen, and the decision; the job as it is and None if none was needed.
+    """
+    if job.plan.towers != "auto" or runtime.world_size == 1:
+        return job, None
+    loader = task.loader(schema_of(job, task, model), job.loader, rank=runtime.rank, world_size=runtime.world_size)
+    loader.set_epoch(0)
+    if job.lookups == "merged":
+        merge_lookups(job, model, runtime.world_size)
+    flat = dataclasses.replace(job, plan=dataclasses.replace(job.plan, towers=EVERYWHERE))
+    everywhere = copy.deepcopy(model)
+    merge_lookups(flat, everywhere, runtime.world_size)
+    batches = list(islice(loader, _BATCHES))
+    plan, decision = auto_plan(
+        model,
+        batches[0],
+        runtime,
+        job.plan,
+        job.optimizer,
+        everywhere=everywhere,
+        together=why_on_every_rank(job),
+        more=batches[1:],
+        steps=partial(checked_steps, config=job.train),
+    )
+    return dataclasses.replace(job, plan=plan), decision
+
+
+def why_on_every_rank(job: Job) -> str:
+    """Explains why the towers of a job must run on every rank; empty if they need not."""
+    if not job.sync.agrees_every_step:
+        return f"sync.mode={job.sync.mode} averages towers that every rank has"
+    if job.sync.table_copies > 1:
+        return f"sync.table_copies={job.sync.table_copies}: towers on ranks of their own have one copy"
+    if job.plan.quantised:
+        return "quantised communication is of tables that all ranks share"
+    return next(filter(None, map(why_on_all_ranks, job.plan.asked)), "")
+
+
+def seeded(job: Job) -> LoaderConfig:
+    """Returns the loader's settings with both seeds added: loader.seed changes order and negatives, train.seed all."""
+    return dataclasses.replace(job.loader, seed=job.train.seed + job.loader.seed)
+
+
+def loader_of(job: Job, task: Task, schema: BatchSchema, runtime: Runtime) -> Any:
+    """Returns the loader of this rank's training batches."""
+    config = seeded(job)
+    loader = task.loader(schema, config, rank=runtime.rank, world_size=runtime.world_size)
+    samples = loader.num_samples if isinstance(loader, Epochs) else config.batch_size
+    if samples < config.batch_size and runtime.is_main:
+        print(
+            f"note: loader.batch_size={config.batch_size} is more than an epoch has: each step takes all {samples:,} "
+            "samples"
+        )
+    _check_scores(job, task, min(samples, config.batch_size), runtime)
+    return IdDropout(loader, schema, job.id_dropout_rates(), seed=config.seed) if job.id_dropout else loader
+
+
+def _check_scores(job: Job, task: Task, samples: int, runtime: Runtime) -> None:
+    """Refuses a softmax over a batch if its scores, one per pair of rows, exceed this host's memory.
+
+    Of rows with labels only those with a label above 0 are scored.
+
+    Raises:
+        ValueError: naming the sizes, and a batch that fits.
+    """
+    loss: Any = getattr(job.model, "loss", None)
+    if loss not in LOSSES or not LOSSES[loss].shared:
+        return
+    local_steps = job.sync.takes_local_steps and runtime.world_size > 1
+    if LOSSES[loss].catalogue and local_steps and hasattr(job.model, "tower_widths"):
+        raise ValueError(
+            f"sync.mode={job.sync.mode} with model.loss=catalogue: item towers drift apart between exchanges, so one "
+            "softmax cannot compare them; set sync.mode=every_step, or model.loss=in_batch"
+        )
+    if runtime.device.type != "cpu":
+        return
+    if LOSSES[loss].catalogue:
+        _check_catalogue(job, task, runtime)
+        return
+    if job.loader.label:
+        samples = math.ceil(samples * task.positives(job.loader)[0])
+    each = 4 * _SCORE_COPIES * runtime.local_world_size / runtime.world_size
+    size = each * samples * (samples + job.loader.shared_negatives)
+    free = available_memory()
+    if size > free:
+        fits = max(1, int(math.sqrt(free / each)))
+        raise ValueError(
+            f"loader.batch_size={job.loader.batch_size} with model.loss={loss}: {samples:,} queries by "
+            f"{samples + job.loader.shared_negatives:,} candidates take {size / 2**30:,.1f} GiB, {free / 2**30:,.1f} "
+            f"are free; set loader.batch_size to {fits:,} or less"
+        )
+
+
+def _check_catalogue(job: Job, task: Task, runtime: Runtime) -> None:
+    """Refuses a softmax over a catalogue if its vectors exceed this host's memory; scores are made in blocks.
+
+    Raises:
+        ValueError: naming the sizes.
+    """
+    items = task.data.num_items
+    widths = getattr(job.model, "tower_widths", ()) or (job.model.embedding_dim,)
+    vectors = 4 * _VECTOR_COPIES * items * widths[-1] * runtime.local_world_size
+    layers = 4 * 2 * items * (job.model.embedding_dim + sum(widths)) * runtime.local_world_size / runtime.world_size
+    size = vectors + layers
+    free = available_memory()
+    if size > free:
+        raise ValueError(
+            f"model.loss=catalogue: {items:,} vectors of width {widths[-1]} and their layers take "
+            f"{size / 2**30:,.1f} GiB on each rank, {free / 2**30:,.1f} are free; set narrower model.tower_widths, "
+            "or model.loss=in_batch"
+        )
+
+
+def plan_job(job: Job, model: nn.Module, decision: Decision | None, runtime: Runtime) -> tuple[ShardingPlan, str]:
+    """Plans the model's tables; returns the plan and its explanation."""
+    rows = job.loader.rank_rows(runtime.world_size)
+    constraints, whole = free_tables(model, runtime, job.plan, job.optimizer, job.sync, measured=decision is not None)
+    plan = plan_sharding(
+        model,
+        runtime,
+        job.plan,
+        optimizer=job.optimizer,
+        batch_size=rows,
+        constraints=constraints,
+        table_copies=job.sync.table_copies,
+    )
+    captured = rows if runtime.world_size == 1 and job.train.compile == "require" else 0
+    text = explain(plan, model, job.sync.table_ranks(runtime.world_size), captured_rows=captured)
+    if job.plan.quantised:
+        text += (
+            f"\nranks send each other embeddings in {job.plan.forward_precision}, their gradients in "
+            f"{job.plan.backward_precision}"
+            if runtime.world_size > 1
+            else "\nplan.forward_precision, plan.backward_precision: one rank sends nothing, and nothing is rounded"
+        )
+    for line in (whole, hosts_note(job.plan.sharding, runtime.world_size // runtime.local_world_size)):
+        text += f"\n{line}" if line else ""
+    return plan, text if decision is None else f"{text}\n\n{decision.text()}"
+
+
+def hosts_note(sharding: str, hosts: int) -> str:
+    """Notes in a line that a plan depends on the number of hosts; empty for a plan that does not.
+
+    Example:
+        >>> hosts_note("auto", 1), hosts_note("row_wise", 2), hosts_note("auto", 2)[:39]
+        ('', '', 'plan.sharding=auto: made for 2 hosts; a')
+    """
+    if hosts == 1 or sharding != "auto":
+        return ""
+    return (
+        f"plan.sharding=auto: made for {hosts} hosts; another number of hosts may get another plan, which rounds "
+        "otherwise; to compare figures, set plan.sharding=row_wise, or another type, for both"
+    )
+
+
+def shard_job(parts: JobParts, runtime: Runtime) -> tuple[DistributedModelParallel, HybridOptimizer]:
+    """Shards the model over the ranks, and puts its towers on CUDA streams if the job sets ``streams``."""
+    job = parts.job
+    parallel, optimizer = hybrid_parallel(
+        parts.model,
+        runtime,
+        plan=parts.plan,
+        optimizer=job.optimizer,
+        seed=job.train.seed,
+        table_copies=job.sync.table_copies,
+        codecs=codecs_of(job.plan) if runtime.world_size > 1 else None,
+    )
+    if job.streams:
+        message = on_streams(parallel, runtime.device)
+        if isinstance(message, str) and runtime.is_main:
+            print(message)
+    return parallel, optimizer
+
+
+def quieten_libraries() -> None:
+    """Silences torch's and torchrec's warnings to their developers; LOGLEVEL=INFO shows them."""
+    if os.environ.get("LOGLEVEL", "WARNING").upper() in ("INFO", "DEBUG"):
+        return
+    warnings.formatwarning = _one_line
+    # torch.profiler's library reads the variable when first used.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    logging.getLogger().setLevel(logging.ERROR)
+    for library in ("torch", "torchrec", "fbgemm_gpu"):
+        logging.getLogger(library).setLevel(logging.ERROR)
+        for category in (FutureWarning, DeprecationWarning, UserWarning):
+            warnings.filterwarnings("ignore", category=category, module=rf"{library}\b")
+
+
+def _one_line(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """Formats a UserWarning without its line of code; other warnings as Python does."""
+    return f"warning: {message}\n" if category is UserWarning else _FORMAT(message, category, filename, lineno, line)

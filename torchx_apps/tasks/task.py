@@ -1,0 +1,290 @@
+"""Task: a data set with the question that a model answers about it. Evaluator: the answers of a model, in figures."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchrec.distributed.model_parallel import DistributedModelParallel
+
+from torchrec_ext.batch import ResumableLoader
+from torchrec_ext.data.datasets.streamed import StreamedData
+from torchrec_ext.data.loader.config import LoaderConfig
+from torchrec_ext.data.loader.loader import ChunkLoader
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.retrieval.bundle.manifest import BundleError
+from torchrec_ext.schema import BatchSchema
+from torchrec_ext.train import metrics
+from torchrec_ext.train.config import ClosedFormConfig, EvaluationConfig, Figure, Record
+from torchx_apps.tasks.baselines import Beside, ClosedForms
+from torchx_apps.tasks.export_data import ExportData
+from torchx_apps.tasks.question import TaskQuestion
+
+
+class Evaluator(ABC):
+    """Evaluates a model on held-out data; every rank calls each method but :meth:`baseline` and :meth:`beside`.
+
+    Args:
+        schema: schema of the model's batches.
+        model: the sharded model.
+        runtime: this rank's runtime.
+    """
+
+    def __init__(self, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> None:
+        self.schema = schema
+        self.model = model
+        self.runtime = runtime
+
+    @property
+    @abstractmethod
+    def validated(self) -> list[str]:
+        """Names of the figures of :meth:`validate`."""
+
+    @abstractmethod
+    def figures(self, split: str) -> Record:
+        """Returns figures by name on the rows of ``validation`` or ``test``."""
+
+    @abstractmethod
+    def baseline(self, split: str) -> Record:
+        """Returns the figures of a ranking or prediction without a model, as a minimum for models."""
+
+    def validate(self) -> Record:
+        """Returns the figures on the validation rows, for early stopping and the choice of settings."""
+        return self.figures("validation")
+
+    def test(self) -> Record:
+        """Returns the figures on the test rows; switches the model to evaluation."""
+        self.model.eval()
+        return self.figures("test")
+
+    def beside(self, split: str) -> Beside:
+        """Returns the figures of EASE and ALS; none by default."""
+        del split
+        return Beside({}, {})
+
+    def example(self) -> str:
+        """Returns a few held-out rows as text for a person; empty by default, since ids mean nothing to a person."""
+        return ""
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether the model's logits are odds, rather than scores for ranking only."""
+        return bool(getattr(self.model.module, "calibrated", True))
+
+    def predictions(self, loader: ChunkLoader) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns logits, labels and weights of this rank's rows, (B,) each."""
+        with torch.no_grad():
+            outputs = [
+                self.model.module(batch.to(self.runtime.device))[1] for batch in metrics.watched(loader, len(loader))
+            ]
+        logits = torch.cat([output.logits for output in outputs])
+        labels = torch.cat([output.labels for output in outputs])
+        return logits, labels, torch.cat([output.weights for output in outputs])
+
+
+class RankedEvaluator(Evaluator):
+    """An evaluator with a ranking, whose question a model and its baselines answer side by side.
+
+    Args:
+        schema: schema of the model's batches.
+        model: the sharded model.
+        runtime: this rank's runtime.
+        figures: names of the ranking's figures with their numbers of items shown.
+        closed_forms: EASE and ALS of the training rows, if they are ranked too.
+    """
+
+    def __init__(
+        self,
+        schema: BatchSchema,
+        model: DistributedModelParallel,
+        runtime: Runtime,
+        figures: Sequence[tuple[Figure, int]],
+        closed_forms: ClosedForms | None,
+    ) -> None:
+        super().__init__(schema, model, runtime)
+        self.ranking_figures = figures
+        self._closed_forms = closed_forms
+
+    @abstractmethod
+    def question(self, split: str) -> TaskQuestion | None:
+        """Returns the ranking question about a split; None if nothing is ranked."""
+
+    @property
+    def ranking_names(self) -> list[str]:
+        """Names of the ranking's figures."""
+        return [f"{name}@{k}" for name, k in self.ranking_figures]
+
+    def beside(self, split: str) -> Beside:
+        """Returns the figures of EASE and ALS on the same question; they are fitted on the training rows."""
+        question = self.question(split)
+        return Beside({}, {}) if question is None else question.of_closed_forms(self._closed_forms)
+
+
+class Task(ABC):
+    """A data set with its question; equal on every rank.
+
+    A task says what its rows are, and makes their loader and evaluator. What else a job may ask has a default here.
+
+    Attributes:
+        data: the data, from which ``Job.build`` takes the number of rows of each table, for example. It has ``name``,
+            ``licence``, ``best``, ``vocab`` (rows of each column's table) and ``id_values`` (values behind its ids).
+        ranked_by: key of the setting that has the catalogue ranked; empty if there is no such setting.
+    """
+
+    data: Any
+    ranked_by: ClassVar[str] = ""
+
+    @property
+    def name(self) -> str:
+        """Name of the data set."""
+        return str(self.data.name)
+
+    @property
+    def licence(self) -> str | None:
+        """Terms of the data set's publisher, if known."""
+        licence: str | None = self.data.licence
+        return licence
+
+    @property
+    def best(self) -> Mapping[str, float]:
+        """Best possible figures of generated data, by name."""
+        best: Mapping[str, float] = self.data.best
+        return best
+
+    @property
+    @abstractmethod
+    def asked(self) -> str:
+        """Heading of the figures: the rows that are evaluated, and what against."""
+
+    @property
+    @abstractmethod
+    def baseline_name(self) -> str:
+        """Name of the baseline of :meth:`Evaluator.baseline`."""
+
+    @property
+    @abstractmethod
+    def validates(self) -> bool:
+        """Whether there are validation rows; without them nothing is measured while training."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Returns the set's name and size as one line."""
+
+    @abstractmethod
+    def loader(self, schema: BatchSchema, config: LoaderConfig, *, rank: int, world_size: int) -> ResumableLoader:
+        """Returns the loader of one rank's training batches.
+
+        Raises:
+            ValueError: nothing can be learned from this data with these settings.
+        """
+
+    @abstractmethod
+    def evaluator(self, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> Evaluator:
+        """Returns the evaluator of a model on this rank."""
+
+    @property
+    def prepared(self) -> StreamedData | None:
+        """The folder of rec.data.preprocess that the rows come from; none by default."""
+        return None
+
+    @property
+    def closed_forms(self) -> ClosedForms | None:
+        """EASE and ALS of the training rows; none by default."""
+        return None
+
+    @property
+    def oov_ids(self) -> Mapping[str, int]:
+        """Table row of ids unseen in training, by feature; none by default."""
+        return {}
+
+    def with_roles(self, config: LoaderConfig) -> LoaderConfig:
+        """Fills the loader's columns from the data; there is nothing to fill by default."""
+        return config
+
+    def with_evaluation(self, evaluation: EvaluationConfig, closed_form: ClosedFormConfig) -> Task:
+        """Returns the task with these figures and baselines; by default rows are not ranked.
+
+        Raises:
+            ValueError: figures or baselines are set, and the rows are not ranked.
+        """
+        del closed_form
+        settings = dataclasses.asdict(evaluation)
+        texts = [f"evaluation.{name}={','.join(value)}" for name, value in settings.items() if value]
+        if texts:
+            raise ValueError(
+                f"{', '.join(texts)}: the rows of '{self.name}' have labels, which are predicted and not ranked; leave "
+                "it out"
+            )
+        return self
+
+    def unservable(self, model: Any) -> str | None:
+        """Explains why no bundle can be made of these rows with this model; None if one can, as by default."""
+        del model
+        return None
+
+    def export_data(self, schema: BatchSchema) -> ExportData:
+        """Returns the part of the data needed to export a bundle.
+
+        Raises:
+            BundleError: there is none, as by default.
+        """
+        del schema
+        raise BundleError(
+            f"the task {type(self).__name__} has no method export_data(schema); write one (see "
+            "torchx_apps.tasks.export_data), or call torchrec_ext.retrieval.exporting.export.export with catalogue "
+            "and users"
+        )
+
+    def positives(self, config: LoaderConfig, tasks: Sequence[str] = ()) -> list[float]:
+        """Returns the weighted share of positives among the training rows as the loader gives them; never quite 0 or 1.
+
+        The list has an entry for the loader's labels and one for each of ``tasks``. It is empty if a column is
+        missing, which the loader refuses.
+
+        Args:
+            config: loader settings with the columns of labels and weights, and the negatives drawn for each row.
+            tasks: names of further columns of labels.
+        """
+        rows = self.data.train
+        names = [config.label, *tasks]
+        if any(name and name not in rows for name in (*names, config.weight)):
+            return []
+        weights = rows[config.weight].values.astype(np.float64) if config.weight else None
+        # Each row comes with its drawn negatives, which have label 0 in all tasks.
+        loaded = 1 + config.negatives
+        # Half a positive among all rows: log-odds of 0 or 1 would not be finite.
+        least = 0.5 / (rows.num_rows * loaded + 1)
+        shares = []
+        for name in names:
+            # Rows without a label are all positives.
+            share = np.average(rows[name].values, weights=weights) if name else 1.0
+            shares.append(float(np.clip(share / loaded, least, 1 - least)))
+        return shares
+
+
+@dataclass(frozen=True)
+class RankedTask(Task):
+    """A task whose items are ranked.
+
+    Args:
+        data: the data.
+        figures: names of the figures with their numbers of items shown; the task's usual ones if empty.
+        baselines: baselines to rank; those that take little time if empty.
+        closed_form: settings of EASE and ALS.
+    """
+
+    data: Any
+    figures: Sequence[tuple[Figure, int]] = ()
+    baselines: Sequence[str] = ()
+    closed_form: ClosedFormConfig = field(default_factory=ClosedFormConfig)
+
+    def with_evaluation(self, evaluation: EvaluationConfig, closed_form: ClosedFormConfig) -> RankedTask:
+        """Returns the task with these figures and baselines."""
+        figures = tuple(evaluation.figures) if evaluation.metrics else self.figures
+        return dataclasses.replace(self, figures=figures, baselines=evaluation.baselines, closed_form=closed_form)
