@@ -57,7 +57,7 @@ def _run(argv: Sequence[str]) -> int:
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
     _silence_torchruns_error_log()
-    options = run.parse_args(argv)
+    options = run.parse_args(argv)  # type: ignore[no-untyped-call]
     refusal = too_many(int(options.nproc_per_node)) if options.nproc_per_node.isdecimal() else ""
     if refusal:
         hand_over(refusal)
@@ -84,7 +84,7 @@ def _run(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, once(stop, stop))
     try:
         # Not run.main, whose wrapper writes the scheduler's reply file too, and not in one move.
-        run.run(options)
+        run.run(options)  # type: ignore[no-untyped-call]
     except ChildFailedError as failed:
         rank, failure = first_failure(failed.failures)
         hand_over(describe_failure(rank, failure))

@@ -148,7 +148,8 @@ class Run(CmdRun):
 
     def _start_log_thread(self, runner: Runner, app_handle: str) -> threading.Thread:
         if not self._ours or self._scheduler != _LOCAL:
-            return super()._start_log_thread(runner, app_handle)
+            upstream: threading.Thread = super()._start_log_thread(runner, app_handle)
+            return upstream
         thread = threading.Thread(target=print_output, args=(runner, app_handle, self._out, sys.stderr), daemon=True)
         thread.start()
         return thread

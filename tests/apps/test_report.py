@@ -34,7 +34,8 @@ def finished(path: Path, figures: dict[str, float]) -> None:
     task: Any = SimpleNamespace(name="mine", asked="test rows", baseline_name="the same for all", best={})
     history = [{"kind": "train", "rows": 10, "rows_per_s": 100.0, "data_wait": 0.0}]
     trained = report.Trained(history=history, seconds=1.0)
-    report.finish_training(Folder(path), task, figures, CONSTANT, "", trained, [100.0])  # type: ignore[arg-type]
+    tested = report.Tested(figures, CONSTANT, "", [100.0])
+    report.finish_training(Folder(path), task, tested, trained)  # type: ignore[arg-type]
 
 
 def test_a_model_that_is_worse_than_a_constant_is_told_with_its_remedy(
@@ -96,7 +97,8 @@ def test_the_last_line_says_where_the_steps_time_went_and_the_page_gets_what_is_
 ) -> None:
     task: Any = SimpleNamespace(name="mine", asked="test rows", baseline_name="the same for all", best={})
     folder = Folder(tmp_path)
-    report.finish_training(folder, task, {"auc": 0.7}, CONSTANT, "", trained(0.1, 0.5, 125.0), [10.0, 30.0])  # type: ignore[arg-type]
+    tested = report.Tested({"auc": 0.7}, CONSTANT, "", [10.0, 30.0])
+    report.finish_training(folder, task, tested, trained(0.1, 0.5, 125.0))  # type: ignore[arg-type]
     output = capsys.readouterr().out
     line = (
         "10.0% of the steps' time waiting for data, 50.0% in collectives, 40.0% computing; the largest rank took 30 MiB"

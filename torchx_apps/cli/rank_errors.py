@@ -1,4 +1,4 @@
-"""RankErrorHandler: torchrun's handler of a rank's error, which writes it in our words."""
+"""RankErrorHandler: writes a rank's error in our words; a file of its own, because it imports torch."""
 
 from __future__ import annotations
 

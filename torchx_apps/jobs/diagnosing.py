@@ -175,7 +175,7 @@ def eager_step(
     def step(batch: TowerBatch) -> Any:
         optimizer.zero_grad()
         loss, output = forward(batch)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         return output
 

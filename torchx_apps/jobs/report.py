@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tabulate import tabulate
 from tqdm import tqdm
@@ -133,28 +133,28 @@ def describe_data(task: Task) -> str:
     return f"data: {task.describe()}" + (f"\nlicence: {task.licence}" if task.licence else "")
 
 
+class Tested(NamedTuple):
+    """Figures of the model and, on rank 0, of the baseline on the test rows; rows for a person; each rank's MiB."""
+
+    figures: Record
+    baseline: Record
+    example: str
+    memory: Sequence[float]
+
+
 def finish_training(
-    folder: RunFolder,
-    task: Task,
-    figures: Record,
-    baseline: Record,
-    example: str,
-    trained: Trained,
-    memory: Sequence[float],
-    beside: Beside = NOTHING_BESIDE,
+    folder: RunFolder, task: Task, tested: Tested, trained: Trained, beside: Beside = NOTHING_BESIDE
 ) -> None:
     """Prints the figures and the example, and writes ``summary.json``.
 
     Args:
         folder: the run's folder, whose page gets what is known now.
         task: the task that was trained.
-        figures: figures on the test rows.
-        baseline: figures of the baseline there.
-        example: rows for a person, or an empty text.
+        tested: figures on the test rows, an example, and the most memory that each rank took.
         trained: how the training went.
-        memory: the most that each rank took, MiB.
         beside: figures of further baselines there.
     """
+    figures, baseline, example, memory = tested
     records = trained.records
     rate = sum(record["rows"] for record in records) / trained.steps_s
     shares = time_shares(trained.history)

@@ -46,18 +46,18 @@ def newest_run(recipe: str, runs: Path = Path("runs"), *, launch: str | None = N
         runs: folder of the run folders.
         launch: consider the runs of this launch alone, see :func:`launch_id`, as a rank that was started again does.
     """
-    folders = [
-        folder.parent for folder in runs.glob(f"{recipe}-*/{CHECKPOINTS}") if CheckpointFolder(str(folder)).steps()
-    ]
-    if launch is not None:
-        folders = [folder for folder in folders if _launch_of(folder) == launch]
-    return max(folders, key=lambda folder: folder.name, default=None)
+    folders = [folder.parent for folder in runs.glob(f"{recipe}-*/{CHECKPOINTS}")]
+    return _newest([folder for folder in folders if CheckpointFolder(str(folder / CHECKPOINTS)).steps()], launch)
 
 
 def newest_networks(recipe: str, runs: Path = Path("runs"), *, launch: str | None = None) -> Path | None:
     """Returns the newest folder of a job of several networks; arguments are those of :func:`newest_run`."""
-    folders = [path.parent for path in runs.glob(f"networks-{recipe}-*/{LAUNCH}")]
-    folders = [folder for folder in folders if launch in (None, _launch_of(folder))]
+    return _newest([path.parent for path in runs.glob(f"networks-{recipe}-*/{LAUNCH}")], launch)
+
+
+def _newest(folders: Sequence[Path], launch: str | None) -> Path | None:
+    if launch is not None:
+        folders = [folder for folder in folders if _launch_of(folder) == launch]
     return max(folders, key=lambda folder: folder.name, default=None)
 
 
@@ -185,7 +185,7 @@ def _digest_of(values: Any) -> str:
     if isinstance(array, pa.Array) and pa.types.is_primitive(array.type):
         array = array.to_numpy(zero_copy_only=False)
     if isinstance(array, np.ndarray) and array.dtype.kind not in "OU":
-        return hashlib.sha256(np.ascontiguousarray(array)).hexdigest()
+        return hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()
     digest = hashlib.sha256()
     lengths = hashlib.sha256()
     nul = False
@@ -193,7 +193,7 @@ def _digest_of(values: Any) -> str:
         texts = [str(value).encode() for value in array[start : start + _TEXTS_AT_ONCE].tolist()]
         joined = b"\0".join(texts)
         digest.update(b"\0" + joined if start else joined)
-        lengths.update(np.array([len(text) for text in texts], dtype="<i8"))
+        lengths.update(np.array([len(text) for text in texts], dtype="<i8").data)
         nul = nul or joined.count(b"\0") >= len(texts)
     if nul:
         digest.update(lengths.digest())
@@ -341,7 +341,7 @@ def _chosen(folder: CheckpointFolder, which: str, steps: Sequence[int], together
             )
     else:
         step = int(which) if which.isdecimal() else None
-    if step not in steps:
+    if step is None or step not in steps:
         raise CheckpointError(
             f"--checkpoint {which}: there is no such checkpoint; give best, last or one of the steps {listed}"
         )

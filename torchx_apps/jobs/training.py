@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -196,26 +196,17 @@ def check_watched(job: Job, task: Task, evaluator: Evaluator) -> None:
         )
 
 
-class _Tested(NamedTuple):
-    """Figures of the model and, on rank 0, of the baseline on the test rows; rows for a person; each rank's memory."""
-
-    figures: Record
-    baseline: Record
-    example: str
-    memory: list[float]
-
-
-def _tested(folder: RunFolder | None, task: Task, evaluator: Evaluator, runtime: Runtime) -> _Tested:
+def _tested(folder: RunFolder | None, task: Task, evaluator: Evaluator, runtime: Runtime) -> report.Tested:
     """Evaluates on the test rows, and writes the figures at once; every rank calls it, rank 0 with the folder."""
     with watching(EvaluationWatch(runtime)):
         figures = evaluator.test()
         example = evaluator.example()
     memory = peak_memory(runtime)
     if folder is None:
-        return _Tested(figures, {}, example, memory)
+        return report.Tested(figures, {}, example, memory)
     # What follows may need more memory than there is, and would take the figures with it.
     folder.write("test.json", json.dumps(figures, indent=2))
-    return _Tested(figures, evaluator.baseline("test"), example, memory)
+    return report.Tested(figures, evaluator.baseline("test"), example, memory)
 
 
 def _finish(
@@ -224,15 +215,12 @@ def _finish(
     evaluator: Evaluator,
     decision: Decision | None,
     trained: report.Trained,
-    tested: _Tested,
+    tested: report.Tested,
 ) -> None:
     """Solves for the further baselines, and reports how the run went; rank 0 calls it."""
     if decision is not None:
         report.report_steps(folder, decision, trained.history)
-    others = evaluator.beside("test")
-    report.finish_training(
-        folder, task, tested.figures, tested.baseline, tested.example, trained, tested.memory, others
-    )
+    report.finish_training(folder, task, tested, trained, evaluator.beside("test"))
     baseline = evaluator.baseline("validation") if task.validates else None
     report.say_end(folder.path, folder.close(baseline, baseline_name=task.baseline_name))
 
@@ -258,11 +246,16 @@ def _open_run(job: Job, run_dir: Path | None, resume: str, runtime: Runtime, mem
     checkpointer = None
     checkpoint = None
     if job.checkpoint.saves or resume != "never":
-        checkpointer = _checkpointer(job, path, runtime)
+        root = job.checkpoint.folder or str(path / CHECKPOINTS)
+        checkpointer = Checkpointer(root, runtime, keep=job.checkpoint.keep)
+        if runtime.is_main:
+            # An earlier attempt may have left half-written files.
+            checkpointer.folder.clean()
         checkpoint = resume_from(resume, checkpointer, again=again)
     folder = tracking = None
     if runtime.is_main:
-        folder = _open_folder(job, path, replace=resume != "never")
+        folder = RunFolder(path, settings_of(job), replace=resume != "never")
+        folder.write(LAUNCH, launch_id())
         tracking = Tracking.start(path, settings_of(job), member=member)
     return _Run(path=path, folder=folder, tracking=tracking, checkpointer=checkpointer, checkpoint=checkpoint)
 
@@ -336,20 +329,6 @@ def _solved(
         vectors = vectors.to(runtime.device)
         dist.broadcast(vectors, src=0)
     return vectors.cpu()
-
-
-def _checkpointer(job: Job, path: Path, runtime: Runtime) -> Checkpointer:
-    """Returns the checkpointer of the run in ``path``; removes half-written files of an earlier attempt."""
-    checkpointer = Checkpointer(job.checkpoint.folder or str(path / CHECKPOINTS), runtime, keep=job.checkpoint.keep)
-    if runtime.is_main:
-        checkpointer.folder.clean()
-    return checkpointer
-
-
-def _open_folder(job: Job, path: Path, *, replace: bool) -> RunFolder:
-    folder = RunFolder(path, settings_of(job), replace=replace)
-    folder.write(LAUNCH, launch_id())
-    return folder
 
 
 def settings_of(job: Job) -> dict[str, Any]:

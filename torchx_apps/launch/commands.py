@@ -83,7 +83,7 @@ def _runner(address: str) -> Iterator[Runner]:
     sys.exit(1)
 
 
-class StatusCommand(CmdStatus):  # type: ignore[misc]
+class StatusCommand(CmdStatus):
     """The `status` subcommand."""
 
     def run(self, args: argparse.Namespace) -> None:
@@ -95,7 +95,7 @@ class StatusCommand(CmdStatus):  # type: ignore[misc]
         print(status.format([role for role in args.roles.split(",") if role] or None))
 
 
-class LogCommand(CmdLog):  # type: ignore[misc]
+class LogCommand(CmdLog):
     """The `log` subcommand."""
 
     def run(self, args: argparse.Namespace) -> None:
@@ -107,7 +107,7 @@ class LogCommand(CmdLog):  # type: ignore[misc]
             get_logs(sys.stdout, args.identifier, args.regex, args.tail, runner=runner, streams=args.streams)
 
 
-class CancelCommand(CmdCancel):  # type: ignore[misc]
+class CancelCommand(CmdCancel):
     """The `cancel` subcommand."""
 
     def run(self, args: argparse.Namespace) -> None:
@@ -116,7 +116,7 @@ class CancelCommand(CmdCancel):  # type: ignore[misc]
             runner.cancel(args.app_handle)
 
 
-class ListCommand(CmdList):  # type: ignore[misc]
+class ListCommand(CmdList):
     """The `list` subcommand."""
 
     def run(self, args: argparse.Namespace) -> None:
@@ -138,7 +138,7 @@ def _readable_tracker() -> Iterator[None]:
         sys.exit(1)
 
 
-class TrackerCommand(CmdTracker):  # type: ignore[misc]
+class TrackerCommand(CmdTracker):
     """The `tracker` subcommand."""
 
     def list_jobs_command(self, args: argparse.Namespace) -> None:

@@ -40,7 +40,7 @@ _START_S = 900
 _DRAIN_S = 40
 
 
-class KubernetesScheduler(upstream.KubernetesScheduler):  # type: ignore[misc]
+class KubernetesScheduler(upstream.KubernetesScheduler):
     """Kubernetes with Volcano."""
 
     def _run_opts(self) -> runopts:
@@ -100,7 +100,8 @@ class KubernetesScheduler(upstream.KubernetesScheduler):  # type: ignore[misc]
             ValueError: there is no such pod, or it has not started.
         """
         with self._readable(f"the log of {app_id}"):
-            return super().log_iter(app_id, *args, **options)
+            lines: Iterable[str] = super().log_iter(app_id, *args, **options)
+        return lines
 
     def list(self) -> list[ListAppResponse]:
         """Returns the jobs in the namespace of the kubeconfig's context, by default ``default``.

@@ -60,7 +60,7 @@ _ORDER = (AppState.RUNNING, AppState.PENDING, AppState.FAILED, AppState.CANCELLE
 _SIGNAL = "TERM@60"
 
 
-class SlurmScheduler(upstream.SlurmScheduler):  # type: ignore[misc]
+class SlurmScheduler(upstream.SlurmScheduler):
     """Slurm, with or without accounting."""
 
     def _run_opts(self) -> Any:
@@ -100,7 +100,7 @@ class SlurmScheduler(upstream.SlurmScheduler):  # type: ignore[misc]
         try:
             # sbatch chooses the partition in the same way.
             nodes = nodes_of(request.partition or os.environ.get("SBATCH_PARTITION"))
-            for role in request.app.roles:
+            for role in () if request.app is None else request.app.roles:
                 check_partition(role, nodes)
             return str(super().schedule(dryrun_info))
         except subprocess.CalledProcessError:
@@ -173,7 +173,7 @@ class _SeldomAsked:
 
 
 @dataclass(repr=False)
-class Script(upstream.SlurmBatchRequest):  # type: ignore[misc]
+class Script(upstream.SlurmBatchRequest):
     """TorchX's script, with the variables in lines of their own, and one more condition for another attempt.
 
     Args:

@@ -104,11 +104,14 @@ class Tracking:
         self._metadata({name: _plain(value) for name, value in values.items() if name not in numbers})
         if numbers:
             self._figures(numbers)
-        for name in _ARTIFACTS:
-            if (self._path / name).exists():
-                self._each(
-                    lambda tracker, name=name: tracker.add_artifact(self.run, name, str(self._path.absolute() / name))
-                )
+        paths = {name: self._path.absolute() / name for name in _ARTIFACTS}
+
+        def add_artifacts(tracker: Any) -> None:
+            for name, path in paths.items():
+                if path.exists():
+                    tracker.add_artifact(self.run, name, str(path))
+
+        self._each(add_artifacts)
         self._each(lambda tracker: getattr(tracker, "close", lambda: None)())
 
     def _metadata(self, values: Mapping[str, Any]) -> None:
@@ -218,7 +221,7 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, bool | int | float | str) else str(value)
 
 
-class FigureTracker(TrackerBase):  # type: ignore[misc]
+class FigureTracker(TrackerBase):
     """A tracker with curves: it takes figures as numbers with their step."""
 
     def add_figures(self, run_id: str, figures: Mapping[str, float], step: int | None) -> None:

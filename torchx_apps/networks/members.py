@@ -14,6 +14,7 @@ import socket
 from collections import Counter
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from torchrec_ext.schema.validation import listed
@@ -147,9 +148,7 @@ def setting(member: MemberJob, key: str) -> str:
     changes = {change.partition("=")[0]: change.partition("=")[2] for change in member.changes}
     if key in changes:
         return changes[key]
-    value = member.job
-    for attribute in key.split("."):
-        value = getattr(value, attribute)
+    value = attrgetter(key)(member.job)
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 

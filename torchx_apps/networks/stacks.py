@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,12 @@ from torchx_apps.tasks.task import Evaluator, Task
 
 # In the run folder of each member of a stack: lists the members.
 STACK_FILE = "stack.json"
-_ROWS = ("batch_size", "negatives", "sampling", "shared_negatives", "label", "weight", "drop_last")
+# Keys whose values all members of a stack share; their names say the checkpoints' folders.
+_SHARED = (
+    *(f"loader.{name}" for name in ("batch_size", "negatives", "sampling", "shared_negatives")),
+    *("loader.label", "loader.weight", "loader.drop_last", "data", "train.compile", "model.out_of_range"),
+    *("checkpoint", "optimizer.tables", "optimizer.dense"),
+)
 # Settings of a Job, all of a group where none is named, that change how a network is trained and that a stack does not
 # have.
 _OF_ONE_NETWORK = {"train": ["amp", "on_nan", "trace_steps"], "sync": [], "start": []}
@@ -110,31 +116,17 @@ def why_alone(job: Job) -> str | None:
 
 def apart(first: Built, other: Built) -> str | None:
     """Explains why two members cannot be in one stack; None if they can."""
-    first_job = first.job
-    second_job = other.job
-    pairs: list[tuple[str, Any, Any]] = [
-        (f"loader.{name}", getattr(first_job.loader, name), getattr(second_job.loader, name)) for name in _ROWS
-    ]
-    pairs += [
-        ("data", first_job.data, second_job.data),
-        ("train.compile", first_job.train.compile, second_job.train.compile),
-    ]
-    pairs += [("model.out_of_range", first_job.model.out_of_range, second_job.model.out_of_range)]
-    pairs += [
-        (
-            "checkpoint",
-            dataclasses.replace(first_job.checkpoint, folder=""),
-            dataclasses.replace(second_job.checkpoint, folder=""),
-        )
-    ]
-    pairs += [
-        (f"optimizer.{name}", getattr(first_job.optimizer, name), getattr(second_job.optimizer, name))
-        for name in ("tables", "dense")
-    ]
-    for key, mine, theirs in pairs:
+    for key in _SHARED:
+        mine, theirs = (_shared_value(built.job, key) for built in (first, other))
         if mine != theirs:
             return f"{key} is {mine} in '{first.member.name}' and {theirs} in '{other.member.name}'"
     return first_difference({first.member.name: first.network, other.member.name: other.network})
+
+
+def _shared_value(job: Job, key: str) -> Any:
+    if key == "checkpoint":
+        return dataclasses.replace(job.checkpoint, folder="")
+    return attrgetter(key)(job)
 
 
 def loaders_of(built: Sequence[Built], runtime: Runtime) -> dict[str, Loader]:

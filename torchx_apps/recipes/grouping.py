@@ -1,6 +1,6 @@
 """features_by_tower(): which features are in which tower of the recipe n_tower, as listed or by affinity.
 
-columns_by_name(): which columns are in which tower, by their names.
+columns_by_name(): which columns are in which tower, by their names. A file of its own, because it imports torch.
 """
 
 from __future__ import annotations

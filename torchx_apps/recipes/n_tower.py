@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from torchrec_ext.models.multi_task import MultiTaskModel
     from torchrec_ext.models.tower_model import TowerModel
     from torchrec_ext.modules.tower import Tower
-    from torchx_apps.recipes.session import BstConfig
 
 
 def compression_of(text: str) -> Compression | None:
@@ -393,7 +392,7 @@ def _columns_by_tower(
 
 
 def tables_of_features(
-    config: NTowerConfig | BstConfig,
+    config: Any,
     data: LabelledData | StreamedData,
     features: Sequence[str],
     *,
@@ -403,7 +402,7 @@ def tables_of_features(
     """Declares the tables of a tower's features; tables of one name in several towers are one table.
 
     Args:
-        config: width and first values of the tables.
+        config: a model's settings with ``embedding_dim`` and ``embedding_std``.
         data: data with the table of each feature.
         features: names of the features.
         bags: whether a row's vectors are averaged; otherwise each vector of a sequence stays.

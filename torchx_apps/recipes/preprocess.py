@@ -430,7 +430,7 @@ def _taobao_log(config: TaobaoConfig, engine: Engine) -> Any:
     return engine.stage(log.select(*_TAOBAO).filter(log.timestamp.notnull() & log.user_id.notnull()))
 
 
-def _taobao_csv(path: Path, engine: Engine) -> Any:
+def _taobao_csv(path: Path, engine: Any) -> Any:
     """Reads a csv file by DuckDB; an id column is numeric if its first row is a number."""
     if engine.name != "duckdb":
         raise DataError(f"{path}: the engine {engine.name} reads parquet here; write it as parquet, or use duckdb")

@@ -421,7 +421,8 @@ def _id_vocabularies(data: InteractionData, ids: FileIds) -> dict[tuple[str, ...
         lists = ("history",) if name == "item_id" else ()
         if trained.all():
             if not numbered:
-                vocabularies[(name, *lists)] = file_ids
+                columns = (name, *lists)
+                vocabularies[columns] = file_ids
             continue
         # Ids that no request has.
         unused = np.iinfo(np.int64).min + np.arange(len(file_ids))
