@@ -31,7 +31,7 @@ class Folder:
 
 
 def finished(path: Path, figures: dict[str, float]) -> None:
-    task: Any = SimpleNamespace(name="mine", asked="test rows", baseline_name="the same for all", best={})
+    task: Any = SimpleNamespace(name="mine", heading="test rows", baseline_name="the same for all", best={})
     history = [{"kind": "train", "rows": 10, "rows_per_s": 100.0, "data_wait": 0.0}]
     trained = report.Trained(history=history, seconds=1.0)
     tested = report.Tested(figures, CONSTANT, "", [100.0])
@@ -95,7 +95,7 @@ def test_a_share_that_is_out_of_order_is_named_with_the_command_that_says_why() 
 def test_the_last_line_says_where_the_steps_time_went_and_the_page_gets_what_is_known(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    task: Any = SimpleNamespace(name="mine", asked="test rows", baseline_name="the same for all", best={})
+    task: Any = SimpleNamespace(name="mine", heading="test rows", baseline_name="the same for all", best={})
     folder = Folder(tmp_path)
     tested = report.Tested({"auc": 0.7}, CONSTANT, "", [10.0, 30.0])
     report.finish_training(folder, task, tested, trained(0.1, 0.5, 125.0))  # type: ignore[arg-type]

@@ -171,7 +171,7 @@ def counted_by_hand(runtime: Runtime, root: Path, *overrides: str) -> dict[str, 
     gains = [sum(1 / math.log2(2 + place) for place in some) for some in hits]
     recall = float(np.mean([len(some) / len(every) for some, every in zip(hits, places, strict=True)]))
     by_hand = {"recall@5": recall, "ndcg@5": float(np.mean([gain / best for gain, best in zip(gains, ideal)]))}  # noqa: B905
-    return {"figures": figures, "by hand": by_hand, "asked": task.asked, "popularity": evaluator.baseline("test")}
+    return {"figures": figures, "by hand": by_hand, "asked": task.heading, "popularity": evaluator.baseline("test")}
 
 
 @pytest.mark.parametrize("given", ["candidates", "3 test items"])

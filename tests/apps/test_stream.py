@@ -339,7 +339,7 @@ def test_the_ranking_is_what_a_count_by_hand_gives(folder: Path) -> None:
     assert 45 <= held_out.num_rows <= 90, "evenly spread over all positives"
     assert held_out["clicked"].values.all()
     scores = np.random.default_rng(0).normal(size=(held_out.num_rows, data.vocab["item_id"]))
-    ranks = metrics.ranks_of(torch.from_numpy(scores.copy()), question_of(data, held_out, [("hr", 10)]).asked)
+    ranks = metrics.ranks_of(torch.from_numpy(scores.copy()), question_of(data, held_out, [("hr", 10)]).question)
     assert metrics.ranking_metrics(ranks)["hr@10"] == pytest.approx(brute_force(data, held_out, scores))
 
 

@@ -263,7 +263,7 @@ def figures_table(task: Task, figures: Record, baseline: Record, beside: Mapping
         if best:
             row.append(f"{best[name]:.4f}" if name in best else "")
         rows.append(row)
-    headers = [task.asked, "this model", task.baseline_name, "ratio", *others]
+    headers = [task.heading, "this model", task.baseline_name, "ratio", *others]
     if best:
         headers.append("best possible")
     return str(tabulate(rows, headers=headers, disable_numparse=True))

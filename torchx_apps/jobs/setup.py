@@ -307,7 +307,7 @@ def plan_job(job: Job, model: nn.Module, decision: Decision | None, runtime: Run
 
 
 def hosts_note(sharding: str, hosts: int) -> str:
-    """Notes in a line that a plan depends on the number of hosts; empty for a plan that does not.
+    """Returns a line about plans that depend on the number of hosts; empty for other plans.
 
     Example:
         >>> hosts_note("auto", 1), hosts_note("row_wise", 2), hosts_note("auto", 2)[:39]

@@ -25,7 +25,7 @@ class LabelledTask(Task):
     """Predicts the labels of held-out rows of ``data``; see :class:`torchx_apps.tasks.task.Task`."""
 
     data: LabelledData
-    asked: str = "test rows"
+    heading: str = "test rows"
     baseline_name: str = "the same for all"
 
     @property

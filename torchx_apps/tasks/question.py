@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from torchrec_ext.data.columns import Column
+from torchrec_ext.data.columns import Column, Int64
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train import metrics
 from torchrec_ext.train.config import Figure, Record
 from torchx_apps.tasks.baselines import Beside, ClosedForms
 
+# Items of a recommendation that is printed, and of what the user took before.
+K = 10
+SHOWN = 5
 # A rank beyond every number of items shown.
 _BEHIND = 1 << 31
 
@@ -22,15 +26,15 @@ class TaskQuestion:
     """Held-out items and their candidates, for Q queries; the same for a model and its baselines.
 
     Args:
-        asked: the question about the whole catalogue; or each query's target and its own candidates, (Q, 1 + N), below
-            0 if there are fewer.
-        known: Q rows of the items that each query's user has taken, by which EASE and ALS know a user.
+        question: the question about the whole catalogue; or each query's target and its own candidates, (Q, 1 + N),
+            below 0 if there are fewer.
+        user_items: Q rows of the items that each query's user has taken, by which EASE and ALS know a user.
         figures: names of the figures with their numbers of items shown.
         num_items: the last item of the catalogue; a target beyond it counts as not found. None if there is none.
     """
 
-    asked: metrics.Question | Tensor
-    known: Column
+    question: metrics.Question | Tensor
+    user_items: Column
     figures: Sequence[tuple[Figure, int]]
     num_items: int | None = None
 
@@ -43,10 +47,10 @@ class TaskQuestion:
         towers: Sequence[str] = ("user", "item"),
     ) -> Record:
         """Returns the figures of a model; arguments as in :func:`catalogue_ranks`. Collective."""
-        if isinstance(self.asked, Tensor):
-            ranks = metrics.candidate_ranks(model, runtime, queries, items, self.asked, towers=towers)
+        if isinstance(self.question, Tensor):
+            ranks = metrics.candidate_ranks(model, runtime, queries, items, self.question, towers=towers)
         else:
-            ranks = metrics.catalogue_ranks(model, runtime, queries, items, self.asked, towers=towers)
+            ranks = metrics.catalogue_ranks(model, runtime, queries, items, self.question, towers=towers)
         return self._figures(ranks)
 
     def of_popularity(self, counts: Tensor) -> Record:
@@ -55,25 +59,44 @@ class TaskQuestion:
 
     def popularity_ranks(self, counts: Tensor) -> metrics.TargetRanks:
         """Ranks the targets by each item's count, (I,)."""
-        if isinstance(self.asked, Tensor):
-            return metrics.ranks_among(counts[self.asked.clamp(min=0)], self.asked)
-        return metrics.popularity_ranks(counts, self.asked)
+        if isinstance(self.question, Tensor):
+            return metrics.ranks_among(counts[self.question.clamp(min=0)], self.question)
+        return metrics.popularity_ranks(counts, self.question)
 
     def of_closed_forms(self, forms: ClosedForms | None) -> Beside:
         """Returns the figures of EASE and ALS; none without ``forms``."""
-        return Beside({}, {}) if forms is None else forms.beside(self.known, self._ranks, self._figures)
+        return Beside({}, {}) if forms is None else forms.beside(self.user_items, self._ranks, self._figures)
 
     def _ranks(self, scores: Tensor, start: int) -> metrics.TargetRanks:
         """Ranks the targets of queries ``start`` to ``start + B`` by the scores (B, I) of all items."""
-        if isinstance(self.asked, Tensor):
-            ids = self.asked[start : start + len(scores)]
+        if isinstance(self.question, Tensor):
+            ids = self.question[start : start + len(scores)]
             return metrics.ranks_among(scores.gather(1, ids.clamp(min=0)), ids)
-        return metrics.ranks_of(scores, self.asked, start)
+        return metrics.ranks_of(scores, self.question, start)
 
     def _figures(self, ranks: metrics.TargetRanks) -> Record:
-        if self.num_items is not None and isinstance(self.asked, metrics.Question):
-            missed = self.asked.targets > self.num_items
+        if self.num_items is not None and isinstance(self.question, metrics.Question):
+            missed = self.question.targets > self.num_items
             better = ranks.better.masked_fill(missed, _BEHIND)
             ties = ranks.ties.masked_fill(missed, 0)
             ranks = ranks._replace(better=better, ties=ties)
         return metrics.named_figures(ranks, self.figures)
+
+
+def best_new_items(scores: Tensor, user_items: Int64) -> tuple[list[int], list[float]]:
+    """Returns the K best items by scores (I,), which it changes, and their scores; without unknown and own items."""
+    scores[0] = -torch.inf
+    scores[torch.from_numpy(user_items)] = -torch.inf
+    best = scores.topk(min(K, int((scores > -torch.inf).sum())))
+    return best.indices.tolist(), best.values.tolist()
+
+
+def recommendation_lines(
+    items: Sequence[int], scores: Sequence[float], name: Callable[[int], str], held_out: Collection[int]
+) -> list[str]:
+    """Returns recommendations as lines of text, in which the held-out items are marked."""
+    lines = [f"{len(items)} recommendations (the held-out item was: {', '.join(map(name, held_out))}):"]
+    for rank, (item, score) in enumerate(zip(items, scores, strict=True), start=1):
+        mark = "   <- the held-out item" if item in held_out else ""
+        lines.append(f"{rank:3}. {name(item)}  ({score:.2f}){mark}")
+    return lines

@@ -23,11 +23,9 @@ from torchrec_ext.train import metrics
 from torchrec_ext.train.config import Figure, Record
 from torchx_apps.tasks.baselines import ClosedForms
 from torchx_apps.tasks.export_data import ExportData, of_interactions
-from torchx_apps.tasks.question import TaskQuestion
+from torchx_apps.tasks.question import SHOWN, TaskQuestion, best_new_items, recommendation_lines
 from torchx_apps.tasks.task import RankedEvaluator, RankedTask
 
-K = 10
-SHOWN = 5
 # Figures, each with its number of items shown.
 Figures = Sequence[tuple[Figure, int]]
 
@@ -51,7 +49,7 @@ class RankingTask(RankedTask):
             )
 
     @property
-    def asked(self) -> str:
+    def heading(self) -> str:
         """Heading of the figures: the rows that are ranked, and the candidates they are ranked among."""
         if "test" in self.data.evaluation.candidates:
             return f"test items, among {self.data.evaluation.candidates['test'].shape[1]} others"
@@ -188,10 +186,8 @@ class RankingEvaluator(RankedEvaluator):
             items = self._catalogue()
             vector = model.embed("user", self._builder.user_batch(row).to(self.runtime.device))
             scores = model.interaction.score_all(vector, items)[0].cpu()
-        scores[0] = -torch.inf
-        scores[torch.from_numpy(self._data.seen(user, "train", "validation").values)] = -torch.inf
-        best = scores.topk(min(K, int((scores > -torch.inf).sum())))
-        return Recommended(int(user[0]), best.indices.tolist(), best.values.tolist())
+        user_items = self._data.seen(user, "train", "validation").values
+        return Recommended(int(user[0]), *best_new_items(scores, user_items))
 
     def hardest(self, k: int) -> Index:
         """Returns a function from users to their hard negatives, by the model as it is now, in evaluation. Collective.
@@ -266,9 +262,9 @@ def heldout_question(data: InteractionData, split: str, figures: Figures) -> Tas
     own_items = data.seen(np.unique(users) if data.evaluation.by == "user" else users, *_before(split))
     if candidates is None:
         question = _of_catalogue(data, split, own_items)
-        return TaskQuestion(asked=question, known=own_items, figures=figures, num_items=data.num_items)
+        return TaskQuestion(question=question, user_items=own_items, figures=figures, num_items=data.num_items)
     ids = np.concatenate([rows["item_id"].values[:, None], candidates], axis=1)
-    return TaskQuestion(asked=torch.from_numpy(ids), known=own_items, figures=figures)
+    return TaskQuestion(question=torch.from_numpy(ids), user_items=own_items, figures=figures)
 
 
 def _query_rows(data: InteractionData, split: str) -> Int64:
@@ -310,8 +306,5 @@ def recommendation_text(data: InteractionData, recommended: Recommended) -> str:
     row = int((data.test["user_id"].values == recommended.user).argmax())
     held_out = int(data.test["item_id"].values[row])
     lines = [f"user {users[recommended.user]} liked before: " + "; ".join(titles[item] for item in liked)]
-    lines += [f"{len(recommended.items)} recommendations (the held-out item was: {titles[held_out]}):"]
-    for rank, (item, score) in enumerate(zip(recommended.items, recommended.scores, strict=True), start=1):
-        mark = "   <- the held-out item" if item == held_out else ""
-        lines.append(f"{rank:3}. {titles[item]}  ({score:.2f}){mark}")
+    lines += recommendation_lines(recommended.items, recommended.scores, titles.__getitem__, [held_out])
     return "\n".join(lines)

@@ -27,11 +27,8 @@ from torchrec_ext.train import metrics
 from torchrec_ext.train.config import Figure, Record
 from torchx_apps.tasks.baselines import ClosedForms
 from torchx_apps.tasks.export_data import ExportData, of_sequences
-from torchx_apps.tasks.question import TaskQuestion
+from torchx_apps.tasks.question import SHOWN, K, TaskQuestion, best_new_items, recommendation_lines
 from torchx_apps.tasks.task import RankedEvaluator, RankedTask
-
-K = 10
-SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -71,7 +68,7 @@ class SessionTask(RankedTask):
             )
 
     @property
-    def asked(self) -> str:
+    def heading(self) -> str:
         """Heading of the figures: the rows that are ranked, and the candidates they are ranked among."""
         if "test" in self.data.candidates:
             return f"test items, among {self.data.candidates['test'].shape[1]} others"
@@ -145,16 +142,8 @@ class SessionEvaluator(RankedEvaluator):
             batch = self._batches.sessions(most_recent(before, self._data.max_length)).to(self.runtime.device)
             session = self.model.module.embed("session", batch)
             scores = self.model.module.interaction.score_all(session, items)[0].cpu()
-        scores[0] = -torch.inf
-        scores[torch.from_numpy(before.values)] = -torch.inf
-        best = scores.topk(min(K, int((scores > -torch.inf).sum())))
         lines = [f"the first user took last: {', '.join(self._name(item) for item in before.values[-SHOWN:])}"]
-        lines += [
-            f"{len(best.indices)} recommendations (the held-out item was: {', '.join(map(self._name, answers))}):"
-        ]
-        for rank, (item, score) in enumerate(zip(best.indices.tolist(), best.values.tolist(), strict=True), start=1):
-            mark = "   <- the held-out item" if item in answers else ""
-            lines.append(f"{rank:3}. {self._name(item)}  ({score:.2f}){mark}")
+        lines += recommendation_lines(*best_new_items(scores, before.values), self._name, answers.tolist())
         return "\n".join(lines)
 
     def _name(self, item: int) -> str:
@@ -172,9 +161,11 @@ class SessionEvaluator(RankedEvaluator):
         held_out = self._held_out[split]
         candidates = self._data.candidates.get(split)
         if candidates is None:
-            return TaskQuestion(asked=_of_catalogue(held_out), known=held_out.before, figures=self.ranking_figures)
+            return TaskQuestion(
+                question=_of_catalogue(held_out), user_items=held_out.before, figures=self.ranking_figures
+            )
         ids = np.concatenate([held_out.targets[:, None], candidates], axis=1)
-        return TaskQuestion(asked=torch.from_numpy(ids), known=held_out.before, figures=self.ranking_figures)
+        return TaskQuestion(question=torch.from_numpy(ids), user_items=held_out.before, figures=self.ranking_figures)
 
     def _sessions(self, sessions: Column) -> Iterator[metrics.Kept]:
         for rows, keep in metrics.own_share(len(sessions), self.runtime):

@@ -38,7 +38,7 @@ class StreamedTask(RankedTask):
     ranked_by: ClassVar[str] = "data.ranked"
 
     data: StreamedData
-    asked: str = "test rows"
+    heading: str = "test rows"
     baseline_name: str = "the same for all, by popularity"
 
     @property
@@ -330,4 +330,4 @@ def question_of(data: StreamedData, held_out: Chunk, figures: Sequence[tuple[Fig
         seen_items=torch.from_numpy(lists.values),
         not_items=nobody.tolist(),
     )
-    return TaskQuestion(asked=question, known=lists, figures=figures)
+    return TaskQuestion(question=question, user_items=lists, figures=figures)

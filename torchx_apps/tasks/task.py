@@ -159,7 +159,7 @@ class Task(ABC):
 
     @property
     @abstractmethod
-    def asked(self) -> str:
+    def heading(self) -> str:
         """Heading of the figures: the rows that are evaluated, and what against."""
 
     @property
