@@ -134,6 +134,7 @@ def hybrid_parallel(
     settle_buckets(sharded)
     # Gloo's threads exist once all groups of a step do.
     calm_gloo()
+    # ShardedAdam decays the rows of its own tables.
     decay_sharded_rows(sharded, {name: choice for name, choice in choices.items() if name not in emulated})
     return sharded, _optimizer(sharded, optimizer.clip_norm, choices, layers, emulated)
 

@@ -120,6 +120,7 @@ def _leave() -> None:
 def _describe(device: str | None, threads: int | None) -> Runtime:
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    # The cores that this process may run on: a container or taskset may leave it fewer than the host has.
     cores = len(os.sched_getaffinity(0))
     if threads is not None and threads < 1:
         raise ValueError(f"threads={threads}: must be 1 or more")

@@ -61,6 +61,7 @@ BY_HOST = (ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
 SUMMED = (ShardingType.ROW_WISE.value, *BY_HOST)
 # Kernels with their rows in the host's memory or on an SSD.
 OFF_THE_GPU = ("fused_uvm", "fused_uvm_caching", "key_value")
+# Embeddings and their gradients may travel in fewer bits; ids are integers and travel as they are.
 CODED_OPS = (
     CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL,
     CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER,
@@ -246,6 +247,7 @@ class ShardedBags(ShardedEmbeddingBagCollection):
             by_key = {name: by_key[name][row] for name, row in zip(names, rows, strict=True)}
         ones = torch.ones_like(next(iter(by_key.values())), dtype=torch.float32)
         # 1e-6 keeps the 0 of an empty bag.
+        # TorchRec names an output FEATURE@TABLE if several tables read the feature.
         columns = [
             by_key[name.split("@")[0]] + 1e-6 if mean else ones
             for name, mean in zip(self._embedding_names, self._means, strict=True)
@@ -322,10 +324,12 @@ def _padded(local: Tensor, splits: list[int], group: dist.ProcessGroup, codecs: 
 
 def _take_unequal_batches(output_dist: nn.Module, inputs: tuple[Any, ...]) -> None:
     """Replaces TorchRec's reduce-scatters, which it creates in the first forward of a row-wise output dist."""
+    # TorchRec's classes name the method that creates their reduce-scatters in the singular or the plural.
     if not any(True for _ in output_dist.children()):
         row_wise = isinstance(output_dist, RwPooledEmbeddingDist)
         getattr(output_dist, "_create_output_dist_module" if row_wise else "_create_output_dist_modules")(inputs[1])
     for name, child in output_dist.named_children():
+        # This hook runs before every forward, and isinstance() would replace our own subclasses again and again.
         if type(child) is PooledEmbeddingsReduceScatter:
             setattr(output_dist, name, EqualReduceScatter(child._pg, child._codecs))
         elif type(child) is VariableBatchPooledEmbeddingsReduceScatter:
@@ -369,6 +373,7 @@ class BagSharder(RowWiseOnCpu, EmbeddingBagCollectionSharder):
         module_fqn: str | None = None,
     ) -> ShardedBags:
         """Shards ``module`` as TorchRec's sharder does."""
+        # TorchRec's shard() names its own class, so its call is repeated here with ours.
         return self.sharded_module_type(
             module,
             params,

@@ -157,6 +157,7 @@ class LocalOptimizers:
 
     def __enter__(self) -> Self:
         self._agree()
+        # Optimizers step in the order in which they are listed, so the last one ends a step of the loop.
         self._hook = None if self._step else self._optimizers[-1].register_step_post_hook(self._stepped)
         return self
 
@@ -172,6 +173,7 @@ class LocalOptimizers:
     def _agree(self) -> None:
         """Gives all ranks the weights of rank 0."""
         tensors = self._model.state_dict()
+        # Shapes are compared first, because a broadcast between unequal shapes fails or hangs without naming a tensor.
         shapes: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(shapes, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
         for rank, other in enumerate(shapes):
@@ -405,6 +407,7 @@ class LocalSGD(EveryStep):
     def start_local_steps(self) -> None:
         """Starts local steps: gradients are no longer all-reduced."""
         if isinstance(self._model, DistributedModelParallel):
+            # Outside no_sync() DDP would go on averaging gradients in each backward.
             for ddp in data_parallel_modules(self._model):
                 self._leave.enter_context(ddp.no_sync())
         self._optimizer.apart = True
@@ -417,6 +420,7 @@ class LocalSGD(EveryStep):
         """Lets batch normalisation see this rank's rows alone; returns its running statistics, (D,) each."""
         layers = [module for module in self._model.modules() if isinstance(module, _BatchNorm)]
         over_ranks = [layer for layer in layers if hasattr(layer, "process_group")]
+        # Their group is exchanged for one of this rank alone, or each forward would wait for the other ranks' steps.
         alone = dist.new_subgroups(1)[0] if over_ranks else None  # type: ignore[no-untyped-call]
         for layer in over_ranks:
             self._leave.callback(setattr, layer, "process_group", layer.process_group)
@@ -443,6 +447,7 @@ class LocalSGD(EveryStep):
     def _state(self) -> list[Tensor]:
         states = self._optimizer.state
         items = [item for parameter in _parameters(self._optimizer) for item in states.get(parameter, {}).items()]
+        # Step counts need no mean: meet() has just checked that they are equal.
         return [state for name, state in items if name != "step" and isinstance(state, Tensor)]
 
     def meet(self) -> None:
@@ -453,6 +458,7 @@ class LocalSGD(EveryStep):
             UnevenStepsError: ranks have taken unequal numbers of steps; on every rank.
         """
         device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
+        # The maximum of the negated steps is minus the least number of steps, so one all-reduce finds both ends.
         worst = torch.tensor([int(self.fault), self._steps, -self._steps], device=device)
         dist.all_reduce(worst, dist.ReduceOp.MAX)
         fault, most, least = worst.tolist()
@@ -518,6 +524,7 @@ class DiLoCo(LocalSGD):
         for anchor, parameter in zip(self._anchors, _parameters(self._optimizer), strict=True):
             parameter.copy_(anchor)
             anchor.grad = None
+        # The outer step moved the weights away from the average, which the averager has marked.
         averager.mark()
 
 

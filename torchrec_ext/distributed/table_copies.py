@@ -98,6 +98,7 @@ def copies_of_tables(
         copies: number of copies, at least 2 and a divisor of R.
         sharders: TorchRec's sharders, as for DistributedModelParallel.
     """
+    # TorchRec's constructor refuses any device but a GPU.
     make = CollectionOnCpu if runtime.device.type == "cpu" else DMPCollection
     assert dist.group.WORLD is not None
     return make(

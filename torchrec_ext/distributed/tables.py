@@ -20,6 +20,7 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 COLLECTIONS = (EmbeddingBagCollection, EmbeddingCollection, ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
+# Each block of rows draws from a generator of its own, so another number here means other initial tables.
 _BLOCK_ROWS = 4096
 
 
@@ -125,6 +126,7 @@ def initialise_tables(module: nn.Module, seed: int) -> None:
     """
 
     def rows(fqn: str, config: BaseEmbeddingConfig, start: int, stop: int) -> Tensor:
+        # A shard may begin inside a block; the whole block is drawn and cut, so that the shards' rows are the table's.
         first = start - start % _BLOCK_ROWS
         blocks = [_initial_block(config, block, seed) for block in range(first, stop, _BLOCK_ROWS)]
         return torch.cat(blocks)[start - first : stop - first]
@@ -136,6 +138,7 @@ def _initial_block(config: BaseEmbeddingConfig, start: int, seed: int) -> Tensor
     if isinstance(config.init_fn, GivenRows):
         return config.init_fn.weight[start : start + _BLOCK_ROWS]
     block = torch.empty(min(_BLOCK_ROWS, config.num_embeddings - start), config.embedding_dim)
+    # Python's hash() of a text differs from process to process, and ranks must draw the same rows.
     digest = hashlib.blake2b(f"{seed}/{config.name}/{start}".encode(), digest_size=8).digest()
     with torch.random.fork_rng(devices=[]):
         # Only the CPU's generator: torch.manual_seed would also seed every GPU's, which are not forked here.

@@ -71,6 +71,7 @@ def _placements(loads: Mapping[str, float], world_size: int) -> Iterator[TowerPl
     yield in_proportion
     counts = {name: len(ranks) for name, ranks in in_proportion.ranks.items()}
     for more, fewer in ((more, fewer) for more in loads for fewer in loads if more != fewer):
+        # Loads are estimates, so the placements one rank next to the proportional one are tried too.
         if world_size >= len(loads) and counts[fewer] > 1:
             yield _in_order({**counts, more: counts[more] + 1, fewer: counts[fewer] - 1}, world_size)
     everywhere = tuple(range(world_size))
@@ -192,6 +193,7 @@ def auto_plan(
     plans: set[str] = set()
     tried: list[Candidate] = []
     refused: list[Candidate] = []
+    # Trials draw random numbers, and the training after them must draw what it would have drawn without them.
     with torch.random.fork_rng(devices=[]), Trials(runtime, optimizer, steps) as trials:
         samples = {True: Sample.of(everywhere, batch, more)}
         if not why_apart_is_refused:

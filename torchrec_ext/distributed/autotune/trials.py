@@ -99,6 +99,7 @@ class Trials:
             seconds: approximate time to spend on each.
         """
         steps = [self._steps[config] for config in configs]
+        # Ranks must make equally many steps, or a collective would wait for ever. So all compute with the slowest time.
         first_s = [self._slowest(self._mean_s(step)) for step in steps]
         in_a_row = [min(max(int(_IN_A_ROW_S / max(spent, 1e-6)), 1), 8) for spent in first_s]
         round_s = sum(spent * count for spent, count in zip(first_s, in_a_row, strict=True))
@@ -107,6 +108,7 @@ class Trials:
         samples: list[list[float]] = [[] for _ in steps]
         for _ in range(rounds):
             for step, count, times in zip(steps, in_a_row, samples, strict=True):
+                # A rank that begins earlier would wait for the others within its measured time.
                 if dist.is_initialized():
                     dist.barrier()
                 times.append(self._mean_s(step, count))

@@ -173,6 +173,7 @@ class HybridOptimizer(CombinedOptimizer):
         for parameter in parameters:
             by_count.setdefault(self._holders[self._names[parameter]], []).append(parameter.grad)
         for count, gradients in by_count.items():
+            # Each of these ranks adds the same square, so the sum over all ranks counts it once.
             square += get_total_norm(gradients).square() / count
         dist.all_reduce(square)
         return square.sqrt()
@@ -184,6 +185,7 @@ class HybridOptimizer(CombinedOptimizer):
                 if parameter.grad is None:
                     continue
                 if parameter in self._tables:
+                    # Only rows with a gradient decay, as in sharded tables: a table learns the same under every plan.
                     rows = rows_with_gradient(parameter.grad)
                     parameter.index_copy_(0, rows, parameter[rows] * factor)
                 else:

@@ -127,6 +127,7 @@ def _rows_with_gradient(
         widths = [tables[table][1] for table in features]
         bags = torch.cat([columns.ne(0).any(dim=1) for columns in torch.split(grad, widths, dim=1)])
         live = bags.repeat_interleave(lengths)
+    # Every feature has B bags, so its ids begin at each B-th offset.
     ends = offsets[:: len(lengths) // len(features)].tolist()
     by_table: list[list[Tensor]] = [[] for _ in tables]
     for table, (start, end) in zip(features, itertools.pairwise(ends), strict=True):
@@ -248,6 +249,7 @@ class ShardedAdam(KeyedOptimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         """Updates this rank's shards; rows of the batch without a gradient, as padding's, count as outside it."""
+        # Shards of one table share a step count, which must grow once.
         for steps in {id(shard.steps): shard.steps for shard in self._shards}.values():
             steps += 1
         for shard, (rows, gradient) in zip(self._shards, self._row_gradients, strict=True):

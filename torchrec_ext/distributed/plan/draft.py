@@ -304,6 +304,7 @@ class Request(NamedTuple):
         constraints = {}
         for table in self.tables:
             choice = self.choices[table.name]
+            # An optimizer of ours, or our weight decay, writes rows where they lie, past the cache of a kernel.
             by_row = not has_kernel(choice.kind, runtime.device.type) or choice.weight_decay > 0
             request = self.asked[table.name]
             constraints[table.name] = _constraint(table, request, runtime, by_host=by_host, cached=not by_row)
@@ -449,6 +450,7 @@ def _constraint(
         over = "ranks"
     if pieces == 1:
         return ParameterConstraints(sharding_types=[sharding], **kernel)
+    # FBGEMM's kernels need a multiple of 4 columns, and no rank should hold two pieces of a table.
     widths = range(4, table.embedding_dim, 4)
     fitting = [width for width in widths if table.embedding_dim % width == 0 and width * pieces >= table.embedding_dim]
     if not fitting:

@@ -97,6 +97,7 @@ def plan_sharding(
                 outcome = [draft_towers(model, placement, request, runtime, usable, topology, batch_size, won)]
         except PlanError as error:
             outcome = [error]
+        # Any failure must reach the other ranks, which wait in the broadcast.
         except Exception as error:
             logging.getLogger(__name__).exception("the planner failed")
             outcome = [RuntimeError(f"the planner failed on rank 0: {type(error).__name__}: {error}")]
@@ -141,7 +142,8 @@ def why_on_all_ranks(choice: TableChoice) -> str:
     return ""
 
 
-# Most weights of all tables together that are cheaper to replicate than to shard, on a CPU.
+# Most weights of all tables together that are cheaper to replicate than to shard, on a CPU. With six equal tables on 2
+# ranks, replicas made a step 1.15 to 1.32 times as fast at .05 M to .38 M weights, and slower (.74 to .87) from 1 M on.
 SMALL_WEIGHTS = 2**18
 
 

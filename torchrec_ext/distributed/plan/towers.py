@@ -155,6 +155,7 @@ def draft_towers(
         tower_ranks = _ranks_of(runtime, members)
         names = [table.name for table in tables_of(by_tower[name])]
         tower_request = request.on(names, tower_ranks, {**_possible(request), **constraints})
+        # A tower's ranks look up the rows of all ranks of the job.
         rows = -(-batch_size * runtime.world_size // len(members))
         tables[name] = {}
         if not names:
@@ -240,6 +241,7 @@ def _ranks_of(runtime: Runtime, members: tuple[int, ...]) -> Runtime:
 def _subtract_memory(free: list[int], options: list[ShardingOption], members: tuple[int, ...]) -> None:
     for option in options:
         for shard in option.shards:
+            # On a CPU, tables are in host memory, and there is no HBM.
             free[members[shard.rank]] -= shard.storage.hbm or shard.storage.ddr
 
 

@@ -215,6 +215,7 @@ class TowerExchange:
             for piece in pieces:
                 header += (piece.height, len(piece.values))
         sizes = [2 + 2 * len(coming) for coming in route.coming]
+        # A peer announces B, Q, and two numbers for each tower that it sends rows to, so all sizes are known.
         received = torch.empty(sum(sizes), dtype=torch.int64, device=self._device)
         work = dist.all_to_all_single(
             received,
@@ -277,6 +278,7 @@ class TowerExchange:
             if name in received:
                 result[name] = join_rows(received[name])
                 if spec.equal:
+                    # A header begins with B and Q; a tower of shared rows runs Q of them for each rank, any other B.
                     counts = tuple(header[spec.shared] for header in headers)
                     result[name] = pad_rows(result[name], self._most_rows(name, counts))
         return ReceivedRows(result)
@@ -297,6 +299,7 @@ class TowerExchange:
         Returns:
             (B, D) or (Q, D) outputs for this rank's rows, by tower.
         """
+        # Empty rows that filled up the others have no sender, so their outputs are cut off.
         outputs_by_rank = {
             name: iter(torch.split(outputs[name][: sum(rows)], rows)) for name, rows in context.received.items()
         }
@@ -335,5 +338,6 @@ class Exchange(torch.autograd.Function):
         """Returns the gradient of ``sent``."""
         (gradient,) = gradients
         out = gradient.new_empty(sum(ctx.counts))
+        # A collective sends memory as it lies, and autograd may hand over a view.
         dist.all_to_all_single(out, gradient.contiguous(), ctx.counts, ctx.received, group=ctx.group)
         return out, None, None, None

@@ -105,6 +105,7 @@ def tower_groups(
     local: dict[str, dist.ProcessGroup] = {}
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(placement.world_size)): everyone}
     for tower, ranks in placement.ranks.items():
+        # All ranks of the job must create every group, in one order; towers on the same ranks share theirs.
         if ranks not in groups:
             groups[ranks] = dist.new_group(list(ranks), timeout=timeout)
         if dist.get_rank(everyone) in ranks:
@@ -145,6 +146,7 @@ def shard_tower(
         if hasattr(module, "process_group"):
             module.process_group = group  # type: ignore[assignment]
     dense = [name for name, _ in tower.named_parameters() if name not in by_rank]
+    # DistributedDataParallel refuses a module without parameters, and one rank has nothing to average.
     if env.world_size == 1 or not dense:
         return tower
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(tower, by_rank)  # type: ignore[no-untyped-call]
