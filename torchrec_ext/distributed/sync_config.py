@@ -41,7 +41,8 @@ MODES = Registry(
 if TYPE_CHECKING:
     Mode = str
 else:
-    Mode = Literal[tuple(MODES)]  # the command line offers these values
+    # The command line offers these values.
+    Mode = Literal[tuple(MODES)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -76,7 +76,8 @@ def local_shards(module: nn.Module) -> Iterator[Shard]:
                     yield Shard(fqn, config, shard.tensor, row, column)
             elif isinstance(value, DTensor):
                 # TorchRec keeps each of several copies of the tables as DTensors.
-                local: Any = value.to_local()  # TorchRec's LocalShardsWrapper
+                # This is TorchRec's LocalShardsWrapper.
+                local: Any = value.to_local()
                 # A rank without a shard has one offset all the same.
                 for tensor, (row, column) in zip(local.local_shards(), local.local_offsets(), strict=False):
                     yield Shard(fqn, config, tensor, row, column)

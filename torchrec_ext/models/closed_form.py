@@ -70,9 +70,8 @@ def ease_vectors(users: Tensor, items: Tensor, num_items: int, *, dim: int, l2: 
     values = values.clamp(min=0).flip(0)
     vectors = vectors.flip(1)
     shrinkage = values / (values + l2)
-    diagonal = (1 - (vectors.square() * shrinkage).sum(1)).clamp(
-        min=torch.finfo(shrinkage.dtype).eps
-    )  # l2 times that of P
+    # The second term is l2 times that of P.
+    diagonal = (1 - (vectors.square() * shrinkage).sum(1)).clamp(min=torch.finfo(shrinkage.dtype).eps)
     factors = torch.zeros(num_items, dim)
     width = min(dim, num_items)
     factors[:, :width] = (vectors * shrinkage.sqrt())[:, :width]

@@ -313,7 +313,8 @@ class _Clusters:
             while self._best_change(tower_of, far):
                 pass
             before = cost
-            cost = self.cost(tower_of)  # moving the centres never raises the cost
+            # Moving the centres never raises the cost.
+            cost = self.cost(tower_of)
             if cost >= before - 1e-12:
                 break
         return tower_of, cost

@@ -49,7 +49,8 @@ class AttentionPooling(nn.Module):
         scores = self.score(values).squeeze(1)
         peaks = scores.new_full((size,), -torch.inf).scatter_reduce(0, rows, scores.detach(), "amax")
         weights = torch.exp(scores - peaks[rows])
-        totals = scores.new_zeros(size).index_add(0, rows, weights).clamp(min=1)  # 1 or more but for empty bags
+        # Totals are 1 or more but for empty bags.
+        totals = scores.new_zeros(size).index_add(0, rows, weights).clamp(min=1)
         pooled = values.new_zeros(size, values.shape[1]).index_add(0, rows, values * weights[:, None])
         return pooled / totals[:, None]  # type: ignore[no-any-return]
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-_PIPES = "/tmp/nvidia-mps"  # the daemon's own default
+# This is the daemon's own default.
+_PIPES = "/tmp/nvidia-mps"
 
 
 def mps_is_running(environ: Mapping[str, str]) -> bool:

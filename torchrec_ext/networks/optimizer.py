@@ -15,7 +15,8 @@ from torchrec_ext.networks.skeleton import StackError
 from torchrec_ext.networks.stack import Stack
 from torchrec_ext.train.config import Schedule
 
-Schedules = tuple[Schedule, Schedule]  # of the tables and of the dense layers, as in a TrainConfig
+# Schedules of the tables and of the dense layers, as in a TrainConfig.
+Schedules = tuple[Schedule, Schedule]
 
 
 class _Weights(NamedTuple):

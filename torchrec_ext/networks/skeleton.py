@@ -62,7 +62,8 @@ def tensors_apart(batch: TowerBatch, members: int) -> dict[str, Tensor]:
         # The weight of the batch is one number for each member already.
         is_total = name == "total_weight"
         tensors[name] = value if is_total else value.view(members, len(value) // members, *value.shape[1:])
-    if batch.shared is not None:  # counted over the shared rows of all members
+    # Shared rows are counted over all members.
+    if batch.shared is not None:
         first = torch.arange(members, device=batch.labels.device)[:, None] * tensors["shared.dense"].shape[1]
         tensors["shared.index"] = tensors["shared.index"] - first
     return tensors

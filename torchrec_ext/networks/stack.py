@@ -192,7 +192,8 @@ class _OneEach:
         self._row_ids: dict[tuple[str, int], Tensor] = {}
 
     def __call__(self, feature: str, rows: int) -> _Bags:
-        if (feature, rows) not in self._row_ids:  # one feature of two tables with as many rows
+        # A feature of two tables with equally many rows has one sequence of ids.
+        if (feature, rows) not in self._row_ids:
             ids = self._values[:, self._index_of[feature]]
             self._row_ids[feature, rows] = (ids + rows * self._member).view(-1)
         return _Bags(self._row_ids[feature, rows])
@@ -247,7 +248,8 @@ def keep_freed_memory() -> bool:
     return all(results)
 
 
-_TOLERANCE = 1e-4  # of a loss in fp32: batched products add up in another order
+# Relative tolerance of a loss in fp32: batched products add up in another order.
+_TOLERANCE = 1e-4
 StepBatches = Sequence[TowerBatch] | StackedSteps
 
 
@@ -328,7 +330,8 @@ class Stack(nn.Module):
             )
         # For the whole process: a step's matrices would be mapped and faulted in anew each time.
         keep_freed_memory()
-        self.networks = dict(networks)  # not as submodules: their weights are views of the stack's
+        # They are no submodules, because their weights are views of the stack's.
+        self.networks = dict(networks)
         self.generators = {name: torch.Generator().manual_seed((seeds or {}).get(name, 0)) for name in networks}
         self.tables = self._lay_tables_below_one_another()
         self.skeleton: Skeleton | None = None
@@ -382,7 +385,8 @@ class Stack(nn.Module):
             rows.append(torch.cat([weight.detach().reshape(-1) for _, weight in parameters]))
         self.flat = torch.stack(rows)
         self.flat_grad = torch.zeros_like(self.flat)
-        self.columns: dict[str, slice] = {}  # by name, where ``flat`` has the dense weights
+        # Columns of ``flat`` with each dense weight, by its name.
+        self.columns: dict[str, slice] = {}
         self._dense_grads: list[Tensor] = []
         for index, (name, weight) in enumerate(by_member[0]):
             shape = (len(by_member), *weight.shape)

@@ -199,7 +199,8 @@ class ClosedFormConfig:
                 raise ValueError(f"{name}={getattr(self, name)}: must be 1 or more")
 
 
-Record = dict[str, Any]  # figures and messages by name, as written to metrics.jsonl
+# Figures and messages by name, as written to metrics.jsonl.
+Record = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)

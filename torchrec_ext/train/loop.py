@@ -89,9 +89,8 @@ def checked_steps(
         config: settings of the training.
     """
     config = config or TrainConfig()
-    if (
-        runtime.device.type == "cuda"
-    ):  # training reads its checks one step late there, at no cost that a trial could miss
+    # Training reads its checks one step late on a GPU, at no cost that a trial could miss.
+    if runtime.device.type == "cuda":
         return make_pipeline(model, optimizer, runtime.device)
     forward = FiniteLoss(
         model,
@@ -367,7 +366,8 @@ class _Run:
     def _resume(self) -> None:
         self.forward.step = self.at.step
         if self.schedule is not None and self.at.step:
-            self.schedule.last_epoch = self.at.step - 1  # the rate depends only on the number of steps
+            # The rate depends only on the number of steps, so the steps so far need not be repeated.
+            self.schedule.last_epoch = self.at.step - 1
             self.schedule.step()
         if self.runtime.is_main and self.log is not None:
             for record in self.at.history:
@@ -384,7 +384,8 @@ class _Run:
             self.loader.set_epoch(self.at.epoch)
             self.window.restart()
         self.model.train()
-        if self.watchdog is not None:  # an evaluation, a save or a refresh of negatives is over
+        # An evaluation, a save or a refresh of negatives is over, so the time limit runs again.
+        if self.watchdog is not None:
             position = f"the beginning of epoch {self.at.epoch + 1}"
             if self.at.done:
                 position = self.forward.where(self.at.step)

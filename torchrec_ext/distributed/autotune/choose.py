@@ -30,8 +30,10 @@ from torchrec_ext.distributed.tower_parallel.lookups import sharing_groups
 from torchrec_ext.modules.tower import Towers
 
 EVERYWHERE = "data_parallel"
-_MOST_PLACED = 5  # placements that do not run all towers on every rank: on 2 to 4 ranks two towers have no more
-_TRIAL_S = 1.0  # spent on whole steps of each candidate
+# Most placements that do not run all towers on every rank: on 2 to 4 ranks two towers have no more.
+_MOST_PLACED = 5
+# Seconds spent on whole steps of each candidate.
+_TRIAL_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +80,8 @@ def _placements(loads: Mapping[str, float], world_size: int) -> Iterator[TowerPl
     for size in range(len(loads) - 1, 0, -1):
         for apart in combinations(loads, size):
             ranks = TowerPlacement.apart({name: loads[name] for name in apart}, world_size).ranks
-            if size == 1:  # on the last half of the ranks, or it would be on every rank too
+            # One tower alone gets the last half of the ranks, or it would be on every rank too.
+            if size == 1:
                 ranks = {apart[0]: tuple(range(world_size // 2, world_size))}
             yield TowerPlacement(ranks={name: ranks.get(name, everywhere) for name in loads}, world_size=world_size)
 
@@ -204,11 +207,13 @@ def auto_plan(
             try:
                 whole_model = everywhere if is_flat else model
                 plan = plan_sharding(whole_model, runtime, wanted, optimizer=optimizer, batch_size=len(batch))
-                if str(plan) not in plans:  # TorchRec's planner may choose a plan that is there already
+                # TorchRec's planner may choose a plan that is there already.
+                if str(plan) not in plans:
                     plans.add(str(plan))
                     trials.add(samples[is_flat], wanted)
                     tried.append(candidate)
-            except ValueError as error:  # a PlanError, or an optimizer that runs under no such sharding
+            except ValueError as error:
+                # This is a PlanError, or an optimizer that runs under no such sharding.
                 refused.append(dataclasses.replace(candidate, refused=str(error).splitlines()[0]))
         times = trials.ms([as_config(config, candidate) for candidate in tried], _TRIAL_S)
     if why_apart_is_refused:

@@ -17,7 +17,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_ext.batch import SharedRows, TowerBatch
 from torchrec_ext.distributed.tables import collections, table_configs, tables_of
 
-BYTES = 64 * 2**20  # size of all tables of a sample together: twice a large cache, and quick to fill
+# Size of all tables of a sample together: twice a large cache, and quick to fill.
+BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class Sample:
         for path, collection in list(collections(model)):
             parent, _, name = path.rpartition(".")
             setattr(small.get_submodule(parent), name, _smaller(collection, rows))
-        for module in small.modules():  # the lists of tables that towers keep, too
+        # Towers keep lists of their tables, which must agree with the collections.
+        for module in small.modules():
             for name, value in vars(module).items():
                 if isinstance(value, list) and value and all(isinstance(item, BaseEmbeddingConfig) for item in value):
                     setattr(module, name, [_fewer(table, rows) for table in value])

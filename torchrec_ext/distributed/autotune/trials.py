@@ -27,8 +27,10 @@ from torchrec_ext.distributed.plan.planner import plan_sharding
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sharders import codecs_of
 
-_WARM_UP = 2  # steps that fill the pipeline
-_IN_A_ROW_S = 0.1  # of one plan before it is the next one's turn
+# Steps that fill the pipeline.
+_WARM_UP = 2
+# Seconds of one plan before it is the next one's turn.
+_IN_A_ROW_S = 0.1
 _ROUNDS = (5, 15)
 
 
@@ -144,4 +146,5 @@ class Trials:
         self._steps.clear()
         while self._pipelines:
             self._pipelines.pop().detach()
-        gc.collect()  # frees the tables, which are in reference cycles
+        # The tables are in reference cycles, so only the collector frees them.
+        gc.collect()

@@ -48,7 +48,8 @@ class Checkpointer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_lower_priority)
         self._running: Future[None] | None = None
         self._copies: dict[str, Any] = {}
-        self._parent: dict[str, Any] | None = None  # step and digest of the previous checkpoint
+        # Step and digest of the previous checkpoint.
+        self._parent: dict[str, Any] | None = None
         if runtime.world_size > 1 or self.folder.remote:
             check_shared(folder, runtime.rank, self.together.gathered)
         self.together.on_main(self.folder.lock)
@@ -74,7 +75,8 @@ class Checkpointer:
             "world_size": self._runtime.world_size,
             "tables": state.tables,
             "paths": state.paths,
-            "content": json.loads(json.dumps(content or {})),  # a copy, because it is written while the run goes on
+            # A copy, because it is written while the run goes on.
+            "content": json.loads(json.dumps(content or {})),
             **self._gather_layout(state),
         }
         self._running = self._thread.submit(self._write, step, copies, content)
@@ -104,7 +106,8 @@ class Checkpointer:
 
         def mark() -> None:
             if save_in_flight is not None:
-                save_in_flight.result()  # raises if the save has failed, so that the previous mark stays
+                # It raises if the save has failed, so that the previous mark stays.
+                save_in_flight.result()
             self.together.on_main(lambda: self._mark_best_now(step, figures))
 
         self._running = self._thread.submit(mark)
@@ -183,7 +186,8 @@ class Checkpointer:
         self.folder.prune(self._keep, [best["step"]] if isinstance(best, dict) and "step" in best else [])
 
     def _make_room(self, step: int, needed_bytes: int) -> str:
-        line = self._set_aside(step, None)  # newer checkpoints are of another run, because this one begins anew
+        # Newer checkpoints are of another run, because this one begins anew.
+        line = self._set_aside(step, None)
         if line:
             print(line, flush=True)
         path = self.folder.begin(step)

@@ -41,13 +41,15 @@ from torchrec_ext.sealed import (
 from torchrec_ext.train.checkpoint.storage import CheckpointError, is_url, read_metadata
 
 MANIFEST_NAME = "manifest.json"
-MANIFEST_FORMAT = 1  # of manifests; a reader refuses newer ones
+# Format of manifests; a reader refuses newer ones.
+MANIFEST_FORMAT = 1
 
 
 def digest(files: AbstractFileSystem, path: str) -> dict[str, Any]:
     """Returns size and SHA-256 of one file behind a path or an address."""
     local = isinstance(files, LocalFileSystem)
-    with open_plain(url_to_fs(path)[1]) if local else files.open(path, "rb") as stream:  # a path, or file:// and a path
+    # A local file is given by a path, or by file:// and a path.
+    with open_plain(url_to_fs(path)[1]) if local else files.open(path, "rb") as stream:
         return measure_stream(stream)
 
 
@@ -108,7 +110,8 @@ def damaged(
 _STEP_NAME = re.compile(r"step-(\d{10})")
 _PARTIAL, _AGAIN = ".partial", ".again"
 _ASIDE = re.compile(r"set-aside-(\d+)")
-_MOVE_NOTE = "set-aside.json"  # the pending move: written first, so that a kill never leaves half of the steps behind
+# Note of a pending move: it is written first, so that a kill never leaves half of the steps behind.
+_MOVE_NOTE = "set-aside.json"
 
 
 class _Move(NamedTuple):
@@ -137,7 +140,8 @@ class CheckpointFolder:
         self.remote = is_url(folder)
         try:
             self.files, self.root = url_to_fs(folder if self.remote else str(Path(folder).absolute()))
-        except Exception as error:  # each driver has its own: not installed, no such protocol, no network, no right
+        except Exception as error:
+            # Each driver has errors of its own: not installed, no such protocol, no network, no right.
             raise CheckpointError(
                 f"checkpoint folder '{folder}' cannot be opened ({type(error).__name__}: {error}); check the address, "
                 "its driver and the network"
@@ -175,7 +179,8 @@ class CheckpointFolder:
         try:
             self._settle(step)
             path = self.writing(step)
-            if self.files.exists(path):  # left by a save that was killed
+            # A save that was killed has left it.
+            if self.files.exists(path):
                 self.files.rm(path, recursive=True)
             self.files.makedirs(path, exist_ok=True)
         except OSError as error:
@@ -252,9 +257,11 @@ class CheckpointFolder:
             if not self.remote:
                 os.rename(source, f"{aside}/{_name_of(source)}")
                 continue
-            for file in self.files.find(source):  # one by one: moving a folder onto an existing one would nest it
+            # Files move one by one, because moving a folder onto an existing one would nest it.
+            for file in self.files.find(source):
                 self.files.mv(file, f"{aside}/{_name_of(source)}/{_name_of(file)}")
-            if self.files.exists(source):  # memory:// has folders, an object store has none
+            # memory:// has folders, an object store has none.
+            if self.files.exists(source):
                 self.files.rm(source, recursive=True)
         if not self.remote:
             sync_to_disk(aside)
@@ -312,7 +319,8 @@ class CheckpointFolder:
         path = f"{self.root}/{name}"
         text = json.dumps(content) + "\n"
         if self.remote:
-            self.files.makedirs(self.root, exist_ok=True)  # there may be no checkpoint yet
+            # There may be no checkpoint yet.
+            self.files.makedirs(self.root, exist_ok=True)
             with self.files.open(path, "w") as stream:
                 stream.write(text)
             return
@@ -378,7 +386,8 @@ def _name_of(path: str) -> str:
     return path.rstrip("/").rpartition("/")[2]
 
 
-_TIMEOUT = timedelta(minutes=30)  # the others wait for a rank while it writes
+# The others wait for a rank while it writes.
+_TIMEOUT = timedelta(minutes=30)
 
 
 class CheckpointRanks:
@@ -417,7 +426,8 @@ class CheckpointRanks:
         return outcome
 
 
-_MAX_MANIFEST_BYTES = 16 * 2**20  # room for the files of all ranks, about a hundred thousand
+# Room for the files of all ranks, about a hundred thousand.
+_MAX_MANIFEST_BYTES = 16 * 2**20
 _MANIFEST_TYPES = {
     "step": int,
     "world_size": int,
@@ -493,7 +503,8 @@ def _read_bytes(where: str, hint: str = "", max_bytes: int | None = None) -> byt
         raise CheckpointError(f"{where} cannot be read: {error.strerror or error}{hint}") from None
 
 
-_LATE_S = 30.0  # an NFS client may cache for this long that a file is missing
+# An NFS client may cache for this long that a file is missing.
+_LATE_S = 30.0
 
 
 def check_shared(folder: str, rank: int, gathered: Callable[[Any], list[Any]]) -> None:
@@ -535,7 +546,8 @@ def _write_probe(files: AbstractFileSystem, root: str) -> tuple[str, str]:
             stream.write(b"seen by all ranks?\n")
     except OSError as error:
         return name, str(error.strerror or error)
-    except Exception as error:  # each driver has its own: no such bucket, no right, no network, read-only
+    except Exception as error:
+        # Each driver has errors of its own: no such bucket, no right, no network, read-only.
         return name, f"{type(error).__name__}({error}); check the address, its rights and the network"
     return name, ""
 

@@ -226,7 +226,8 @@ def load_checkpoint(
         parts = [
             LocalShard(shard.tensor[: max(rows - shard.offsets[0], 0)], shard.offsets) for shard in row_state.parts
         ]
-        if tuple(widths) == row_state.widths:  # the same split of the columns: load in place, without a conversion
+        # With the same split of the columns the load is in place, without a conversion.
+        if tuple(widths) == row_state.widths:
             to_load[name] = Parts((rows, len(widths)), parts)
         else:
             lengths = {shard.offsets[0]: len(shard.tensor) for shard in parts}

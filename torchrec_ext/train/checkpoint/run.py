@@ -22,8 +22,10 @@ from torchrec_ext.train.checkpoint.folder import CheckpointFolder, CheckpointRan
 from torchrec_ext.train.checkpoint.load import load_checkpoint, load_weights
 from torchrec_ext.train.checkpoint.state import State, model_state
 
-_TENSOR_KEY = "a tensor of the checkpoint"  # stands for a tensor in a JSON state; no loader has such a key
-_OUTCOME = "evaluated.json"  # next to the checkpoints: the outcome of the evaluation after the last one
+# Key that stands for a tensor in a JSON state; no loader has such a key.
+_TENSOR_KEY = "a tensor of the checkpoint"
+# File next to the checkpoints: the outcome of the evaluation after the last one.
+_OUTCOME = "evaluated.json"
 
 
 @dataclass
@@ -130,7 +132,8 @@ class RunCheckpoints:
         self._resume = resume
         self._about = about or {}
         self._last_saved_step: int | None = None
-        self._saved_records = 0  # number of records in that checkpoint
+        # Number of records in that checkpoint.
+        self._saved_records = 0
 
     @property
     def saves(self) -> bool:
@@ -154,7 +157,8 @@ class RunCheckpoints:
         index = read_index(self._resume).state_dict_metadata
         sums = [name for name in index if name.startswith("rank.") and name.endswith(".sums")]
         prefixes = ["loader.", f"rank.{run.runtime.rank}."]
-        if len(sums) != run.runtime.world_size:  # the ranks share all sums, see _share_sums()
+        # Another number of ranks shares all sums, see _share_sums().
+        if len(sums) != run.runtime.world_size:
             prefixes += sums
         extra: State = {
             name: torch.empty(metadata.size, dtype=metadata.properties.dtype)
@@ -174,7 +178,8 @@ class RunCheckpoints:
         except ValueError as error:
             if self._config.changed == "refuse":
                 raise ValueError(f"checkpoint '{self._resume}': {error}, with checkpoint.changed=next_epoch") from None
-            position.ended = True  # checkpoint.changed=next_epoch: the rest of this epoch is left out
+            # Under checkpoint.changed=next_epoch the rest of this epoch is left out.
+            position.ended = True
         self._checkpointer.branch(saved, content["watch"]["best"])
         # Resumed in its own folder, the run need not save this step again; in another folder it must.
         if _parent(self._resume) == self._checkpointer.folder.address:

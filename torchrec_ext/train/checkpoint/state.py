@@ -28,7 +28,8 @@ from torchrec_ext.distributed.optim.sharded import kernels_of
 from torchrec_ext.distributed.tables import collections, local_shards, table_configs
 from torchrec_ext.distributed.tower_parallel.lookups import unhosted
 
-_BLOCK_BYTES = 32 * 2**20  # a reader always has one complete saved block in memory
+# A reader always has one complete saved block in memory, so blocks must be small.
+_BLOCK_BYTES = 32 * 2**20
 
 
 class LocalShard(NamedTuple):
@@ -268,7 +269,8 @@ def _make_first_state(optimizer: KeyedOptimizer) -> None:
     for parameter, _ in gradients:
         parameter.grad = torch.zeros_like(parameter)
     for group in groups:
-        group["lr"] = 0.0  # with a gradient of 0 this leaves the weights as they are, whatever the weight decay
+        # With a gradient of 0 this leaves the weights as they are, whatever the weight decay.
+        group["lr"] = 0.0
     torch_optimizer.step()
     for group, rate in zip(groups, rates, strict=True):
         group["lr"] = rate
@@ -285,9 +287,8 @@ def _slots(state: Mapping[str, Any], table: BaseEmbeddingConfig | None) -> dict[
     if "momentum1" in slots:
         slots["exp_avg" if "exp_avg_sq" in slots else "sum"] = slots.pop("momentum1")
     if table and "sum" in slots:
-        slots.pop(
-            "step", None
-        )  # torch's Adagrad counts steps for a decay of its rate, which no setting offers; kernels do not count
+        # torch's Adagrad counts steps for a decay of its rate, which no setting offers; kernels do not count.
+        slots.pop("step", None)
     return slots
 
 
@@ -318,9 +319,8 @@ def _local_pieces(tensor: ShardedTensor | DTensor) -> list[tuple[Tensor, tuple[i
     """Returns this rank's tensors, each with its offsets."""
     if isinstance(tensor, ShardedTensor):
         return [(shard.tensor, tuple(shard.metadata.shard_offsets)) for shard in tensor.local_shards()]
-    local: Any = (
-        tensor.to_local()
-    )  # TorchRec's LocalShardsWrapper; a rank without a shard has an offset nevertheless, hence strict=False
+    # This is TorchRec's LocalShardsWrapper. A rank without a shard has an offset nevertheless, hence strict=False.
+    local: Any = tensor.to_local()
     return [(tensor, tuple(begin)) for tensor, begin in zip(local.local_shards(), local.local_offsets(), strict=False)]
 
 

@@ -93,7 +93,8 @@ def read_metadata(data: bytes, where: str) -> Metadata:
     """
     try:
         metadata = _Unpickler(io.BytesIO(data)).load()
-    except Exception as error:  # a damaged pickle raises almost anything
+    except Exception as error:
+        # A damaged pickle raises almost anything.
         raise CheckpointError(f"{where} is not the index of a checkpoint: {error}; do not load it") from None
     if not isinstance(metadata, Metadata):
         raise CheckpointError(

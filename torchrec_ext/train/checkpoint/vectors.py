@@ -21,7 +21,8 @@ from torchrec_ext.train.checkpoint.folder import read_checkpoint_manifest, read_
 from torchrec_ext.train.checkpoint.state import LoadPlanner, LocalShard, Parts
 from torchrec_ext.train.checkpoint.storage import CheckpointError, reader
 
-BLOCK = 65536  # rows to read at once, so that a file may be larger than memory
+# Rows to read at once, so that a file may be larger than memory.
+BLOCK = 65536
 
 
 def read_vectors(path: Path) -> Iterator[tuple[Tensor, Tensor]]:
@@ -42,7 +43,8 @@ def read_vectors(path: Path) -> Iterator[tuple[Tensor, Tensor]]:
         yield from readers[path.suffix](path)
     except CheckpointError:
         raise
-    except Exception as error:  # numpy, Arrow and safetensors have errors of their own for a damaged file
+    except Exception as error:
+        # numpy, Arrow and safetensors have errors of their own for a damaged file.
         raise CheckpointError(f"'{path}' holds no vectors: {error}".splitlines()[0]) from None
 
 
@@ -190,7 +192,8 @@ def _read_blocks(path: str, name: str, metadata: Any) -> Iterator[tuple[int, Ten
     for start, stop in zip(starts, [*starts[1:], size[0] if size else 0], strict=True):
         block = torch.empty((stop - start, *size[1:]) if size else (), dtype=metadata.properties.dtype)
         target: Any = block
-        if len(size) > 1:  # a scalar or vector was saved as one block, so it is loaded as a plain tensor
+        # A scalar or vector was saved as one block, so it is loaded as a plain tensor.
+        if len(size) > 1:
             offsets = (start, *[0] * (len(size) - 1))
             target = Parts(size, [LocalShard(block, offsets)])
         dcp.load({name: target}, storage_reader=reader(path), planner=LoadPlanner(), no_dist=True)

@@ -22,7 +22,8 @@ from torchrec_ext.distributed.tables import local_shards
 from torchrec_ext.train.guards.amp import Context
 from torchrec_ext.train.guards.gradient_gate import GradientGate, holding
 
-_BLOCK_ROWS = 65536  # rows of a table to check at once, so that a large one needs no mask of its size
+# Rows of a table to check at once, so that a large one needs no mask of its size.
+_BLOCK_ROWS = 65536
 _DATA_REMEDY = "mend the column, or fill its missing values in preprocessing"
 _RATES_REMEDY = (
     "lower optimizer.tables_lr or optimizer.dense_lr, set optimizer.clip_norm, or look for extreme values in the steps "
@@ -103,8 +104,10 @@ class FiniteLoss:
         self.left_out = ""
         self._late = (leave_out is None and runtime.device.type == "cuda") if late is None else late
         self._pending: _CheckedStep | None = None
-        self._step_at_gate: _CheckedStep | None = None  # its loss is compared at the gate, with the gradients
-        self._own_bad_step: _CheckedStep | None = None  # the first bad step of this rank, not yet reported to others
+        # The loss of this step is compared at the gate, with the gradients.
+        self._step_at_gate: _CheckedStep | None = None
+        # The first bad step of this rank, not yet reported to others.
+        self._own_bad_step: _CheckedStep | None = None
         self.step = 0
 
     def __call__(self, batch: TowerBatch) -> tuple[Tensor, Any]:
@@ -147,7 +150,8 @@ class FiniteLoss:
             answers = worst.tolist()
         if step_at_gate is not None:
             step_at_gate.worst = answers[:2]
-            if answers[0]:  # before the error is raised, so that no later call can open the gate
+            # The gate is emptied before the error is raised, so that no later call can open it.
+            if answers[0]:
                 self._gate.drop()
             self._check(step_at_gate)
             if self.left_out:
@@ -197,7 +201,8 @@ class FiniteLoss:
 
     def _worst(self, loss: Tensor) -> Tensor | list[float]:
         """Returns the :meth:`_answers` for a loss: the greatest of all ranks, or this rank's if they do not compare."""
-        if loss.device.type == "cpu":  # plain Python: ten tensor ops are a noticeable share of a small network's step
+        # Plain Python, because ten tensor ops are a noticeable share of a small network's step.
+        if loss.device.type == "cpu":
             answers = self._local_answers(loss)
             if not self._ranks_compare:
                 return answers
@@ -224,7 +229,8 @@ class FiniteLoss:
     def _start_check(self, batch: TowerBatch | DrawnStep, loss: Tensor, worst: Tensor | list[float]) -> _CheckedStep:
         arrived = None
         if isinstance(worst, Tensor) and worst.device.type == "cuda":
-            worst = worst.to("cpu", non_blocking=True)  # into page-locked memory
+            # The copy goes into page-locked memory, so that the host need not wait for it.
+            worst = worst.to("cpu", non_blocking=True)
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record()
         return _CheckedStep(self.step, batch, loss, worst, arrived)
@@ -282,7 +288,8 @@ class FiniteLoss:
             ranks = [None] * self._runtime.world_size
             dist.all_gather_object(ranks, local)
         bad_ranks = [rank for rank, (loss, *_) in enumerate(ranks) if loss is not None]
-        if not bad_ranks:  # every loss is finite, so it was a gradient: meet() raises its error
+        # Every loss is finite, so it was a gradient: meet() raises its error.
+        if not bad_ranks:
             self._ranks.meet()
         # Bad data explains bad weights, but not the other way round, so data is named first.
         data_causes = [f"{text} on rank {rank}" for rank, (_, texts, *_) in enumerate(ranks) for text in texts]

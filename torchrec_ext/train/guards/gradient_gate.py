@@ -42,9 +42,8 @@ class GradientGate:
         self._optimizer = optimizer
         self._runtime = runtime
         self._collections = {path: collection for path, collection in collections(model) if _sharded(collection)}
-        self._cuts: list[
-            tuple[str, Tensor, Tensor]
-        ] = []  # (path, vectors, the detached copy that the dense layers read)
+        # Each cut: its path, the vectors, and the detached copy that the dense layers read.
+        self._cuts: list[tuple[str, Tensor, Tensor]] = []
         self._bad: tuple[list[str], list[str]] = [], []
 
     @contextmanager
@@ -100,9 +99,8 @@ class GradientGate:
             assert isinstance(embeddings, (JaggedTensor, KeyedTensor))
             vectors = embeddings.values()
             if vectors.requires_grad:
-                embeddings._values = (
-                    vectors.detach().requires_grad_()
-                )  # the same cut as in TorchRec's semi-sync pipeline
+                # This is the same cut as in TorchRec's semi-sync pipeline.
+                embeddings._values = vectors.detach().requires_grad_()
                 self._cuts.append((path, vectors, embeddings._values))
         return output
 
@@ -119,7 +117,8 @@ def gate_for(model: nn.Module, optimizer: HybridOptimizer, runtime: Runtime, *, 
     """
     gate = GradientGate(model, optimizer, runtime)
     gate_needed = torch.tensor(float(always or bool(gate._collections)), device=runtime.device)
-    dist.all_reduce(gate_needed, dist.ReduceOp.MAX)  # with placed towers, ranks hold different collections
+    # With placed towers, ranks hold different collections, and all must decide alike.
+    dist.all_reduce(gate_needed, dist.ReduceOp.MAX)
     return gate if gate_needed else None
 
 

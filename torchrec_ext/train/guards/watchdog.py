@@ -15,14 +15,18 @@ from typing import IO
 
 from typing_extensions import Self
 
-_POLL_S = 1.0  # seconds between two looks at the rank, or fewer with a short limit
-_PATIENCE_S = 5.0  # a rank that only waits reports this much later, so that the rank it waits for reports first
+# Seconds between two looks at the rank, or fewer with a short limit.
+_POLL_S = 1.0
+# A rank that only waits reports this much later, so that the rank it waits for reports first.
+_PATIENCE_S = 5.0
 # Without a limit from the user: this many times the slowest of the last steps, within these bounds. The lower bound
 # ends a job of fast steps within a minute, half of which torchrun waits for a stopped rank. The upper bound is below
 # the collectives' own timeout of five minutes.
 _SLOWEST_STEPS, _LEAST_S, _MOST_S = 100.0, 25.0, 240.0
-_DECAY = 0.98  # of the slowest step's time, with each step
-_SIGN_AFTER_S = 5.0  # without a step: then a rank signals that its process runs, and reads the signs of the others
+# Factor of the slowest step's time with each step.
+_DECAY = 0.98
+# After so long without a step a rank signals that its process runs, and reads the signs of the others.
+_SIGN_AFTER_S = 5.0
 
 
 class Watchdog:
@@ -61,13 +65,15 @@ class Watchdog:
         self._path = folder / f"stacks-rank{rank}.txt"
         self._sign = folder / f"alive-rank{rank}"
         self._others = {other: folder / f"alive-rank{other}" for other in range(world_size) if other != rank}
-        self._last_counts: dict[int, tuple[str, float]] = {}  # by rank: its count, and when this count was first read
+        # Each other rank's count, and when this count was first read.
+        self._last_counts: dict[int, tuple[str, float]] = {}
         self._count = 0
         self._slowest_s: float | None = None
         self._main_thread = threading.get_ident()
         self._last_beat: float | None = None
         self._where = ""
-        self._collective: FrameType | None = None  # the collective in which the rank was last seen
+        # The collective in which the rank was last seen.
+        self._collective: FrameType | None = None
         self._collective_since = 0.0
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="watchdog")
@@ -143,16 +149,19 @@ class Watchdog:
                 self._report(self._file, now - last, _name(call), silent_ranks)
                 break
         while not self._closed.wait(min(_POLL_S, self.after_s / 8)):
-            self._write_sign()  # until ``end`` has ended the process
+            # The other ranks must see life here until ``end`` has ended the process.
+            self._write_sign()
 
     def _current_collective(self) -> FrameType | None:
-        if not self._others:  # one rank waits for no other
+        # One rank waits for no other.
+        if not self._others:
             return None
         return _collective(sys._current_frames().get(self._main_thread))
 
     def _write_sign(self) -> None:
         self._count += 1
-        with suppress(OSError):  # a full disk ends the run elsewhere, with a clear message
+        # A full disk ends the run elsewhere, with a clear message.
+        with suppress(OSError):
             self._sign.write_text(str(self._count))
 
     def _read_signs(self, now: float) -> None:
@@ -171,7 +180,8 @@ class Watchdog:
     def _report(self, file: IO[str], silent_s: float, collective: str, silent_ranks: Sequence[int]) -> None:
         waits = f"it waits for other ranks in {collective}" if collective else "it waits for no other rank"
         frame = sys._current_frames().get(self._main_thread)
-        if frame is not None:  # the main thread may have ended
+        # The main thread may have ended.
+        if frame is not None:
             last_line = traceback.extract_stack(frame)[-1]
             waits += f"; its last line is {Path(last_line.filename).name}:{last_line.lineno}, in {last_line.name}"
         faulthandler.dump_traceback(file, all_threads=True)
@@ -192,7 +202,8 @@ class Watchdog:
 
 def _collective(frame: FrameType | None) -> FrameType | None:
     if frame is not None and frame.f_code.co_name == "_engine_run_backward":
-        return frame  # DistributedDataParallel waits in there for its gradients, in C++
+        # DistributedDataParallel waits in there for its gradients, in C++.
+        return frame
     while frame is not None and not _name(frame):
         frame = frame.f_back
     return frame

@@ -63,7 +63,8 @@ class Coverage:
         return {f"coverage@{self._k}": int(is_recommended.sum()) / num_items}
 
 
-_PAIRS_PER_BLOCK = 2**17  # scores of half a MiB stay in the cache between the passes over them
+# Scores of half a MiB stay in the cache between the passes over them.
+_PAIRS_PER_BLOCK = 2**17
 _ADVICE = (
     "cheaper: evaluate less often with train.eval_every, or score by a product (model.interaction=dot or cosine), "
     "where a network over both sides runs for every pair"
@@ -179,7 +180,8 @@ def _bounds(scores: Tensor, depth: int) -> Tensor:
     The row is split into parts, and only the greatest score of each part is compared. These are scores of the row, so
     the ``depth``-th greatest of them is at most the row's own. It takes a fraction of the time of a full selection.
     """
-    parts = 16 * depth  # many parts per place, so that few of the best share one and the bound is close
+    # There are many parts per place, so that few of the best share one and the bound is close.
+    parts = 16 * depth
     folds = scores.shape[1] // parts
     if folds > 1:
         folded = scores[:, : folds * parts].reshape(-1, folds, parts).amax(1)
@@ -191,7 +193,8 @@ def _compare(scores: Tensor, rows: Tensor, target_scores: Tensor, *, alone: bool
     """Counts, for each target, the greater scores of its row, and the other scores equal to its own."""
     if alone:
         column = target_scores[:, None]
-        return _count(torch.gt, scores, column), _count(torch.eq, scores, column) - 1  # a target equals itself
+        # One is subtracted, because a target equals itself.
+        return _count(torch.gt, scores, column), _count(torch.eq, scores, column) - 1
     # A row of scores is copied for each of its targets: in blocks, so that the copies are never larger than the scores.
     size = max(1, len(scores))
     blocks = zip(torch.split(rows, size), torch.split(target_scores, size), strict=True)
@@ -202,7 +205,8 @@ def _compare(scores: Tensor, rows: Tensor, target_scores: Tensor, *, alone: bool
 
 def _count(compare: Callable[..., Tensor], scores: Tensor, target_scores: Tensor) -> Tensor:
     """Counts the scores of each row for which ``compare`` holds, (B,), as floats: six times faster than as bools."""
-    if scores.shape[1] >= 2**24:  # from there on a float32 cannot count
+    # From there on a float32 cannot count.
+    if scores.shape[1] >= 2**24:
         return compare(scores, target_scores).sum(1)
     return compare(scores, target_scores, out=torch.empty_like(scores, dtype=torch.float32)).sum(1).long()
 
@@ -292,7 +296,8 @@ def popularity_ranks(popularity: Tensor, question: Question) -> TargetRanks:
     # Two sorted lists of keys are intersected by binary search: np.isin would sort both together again.
     index = excluded_keys.searchsorted(target_keys)
     is_target = np.append(excluded_keys, -1)[index] == target_keys
-    excluded_keys = np.delete(excluded_keys, index[is_target])  # a query's targets are ranked nevertheless
+    # A query's targets are ranked nevertheless.
+    excluded_keys = np.delete(excluded_keys, index[is_target])
     fewer_better, fewer_equal = count_within_query(excluded_keys)
     more_better, more_equal = count_within_query(target_keys[~is_candidate[target_keys % count]])
     better = items_above_level[level[targets]] + more_better - fewer_better
@@ -315,7 +320,8 @@ def _check_scores(scores: Tensor, target_scores: Tensor, start: int) -> None:
         problem = "a target's is infinite"
         if len(bad):
             problem = f"the score of query {start + int(bad[0, 0])} for item {int(bad[0, 1])} is NaN"
-        if len(bad) or torch.isinf(target_scores).any():  # inf - inf is NaN, but other items may have such scores
+        # The sum may be NaN by inf - inf, but other items may have such scores.
+        if len(bad) or torch.isinf(target_scores).any():
             raise ValueError(f"scores: {problem}; a rank needs numbers: has training diverged?")
 
 

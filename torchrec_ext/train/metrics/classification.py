@@ -23,7 +23,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.metrics.shares import gather_uneven_rows
 
-BITS = 18  # sign, exponent and 9 bits after the point: a bin is at most a 512th of its logits wide
+# Sign, exponent and 9 bits after the point: a bin is at most a 512th of its logits wide.
+BITS = 18
 
 
 def auc(logits: Tensor, labels: Tensor, weights: Tensor, runtime: Runtime) -> float:
@@ -156,7 +157,8 @@ def _bins(logits: Tensor) -> Tensor:
     """Returns bins 0 to 2**BITS - 1, (B,) int64, in the order of the logits: the first bits of each float32."""
     # As integers, the bits of positive floats are in the order of the floats. Those of negative floats are reversed, so
     # all of their bits but the sign are flipped.
-    bits = (logits.float() + 0.0).view(torch.int32)  # + 0.0, because -0.0 is the same number as 0.0
+    # 0.0 is added, because -0.0 is the same number as 0.0 in other bits.
+    bits = (logits.float() + 0.0).view(torch.int32)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     bins: Tensor = (ordered >> (32 - BITS)).long() + 2 ** (BITS - 1)
     return bins
@@ -166,7 +168,8 @@ def _all_ranks(sums: Tensor, runtime: Runtime) -> Tensor:
     """Returns the sum over ranks; ``sums`` itself is unchanged."""
     if runtime.world_size == 1:
         return sums
-    total = sums.to(runtime.device, copy=True)  # a copy, because later updates add to this rank's own sums
+    # A copy, because later updates add to this rank's own sums.
+    total = sums.to(runtime.device, copy=True)
     dist.all_reduce(total)
     return total
 
@@ -204,7 +207,8 @@ def grouped_auc(logits: Tensor, labels: Tensor, weights: Tensor, groups: Tensor,
     rows = gather_uneven_rows(torch.stack(counted_rows(logits, labels, weights), dim=1), runtime)
     names, group = torch.unique(gather_uneven_rows(groups[weights != 0].long(), runtime), return_inverse=True)
     values, position = torch.unique(rows[:, 0], return_inverse=True)
-    cells, cell = torch.unique(group * len(values) + position, return_inverse=True)  # by group, then by ascending logit
+    # Cells are sorted by group, then by ascending logit.
+    cells, cell = torch.unique(group * len(values) + position, return_inverse=True)
     positive, negative = torch.zeros(2, len(cells), dtype=torch.float64, device=rows.device).index_add_(
         1, cell, by_class(rows[:, 1], rows[:, 2])
     )

@@ -14,9 +14,12 @@ import torch.distributed as dist
 from torchrec_ext.distributed.runtime import Runtime
 
 _Block = TypeVar("_Block")
-LOOK_S = 0.5  # seconds between two checks for a stop request on any rank
-SAY_S = 10.0  # seconds between two progress lines
-LONG_S = 60.0  # a longer evaluation is announced with its expected cost
+# Seconds between two checks for a stop request on any rank.
+LOOK_S = 0.5
+# Seconds between two progress lines.
+SAY_S = 10.0
+# An evaluation longer than this is announced with its expected cost.
+LONG_S = 60.0
 
 
 class EvaluationStoppedError(Exception):
@@ -66,7 +69,8 @@ class EvaluationWatch:
             elif now - last_line_at >= SAY_S:
                 last_line_at = now
                 self._say_on_main(f"evaluating: {number / total:.0%}, {_readable(remaining_s)} left")
-        yield from remaining_blocks  # none, unless total was too low
+        # There are none, unless total was too low.
+        yield from remaining_blocks
 
     def _check_ranks(self, seconds: float) -> float:
         """Returns the seconds per block of the slowest rank; raises on every rank if one was asked to stop."""

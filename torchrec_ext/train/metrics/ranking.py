@@ -140,7 +140,8 @@ def query_figures(
             "ndcg": gain / ideal,
             "mrr": first,
         }
-        if "map" in names:  # costs a sort, so only on request
+        # It costs a sort, so it is computed only on request.
+        if "map" in names:
             at_k["map"] = places.precision_sum(size) / places.relevant.clamp(max=size)
         figures |= {f"{name}@{size}": at_k[name] for name in names}
     return figures
@@ -178,7 +179,8 @@ class _Places:
         cells, cell, relevant = torch.unique(keys, return_inverse=True, return_counts=True)
         cells = torch.stack([cells // k, cells % k], dim=1)
         size = torch.zeros_like(relevant).index_copy_(0, cell, self._ties[near] + 1).double()
-        before = relevant.cumsum(0) - relevant  # cells are ordered by query, then by the number of better candidates
+        # Cells are ordered by query, then by the number of better candidates.
+        before = relevant.cumsum(0) - relevant
         first = torch.ones_like(relevant, dtype=torch.bool)
         first[1:] = cells[1:, 0] != cells[:-1, 0]
         starts = torch.where(first, before, torch.zeros_like(before)).cummax(0).values
@@ -234,7 +236,8 @@ def _check(ks: Sequence[int], names: Sequence[str]) -> None:
 _NO_RANKS = TargetRanks(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
 
 
-_PAIRS_PER_BLOCK = 2**13  # each holds both towers' outputs: 4 MiB at width 64
+# Each pair holds both towers' outputs: 4 MiB at width 64.
+_PAIRS_PER_BLOCK = 2**13
 
 
 def ranks_among(scores: Tensor, ids: Tensor) -> TargetRanks:
@@ -335,7 +338,8 @@ def _check_candidates(scores: Tensor, ids: Tensor) -> None:
             f"row {row}: target {int(ids[row, 0])} with score {float(scores[row, 0])}; the first id of a row must be "
             "an item, 0 or more, and its score a number: leave padding rows out, or has training diverged?"
         )
-    nan = torch.isnan(scores) & (ids >= 0)  # NaN would count as worse than the target and flatter the model
+    # NaN would count as worse than the target and flatter the model.
+    nan = torch.isnan(scores) & (ids >= 0)
     if nan.any():
         row, column = nan.nonzero()[0].tolist()
         raise ValueError(

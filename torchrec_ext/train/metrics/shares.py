@@ -12,7 +12,8 @@ from torch import Tensor
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.runtime import Runtime
 
-Kept = tuple[TowerBatch, int]  # a batch and the number of its rows that count; the rest is padding
+# A batch and the number of its rows that count; the rest is padding.
+Kept = tuple[TowerBatch, int]
 
 
 class Interaction(Protocol):

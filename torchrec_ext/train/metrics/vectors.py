@@ -12,8 +12,10 @@ from torchrec_ext.train.metrics.catalogue import Question, ranks_of
 from torchrec_ext.train.metrics.ranking import TargetRanks
 
 Similarity = Literal["dot", "cosine"]
-SCORES = 2**18  # scores of 1 MiB stay in the cache between the passes over them
-QUERIES = 8  # with fewer queries a block, a large catalogue would be read from memory for each of them
+# Scores of 1 MiB stay in the cache between the passes over them.
+SCORES = 2**18
+# With fewer queries a block, a large catalogue would be read from memory for each of them.
+QUERIES = 8
 
 
 def vector_ranks(

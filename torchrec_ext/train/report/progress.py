@@ -26,8 +26,10 @@ from torchrec_ext.drawing.figures import BLUE, RED, figure_with_panels, save_fig
 from torchrec_ext.drawing.page import Bar, Curve, Lane, card, chart, lanes, page, paragraph, stacked, text_table
 from torchrec_ext.train.config import Record
 
-_STEPS_PER_SUM = 32  # steps to sum in one go: fewer small operations on the device
-_MOST_RANKS = 64  # a record and a page name each rank up to this number
+# Steps to sum in one go: fewer small operations on the device.
+_STEPS_PER_SUM = 32
+# A record and a page name each rank up to this number.
+_MOST_RANKS = 64
 _Item = TypeVar("_Item")
 
 
@@ -176,7 +178,8 @@ def rank_shares(records: Sequence[Record]) -> list[tuple[float, float]]:
     """Returns each rank's shares of the steps' time: waiting for batches, and in collectives; empty if unknown."""
     records = [record for record in records if record["kind"] == "train" and "waits" in record]
     ranks = {len(record["waits"]) for record in records}
-    if len(ranks) != 1:  # the run was resumed on another number of ranks
+    # The run was resumed on another number of ranks.
+    if len(ranks) != 1:
         return []
     return [
         (
@@ -320,7 +323,8 @@ class RunFolder:
         for name, value in record.items():
             if isinstance(value, float):
                 self._events.add_scalar(f"{record['kind']}/{name}", value, record["step"])
-        if record["kind"] == "error":  # the run is about to end, and its caller may not close the folder
+        # The run is about to end, and its caller may not close the folder.
+        if record["kind"] == "error":
             self.close()
 
     def write(self, name: str, text: str) -> None:
@@ -514,7 +518,8 @@ def _time_picture(train: Sequence[Record], facts: RunFacts) -> str:
         x="step",
         caption="rows a second, over all ranks",
     )
-    if not all("data_wait" in record for record in train):  # records of a stack of networks lack it
+    # Records of a stack of networks lack it.
+    if not all("data_wait" in record for record in train):
         return rates
     shares = time_shares(train)
     names = {"data": "waiting for data", "ranks": "in collectives", "compute": "computing"}

@@ -29,7 +29,8 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.observe.intervals import Interval, length, union
 
 Event = dict[str, Any]
-TOWER = "tower "  # prefix of a tower's name in the trace
+# Prefix of a tower's name in the trace.
+TOWER = "tower "
 _BACKWARD = "autograd::engine::evaluate_function: "
 # Operators that compute. TorchRec's autograd functions that wait for an exchange are operators too, but these call the
 # ones below to compute.
@@ -364,9 +365,12 @@ def _band(axes: Any, intervals: Sequence[Interval], low: float, height: float, c
     axes.broken_barh(bars, (low, height), color=colour, alpha=alpha, linewidth=0)
 
 
-SKIP = 5  # steps before the trace: the pipeline fills, buffers are allocated
-MOST = 100  # steps to trace: rank 0 holds the traces of all ranks
-_CLOCK_ROUNDS = 10  # the fastest of these is hardly disturbed by other processes
+# Steps before the trace: the pipeline fills, buffers are allocated.
+SKIP = 5
+# Most steps to trace: rank 0 holds the traces of all ranks.
+MOST = 100
+# The fastest of these rounds is hardly disturbed by other processes.
+_CLOCK_ROUNDS = 10
 
 
 class StepTrace:
@@ -404,7 +408,8 @@ class StepTrace:
         self._handles = [handle for name, tower in towers(self._model) for handle in _named_in_trace(name, tower)]
         on_gpu = self._runtime.device.type == "cuda"
         self._profile = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])])
-        dist.barrier()  # all traces begin with the same step, and no rank waits in it for one that starts its profiler
+        # All traces begin with the same step, and no rank waits in it for one that starts its profiler.
+        dist.barrier()
         self._profile.start()
 
     def _stop(self) -> dict[str, float]:
@@ -508,6 +513,7 @@ def _ask_clock(other: int, device: torch.device) -> tuple[float, float]:
 def _answer_clock(device: torch.device) -> None:
     stamp = torch.zeros(1, dtype=torch.int64, device=device)
     dist.recv(stamp, 0)
-    int(stamp)  # on a GPU: waits for its arrival
+    # On a GPU this waits for its arrival.
+    int(stamp)
     stamp.fill_(time.time_ns())
     dist.send(stamp, 0)

@@ -132,7 +132,8 @@ class PlainStep:
         by_name = owners(optimizer)
         tables = {}
         self._parameters: list[nn.Parameter] = []
-        for shard in local_shards(model):  # never a table read id by id, because no plan replicates these on a CPU
+        # There is never a table read id by id, because no plan replicates these on a CPU.
+        for shard in local_shards(model):
             parameters_of_shard = by_name.get(shard.fqn, [])
             if [id(table) in replicated for table in parameters_of_shard] != [
                 True
@@ -208,9 +209,8 @@ def _one_each(features: KeyedJaggedTensor) -> bool:
     weighted = features.weights_or_none() is not None
     if weighted or features.values().numel() != lengths.numel():
         return False
-    return (
-        not lengths.numel() or int(lengths.max()) == 1
-    )  # equally many ids and bags: if no bag has more than one id, none has fewer
+    # There are equally many ids and bags: if no bag has more than one id, none has fewer.
+    return not lengths.numel() or int(lengths.max()) == 1
 
 
 class _OneEach:
@@ -223,7 +223,8 @@ class _OneEach:
         self._ids = dict(zip(keys, ids_by_feature, strict=True))
 
     def pooled(self, feature: str, table: BaseEmbeddingConfig, weight: Tensor) -> Tensor:
-        return weight.index_select(0, self._ids[feature])  # its backward is faster than that of embedding()
+        # Its backward is faster than that of embedding().
+        return weight.index_select(0, self._ids[feature])
 
 
 class _Jagged:

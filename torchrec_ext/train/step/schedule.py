@@ -28,7 +28,8 @@ def scheduler(optimizer: KeyedOptimizer, tables: Schedule, dense: Schedule, step
         ValueError: a warm-up is longer than the run.
     """
     for name, schedule in (("tables_schedule", tables), ("dense_schedule", dense)):
-        if schedule.warmup >= steps and schedule.changes:  # its rate would never be reached
+        # Its rate would never be reached.
+        if schedule.warmup >= steps and schedule.changes:
             raise ValueError(
                 f"{name}: warmup={schedule.warmup} steps, but the run has {steps}; a warm-up must end before the run"
             )
