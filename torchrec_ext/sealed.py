@@ -186,7 +186,6 @@ class MeasuredStream:
                 self._begin_to_store(block.nbytes)
             finally:
                 # Waits, because afterwards the memory of the block is the caller's again.
-                # The block's memory is the caller's again afterwards, so its hash must be complete.
                 hashed.result()
         self._size += block.nbytes
         return block.nbytes

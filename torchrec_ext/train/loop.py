@@ -200,6 +200,7 @@ class BestWeights:
 
 
 def _copy(tensor: Tensor) -> Tensor:
+    # Without copy=True a tensor on the CPU would be returned itself, and change with the training.
     return tensor.detach().to("cpu", copy=True)
 
 
@@ -372,6 +373,7 @@ class _Run:
         if self.runtime.is_main and self.log is not None:
             for record in self.at.history:
                 self.log(record)
+        # This checkpoint was written after an evaluation: the next epoch begins, unless the early stop ended the run.
         if self.at.ended:
             self.over = self.watch.stops() is not None
             self.at.begin(self.at.epoch + 1)
@@ -424,12 +426,14 @@ class _Run:
                 {"kind": "left_out", "epoch": self.at.epoch + 1, "step": step, "message": self.forward.left_out}
             )
         else:
+            # A step that was left out has trained no row, so it does not count.
             self.window.add(output.loss, output.weights)
         if self.trace is not None and (overlap := self.trace.step()) is not None:
             self._record({"kind": "timeline", "epoch": self.at.epoch + 1, "step": step, **overlap})
         if self.progress.first and self.runtime.is_main and self.steps.piped:
             warn_unpipelined(unpipelined(self.pipeline, self.model))
         if step % self.config.log_every == 0 or self.at.done == len(self.loader):
+            # A record waits for the device anyway, so losses that were not read yet are checked first.
             self.forward.settle()
             record = self.window.record(self.at.epoch + 1, step)
             if self.schedule:
@@ -463,6 +467,7 @@ class _Run:
         self.at.ended = True
         if self.checkpoints is not None:
             self.checkpoints.after_epoch(self, last=last or self.over, best=best)
+        # A checkpoint of the best evaluation can be loaded again, so weights are kept in memory only without one.
         if best and self.config.early_stop.restore and not (self.checkpoints is not None and self.checkpoints.saves):
             self.best.keep()
         self.at.begin(self.at.epoch + 1)

@@ -45,6 +45,7 @@ class Checkpointer:
         self._runtime = runtime
         self._keep = keep
         self.together = CheckpointRanks(runtime)
+        # One thread, because the ranks' collectives over the group of checkpoints must come in one order.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_lower_priority)
         self._running: Future[None] | None = None
         self._copies: dict[str, Any] = {}
@@ -102,6 +103,7 @@ class Checkpointer:
 
     def mark_best(self, step: int, figures: Mapping[str, Any]) -> None:
         """Moves the mark of the best checkpoint to ``step``; the marked checkpoint is never pruned."""
+        # The mark waits in the same thread for the save, so that it never names a checkpoint that is not complete.
         save_in_flight = self._running
 
         def mark() -> None:

@@ -276,6 +276,7 @@ def _make_first_state(optimizer: KeyedOptimizer) -> None:
         group["lr"] = rate
     for parameter, gradient in gradients:
         parameter.grad = gradient
+        # The step at a rate of 0 was counted, but trained nothing.
         if "step" in torch_optimizer.state[parameter]:
             torch_optimizer.state[parameter]["step"].zero_()
 

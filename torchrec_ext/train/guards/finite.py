@@ -143,6 +143,7 @@ class FiniteLoss:
             return
         step_at_gate = self._step_at_gate
         self._step_at_gate = None
+        # One all-reduce carries the loss, the request to stop and the gate's answer.
         answers = [*([0.0, 0.0] if step_at_gate is None else step_at_gate.worst), float(self._gate.refuses())]
         if self._runtime.world_size > 1:
             worst = torch.tensor(answers, device=self._runtime.device)
@@ -297,6 +298,7 @@ class FiniteLoss:
         causes = data_causes or weight_causes or [_OVERFLOW]
         more = f" and {len(causes) - 3} more" if len(causes) > 3 else ""
         effect = "the update of this step was written" if self._late else _NOTHING_WRITTEN
+        # Under local steps ranks go bad at different steps, and the first one counts.
         step = min(ranks[rank][3] for rank in bad_ranks)
         message = (
             f"the loss is {ranks[bad_ranks[0]][0]} on rank(s) {bad_ranks} at {self.where(step)}: "

@@ -64,6 +64,7 @@ class GradientGate:
             for path, _, dense_input in self._cuts
             if dense_input.grad is not None and not _finite(dense_input.grad)
         ]
+        # A collection of sequences has several vectors under one path.
         self._bad = list(dict.fromkeys(paths)), self._optimizer.bad_gradients()
         return any(self._bad)
 

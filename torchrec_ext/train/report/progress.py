@@ -86,6 +86,7 @@ class Window:
         self._sums = torch.zeros(3, dtype=torch.float64, device=self._runtime.device)
         self._start = time.perf_counter()
         self._data_wait_s = 0.0
+        # The clock has no known start: its value now is subtracted here, and its value at the record is added there.
         self._sleep_s = -self._sleep() if self._sleep is not None else 0.0
 
     def fetch(self, batches: Iterator[_Item]) -> _Item | None:
@@ -120,6 +121,7 @@ class Window:
         a CPU add ``ranks_wait``, the mean share of their time in collectives, and ``waits``: for each of up to 64 ranks
         its share of waits for batches and of waits in collectives.
         """
+        # A rank without the clock sends -1; then the waits of no rank are known.
         slept = self._sleep_s + self._sleep() if self._sleep is not None else -1.0
         local = torch.cat([self.sums, self.sums.new_tensor([self._data_wait_s, slept])])
         ranks = [torch.zeros_like(local) for _ in range(self._runtime.world_size)]
