@@ -52,10 +52,8 @@ def settle_buckets(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, DistributedDataParallel) and module.process_group.size() > 2:
             parameters = [parameter for parameter in module._module_parameters if parameter.requires_grad]
-            if (
-                sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-                <= dist._DEFAULT_FIRST_BUCKET_BYTES
-            ):
+            size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+            if size <= dist._DEFAULT_FIRST_BUCKET_BYTES:
                 module.reducer._push_all_rebuilt_params()
 
 
@@ -101,9 +99,9 @@ def hybrid_parallel(
     optimizer = chosen_optimizer(model, optimizer)
     if requested_optimizer is None and runtime.is_main:
         _log_defaults(model, optimizer)
-    plan = on_own_device(
-        plan or plan_sharding(model, runtime, optimizer=requested_optimizer, table_copies=table_copies), runtime
-    )
+    if plan is None:
+        plan = plan_sharding(model, runtime, optimizer=requested_optimizer, table_copies=table_copies)
+    plan = on_own_device(plan, runtime)
     emulated = _without_kernel(model, plan, optimizer.for_tables(model), runtime.device.type)
     choices = declare_table_optimizer(model, optimizer, emulated)
     # Taken while all layers are there: a plan may leave this rank without some towers.
@@ -135,7 +133,8 @@ def hybrid_parallel(
     # Gloo's threads exist once all groups of a step do.
     calm_gloo()
     # ShardedAdam decays the rows of its own tables.
-    decay_sharded_rows(sharded, {name: choice for name, choice in choices.items() if name not in emulated})
+    kernel_choices = {name: choice for name, choice in choices.items() if name not in emulated}
+    decay_sharded_rows(sharded, kernel_choices)
     return sharded, _optimizer(sharded, optimizer.clip_norm, choices, layers, emulated)
 
 
@@ -165,11 +164,9 @@ def _log_defaults(model: nn.Module, optimizer: OptimizerConfig) -> None:
 
 def dense_layers(model: nn.Module) -> list[str]:
     """Returns the names of all parameters of an unsharded ``model`` outside embedding collections."""
-    tables = {
-        f"{path}.{name}".lstrip(".")
-        for path, collection in collections(model)
-        for name, _ in collection.named_parameters()
-    }
+    tables: set[str] = set()
+    for path, collection in collections(model):
+        tables |= {f"{path}.{name}".lstrip(".") for name, _ in collection.named_parameters()}
     return [name for name, _ in model.named_parameters() if name not in tables]
 
 
@@ -200,14 +197,17 @@ def _optimizer(
     tables = {name: value for name, value in parameters.items() if name.startswith(paths)}
     dense = {name: value for name, value in parameters.items() if name not in tables}
     towers = next((module for module in model.module.modules() if isinstance(module, ShardedTowers)), None)
+    holders = None if towers is None else towers.holders(model.module, parameters)
+    # A parameter of a collection is called PATH.TABLE.weight.
+    table_choices = {name: choices[name.split(".")[-2]] for name in tables}
     return HybridOptimizer(
         model.fused_optimizer,
-        keyed_optimizers("replicated_tables", tables, {name: choices[name.split(".")[-2]] for name in tables}),
+        keyed_optimizers("replicated_tables", tables, table_choices),
         keyed_optimizers("dense", dense, layers),
         sharded=sharded_adams(model, emulated),
         clip_norm=clip_norm,
         table_choices=choices,
         layer_choices=layers,
-        holders=None if towers is None else towers.holders(model.module, parameters),
+        holders=holders,
         device=model.device,
     )

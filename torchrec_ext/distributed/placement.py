@@ -101,9 +101,12 @@ class TowerPlacement:
             # Each further rank goes to the tower with the busiest ranks, because these set the time of a step.
             counts = dict.fromkeys(loads, 1)
             for _ in range(world_size - len(loads)):
-                counts[max(loads, key=lambda tower: loads[tower] / counts[tower])] += 1
-            free = iter(range(world_size))
-            ranks = {tower: [next(free) for _ in range(count)] for tower, count in counts.items()}
+                busiest = max(loads, key=lambda tower: loads[tower] / counts[tower])
+                counts[busiest] += 1
+            first = 0
+            for tower, count in counts.items():
+                ranks[tower] = list(range(first, first + count))
+                first += count
         return cls(ranks={tower: tuple(members) for tower, members in ranks.items()}, world_size=world_size)
 
     def targets(self, tower: str, rank: int) -> list[int]:
@@ -171,9 +174,10 @@ def _ranks(ranges: str, text: str) -> list[int]:
     ranks: list[int] = []
     for entry in ranges.split("+"):
         first, dash, last = entry.partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()) or int(last or first) < int(first):
+        last = last if dash else first
+        if not (first.isdecimal() and last.isdecimal()) or int(last) < int(first):
             raise PlacementError(f"{text!r}: {entry!r} is neither a rank, such as 0, nor a range of ranks, such as 0-1")
-        ranks += range(int(first), int(last or first) + 1)
+        ranks += range(int(first), int(last) + 1)
     return ranks
 
 

@@ -126,14 +126,17 @@ def _describe(device: str | None, threads: int | None) -> Runtime:
         raise ValueError(f"threads={threads}: must be 1 or more")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     own_device = choose_device(device, local_rank, local_world_size, gpus, os.environ.get(GPUS, ""))
+    backend = "nccl" if own_device.type == "cuda" else "gloo"
+    if threads is None:
+        threads = int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, cores // local_world_size)
     return Runtime(
         rank=int(os.environ.get("RANK", "0")),
         local_rank=local_rank,
         world_size=int(os.environ.get("WORLD_SIZE", "1")),
         local_world_size=local_world_size,
         device=own_device,
-        backend="nccl" if own_device.type == "cuda" else "gloo",
-        threads=threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, cores // local_world_size),
+        backend=backend,
+        threads=threads,
         cores=cores,
     )
 

@@ -218,12 +218,12 @@ class ShardedBags(ShardedEmbeddingBagCollection):
     def _row_wise_means(self) -> set[str]:
         """Returns the names of the outputs that arrive as sums and must become means."""
         configs = self._embedding_bag_configs
-        return {
-            name
-            for config, names in zip(configs, get_embedding_names_by_table(configs), strict=True)
-            if config.pooling == PoolingType.MEAN and self.module_sharding_plan[config.name].sharding_type in SUMMED
-            for name in names
-        }
+        means: set[str] = set()
+        for config, names in zip(configs, get_embedding_names_by_table(configs), strict=True):
+            sharding = self.module_sharding_plan[config.name]
+            if config.pooling == PoolingType.MEAN and sharding.sharding_type in SUMMED:
+                means |= set(names)
+        return means
 
     def input_dist(
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor | TensorDict
@@ -246,12 +246,12 @@ class ShardedBags(ShardedEmbeddingBagCollection):
             names, rows = features.inverse_indices()
             by_key = {name: by_key[name][row] for name, row in zip(names, rows, strict=True)}
         ones = torch.ones_like(next(iter(by_key.values())), dtype=torch.float32)
-        # 1e-6 keeps the 0 of an empty bag.
-        # TorchRec names an output FEATURE@TABLE if several tables read the feature.
-        columns = [
-            by_key[name.split("@")[0]] + 1e-6 if mean else ones
-            for name, mean in zip(self._embedding_names, self._means, strict=True)
-        ]
+        columns = []
+        for name, mean in zip(self._embedding_names, self._means, strict=True):
+            # TorchRec names an output FEATURE@TABLE if several tables read the feature.
+            feature = name.split("@")[0]
+            # 1e-6 keeps the 0 of an empty bag.
+            columns.append(by_key[feature] + 1e-6 if mean else ones)
         return torch.stack(columns, dim=1).repeat_interleave(
             self._dim_per_key, dim=1, output_size=sum(self._embedding_dims)
         )
@@ -326,8 +326,10 @@ def _take_unequal_batches(output_dist: nn.Module, inputs: tuple[Any, ...]) -> No
     """Replaces TorchRec's reduce-scatters, which it creates in the first forward of a row-wise output dist."""
     # TorchRec's classes name the method that creates their reduce-scatters in the singular or the plural.
     if not any(True for _ in output_dist.children()):
-        row_wise = isinstance(output_dist, RwPooledEmbeddingDist)
-        getattr(output_dist, "_create_output_dist_module" if row_wise else "_create_output_dist_modules")(inputs[1])
+        create = "_create_output_dist_modules"
+        if isinstance(output_dist, RwPooledEmbeddingDist):
+            create = "_create_output_dist_module"
+        getattr(output_dist, create)(inputs[1])
     for name, child in output_dist.named_children():
         # This hook runs before every forward, and isinstance() would replace our own subclasses again and again.
         if type(child) is PooledEmbeddingsReduceScatter:

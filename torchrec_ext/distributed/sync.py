@@ -83,7 +83,8 @@ class Averager:
         local = [(table != marked).any(dim=1) for table, marked in zip(self._large, self._marked, strict=True)]
         changed = torch.cat(local).to(torch.uint8)
         dist.all_reduce(changed, dist.ReduceOp.MAX)
-        return [mask.nonzero().squeeze(1) for mask in torch.split(changed, [len(table) for table in self._large])]
+        masks = torch.split(changed, [len(table) for table in self._large])
+        return [mask.nonzero().squeeze(1) for mask in masks]
 
 
 def _means(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -140,20 +141,32 @@ class LocalOptimizers:
         self.apart = False
         self.fault = None
         self._model = model
-        self._step = None if isinstance(optimizer, torch.optim.Optimizer | Sequence) else optimizer
-        optimizers: Any = optimizer if self._step is None else self._step.optimizers
-        self._optimizers = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
-        self.after_step: list[Callable[[], None]] = [] if self._step is None else self._step.after_step
+        self._step: AnyStep | None = None
+        self.after_step: list[Callable[[], None]] = []
+        self._optimizers: list[torch.optim.Optimizer]
+        if isinstance(optimizer, torch.optim.Optimizer):
+            self._optimizers = [optimizer]
+        elif isinstance(optimizer, Sequence):
+            self._optimizers = list(optimizer)
+        else:
+            self._step = optimizer
+            self._optimizers = list(optimizer.optimizers)
+            self.after_step = optimizer.after_step
         tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
-        groups = [group for each in self._optimizers for group in each.param_groups]
-        trainable = {id(p): p for group in groups for p in group["params"] if p.requires_grad}
+        trainable: dict[int, Any] = {}
+        for each in self._optimizers:
+            for group in each.param_groups:
+                trainable |= {id(weight): weight for weight in group["params"] if weight.requires_grad}
         self.replicated_tables: list[Any] = [weight for key, weight in trainable.items() if key in tables]
         self.dense_parameters: list[Any] = [weight for key, weight in trainable.items() if key not in tables]
 
     @property
     def state(self) -> dict[Any, Any]:
         """State of all optimizers by parameter."""
-        return {parameter: state for each in self._optimizers for parameter, state in each.state.items()}
+        states: dict[Any, Any] = {}
+        for optimizer in self._optimizers:
+            states |= optimizer.state
+        return states
 
     def __enter__(self) -> Self:
         self._agree()
@@ -334,10 +347,12 @@ class LocalSGD(EveryStep):
         self._every = every
         self._warmup = warmup
         self._average_state = optimizer_state == "average"
-        plans = model.plan.plan.values() if isinstance(model, DistributedModelParallel) else ()
-        self._shards_tables = any(
-            sharding.sharding_type != "data_parallel" for tables in plans for sharding in tables.values()
-        )
+        kinds: set[str] = set()
+        for tables in _module_plans(model):
+            # A TowerPlan has no tables of its own: the plans of its towers' collections stand beside it.
+            if not isinstance(tables, TowerPlan):
+                kinds |= {sharding.sharding_type for sharding in tables.values()}
+        self._shards_tables = bool(kinds - {"data_parallel"})
         self._averager: Averager | None = None
         self._steps = self._since = self._fault_step = 0
         self._leave = ExitStack()
@@ -425,12 +440,11 @@ class LocalSGD(EveryStep):
         for layer in over_ranks:
             self._leave.callback(setattr, layer, "process_group", layer.process_group)
             layer.process_group = alone  # type: ignore[assignment]
-        return [
-            statistic
-            for layer in layers
-            for statistic in (layer.running_mean, layer.running_var)
-            if isinstance(statistic, Tensor)
-        ]
+        statistics: list[Any] = []
+        for layer in layers:
+            statistics += [layer.running_mean, layer.running_var]
+        # A layer without running statistics has None.
+        return [statistic for statistic in statistics if statistic is not None]
 
     def _sync(self) -> None:
         for check in self.checks:
@@ -442,13 +456,18 @@ class LocalSGD(EveryStep):
 
     def combine(self, averager: Averager) -> None:
         """Averages the ranks' parameters, and their optimizer state if that is asked for. Collective."""
-        averager.average(self._state() if self._average_state else ())
+        state = self._state() if self._average_state else []
+        averager.average(state)
 
     def _state(self) -> list[Tensor]:
         states = self._optimizer.state
-        items = [item for parameter in _parameters(self._optimizer) for item in states.get(parameter, {}).items()]
-        # Step counts need no mean: meet() has just checked that they are equal.
-        return [state for name, state in items if name != "step" and isinstance(state, Tensor)]
+        tensors = []
+        for parameter in _parameters(self._optimizer):
+            for name, state in states.get(parameter, {}).items():
+                # Step counts need no mean: meet() has just checked that they are equal.
+                if name != "step" and isinstance(state, Tensor):
+                    tensors.append(state)
+        return tensors
 
     def meet(self) -> None:
         """Lets all ranks learn whether one has a fault or has taken another number of steps. Collective.
@@ -551,13 +570,17 @@ def refuse_placed_towers(model: nn.Module, config: SyncConfig) -> None:
     Raises:
         ValueError: ``model`` has such towers and ``config.mode`` does not agree in every step.
     """
-    plans = model.plan.plan.values() if isinstance(model, DistributedModelParallel) else ()
-    placement = next((plan.placement for plan in plans if isinstance(plan, TowerPlan)), None)
+    placement = next((plan.placement for plan in _module_plans(model) if isinstance(plan, TowerPlan)), None)
     if placement is not None and not config.agrees_every_step:
         raise ValueError(
             f"sync.mode={config.mode}, but plan.towers={placement} gives ranks different towers, which have no mean to "
             "meet at; leave sync.mode at every_step, or plan.towers at data_parallel"
         )
+
+
+def _module_plans(model: nn.Module) -> Iterable[Any]:
+    """Returns TorchRec's plan of each module with tables; nothing for a model that is not sharded."""
+    return model.plan.plan.values() if isinstance(model, DistributedModelParallel) else ()
 
 
 def data_parallel_modules(model: DistributedModelParallel) -> Iterator[DistributedDataParallel]:

@@ -111,19 +111,25 @@ class SyncConfig:
 
     def _refuse_unread_settings(self) -> None:
         """Refuses a value for a setting of another mode."""
-        for name in dict.fromkeys(name for mode in MODES for name in MODES.facts(mode).settings):
+        names: dict[str, None] = {}
+        for mode in MODES:
+            names |= dict.fromkeys(MODES.facts(mode).settings)
+        for name in names:
             value = getattr(self, name)
             # Saved runs record warmup=0 for every mode.
             if name == "warmup" and value == 0:
                 continue
-            if name not in MODES.facts(self.mode).settings and value != type(self).__dataclass_fields__[name].default:
+            default = type(self).__dataclass_fields__[name].default
+            if name not in MODES.facts(self.mode).settings and value != default:
                 readers = " or ".join(key for key in MODES if name in MODES.facts(key).settings)
                 raise ValueError(f"{name}={value!r}: only for mode={readers}, but mode={self.mode}")
 
     @property
     def together(self) -> int:
         """Steps taken together by all ranks before the mode begins."""
-        return int(MODES.facts(self.mode).least_warmup) if self.warmup is None else self.warmup
+        if self.warmup is not None:
+            return self.warmup
+        return int(MODES.facts(self.mode).least_warmup)
 
     @property
     def agrees_every_step(self) -> bool:

@@ -48,13 +48,17 @@ def table_configs(collection: nn.Module) -> list[BaseEmbeddingConfig]:
     if isinstance(collection, EmbeddingCollection):
         return list(collection.embedding_configs())
     # The sharded classes keep the configs but have no public way to them.
-    pooled = isinstance(collection, ShardedEmbeddingBagCollection)
-    return list(collection._embedding_bag_configs if pooled else collection._embedding_configs)  # type: ignore[arg-type]
+    if isinstance(collection, ShardedEmbeddingBagCollection):
+        return list(collection._embedding_bag_configs)
+    return list(collection._embedding_configs)  # type: ignore[arg-type]
 
 
 def tables_of(module: nn.Module) -> list[BaseEmbeddingConfig]:
     """Returns the configurations of all tables of a module, in the order of its collections."""
-    return [table for _, collection in collections(module) for table in table_configs(collection)]
+    tables: list[BaseEmbeddingConfig] = []
+    for _, collection in collections(module):
+        tables += table_configs(collection)
+    return tables
 
 
 def kernels_by_table(collection: nn.Module) -> dict[str, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations, islice
+from itertools import combinations, islice, permutations
 
 import torch
 from tabulate import tabulate
@@ -62,8 +62,8 @@ def placements(loads: Mapping[str, float], world_size: int) -> list[TowerPlaceme
     """
     proposed = {str(placement): placement for placement in _placements(loads, world_size)}
     everywhere = tuple(range(world_size))
-    placed = (each for each in proposed.values() if any(ranks != everywhere for ranks in each.ranks.values()))
-    return list(islice(placed, _MOST_PLACED))
+    placed = [each for each in proposed.values() if set(each.ranks.values()) != {everywhere}]
+    return placed[:_MOST_PLACED]
 
 
 def _placements(loads: Mapping[str, float], world_size: int) -> Iterator[TowerPlacement]:
@@ -72,8 +72,8 @@ def _placements(loads: Mapping[str, float], world_size: int) -> Iterator[TowerPl
     in_proportion = TowerPlacement.apart(loads, world_size)
     yield in_proportion
     counts = {name: len(ranks) for name, ranks in in_proportion.ranks.items()}
-    for more, fewer in ((more, fewer) for more in loads for fewer in loads if more != fewer):
-        # Loads are estimates, so the placements one rank next to the proportional one are tried too.
+    # Loads are estimates, so the placements one rank next to the proportional one are tried too.
+    for more, fewer in permutations(loads, 2):
         if world_size >= len(loads) and counts[fewer] > 1:
             yield _in_order({**counts, more: counts[more] + 1, fewer: counts[fewer] - 1}, world_size)
     everywhere = tuple(range(world_size))
@@ -98,9 +98,12 @@ def tower_loads(model: nn.Module) -> dict[str, float]:
     _, towers = find_towers(model) or ("", Towers({}))
     loads: dict[str, float] = {}
     for unit in sharing_groups(dict(towers.items())):
-        dense = sum(towers[name].get_parameter(key).numel() for name in unit for key in dense_layers(towers[name]))
-        tables = [table for name in unit for table in tables_of(towers[name])]
-        loads["+".join(unit)] = dense + sum(table.embedding_dim * table.num_features() for table in tables)
+        load = 0
+        for name in unit:
+            tower = towers[name]
+            load += sum(tower.get_parameter(key).numel() for key in dense_layers(tower))
+            load += sum(table.embedding_dim * table.num_features() for table in tables_of(tower))
+        loads["+".join(unit)] = load
     return loads
 
 
@@ -124,16 +127,23 @@ class Decision:
         rows = []
         for candidate in self.candidates:
             is_taken = candidate is self.taken
-            row = [candidate.towers, candidate.sharding, "" if candidate.refused else f"{candidate.trial_ms:.2f}"]
+            trial_text = "" if candidate.refused else f"{candidate.trial_ms:.2f}"
+            note = "taken" if is_taken else candidate.refused
+            row = [candidate.towers, candidate.sharding, trial_text]
             if measured_ms is not None:
                 row.append(f"{measured_ms:.2f}" if is_taken else "")
-            rows.append([*row, candidate.refused or ("taken" if is_taken else "")])
-        headers = ["towers", "tables", "tried ms", *([] if measured_ms is None else ["measured ms"]), ""]
+            rows.append([*row, note])
+        headers = ["towers", "tables", "tried ms"]
+        if measured_ms is not None:
+            headers.append("measured ms")
+        headers.append("")
         table = str(tabulate(rows, headers=headers, disable_numparse=True))
         taken = self.taken
         possible = [other for other in self.candidates if not other.refused]
         others = [other for other in possible if (other.towers == EVERYWHERE) != (taken.towers == EVERYWHERE)]
-        against = f", against {others[0].trial_ms:.2f} ms with towers={others[0].towers}" if others else ""
+        against = ""
+        if others:
+            against = f", against {others[0].trial_ms:.2f} ms with towers={others[0].towers}"
         return f"{table}\ntowers={taken.towers}, tables {taken.sharding}: {taken.trial_ms:.2f} ms a step{against}"
 
 
@@ -186,13 +196,13 @@ def auto_plan(
     flat = dataclasses.replace(config, towers=EVERYWHERE)
     plan_sharding(everywhere, runtime, flat, optimizer=optimizer, batch_size=len(batch))
     # TorchRec's planner guesses the speed of the network, so its choice is tried next to the two extremes.
-    kinds = ["table_wise", "auto", "data_parallel"] if config.sharding == "auto" else [config.sharding]
+    kinds: list[str] = [config.sharding]
+    if config.sharding == "auto":
+        kinds = ["table_wise", "auto", "data_parallel"]
     candidates = [Candidate(towers=EVERYWHERE, sharding=kind) for kind in kinds]
     if not why_apart_is_refused:
-        candidates += [
-            Candidate(towers=str(placement), sharding=kinds[0])
-            for placement in placements(tower_loads(model), runtime.world_size)
-        ]
+        for placement in placements(tower_loads(model), runtime.world_size):
+            candidates.append(Candidate(towers=str(placement), sharding=kinds[0]))
     plans: set[str] = set()
     tried: list[Candidate] = []
     refused: list[Candidate] = []

@@ -14,7 +14,7 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_ext.batch import SharedRows, TowerBatch
+from torchrec_ext.batch import TowerBatch
 from torchrec_ext.distributed.tables import collections, table_configs, tables_of
 
 # Size of all tables of a sample together: twice a large cache, and quick to fill.
@@ -60,11 +60,15 @@ class Sample:
 def _most_rows(model: nn.Module) -> int:
     """Returns how many rows of each table may be kept so that all together take :data:`BYTES` or less."""
     tables = tables_of(model)
-    low, high = 1, max((table.num_embeddings for table in tables), default=1)
+    low = 1
+    high = max((table.num_embeddings for table in tables), default=1)
     while low < high:
         middle = (low + high + 1) // 2
         size = sum(min(table.num_embeddings, middle) * table.embedding_dim * 4 for table in tables)
-        low, high = (middle, high) if size <= BYTES else (low, middle - 1)
+        if size <= BYTES:
+            low = middle
+        else:
+            high = middle - 1
     return low
 
 
@@ -85,14 +89,14 @@ def _smaller(collection: nn.Module, rows: int) -> nn.Module:
 
 def _wrap_batch(batch: TowerBatch, rows: int) -> TowerBatch:
     """Returns ``batch`` with ids modulo ``rows``; smaller ids stay as they are."""
-    shared = batch.shared
-    return dataclasses.replace(
-        batch,
-        sparse=_wrap(batch.sparse, rows),
-        shared=None if shared is None else SharedRows(_wrap(shared.sparse, rows), shared.dense, shared.index),
-        joint=None if batch.joint is None else _wrap(batch.joint, rows),
-        weighted=None if batch.weighted is None else _wrap(batch.weighted, rows),
-    )
+    changes: dict[str, Any] = {"sparse": _wrap(batch.sparse, rows)}
+    if batch.shared is not None:
+        changes["shared"] = dataclasses.replace(batch.shared, sparse=_wrap(batch.shared.sparse, rows))
+    if batch.joint is not None:
+        changes["joint"] = _wrap(batch.joint, rows)
+    if batch.weighted is not None:
+        changes["weighted"] = _wrap(batch.weighted, rows)
+    return dataclasses.replace(batch, **changes)
 
 
 def _wrap(bags: KeyedJaggedTensor, rows: int) -> KeyedJaggedTensor:

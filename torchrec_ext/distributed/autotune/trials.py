@@ -63,7 +63,9 @@ class Trials:
     """
 
     def __init__(self, runtime: Runtime, optimizer: OptimizerConfig, steps: Steps = plain_steps) -> None:
-        self._runtime, self._optimizer, self._make = runtime, optimizer, steps
+        self._runtime = runtime
+        self._optimizer = optimizer
+        self._make = steps
         self._pipelines: list[StepRunner] = []
         self._steps: dict[PlanConfig, Callable[[], object]] = {}
 
@@ -106,7 +108,8 @@ class Trials:
         in_a_row = [min(max(int(_IN_A_ROW_S / max(spent, 1e-6)), 1), 8) for spent in first_s]
         round_s = sum(spent * count for spent, count in zip(first_s, in_a_row, strict=True))
         # Computed from times that are equal on all ranks, so that all ranks make equally many rounds.
-        rounds = min(max(int(seconds * len(steps) / max(round_s, 1e-6)), _ROUNDS[0]), _ROUNDS[1])
+        least, most = _ROUNDS
+        rounds = min(max(int(seconds * len(steps) / max(round_s, 1e-6)), least), most)
         samples: list[list[float]] = [[] for _ in steps]
         for _ in range(rounds):
             for step, count, times in zip(steps, in_a_row, samples, strict=True):

@@ -127,7 +127,9 @@ class Choice:
 
     def changed(self, overrides: Iterable[Override]) -> Choice:
         """Returns a copy with the changes of all ``overrides``; later ones win."""
-        changes = {key: value for override in overrides for key, value in override.changes.items()}
+        changes: dict[str, Any] = {}
+        for override in overrides:
+            changes |= override.changes
         return dataclasses.replace(self, **changes)
 
     def fused(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:

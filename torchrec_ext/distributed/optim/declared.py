@@ -80,11 +80,11 @@ def _as_override(name: str, kind: type[torch.optim.Optimizer], arguments: Mappin
     """Writes a declaration as an exception of ``per_table``, with FBGEMM's defaults as TorchRec has them."""
     settings = {"lr": 0.01, "eps": 1e-8, **arguments}
     defaults = {"betas": (0.9, 0.999), "beta1": 0.9, "beta2": 0.999, "weight_decay": 0, "momentum": 0, "amsgrad": False}
-    others = {
-        key: value
-        for key, value in settings.items()
-        if key not in ("lr", "eps") and defaults.get(key, math.nan) != value
-    }
+    others = {}
+    for key, value in settings.items():
+        # NaN equals nothing, so a setting without a default always counts.
+        if key not in ("lr", "eps") and defaults.get(key, math.nan) != value:
+            others[key] = value
     if kind not in KINDS or others:
         supported_kinds = ", ".join(dict.fromkeys(KINDS.values()))
         raise ValueError(
@@ -121,7 +121,8 @@ def declare_table_optimizer(
                 if hasattr(parameter, tag):
                     delattr(parameter, tag)
             table = name.split(".")[1]
-            kind, arguments = choices[table].emulated() if table in emulated else choices[table].fused()
+            choice = choices[table]
+            kind, arguments = choice.emulated() if table in emulated else choice.fused()
             apply_optimizer_in_backward(kind, [parameter], arguments)
     return choices
 

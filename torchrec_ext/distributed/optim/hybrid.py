@@ -47,8 +47,9 @@ class _CheckedGradients:
 
     def holds_for(self, gradients: list[Tensor]) -> bool:
         """Whether these are the same tensors, and nothing has been written to them since."""
-        same = len(gradients) == len(self.gradients) and all(map(operator.is_, gradients, self.gradients))
-        return same and self.versions == [gradient._version for gradient in gradients]
+        if len(gradients) != len(self.gradients) or not all(map(operator.is_, gradients, self.gradients)):
+            return False
+        return self.versions == [gradient._version for gradient in gradients]
 
 
 class HybridOptimizer(CombinedOptimizer):
@@ -105,15 +106,16 @@ class HybridOptimizer(CombinedOptimizer):
         self.table_choices = table_choices or {}
         self.layer_choices = layer_choices or {}
         self._names: dict[Any, str] = {}
+        self._unfused_groups: list[dict[str, Any]] = []
         for _, keyed in (*tables, *dense):
             self._names |= {parameter: name for name, parameter in keyed.params.items()}
+            self._unfused_groups += keyed.param_groups
         self.dense_groups: list[dict[str, Any]] = [group for _, keyed in dense for group in keyed.param_groups]
         dense_ids = {id(group) for group in self.dense_groups}
         self.table_groups: list[dict[str, Any]] = [group for group in self.param_groups if id(group) not in dense_ids]
         self._tables = {parameter for _, keyed in tables for parameter in keyed.params.values()}
         self.replicated_tables: list[nn.Parameter] = [weight for weight in self._names if weight in self._tables]
         self.dense_parameters: list[nn.Parameter] = [weight for weight in self._names if weight not in self._tables]
-        self._unfused_groups = [group for _, keyed in (*tables, *dense) for group in keyed.param_groups]
         self.gradient_norm: Tensor | None = None
         self._checked: _CheckedGradients | None = None
         self.apart = False
@@ -162,7 +164,8 @@ class HybridOptimizer(CombinedOptimizer):
 
     def _norm(self, parameters: list[Any]) -> Tensor:
         """Returns the norm of the gradient of the whole model, the same on every rank."""
-        checked, self._checked = self._checked, None
+        checked = self._checked
+        self._checked = None
         if self._holders is None:
             gradients = [parameter.grad for parameter in parameters]
             if checked is not None and checked.holds_for(gradients):
@@ -180,8 +183,10 @@ class HybridOptimizer(CombinedOptimizer):
 
     def _decay(self) -> None:
         for group in self._unfused_groups:
+            if not group["decay"]:
+                continue
             factor = 1 - group["lr"] * group["decay"]
-            for parameter in group["params"] if group["decay"] else ():
+            for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
                 if parameter in self._tables:
@@ -238,7 +243,9 @@ def keyed_optimizers(
 
 def _optimizer(factory: type[torch.optim.Optimizer], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     # fused: one kernel for all parameters; on a CPU torch would else run ten for each.
-    return factory(groups, fused=True) if factory is torch.optim.Adam else factory(groups)  # type: ignore[call-arg]
+    if factory is torch.optim.Adam:
+        return torch.optim.Adam(groups, fused=True)
+    return factory(groups)  # type: ignore[call-arg]
 
 
 def _groups(parameters: Mapping[str, nn.Parameter], choices: Mapping[str, Choice]) -> list[dict[str, Any]]:

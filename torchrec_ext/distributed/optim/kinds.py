@@ -94,10 +94,13 @@ def move_rows(
     """
     steps = float(state["step"])
     beta1, beta2 = betas
-    square = grad.square().mean(1, keepdim=True) if row_wise else grad.square()
+    square = grad.square()
+    if row_wise:
+        square = square.mean(1, keepdim=True)
     first = state["exp_avg"][rows].lerp_(grad, 1 - beta1)
     second = state["exp_avg_sq"][rows].lerp_(square, 1 - beta2)
-    state["exp_avg"][rows], state["exp_avg_sq"][rows] = first, second
+    state["exp_avg"][rows] = first
+    state["exp_avg_sq"][rows] = second
     update = first / (1 - beta1**steps) / adam_denominator(second, steps, beta2, eps)
     if trust_ratio:
         weight_norm = table[rows].norm(dim=1, keepdim=True)

@@ -35,10 +35,10 @@ def decay_sharded_rows(model: nn.Module, choices: Mapping[str, Choice]) -> None:
     """
     for _, collection in collections(model):
         for module in kernels_of(collection):
-            decays = [
-                choices[table.name].weight_decay if table.name in choices else 0.0
-                for table in module.config.embedding_tables
-            ]
+            decays = []
+            for table in module.config.embedding_tables:
+                choice = choices.get(table.name)
+                decays.append(choice.weight_decay if choice is not None else 0.0)
             if any(decays):
                 module.emb_module.register_forward_hook(_Decay(decays), with_kwargs=True)
 
@@ -192,9 +192,11 @@ class RowGradients:
     def take(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields (n,) rows and (n, D) their gradient for each table, and restores the rows."""
         for number, (table, aside) in enumerate(zip(self._tables, self._aside, strict=True)):
-            saved, self._saved_rows[number] = self._saved_rows[number], []
-            none = torch.empty(0, dtype=torch.int64, device=table.device)
-            rows = torch.cat([rows for rows, _ in saved]) if saved else none
+            saved = self._saved_rows[number]
+            self._saved_rows[number] = []
+            rows = torch.empty(0, dtype=torch.int64, device=table.device)
+            if saved:
+                rows = torch.cat([rows_of_lookup for rows_of_lookup, _ in saved])
             gradient = -table[rows]
             for saved_rows, values in saved:
                 table[saved_rows] = values
@@ -227,15 +229,14 @@ class ShardedAdam(KeyedOptimizer):
         steps = {}
         for key, weight in module.fused_optimizer.params.items():
             name = key.split(".")[-2]
-            table_moments = [moments[number] for number, table in enumerate(names) if table == name]
+            moments_of_shards = [moments[number] for number, table in enumerate(names) if table == name]
             steps[name] = torch.zeros(())
             state[weight] = {"step": steps[name]}
             for moment in _MOMENTS:
-                state[weight][moment] = _like(weight, [shard[moment] for shard in table_moments])
-        self._shards = [
-            _AdamShard(choices[name], table, moment, steps[name])
-            for name, table, moment in zip(names, tables, moments, strict=True)
-        ]
+                state[weight][moment] = _like(weight, [shard[moment] for shard in moments_of_shards])
+        self._shards = []
+        for name, table, table_moments in zip(names, tables, moments, strict=True):
+            self._shards.append(_AdamShard(choices[name], table, table_moments, steps[name]))
         prefix = f"{path}." if path else ""
         super().__init__({f"{prefix}{key}": weight for key, weight in module.fused_optimizer.params.items()}, state, [])
 

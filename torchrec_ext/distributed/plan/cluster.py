@@ -141,7 +141,8 @@ def forecast_text(ranks: list[RankForecast], cluster: Cluster) -> str:
     """Formats the forecasts as a table, ranks with equal figures in one line, and states each rank's memory."""
     groups: dict[tuple[object, ...], list[RankForecast]] = {}
     for rank in ranks:
-        groups.setdefault(tuple(dataclasses.astuple(dataclasses.replace(rank, rank=0))), []).append(rank)
+        figures = dataclasses.replace(rank, rank=0)
+        groups.setdefault(dataclasses.astuple(figures), []).append(rank)
     on_ssd = any(rank.ssd for rank in ranks)
     rows = []
     for same in groups.values():
@@ -191,7 +192,9 @@ def memory_text(draft: Draft) -> str:
     rows = []
     for option in sorted(draft.options, key=lambda option: option.name):
         stored = memory[option.name]
-        cached = f"{option.cache_load_factor or UVM_CACHING_RATIO:.0%}" if option.compute_kernel in CACHING else ""
+        cached = ""
+        if option.compute_kernel in CACHING:
+            cached = f"{option.cache_load_factor or UVM_CACHING_RATIO:.0%}"
         rows.append([option.name, option.compute_kernel, cached, *map(size_text, (stored.hbm, stored.ddr, stored.ssd))])
     headers = ["table", "kernel", "cached", "on all GPUs", "in host memory", "on SSDs"]
     return str(tabulate(rows, headers=headers, disable_numparse=True))
@@ -237,7 +240,9 @@ def kernel_fits_text(fits: Sequence[KernelFit], cluster: Cluster) -> str:
     rows = []
     for fit in fits:
         if fit.largest is None:
-            why = "needs --ssd" if fit.kernel == "key_value" and not cluster.ssd_gb else f"more than {_MOST_TRIED}"
+            why = f"more than {_MOST_TRIED}"
+            if fit.kernel == "key_value" and not cluster.ssd_gb:
+                why = "needs --ssd"
             rows.append([fit.kernel, why, "", "", ""])
         else:
             sizes = map(size_text, (fit.largest.device, fit.largest.host, fit.largest.ssd))
@@ -308,7 +313,9 @@ def alternatives_text(alternatives: Sequence[Alternative], taken: Sharding, *, a
     best = min(alternatives, key=lambda option: option.ms)
     if not advise or best.refused or best.ms > 0.95 * current.ms:
         return text
-    how = f"{best.ms:.3f} ms" if current.refused else f"{best.ms:.3f} against {current.ms:.3f} ms"
+    how = f"{best.ms:.3f} against {current.ms:.3f} ms"
+    if current.refused:
+        how = f"{best.ms:.3f} ms"
     why = ""
     if "column" in best.sharding:
         why = "TorchRec's planner leaves tables of up to 128 columns whole unless told otherwise; "

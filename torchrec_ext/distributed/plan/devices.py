@@ -66,7 +66,8 @@ class Cluster:
         for name in ("hbm_gb", "ddr_gb", "ssd_gb", "intra_gb_s", "inter_gb_s", "memory_gb_s"):
             value = getattr(self, name)
             least = "greater than" if name in (home, "intra_gb_s", "inter_gb_s") else "at least"
-            if not math.isfinite(value) or value < 0 or (value == 0 and least == "greater than"):
+            possible = value > 0 if least == "greater than" else value >= 0
+            if not (math.isfinite(value) and possible):
                 raise ValueError(f"{name}={value}: must be a number {least} 0")
         if not 0 <= self.reserve < 1:
             raise ValueError(f"reserve={self.reserve}: must be at least 0 and below 1")
@@ -74,7 +75,9 @@ class Cluster:
     @property
     def device_bytes(self) -> int:
         """Bytes of a GPU for tables, their state and exchange buffers; 0 for ``cpu``."""
-        return int(self.hbm_gb * GB * (1 - self.reserve)) if self.device == "cuda" else 0
+        if self.device == "cpu":
+            return 0
+        return int(self.hbm_gb * GB * (1 - self.reserve))
 
     @property
     def host_bytes(self) -> int:

@@ -65,7 +65,7 @@ def refusal(
         others: bytes per rank of GPU, host memory and SSD.
     """
     need = _need(tables, sharding, choices)
-    sizes = {table.name: table_bytes(table) + choices[table.name].state_bytes(table) for table in tables}
+    sizes = {table.name: _size_with_state(table, choices) for table in tables}
     largest = max(sizes, key=lambda name: sizes[name])
     rows = []
     for table in tables:
@@ -99,7 +99,7 @@ def _by_memory(
     """Formats the kernels' needs of GPU, host memory and SSD as a table, with a remedy in ranks."""
     needs = {"GPU": 0.0, "host memory": 0.0, "SSD": 0.0}
     for table in tables:
-        size = table_bytes(table) + choices[table.name].state_bytes(table)
+        size = _size_with_state(table, choices)
         kernel = requests[table.name].kernel
         home = {"key_value": "SSD", "fused_uvm": "host memory", "fused_uvm_caching": "host memory"}.get(kernel, "GPU")
         needs[home] += size
@@ -108,9 +108,13 @@ def _by_memory(
     rows = []
     least = 1
     for (name, need), usable in zip(needs.items(), (has.hbm, has.ddr, has.ssd), strict=True):
-        ranks = math.ceil(need / usable) if usable else 0
+        ranks = 0
+        if usable:
+            ranks = math.ceil(need / usable)
         least = max(least, ranks)
-        enough = "never" if need and not usable else f"{max(ranks, 1):,}"
+        enough = f"{max(ranks, 1):,}"
+        if need and not usable:
+            enough = "never"
         rows.append([name, size_text(int(need)), size_text(usable), size_text(world_size * usable), enough])
     headers = ["memory", "needed over all ranks", "each rank has", "together", "ranks of this size"]
     table_text = tabulate(rows, headers=headers, disable_numparse=True)
@@ -128,13 +132,26 @@ class _Need(NamedTuple):
 
     def ranks(self, usable: int) -> int | None:
         """Returns the least number of ranks with ``usable`` bytes each; None if no number is enough."""
-        return None if self.on_each >= usable else max(1, -(-self.spread // (usable - self.on_each)))
+        room = usable - self.on_each
+        if room <= 0:
+            return None
+        return max(1, -(-self.spread // room))
 
 
 def _need(tables: Sequence[BaseEmbeddingConfig], sharding: Mapping[str, str], choices: Mapping[str, Choice]) -> _Need:
-    sizes = {table.name: table_bytes(table) + choices[table.name].state_bytes(table) for table in tables}
-    on_each = sum(size for name, size in sizes.items() if sharding[name] == "data_parallel")
-    return _Need(sum(sizes.values()) - on_each, on_each)
+    spread = 0
+    on_each = 0
+    for table in tables:
+        if sharding[table.name] == "data_parallel":
+            on_each += _size_with_state(table, choices)
+        else:
+            spread += _size_with_state(table, choices)
+    return _Need(spread, on_each)
+
+
+def _size_with_state(table: BaseEmbeddingConfig, choices: Mapping[str, Choice]) -> int:
+    """Returns the bytes of a table and its optimizer state."""
+    return table_bytes(table) + choices[table.name].state_bytes(table)
 
 
 def _remedy(need: _Need, world_size: int, usable: int) -> str:
@@ -155,8 +172,10 @@ def _changes(
     """Formats the needs under other optimizers and half precision as a table."""
     half = []
     for table in tables:
-        keeps = sharding[table.name] == "data_parallel"
-        half.append(table if keeps else dataclasses.replace(table, data_type=DataType.FP16))
+        # A data_parallel table must be fp32, see refused_because().
+        if sharding[table.name] != "data_parallel":
+            table = dataclasses.replace(table, data_type=DataType.FP16)
+        half.append(table)
     precisions = {"": tables}
     if half != list(tables):
         precisions["fp16 tables"] = half
@@ -285,10 +304,13 @@ class Request(NamedTuple):
         # TorchRec's planner counts the state of the optimizer that a table names, and none if it names none.
         choices = declare_table_optimizer(model, optimizer)
         requests = config.choices([table.name for table in tables])
-        replicated = {
-            name for name, choice in requests.items() if (choice.sharding, choice.kernel) == ("auto", "dense")
-        }
-        kinds = {name: "data_parallel" if name in replicated else choice.sharding for name, choice in requests.items()}
+        kinds = {}
+        for name, choice in requests.items():
+            # The kernel dense runs data_parallel tables alone, so it decides an open sharding.
+            if (choice.sharding, choice.kernel) == ("auto", "dense"):
+                kinds[name] = "data_parallel"
+            else:
+                kinds[name] = choice.sharding
         types = shardings(tables, choices, kinds, runtime.device.type)
         requests = {name: choice._replace(sharding=types[name]) for name, choice in requests.items()}
         request = cls(tables, requests, choices, {}, codecs_of(config))
@@ -301,14 +323,16 @@ class Request(NamedTuple):
             PlanError: a table cannot be sharded as asked on these ranks.
         """
         by_host = any(choice.sharding in BY_HOST for choice in self.asked.values())
-        constraints = {}
+        constraints: dict[str, ParameterConstraints] = {}
         for table in self.tables:
             choice = self.choices[table.name]
             # An optimizer of ours, or our weight decay, writes rows where they lie, past the cache of a kernel.
             by_row = not has_kernel(choice.kind, runtime.device.type) or choice.weight_decay > 0
             request = self.asked[table.name]
-            constraints[table.name] = _constraint(table, request, runtime, by_host=by_host, cached=not by_row)
-        return {name: constraint for name, constraint in constraints.items() if constraint is not None}
+            constraint = _constraint(table, request, runtime, by_host=by_host, cached=not by_row)
+            if constraint is not None:
+                constraints[table.name] = constraint
+        return constraints
 
     def on(self, names: Collection[str], runtime: Runtime, constraints: Mapping[str, ParameterConstraints]) -> Request:
         """Returns the request for the tables ``names`` alone, on other ranks.
@@ -441,7 +465,9 @@ def _constraint(
             types = [kind for kind in free_to_shard(device) if kind != "grid_shard"]
         elif types is None and by_host and device == "cpu":
             types = [*free_to_shard(device), "data_parallel"]
-        return ParameterConstraints(sharding_types=types, **kernel) if types is not None or kernel else None
+        if types is None and not kernel:
+            return None
+        return ParameterConstraints(sharding_types=types, **kernel)
     if sharding == "grid_shard":
         pieces = runtime.world_size // runtime.local_world_size
         over = "hosts"

@@ -79,8 +79,10 @@ def _sweeps(plan: ShardingPlan, model: nn.Module, rows: int) -> str:
     by_row: list[str] = []
     whole: list[str] = []
     for table, _ in _planned(plan, model):
-        swept = not row_by_row(table.num_embeddings, rows * len(table.feature_names))
-        (whole if swept else by_row).append(table.name)
+        if row_by_row(table.num_embeddings, rows * len(table.feature_names)):
+            by_row.append(table.name)
+        else:
+            whole.append(table.name)
     if not by_row:
         return f"\na captured step of {rows:,} rows moves every table as a whole"
     others = f", the others as a whole ({', '.join(whole)})" if whole else ""
@@ -133,8 +135,10 @@ def size_text(size: int) -> str:
         >>> size_text(153_600_000_000), size_text(512_256), size_text(3)
         ('143.05 GiB', '500.25 KiB', '0.00 KiB')
     """
-    unit, name = next((pair for pair in ((GB, "GiB"), (MB, "MiB")) if size >= pair[0]), (1024, "KiB"))
-    return f"{size / unit:,.2f} {name}"
+    for unit, name in ((GB, "GiB"), (MB, "MiB")):
+        if size >= unit:
+            return f"{size / unit:,.2f} {name}"
+    return f"{size / 1024:,.2f} KiB"
 
 
 def bytes_per_weight(table: BaseEmbeddingConfig) -> int:
@@ -150,7 +154,9 @@ def table_bytes(table: BaseEmbeddingConfig) -> int:
 def _planned(plan: ShardingPlan, model: nn.Module) -> Iterator[tuple[BaseEmbeddingConfig, ParameterSharding]]:
     # By name: a plan may have other paths for tables that several towers share.
     modules = [module for module in plan.plan.values() if isinstance(module, EmbeddingModuleShardingPlan)]
-    shardings = {name: sharding for module in modules for name, sharding in module.items()}
+    shardings: dict[str, ParameterSharding] = {}
+    for module in modules:
+        shardings |= module
     for table in tables_of(model):
         if table.name in shardings:
             yield table, shardings[table.name]
@@ -181,14 +187,20 @@ def _where(table: BaseEmbeddingConfig, sharding: ParameterSharding, world_size: 
         if not ranks or len(ranks) >= world_size:
             return "every rank"
         return f"each of the ranks {', '.join(map(str, ranks))}"
-    text = "; ".join(f"rank {rank}{_extent(table, offsets, sizes)}" for rank, offsets, sizes in shards[:4])
-    return f"{text}; and {len(shards) - 4} more" if len(shards) > 4 else text
+    texts = [f"rank {rank}{_extent(table, offsets, sizes)}" for rank, offsets, sizes in shards[:4]]
+    if len(shards) > 4:
+        texts.append(f"and {len(shards) - 4} more")
+    return "; ".join(texts)
 
 
 def _extent(table: BaseEmbeddingConfig, offsets: list[int], sizes: list[int]) -> str:
     text = ""
-    if sizes[0] < table.num_embeddings:
-        text += f" rows {offsets[0]}-{offsets[0] + sizes[0] - 1}" if sizes[0] else " no rows"
-    if sizes[1] < table.embedding_dim:
-        text += f" columns {offsets[1]}-{offsets[1] + sizes[1] - 1}"
+    row, column = offsets
+    height, width = sizes
+    if not height:
+        text += " no rows"
+    elif height < table.num_embeddings:
+        text += f" rows {row}-{row + height - 1}"
+    if width < table.embedding_dim:
+        text += f" columns {column}-{column + width - 1}"
     return text

@@ -77,8 +77,10 @@ def plan_sharding(
             f"sync.table_copies={table_copies}: towers on ranks of their own have one copy; leave plan.towers alone"
         )
     on_copy = dataclasses.replace(runtime, world_size=ranks, local_world_size=min(ranks, runtime.local_world_size))
+    checked_on = on_copy
     # With placed towers, how columns may be split is checked later, on the ranks of each tower.
-    checked_on = on_copy if placement is None else dataclasses.replace(runtime, world_size=1, local_world_size=1)
+    if placement is not None:
+        checked_on = dataclasses.replace(runtime, world_size=1, local_world_size=1)
     refuse_unplaced(model, config, placement, table_copies)
     request = Request.of(model, checked_on, config, optimizer, constraints or {})
     outcome: list[ShardingPlan | Exception] = [RuntimeError("no plan came from rank 0")]
@@ -123,7 +125,9 @@ def refuse_unplaced(model: nn.Module, config: PlanConfig, placement: TowerPlacem
                 "tables on an SSD; choose kernel=fused_uvm_caching or fused_uvm"
             )
         if why_on_all_ranks(choice) and (placement is not None or table_copies > 1):
-            where = f"plan.towers={config.towers}" if placement is not None else f"sync.table_copies={table_copies}"
+            where = f"sync.table_copies={table_copies}"
+            if placement is not None:
+                where = f"plan.towers={config.towers}"
             raise PlanError(f"table '{name}': {why_on_all_ranks(choice)}, not with {where}; leave that alone")
     if config.quantised and placement is not None:
         raise PlanError(
@@ -203,12 +207,16 @@ def free_tables(
     """
     if sync.looks_ahead or (config.quantised and runtime.world_size > 1):
         return _sharded(model, config, runtime.device.type), ""
-    constraints = small_tables_whole(model, runtime, config, optimizer) if sync == SyncConfig() and not measured else {}
-    line = (
+    # The rule was measured for gradients exchanged in every step, the default.
+    if sync != SyncConfig() or measured:
+        return {}, ""
+    constraints = small_tables_whole(model, runtime, config, optimizer)
+    if not constraints:
+        return {}, ""
+    return constraints, (
         f"plan.sharding=auto: all tables together have {SMALL_WEIGHTS:,} weights or fewer, so each rank has them "
         "whole, which is faster than an exchange in each step"
     )
-    return constraints, line if constraints else ""
 
 
 def _sharded(model: nn.Module, config: PlanConfig, device: str) -> dict[str, ParameterConstraints]:
@@ -247,10 +255,11 @@ def _on_own_device(plan: ModuleShardingPlan, runtime: Runtime) -> ModuleSharding
     for name, sharding in plan.items():
         spec = sharding.sharding_spec
         if isinstance(spec, EnumerableShardingSpec):
-            shards = [
-                dataclasses.replace(shard, placement=device) if shard.placement.rank() == runtime.rank else shard
-                for shard in spec.shards
-            ]
+            shards = []
+            for shard in spec.shards:
+                if shard.placement.rank() == runtime.rank:
+                    shard = dataclasses.replace(shard, placement=device)
+                shards.append(shard)
             sharding = dataclasses.replace(sharding, sharding_spec=EnumerableShardingSpec(shards))
         shardings[name] = sharding
     return EmbeddingModuleShardingPlan(shardings)
@@ -258,10 +267,12 @@ def _on_own_device(plan: ModuleShardingPlan, runtime: Runtime) -> ModuleSharding
 
 def _topology(runtime: Runtime, capacity: int, host: int) -> Topology:
     """Returns the topology of ranks with ``capacity`` bytes for tables each; GPUs with ``host`` bytes beside them."""
-    on_gpu = runtime.device.type == "cuda"
+    hardware = HardwareConfig(ddr_cap_bytes=capacity)
+    if runtime.device.type == "cuda":
+        hardware = HardwareConfig(hbm_cap_bytes=capacity, ddr_cap_bytes=host)
     return TopologyFactory.create_topology(
         TrainerConfig(world_size=runtime.world_size, local_world_size=runtime.local_world_size),
-        HardwareConfig(hbm_cap_bytes=capacity if on_gpu else None, ddr_cap_bytes=host if on_gpu else capacity),
+        hardware,
         KernelConfig(compute_device=runtime.device.type),
     )
 

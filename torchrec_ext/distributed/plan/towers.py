@@ -72,7 +72,9 @@ def _apart(towers: Mapping[str, Any], world_size: int) -> TowerPlacement:
             f"plan.towers=tower_parallel: the towers {' and '.join(names)} share table '{table}', so all towers have "
             "one set of ranks; give each a table of its own name, or take plan.towers=data_parallel"
         )
-    loads = {name: sum(tower_cost(towers[tower]) for tower in unit) for name, unit in together.items()}
+    loads = {}
+    for name, unit in together.items():
+        loads[name] = sum(tower_cost(towers[tower]) for tower in unit)
     ranks = TowerPlacement.apart(loads, world_size).ranks
     by_tower: dict[str, tuple[int, ...]] = {}
     for name, unit in together.items():
@@ -94,14 +96,13 @@ def tower_cost(tower: nn.Module) -> float:
 
 def _check_weighted(setting: str, towers: Mapping[str, Any]) -> None:
     for name, tower in towers.items():
-        weighted = next(
-            (table for table in tower.tables if set(table.feature_names) & set(getattr(tower, "weights", {}))), None
-        )
-        if weighted is not None:
-            raise PlacementError(
-                f"plan.towers={setting}: table '{weighted.name}' of tower '{name}' pools by weights, which travel with "
-                "no tower; leave it at data_parallel"
-            )
+        weighted_features = set(getattr(tower, "weights", {}))
+        for table in tower.tables:
+            if weighted_features & set(table.feature_names):
+                raise PlacementError(
+                    f"plan.towers={setting}: table '{table.name}' of tower '{name}' pools by weights, which travel "
+                    "with no tower; leave it at data_parallel"
+                )
 
 
 def _check_together(setting: str, towers: Mapping[str, Any], placement: TowerPlacement) -> None:
@@ -110,8 +111,11 @@ def _check_together(setting: str, towers: Mapping[str, Any], placement: TowerPla
         rank_sets = {placement.ranks[name] for name in names}
         if len(rank_sets) > 1:
             unit = next(unit for unit in sharing_groups(towers) if names[0] in unit)
-            everywhere = tuple(sorted({rank for name in unit for rank in placement.ranks[name]}))
-            ranks = {name: everywhere if name in unit else placement.ranks[name] for name in towers}
+            ranks_of_unit: set[int] = set()
+            for name in unit:
+                ranks_of_unit |= set(placement.ranks[name])
+            ranks = {name: placement.ranks[name] for name in towers}
+            ranks |= dict.fromkeys(unit, tuple(sorted(ranks_of_unit)))
             possible = TowerPlacement(ranks=ranks, world_size=placement.world_size)
             where = " and ".join(f"'{name}' on rank(s) {', '.join(map(str, placement.ranks[name]))}" for name in names)
             raise PlacementError(
@@ -187,7 +191,9 @@ def draft_towers(
 
 def _collections_by_tower(towers: Towers, placement: TowerPlacement) -> dict[str, nn.Module]:
     """Returns for each tower a module with its collections at their paths, and its hosted look-ups."""
-    modules = {name: _only(tower, [path for path, _ in collections(tower)]) for name, tower in towers.items()}
+    modules = {}
+    for name, tower in towers.items():
+        modules[name] = _only(tower, [path for path, _ in collections(tower)])
     for host, names in towers_by_host(dict(towers.items()), placement).items():
         modules[host].add_module("lookups", look_ups(towers, names))
     return modules
@@ -208,9 +214,12 @@ def _weights(tower: nn.Module) -> int:
 def _possible(request: Request) -> dict[str, ParameterConstraints]:
     """Returns constraints for tables with sharding ``auto``: the types that TorchRec supports on a subset of ranks."""
     constraints = {}
-    for name in (name for name, kind in request.sharding.items() if kind == "auto"):
+    for name, sharding in request.sharding.items():
+        if sharding != "auto":
+            continue
         current = request.constraints.get(name, ParameterConstraints())
-        types = [kind for kind in WITHIN_A_TOWER if kind in (current.sharding_types or WITHIN_A_TOWER)]
+        allowed = current.sharding_types or WITHIN_A_TOWER
+        types = [kind for kind in WITHIN_A_TOWER if kind in allowed]
         constraints[name] = dataclasses.replace(current, sharding_types=types)
     return constraints
 
@@ -233,9 +242,8 @@ def _ranks_of(runtime: Runtime, members: tuple[int, ...]) -> Runtime:
     """Describes these ranks as a job of their own, with one rank a host if hosts hold unequal numbers of them."""
     hosts = [rank // runtime.local_world_size for rank in members]
     counts = {hosts.count(host) for host in hosts}
-    return dataclasses.replace(
-        runtime, world_size=len(members), local_world_size=counts.pop() if len(counts) == 1 else 1
-    )
+    on_each_host = counts.pop() if len(counts) == 1 else 1
+    return dataclasses.replace(runtime, world_size=len(members), local_world_size=on_each_host)
 
 
 def _subtract_memory(free: list[int], options: list[ShardingOption], members: tuple[int, ...]) -> None:

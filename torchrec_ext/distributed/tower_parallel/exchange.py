@@ -207,10 +207,13 @@ class TowerExchange:
         """
         context.route = route = self._route(tuple(rows))
         cuts = {name: iter(self._placement.cuts(name, self._rank, r.height)) for name, r in rows.items()}
-        slices = [[slice_rows(rows[name], *next(cuts[name])) for name in to] for to in route.to]
-        context.sent = [[piece.height for piece in pieces] for pieces in slices]
+        slices: list[list[TowerRows]] = []
+        context.sent = []
         header: list[int] = []
-        for pieces in slices:
+        for to in route.to:
+            pieces = [slice_rows(rows[name], *next(cuts[name])) for name in to]
+            slices.append(pieces)
+            context.sent.append([piece.height for piece in pieces])
             header += counts
             for piece in pieces:
                 header += (piece.height, len(piece.values))
@@ -233,27 +236,34 @@ class TowerExchange:
 
     def _route(self, names: tuple[str, ...]) -> Route:
         if names not in self._routes:
-            ranks = range(self._placement.world_size)
             targets = self._placement.targets
-            to = [[name for name in names if rank in targets(name, self._rank)] for rank in ranks]
-            coming = [[name for name in names if self._rank in targets(name, rank)] for rank in ranks]
-            self._routes[names] = Route(to, coming)
+            route = Route([], [])
+            for rank in range(self._placement.world_size):
+                route.to.append([name for name in names if rank in targets(name, self._rank)])
+                route.coming.append([name for name in names if self._rank in targets(name, rank)])
+            self._routes[names] = route
         return self._routes[names]
 
     def _send(
         self, context: ExchangeContext, slices: list[list[TowerRows]], headers: list[list[int]]
     ) -> AfterCollective:
-        coming = [
-            list(zip(names, header[2::2], header[3::2], strict=True))
-            for names, header in zip(context.route.coming, headers, strict=True)
-        ]
-        received = [sum(self._size(*announced) for announced in by_tower) for by_tower in coming]
-        going = [list(zip(names, pieces, strict=True)) for names, pieces in zip(context.route.to, slices, strict=True)]
-        counts = [sum(self._size(name, rows.height, len(rows.values)) for name, rows in by_tower) for by_tower in going]
-        packed = [(rows, self._specs[name].widths) for by_tower in going for name, rows in by_tower]
-        message = pack_rows(packed, self._device)
-        out = message.new_empty(sum(received))
-        work = dist.all_to_all_single(out, message, received, counts, group=self._group, async_op=True)
+        coming: list[list[tuple[str, int, int]]] = []
+        sizes: list[int] = []
+        for names, header in zip(context.route.coming, headers, strict=True):
+            by_tower = list(zip(names, header[2::2], header[3::2], strict=True))
+            coming.append(by_tower)
+            sizes.append(sum(self._size(*entry) for entry in by_tower))
+        towers: list[tuple[TowerRows, Widths]] = []
+        counts: list[int] = []
+        for names, pieces in zip(context.route.to, slices, strict=True):
+            count = 0
+            for name, rows in zip(names, pieces, strict=True):
+                towers.append((rows, self._specs[name].widths))
+                count += self._size(name, rows.height, len(rows.values))
+            counts.append(count)
+        message = pack_rows(towers, self._device)
+        out = message.new_empty(sum(sizes))
+        work = dist.all_to_all_single(out, message, sizes, counts, group=self._group, async_op=True)
         return AfterCollective(work, lambda: self._unpack(context, coming, out, headers))
 
     def _size(self, name: str, rows: int, ids: int) -> int:
@@ -266,7 +276,9 @@ class TowerExchange:
         payload: Tensor,
         headers: list[list[int]],
     ) -> ReceivedRows:
-        announced = [entry for by_tower in coming for entry in by_tower]
+        announced: list[tuple[str, int, int]] = []
+        for by_tower in coming:
+            announced += by_tower
         payloads = torch.split(payload, [self._size(*entry) for entry in announced])
         received: dict[str, list[TowerRows]] = {}
         for (name, count, ids), piece in zip(announced, payloads, strict=True):
@@ -275,12 +287,13 @@ class TowerExchange:
         result: dict[str, TowerRows] = {}
         # Two ranks that run the same towers one after the other must do so in one order, whoever's rows came first.
         for name, spec in self._specs.items():
-            if name in received:
-                result[name] = join_rows(received[name])
-                if spec.equal:
-                    # A header begins with B and Q; a tower of shared rows runs Q of them for each rank, any other B.
-                    counts = tuple(header[spec.shared] for header in headers)
-                    result[name] = pad_rows(result[name], self._most_rows(name, counts))
+            if name not in received:
+                continue
+            result[name] = join_rows(received[name])
+            if spec.equal:
+                # A header begins with B and Q; a tower of shared rows runs Q of them for each rank, any other B.
+                counts = tuple(header[spec.shared] for header in headers)
+                result[name] = pad_rows(result[name], self._most_rows(name, counts))
         return ReceivedRows(result)
 
     def _most_rows(self, name: str, counts: tuple[int, ...]) -> int:
@@ -303,21 +316,29 @@ class TowerExchange:
         outputs_by_rank = {
             name: iter(torch.split(outputs[name][: sum(rows)], rows)) for name, rows in context.received.items()
         }
-        going = [[next(outputs_by_rank[name]).reshape(-1) for name in coming] for coming in context.route.coming]
         # A rank without a tower takes part too, and in the backward.
-        empty = torch.empty(0, device=self._device, requires_grad=torch.is_grad_enabled())
-        message = torch.cat([empty, *(output for by_tower in going for output in by_tower)])
-        counts = [sum(map(len, by_tower)) for by_tower in going]
-        sizes = [
-            [rows * self._specs[name].out for name, rows in zip(names, heights, strict=True)]
-            for names, heights in zip(context.route.to, context.sent, strict=True)
-        ]
-        received: Tensor = Exchange.apply(message, counts, [sum(by_tower) for by_tower in sizes], self._group)  # type: ignore[no-untyped-call]
-        names = [name for to in context.route.to for name in to]
+        flat = [torch.empty(0, device=self._device, requires_grad=torch.is_grad_enabled())]
+        counts: list[int] = []
+        for coming in context.route.coming:
+            by_tower = [next(outputs_by_rank[name]).reshape(-1) for name in coming]
+            flat += by_tower
+            counts.append(sum(map(len, by_tower)))
+        names: list[str] = []
+        sizes: list[int] = []
+        totals: list[int] = []
+        for to, heights in zip(context.route.to, context.sent, strict=True):
+            sizes_of_rank = [rows * self._specs[name].out for name, rows in zip(to, heights, strict=True)]
+            names += to
+            sizes += sizes_of_rank
+            totals.append(sum(sizes_of_rank))
+        received: Tensor = Exchange.apply(torch.cat(flat), counts, totals, self._group)  # type: ignore[no-untyped-call]
         pieces: dict[str, list[Tensor]] = {}
-        for name, piece in zip(names, torch.split(received, [n for by_tower in sizes for n in by_tower]), strict=True):
+        for name, piece in zip(names, torch.split(received, sizes), strict=True):
             pieces.setdefault(name, []).append(piece.view(-1, self._specs[name].out))
-        return {name: some[0] if len(some) == 1 else torch.cat(some) for name, some in pieces.items()}
+        by_name = {}
+        for name, parts in pieces.items():
+            by_name[name] = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return by_name
 
 
 class Exchange(torch.autograd.Function):

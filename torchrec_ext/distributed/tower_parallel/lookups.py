@@ -77,7 +77,9 @@ def host_look_ups(model: nn.Module, plan: ShardingPlan) -> None:
 def unhosted(model: nn.Module, path: str) -> str:
     """Converts the ``path`` of a weight in the sharded model to its path in the unsharded one."""
     tower, _, rest = path.partition(".lookups.")
-    hosted = model.get_submodule(f"{tower}.lookups") if rest else None
+    if not rest:
+        return path
+    hosted = model.get_submodule(f"{tower}.lookups")
     return f"{hosted.original_path}.{rest}" if isinstance(hosted, SharedTables) else path
 
 
@@ -94,7 +96,10 @@ def split_joint(joint: KeyedJaggedTensor, queries: int) -> dict[str, FeatureBags
         lengths = joint[key].lengths()
         end = int(lengths[:queries].sum())
         halves = FeatureBags(values[:end], lengths[:queries]), FeatureBags(values[end:], lengths[queries:])
-        by_feature |= {feature: half for feature, half in zip(key.split("|"), halves, strict=True) if feature}
+        for feature, half in zip(key.split("|"), halves, strict=True):
+            # A key without a feature of one kind has an empty name in its place.
+            if feature:
+                by_feature[feature] = half
     return by_feature
 
 
@@ -115,30 +120,32 @@ def batch_of_arrivals(towers: Iterable[HostedTower], joint: Sequence[Joint], dev
         device: device of the rows.
     """
     towers = list(towers)
-    heights = [
-        max((rows.height for _, own, rows in towers if own == shared and rows), default=0) for shared in (False, True)
-    ]
-    none = [
-        FeatureBags(torch.empty(0, dtype=torch.int64, device=device), torch.zeros(n, dtype=torch.int32, device=device))
-        for n in heights
-    ]
+    heights = {False: 0, True: 0}
+    for _, shared, rows in towers:
+        if rows is not None:
+            heights[shared] = max(heights[shared], rows.height)
+    none = {}
+    for shared, height in heights.items():
+        no_ids = torch.empty(0, dtype=torch.int64, device=device)
+        none[shared] = FeatureBags(no_ids, torch.zeros(height, dtype=torch.int32, device=device))
     # Sharded collections keep the order of the keys that they saw first, whichever towers are asked.
-    bags = [
-        {name: none[shared] for features, own, _ in towers if own == shared for name in features}
-        for shared in (False, True)
-    ]
+    bags: dict[bool, dict[str, FeatureBags]] = {False: {}, True: {}}
+    for features, shared, _ in towers:
+        bags[shared] |= dict.fromkeys(features, none[shared])
     for features, shared, rows in towers:
         if rows is not None:
             values = torch.split(rows.values, rows.lengths.sum(dim=1).tolist())
             bags[shared].update(zip(features, map(FeatureBags, values, rows.lengths), strict=True))
-    columns = {name: Jagged(*column) for kind in bags for name, column in kind.items()}
-    by_row, by_query = (tuple(bags[shared]) for shared in (False, True))
-    halves = [name if name in columns else None for pair in joint for name in pair]
-    layout = KeyLayout(
-        rows=Keys(by_row, by_row),
-        shared=Keys(by_query, by_query),
-        joint=Keys(tuple(pair.key for pair in joint), tuple(halves)) if joint else None,
-    )
+    columns = {name: Jagged(*column) for name, column in (bags[False] | bags[True]).items()}
+    by_row = tuple(bags[False])
+    by_query = tuple(bags[True])
+    joint_keys = None
+    if joint:
+        halves: list[str | None] = []
+        for pair in joint:
+            halves += [name if name in columns else None for name in pair]
+        joint_keys = Keys(tuple(pair.key for pair in joint), tuple(halves))
+    layout = KeyLayout(rows=Keys(by_row, by_row), shared=Keys(by_query, by_query), joint=joint_keys)
     return pack(
         layout,
         lambda keys, sizes: concatenated(keys, sizes, columns, device),

@@ -164,7 +164,9 @@ def _within(plan: EmbeddingModuleShardingPlan, members: list[int]) -> EmbeddingM
 
 def needs_equal_rows(plans: Iterable[EmbeddingModuleShardingPlan], ranks: tuple[int, ...]) -> bool:
     """Whether all ranks of a tower must look up equally many rows: row_wise tables exchange equal pieces."""
-    kinds = {sharding.sharding_type for plan in plans for sharding in plan.values()}
+    kinds: set[str] = set()
+    for plan in plans:
+        kinds |= {sharding.sharding_type for sharding in plan.values()}
     return len(ranks) > 1 and ShardingType.ROW_WISE.value in kinds
 
 
@@ -208,7 +210,9 @@ class ShardedTowers(
         self._features = {name: _features(tower) for name, tower in towers.items()}
         self._run: dict[str, Callable[..., Tensor]] = {}
         self._hosts = towers_by_host(towers, plan.placement)
-        host_of = {name: host for host, names in self._hosts.items() for name in names}
+        host_of: dict[str, str] = {}
+        for host, names in self._hosts.items():
+            host_of |= dict.fromkeys(names, host)
         self._device = device
         everyone: dist.ProcessGroup = env.process_group
         specs = {}
@@ -258,14 +262,22 @@ class ShardedTowers(
         tower_rows = {}
         queries = 0 if shared_dense is None else len(shared_dense)
         shared_bags = {} if joint is None else split_joint(joint, queries)
-        for name in self._reads if names is None else names:
+        if names is None:
+            names = list(self._reads)
+        for name in names:
             shared, columns, weighs = self._reads[name]
-            kjt, matrix = (shared_sparse, shared_dense) if shared else (sparse, dense)
-            numbers = matrix[:, columns]  # type: ignore[index]
+            kjt: Any = sparse
+            matrix: Any = dense
+            column = weights
+            if shared:
+                kjt = shared_sparse
+                matrix = shared_dense
+                column = shared_weights
+            numbers = matrix[:, columns]
             # Weights travel as one more dense column; padding rows have weight 0.
             if weighs:
-                column = shared_weights if shared else weights
-                column = numbers.new_ones(len(numbers)) if column is None else column
+                if column is None:
+                    column = numbers.new_ones(len(numbers))
                 numbers = torch.cat([numbers, column[:, None]], dim=1)
             tower_rows[name] = _rows(kjt, shared_bags, numbers, self._features[name])
         return KJTListSplitsAwaitable([self._exchange.begin(ctx, tower_rows, (len(dense), queries))], ctx)
@@ -279,10 +291,13 @@ class ShardedTowers(
             kjt = KeyedJaggedTensor(
                 self._features[name], rows.values, lengths=rows.lengths.reshape(-1), stride=rows.height
             )
-            options: dict[str, Any] = {"looked_up": shared[name]} if name in shared else {}
+            options: dict[str, Any] = {}
+            if name in shared:
+                options["looked_up"] = shared[name]
             dense = rows.dense
             if self._reads[name].weights:
-                dense, options["weights"] = dense[:, :-1], dense[:, -1]
+                options["weights"] = dense[:, -1]
+                dense = dense[:, :-1]
             output = self._run[name](kjt, dense, **options).float()
             scale = len(self._placement.ranks[name]) / self._world_size
             if output.requires_grad and scale != 1:
@@ -315,32 +330,35 @@ class ShardedTowers(
         TorchRec's pipelines take over the input dist of every collection within a module that they pipeline, to start
         it a batch ahead; the towers' collections run inside :meth:`compute` and must be left alone.
         """
-        return iter([(prefix, self)]) if memo is None else super().named_modules(memo, prefix, remove_duplicate)
+        if memo is None:
+            return iter([(prefix, self)])
+        modules: Iterator[tuple[str, nn.Module]] = super().named_modules(memo, prefix, remove_duplicate)
+        return modules
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the parameters of this rank's towers."""
         for name, tower in self.named_children():
-            yield from tower.named_parameters(f"{prefix}.{name}" if prefix else name, recurse, remove_duplicate)
+            path = f"{prefix}.{name}" if prefix else name
+            yield from tower.named_parameters(path, recurse, remove_duplicate)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
         """Yields the buffers of this rank's towers."""
         for name, tower in self.named_children():
-            yield from tower.named_buffers(f"{prefix}.{name}" if prefix else name, recurse, remove_duplicate)
+            path = f"{prefix}.{name}" if prefix else name
+            yield from tower.named_buffers(path, recurse, remove_duplicate)
 
     @property
     def fused_optimizer(self) -> KeyedOptimizer:
         """Optimizer of the tables of this rank's towers."""
-        return CombinedOptimizer(
-            [
-                (f"{name}.{path}", collection.fused_optimizer)
-                for name, tower in self.named_children()
-                for path, collection in collections(tower)
-            ]
-        )
+        optimizers: list[Any] = []
+        for name, tower in self.named_children():
+            for path, collection in collections(tower):
+                optimizers.append((f"{name}.{path}", collection.fused_optimizer))
+        return CombinedOptimizer(optimizers)
 
     def holders(self, model: nn.Module, names: Iterable[str]) -> dict[str, int]:
         """Returns how many ranks hold each of these parameters of ``model``, by name."""
@@ -359,7 +377,10 @@ class ShardedTowers(
 
 
 def _features(tower: Any) -> list[str]:
-    return list(dict.fromkeys(feature for table in tower.tables for feature in table.feature_names))
+    features: dict[str, None] = {}
+    for table in tower.tables:
+        features |= dict.fromkeys(table.feature_names)
+    return list(features)
 
 
 def _rows(
@@ -368,14 +389,15 @@ def _rows(
     """Builds the rows for a tower; features missing in ``kjt`` are in ``shared_bags``."""
     keys = kjt.keys()
     if not shared_bags or set(features) <= set(keys):
-        ordered = kjt if keys == features else kjt.permute([keys.index(name) for name in features])
-        return TowerRows(ordered.values().long(), ordered.lengths().int().view(len(features), ordered.stride()), dense)
-    bags = [
-        FeatureBags(kjt[name].values(), kjt[name].lengths()) if name in keys else shared_bags[name] for name in features
-    ]
-    return TowerRows(
-        torch.cat([bag.values for bag in bags]).long(), torch.stack([bag.lengths for bag in bags]).int(), dense
-    )
+        if keys != features:
+            kjt = kjt.permute([keys.index(name) for name in features])
+        return TowerRows(kjt.values().long(), kjt.lengths().int().view(len(features), kjt.stride()), dense)
+    by_feature = dict(shared_bags)
+    for key, bags in kjt.to_dict().items():
+        by_feature[key] = FeatureBags(bags.values(), bags.lengths())
+    values = torch.cat([by_feature[name].values for name in features])
+    lengths = torch.stack([by_feature[name].lengths for name in features])
+    return TowerRows(values.long(), lengths.int(), dense)
 
 
 class TowerSharder(ModuleSharder[Towers]):
