@@ -167,7 +167,8 @@ def ranks_of(scores: Tensor, question: Question, start: int = 0, *, depth: int |
         return TargetRanks(*_compare(scores, rows, target_scores, alone=False), rows + start)
     # A target below the bound is certainly beyond depth, so its scores need not be compared one by one.
     within_depth = (target_scores >= _bounds(scores, depth)[rows]).nonzero()[:, 0]
-    better, ties = torch.full_like(rows, depth), torch.zeros_like(rows)
+    better = torch.full_like(rows, depth)
+    ties = torch.zeros_like(rows)
     greater, equal = _compare(scores, rows[within_depth], target_scores[within_depth], alone=False)
     better[within_depth] = greater.clamp(max=depth)
     ties[within_depth] = torch.where(greater < depth, equal, 0)
@@ -285,7 +286,8 @@ def popularity_ranks(popularity: Tensor, question: Question) -> TargetRanks:
         """Counts for each target its query's more popular, and equally popular, items in ``pairs``: row * I + item."""
         keys = _sorted(pairs // count * len(levels) + level[pairs % count])
         key = rows * len(levels) + level[targets]
-        first, last = keys.searchsorted(key), keys.searchsorted(key, side="right")
+        first = keys.searchsorted(key)
+        last = keys.searchsorted(key, side="right")
         ends = keys.searchsorted(np.arange(1, question.queries + 1) * len(levels))
         return ends[rows] - last, last - first
 

@@ -102,11 +102,10 @@ class ClassificationMetrics:
         if not total:
             return dict.fromkeys(("log_loss", "ne", "calibration"), math.nan)
         entropy = -sum(weight / total * math.log(weight / total) for weight in (positive, negative) if weight)
-        return {
-            "log_loss": loss / total,
-            "ne": loss / total / entropy if entropy else math.nan,
-            "calibration": predicted_positives / positive if positive else math.nan,
-        }
+        log_loss = loss / total
+        ne = log_loss / entropy if entropy else math.nan
+        calibration = predicted_positives / positive if positive else math.nan
+        return {"log_loss": log_loss, "ne": ne, "calibration": calibration}
 
 
 def counted_rows(logits: Tensor, labels: Tensor, weights: Tensor) -> list[Tensor]:
@@ -148,9 +147,9 @@ def _area(classes: Tensor) -> tuple[float, float]:
         return math.nan, math.nan
     # A pair is in order if its negative row is below; pairs within one value tie and count half.
     negatives_below = negative.cumsum(0) - negative
-    return float((positive * (negatives_below + negative / 2)).sum()) / pairs, float(
-        (positive * negative).sum()
-    ) / 2 / pairs
+    ordered = float((positive * (negatives_below + negative / 2)).sum())
+    tied = float((positive * negative).sum())
+    return ordered / pairs, tied / 2 / pairs
 
 
 def _bins(logits: Tensor) -> Tensor:
@@ -221,9 +220,8 @@ def grouped_auc(logits: Tensor, labels: Tensor, weights: Tensor, groups: Tensor,
     has_both_classes = (positives > 0) & (negatives > 0)
     # Groups of one class have no pairs to order: their AUC is undefined, so they are skipped.
     size = (positives + negatives)[has_both_classes]
-    mean = (
-        float((size * ordered_pairs[has_both_classes] / (positives * negatives)[has_both_classes]).sum() / size.sum())
-        if len(size)
-        else math.nan
-    )
+    mean = math.nan
+    if len(size):
+        pairs = (positives * negatives)[has_both_classes]
+        mean = float((size * ordered_pairs[has_both_classes] / pairs).sum() / size.sum())
     return GroupedAuc(mean, len(size), len(names) - len(size))

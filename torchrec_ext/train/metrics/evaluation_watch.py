@@ -118,7 +118,9 @@ def watched(
         EvaluationStoppedError: a rank was asked to stop.
     """
     watch = _CURRENT.get()
-    yield from blocks if watch is None else watch.over(blocks, total, cheaper)
+    if watch is not None:
+        blocks = watch.over(blocks, total, cheaper)
+    yield from blocks
 
 
 def _readable(seconds: float) -> str:

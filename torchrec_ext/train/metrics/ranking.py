@@ -39,7 +39,8 @@ def joined_ranks(blocks: Sequence[TargetRanks]) -> TargetRanks:
     """Concatenates the ranks of one or more blocks of queries, in order."""
     better, ties, queries = zip(*blocks, strict=True)
     numbers = [numbers_of_block for numbers_of_block in queries if numbers_of_block is not None]
-    return TargetRanks(torch.cat(better), torch.cat(ties), torch.cat(numbers) if numbers else None)
+    all_queries = torch.cat(numbers) if numbers else None
+    return TargetRanks(torch.cat(better), torch.cat(ties), all_queries)
 
 
 def ranking_metrics(
@@ -120,14 +121,16 @@ def query_figures(
     """
     ks = [k] if isinstance(k, int) else list(k)
     _check(ks, names)
-    better, ties = ranks.better.long(), ranks.ties.long()
+    better = ranks.better.long()
+    ties = ranks.ties.long()
     if ranks.queries is None:
         queries = torch.arange(len(better), device=better.device)
     else:
         queries = ranks.queries.to(better.device)
     # Numbers without gaps, as index_add needs them: an update may begin at any query.
     queries = torch.unique_consecutive(queries, return_inverse=True)[1]
-    places = _Places(better, ties, queries, int(queries[-1]) + 1 if len(queries) else 0)
+    count = int(queries[-1]) + 1 if len(queries) else 0
+    places = _Places(better, ties, queries, count)
     figures: dict[str, Tensor] = {}
     for size in ks:
         hits, gain = places.expected(size)
@@ -159,7 +162,8 @@ class _Places:
 
     def expected(self, k: int) -> tuple[Tensor, Tensor]:
         """Returns the number of relevant items among the first k, (U,), and the sum of their discounts, (U,)."""
-        first, last = self._better.clamp(max=k), (self._better + self._ties + 1).clamp(max=k)
+        first = self._better.clamp(max=k)
+        last = (self._better + self._ties + 1).clamp(max=k)
         size = (self._ties + 1).double()
         discounts = _discounts(k, first.device)
         hits = self._zeros.index_add(0, self._queries, (last - first) / size)

@@ -132,7 +132,7 @@ class Window:
         waits = (by_rank[:, 3:] / seconds).clamp(0, 1).tolist()
         waits_known = self._runtime.world_size > 1 and float(by_rank[:, 4].min()) > -0.5
         self._reset()
-        return {
+        record = {
             "kind": "train",
             "epoch": epoch,
             "step": step,
@@ -140,16 +140,20 @@ class Window:
             "rows": int(by_rank[:, 2].sum()),
             "rows_per_s": float(by_rank[:, 2].sum()) / seconds,
             "data_wait": float(by_rank[:, 3].max()) / seconds,
-            **(_ranks_wait(waits) if waits_known else {}),
         }
+        if waits_known:
+            record |= _ranks_wait(waits)
+        return record
 
 
 def _ranks_wait(waits: Sequence[Sequence[float]]) -> dict[str, Any]:
     """Returns a record's entries about waits: the mean share in collectives, and each rank's two shares."""
     # The two waits are read from two clocks, so their sum may be a little above 1: it is cut.
     shares = [[round(data, 4), round(min(ranks, 1 - data), 4)] for data, ranks in waits]
-    mean = sum(ranks for _, ranks in shares) / len(shares)
-    return {"ranks_wait": mean, **({"waits": shares} if len(shares) <= _MOST_RANKS else {})}
+    entries: dict[str, Any] = {"ranks_wait": sum(ranks for _, ranks in shares) / len(shares)}
+    if len(shares) <= _MOST_RANKS:
+        entries["waits"] = shares
+    return entries
 
 
 def time_shares(records: Sequence[Record]) -> dict[str, float]:
@@ -183,24 +187,22 @@ def rank_shares(records: Sequence[Record]) -> list[tuple[float, float]]:
     # The run was resumed on another number of ranks.
     if len(ranks) != 1:
         return []
-    return [
-        (
-            _mean_over_time(records, [record["waits"][rank][0] for record in records]),
-            _mean_over_time(records, [record["waits"][rank][1] for record in records]),
-        )
-        for rank in range(ranks.pop())
-    ]
+    shares = []
+    for rank in range(ranks.pop()):
+        data = _mean_over_time(records, [record["waits"][rank][0] for record in records])
+        collectives = _mean_over_time(records, [record["waits"][rank][1] for record in records])
+        shares.append((data, collectives))
+    return shares
 
 
 def _mean_over_time(records: Sequence[Record], shares: Sequence[float]) -> float:
     """Returns the mean of shares, weighted by the seconds of their records."""
     seconds = [record["rows"] / record["rows_per_s"] for record in records]
     total = sum(seconds)
-    return (
-        sum(share * record_seconds for share, record_seconds in zip(shares, seconds, strict=True)) / total
-        if total
-        else 0.0
-    )
+    if not total:
+        return 0.0
+    parts = [share * record_seconds for share, record_seconds in zip(shares, seconds, strict=True)]
+    return float(sum(parts) / total)
 
 
 class Progress:
@@ -305,7 +307,9 @@ class RunFolder:
         self.facts = RunFacts(title=str(config.get("name", path.name)))
         try:
             path.mkdir(parents=True, exist_ok=True)
-            self._metrics = (path / "metrics.jsonl").open("w" if replace else "x")
+            # Mode x fails if another run is there.
+            mode = "w" if replace else "x"
+            self._metrics = (path / "metrics.jsonl").open(mode)
             (path / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n")
         except FileExistsError:
             raise RunFolderError(
@@ -331,7 +335,9 @@ class RunFolder:
 
     def write(self, name: str, text: str) -> None:
         """Writes a text file into the folder."""
-        (self.path / name).write_text(text if text.endswith("\n") else text + "\n")
+        if not text.endswith("\n"):
+            text += "\n"
+        (self.path / name).write_text(text)
 
     def close(self, baselines: Mapping[str, float] | None = None, *, baseline_name: str = "popularity") -> Path:
         """Closes the files, draws ``training.png`` and writes ``report.html``.
@@ -365,11 +371,10 @@ def conclusion(records: Sequence[Record], test: Mapping[str, Mapping[str, float]
     if test:
         figures, *others = test.values()
         name = main_figure(figures)
-        comparisons = [
-            _comparison(name, figures[name], baseline[name], baseline_name)
-            for baseline_name, baseline in zip(list(test)[1:], others, strict=True)
-            if name in baseline
-        ]
+        comparisons = []
+        for baseline_name, baseline in zip(list(test)[1:], others, strict=True):
+            if name in baseline:
+                comparisons.append(_comparison(name, figures[name], baseline[name], baseline_name))
         result = f"{name} {figures[name]:.4f}"
         if comparisons:
             result += f": {', '.join(comparisons)}"
@@ -394,13 +399,18 @@ def main_figure(figures: Mapping[str, float]) -> str:
 def best_evaluation(records: Sequence[Record]) -> Record | None:
     """Returns the evaluation with the best main figure, the first of equal ones; None without evaluations."""
     evaluations = [record for record in records if record["kind"] == "eval"]
-    last = evaluations[-1] if evaluations else {}
-    figures = {name: value for name, value in last.items() if isinstance(value, float)}
+    figures = _last_figures(evaluations)
     if not figures:
         return None
     name = main_figure(figures)
     sign = -1 if _is_better_lower(name) else 1
     return max((record for record in evaluations if name in record), key=lambda record: sign * record[name])
+
+
+def _last_figures(evaluations: Sequence[Record]) -> dict[str, float]:
+    """Returns the figures of the last evaluation by name; nothing without an evaluation."""
+    last = evaluations[-1] if evaluations else {}
+    return {name: value for name, value in last.items() if isinstance(value, float)}
 
 
 def _comparison(name: str, value: float, other: float, baseline_name: str) -> str:
@@ -430,7 +440,7 @@ def draw_training(
     """Draws the loss over steps, and one panel per evaluated figure with a line at the best epoch."""
     train = [record for record in records if record["kind"] == "train"]
     evaluations = [record for record in records if record["kind"] == "eval"]
-    names = [name for name, value in (evaluations[-1] if evaluations else {}).items() if isinstance(value, float)]
+    names = list(_last_figures(evaluations))
     figure, axes = figure_with_panels(1 + len(names), (4.2 * (1 + len(names)), 3.4))
     figure.suptitle(title)
     best = best_evaluation(records)
@@ -489,8 +499,7 @@ def run_page(
 
 
 def _figure_cards(evaluations: Sequence[Record], baselines: Mapping[str, float], baseline_name: str) -> Iterator[str]:
-    names = [name for name, value in (evaluations[-1] if evaluations else {}).items() if isinstance(value, float)]
-    for name in names:
+    for name in _last_figures(evaluations):
         curves = [Curve("model", [(r["step"], r[name]) for r in evaluations if name in r], marked=True)]
         if name in baselines:
             ends = evaluations[0]["step"], evaluations[-1]["step"]
@@ -505,7 +514,9 @@ def _command_list(commands: Mapping[str, str]) -> str:
 
 
 def _test_table(test: Mapping[str, Mapping[str, float]]) -> str:
-    names = list(dict.fromkeys(name for figures in test.values() for name in figures))
+    names: dict[str, None] = {}
+    for figures in test.values():
+        names |= dict.fromkeys(figures)
     rows = []
     for name in names:
         # A baseline may lack a figure of the model, such as one of probabilities.
@@ -526,20 +537,14 @@ def _time_picture(train: Sequence[Record], facts: RunFacts) -> str:
     shares = time_shares(train)
     names = {"data": "waiting for data", "ranks": "in collectives", "compute": "computing"}
     by_rank = rank_shares(train)
-    if by_rank:
-        rows = [
-            stacked(
-                f"rank {rank}",
-                {names["data"]: data, names["ranks"]: ranks, names["compute"]: max(0.0, 1 - data - ranks)},
-                f"{data:.1%}, {ranks:.1%}, {max(0.0, 1 - data - ranks):.1%}",
-            )
-            for rank, (data, ranks) in enumerate(by_rank)
-        ]
-    else:
-        rows = [
-            Lane(name=names[key], spans=[Bar(names[key], 0, share)], value=f"{share:.1%}")
-            for key, share in shares.items()
-        ]
+    rows = []
+    for rank, (data, ranks) in enumerate(by_rank):
+        compute = max(0.0, 1 - data - ranks)
+        parts = {names["data"]: data, names["ranks"]: ranks, names["compute"]: compute}
+        rows.append(stacked(f"rank {rank}", parts, f"{data:.1%}, {ranks:.1%}, {compute:.1%}"))
+    if not by_rank:
+        for key, share in shares.items():
+            rows.append(Lane(name=names[key], spans=[Bar(names[key], 0, share)], value=f"{share:.1%}"))
     text = "shares of the steps' time"
     if facts.outside is not None:
         text += f"; steps took {1 - facts.outside:.0%} of the run, evaluations, saves and the rest {facts.outside:.0%}"
@@ -551,7 +556,10 @@ def _plan_picture(plan: Sequence[tuple[str, Mapping[int, float]]]) -> str:
     by_size = sorted(plan, key=lambda each: -sum(each[1].values()))
     largest = by_size[:7]
     smaller = by_size[7:]
-    ranks = sorted({rank for _, shards in plan for rank in shards})
+    ranks_of_tables: set[int] = set()
+    for _, shards in plan:
+        ranks_of_tables |= set(shards)
+    ranks = sorted(ranks_of_tables)
     rows = []
     for rank in ranks[:_MOST_RANKS]:
         sizes = {name: shards[rank] / 2**20 for name, shards in largest if rank in shards}
@@ -566,12 +574,13 @@ def _plan_picture(plan: Sequence[tuple[str, Mapping[int, float]]]) -> str:
 
 
 def _memory_picture(memory: Sequence[float]) -> str:
-    rows = [
-        Lane(name=f"rank {rank}", spans=[Bar("peak memory", 0, size)], value=f"{size:,.0f} MiB")
-        for rank, size in enumerate(memory[:_MOST_RANKS])
-    ]
-    more = f"; {len(memory) - _MOST_RANKS} more ranks are left out" if len(memory) > _MOST_RANKS else ""
-    return lanes(rows, f"the most that each rank's process took{more}")
+    rows = []
+    for rank, size in enumerate(memory[:_MOST_RANKS]):
+        rows.append(Lane(name=f"rank {rank}", spans=[Bar("peak memory", 0, size)], value=f"{size:,.0f} MiB"))
+    text = "the most that each rank's process took"
+    if len(memory) > _MOST_RANKS:
+        text += f"; {len(memory) - _MOST_RANKS} more ranks are left out"
+    return lanes(rows, text)
 
 
 def _tensorboard(path: Path) -> Any:

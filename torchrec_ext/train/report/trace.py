@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -101,14 +102,18 @@ def overlap(ranks: Sequence[RankSpans]) -> dict[str, float]:
         is left out.
     """
     towers = [rank.towers() for rank in ranks]
-    by_rank = [union(interval for spans in rank.values() for interval in spans) for rank in towers]
-    names = dict.fromkeys(name for rank in towers for name in rank)
-    by_tower = [union(interval for rank in towers for interval in rank.get(name, ())) for name in names]
-    exchanges = [(length(rank.exchange), length(both(rank.exchange, rank.busy))) for rank in ranks]
+    by_rank = [union(chain.from_iterable(rank.values())) for rank in towers]
+    spans_by_tower: dict[str, list[Interval]] = {}
+    for tower_spans in towers:
+        for name, spans in tower_spans.items():
+            spans_by_tower.setdefault(name, []).extend(spans)
+    by_tower = [union(spans) for spans in spans_by_tower.values()]
+    hidden = sum(length(both(rank.exchange, rank.busy)) for rank in ranks)
+    exchange = sum(length(rank.exchange) for rank in ranks)
     parts = {
         "ranks_in_towers": (length(at_least(2, by_rank)), length(at_least(1, by_rank))),
         "towers_at_once": (length(at_least(2, by_tower)), length(at_least(1, by_tower))),
-        "exchange_hidden": (sum(hidden for _, hidden in exchanges), sum(total for total, _ in exchanges)),
+        "exchange_hidden": (hidden, exchange),
     }
     return {name: share / total for name, (share, total) in parts.items() if total}
 
@@ -134,15 +139,13 @@ def read_spans(events: Iterable[Event], shift: float = 0.0) -> RankSpans:
     ]
     if kernels:
         computing = [event for event in kernels if not event["name"].startswith("nccl")]
-        launch_times = {
-            e["args"]["correlation"]: float(e["ts"])
-            for e in complete_events
-            if e.get("cat") in ("cuda_runtime", "cuda_driver")
-        }
-        forward, backward = (
-            {name: _launched_in(spans, computing, launch_times) for name, spans in by_tower.items()}
-            for by_tower in (forward, backward)
-        )
+        launch_times = {}
+        for event in complete_events:
+            if event.get("cat") in ("cuda_runtime", "cuda_driver"):
+                launch_times[event["args"]["correlation"]] = float(event["ts"])
+        for by_tower in (forward, backward):
+            for name, spans in by_tower.items():
+                by_tower[name] = _launched_in(spans, computing, launch_times)
     return RankSpans(
         forward={name: _shift(spans, shift) for name, spans in forward.items()},
         backward={name: _shift(spans, shift) for name, spans in backward.items()},
@@ -168,8 +171,10 @@ def _launched_in(
     result = []
     for kernel in kernels:
         launch_time = launch_times.get(kernel["args"]["correlation"])
-        index = -1 if launch_time is None else bisect.bisect_right(starts, launch_time) - 1
-        if launch_time is not None and index >= 0 and launch_time <= spans[index][1]:
+        if launch_time is None:
+            continue
+        index = bisect.bisect_right(starts, launch_time) - 1
+        if index >= 0 and launch_time <= spans[index][1]:
             result.append(_interval(kernel))
     return union(result)
 
@@ -183,7 +188,8 @@ def _backward(complete_events: Sequence[Event], calls: Sequence[Event]) -> dict[
     result: dict[str, list[Interval]] = {}
     tower_before = None
     for event in nodes:
-        tower = tower_of_node.get(event.get("args", {}).get("Sequence number"), "")
+        number = event.get("args", {}).get("Sequence number")
+        tower = tower_of_node.get(number, "")
         start, stop = _interval(event)
         if tower and tower == tower_before:
             result[tower][-1] = (result[tower][-1][0], stop)
@@ -191,7 +197,8 @@ def _backward(complete_events: Sequence[Event], calls: Sequence[Event]) -> dict[
             result.setdefault(tower, []).append((start, stop))
         # A node without an operator of the forward, such as one that adds up a parameter's gradient, belongs to its
         # neighbours.
-        tower_before = tower_before if event.get("args", {}).get("Sequence number") not in tower_of_node else tower
+        if number in tower_of_node:
+            tower_before = tower
     return result
 
 
@@ -212,17 +219,18 @@ def _towers_of_nodes(complete_events: Sequence[Event], calls: Sequence[Event]) -
     tower_of_node = {}
     for number, event in last.items():
         index = bisect.bisect_right(starts, event["ts"]) - 1
-        inside = (
-            index >= 0
-            and event["ts"] <= order[index]["ts"] + order[index]["dur"]
-            and event["tid"] == order[index]["tid"]
-        )
-        tower_of_node[number] = order[index]["name"].removeprefix(TOWER) if inside else ""
+        tower_of_node[number] = ""
+        if index >= 0:
+            call = order[index]
+            if event["ts"] <= call["ts"] + call["dur"] and event["tid"] == call["tid"]:
+                tower_of_node[number] = call["name"].removeprefix(TOWER)
     return tower_of_node
 
 
-JSON_NAME, PICTURE_NAME = "timeline.json", "timeline.png"
-_EXCHANGE, _BUSY = "#8a8a8a", "#b9c4cf"
+JSON_NAME = "timeline.json"
+PICTURE_NAME = "timeline.png"
+_EXCHANGE = "#8a8a8a"
+_BUSY = "#b9c4cf"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,21 +261,20 @@ class Timeline:
         """The microseconds to add to each rank's times, for rank 0's clock with the earliest event at 0."""
         bases = [rank.trace["baseTimeNanoseconds"] for rank in self.ranks]
         shifts = [(base - bases[0]) / 1e3 - rank.ahead_us for base, rank in zip(bases, self.ranks, strict=True)]
-        first = min(
-            event["ts"] + shift
-            for rank, shift in zip(self.ranks, shifts, strict=True)
-            for event in rank.trace["traceEvents"]
-            if _is_work(event)
-        )
+        starts: list[float] = []
+        for rank, shift in zip(self.ranks, shifts, strict=True):
+            starts += [event["ts"] + shift for event in rank.trace["traceEvents"] if _is_work(event)]
+        first = min(starts)
         return [shift - first for shift in shifts]
 
     @cached_property
     def spans(self) -> list[RankSpans]:
         """The spans of each rank."""
-        return [
-            read_spans((event for event in rank.trace["traceEvents"] if _is_work(event)), shift)
-            for rank, shift in zip(self.ranks, self.shifts, strict=True)
-        ]
+        spans = []
+        for rank, shift in zip(self.ranks, self.shifts, strict=True):
+            events = [event for event in rank.trace["traceEvents"] if _is_work(event)]
+            spans.append(read_spans(events, shift))
+        return spans
 
     def figures(self) -> dict[str, float]:
         """Returns the shares of simultaneous work, see :func:`overlap`."""
@@ -286,11 +293,9 @@ class Timeline:
             for direction, by_tower in (("forward", spans.forward), ("backward", spans.backward)):
                 for tower, intervals in by_tower.items():
                     events += [_tower_event(f"{tower} {direction}", number, interval) for interval in intervals]
-            events += [
-                _shift_event(event, number, shift)
-                for event in rank.trace["traceEvents"]
-                if _is_work(event) or _is_thread_name(event)
-            ]
+            for event in rank.trace["traceEvents"]:
+                if _is_work(event) or _is_thread_name(event):
+                    events.append(_shift_event(event, number, shift))
         clocks = [{"rank": n, "ahead_us": r.ahead_us, "error_us": r.error_us} for n, r in enumerate(self.ranks)]
         return {"traceEvents": events, "displayTimeUnit": "ms", "clocks": clocks, "overlap": self.figures()}
 
@@ -335,12 +340,9 @@ def _is_work(event: Event) -> bool:
 
 
 def _is_thread_name(event: Event) -> bool:
-    return (
-        event["ph"] == "M"
-        and event["name"].startswith("thread_")
-        and isinstance(event.get("tid"), int)
-        and event["tid"] > 0
-    )
+    thread = event.get("tid")
+    is_name = event["ph"] == "M" and event["name"].startswith("thread_")
+    return is_name and isinstance(thread, int) and thread > 0
 
 
 def _metadata_event(kind: str, rank: int, thread: int, **arguments: object) -> Event:
@@ -405,9 +407,12 @@ class StepTrace:
 
     def _start(self) -> None:
         self._clock = clock_ahead(self._runtime)
-        self._handles = [handle for name, tower in towers(self._model) for handle in _named_in_trace(name, tower)]
-        on_gpu = self._runtime.device.type == "cuda"
-        self._profile = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])])
+        for name, tower in towers(self._model):
+            self._handles += _named_in_trace(name, tower)
+        activities = [ProfilerActivity.CPU]
+        if self._runtime.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        self._profile = profile(activities=activities)
         # All traces begin with the same step, and no rank waits in it for one that starts its profiler.
         dist.barrier()
         self._profile.start()
@@ -428,12 +433,11 @@ class StepTrace:
         dist.gather_object(local, ranks if self._runtime.is_main else None)
         figures: list[Any] = [None]
         if self._runtime.is_main:
-            timeline = Timeline(
-                [
-                    RankTrace(host=host, ahead_us=ahead, error_us=error, trace=json.loads(zlib.decompress(packed)))
-                    for host, ahead, error, packed in ranks
-                ]
-            )
+            traces = []
+            for host, ahead, error, packed in ranks:
+                trace = json.loads(zlib.decompress(packed))
+                traces.append(RankTrace(host=host, ahead_us=ahead, error_us=error, trace=trace))
+            timeline = Timeline(traces)
             figures = [timeline.figures()]
             if self._on_timeline is not None:
                 self._on_timeline(timeline)
@@ -488,16 +492,17 @@ def clock_ahead(runtime: Runtime) -> tuple[float, float]:
     answers = [(0.0, 0.0)]
     for other in range(1, runtime.world_size):
         if runtime.is_main:
-            answers.append(
-                min((_ask_clock(other, runtime.device) for _ in range(_CLOCK_ROUNDS)), key=lambda answer: answer[1])
-            )
+            rounds = [_ask_clock(other, runtime.device) for _ in range(_CLOCK_ROUNDS)]
+            answers.append(min(rounds, key=lambda answer: answer[1]))
         elif runtime.rank == other:
             for _ in range(_CLOCK_ROUNDS):
                 _answer_clock(runtime.device)
     clocks: list[Any] = [answers]
     dist.broadcast_object_list(clocks, device=runtime.device)
     ahead, error = clocks[0][runtime.rank]
-    return (ahead if abs(ahead) > error else 0.0), error
+    if abs(ahead) <= error:
+        ahead = 0.0
+    return ahead, error
 
 
 def _ask_clock(other: int, device: torch.device) -> tuple[float, float]:

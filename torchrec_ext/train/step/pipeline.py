@@ -75,7 +75,9 @@ class SemiSyncOnCpu(GatedSemiSync):
 
     def start_embedding_lookup(self, batch: TowerBatch | None, context: EmbeddingTrainPipelineContext) -> None:
         """Looks the rows of ``batch`` up and starts their exchange."""
-        for module in self._pipelined_modules if batch is not None else ():
+        if batch is None:
+            return
+        for module in self._pipelined_modules:
             _start_embedding_lookup(module, context, None, None, self._stream_context)
 
 
@@ -109,11 +111,8 @@ def semi_sync_pipeline(
             "next batch before this one's backward; shard them, as with plan.sharding=table_wise, or choose another "
             "sync.mode"
         )
-    if (
-        sync.stash_gradients
-        and isinstance(optimizer, CombinedOptimizer)
-        and "sharded_adam" in dict(optimizer.optimizers)
-    ):
+    names = dict(optimizer.optimizers) if isinstance(optimizer, CombinedOptimizer) else {}
+    if sync.stash_gradients and "sharded_adam" in names:
         raise ValueError(
             "sync.stash_gradients: no kernel runs this device's adam, and its first step cannot be left out; set "
             "optimizer.tables to adagrad, row_wise_adagrad or sgd, or sync.stash_gradients=false"
@@ -135,8 +134,10 @@ def semi_sync_pipeline(
 def _replicated_tables(model: nn.Module) -> list[str]:
     if not isinstance(model, DistributedModelParallel):
         return []
-    plans = model.plan.plan.values()
-    return [name for tables in plans for name, sharding in tables.items() if sharding.sharding_type == "data_parallel"]
+    names: list[str] = []
+    for tables in model.plan.plan.values():
+        names += [name for name, sharding in tables.items() if sharding.sharding_type == "data_parallel"]
+    return names
 
 
 def make_pipeline(

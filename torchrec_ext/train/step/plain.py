@@ -61,10 +61,16 @@ class FusedAdam:
         for group in optimizer.param_groups:
             states = [state[parameter] for parameter in group["params"]]
             places = [index_of[id(parameter)] for parameter in group["params"]]
-            parts = [
-                [parameter_state[name] for parameter_state in states] for name in ("exp_avg", "exp_avg_sq", "step")
-            ]
-            self._groups.append(_Group(group, places, [weights[index].detach() for index in places], *parts))
+            self._groups.append(
+                _Group(
+                    settings=group,
+                    places=places,
+                    weights=[weights[index].detach() for index in places],
+                    first=[parameter_state["exp_avg"] for parameter_state in states],
+                    second=[parameter_state["exp_avg_sq"] for parameter_state in states],
+                    steps=[parameter_state["step"] for parameter_state in states],
+                )
+            )
 
     @staticmethod
     def fits(optimizer: HybridOptimizer, parameters: Sequence[nn.Parameter]) -> bool:
@@ -135,9 +141,8 @@ class PlainStep:
         # There is never a table read id by id, because no plan replicates these on a CPU.
         for shard in local_shards(model):
             parameters_of_shard = by_name.get(shard.fqn, [])
-            if [id(table) in replicated for table in parameters_of_shard] != [
-                True
-            ] or shard.config.data_type != DataType.FP32:
+            is_replicated = [id(table) in replicated for table in parameters_of_shard] == [True]
+            if not is_replicated or shard.config.data_type != DataType.FP32:
                 raise CannotCaptureError(f"table '{shard.config.name}' is sharded, or not fp32")
             tables[shard.config.name] = shard.tensor.detach().requires_grad_()
             self._parameters += parameters_of_shard
@@ -191,11 +196,10 @@ class _PlainBags(nn.Module):
     def __init__(self, tables: Sequence[Any], weights: dict[str, Tensor]) -> None:
         super().__init__()
         names = get_embedding_names_by_table(list(tables))
-        self._look_ups: list[tuple[str, str, EmbeddingBagConfig, Tensor]] = [
-            (name, feature, table, weights[table.name])
-            for table, table_names in zip(tables, names, strict=True)
-            for feature, name in zip(table.feature_names, table_names, strict=True)
-        ]
+        self._look_ups: list[tuple[str, str, EmbeddingBagConfig, Tensor]] = []
+        for table, table_names in zip(tables, names, strict=True):
+            for feature, name in zip(table.feature_names, table_names, strict=True):
+                self._look_ups.append((name, feature, table, weights[table.name]))
 
     def forward(self, features: KeyedJaggedTensor) -> Pooled:
         """Returns the pooled bags, (B, D) each."""

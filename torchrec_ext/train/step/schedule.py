@@ -33,7 +33,9 @@ def scheduler(optimizer: KeyedOptimizer, tables: Schedule, dense: Schedule, step
             raise ValueError(
                 f"{name}: warmup={schedule.warmup} steps, but the run has {steps}; a warm-up must end before the run"
             )
-    table_groups = {id(group) for group in optimizer.table_groups} if isinstance(optimizer, HybridOptimizer) else set()
+    table_groups: set[int] = set()
+    if isinstance(optimizer, HybridOptimizer):
+        table_groups = {id(group) for group in optimizer.table_groups}
     schedules = [tables if id(group) in table_groups else dense for group in optimizer.param_groups]
     return LambdaLR(optimizer, [partial(schedule.factor, steps=steps) for schedule in schedules])
 
