@@ -77,7 +77,9 @@ class EarlyStopWatch:
 
     def better_than(self, step: int) -> dict[str, Any] | None:
         """Returns the best evaluation if a run ending at ``step`` should go back to it, else None."""
-        if not (self._config.metric and self._config.restore) or self.best is None or self.best["best_step"] == step:
+        if not (self._config.metric and self._config.restore):
+            return None
+        if self.best is None or self.best["best_step"] == step:
             return None
         return self.best
 
@@ -87,7 +89,8 @@ class EarlyStopWatch:
 
     def _gain(self, value: float) -> float:
         before = self.best["best"] if self.best else value
-        return float(value - before if self._config.mode == "max" else before - value)
+        gain = float(value - before)
+        return gain if self._config.mode == "max" else -gain
 
     def _broadcast(self, value: float) -> float:
         if self._runtime.world_size == 1:

@@ -158,7 +158,9 @@ def exactly(loader: SizedBatches, *, after: int = 0) -> Iterator[TowerBatch]:
             break
         yield batch
     if number != len(loader):
-        actual = f"only {number}" if number < len(loader) else "more"
+        actual = "more"
+        if number < len(loader):
+            actual = f"only {number}"
         raise UnevenStepsError(
             f"loader: len(loader) is {len(loader)}, but it gave {actual} batches: other ranks count on its length"
         )
@@ -182,10 +184,12 @@ class BestWeights:
 
     def keep(self) -> None:
         """Replaces the copy by the current weights."""
-        self._copies = {
-            name: value.map(lambda tensor, _: _copy(tensor)) if isinstance(value, Parts) else _copy(value)
-            for name, value in model_state(self._model).tensors.items()
-        }
+        self._copies = {}
+        for name, value in model_state(self._model).tensors.items():
+            if isinstance(value, Parts):
+                self._copies[name] = value.map(lambda tensor, _: _copy(tensor))
+            else:
+                self._copies[name] = _copy(value)
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -318,10 +322,9 @@ class _Run:
         self.log = log
         self.watchdog = watchdog
         steps = config.epochs * len(loader)
-        rates_change = config.tables_schedule.changes or config.dense_schedule.changes
-        self.schedule = (
-            scheduler(optimizer, config.tables_schedule, config.dense_schedule, steps) if rates_change else None
-        )
+        self.schedule = None
+        if config.tables_schedule.changes or config.dense_schedule.changes:
+            self.schedule = scheduler(optimizer, config.tables_schedule, config.dense_schedule, steps)
         self.watch = EarlyStopWatch(config.early_stop, runtime)
         self.window = Window(runtime)
         self.best = BestWeights(model)
@@ -351,8 +354,11 @@ class _Run:
             sync=sync,
         )
         needs_pipeline = piped(config, sync)
+        compile_mode = config.compile
+        if compile_mode == "auto" and needs_pipeline:
+            compile_mode = "off"
         steps_config = StepsConfig(
-            compile="off" if config.compile == "auto" and needs_pipeline else config.compile,
+            compile=compile_mode,
             total=steps - self.at.step,
             piped=needs_pipeline,
             threads=config.threads,
@@ -428,7 +434,8 @@ class _Run:
         else:
             # A step that was left out has trained no row, so it does not count.
             self.window.add(output.loss, output.weights)
-        if self.trace is not None and (overlap := self.trace.step()) is not None:
+        overlap = None if self.trace is None else self.trace.step()
+        if overlap is not None:
             self._record({"kind": "timeline", "epoch": self.at.epoch + 1, "step": step, **overlap})
         if self.progress.first and self.runtime.is_main and self.steps.piped:
             warn_unpipelined(unpipelined(self.pipeline, self.model))
@@ -460,15 +467,19 @@ class _Run:
                 self.checkpoints.before_evaluation(self, last=last)
             record = {"kind": "eval", "epoch": epoch, "step": self.at.step, **self._evaluate(evaluate)}
             best = self.watch.see(record)
-            self._record({**record, "best": True} if best else record)
-            if not last and (stop := self.watch.stops()) is not None:
+            if best:
+                record["best"] = True
+            self._record(record)
+            stop = self.watch.stops()
+            if stop is not None and not last:
                 self.over = True
                 self._record({"epoch": epoch, "step": self.at.step, **stop})
         self.at.ended = True
         if self.checkpoints is not None:
             self.checkpoints.after_epoch(self, last=last or self.over, best=best)
         # A checkpoint of the best evaluation can be loaded again, so weights are kept in memory only without one.
-        if best and self.config.early_stop.restore and not (self.checkpoints is not None and self.checkpoints.saves):
+        saves = self.checkpoints is not None and self.checkpoints.saves
+        if best and self.config.early_stop.restore and not saves:
             self.best.keep()
         self.at.begin(self.at.epoch + 1)
 

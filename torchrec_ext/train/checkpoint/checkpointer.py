@@ -156,8 +156,10 @@ class Checkpointer:
         marked = self.folder.noted("best.json")
         steps = self.folder.steps()
         if isinstance(marked, dict) and marked.get("step") not in steps:
-            best_saved = best if best is not None and best["best_step"] in steps else None
-            self.folder.note("best.json", best_saved and {"step": best_saved["best_step"], **best_saved})
+            note = None
+            if best is not None and best["best_step"] in steps:
+                note = {"step": best["best_step"], **best}
+            self.folder.note("best.json", note)
         return line
 
     def _write(self, step: int, copies: State, content: Mapping[str, Any]) -> None:
@@ -185,7 +187,10 @@ class Checkpointer:
         self.folder.commit(step, manifest.sealed(content))
         self._parent = {"step": step, "sha256": manifest.manifest_digest(content)}
         best = self.folder.noted("best.json")
-        self.folder.prune(self._keep, [best["step"]] if isinstance(best, dict) and "step" in best else [])
+        spare = []
+        if isinstance(best, dict) and "step" in best:
+            spare.append(best["step"])
+        self.folder.prune(self._keep, spare)
 
     def _make_room(self, step: int, needed_bytes: int) -> str:
         # Newer checkpoints are of another run, because this one begins anew.
@@ -220,26 +225,27 @@ class Checkpointer:
                 )
             return buffer.copy_(tensor)
 
+        copies: State = {}
         with torch.no_grad():
-            return {
-                name: value.map(lambda tensor, number, name=name: copy(f"{name}/{number}", tensor))
-                if isinstance(value, Parts)
-                else copy(name, value)
-                for name, value in state.items()
-            }
+            for name, value in state.items():
+                if isinstance(value, Parts):
+                    copies[name] = value.map(lambda tensor, number, name=name: copy(f"{name}/{number}", tensor))
+                else:
+                    copies[name] = copy(name, value)
+        return copies
 
     def _gather_layout(self, state: ModelState) -> dict[str, Any]:
         """Gathers paths of layers and widths of columns, because a rank without a shard does not know them."""
         layers = [
             name.removeprefix("dense.") for name in state.tensors if name.startswith("dense.") and "@" not in name
         ]
-        ranks = self.together.gathered(
-            (layers, {name: list(row_state.widths) for name, row_state in state.row_states.items()})
-        )
-        return {
-            "layers": sorted({name for row_state, _ in ranks for name in row_state}),
-            "row_parts": {name: widths for _, row_state in ranks for name, widths in row_state.items()},
-        }
+        widths = {name: list(row_state.widths) for name, row_state in state.row_states.items()}
+        layers_of_all: set[str] = set()
+        widths_of_all: dict[str, list[int]] = {}
+        for layers_of_rank, widths_of_rank in self.together.gathered((layers, widths)):
+            layers_of_all |= set(layers_of_rank)
+            widths_of_all |= widths_of_rank
+        return {"layers": sorted(layers_of_all), "row_parts": widths_of_all}
 
 
 def _lower_priority() -> None:
@@ -249,6 +255,10 @@ def _lower_priority() -> None:
 
 
 def _size_in_bytes(state: State) -> int:
-    tensors = [shard.tensor for value in state.values() if isinstance(value, Parts) for shard in value.parts]
-    tensors += [value for value in state.values() if isinstance(value, Tensor)]
+    tensors: list[Tensor] = []
+    for value in state.values():
+        if isinstance(value, Parts):
+            tensors += [shard.tensor for shard in value.parts]
+        else:
+            tensors.append(value)
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

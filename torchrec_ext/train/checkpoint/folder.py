@@ -47,10 +47,16 @@ MANIFEST_FORMAT = 1
 
 def digest(files: AbstractFileSystem, path: str) -> dict[str, Any]:
     """Returns size and SHA-256 of one file behind a path or an address."""
-    local = isinstance(files, LocalFileSystem)
-    # A local file is given by a path, or by file:// and a path.
-    with open_plain(url_to_fs(path)[1]) if local else files.open(path, "rb") as stream:
+    with _open(files, path) as stream:
         return measure_stream(stream)
+
+
+def _open(files: AbstractFileSystem, path: str) -> Any:
+    """Opens a file for reading; a local one only if it is a plain file."""
+    if not isinstance(files, LocalFileSystem):
+        return files.open(path, "rb")
+    # A local file is given by a path, or by file:// and a path.
+    return open_plain(url_to_fs(path)[1])
 
 
 def sealed(content: Mapping[str, Any]) -> bytes:
@@ -108,7 +114,8 @@ def damaged(
 
 
 _STEP_NAME = re.compile(r"step-(\d{10})")
-_PARTIAL, _AGAIN = ".partial", ".again"
+_PARTIAL = ".partial"
+_AGAIN = ".again"
 _ASIDE = re.compile(r"set-aside-(\d+)")
 # Note of a pending move: it is written first, so that a kill never leaves half of the steps behind.
 _MOVE_NOTE = "set-aside.json"
@@ -139,7 +146,7 @@ class CheckpointFolder:
     def __init__(self, folder: str) -> None:
         self.remote = is_url(folder)
         try:
-            self.files, self.root = url_to_fs(folder if self.remote else str(Path(folder).absolute()))
+            self.files, self.root = _file_system(folder)
         except Exception as error:
             # Each driver has errors of its own: not installed, no such protocol, no network, no right.
             raise CheckpointError(
@@ -194,14 +201,16 @@ class CheckpointFolder:
         path = self.writing(step)
         first, second = self._names_of_step(step)
         if self.remote:
+            other = first if path == second else second
             # The other checkpoint of this step is removed only after the new one counts.
             with self.files.open(f"{path}/{MANIFEST_NAME}", "wb") as stream:
                 stream.write(content)
-            self._remove(first if path == second else second)
+            self._remove(other)
             return
         write_whole(f"{path}/{MANIFEST_NAME}", content)
         # A folder cannot be renamed onto another, so an existing first one is replaced in two moves.
-        rename_synced(path, second if os.path.exists(first) else first)
+        target = second if os.path.exists(first) else first
+        rename_synced(path, target)
         self._settle(step)
 
     def clean(self) -> list[str]:
@@ -250,7 +259,10 @@ class CheckpointFolder:
             return
         aside = f"{self.root}/{move.folder}"
         self.files.makedirs(aside, exist_ok=True)
-        for path in (path for step in move.steps for path in self._names_of_step(step)):
+        paths: list[str] = []
+        for step in move.steps:
+            paths += self._names_of_step(step)
+        for path in paths:
             source = f"{self.root}/{_name_of(path)}"
             if not self.files.exists(source):
                 continue
@@ -278,10 +290,13 @@ class CheckpointFolder:
         if not self.files.exists(path):
             return None
         note = self.noted(_MOVE_NOTE)
-        name = note.get("folder") if isinstance(note, dict) else None
-        steps = note.get("steps") if isinstance(note, dict) else None
-        is_valid_name = isinstance(name, str) and _ASIDE.fullmatch(name) is not None
-        if is_valid_name and isinstance(steps, list) and all(type(step) is int and step >= 0 for step in steps):
+        if not isinstance(note, dict):
+            note = {}
+        name = note.get("folder")
+        steps = note.get("steps")
+        is_folder = isinstance(name, str) and _ASIDE.fullmatch(name) is not None
+        # type() and not isinstance(), because True and False are no steps.
+        if is_folder and isinstance(steps, list) and all(type(step) is int and step >= 0 for step in steps):
             return _Move(str(name), steps)
         raise CheckpointError(
             f"{path}: must name a folder set-aside-NUMBER beside it and a list of steps, as this package writes it; "
@@ -380,6 +395,14 @@ class CheckpointFolder:
                 whole = not name.endswith(_PARTIAL) and self._is_whole(f"{self.root}/{name}")
                 entries.append((name, int(match[1]), whole))
         return entries
+
+
+def _file_system(folder: str) -> tuple[AbstractFileSystem, str]:
+    """Returns the file system of a path or an address, and the folder's path there."""
+    if not is_url(folder):
+        folder = str(Path(folder).absolute())
+    files, root = url_to_fs(folder)
+    return files, root
 
 
 def _name_of(path: str) -> str:
@@ -494,8 +517,10 @@ def newest_good(folder: CheckpointFolder, together: CheckpointRanks, say: Callab
 def _read_bytes(where: str, hint: str = "", max_bytes: int | None = None) -> bytes:
     try:
         files, path = url_to_fs(where)
-        with open_plain(path) if isinstance(files, LocalFileSystem) else files.open(path, "rb") as stream:
-            data: bytes = stream.read(-1 if max_bytes is None else max_bytes + 1)
+        # One byte more shows that the file is too large; -1 reads all of it.
+        count = -1 if max_bytes is None else max_bytes + 1
+        with _open(files, path) as stream:
+            data: bytes = stream.read(count)
         if max_bytes is not None and len(data) > max_bytes:
             raise OSError(errno.EFBIG, f"it has more than the {max_bytes:,} bytes that are read")
         return data
@@ -520,8 +545,9 @@ def check_shared(folder: str, rank: int, gathered: Callable[[Any], list[Any]]) -
     Raises:
         CheckpointError: on every rank alike, naming ranks, hosts and remedy.
     """
-    files, root = url_to_fs(folder if is_url(folder) else str(Path(folder).absolute()))
-    name, wrong = gathered(_write_probe(files, root) if rank == 0 else None)[0]
+    files, root = _file_system(folder)
+    probe = _write_probe(files, root) if rank == 0 else None
+    name, wrong = gathered(probe)[0]
     if wrong:
         raise CheckpointError(f"folder '{folder}' cannot be written: {wrong}")
     sees_file = rank == 0 or _wait_for_file(files, f"{root}/{name}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any, get_args
 
 import torch
@@ -85,7 +85,9 @@ def match(
             else:
                 result.tensors[name] = _clip_rows(wanted[name], saved_sizes[name])
     # A rank without a shard of a table has no tensors of it, so the names come from the tables' configs.
-    model_names = {*model_sizes, *(f"tables.{name}.{slot}" for name in state.tables for slot in _slots(state))}
+    model_names = set(model_sizes)
+    for table, slot in product(state.tables, _slots(state)):
+        model_names.add(f"tables.{table}.{slot}")
     for name in saved_shapes:
         if name in model_names:
             continue
@@ -105,7 +107,8 @@ def _kind(name: str, size: tuple[int, ...], before: tuple[int, ...] | None, save
     if name.startswith("tables."):
         if before is None:
             return None if name.split(".")[1] in saved["tables"] else "new_tables"
-        return "more_rows" if len(size) and size[0] > before[0] and size[1:] == before[1:] else None
+        has_more_rows = len(size) > 0 and size[0] > before[0]
+        return "more_rows" if has_more_rows and size[1:] == before[1:] else None
     if before is None and name.startswith("dense."):
         weight = name.partition("@")[0].removeprefix("dense.")
         return None if "@" in name and weight in saved["layers"] else "new_layers"
@@ -132,7 +135,9 @@ def _refuse(
 ) -> None:
     by_rank = together.gathered(differences)
     # Every rank refuses the same differences: if only one raised, the others would wait for it in the load.
-    everything = {line: kind for lines in by_rank for line, kind in lines.items() if _on_all_ranks(line, by_rank)}
+    everything: dict[str, Change | None] = {}
+    for lines in by_rank:
+        everything |= {line: kind for line, kind in lines.items() if _on_all_ranks(line, by_rank)}
     refused = [line for line, kind in everything.items() if kind not in allow]
     result.said = [line for line in everything if line not in refused]
     if refused:
@@ -140,7 +145,9 @@ def _refuse(
         # Only differences that the user may allow are part of the remedy.
         refused_kinds = {kind for line, kind in everything.items() if line in refused and kind}
         kinds = sorted(refused_kinds & set(get_args(Change)))
-        remedy = f"; if that is meant, allow it: start.allow={','.join([*allow, *kinds])}" if kinds else ""
+        remedy = ""
+        if kinds:
+            remedy = f"; if that is meant, allow it: start.allow={','.join([*allow, *kinds])}"
         raise CheckpointError(
             f"checkpoint '{path}' is of another model or optimizer: {'; '.join(refused[:8])}{more}{remedy}"
         )
@@ -152,9 +159,11 @@ def _on_all_ranks(line: str, by_rank: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _slots(state: ModelState) -> set[str]:
-    return {name.rpartition(".")[2] for name in [*state.tensors, *state.row_states] if name.startswith("tables.")} | {
-        "weight"
-    }
+    slots = {"weight"}
+    for name in (*state.tensors, *state.row_states):
+        if name.startswith("tables."):
+            slots.add(name.rpartition(".")[2])
+    return slots
 
 
 def inherited(saved: Tensor, widths: Sequence[int], start: int, stop: int) -> Tensor:
@@ -214,18 +223,19 @@ def load_checkpoint(
     index = read_index(path)
     step_counts = state.counted()
     matched = match(path, state, {**state.tensors, **step_counts}, index, saved, allow, together)
-    to_load = {
-        **matched.tensors,
-        **{n: tensor for n, tensor in (extra or {}).items() if n in index.state_dict_metadata},
-    }
+    to_load = dict(matched.tensors)
+    for name, tensor in (extra or {}).items():
+        if name in index.state_dict_metadata:
+            to_load[name] = tensor
     other_splits: dict[str, Parts] = {}
     for name in matched.row_states:
         row_state = state.row_states[name]
         widths = saved["row_parts"][name]
         rows = matched.grown.get(name.split(".")[1], row_state.rows)
-        parts = [
-            LocalShard(shard.tensor[: max(rows - shard.offsets[0], 0)], shard.offsets) for shard in row_state.parts
-        ]
+        parts = []
+        for shard in row_state.parts:
+            saved_rows = max(rows - shard.offsets[0], 0)
+            parts.append(LocalShard(shard.tensor[:saved_rows], shard.offsets))
         # With the same split of the columns the load is in place, without a conversion.
         if tuple(widths) == row_state.widths:
             to_load[name] = Parts((rows, len(widths)), parts)
@@ -285,9 +295,8 @@ def _cold_rows(state: ModelState, matched: Match, cold: Mapping[str, int]) -> di
     rows: dict[str, Any] = {}
     for table, before in matched.grown.items():
         dim = state.tables[table][1]
-        rows[f"tables.{table}.weight"] = Parts(
-            (before, dim), [LocalShard(torch.empty(1, dim), (cold.get(table, 0), 0))]
-        )
+        row = LocalShard(torch.empty(1, dim), (cold.get(table, 0), 0))
+        rows[f"tables.{table}.weight"] = Parts((before, dim), [row])
     return rows
 
 
@@ -298,7 +307,10 @@ def _grow(state: ModelState, matched: Match, cold_rows: Mapping[str, Parts]) -> 
         table = name.split(".")[1] if name.startswith("tables.") else ""
         if table not in matched.grown or parts is None:
             continue
-        row = cold_rows[name].parts[0].tensor if name in cold_rows else None
+        # Optimizer state has no row for unseen ids: it begins at 0.
+        row = None
+        if name in cold_rows:
+            row = cold_rows[name].parts[0].tensor
         for shard in parts:
             saved_rows = max(matched.grown[table] - shard.offsets[0], 0)
             _fill(shard.tensor[saved_rows:], row, shard.offsets[1])

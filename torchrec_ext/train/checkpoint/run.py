@@ -160,11 +160,10 @@ class RunCheckpoints:
         # Another number of ranks shares all sums, see _share_sums().
         if len(sums) != run.runtime.world_size:
             prefixes += sums
-        extra: State = {
-            name: torch.empty(metadata.size, dtype=metadata.properties.dtype)
-            for name, metadata in index.items()
-            if name.startswith(tuple(prefixes)) and isinstance(metadata, TensorStorageMetadata)
-        }
+        extra: State = {}
+        for name, metadata in index.items():
+            if name.startswith(tuple(prefixes)) and isinstance(metadata, TensorStorageMetadata):
+                extra[name] = torch.empty(metadata.size, dtype=metadata.properties.dtype)
         saved = self._checkpointer.load(self._resume, model_state(run.model, run.optimizer), extra)
         content = self._with_evaluation(counted_from_one(saved["content"]))
         position = Position(**content["position"])
@@ -250,7 +249,10 @@ class RunCheckpoints:
         """
         self._checkpointer.wait()
         together = self._checkpointer.together
-        for root in (self._checkpointer.folder.address, *([_parent(self._resume)] if self._resume else [])):
+        roots = [self._checkpointer.folder.address]
+        if self._resume:
+            roots.append(_parent(self._resume))
+        for root in roots:
             folder = CheckpointFolder(root)
             if step in together.on_main(folder.steps) and damage(folder.path(step), together) is None:
                 load_weights(folder.path(step), model_state(model), together)
@@ -286,10 +288,11 @@ def counted_from_one(content: Mapping[str, Any]) -> dict[str, Any]:
         return dict(content)
     position = dict(content["position"])
     watch = dict(content["watch"])
-    position["history"] = [
-        {**record, **{name: record[name] + 1 for name in ("epoch", "best_epoch") if name in record}}
-        for record in position["history"]
-    ]
+    position["history"] = [dict(record) for record in position["history"]]
+    for record in position["history"]:
+        for name in ("epoch", "best_epoch"):
+            if name in record:
+                record[name] += 1
     if watch.get("best"):
         watch["best"] = {**watch["best"], "best_epoch": watch["best"]["best_epoch"] + 1}
     return {**content, "position": position, "watch": watch}
@@ -376,11 +379,10 @@ def begin_with(
         cold: row of each table for unseen ids.
     """
     saved, matched = load_checkpoint(path, model_state(model, optimizer), together, allow=config.allow, cold=cold)
-    grown = [
-        f"table '{name}' had {rows:,} rows, the others begin as row {cold.get(name, 0)}"
-        for name, rows in matched.grown.items()
-    ]
-    other_differences = [
-        line for line in matched.said if not any(line.startswith(f"tables.{name}.") for name in matched.grown)
-    ]
-    return "\n".join([f"begun with the weights of {path}, after {saved['step']:,} steps", *grown, *other_differences])
+    lines = [f"begun with the weights of {path}, after {saved['step']:,} steps"]
+    for name, rows in matched.grown.items():
+        lines.append(f"table '{name}' had {rows:,} rows, the others begin as row {cold.get(name, 0)}")
+    # A grown table has a line already.
+    prefixes = tuple(f"tables.{name}." for name in matched.grown)
+    lines += [line for line in matched.said if not line.startswith(prefixes)]
+    return "\n".join(lines)

@@ -74,16 +74,13 @@ class Parts:
         return blocks[tuple(offsets)]
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, torch.Size(block.offsets)),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=_chunk(block), properties=TensorProperties.create_from_tensor(block.tensor), size=self.shape
-                ),
-            )
-            for block in self._blocks()
-        ]
+        items = []
+        for block in self._blocks():
+            properties = TensorProperties.create_from_tensor(block.tensor)
+            data = TensorWriteData(chunk=_chunk(block), properties=properties, size=self.shape)
+            index = MetadataIndex(fqn, torch.Size(block.offsets))
+            items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
+        return items
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [_chunk(shard) for shard in self.parts]
@@ -187,11 +184,10 @@ class ModelState:
 
     def everything(self) -> State:
         """Returns the tensors, the row states, (rows, parts) each, and copies of the kernels' step counts."""
-        rows = {
-            name: Parts((row_state.rows, len(row_state.widths)), row_state.parts)
-            for name, row_state in self.row_states.items()
-        }
-        return {**self.tensors, **rows, **self.counted()}
+        state = dict(self.tensors)
+        for name, row_state in self.row_states.items():
+            state[name] = Parts((row_state.rows, len(row_state.widths)), row_state.parts)
+        return state | self.counted()
 
     def counted(self) -> State:
         """Returns the kernels' step counts, () float32 each, as in torch.optim."""
@@ -211,10 +207,9 @@ def model_state(model: nn.Module, optimizer: KeyedOptimizer | None = None) -> Mo
         optimizer: the model's optimizer; None for the weights alone. Its state is created if it has made no step.
     """
     configs = dict(_configs_by_path(model))
-    tables: dict[str, tuple[int, int, str]] = {
-        config.name: (config.num_embeddings, config.embedding_dim, config.data_type.value)
-        for config in configs.values()
-    }
+    tables: dict[str, tuple[int, int, str]] = {}
+    for config in configs.values():
+        tables[config.name] = (config.num_embeddings, config.embedding_dim, config.data_type.value)
     tensors: State = {}
     shards_by_table: dict[str, list[LocalShard]] = {}
     for shard in local_shards(model):
@@ -248,7 +243,8 @@ def _configs_by_path(model: nn.Module) -> Iterator[tuple[str, BaseEmbeddingConfi
     for path, collection in collections(model):
         configs = {config.name: config for config in table_configs(collection)}
         for key in collection.state_dict():
-            yield (f"{path}.{key}" if path else key), configs[key.split(".")[1]]
+            name = f"{path}.{key}" if path else key
+            yield name, configs[key.split(".")[1]]
 
 
 def _split_combined(optimizer: KeyedOptimizer | None) -> list[KeyedOptimizer]:
@@ -264,11 +260,13 @@ def _make_first_state(optimizer: KeyedOptimizer) -> None:
     if not isinstance(optimizer, KeyedOptimizerWrapper) or torch_optimizer is None or torch_optimizer.state:
         return
     groups = torch_optimizer.param_groups
-    gradients = [(parameter, parameter.grad) for group in groups for parameter in group["params"]]
-    rates = [group["lr"] for group in groups]
-    for parameter, _ in gradients:
-        parameter.grad = torch.zeros_like(parameter)
+    gradients = []
+    rates = []
     for group in groups:
+        for parameter in group["params"]:
+            gradients.append((parameter, parameter.grad))
+            parameter.grad = torch.zeros_like(parameter)
+        rates.append(group["lr"])
         # With a gradient of 0 this leaves the weights as they are, whatever the weight decay.
         group["lr"] = 0.0
     torch_optimizer.step()
@@ -286,7 +284,9 @@ def _slots(state: Mapping[str, Any], table: BaseEmbeddingConfig | None) -> dict[
     prefix = f"{table.name}." if table else ""
     slots = {name.removeprefix(prefix): value for name, value in state.items()}
     if "momentum1" in slots:
-        slots["exp_avg" if "exp_avg_sq" in slots else "sum"] = slots.pop("momentum1")
+        # Adam's kernels have a second moment, Adagrad's none.
+        name = "exp_avg" if "exp_avg_sq" in slots else "sum"
+        slots[name] = slots.pop("momentum1")
     if table and "sum" in slots:
         # torch's Adagrad counts steps for a decay of its rate, which no setting offers; kernels do not count.
         slots.pop("step", None)
@@ -328,15 +328,16 @@ def _local_pieces(tensor: ShardedTensor | DTensor) -> list[tuple[Tensor, tuple[i
 def _row_state(
     config: BaseEmbeddingConfig, weight: ShardedTensor, shards: Iterable[tuple[Tensor, tuple[int, ...]]]
 ) -> RowState:
-    widths = {
-        shard.shard_offsets[1]: shard.shard_sizes[1]
-        for shard in weight.metadata().shards_metadata
-        if shard.shard_sizes[0]
-    }
+    widths = {}
+    for metadata in weight.metadata().shards_metadata:
+        # A rank may have a shard without rows, whose columns are no part.
+        if metadata.shard_sizes[0]:
+            widths[metadata.shard_offsets[1]] = metadata.shard_sizes[1]
     places = sorted(widths)
-    parts = [
-        LocalShard(tensor.view(-1, 1), (begin[0], places.index(begin[1]))) for tensor, begin in shards if tensor.numel()
-    ]
+    parts = []
+    for tensor, (row, column) in shards:
+        if tensor.numel():
+            parts.append(LocalShard(tensor.view(-1, 1), (row, places.index(column))))
     return RowState(tuple(widths[column] for column in places), config.num_embeddings, parts)
 
 

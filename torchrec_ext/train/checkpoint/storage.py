@@ -110,34 +110,28 @@ def read_metadata(data: bytes, where: str) -> Metadata:
 def _is_valid(metadata: Metadata) -> bool:
     """Returns whether every tensor of an index has a shape, a dtype, and chunks in files next to it."""
     try:
-        tensors: dict[str, Any] = metadata.state_dict_metadata
+        # The file may hold anything, so nothing here relies on the types that torch declares.
+        tensors: dict[Any, Any] = metadata.state_dict_metadata
         chunks: dict[Any, Any] = metadata.storage_data
-        shapes = [
-            size
-            for name, metadata_of_tensor in tensors.items()
-            if isinstance(name, str)
-            and isinstance(metadata_of_tensor, TensorStorageMetadata)
-            and isinstance(metadata_of_tensor.properties.dtype, torch.dtype)
-            for size in (
-                metadata_of_tensor.size,
-                *(size for chunk in metadata_of_tensor.chunks for size in (chunk.offsets, chunk.sizes)),
-            )
-        ]
-        files = [
-            (chunk.relative_path, chunk.offset, chunk.length)
-            for index, chunk in chunks.items()
-            if isinstance(index, MetadataIndex) and index.fqn in tensors
-        ]
-        expected: int = sum(1 + 2 * len(metadata_of_tensor.chunks) for metadata_of_tensor in tensors.values())
-        return (
-            len(files) == len(chunks)
-            and len(shapes) == expected
-            and all(isinstance(size, torch.Size) and all(number >= 0 for number in size) for size in shapes)
-            and all(
-                isinstance(name, str) and "/" not in name and offset >= 0 and length >= 0
-                for name, offset, length in files
-            )
-        )
+        for name, tensor in tensors.items():
+            if not isinstance(name, str) or not isinstance(tensor, TensorStorageMetadata):
+                return False
+            if not isinstance(tensor.properties.dtype, torch.dtype):
+                return False
+            sizes: list[Any] = [tensor.size]
+            for chunk in tensor.chunks:
+                sizes += [chunk.offsets, chunk.sizes]
+            for size in sizes:
+                if not isinstance(size, torch.Size) or any(number < 0 for number in size):
+                    return False
+        for index, chunk in chunks.items():
+            if not isinstance(index, MetadataIndex) or index.fqn not in tensors:
+                return False
+            if not isinstance(chunk.relative_path, str) or "/" in chunk.relative_path:
+                return False
+            if not (chunk.offset >= 0 and chunk.length >= 0):
+                return False
+        return True
     except (AttributeError, TypeError, ValueError):
         return False
 

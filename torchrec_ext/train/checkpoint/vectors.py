@@ -67,10 +67,13 @@ def load_vectors(
             it have been written.
     """
     shards = [shard for shard in local_shards(model) if shard.config.name == table]
+    config = shards[0].config if shards else None
+    if blocks is None:
+        blocks = read_vectors(path)
     count = 0
     with torch.no_grad():
-        for ids, vectors in read_vectors(path) if blocks is None else blocks:
-            _check_vectors(path, table, shards[0].config if shards else None, ids, vectors, count)
+        for ids, vectors in blocks:
+            _check_vectors(path, table, config, ids, vectors, count)
             count += len(ids)
             for shard in shards:
                 local = (ids >= shard.row) & (ids < shard.row + len(shard.tensor))
@@ -91,7 +94,8 @@ def _check_vectors(path: Path, table: str, config: object, ids: Tensor, vectors:
         raise CheckpointError(f"'{path}': the vector of id {int(ids[bad[0]])} is not finite; leave it out, or mend it")
     if config is None:
         return
-    rows, dim = config.num_embeddings, config.embedding_dim  # type: ignore[attr-defined]
+    rows = config.num_embeddings  # type: ignore[attr-defined]
+    dim = config.embedding_dim  # type: ignore[attr-defined]
     if vectors.shape[1] != dim:
         raise CheckpointError(
             f"'{path}': vectors are {vectors.shape[1]} wide, and table '{table}' has embedding_dim={dim}"
@@ -188,9 +192,14 @@ def _weight_names(saved: Mapping[str, Any], tensors: Mapping[str, Any]) -> Itera
 def _read_blocks(path: str, name: str, metadata: Any) -> Iterator[tuple[int, Tensor]]:
     """Reads each saved block of a tensor: yields its first row, and its rows."""
     size = tuple(metadata.size)
-    starts = sorted({chunk.offsets[0] for chunk in metadata.chunks}) if size else [0]
-    for start, stop in zip(starts, [*starts[1:], size[0] if size else 0], strict=True):
-        block = torch.empty((stop - start, *size[1:]) if size else (), dtype=metadata.properties.dtype)
+    starts = [0]
+    end = 0
+    if size:
+        starts = sorted({chunk.offsets[0] for chunk in metadata.chunks})
+        end = size[0]
+    for start, stop in zip(starts, [*starts[1:], end], strict=True):
+        shape = (stop - start, *size[1:]) if size else ()
+        block = torch.empty(shape, dtype=metadata.properties.dtype)
         target: Any = block
         # A scalar or vector was saved as one block, so it is loaded as a plain tensor.
         if len(size) > 1:

@@ -58,14 +58,13 @@ class LossScaling:
         self._optimizer = optimizer
         self._scaler = torch.amp.GradScaler(device.type, init_scale=first)
         # Kernels of sharded tables update inside the backward, before unscaling.
-        sharded = [
-            name for name in optimizer.table_choices if not any(f".{name}." in key for key in self._replicated_keys())
-        ]
-        if sharded:
-            raise ValueError(
-                f"train.amp=fp16: table '{sharded[0]}' is sharded, and moved inside the backward by a gradient that is "
-                "still scaled as the loss is; set train.amp=bf16, or plan.sharding=data_parallel"
-            )
+        replicated = self._replicated_keys()
+        for name in optimizer.table_choices:
+            if not any(f".{name}." in key for key in replicated):
+                raise ValueError(
+                    f"train.amp=fp16: table '{name}' is sharded, and moved inside the backward by a gradient that is "
+                    "still scaled as the loss is; set train.amp=bf16, or plan.sharding=data_parallel"
+                )
 
     def _replicated_keys(self) -> list[str]:
         replicated = {id(table) for table in self._optimizer.replicated_tables}

@@ -102,7 +102,10 @@ class FiniteLoss:
         self._ranks = ranks or EveryStep()
         self._leave_out = leave_out
         self.left_out = ""
-        self._late = (leave_out is None and runtime.device.type == "cuda") if late is None else late
+        # To leave a step out, its answer must be there before the step is written.
+        if late is None:
+            late = leave_out is None and runtime.device.type == "cuda"
+        self._late = late
         self._pending: _CheckedStep | None = None
         # The loss of this step is compared at the gate, with the gradients.
         self._step_at_gate: _CheckedStep | None = None
@@ -125,8 +128,10 @@ class FiniteLoss:
             self._step_at_gate = _CheckedStep(self.step, batch, loss.detach(), self._local_answers(loss.detach()), None)
             return loss, output
         self.look(loss, batch)
-        # The backward of this zero reaches no table and no layer: even a gradient of 0 would update what it reaches.
-        return torch.zeros_like(loss, requires_grad=True) if self.left_out else loss, output
+        if self.left_out:
+            # The backward of this zero reaches no table and no layer: even a gradient of 0 would update these.
+            loss = torch.zeros_like(loss, requires_grad=True)
+        return loss, output
 
     def _waits_for_gate(self, loss: Tensor) -> bool:
         """Whether ranks compare the loss together with the gradients: a backward follows, and ends at the gate."""
@@ -144,7 +149,8 @@ class FiniteLoss:
         step_at_gate = self._step_at_gate
         self._step_at_gate = None
         # One all-reduce carries the loss, the request to stop and the gate's answer.
-        answers = [*([0.0, 0.0] if step_at_gate is None else step_at_gate.worst), float(self._gate.refuses())]
+        answers = [0.0, 0.0] if step_at_gate is None else list(step_at_gate.worst)
+        answers.append(float(self._gate.refuses()))
         if self._runtime.world_size > 1:
             worst = torch.tensor(answers, device=self._runtime.device)
             dist.all_reduce(worst, dist.ReduceOp.MAX)
@@ -223,9 +229,9 @@ class FiniteLoss:
     def _answers(self, bad: Tensor) -> Tensor:
         """Returns (2,): 1 if this rank's loss or previous gradient is not finite; 1 if a stop was requested."""
         stop_requested = self._stop is not None and self._stop()
-        return torch.stack(
-            [torch.ones_like(bad) if self._ranks.fault else bad, torch.full_like(bad, float(stop_requested))]
-        )
+        if self._ranks.fault:
+            bad = torch.ones_like(bad)
+        return torch.stack([bad, torch.full_like(bad, float(stop_requested))])
 
     def _start_check(self, batch: TowerBatch | DrawnStep, loss: Tensor, worst: Tensor | list[float]) -> _CheckedStep:
         arrived = None
@@ -278,12 +284,16 @@ class FiniteLoss:
     def _explain(self, checked: _CheckedStep | None) -> tuple[str, int]:
         """Returns the cause and the step, the same on every rank; all call it."""
         bad_loss = None
+        columns: list[str] = []
+        step = self.step if checked is None else checked.step
         if checked is not None and not torch.isfinite(checked.loss).all():
             bad_loss = str(checked.loss.sum().item())
-        columns = list(_bad_columns(checked.batch, self._model)) if checked and bad_loss else []
+            columns = list(_bad_columns(checked.batch, self._model))
+        weights: list[str] = []
         # If losses are read late, the bad step has already changed the weights, so they no longer show the cause.
-        weights = [] if self._late else list(_bad_weights(self._model))
-        local = (bad_loss, columns, weights, checked.step if checked else self.step)
+        if not self._late:
+            weights = list(_bad_weights(self._model))
+        local = (bad_loss, columns, weights, step)
         ranks: list[Any] = [local]
         if self._runtime.world_size > 1:
             ranks = [None] * self._runtime.world_size
@@ -293,27 +303,35 @@ class FiniteLoss:
         if not bad_ranks:
             self._ranks.meet()
         # Bad data explains bad weights, but not the other way round, so data is named first.
-        data_causes = [f"{text} on rank {rank}" for rank, (_, texts, *_) in enumerate(ranks) for text in texts]
-        weight_causes = list(dict.fromkeys(text for _, _, texts, _ in ranks for text in texts))
-        causes = data_causes or weight_causes or [_OVERFLOW]
+        data_causes: list[str] = []
+        # Replicated weights are bad on every rank alike, and are named once.
+        weight_causes: dict[str, None] = {}
+        for rank, (_, columns, weights, _) in enumerate(ranks):
+            data_causes += [f"{text} on rank {rank}" for text in columns]
+            weight_causes |= dict.fromkeys(weights)
+        causes = data_causes or list(weight_causes) or [_OVERFLOW]
+        remedy = _DATA_REMEDY if data_causes else _RATES_REMEDY
         more = f" and {len(causes) - 3} more" if len(causes) > 3 else ""
         effect = "the update of this step was written" if self._late else _NOTHING_WRITTEN
         # Under local steps ranks go bad at different steps, and the first one counts.
         step = min(ranks[rank][3] for rank in bad_ranks)
         message = (
             f"the loss is {ranks[bad_ranks[0]][0]} on rank(s) {bad_ranks} at {self.where(step)}: "
-            f"{'; '.join(causes[:3])}{more}; {effect}; {_DATA_REMEDY if data_causes else _RATES_REMEDY}"
+            f"{'; '.join(causes[:3])}{more}; {effect}; {remedy}"
         )
         return message, step
 
 
 def _bad_columns(batch: TowerBatch | DrawnStep, model: nn.Module) -> Iterator[str]:
     """Describes the labels, weights and dense columns of a batch with values that are not finite."""
-    batch = batch.batch() if isinstance(batch, DrawnStep) else batch
+    if isinstance(batch, DrawnStep):
+        batch = batch.batch()
     for name, values in (("label", batch.labels), ("weight", batch.weights), ("log_q", batch.log_q)):
         if values is not None:
             yield from _describe_bad(f"the {name}", values)
-    parts = [("row_dense", batch.dense)] + ([("shared_dense", batch.shared.dense)] if batch.shared is not None else [])
+    parts = [("row_dense", batch.dense)]
+    if batch.shared is not None:
+        parts.append(("shared_dense", batch.shared.dense))
     for names, matrix in parts:
         for name, column in zip(_dense_names(model, names, matrix.shape[1]), matrix.T, strict=True):
             yield from _describe_bad(f"the dense column '{name}'", column)

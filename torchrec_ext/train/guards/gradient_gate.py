@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -59,13 +60,12 @@ class GradientGate:
 
     def refuses(self) -> bool:
         """Checks this rank's gradients after the first half of the backward; returns whether one is not finite."""
-        paths = [
-            path
-            for path, _, dense_input in self._cuts
-            if dense_input.grad is not None and not _finite(dense_input.grad)
-        ]
         # A collection of sequences has several vectors under one path.
-        self._bad = list(dict.fromkeys(paths)), self._optimizer.bad_gradients()
+        paths: dict[str, None] = {}
+        for path, _, dense_input in self._cuts:
+            if dense_input.grad is not None and not _finite(dense_input.grad):
+                paths[path] = None
+        self._bad = list(paths), self._optimizer.bad_gradients()
         return any(self._bad)
 
     def explain(self) -> str:
@@ -85,8 +85,14 @@ class GradientGate:
         """Runs the second half of the backward; all ranks call it if none refuses."""
         cuts = self._cuts
         self._cuts = []
-        gradients = [(vectors, dense_input.grad) for _, vectors, dense_input in cuts if dense_input.grad is not None]
-        torch.autograd.backward([vectors for vectors, _ in gradients], [gradient for _, gradient in gradients])
+        outputs = []
+        gradients = []
+        for _, vectors, dense_input in cuts:
+            # Vectors that no dense layer has read have no gradient.
+            if dense_input.grad is not None:
+                outputs.append(vectors)
+                gradients.append(dense_input.grad)
+        torch.autograd.backward(outputs, gradients)
 
     def _hook_for(self, path: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -96,7 +102,9 @@ class GradientGate:
         return hook
 
     def _cut(self, path: str, output: Any) -> Any:
-        for embeddings in output.values() if isinstance(output, dict) else [output]:
+        # A collection of sequences returns a dictionary by feature.
+        parts = output.values() if isinstance(output, dict) else [output]
+        for embeddings in parts:
             assert isinstance(embeddings, (JaggedTensor, KeyedTensor))
             vectors = embeddings.values()
             if vectors.requires_grad:
@@ -143,11 +151,14 @@ def _describe(ranks: list[tuple[list[str], list[str]]]) -> str:
     vectors_by_rank = [vectors for vectors, _ in ranks]
     layers_by_rank = [layers for _, layers in ranks]
     for prefix, names_by_rank in (("vectors of ", vectors_by_rank), ("", layers_by_rank)):
-        names = list(dict.fromkeys(name for bad in names_by_rank for name in bad))
+        names = list(dict.fromkeys(chain.from_iterable(names_by_rank)))
+        if not names:
+            continue
         bad_ranks = [str(rank) for rank, bad in enumerate(names_by_rank) if bad]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        on_ranks = f" on rank {', '.join(bad_ranks)}" if len(bad_ranks) < len(ranks) else ""
-        if names:
-            messages.append(f"the gradient of {prefix}{', '.join(names[:3])}{more} is not finite{on_ranks}")
+        on_ranks = ""
+        if len(bad_ranks) < len(ranks):
+            on_ranks = f" on rank {', '.join(bad_ranks)}"
+        messages.append(f"the gradient of {prefix}{', '.join(names[:3])}{more} is not finite{on_ranks}")
     # Layers first: their bad gradient is nearer to the loss, and the vectors' usually follows from it.
     return "; ".join(reversed(messages))

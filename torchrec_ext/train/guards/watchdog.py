@@ -22,7 +22,9 @@ _PATIENCE_S = 5.0
 # Without a limit from the user: this many times the slowest of the last steps, within these bounds. The lower bound
 # ends a job of fast steps within a minute, half of which torchrun waits for a stopped rank. The upper bound is below
 # the collectives' own timeout of five minutes.
-_SLOWEST_STEPS, _LEAST_S, _MOST_S = 100.0, 25.0, 240.0
+_SLOWEST_STEPS = 100.0
+_LEAST_S = 25.0
+_MOST_S = 240.0
 # Factor of the slowest step's time with each step.
 _DECAY = 0.98
 # After so long without a step a rank signals that its process runs, and reads the signs of the others.
@@ -143,9 +145,12 @@ class Watchdog:
                 self._read_signs(now)
             else:
                 self._last_counts.clear()
+            silent_ranks: list[int] = []
+            if now - last > after_s:
+                silent_ranks = self._standing_still(now, after_s)
             # A rank that only waits leaves the first report to the rank it waits for, unless that one is silent.
-            silent_ranks = self._standing_still(now, after_s) if now - last > after_s else []
-            if silent_ranks or now - last > after_s + (0 if call is None else _PATIENCE_S):
+            patience_s = 0.0 if call is None else _PATIENCE_S
+            if silent_ranks or now - last > after_s + patience_s:
                 self._report(self._file, now - last, _name(call), silent_ranks)
                 break
         while not self._closed.wait(min(_POLL_S, self.after_s / 8)):
