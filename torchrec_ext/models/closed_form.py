@@ -70,8 +70,9 @@ def ease_vectors(users: Tensor, items: Tensor, num_items: int, *, dim: int, l2: 
     values = values.clamp(min=0).flip(0)
     vectors = vectors.flip(1)
     shrinkage = values / (values + l2)
-    # The second term is l2 times that of P.
-    diagonal = (1 - (vectors.square() * shrinkage).sum(1)).clamp(min=torch.finfo(shrinkage.dtype).eps)
+    # l2 times the diagonal of P, which is never quite 0 but by rounding.
+    diagonal = 1 - (vectors.square() * shrinkage).sum(1)
+    diagonal = diagonal.clamp(min=torch.finfo(shrinkage.dtype).eps)
     factors = torch.zeros(num_items, dim)
     width = min(dim, num_items)
     factors[:, :width] = (vectors * shrinkage.sqrt())[:, :width]
@@ -81,7 +82,8 @@ def ease_vectors(users: Tensor, items: Tensor, num_items: int, *, dim: int, l2: 
 def co_occurrences(users: Tensor, items: Tensor, num_items: int) -> Tensor:
     """Returns X'X (I, I) float32: how many users took both of two items."""
     users, order = users.sort()
-    items, count = items[order], int(users[-1]) + 1 if len(users) else 0
+    items = items[order]
+    count = int(users[-1]) + 1 if len(users) else 0
     product = torch.zeros(num_items, num_items)
     rows = max(1, _BLOCK // num_items)
     for start in range(0, count, rows):
@@ -182,7 +184,8 @@ def _blocks(
         size = torch.arange(1, len(rest) + 1)
         fits = (size * (rest + dim) * dim <= _BLOCK) & (rest <= 2 * rest[0])
         stop = max(1, int(fits.sum()))
-        block, by_count = by_count[:stop], by_count[stop:]
+        block = by_count[:stop]
+        by_count = by_count[stop:]
         offsets = torch.arange(int(rest[stop - 1]))
         index = (starts[block, None] + offsets).clamp(max=len(ordered) - 1)
         yield block, torch.where(offsets < counts[block, None], ordered[index], padding)

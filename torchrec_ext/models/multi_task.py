@@ -135,13 +135,11 @@ class _TaskLosses(nn.Module):
             first = logits[:, 0]
             products = [logit_of_product(torch.stack([first, further], dim=1)) for further in logits[:, 1:].unbind(1)]
             logits = torch.stack([first, *products], dim=1)
-        losses = [
-            loss(
-                logits[:, task],
-                dataclasses.replace(batch, labels=labels[:, task], weights=weights[:, task], targets=None),
-            )
-            for task, loss in enumerate(self.losses.values())
-        ]
+        losses = []
+        for task, loss in enumerate(self.losses.values()):
+            # A loss knows one task, so it sees the task's labels as the batch's.
+            rows = dataclasses.replace(batch, labels=labels[:, task], weights=weights[:, task], targets=None)
+            losses.append(loss(logits[:, task], rows))
         return torch.stack(losses), logits, weights
 
 

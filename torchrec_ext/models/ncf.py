@@ -202,16 +202,17 @@ class NCFHead(InteractionLayer):
 
 
 def _id_tables(feature: str, rows: int, *, widths: dict[str, int], std: float) -> list[EmbeddingBagConfig]:
-    return [
-        EmbeddingBagConfig(
+    tables = []
+    for half, width in widths.items():
+        table = EmbeddingBagConfig(
             name=f"{feature}_{half}",
             feature_names=[feature],
             num_embeddings=rows,
             embedding_dim=width,
             init_fn=partial(nn.init.normal_, std=std),
         )
-        for half, width in widths.items()
-    ]
+        tables.append(table)
+    return tables
 
 
 def _check(gmf_dim: int, mlp_dim: int, mlp_widths: Sequence[int], embedding_std: float) -> None:

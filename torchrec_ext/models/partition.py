@@ -124,8 +124,9 @@ def pooled_vectors(model: nn.Module, batches: Iterable[TowerBatch]) -> dict[str,
             outputs.clear()
             model(batch)
             for feature, value in outputs.items():
-                rows = value[batch.shared.index] if batch.shared is not None and len(value) != len(batch) else value
-                pooled.setdefault(feature, []).append(rows.cpu())
+                if batch.shared is not None and len(value) != len(batch):
+                    value = value[batch.shared.index]
+                pooled.setdefault(feature, []).append(value.cpu())
     if not pooled:
         raise ValueError("model: nothing pooled was looked up; give batches, and a model with EmbeddingBagCollections")
     return {feature: torch.cat(blocks) for feature, blocks in pooled.items()}
@@ -171,8 +172,9 @@ def id_vectors(batch: TowerBatch, features: Sequence[str], width: int = 128) -> 
         rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths.cpu())
         sums = torch.zeros(len(lengths), width, dtype=torch.float64).index_add_(0, rows, random_vectors[inverse.cpu()])
         mean = sums / lengths.cpu().clamp(min=1)[:, None]
-        shared = batch.shared is not None and len(mean) != len(batch)
-        vectors[feature] = mean[batch.shared.index.cpu()] if shared else mean  # type: ignore[union-attr]
+        if batch.shared is not None and len(mean) != len(batch):
+            mean = mean[batch.shared.index.cpu()]
+        vectors[feature] = mean
     return vectors
 
 
@@ -255,7 +257,10 @@ def bounded_k_means(
     best = packing
     least = float("inf")
     for start in range(STARTS):
-        tower_of = clusters.greedy(_spread(points, towers, generator)) if start else packing
+        tower_of = None
+        # The first start is the packing.
+        if start:
+            tower_of = clusters.greedy(_spread(points, towers, generator))
         if tower_of is None:
             tower_of = packing
         tower_of, cost = clusters.improved(tower_of)
@@ -294,6 +299,7 @@ class _Clusters:
         empty = set(range(self.towers))
         order = (two[:, -1] - two[:, 0]).argsort(descending=True, stable=True).tolist()
         for turn, unit in enumerate(order):
+            # Each tower must get a unit, so the last units are left to the empty ones.
             open_towers = empty if len(order) - turn == len(empty) else range(self.towers)
             fitting = [number for number in open_towers if room[number] >= float(self.weights[unit])]
             if not fitting:
@@ -382,7 +388,10 @@ class Partition:
 
     def loads(self) -> dict[str, float]:
         """Returns the load of each tower, by tower."""
-        return {tower: sum(self.load[feature] for feature in features) for tower, features in self.groups.items()}
+        loads = {}
+        for tower, features in self.groups.items():
+            loads[tower] = sum(self.load[feature] for feature in features)
+        return loads
 
     def contrast(self) -> tuple[float, float]:
         """Returns the mean affinity of two features of one tower, and of two towers; NaN without such pairs."""
@@ -406,7 +415,9 @@ class Partition:
         Raises:
             PartitionError: a table whose features are in several towers, or in none.
         """
-        tower_of = {feature: tower for tower, features in self.groups.items() for feature in features}
+        tower_of: dict[str, str] = {}
+        for tower, features in self.groups.items():
+            tower_of |= dict.fromkeys(features, tower)
         by_tower: dict[str, list[BaseEmbeddingConfig]] = {tower: [] for tower in self.groups}
         for table in tables:
             readers = sorted({tower_of.get(feature, "none") for feature in table.feature_names})
@@ -487,14 +498,18 @@ def partition(
     units = _units(names, together)
     if not 1 <= towers <= len(units):
         raise ValueError(f"towers={towers}: must be 1 to {len(units)}, the features that may stand apart")
-    unit_loads = [sum(loads[names[index]] for index in unit) for unit in units]
-    weights = torch.tensor(unit_loads, dtype=torch.float64)
+    weights = torch.zeros(len(units), dtype=torch.float64)
+    for number, unit in enumerate(units):
+        weights[number] = sum(loads[names[index]] for index in unit)
     packing = pack_evenly(weights, towers)
     tower_loads = torch.zeros(towers, dtype=torch.float64).index_add_(0, packing, weights)
     fullest = float(tower_loads.max())
+    limit = bound
     # By default a tenth above the mean load, or the fullest tower of an even packing if that is more.
-    limit = bound if bound is not None else max(1.1 * float(weights.sum()) / towers, fullest)
+    if limit is None:
+        limit = max(1.1 * float(weights.sum()) / towers, fullest)
     _check_bound(limit, weights, fullest, towers, [names[unit[0]] for unit in units])
+    # For towers of unlike features, those of great affinity are far apart.
     distances = 1 - affinity.values if strategy == "coherent" else affinity.values.clone()
     points, stress = plane(distances.fill_diagonal_(0))
     unit_points = torch.stack([points[unit].mean(dim=0) for unit in units])
@@ -503,8 +518,10 @@ def partition(
     by_tower: dict[int, list[int]] = {}
     for unit, number in zip(units, tower_of.tolist(), strict=True):
         by_tower.setdefault(number, []).extend(unit)
-    ordered = sorted(sorted(members) for members in by_tower.values())  # by their first feature
-    groups = {f"tower_{i}": tuple(names[index] for index in members) for i, members in enumerate(ordered)}
+    groups = {}
+    # Towers are ordered by their first feature.
+    for number, members in enumerate(sorted(map(sorted, by_tower.values()))):
+        groups[f"tower_{number}"] = tuple(names[index] for index in members)
     return Partition(groups=groups, load=loads, bound=limit, points=points, stress=stress, affinity=affinity)
 
 

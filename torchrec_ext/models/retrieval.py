@@ -138,12 +138,17 @@ class _InBatchLoss(nn.Module):
         self._cosine = interaction.metric == "cosine"
         self._temperature = interaction.temperature or temperature
         self._item_feature = item_feature
-        # A candidate of no training row is in no batch either; its correction only has to be finite.
-        self.register_buffer("log_q", None if counts is None else (counts.clamp(min=1) / counts.sum()).log().float())
+        log_q = None
+        if counts is not None:
+            # A candidate of no training row is in no batch either; its correction only has to be finite.
+            log_q = (counts.clamp(min=1) / counts.sum()).log().float()
+        self.register_buffer("log_q", log_q)
 
     def forward(self, outputs: list[Tensor], batch: TowerBatch) -> Tensor:
         queries, candidates = map(normalize, outputs) if self._cosine else outputs
-        ids = batch.ids(self._item_feature) if batch.items is None else batch.items
+        ids = batch.items
+        if ids is None:
+            ids = batch.ids(self._item_feature)
         count = len(ids) if batch.queries is None else batch.queries
         if self.catalogue:
             return self._over_catalogue(queries[:count], candidates, ids, batch)
@@ -152,15 +157,20 @@ class _InBatchLoss(nn.Module):
         log_q = batch.log_q
         if log_q is None and self.log_q is not None:
             log_q = self.log_q[ids]
+        is_known = None
+        if self.known is not None:
+            is_known = partial(self.known, _users(batch)[:count])
+        # With queries, a loader makes batches of one size on all ranks, see TowerBatch, so none need be exchanged.
+        rows = None if batch.queries is None else len(ids)
         negatives = in_batch_negatives(
             candidates,
             ids,
             log_q=log_q,
             queries=count,
-            rows=None if batch.queries is None else len(ids),
+            rows=rows,
             # Item 0 with a weight is an unknown item, not padding.
             present=(ids != 0) | (batch.weights > 0),
-            is_known=None if self.known is None else partial(self.known, _users(batch)[:count]),
+            is_known=is_known,
         )
         loss: Tensor = self._function(
             queries[:count],
@@ -176,13 +186,12 @@ class _InBatchLoss(nn.Module):
         weights = batch.weights * batch.labels
         clicked = weights.nonzero()[:, 0]
         queries, candidates, ids, weights = (rows[clicked] for rows in (queries, candidates, ids, weights))
-        negatives = in_batch_negatives(
-            candidates,
-            ids,
-            log_q=None if self.log_q is None else self.log_q[ids],
-            present=torch.ones_like(ids, dtype=torch.bool),
-            is_known=None if self.known is None else partial(self.known, _users(batch)[clicked]),
-        )
+        log_q = None if self.log_q is None else self.log_q[ids]
+        is_known = None
+        if self.known is not None:
+            is_known = partial(self.known, _users(batch)[clicked])
+        present = torch.ones_like(ids, dtype=torch.bool)
+        negatives = in_batch_negatives(candidates, ids, log_q=log_q, present=present, is_known=is_known)
         loss: Tensor = self._function(
             queries, negatives, weights=weights, total_weight=_mean_over_ranks(weights), temperature=self._temperature
         )

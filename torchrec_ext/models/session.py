@@ -263,7 +263,9 @@ def bst(
     steps = [_reading(table, session) for table in tables]
     # A table of the target alone is not looked up for the session.
     steps = [table for table in steps if table.feature_names]
-    shared = {name: table for table in tables for name in table.feature_names}
+    shared: dict[str, EmbeddingConfig] = {}
+    for table in tables:
+        shared |= dict.fromkeys(table.feature_names, table)
     bags = [_pooled(shared[name], name) for name in target]
     towers: dict[str, Any] = {
         "session": SessionSteps(

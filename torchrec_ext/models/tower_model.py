@@ -87,8 +87,11 @@ class TowerModel(nn.Module):
         self._weights = _weights(self.towers)
         # A plan may leave this rank without some of the towers, so their arguments are kept here.
         self.made_of = {name: how_made(tower) for name, tower in towers.items()}
-        self._tables = [table for tower in towers.values() for table in tower.tables]
-        self._dense = [name for tower in towers.values() for name in tower.dense]
+        self._tables: list[Any] = []
+        self._dense: list[str] = []
+        for tower in towers.values():
+            self._tables += tower.tables
+            self._dense += tower.dense
         self._shared_columns = self.towers.columns(shared=True)
         self.shared_tables = shared_tables(towers, self._shared_columns, self._weights)
         self._joint = self.shared_tables is not None and bool(self.shared_tables.joint)
@@ -223,12 +226,20 @@ class TowerModel(nn.Module):
     def outputs(self, batch: TowerBatch) -> list[Tensor]:
         """Returns the output of each tower, (B, D), in order."""
         outputs = self._run(batch)
-        return [batch.shared.spread(outputs[name]) if name in self._shared else outputs[name] for name in self._names]  # type: ignore[union-attr]
+        in_order = []
+        for name in self._names:
+            output = outputs[name]
+            if name in self._shared:
+                output = batch.shared.spread(output)  # type: ignore[union-attr]
+            in_order.append(output)
+        return in_order
 
     def logits(self, batch: TowerBatch) -> Tensor:
         """Returns the logits of the batch, (B,)."""
         outputs = self.outputs(batch)
-        return self.interaction(outputs, batch.weights) if self._weighed_top else self.interaction(outputs)  # type: ignore[no-any-return]
+        if self._weighed_top:
+            return self.interaction(outputs, batch.weights)  # type: ignore[no-any-return]
+        return self.interaction(outputs)  # type: ignore[no-any-return]
 
     def forward(self, batch: TowerBatch) -> tuple[Tensor, Prediction]:
         """Returns the loss, (), to call backward on, and the :class:`Prediction`."""
@@ -307,10 +318,9 @@ def two_tower(
         ('profile[59]', 'content[0]')
     """
     layers: dict[str, Any] = {"activation": activation, "normalization": normalization, "dropout": dropout}
-    towers = {
-        name: Tower(tables, tower_widths, dense=dense, residual=residual, device=device, **layers)
-        for name, tables, dense in (("user", user_tables, user_dense), ("item", item_tables, item_dense))
-    }
+    towers = {}
+    for name, tables, dense in (("user", user_tables, user_dense), ("item", item_tables, item_dense)):
+        towers[name] = Tower(tables, tower_widths, dense=dense, residual=residual, device=device, **layers)
     widths = [tower.out_features for tower in towers.values()]
     top = interaction_layer(interaction, widths, top_widths, **layers)
     return TowerModel(towers, top, loss=loss, shared=shared)

@@ -59,7 +59,8 @@ class Compression:
             >>> Compression(dim=16, per_feature=1, flat=2).out_features(features=13, dense=4)
             240
         """
-        return self.dim * (self.per_feature * features + self.flat) + (0 if self.flat else dense)
+        compressed = self.dim * (self.per_feature * features + self.flat)
+        return compressed if self.flat else compressed + dense
 
 
 # What model.interaction of a recipe may be, in the order in which a message lists them, with `metric` of the class.
@@ -119,7 +120,9 @@ class LossKind:
         """Returns whether it can learn from such rows under such an interaction; see :func:`check_fed`."""
         if self.shared:
             return negatives == 0 and metric is not None
-        return negatives > 0 and not label if self.pairwise else negatives > 0 or bool(label)
+        if self.pairwise:
+            return negatives > 0 and not label
+        return negatives > 0 or bool(label)
 
 
 # What model.loss of a recipe may be, in the order in which a message lists them.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -89,7 +89,8 @@ def equal_width(interaction: str, widths: Sequence[int], *, towers: int | None =
         ValueError: towers of different widths, or not as many as ``towers``.
     """
     many = "towers" if towers is None else "two towers"
-    if len(widths) < 2 or (towers or len(widths)) != len(widths) or len(set(widths)) > 1 or min(widths) < 1:
+    wrong_number = len(widths) < 2 or towers not in (None, len(widths))
+    if wrong_number or len(set(widths)) > 1 or min(widths) < 1:
         raise ValueError(
             f"{interaction} needs {many} of equal width, got {shapes(widths) or 'none'}; give them one last width, or "
             f"use {remedy}"
@@ -317,7 +318,9 @@ class Reordered(InteractionLayer):
             weights: (B,) weight of each row for batch normalisation, see :class:`BatchNorm`.
         """
         reordered = [outputs[index] for index in self.order]
-        return self.interaction(reordered, weights) if weighs_rows(self.interaction) else self.interaction(reordered)  # type: ignore[no-any-return]
+        if weighs_rows(self.interaction):
+            return self.interaction(reordered, weights)  # type: ignore[no-any-return]
+        return self.interaction(reordered)  # type: ignore[no-any-return]
 
 
 class DeepCross(InteractionLayer):
@@ -493,7 +496,7 @@ class MultiTaskTop(TopMLP):
     ) -> None:
         if tasks < 2:
             raise ValueError(f"tasks={tasks}: must be 2 or more; TopMLP is the network for one")
-        if not serve or len(set(serve)) < len(serve) or not 0 <= min(serve) <= max(serve) < tasks:
+        if not serve or len(set(serve)) < len(serve) or not set(serve) <= set(range(tasks)):
             raise ValueError(f"serve={list(serve)}: must be numbers of tasks, 0 to {tasks - 1}, each once")
         super().__init__(widths, hidden, activation=activation, normalization=normalization, dropout=dropout)
         first: nn.Linear = self.mlp[-1]  # type: ignore[assignment]
@@ -535,7 +538,7 @@ def logit_of_product(logits: Tensor) -> Tensor:
         True
     """
     logarithm = logsigmoid(logits).sum(dim=1)
-    # log(1 - p), of which -inf would come where p rounds to 1
+    # log(1 - p) would be -inf where p rounds to 1, so p is held just below it.
     return logarithm - torch.log(-torch.expm1(logarithm.clamp(max=-torch.finfo(logarithm.dtype).eps)))
 
 
@@ -570,13 +573,14 @@ def interaction_layer(
     if name not in INTERACTIONS:
         raise ValueError(f"interaction={name!r}: must be one of {', '.join(INTERACTIONS)}")
     kind: type[InteractionLayer] = INTERACTIONS[name]
-    settings = {
+    settings: dict[str, Any] = {
         "hidden": hidden,
         "activation": activation,
         "normalization": normalization,
         "dropout": dropout,
         "activate_input": activate_input,
-        **({} if temperature is None else {"temperature": temperature}),
     }
+    if temperature is not None:
+        settings["temperature"] = temperature
     parameters = inspect.signature(kind.__init__).parameters
     return kind(widths, **{key: value for key, value in settings.items() if key in parameters})

@@ -75,7 +75,8 @@ def hinge(logits: Tensor, batch: TowerBatch, *, negatives: int, margin: float = 
         )
     groups = _groups(logits, batch, negatives)
     short = (margin - groups[:, :1] + groups[:, 1:]).clamp(min=0)
-    return _mean(short.amax(dim=1) if hardest else short.mean(dim=1), batch)
+    losses = short.amax(dim=1) if hardest else short.mean(dim=1)
+    return _mean(losses, batch)
 
 
 def sampled_softmax(
@@ -286,8 +287,9 @@ def check_fed(loss: str, *, negatives: int, label: str | None, metric: str | Non
         ValueError: model.loss=bpr with loader.label='clicked': it compares ...; take ... in_batch or catalogue
     """
     kind = LOSSES[loss]
-    fed = negatives > 0 and not label if kind.pairwise else negatives == 0 or not kind.shared
-    if fed:
+    if kind.pairwise and negatives > 0 and not label:
+        return
+    if not kind.pairwise and (negatives == 0 or not kind.shared):
         return
     if label and kind.pairwise:
         rows = f"loader.label={label!r}"

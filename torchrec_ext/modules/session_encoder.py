@@ -64,12 +64,17 @@ class Packing:
     @cached_property
     def buckets(self) -> list[Bucket]:
         """The buckets; together they hold each sequence of one step or more once."""
-        widths = torch.tensor(
-            _widths(self.longest) if self.attention == "bucketed" else [self.longest], device=self.lengths.device
-        )
-        bucket_of = torch.bucketize(self.lengths, widths).masked_fill(self.lengths == 0, -1)
-        members = [(int(width), (bucket_of == index).nonzero()[:, 0]) for index, width in enumerate(widths.tolist())]
-        return [self._bucket(rows, width) for width, rows in members if len(rows)]
+        widths: Sequence[int] = [self.longest]
+        if self.attention == "bucketed":
+            widths = _widths(self.longest)
+        bounds = torch.tensor(widths, device=self.lengths.device)
+        bucket_of = torch.bucketize(self.lengths, bounds).masked_fill(self.lengths == 0, -1)
+        buckets = []
+        for index, width in enumerate(widths):
+            rows = (bucket_of == index).nonzero()[:, 0]
+            if len(rows):
+                buckets.append(self._bucket(rows, width))
+        return buckets
 
     def _bucket(self, rows: Tensor, width: int) -> Bucket:
         steps = torch.arange(width, device=rows.device)
@@ -81,8 +86,13 @@ class Packing:
     @cached_property
     def back(self) -> Tensor:
         """(P,) int64, each packed step's index among the steps of all buckets, flattened one after the other."""
-        valid = [torch.ones_like(b.steps, dtype=torch.bool) if b.valid is None else b.valid for b in self.buckets]
-        flat = torch.cat([v.flatten() for v in valid]).nonzero()[:, 0]
+        valid = []
+        for bucket in self.buckets:
+            steps_exist = bucket.valid
+            if steps_exist is None:
+                steps_exist = torch.ones_like(bucket.steps, dtype=torch.bool)
+            valid.append(steps_exist.flatten())
+        flat = torch.cat(valid).nonzero()[:, 0]
         packed = torch.cat([bucket.steps.flatten() for bucket in self.buckets])[flat]
         return torch.empty_like(flat).scatter_(0, packed, flat)
 
@@ -96,7 +106,9 @@ def _widths(longest: int) -> Sequence[int]:
     """
     widths = [1, 2]
     while widths[-1] < longest:
-        widths.append(widths[-1] * 3 // 2 if widths[-1] & (widths[-1] - 1) == 0 else widths[-1] * 4 // 3)
+        last = widths[-1]
+        is_power_of_two = last & (last - 1) == 0
+        widths.append(last * 3 // 2 if is_power_of_two else last * 4 // 3)
     return widths
 
 
@@ -123,14 +135,12 @@ def attend(projected: Tensor, packing: Packing, *, causal: bool) -> Tensor:
 def _padded(projected: Tensor, bucket: Bucket, causal: bool) -> Tensor:
     """Returns (b x W, H, d); rows of padding hold arbitrary numbers."""
     size, width = bucket.steps.shape
-    query, key, value = (
-        projected.index_select(0, bucket.steps.flatten()).view(size, width, *projected.shape[1:]).permute(2, 0, 3, 1, 4)
-    )
+    padded = projected.index_select(0, bucket.steps.flatten()).view(size, width, *projected.shape[1:])
+    query, key, value = padded.permute(2, 0, 3, 1, 4)
     # Padding is at the end and no earlier step attends to it, so causal attention needs no mask.
     mask = None if causal or bucket.valid is None else bucket.valid[:, None, None, :]
-    return (
-        scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal).transpose(1, 2).flatten(0, 1)
-    )
+    output = scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal)
+    return output.transpose(1, 2).flatten(0, 1)
 
 
 def _nested(projected: Tensor, packing: Packing, causal: bool) -> Tensor:
@@ -281,7 +291,8 @@ class SessionEncoder(Recorded, nn.Module):
         """
         self._check_lengths(packing)
         if self.positions is not None:
-            steps = steps + self.positions(packing.index if self._from_start else packing.to_end)
+            places = packing.index if self._from_start else packing.to_end
+            steps = steps + self.positions(places)
         steps = self.dropout(steps)
         for layer in self.layers:
             steps = layer(steps, packing, self.causal)
@@ -297,6 +308,5 @@ class SessionEncoder(Recorded, nn.Module):
 
 
 def _nearest_divisor(width: int, heads: int) -> int:
-    return min(
-        (number for number in range(1, width + 1) if width % number == 0), key=lambda number: abs(number - heads)
-    )
+    divisors = [number for number in range(1, width + 1) if width % number == 0]
+    return min(divisors, key=lambda number: abs(number - heads))

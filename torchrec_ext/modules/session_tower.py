@@ -144,7 +144,7 @@ class SessionTower(_SequenceTables):
         slots = target_slots(tables, session, target, combine)
         features = len(session) if combine == "concat" else 1
         width = features * self.tables[0].embedding_dim
-        steps = max_length + (1 if target else 0)
+        steps = max_length + 1 if target else max_length
         encoder = SessionEncoder(
             width,
             steps,
@@ -158,7 +158,8 @@ class SessionTower(_SequenceTables):
             attention=attention,
         )
         self.network = _SessionNetwork(encoder, tuple(session), tuple(target), pooling, combine, slots)
-        inputs = width * (steps if pooling == "flatten" else 1) + len(self.dense)
+        pooled = width * steps if pooling == "flatten" else width
+        inputs = pooled + len(self.dense)
         self.mlp = mlp(inputs, mlp_widths, activation=activation, dropout=dropout)
 
     def of_steps(self, embedded: Mapping[str, JaggedTensor], dense: Tensor) -> Tensor:
@@ -251,7 +252,8 @@ class SessionSteps(_SequenceTables):
         check_features(tables, session, ())
         super().__init__(tables, dense, device)
         self.network = _StepsNetwork(tuple(session), max_length, combine)
-        width = self.tables[0].embedding_dim * (len(session) if combine == "concat" else 1)
+        features = len(session) if combine == "concat" else 1
+        width = features * self.tables[0].embedding_dim
         self.out_features = max_length * (width + 1) + len(self.dense)
 
     def of_steps(self, embedded: Mapping[str, JaggedTensor], dense: Tensor) -> Tensor:
@@ -354,12 +356,13 @@ class SessionTop(InteractionLayer):
         )
         self.network = _SessionNetwork(encoder, (), (), pooling)
         self.target = nn.Parameter(torch.randn(step) * 0.02) if position == "none" else None
-        inputs = step * (max_length + 1 if pooling == "flatten" else 1) + widths[0] - self._first
+        pooled = step * (max_length + 1) if pooling == "flatten" else step
+        inputs = pooled + widths[0] - self._first
         self.session_mlp = mlp(inputs, mlp_widths, activation=activation, dropout=dropout) if mlp_widths else None
         self.activation = activation_layer(activation) if mlp_widths else nn.Identity()
         others = sum(widths[1:]) - targets * width
-        joined = (mlp_widths[-1] if mlp_widths else inputs) + others
-        self.mlp = mlp(joined, [*top_widths, 1], activation=activation, dropout=dropout)
+        session_width = mlp_widths[-1] if mlp_widths else inputs
+        self.mlp = mlp(session_width + others, [*top_widths, 1], activation=activation, dropout=dropout)
 
     @property
     def last_biases(self) -> list[Tensor]:
@@ -398,7 +401,9 @@ def target_slots(
         raise ValueError(f"combine={combine!r}: must be one of {', '.join(get_args(Combine))}")
     if combine == "sum":
         return []
-    names = {feature: table.name for table in tables for feature in table.feature_names}
+    names: dict[str, str] = {}
+    for table in tables:
+        names |= dict.fromkeys(table.feature_names, table.name)
     slots: list[int] = []
     for feature in target:
         slot = next((i for i, name in enumerate(session) if names[name] == names[feature] and i not in slots), None)
@@ -415,8 +420,10 @@ def _in_slots(targets: Tensor, slots: Sequence[int], features: int) -> Tensor:
     """Returns the targets' step (B, W) of their features' embeddings (B, T, D): F x D with zeros, or the sum."""
     if not slots:
         return targets.sum(1)
-    nothing = torch.zeros_like(targets[:, 0])
-    return torch.cat([targets[:, slots.index(i)] if i in slots else nothing for i in range(features)], dim=1)
+    parts = [torch.zeros_like(targets[:, 0])] * features
+    for number, slot in enumerate(slots):
+        parts[slot] = targets[:, number]
+    return torch.cat(parts, dim=1)
 
 
 def _combined(embedded: Mapping[str, JaggedTensor], features: Sequence[str], combine: Combine) -> tuple[Tensor, Tensor]:
@@ -433,7 +440,9 @@ def _combined(embedded: Mapping[str, JaggedTensor], features: Sequence[str], com
                 f"'{features[0]}' {int(lengths[row])}: features of one step must be equally many"
             )
         values.append(other.values())
-    return torch.cat(values, dim=1) if combine == "concat" else sum(values[1:], values[0]), lengths
+    if combine == "concat":
+        return torch.cat(values, dim=1), lengths
+    return sum(values[1:], values[0]), lengths
 
 
 def _appended(steps: Tensor, lengths: Tensor, targets: Tensor, ones: Tensor) -> tuple[Tensor, Tensor]:
@@ -465,7 +474,9 @@ def check_features(tables: Sequence[EmbeddingConfig], session: Sequence[str], ta
     widths = {table.name: table.embedding_dim for table in tables}
     if len(set(widths.values())) != 1:
         raise ValueError(f"tables have the widths {widths}: the features of a step must all have one embedding_dim")
-    table_features = [name for table in tables for name in table.feature_names]
+    table_features: list[str] = []
+    for table in tables:
+        table_features += table.feature_names
     unread = [name for name in (*session, *target) if name not in table_features]
     if unread or not session:
         raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ class SharedTables(nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
-        self.readers = frozenset(name for names in readers.values() for name in names)
+        self.readers = frozenset(chain.from_iterable(readers.values()))
         self._shared = frozenset(shared)
         pairs = joints(tables, shared, weights)
         self._pairs = {**pairs.plain, **pairs.weighted}
@@ -63,8 +64,10 @@ class SharedTables(nn.Module):
             rows = self._rows_of(table, pairs.weighted)
             if table.name in self._pairs:
                 table = dataclasses.replace(table, feature_names=[pair.key for pair in self._pairs[table.name]])
+            name = rows
             # A collection of sequences has one width.
-            name = f"{rows}_sequences_{table.embedding_dim}" if isinstance(table, EmbeddingConfig) else rows
+            if isinstance(table, EmbeddingConfig):
+                name = f"{rows}_sequences_{table.embedding_dim}"
             self._rows[name] = rows
             self._readers.setdefault(name, set()).update(readers[table.name])
             self._tables.setdefault(name, []).append(table)
@@ -77,7 +80,10 @@ class SharedTables(nn.Module):
     @property
     def joint(self) -> tuple[Joint, ...]:
         """Keys of ``batch.joint`` to look up."""
-        return tuple(dict.fromkeys(pair for table in self._joint for pair in self._pairs[table]))
+        pairs: dict[Joint, None] = {}
+        for table in self._joint:
+            pairs |= dict.fromkeys(self._pairs[table])
+        return tuple(pairs)
 
     def _rows_of(self, table: BaseEmbeddingConfig, weighted: Collection[str]) -> str:
         """Returns the rows of a batch with the table's bags: ``rows``, ``shared``, ``joint`` or ``weighted``."""
@@ -93,9 +99,13 @@ class SharedTables(nn.Module):
         looked_up: dict[str, Tensor | JaggedTensor] = {}
         for name in names:
             tables = self._tables[name]
-            one_by_one = isinstance(tables[0], EmbeddingConfig)
-            outputs: LookedUp = by_table(tables, embedded[name] if one_by_one else embedded[name].to_dict())
-            looked_up |= self._split(batch, tables, outputs) if self._rows[name] in ("joint", "weighted") else outputs
+            values = embedded[name]
+            if not isinstance(tables[0], EmbeddingConfig):
+                values = values.to_dict()
+            outputs: LookedUp = by_table(tables, values)
+            if self._rows[name] in ("joint", "weighted"):
+                outputs = self._split(batch, tables, outputs)
+            looked_up |= outputs
         return looked_up
 
     def _split(self, batch: TowerBatch, tables: Sequence[BaseEmbeddingConfig], outputs: LookedUp) -> LookedUp:
@@ -160,19 +170,18 @@ def shared_tables(
             weights.
     """
     read_by = readers(towers)
-    tables = merged(table for tower in towers.values() for table in tower.tables)
-    if not every:
+    tables = []
+    for table in merged(chain.from_iterable(tower.tables for tower in towers.values())):
+        has_weights = not set(weights).isdisjoint(table.feature_names)
         # A tower keeps a table that it alone reads, without weights.
-        weighted = set(weights)
-        tables = [
-            table for table in tables if len(read_by[table.name]) > 1 or not weighted.isdisjoint(table.feature_names)
-        ]
+        if every or len(read_by[table.name]) > 1 or has_weights:
+            tables.append(table)
     if not tables:
         return None
     read_by = {table.name: read_by[table.name] for table in tables}
     for table in tables:
         _check_releases(table, {name: towers[name] for name in read_by[table.name]}, weights)
-    involved = list(dict.fromkeys(name for names in read_by.values() for name in names))
+    involved = list(dict.fromkeys(chain.from_iterable(read_by.values())))
     device = towers[involved[0]].device
     for name in involved:
         towers[name].release_tables([table.name for table in towers[name].tables if table.name in read_by])
@@ -191,8 +200,10 @@ def readers(towers: Mapping[str, Any]) -> dict[str, list[str]]:
 def look_ups(towers: Towers, names: Sequence[str]) -> SharedTables:
     """Makes the look-ups for the tables released by the towers ``names``, on the meta device."""
     members: dict[str, Any] = {name: towers[name] for name in names}
-    released = {table for tower in members.values() for table in tower.released_tables}
-    tables = merged(table for tower in members.values() for table in tower.tables)
+    released: set[str] = set()
+    for tower in members.values():
+        released |= set(tower.released_tables)
+    tables = merged(chain.from_iterable(tower.tables for tower in members.values()))
     tables = [table for table in tables if table.name in released]
     read_by = readers(members)
     return SharedTables(

@@ -88,8 +88,12 @@ def in_batch_negatives(
     _check(embeddings, ids, log_q, count, rows, present)
     if rows is None:
         rows = _greatest(embeddings, log_q, group)
-    ids = torch.where(ids != 0 if present is None else present, ids, _PADDING)
-    ids, log_q = _gather_facts(_padded(ids, rows, _PADDING), None if log_q is None else _padded(log_q, rows), group)
+    if present is None:
+        present = ids != 0
+    ids = torch.where(present, ids, _PADDING)
+    if log_q is not None:
+        log_q = _padded(log_q, rows)
+    ids, log_q = _gather_facts(_padded(ids, rows, _PADDING), log_q, group)
     targets = torch.arange(count, device=ids.device) + _rank(group) * rows
     padding = ids == _PADDING
     items = ids.clamp(min=0)

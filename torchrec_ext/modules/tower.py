@@ -93,8 +93,10 @@ class RowPooling(nn.Module):
         rows = torch.repeat_interleave(
             torch.arange(len(lengths), device=values.device), lengths, output_size=len(values)
         )
-        summed = values.new_zeros(len(lengths), values.shape[1]).index_add(0, rows, values)
-        return summed / lengths.clamp(min=1)[:, None] if pooling == PoolingType.MEAN else summed  # type: ignore[no-any-return]
+        pooled = values.new_zeros(len(lengths), values.shape[1]).index_add(0, rows, values)
+        if pooling == PoolingType.MEAN:
+            pooled = pooled / lengths.clamp(min=1)[:, None]
+        return pooled  # type: ignore[no-any-return]
 
 
 Embedded = TypeVar("Embedded")
@@ -162,12 +164,17 @@ class Tower(Recorded, nn.Module):
         _check_weighted(tables, self.weights)
         self.device = device
         self._declare(bags, _of_one_width(lists))
-        self._poolings = [(key, table.pooling) for table in bags for key in _keys([table])]
+        self._poolings: list[tuple[str, PoolingType]] = []
+        for table in bags:
+            self._poolings += [(key, table.pooling) for key in _keys([table])]
         self.attention = BagAttention(_keys(lists), lists[0].embedding_dim) if lists else None
         self.pooling = RowPooling()
         widths = [table.embedding_dim for table in [*bags, *lists] for _ in table.feature_names]
-        self.compress = None if compress is None else CompressingLayer(widths, len(self.dense), compress)
-        width = sum(widths) + len(self.dense) if self.compress is None else self.compress.out_features
+        self.compress: CompressingLayer | None = None
+        width = sum(widths) + len(self.dense)
+        if compress is not None:
+            self.compress = CompressingLayer(widths, len(self.dense), compress)
+            width = self.compress.out_features
         self.out_features = mlp_widths[-1] if mlp_widths else width
         self.mlp: nn.Module = nn.Identity()
         if mlp_widths:
@@ -225,7 +232,9 @@ class Tower(Recorded, nn.Module):
         side_by_side = torch.cat([*blocks, dense], dim=1)
         if self.compress is not None:
             side_by_side = self.compress(side_by_side)
-        return self.mlp(side_by_side, weights) if isinstance(self.mlp, Layers) else self.mlp(side_by_side)  # type: ignore[no-any-return]
+        if isinstance(self.mlp, Layers):
+            return self.mlp(side_by_side, weights)  # type: ignore[no-any-return]
+        return self.mlp(side_by_side)  # type: ignore[no-any-return]
 
     def _pooled(self, sparse: KeyedJaggedTensor, looked_up: LookedUp) -> list[Tensor]:
         """Returns the pooled bags, in the order of the tables and their features."""
@@ -266,11 +275,10 @@ def by_table(tables: Sequence[BaseEmbeddingConfig], embedded: Mapping[str, Embed
 
 def _names(tables: Sequence[BaseEmbeddingConfig]) -> dict[str, str]:
     """Returns the name in the output of a collection of ``tables`` of each ``feature@table``."""
-    return {
-        key: name
-        for table, names in zip(tables, get_embedding_names_by_table(list(tables)), strict=True)
-        for key, name in zip(_keys([table]), names, strict=True)
-    }
+    names: list[str] = []
+    for names_of_table in get_embedding_names_by_table(list(tables)):
+        names += names_of_table
+    return dict(zip(_keys(tables), names, strict=True))
 
 
 def _check_weighted(tables: Sequence[BaseEmbeddingConfig], weights: Mapping[str, str]) -> None:
@@ -281,11 +289,12 @@ def _check_weighted(tables: Sequence[BaseEmbeddingConfig], weights: Mapping[str,
                 f"weights: {feature}={column}: the tower reads no feature '{feature}'; name one of its tables' features"
             )
         for table in readers:
-            how = getattr(table, "pooling", None)
-            if how != PoolingType.SUM:
+            pooling = getattr(table, "pooling", None)
+            if pooling != PoolingType.SUM:
+                way = pooling.name if pooling else "attention"
                 raise ValueError(
-                    f"weights: {feature}={column}: table '{table.name}' pools it by "
-                    f"{how.name if how else 'attention'}, must be SUM; for a mean give weights that add up to 1"
+                    f"weights: {feature}={column}: table '{table.name}' pools it by {way}, must be SUM; for a mean "
+                    "give weights that add up to 1"
                 )
 
 
@@ -351,9 +360,11 @@ class Towers(nn.ModuleDict):
         self.reads: dict[str, Reads] = {}
         ends = {False: 0, True: 0}
         for name, tower in towers.items():
-            start = ends[name in shared]
-            ends[name in shared] = stop = start + len(tower.dense)
-            self.reads[name] = Reads(name in shared, slice(start, stop), weighs_rows(tower))
+            is_shared = name in shared
+            start = ends[is_shared]
+            stop = start + len(tower.dense)
+            ends[is_shared] = stop
+            self.reads[name] = Reads(is_shared, slice(start, stop), weighs_rows(tower))
         _check_columns(self)
 
     def weigh_rows(self, *, shared: bool) -> bool:

@@ -152,7 +152,9 @@ class BatchColumns:
 
     def _halves(self, keys: Sequence[Joint], *, weighted: bool) -> Keys:
         """Returns the stored keys; without shared columns a key has no half for shared rows."""
-        halves = [name for key in keys for name in (key if self.shared else key[1:])]
+        halves: list[str | None] = []
+        for key in keys:
+            halves += key if self.shared else [key.row]
         return Keys(tuple(key.key for key in keys), tuple(halves), weighted)
 
     @cached_property
@@ -257,14 +259,18 @@ class BatchSchema(BatchColumns):
             check_ids(ids.values, [columns[name] for name in keys.features if name], replace=self.out_of_range == "oov")
             return ids
 
+        row_dense = finite_matrix(self.row_dense, dense.rows, row_names)
+        labels = between("label", labels, row_names, self.label_range)
+        if weights is None:
+            row_weights = torch.ones(row_names.size)
+        else:
+            row_weights = between("weight", weights, row_names, (0.0, math.inf))
         return pack(
             self.layout,
             fill,
-            dense=finite_matrix(self.row_dense, dense.rows, row_names),
-            labels=between("label", labels, row_names, self.label_range),
-            weights=torch.ones(row_names.size)
-            if weights is None
-            else between("weight", weights, row_names, (0.0, math.inf)),
+            dense=row_dense,
+            labels=labels,
+            weights=row_weights,
             total_weight=total_of(weights, total_weight, row_names.size),
             log_q=None if log_q is None else finite("log_q", log_q, row_names),
             targets=self._targets(targets, row_names),
@@ -307,7 +313,7 @@ class BatchSchema(BatchColumns):
             row.
         """
         columns = features.to_dict()
-        shared_keys = set(self.layout.shared.keys if self.layout.shared else ())
+        shared_keys = set() if self.layout.shared is None else set(self.layout.shared.keys)
         row_keys = set(self.layout.rows.keys)
         all_keys = shared_keys | row_keys
         missing_keys = all_keys - set(columns)
@@ -356,4 +362,7 @@ def _expected_rows(
         check_repeats(index, expected, queries)
     else:
         check_index(index, expected, queries)
-    return (ExpectedRows(size, "B", shared_rows, index) if rows is None else expected), queries
+    # Rows without numbers of their own are named by their shared rows.
+    if rows is None:
+        expected = ExpectedRows(size, "B", shared_rows, index)
+    return expected, queries

@@ -130,7 +130,12 @@ def check_repeats(repeats: int, rows: ExpectedRows, queries: ExpectedRows) -> No
 
 def total_of(weights: Tensor | None, given: float | None, size: int) -> Tensor:
     """Returns the total weight, () float32: ``given``, else the sum of the weights, else ``size``."""
-    total = float(given) if given is not None else float(size if weights is None else weights.sum())
+    if given is not None:
+        total = float(given)
+    elif weights is not None:
+        total = float(weights.sum())
+    else:
+        total = float(size)
     if size and not total > 0:
         raise DataError(
             f"total_weight={total}: must be greater than 0, since the loss divides by it; give some row a weight"
@@ -179,8 +184,8 @@ def _weights(feature: SparseFeature, column: Jagged, rows: ExpectedRows) -> Tens
     weights = column.weights.float()
     if weights.numel() and finite_range(weights) is None:
         index = (~torch.isfinite(weights)).nonzero()[0]
-        ones = column.lengths if column.lengths is not None else torch.ones(rows.size)
-        row = int(torch.searchsorted(ones.long().cumsum(0), index, right=True))
+        lengths = torch.ones(rows.size) if column.lengths is None else column.lengths
+        row = int(torch.searchsorted(lengths.long().cumsum(0), index, right=True))
         raise DataError(f"column '{feature.weights}': value {float(weights[index])} in {rows.name(row)} is not finite")
     return weights
 
@@ -208,10 +213,11 @@ def _runs(columns: Sequence[CheckedBags]) -> Iterator[list[CheckedBags]]:
     """Groups neighbours with one id for each of equally many rows into a matrix; others stay alone."""
     run: list[CheckedBags] = []
     for column in columns:
-        jagged = column.bags.lengths is not None
-        if run and (jagged or run[0].bags.lengths is not None or column.rows.size != run[0].rows.size):
-            yield run
-            run = []
+        if run:
+            jagged = column.bags.lengths is not None or run[0].bags.lengths is not None
+            if jagged or column.rows.size != run[0].rows.size:
+                yield run
+                run = []
         run.append(column)
     if run:
         yield run
@@ -238,7 +244,9 @@ def _out_of_range(column: CheckedBags, ids: Tensor, bad: Tensor) -> DataError:
     feature = column.feature
     lengths = column.bags.lengths
     first = int(bad.nonzero()[0])
-    row = first if lengths is None else int(torch.searchsorted(lengths.long().cumsum(0), first, right=True))
+    row = first
+    if lengths is not None:
+        row = int(torch.searchsorted(lengths.long().cumsum(0), first, right=True))
     return DataError(
         f"feature '{feature.name}': id {int(ids[first])} in {column.rows.name(row)} is outside table {feature.readers} "
         f"(valid ids: 0 to {feature.num_embeddings - 1}; {int(bad.sum())} such ids in this batch); "

@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingConfig, data_type_to_dtype
@@ -122,8 +122,9 @@ def _facts(table: BaseEmbeddingConfig) -> dict[str, Any]:
     init = facts.pop("init_fn")
     del facts["feature_names"]
     # TorchRec fills in a partial of its own for each config.
-    first_values = (init.func, init.args, tuple(init.keywords.items())) if isinstance(init, partial) else init
-    return {**facts, "init_fn": first_values}
+    if isinstance(init, partial):
+        init = (init.func, init.args, tuple(init.keywords.items()))
+    return {**facts, "init_fn": init}
 
 
 class Joints(NamedTuple):
@@ -149,7 +150,7 @@ def joints(tables: Iterable[BaseEmbeddingConfig], shared: Collection[str], weigh
 
 def unique(keys: Mapping[str, list[Joint]]) -> tuple[Joint, ...]:
     """Returns the keys of all tables, each once."""
-    return tuple(dict.fromkeys(key for pairs in keys.values() for key in pairs))
+    return tuple(dict.fromkeys(chain.from_iterable(keys.values())))
 
 
 def features_of(
@@ -162,27 +163,28 @@ def features_of(
     joint = joints(tables, shared, weights)
     readers: dict[str, list[BaseEmbeddingConfig]] = {}
     for table in tables:
-        for feature in table.feature_names:
-            readers.setdefault(feature, []).append(table)
+        for feature_name in table.feature_names:
+            readers.setdefault(feature_name, []).append(table)
     for what, names in (("oov_ids", oov_ids), ("weights", weights)):
         unknown = sorted(set(names) - set(readers))
         if unknown:
             raise ValueError(f"{what} names {unknown}, which no table reads; the features are {sorted(readers)}")
-    return tuple(
-        SparseFeature(
+    features = []
+    for name, feature_tables in readers.items():
+        names_of_tables = [table.name for table in feature_tables]
+        row_sizes = [table.embedding_dim * data_type_to_dtype(table.data_type).itemsize for table in feature_tables]
+        feature = SparseFeature(
             name=name,
-            tables=tuple(table.name for table in feature_tables),
+            tables=tuple(names_of_tables),
             # An id must be a row of every table that reads it.
             num_embeddings=min(table.num_embeddings for table in feature_tables),
             oov_id=oov_ids.get(name, 0),
-            keyed=any(table.name not in joint.plain and table.name not in joint.weighted for table in feature_tables),
+            keyed=not set(names_of_tables) <= {*joint.plain, *joint.weighted},
             weights=weights.get(name),
-            row_bytes=sum(
-                table.embedding_dim * data_type_to_dtype(table.data_type).itemsize for table in feature_tables
-            ),
+            row_bytes=sum(row_sizes),
         )
-        for name, feature_tables in readers.items()
-    )
+        features.append(feature)
+    return tuple(features)
 
 
 _ELEMENT = re.compile(r"(.+)\[(\d+)\]")
