@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -158,15 +159,14 @@ def _index_per_member(indices: Any) -> Any:
     """Returns the index of ``[arange over members, index]`` or ``[None, index]``, else None."""
     if len(indices) != 2 or not isinstance(indices[1], Node):
         return None
-    first = indices[0]
+    first, index = indices
+    axes = len(_shape(index))
     if first is None:
-        return indices[1] if len(_shape(indices[1])) == 1 else None
-    counted = (
-        first.op == "call_function"
-        and first.target is _aten.unsqueeze.default
-        and first.args[0].target is _aten.arange.default
-    )
-    return indices[1] if counted and len(_shape(indices[1])) == 2 else None
+        return index if axes == 1 else None
+    if first.op != "call_function" or first.target is not _aten.unsqueeze.default:
+        return None
+    counts_members = first.args[0].target is _aten.arange.default
+    return index if counts_members and axes == 2 else None
 
 
 def _index_in_flat_rows(before: Node, indices: Any, rows: int) -> Node:
@@ -180,7 +180,10 @@ def _index_in_flat_rows(before: Node, indices: Any, rows: int) -> Node:
 
 
 def _select_rows(node: Any) -> None:
-    if node.target is not _aten.index.Tensor or (index := _index_per_member(node.args[1])) is None:
+    if node.target is not _aten.index.Tensor:
+        return
+    index = _index_per_member(node.args[1])
+    if index is None:
         return
     source: Any = node.args[0]
     if len(_shape(index)) == 1:
@@ -193,11 +196,11 @@ def _select_rows(node: Any) -> None:
 
 
 def _add_rows(node: Any) -> None:
-    if (
-        node.target is not _aten.index_put.default
-        or len(node.args) < 4
-        or (index := _index_per_member(node.args[1])) is None
-    ):
+    # Without the fourth argument the values replace the rows and are not added.
+    if node.target is not _aten.index_put.default or len(node.args) < 4:
+        return
+    index = _index_per_member(node.args[1])
+    if index is None:
         return
     zeros: Any = node.args[0]
     values: Any = node.args[2]
@@ -254,8 +257,7 @@ class Inputs(NamedTuple):
 
     def flat(self) -> list[Tensor]:
         """Returns all tensors, in order."""
-        pooled = [tensor for bags in self.pooled for tensor in bags]
-        return [*self.dense, *pooled, *self.rest()]
+        return [*self.dense, *chain.from_iterable(self.pooled), *self.rest()]
 
     def rest(self) -> list[Tensor]:
         """Returns all tensors but weights and look-ups."""
@@ -323,7 +325,7 @@ def _loss(skeleton: Skeleton, inputs: Inputs) -> Loss:
         rest = iter(pooled)
         by_path = {}
         for path, count in zip(inputs.paths, counts, strict=True):
-            by_path[path] = [next(rest) for _ in range(count)]
+            by_path[path] = list(islice(rest, count))
         with skeleton.holding(by_path, noise) as learner:
             batch = batch_from_tensors(dict(zip(inputs.fields, fields, strict=True)))
             parameters = dict(zip(skeleton.parameters, weights, strict=True))
@@ -341,7 +343,7 @@ def _parts(inputs: Inputs, tensors: tuple[Tensor, ...]) -> list[list[Tensor]]:
     # In the order of Inputs.flat().
     counts = [len(inputs.dense), pooled_count, len(inputs.fields), len(inputs.noise), len(inputs.peers)]
     rest = iter(tensors)
-    return [[next(rest) for _ in range(count)] for count in counts]
+    return [list(islice(rest, count)) for count in counts]
 
 
 def _step(skeleton: Skeleton, inputs: Inputs) -> Callable[..., list[Tensor]]:

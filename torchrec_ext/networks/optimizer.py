@@ -90,10 +90,9 @@ class StackedOptimizer:
         for weights in _weights(self._stack, choices):
             if first[weights.name].kind != kind:
                 continue
-            rules = {
-                member: self._rule(member, member_choices[weights.name], weights.is_table)
-                for member, member_choices in choices.items()
-            }
+            rules = {}
+            for member, member_choices in choices.items():
+                rules[member] = self._rule(member, member_choices[weights.name], weights.is_table)
             _check_kinds(weights.name, {member: rule.choice.kind for member, rule in rules.items()})
             for entry, rule in _runs(weights, rules):
                 # Entries with one rule share a group, and so one fused call.
@@ -107,8 +106,11 @@ class StackedOptimizer:
         return optimizer_type(list(groups.values()), **options)  # type: ignore[arg-type]
 
     def _rule(self, member: str, choice: Choice, is_table: bool) -> _Rule:
-        schedule = self._schedules.get(member, (Schedule(), Schedule()))[0 if is_table else 1]
-        return _Rule(choice, schedule, self._steps.get(member, 0) if schedule.changes else 0)
+        of_tables, of_layers = self._schedules.get(member, (Schedule(), Schedule()))
+        schedule = of_tables if is_table else of_layers
+        # A constant rate needs no number of steps: members that differ in it alone still share a rule.
+        steps = self._steps.get(member, 0) if schedule.changes else 0
+        return _Rule(choice, schedule, steps)
 
     def _weights_in_norm(self, choices: Mapping[str, Mapping[str, Choice]]) -> list[_Weights]:
         """Returns the weights to clip; as in a single run, without the tables updated inside the backward."""
@@ -215,10 +217,8 @@ class StackedOptimizer:
         optimizer._step = self._step
         states: dict[tuple[str, str], dict[str, Tensor]] = {}
         for _, entry in self._moved:
-            states |= {
-                (entry.name, member): state_of_one
-                for member, state_of_one in zip(entry.members, self._state(entry), strict=True)
-            }
+            for member, state_of_one in zip(entry.members, self._state(entry), strict=True):
+                states[entry.name, member] = state_of_one
         for _, entry in optimizer._moved:
             parts = [states[entry.name, member] for member in entry.members]
             state = {name: _join([state_of_one[name] for state_of_one in parts]) for name in parts[0]}
@@ -256,19 +256,23 @@ def _choices(stack: Stack, member: str, config: OptimizerConfig) -> dict[str, Ch
 
 
 def _all_weights(stack: Stack) -> list[_Weights]:
-    tables = [
-        _Weights(f"{path}.{table.name}", stacked.weight(table).detach(), stacked.weight(table).grad, True)  # type: ignore[arg-type]
-        for path, stacked in stack.tables.items()
-        for table in stacked.tables
-    ]
-    return [*tables, _Weights("", stack.flat, stack.flat_grad, False)]
+    weights = []
+    for path, stacked in stack.tables.items():
+        for table in stacked.tables:
+            weight = stacked.weight(table)
+            weights.append(_Weights(f"{path}.{table.name}", weight.detach(), weight.grad, True))  # type: ignore[arg-type]
+    weights.append(_Weights("", stack.flat, stack.flat_grad, False))
+    return weights
 
 
 def _weights(stack: Stack, choices: Mapping[str, Mapping[str, Choice]]) -> list[_Weights]:
     """Returns the tables, and the dense weights: as one if each member has one setting for them, else one by one."""
     *tables, dense = _all_weights(stack)
-    if all(len({choices[member][name] for name in stack.dense}) <= 1 for member in stack.members):
-        return [*tables, *([dense._replace(name=next(iter(stack.dense)))] if stack.dense else [])]
+    if not stack.dense:
+        return tables
+    settings = [{choices[member][name] for name in stack.dense} for member in stack.members]
+    if max(map(len, settings)) == 1:
+        return [*tables, dense._replace(name=next(iter(stack.dense)))]
     grads = stack.dense_grads()
     return [*tables, *(_Weights(name, value.detach(), grads[name], False) for name, value in stack.dense.items())]
 
@@ -279,9 +283,11 @@ def _runs(weights: _Weights, rules: Mapping[str, _Rule]) -> list[tuple[StackedWe
     if len(set(rules.values())) == 1 and weights.value.is_contiguous():
         return [(_entry(weights.name, members, weights.value, weights.grad, weights.is_table), rules[members[0]])]
     parts = zip(members, weights.value.chunk(len(members)), weights.grad.chunk(len(members)), strict=True)
-    return [
-        (_entry(weights.name, (member,), value, grad, weights.is_table), rules[member]) for member, value, grad in parts
-    ]
+    runs = []
+    for member, value, grad in parts:
+        entry = _entry(weights.name, (member,), value, grad, weights.is_table)
+        runs.append((entry, rules[member]))
+    return runs
 
 
 def _entry(name: str, members: tuple[str, ...], value: Tensor, grad: Tensor, is_table: bool) -> StackedWeights:

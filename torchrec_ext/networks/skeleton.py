@@ -111,7 +111,9 @@ def joined_source(items: Sequence[DrawnStep]) -> Resident | None:
     """Returns the source of a :class:`StackedSteps`; None if the batches of ``items`` cannot be made as one."""
     first = items[0]
     batch = first.batch()
-    bags = [batch.sparse, *([batch.shared.sparse] if batch.shared is not None else [])]
+    bags = [batch.sparse]
+    if batch.shared is not None:
+        bags.append(batch.shared.sparse)
     if batch.joint is not None or batch.weighted is not None:
         return None
     # One id in each bag: only then are the members' ids one tensor without offsets.
@@ -249,8 +251,14 @@ class Skeleton:
     def _probe(self, batch: TowerBatch) -> list[_Dropout]:
         """Runs the learner once on zeros; returns the dropout layers in order of execution."""
         tensors = tensors_of(batch)
-        names = ["sparse", *(["shared.sparse"] if batch.shared is not None else []), "joint", "weighted"]
-        strides = {name: bags.stride() for name in names if (bags := jagged_of(batch, name)) is not None}
+        names = ["sparse", "joint", "weighted"]
+        if batch.shared is not None:
+            names.append("shared.sparse")
+        strides = {}
+        for name in names:
+            bags = jagged_of(batch, name)
+            if bags is not None:
+                strides[name] = bags.stride()
         # The batch of a shorter last step has other strides; an empty `reads` marks a collection as not yet read.
         for table in self.tables.values():
             table.strides = strides
@@ -325,7 +333,8 @@ def first_difference(networks: Mapping[str, nn.Module]) -> str | None:
         for layer, other in zip(reference, other_layers, strict=False):
             # The fields of both: one of them may lack a field.
             for field in [*layer.facts, *other.facts]:
-                mine, theirs = layer.facts.get(field, "absent"), other.facts.get(field, "absent")
+                mine = layer.facts.get(field, "absent")
+                theirs = other.facts.get(field, "absent")
                 if mine != theirs:
                     where = f"{layer.path}: {field}" if layer.path else field
                     return f"{where} is {mine} in '{first}' and {theirs} in '{name}'"

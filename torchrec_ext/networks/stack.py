@@ -147,13 +147,13 @@ class StackedTables(nn.Module):
 
     @torch.no_grad()
     def _pooled(self, lookups: Sequence[_Bags], weights: Sequence[Tensor]) -> list[Tensor]:
-        owners = [
-            (table, weight) for table, weight in zip(self.tables, weights, strict=True) for _ in table.feature_names
-        ]
-        return [
-            bags.pooled(weight, table.pooling).view(self.members, -1, table.embedding_dim)
-            for bags, (table, weight) in zip(lookups, owners, strict=True)
-        ]
+        bags = iter(lookups)
+        pooled = []
+        for table, weight in zip(self.tables, weights, strict=True):
+            for _ in table.feature_names:
+                values = next(bags).pooled(weight, table.pooling)
+                pooled.append(values.view(self.members, -1, table.embedding_dim))
+        return pooled
 
     def one_each(self) -> list[tuple[Tensor, Tensor | None]]:
         """Returns the rows (K x S,) of each look-up read last, and a mask of filled bags (K x S, 1), or None for all.
@@ -204,13 +204,13 @@ def _read_one_each(parts: Sequence[KeyedJaggedTensor], members: int) -> _OneEach
     first = parts[0]
     same = all(batch is first for batch in parts)
     different = parts[:1] if same else parts
-    if any(
-        batch.values().numel() != batch.lengths().numel() or batch.weights_or_none() is not None for batch in different
-    ):
-        return None
-    # As many ids as bags, and no bag with two: each has one.
-    if max(int(batch.lengths().max()) if batch.lengths().numel() else 1 for batch in different) != 1:
-        return None
+    for batch in different:
+        lengths = batch.lengths()
+        if batch.values().numel() != lengths.numel() or batch.weights_or_none() is not None:
+            return None
+        # As many ids as bags, and no bag with two: each has one.
+        if lengths.numel() and int(lengths.max()) != 1:
+            return None
     values = torch.stack([batch.values() for batch in different]).view(
         len(different), len(first.keys()), first.stride()
     )
@@ -592,10 +592,12 @@ def _stacked_fields(members: Sequence[str], batches: Sequence[TowerBatch]) -> di
         raise StackError(f"{len(batches)} batches for {len(members)} networks: give one for each, {list(members)}")
     # One object for all members is read once, without a copy for each of them.
     shared = all(batch is batches[0] for batch in batches)
-    tensors = [tensors_of(batch) for batch in (batches[:1] if shared else batches)]
+    different = batches[:1] if shared else batches
+    tensors = [tensors_of(batch) for batch in different]
     for name, other in zip(members, tensors, strict=False):
         for field in {**tensors[0], **other}:
-            mine, theirs = tensors[0].get(field), other.get(field)
+            mine = tensors[0].get(field)
+            theirs = other.get(field)
             if mine is None or theirs is None or mine.shape != theirs.shape:
                 raise StackError(
                     f"batch.{field} is {_shape(mine)} for '{members[0]}' and {_shape(theirs)} for '{name}': "

@@ -150,7 +150,10 @@ class StalePeers:
         self._graphs: dict[tuple[object, ...], GraphModule] = {}
         members = len(stack.members)
         # Row k: the members other than k.
-        self._others = torch.tensor([[peer for peer in range(members) if peer != member] for member in range(members)])
+        others = []
+        for member in range(members):
+            others.append([peer for peer in range(members) if peer != member])
+        self._others = torch.tensor(others)
 
     @torch.no_grad()
     def copy(self) -> None:
@@ -360,11 +363,9 @@ class _Run:
             elif member.checkpoints is not None:
                 restored = member.checkpoints.load_weights(member.network, best["best_step"])
             name_of_best = self._watches[name].told(best)
-            text = (
-                f"restored {name_of_best}"
-                if restored
-                else f"{name_of_best} was the best, but its checkpoint is gone: the weights are the last step's"
-            )
+            text = f"restored {name_of_best}"
+            if not restored:
+                text = f"{name_of_best} was the best, but its checkpoint is gone: the weights are the last step's"
             if self._log is not None:
                 self._log(
                     name, {"kind": "restore", "epoch": best["best_epoch"], "step": best["best_step"], "message": text}
@@ -379,24 +380,22 @@ class _Run:
             for record in position.history:
                 if self._log is not None:
                     self._log(name, record)
-        finished = [
-            name for name, position in position_of.items() if is_over(position, self._members[name].train.epochs)
-        ]
+        finished = []
+        for name, position in position_of.items():
+            if is_over(position, self._members[name].train.epochs):
+                finished.append(name)
         # A loader shared with a finished member now has that member's position: restore the others once more.
         if finished:
-            position_of |= {
-                name: self._restore_one(name, checkpoints)
-                for name, checkpoints in self._active_checkpoints()
-                if name not in finished
-            }
+            for name, checkpoints in self._active_checkpoints():
+                if name not in finished:
+                    position_of[name] = self._restore_one(name, checkpoints)
         if len(finished) == len(self.active):
             self._leave(finished)
             return
-        positions = {
-            (position.epoch, position.done, position.step, position.ended)
-            for name, position in position_of.items()
-            if name not in finished
-        }
+        positions = set()
+        for name, position in position_of.items():
+            if name not in finished:
+                positions.add((position.epoch, position.done, position.step, position.ended))
         if len(positions) > 1:
             steps = ", ".join(f"'{name}' at step {position.step}" for name, position in position_of.items())
             raise StackError(
@@ -451,15 +450,14 @@ class _Run:
         self.at.done += 1
         window.add(self.active, losses)
         for name in self.active:
-            if self.at.step % self._members[name].train.log_every == 0 or self.at.done == self._steps:
-                config = self._members[name].train
+            config = self._members[name].train
+            if self.at.step % config.log_every == 0 or self.at.done == self._steps:
                 changing = config.tables_schedule.changes or config.dense_schedule.changes
                 rates = self._optimizer.rates(name) if changing else {}
                 self._keep(name, {"kind": "train", "epoch": epoch, "step": self.at.step, **window.take(name), **rates})
+        due = [checkpoints.due_after(self.at.step) for _, checkpoints in self._active_checkpoints()]
         # Collecting a member's state takes as long as some steps: only when a checkpoint is due.
-        if self.at.done < self._steps and any(
-            saving.due_after(self.at.step) for _, saving in self._active_checkpoints()
-        ):
+        if self.at.done < self._steps and any(due):
             self._save(RunCheckpoints.after_step)
         if self._stop is not None and self._stop():
             self._end_here()
@@ -482,10 +480,11 @@ class _Run:
         return self._step(batches, peers=peers, weight=self._codistillation.weight)
 
     def _drop_diverged(self, epoch: int, losses: Tensor) -> None:
-        diverged = {
-            name: loss for name, loss in zip(self.active, losses.tolist(), strict=True) if not math.isfinite(loss)
-        }
-        for name, loss in diverged.items():
+        diverged = []
+        for name, loss in zip(self.active, losses.tolist(), strict=True):
+            if math.isfinite(loss):
+                continue
+            diverged.append(name)
             message = (
                 f"'{name}': the loss is {loss} at step {self.at.step + 1} of epoch {epoch}; nothing was written by "
                 "this step, and the member ends; lower its optimizer.tables_lr or optimizer.dense_lr, or set "
@@ -510,12 +509,12 @@ class _Run:
             # Members that evaluate best so far keep their weights, for the end of their run.
             if watch.see(record):
                 best.append(name)
+                record["best"] = True
                 if config.early_stop.restore:
                     self._best[name].keep()
-            if name in best:
-                record = {**record, "best": True}
             self._keep(name, record)
-            if (stop := watch.stops()) and not last:
+            stop = watch.stops()
+            if stop is not None and not last:
                 self._keep(name, {"epoch": epoch, "step": self.at.step, **stop})
                 ended.append(name)
         for name, checkpoints in self._active_checkpoints():
