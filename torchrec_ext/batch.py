@@ -130,12 +130,17 @@ class TowerBatch(_Fields):
 
         The call waits for the device if the bags are in ``joint`` or ``weighted``.
         """
-        for bags in (self.weighted, self.joint):
-            for key in bags.keys() if bags is not None else []:
+        for halves in (self.weighted, self.joint):
+            if halves is None:
+                continue
+            for key in halves.keys():  # noqa: SIM118
                 if name in key.split("|"):
-                    return self._half(bags[key], first=key.split("|")[0] == name)  # type: ignore[index]
-        for bags in (self.sparse, self.shared.sparse if self.shared else None):
-            if bags is not None and name in bags.keys():  # noqa: SIM118
+                    return self._half(halves[key], first=key.split("|")[0] == name)
+        whole = [self.sparse]
+        if self.shared is not None:
+            whole.append(self.shared.sparse)
+        for bags in whole:
+            if name in bags.keys():  # noqa: SIM118
                 return bags[name]
         raise KeyError(f"no feature '{name}' in the batch")
 
@@ -147,9 +152,9 @@ class TowerBatch(_Fields):
         rows = slice(queries) if first else slice(queries, None)
         ids = slice(end) if first else slice(end, None)
         weights = bags.weights_or_none()
-        return JaggedTensor(
-            bags.values()[ids], lengths=lengths[rows], weights=None if weights is None else weights[ids]
-        )
+        if weights is not None:
+            weights = weights[ids]
+        return JaggedTensor(bags.values()[ids], lengths=lengths[rows], weights=weights)
 
 
 class Jagged(NamedTuple):

@@ -201,7 +201,10 @@ def no_torch(triple: Triple, pip_said: str, uv_said: str) -> str:
 def _remove_intruders(current: stack.Installed, variant: Variant, say: Say) -> None:
     """Uninstalls packages in pip's way: the other fbgemm, in the same folder, and the other torch build."""
     other = stack.FBGEMM_NAME["cuda" if variant == "cpu" else "cpu"]
-    names = [other, stack.FBGEMM_NAME[variant]] if other in current.versions else []
+    names = []
+    # The two share files, so taking one out breaks the other: both go.
+    if other in current.versions:
+        names = [other, stack.FBGEMM_NAME[variant]]
     if current.torch_build and not stack.torch_fits(current, variant):
         names.append("torch")
     if names := [name for name in names if name in current.versions]:
@@ -298,7 +301,10 @@ def diagnose(*, really_import: bool = True, named: Triple | None = None) -> Inst
     seconds = None
     if really_import and not problems:
         outcome = probe(variant)
-        seconds, problems = (outcome, []) if isinstance(outcome, float) else (None, [outcome])
+        if isinstance(outcome, Problem):
+            problems = [outcome]
+        else:
+            seconds = outcome
     # A container or a scheduler may give this process fewer cores than the machine has.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     devices = tuple(stack.gpu_nodes()) if variant == "cuda" else ()
@@ -382,12 +388,11 @@ def _python_problem(version: tuple[int, int]) -> list[Problem]:
 
 
 def _parts(current: stack.Installed, variant: Variant, triple: Triple) -> tuple[PackageStatus, ...]:
-    return tuple(
-        PackageStatus(
-            name=need.name, found=current.versions.get(need.name, "nothing"), expected=need.version or "any version"
-        )
-        for need in stack.requirements(variant, triple)
-    )
+    parts = []
+    for need in stack.requirements(variant, triple):
+        version = current.versions.get(need.name, "nothing")
+        parts.append(PackageStatus(name=need.name, found=version, expected=need.version or "any version"))
+    return tuple(parts)
 
 
 def _notes(variant: Variant, machine: Variant) -> list[str]:
@@ -424,7 +429,8 @@ def text(seen: Installation) -> str:
     lines = [f"{name:<16} {value}" for name, value in rows]
     lines += [f"note: {note}" for note in seen.notes]
     lines += [f"WRONG {problem}" for problem in seen.problems]
-    return "\n".join([*lines, "healthy" if seen.healthy else f"not healthy: {len(seen.problems)} to repair"])
+    lines.append("healthy" if seen.healthy else f"not healthy: {len(seen.problems)} to repair")
+    return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -273,7 +273,8 @@ def json_digest(content: Any, *, compact: bool = False) -> str:
         content: JSON values.
         compact: hash the text without blanks, and refuse NaN and infinity: a bundle's form.
     """
-    text = json.dumps(content, sort_keys=True, separators=(",", ":") if compact else None, allow_nan=not compact)
+    separators = (",", ":") if compact else None
+    text = json.dumps(content, sort_keys=True, separators=separators, allow_nan=not compact)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -420,7 +421,9 @@ def _is_written(handle: int, name: str) -> bool:
     except OSError:
         # The process of another host cannot be looked up, so its folder stays.
         host, _, process = name.partition(".partial-")[2].rpartition("-")
-        return host != _HOST or not process.isdecimal() or (int(process) != os.getpid() and _runs(int(process)))
+        if host != _HOST or not process.isdecimal():
+            return True
+        return int(process) != os.getpid() and _runs(int(process))
 
 
 def _runs(process: int) -> bool:

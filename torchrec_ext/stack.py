@@ -255,13 +255,18 @@ def problems(
     candidates += [_plain_problem(current, need, python) for need in rest]
     # Installed before torch, some would pull the registry's torch: gigabytes of CUDA packages. And if no triple is
     # chosen yet, the doctor chooses one that this machine can have.
-    left_to_doctor = set(NEEDS_THAT_PULL_TORCH) if triple else {fbgemm.name, "torchrec", *NEEDS_THAT_PULL_TORCH}
-    if candidates[0] is not None:
-        candidates = [
-            replace(problem, repair=by_doctor) if problem and problem.what in left_to_doctor else problem
-            for problem in candidates
-        ]
-    return tuple(problem for problem in candidates if problem)
+    left_to_doctor = set(NEEDS_THAT_PULL_TORCH)
+    if triple is None:
+        left_to_doctor |= {fbgemm.name, "torchrec"}
+    torch_is_wrong = candidates[0] is not None
+    result = []
+    for problem in candidates:
+        if problem is None:
+            continue
+        if torch_is_wrong and problem.what in left_to_doctor:
+            problem = replace(problem, repair=by_doctor)
+        result.append(problem)
+    return tuple(result)
 
 
 def _stack_to_name(current: Installed, requested: Triple | None) -> Triple | None:

@@ -104,7 +104,8 @@ class TensorWriter:
         entries: dict[str, Any] = {}
         end = 0
         for name, shape in self._tensors.items():
-            begin, end = end, end + shape.bytes
+            begin = end
+            end += shape.bytes
             entries[name] = {"dtype": _NAMES[shape.dtype], "shape": list(shape.size), "data_offsets": [begin, end]}
         text = json.dumps(entries).encode()
         # safetensors aligns the data to 8 bytes.
