@@ -67,6 +67,7 @@ def ease_vectors(users: Tensor, items: Tensor, num_items: int, *, dim: int, l2: 
     """
     _check_penalty(l2)
     values, vectors = torch.linalg.eigh(co_occurrences(users, items, num_items))
+    # X'X has no eigenvalue below 0, but rounding may give one.
     values = values.clamp(min=0).flip(0)
     vectors = vectors.flip(1)
     shrinkage = values / (values + l2)
@@ -159,6 +160,7 @@ def als_half_step(
     counts = torch.bincount(rows, minlength=num_rows)
     shared = unobserved * vectors.T @ vectors
     penalty = l2 * (counts + unobserved * len(vectors))
+    # A row with fewer columns is padded by one whose vector is 0, which adds nothing to its equations.
     padded = torch.cat([vectors, vectors.new_zeros(1, dim)])
     solution = torch.zeros(num_rows, dim)
     for block, members in _blocks(rows, columns, counts, dim, padding=len(vectors)):

@@ -253,6 +253,7 @@ def bounded_k_means(
         seed: seed of the other starts.
     """
     generator = torch.Generator().manual_seed(seed)
+    # Loads that are added up in another order may exceed the bound by rounding.
     clusters = _Clusters(points=points, sizes=sizes, weights=weights, bound=bound + 1e-9 * abs(bound), towers=towers)
     best = packing
     least = float("inf")
@@ -339,6 +340,7 @@ class _Clusters:
         overfull = after > self.bound
         same_tower = tower_of[:, None] == tower_of[None]
         swaps[overfull | overfull.T | same_tower] = -1
+        # A smaller gain is rounding, by which two groupings could alternate for ever.
         if max(float(moves.max()), float(swaps.max())) <= 1e-12:
             return False
         if moves.max() >= swaps.max():

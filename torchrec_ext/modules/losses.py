@@ -205,6 +205,7 @@ def _groups(logits: Tensor, batch: TowerBatch, negatives: int) -> Tensor:
 def _mean(losses: Tensor, batch: TowerBatch) -> Tensor:
     """Returns the weighted mean, (), of the losses of each positive, (B,)."""
     width = len(batch.weights) // max(1, len(losses))
+    # The total weight counts all rows of a group, each with the weight of its positive.
     return (losses * batch.weights.view(len(losses), width)[:, 0]).sum() / (batch.total_weight / width)
 
 

@@ -448,6 +448,7 @@ def _combined(embedded: Mapping[str, JaggedTensor], features: Sequence[str], com
 def _appended(steps: Tensor, lengths: Tensor, targets: Tensor, ones: Tensor) -> tuple[Tensor, Tensor]:
     """Returns packed steps with each row's target after its steps, and their lengths (B,)."""
     rows = torch.cat([torch.repeat_interleave(lengths), torch.repeat_interleave(ones)])
+    # The sort is stable, so a row's target follows its steps.
     return torch.cat([steps, targets]).index_select(0, rows.argsort(stable=True)), lengths + ones
 
 

@@ -45,8 +45,10 @@ class AttentionPooling(nn.Module):
         values = bags.values().to(self.score[0].weight.dtype)
         lengths = bags.lengths().long()
         size = len(lengths)
+        # With output_size torch need not wait for the device to learn how many rows there are.
         rows = torch.repeat_interleave(torch.arange(size, device=values.device), lengths, output_size=len(values))
         scores = self.score(values).squeeze(1)
+        # A softmax does not depend on the number that is subtracted, so the peaks need no gradient.
         peaks = scores.new_full((size,), -torch.inf).scatter_reduce(0, rows, scores.detach(), "amax")
         weights = torch.exp(scores - peaks[rows])
         # Totals are 1 or more but for empty bags.

@@ -197,6 +197,7 @@ class StackedOptimizer:
         grads = [weights.grad.view(len(limits), -1) for weights in self._clipped_weights]
         norms = torch.stack([grad.square().sum(dim=1) for grad in grads]).sum(dim=0).sqrt()
         most = norms.new_tensor([limit or float("inf") for limit in limits])
+        # torch's clip_grad_norm_ adds 1e-6 to the norm too, and a member must learn as it would alone.
         factors = (most / (norms + 1e-6)).clamp(max=1)[:, None]
         for grad in grads:
             grad.mul_(factors)

@@ -281,6 +281,7 @@ class Skeleton:
         """Yields the learner with ``pooled`` as its look-ups, by path, and ``noise`` in its dropout layers."""
         for path, table in self.tables.items():
             table.pooled = pooled[path]
+        # There is no noise at all if no member has dropout.
         for layer, layer_noise in zip(self.dropouts, noise, strict=False):
             layer.noise = layer_noise
         try:

@@ -410,6 +410,7 @@ class _Run:
 
     def _restore_one(self, name: str, checkpoints: RunCheckpoints) -> Position:
         run = self._as_run(name)
+        # A checkpoint holds torch's random state, which for a member is that of its own generator.
         with drawing_from(self._stack.generators[name]):
             at = checkpoints.restore(run)
         self._window.put(name, run.window.sums)
