@@ -428,9 +428,17 @@ def test_a_task_that_says_nothing_of_its_items_is_refused_by_name(tmp_path: Path
 @pytest.mark.parametrize(
     ("recipe", "towers", "message"),
     [
-        ("n_tower", "2", r"there is no tower 'item'; leave out model\.towers or export=require"),
+        (
+            "n_tower",
+            "user_id+weekday,item_id+hour",
+            r"there is no tower 'item'; leave out model\.towers or export=require",
+        ),
         ("n_tower", "user:user_id item:item_id,", r"tower 'item' reads [\w, ]+, too; leave out"),
-        ("stream", "2", r"tower 'tower_1' reads [\w, ]+, too; leave out model\.towers or export=require"),
+        (
+            "stream",
+            "user_id+weekday,item_id+hour",
+            r"tower 'tower_1' reads [\w, ]+, too; leave out",
+        ),
     ],
 )
 def test_towers_that_no_bundle_can_have_are_refused_before_the_first_step(

@@ -1,12 +1,9 @@
-"""Keys that group features into towers and compress what leaves them: from the command line to the model."""
+"""Keys that name the features of towers and compress what leaves them: from the command line to the model."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.datasets.labelled import LabelledData
@@ -56,37 +53,20 @@ def features_of(towers: dict[str, Any]) -> set[frozenset[str]]:
 PLANTED = {frozenset({"user_id", "c1", "c3"}), frozenset({"item_id", "c0", "c2"})}
 
 
-def test_a_number_of_towers_groups_features_whose_ids_come_together(capsys: pytest.CaptureFixture[str]) -> None:
-    result = towers_of("model.towers=2", "model.towers_bound=1")
-    assert features_of(result) == PLANTED
-    assert "affinity within towers" in capsys.readouterr().out
-    (dense,) = [name for name, tower in result.items() if tower.dense == ("d",)]
-    assert "c0" not in {table.name for table in result[dense].tables}, "dense columns go where tables are least"
-
-
-def test_what_a_model_has_learned_counts_where_it_is_given(tmp_path: Path) -> None:
-    """c3's ids come with user_id's and c1's, but its table says something else about them."""
-    drawn = torch.randn(3, 10 * IDS, 2, generator=torch.Generator().manual_seed(0))
-    says = {"user_id": 0, "c1": 0, "c3": 1, "item_id": 2, "c0": 2, "c2": 2}
-    tables = {f"towers.x.embeddings.embedding_bags.{name}.weight": drawn[index].clone() for name, index in says.items()}
-    save_file(tables, tmp_path / "a.safetensors")
-    result = towers_of("model.towers=3", f"model.towers_from={tmp_path / 'a.safetensors'}", "model.towers_bound=1")
-    assert features_of(result) == {frozenset({"user_id", "c1"}), frozenset({"c3"}), frozenset({"item_id", "c0", "c2"})}
-
-
 def test_towers_may_be_said_and_compress_what_leaves_them() -> None:
     result = towers_of("model.towers=user_id+c1+c3,item_id+c0+c2", "model.compress=dim=4,flat=2")
     assert features_of(result) == PLANTED
     assert [tower.out_features for tower in result.values()] == [8, 8]
+    (dense,) = [name for name, tower in result.items() if tower.dense == ("d",)]
+    assert "c0" not in {table.name for table in result[dense].tables}, "dense columns go where tables are least"
     assert set(towers_of()) == {"user", "item", "context"}
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("model.towers=0", "model.towers=0: must be 1 or more"),
-        ("model.towers=a,,b", "model.towers=a,,b: give a number of towers, or their features"),
-        ("model.towers_bound=3", "model.towers_from and model.towers_bound need a number of towers"),
+        ("model.towers=3", "model.towers=3: name the features of each tower"),
+        ("model.towers=a,,b", "model.towers=a,,b: give the features of each tower"),
         ("model.compress=dims=3", "model.compress=dims=3: there is no key 'dims'; did you mean dim"),
         ("model.compress=dim=0", "model.compress=dim=0: dim=0: must be 1 or more"),
     ],
@@ -103,12 +83,6 @@ def test_a_wrong_key_is_told_before_any_data_is_read(override: str, message: str
         (["model.towers=user_id+c9,item_id"], "there is no feature 'c9'; the features are user_id, item_id, c0"),
         (["model.towers=user_id,item_id"], "'c0' stands in no tower; give each of user_id, item_id, c0"),
         (["model.towers=user_id+user_id"], "'user_id' stands there twice"),
-        (
-            ["model.towers=2", "model.towers_from=x.safetensors"],
-            "model.towers_from=x.safetensors: there is no such file",
-        ),
-        (["model.towers=2", "model.towers_bound=0.001"], "'c0' alone has a load of 12,800; raise the bound"),
-        (["model.towers=9"], "towers=9: must be 1 to 6"),
     ],
 )
 def test_what_the_data_does_not_have_is_told(overrides: list[str], message: str) -> None:

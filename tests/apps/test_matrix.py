@@ -168,7 +168,7 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "export": {"never": (), "auto": ("export=auto",), "require": ("export=require",)},
     "ranks": {"1": (), "2": ()},
-    "towers": {"recipe's": (), "2": ("model.towers=2",)},
+    "towers": {"recipe's": (), "2": ("model.towers=user_id+weekday,item_id+hour",)},
     "compress": {"off": (), "linear": ("model.compress=dim=16",)},
     "share_items": {"no": (), "yes": ("model.share_items=true",)},
     "share_user": {"recipe's": (), "no": ("model.share_user=false",)},
@@ -192,7 +192,7 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 # Recipes that have the keys of an option; the others refuse them by name.
 ONLY = {
-    "towers": ("n_tower", "stream", "multi_task"),
+    "towers": ("n_tower", "stream"),
     "compress": ("two_tower", "retrieval", "n_tower", "stream", "multi_task"),
     "share_items": ("two_tower", "retrieval"),
     "share_user": ("two_tower", "retrieval", "ncf", "contextual_ncf"),
@@ -417,9 +417,8 @@ REFUSED += [
     ),
     Refused(
         {"recipe": ("stream",), "towers": ("2",), "loss": ("catalogue",)},
-        r"model\.loss=catalogue with model\.towers=2: the last tower, 'tower_1', reads column 'hour'",
+        r"model\.loss=catalogue with model\.towers=user_id.*: the last tower, 'tower_1', reads column 'hour'",
     ),
-    Refused({"recipe": ("multi_task",), "towers": ("2",)}, r"model\.towers=2: column 'history_gap' has lists"),
     Refused(
         {"recipe": ("session",), "attention": ("nested",)}, r"attention='nested' with causal=True on a cpu: torch has"
     ),

@@ -1,6 +1,5 @@
 from .multi_task import MultiTaskModel as MultiTaskModel
 from .ncf import ContextualNCF as ContextualNCF
-from .partition import affinity as affinity
 from .retrieval import RetrievalModel as RetrievalModel
 from .session import NextItemModel as NextItemModel
 from .session import bst as bst

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -61,19 +62,22 @@ def compression_of(text: str) -> Compression | None:
 
 
 def check_towers(text: str) -> None:
-    """Checks the text of ``model.towers``: empty, a number of towers, or the towers' features.
+    """Checks the text of ``model.towers``: empty, the towers' features, or their columns by name.
 
     Raises:
         ValueError: the text is none of these.
     """
-    if text.isdecimal() and int(text) < 1:
-        raise ValueError(f"model.towers={text}: must be 1 or more")
     if ":" in text:
         named_towers(text)
-    elif text and not text.isdecimal() and not all(all(group.split("+")) for group in text.split(",")):
+    elif text.isdecimal():
         raise ValueError(
-            f"model.towers={text}: give a number of towers, or their features, such as user_id+city,item_id+daytime, "
-            "or their columns by name, such as 'user:user_id,city item:item_id,price_*'"
+            f"model.towers={text}: name the features of each tower, such as user_id+city,item_id+daytime; "
+            "examples/towers_by_affinity.py proposes them"
+        )
+    elif text and not all(all(group.split("+")) for group in text.split(",")):
+        raise ValueError(
+            f"model.towers={text}: give the features of each tower, such as user_id+city,item_id+daytime, or their "
+            "columns by name, such as 'user:user_id,city item:item_id,price_*'"
         )
 
 
@@ -97,6 +101,71 @@ def named_towers(text: str) -> dict[str, list[str]]:
     return towers
 
 
+def columns_by_name(
+    towers: Mapping[str, Sequence[str]], features: Sequence[str], dense: Sequence[str]
+) -> dict[str, tuple[Sequence[str], Sequence[str]]]:
+    """Returns the names of each tower's features and of its dense columns, by tower.
+
+    Args:
+        towers: names or patterns of each tower's columns, by tower; see ``model.towers``.
+        features: names of all features.
+        dense: names of all dense columns.
+
+    Raises:
+        ValueError: a name or pattern is that of no column, or a column is in two towers, or in none.
+    """
+    columns = (*features, *dense)
+    owner: dict[str, str] = {}
+    for tower, patterns in towers.items():
+        for pattern in patterns:
+            matches = [name for name in columns if fnmatchcase(name, pattern)]
+            if not matches:
+                raise ValueError(
+                    f"model.towers: tower '{tower}' names '{pattern}', which no column is; the columns are "
+                    f"{listed(columns)}"
+                )
+            for name in matches:
+                if owner.setdefault(name, tower) != tower:
+                    raise ValueError(
+                        f"model.towers: column '{name}' is in the towers '{owner[name]}' and '{tower}'; a column is in "
+                        "one tower"
+                    )
+    if missing := [name for name in columns if name not in owner]:
+        raise ValueError(
+            f"model.towers: column '{missing[0]}' stands in no tower ({len(missing)} such columns); name it, or a "
+            f"pattern, such as {next(iter(towers))}:{missing[0]}"
+        )
+
+    def of_tower(tower: str, names: Sequence[str]) -> list[str]:
+        return [name for name in names if owner[name] == tower]
+
+    return {tower: (of_tower(tower, features), of_tower(tower, dense)) for tower in towers}
+
+
+def listed_features(towers: str, features: Sequence[str]) -> dict[str, list[str]]:
+    """Parses ``user_id+homework,item_id``: the features of each tower, by tower.
+
+    Raises:
+        ValueError: a feature is unknown, listed twice or not listed.
+    """
+    groups = [group.split("+") for group in towers.split(",")]
+    listed_names = [name for group in groups for name in group]
+    unknown = [name for name in listed_names if name not in features]
+    twice = [name for name in listed_names if listed_names.count(name) > 1]
+    missing = [name for name in features if name not in listed_names]
+    if unknown:
+        raise ValueError(
+            f"model.towers={towers}: there is no feature '{unknown[0]}'; the features are {listed(features)}"
+        )
+    if twice:
+        raise ValueError(f"model.towers={towers}: '{twice[0]}' stands there twice; a feature is in one tower")
+    if missing:
+        raise ValueError(
+            f"model.towers={towers}: '{missing[0]}' stands in no tower; give each of {listed(features)} one"
+        )
+    return {f"tower_{number}": group for number, group in enumerate(groups)}
+
+
 @dataclass(frozen=True, kw_only=True)
 class NTowerConfig:
     """The towers of the recipes ``n_tower`` and ``stream``.
@@ -105,13 +174,9 @@ class NTowerConfig:
         embedding_dim: columns of every table.
         embedding_std: standard deviation of the tables' initial values.
         tower_widths: widths of each tower's MLP; where there is none, a tower's output is its concatenated embeddings.
-        towers: user, item and context where empty; a number of towers, to group the features by affinity, see
-            :func:`features_by_tower`; the features of each tower, as ``user_id+homework,item_id+daytime``; or the
-            columns of each by name or pattern, as ``user:user_id,age item:item_id,price_*``, the item's tower last.
-        towers_from: safetensors of a trained model of these tables (``torchx_apps.publish``), whose vectors then say
-            which features are near; their ids do where empty. Needs a number of towers.
-        towers_bound: greatest size of one tower's tables in MiB; 1.1 times an even share where 0. Needs a number of
-            towers.
+        towers: user, item and context where empty; the features of each tower, as ``user_id+homework,item_id+daytime``;
+            or the columns of each by name or pattern, as ``user:user_id,age item:item_id,price_*``, the item's tower
+            last. ``examples/towers_by_affinity.py`` proposes towers of features that occur together.
         compress: settings of the :class:`Compression` of a tower's embeddings before its MLP or, without one, before
             they leave its ranks, such as ``dim=16,flat=2``; none where empty.
         interaction: network over the towers' outputs, see :func:`interaction_layer`. Under one of two towers, such as
@@ -131,8 +196,6 @@ class NTowerConfig:
     embedding_std: float = 0.01
     tower_widths: tuple[int, ...] = ()
     towers: str = ""
-    towers_from: str = ""
-    towers_bound: float = 0.0
     compress: str = ""
     interaction: Interaction = "dcn"
     top_widths: tuple[int, ...] = (128, 64)
@@ -148,11 +211,6 @@ class NTowerConfig:
         compression_of(self.compress)
         check_towers(self.towers)
         check_loss(self.loss, self.interaction, self.temperature)
-        if not self.towers.isdecimal() and (self.towers_from or self.towers_bound):
-            raise ValueError(
-                f"model.towers_from and model.towers_bound need a number of towers; model.towers={self.towers!r} is "
-                "none"
-            )
 
 
 def n_tower() -> Job:
@@ -371,22 +429,12 @@ def _columns_by_tower(
         user, user_dense = towers.get("user", ((), ()))
         context, dense = towers["context"]
         return {"user": ((*user, *context), (*user_dense, *dense)), "item": towers["item"]}
-    from torchx_apps.recipes.grouping import ROWS, columns_by_name, features_by_tower
-
     if ":" in config.towers:
         return columns_by_name(named_towers(config.towers), data.features, data.dense)
+    groups = listed_features(config.towers, data.features)
     readers = Counter(data.tables[name] for name in data.features)  # a table of several counts once
-    sizes = {name: 4.0 * data.vocab[name] * config.embedding_dim / readers[data.tables[name]] for name in data.features}
-    groups = features_by_tower(
-        config.towers,
-        data.features,
-        data.sample(ROWS),
-        sizes,
-        tables=data.tables,
-        trained=config.towers_from,
-        bound=config.towers_bound * 2**20,
-    )
-    # Dense columns have no affinity; the tower with the smallest tables reads them.
+    sizes = {name: data.vocab[name] / readers[data.tables[name]] for name in data.features}
+    # The list names no dense columns: the tower with the smallest tables reads them.
     smallest = min(groups, key=lambda tower: sum(sizes[name] for name in groups[tower]))
     return {tower: (names, data.dense if tower == smallest else ()) for tower, names in groups.items()}
 

@@ -134,10 +134,6 @@ class LabelledData:
         dense = tuple(name for name in self.dense if name not in (*self.user_features, *self.item_features))
         return {**towers, "context": (self.context, dense)} if self.context or dense or not towers else towers
 
-    def sample(self, rows: int) -> Chunk:
-        """Returns ``rows`` training rows, evenly spread over all, or all if there are fewer."""
-        return self.train.sample(rows)
-
     def described(self, key: str, rows: Int64) -> Chunk:
         """Returns the features of the users or items in ``rows`` (N,) of a table, from their last training rows.
 

@@ -157,12 +157,6 @@ class StreamedData:
                 return tower
         return "context"
 
-    def sample(self, rows: int) -> Chunk:
-        """Returns the columns of ids of the first ``rows`` training rows, or of fewer."""
-        source = self.splits["train"]
-        group = source.groups[0]
-        return next(source.parts(group, list(self.features), 0, min(rows, group.rows)))
-
     def chunks(self, split: str, names: Sequence[str]) -> Iterator[Chunk]:
         """Yields the columns ``names`` of a split, a part of a row group at a time, in the order of the files."""
         source = self.splits[split]
