@@ -1,7 +1,9 @@
 """What is damaged is found and named, what is half written is none, and nothing in a checkpoint runs."""
 
 import errno
+import itertools
 import json
+import math
 import os
 import pickle
 import random
@@ -15,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -31,7 +34,7 @@ from torchrec_ext.train.checkpoint import folder as manifest
 from torchrec_ext.train.checkpoint import state
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.folder import CheckpointFolder, CheckpointRanks, damage, read_index
-from torchrec_ext.train.checkpoint.state import LocalShard, Parts, SavePlanner, model_state
+from torchrec_ext.train.checkpoint.state import LoadPlanner, LocalShard, Parts, SavePlanner, model_state
 from torchrec_ext.train.checkpoint.storage import CheckpointError, read_metadata
 
 HERE = Runtime()
@@ -472,6 +475,27 @@ def test_a_block_is_written_from_the_memory_that_holds_it(dtype: torch.dtype, mo
         assert torch.equal(block, table[start:end])
         assert block.data_ptr() == table[start:end].data_ptr()
         assert block.untyped_storage().size() == block.nbytes  # torch copies a tensor whose storage holds more
+
+
+@pytest.mark.parametrize("rows", [60, 100, 130])
+@pytest.mark.parametrize("division", [(130,), (40, 90)], ids=["one rank's", "two ranks'"])
+def test_a_tensor_of_several_blocks_is_loaded_as_it_was_saved(
+    rows: int, division: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks are those of the writer; a reader's rectangle may begin where a block does and be larger."""
+    monkeypatch.setattr(state, "_BLOCK_BYTES", 25 * 4 * 4)  # 25 rows
+    whole = torch.arange(rows * 4, dtype=torch.float32).view(rows, 4)
+    dcp.save(
+        {"tables.a.weight": Parts((rows, 4), [LocalShard(whole, (0, 0))])},
+        checkpoint_id=tmp_path,
+        planner=SavePlanner(),
+        no_dist=True,
+    )
+    starts = [0, *itertools.accumulate(division)]
+    loaded = torch.full_like(whole, math.nan)
+    parts = [LocalShard(loaded[start:end], (start, 0)) for start, end in itertools.pairwise(starts)]
+    dcp.load({"tables.a.weight": Parts((rows, 4), parts)}, checkpoint_id=tmp_path, planner=LoadPlanner(), no_dist=True)
+    assert torch.equal(loaded, whole)
 
 
 def test_no_file_is_read_again_for_its_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

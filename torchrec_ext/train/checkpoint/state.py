@@ -66,12 +66,13 @@ class Parts:
             [LocalShard(function(shard.tensor, number), shard.offsets) for number, shard in enumerate(self.parts)],
         )
 
-    def at(self, offsets: Sequence[int]) -> Tensor:
-        """Returns the block or rectangle beginning at ``offsets``."""
-        blocks = {tuple(shard.offsets): shard.tensor for shard in self.parts} | {
-            shard.offsets: shard.tensor for shard in self._blocks()
-        }
-        return blocks[tuple(offsets)]
+    def rectangle(self, offsets: Sequence[int]) -> Tensor:
+        """Returns the whole rectangle beginning at ``offsets``, to load into."""
+        return {tuple(shard.offsets): shard.tensor for shard in self.parts}[tuple(offsets)]
+
+    def block(self, offsets: Sequence[int]) -> Tensor:
+        """Returns the block beginning at ``offsets``, to save."""
+        return {tuple(shard.offsets): shard.tensor for shard in self._blocks()}[tuple(offsets)]
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         items = []
@@ -109,7 +110,10 @@ class SavePlanner(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """Returns the tensor to write."""
-        return _own_storage(_look_up(self.state_dict, index))
+        value = self.state_dict[index.fqn]
+        if isinstance(value, Parts):
+            value = value.block(index.offset or ())
+        return _own_storage(value)
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -126,7 +130,9 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         """Returns the tensor to load into."""
-        return _look_up(self.state_dict, index)
+        value = self.state_dict[index.fqn]
+        # A read item counts its offsets from the rectangle's, even if they lie in a later block.
+        return value.rectangle(index.offset or ()) if isinstance(value, Parts) else value
 
 
 def _own_storage(block: Tensor) -> Tensor:
@@ -142,11 +148,6 @@ def _own_storage(block: Tensor) -> Tensor:
     ):
         return block
     return torch.from_numpy(block.view(torch.uint8).numpy()).view(block.dtype)
-
-
-def _look_up(state: Mapping[str, Any], index: MetadataIndex) -> Tensor:
-    value = state[index.fqn]
-    return value.at(index.offset or ()) if isinstance(value, Parts) else value
 
 
 @dataclass
