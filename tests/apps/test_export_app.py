@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -417,6 +418,21 @@ def refused(runtime: Runtime, root: Path) -> tuple[str, str]:
         except ValueError as error:
             messages.append(str(error))
     return messages[0], messages[1]
+
+
+def refused_task(runtime: Runtime) -> str:
+    job = dataclasses.replace(load_recipe("two_tower"), task=lambda data, progress: SimpleNamespace(data=data))
+    with pytest.raises(ValueError) as error:
+        load_task(job, runtime)
+    return str(error.value)
+
+
+def test_what_is_no_task_is_refused_by_name() -> None:
+    (message,) = run_ranks(refused_task, 1)
+    assert message == (
+        "recipe 'two_tower': its task returned a SimpleNamespace; derive it from torchx_apps.tasks.task.Task, which "
+        "has defaults for what it does not say"
+    )
 
 
 def test_a_task_that_says_nothing_of_its_items_is_refused_by_name(tmp_path: Path) -> None:

@@ -192,7 +192,7 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 # Recipes that have the keys of an option; the others refuse them by name.
 ONLY = {
-    "towers": ("n_tower", "stream"),
+    "towers": ("n_tower", "stream", "multi_task"),
     "compress": ("two_tower", "retrieval", "n_tower", "stream", "multi_task"),
     "share_items": ("two_tower", "retrieval"),
     "share_user": ("two_tower", "retrieval", "ncf", "contextual_ncf"),
@@ -415,6 +415,7 @@ REFUSED += [
         {"recipe": ("two_tower",), "share_items": ("yes",), "tables": ("als",)},
         r"pretrained: item_id=als: the table is read for history\|item_id",
     ),
+    Refused({"recipe": ("multi_task",), "towers": ("2",)}, r"model\.towers=user_id.*: there is no feature 'weekday'"),
     Refused(
         {"recipe": ("stream",), "towers": ("2",), "loss": ("catalogue",)},
         r"model\.loss=catalogue with model\.towers=user_id.*: the last tower, 'tower_1', reads column 'hour'",

@@ -29,7 +29,7 @@ from torchx_apps.cli.overrides import apply_overrides
 from torchx_apps.jobs.setup import build_model, load_task
 from torchx_apps.recipes import Job
 from torchx_apps.recipes.by_name import load_recipe
-from torchx_apps.tasks.ranking import RankingEvaluator
+from torchx_apps.tasks.ranking import heldout_question
 
 
 def job_of(recipe: str, *overrides: str) -> Job:
@@ -299,19 +299,13 @@ def test_the_text_files_of_lightgcn_give_its_recall(tmp_path: Path) -> None:
     job = job_of("two_tower", *sets, "data.validation=false")
     task = job.task(job.data)
     assert (task.data.train.num_rows, task.data.test.num_rows, task.data.validation.num_rows) == (17, 8, 0)
-    baseline = RankingEvaluator.baseline(_Asked(task.data, job.evaluation.figures), "test")  # type: ignore[arg-type]
+    question = heldout_question(task.data, "test", job.evaluation.figures)
+    baseline = question.of_popularity(torch.from_numpy(task.data.popularity()))
     # By popularity among what each has not taken: user 0: 4, 5; user 1: 3, 5; user 3: 3, 4, 5; user 7: 2, 4, 5.
     first, second = 1.0, 1 / math.log2(3)
     assert baseline["recall@2"] == pytest.approx((2 / 2 + 2 / 2 + 1 / 1 + 2 / 3) / 4)
     assert baseline["ndcg@2"] == pytest.approx((1 + 1 + 1 + (first + second) / (first + second)) / 4)
     assert baseline["recall@20"] == 1
-
-
-class _Asked:
-    """What the popularity ranking reads of an evaluator."""
-
-    def __init__(self, data: Any, figures: Any) -> None:
-        self._data, self._ranking_figures = data, figures
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,7 @@ def load_task(job: Job, runtime: Runtime) -> Task:
 
     Raises:
         DatasetUnavailable: the set is not to be had, and ``job.fallback`` names no other.
+        ValueError: what the recipe's ``task`` returns is no :class:`Task`.
     """
     reason = None
     if runtime.local_rank == 0:
@@ -114,6 +115,11 @@ def load_task(job: Job, runtime: Runtime) -> Task:
         data = dataclasses.replace(data, name=job.fallback)
     if reason is not None or runtime.local_rank:
         task = job.task(data, progress=False)
+    if not isinstance(task, Task):
+        raise ValueError(
+            f"recipe '{job.name}': its task returned a {type(task).__name__}; derive it from "
+            "torchx_apps.tasks.task.Task, which has defaults for what it does not say"
+        )
     return task.with_evaluation(job.evaluation, job.closed_form)
 
 
