@@ -129,11 +129,15 @@ PRIVATE_NAMES = (
         ("_cdata",),
         "which tensors share memory, also those that a user keeps behind a parameter",
     ),
-    PrivateNames("torch/optim/optimizer.py", ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"), "see hooks"),
     PrivateNames(
         "torch/optim/optimizer.py",
-        ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"),
-        "adopt: hooks of all optimizers would not run in a captured step",
+        (
+            "_optimizer_step_pre_hooks",
+            "_optimizer_step_post_hooks",
+            "_global_optimizer_pre_hooks",
+            "_global_optimizer_post_hooks",
+        ),
+        "adopt: hooks of one optimizer or of all would not run in a captured step, and have no public list",
     ),
     PrivateNames(
         "torch/optim/lr_scheduler.py",
@@ -189,7 +193,11 @@ PRIVATE_NAMES = (
         "sharders.ShardedBags: means of row-wise tables, which TorchRec divides wrongly by; configs have no public way",
         "https://github.com/meta-pytorch/torchrec/issues/2362",
     ),
-    PrivateNames("torchrec/distributed/embedding.py", ("_embedding_configs", "_lookups"), "see embeddingbag.py"),
+    PrivateNames(
+        "torchrec/distributed/embedding.py",
+        ("_embedding_configs", "_lookups"),
+        "the configs of a sharded collection have no public way",
+    ),
     PrivateNames(
         "torchrec/distributed/dist_data.py",
         ("_pg", "_codecs"),
@@ -215,7 +223,7 @@ PRIVATE_NAMES = (
     PrivateNames(
         "torchrec/distributed/train_pipeline/train_pipelines.py",
         ("_pipelined_modules", "_model_fwd", "_stream_context", "_mlp_forward", "_pipelined_forward_type"),
-        "see utils.py; which modules overlap their input dist, of which TorchRec says nothing",
+        "pipeline: the semi-sync pipeline without streams; which modules overlap their input dist",
     ),
     PrivateNames(
         "torchrec/distributed/embedding_types.py",

@@ -33,7 +33,7 @@ from torchrec_ext.capture.captured import Reader
 from torchrec_ext.capture.executors import depends_on_values
 from torchrec_ext.capture.lowering import CannotCaptureError
 from torchrec_ext.observe.state_copy import random_state
-from torchrec_ext.observe.user_lines import first_line, is_users_file
+from torchrec_ext.observe.user_lines import UNKNOWN, first_line, is_users_file
 
 Loss = Callable[..., Any]
 Backend = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Sequence[Any]]]
@@ -205,7 +205,7 @@ def changed_between_calls() -> str:
     guard = first_line(ValueError(reasons[-1])).partition(": ")[2] if reasons else ""
     value = re.findall(r"(?:\['(\w+)'\]|\.(\w+)|'(\w+)')\)? *(?:==|!=|is |in )", guard.partition("#")[0])
     name = next((text for text in value[-1] if text), "") if value else ""
-    line = _users_line(reasons[-1]) if reasons else _UNKNOWN
+    line = _users_line(reasons[-1]) if reasons else UNKNOWN
     what = f"'{name}'" if name else "a value"
     return f"{line}: {what} changes from step to step; give it to the step as a tensor"
 
@@ -228,7 +228,6 @@ _VALUES = (
     "unbacked",
     "dynamic output shape",
 )
-_UNKNOWN = "a line that torch does not name"
 _REMEDY_OF_VALUES = "in place of .item(), if and boolean masks take torch.where, or a sum with weights of 0 and 1"
 
 
@@ -272,7 +271,7 @@ def _users_line(text: str) -> str:
     frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', text)
     users = [frame for frame in frames if is_users_file(frame[0])]
     if not users:
-        return _UNKNOWN
+        return UNKNOWN
     file, number, code = users[-1]
     return f"{file}:{number} ({code.strip()})"
 
