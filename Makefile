@@ -12,6 +12,8 @@ EXTRAS ?= dev,report,data,serve
 # Test files at a time, on two cores. Many tests wait for processes that they start; each worker holds torch and
 # TorchRec, 0.5 GB.
 WORKERS ?= 2
+# Seconds that `make gpu` may take; 0 for as many as it needs.
+BUDGET ?= 0
 # Written last, with this folder's path: without it, or in a folder that was moved, the environment is made anew.
 STAMP := $(VENV)/.ready
 # The environment's tools first, whether it is activated or not: the launcher starts `python3` by name.
@@ -53,11 +55,17 @@ bench: $(STAMP) ## every benchmark in three rounds, 45 minutes or so, on a machi
 		$(BIN)/python -m torchrec_ext.doctor --install --editable '.[$(EXTRAS),retrieval,onnx]'
 	@$(WITH_VENV) $(BIN)/python benchmarks/all.py $(BENCH_ARGS)
 
-gpu: ## every GPU test and GPU benchmark, on a machine with one; writes benchmarks/results/gpu
+gpu: ## every GPU test and benchmark, on a machine with a GPU; WHEELS=DIR: offline, with its own torch; BUDGET=SECONDS
 	@$(PYTHON) -c 'import sys; from torchrec_ext.stack import gpu_nodes; sys.exit(not gpu_nodes())' || { \
 		echo "make gpu: this machine has no NVIDIA GPU (no /dev/nvidia0): run it on one that has"; exit 1; }
+ifdef WHEELS
+	@$(PYTHON) -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target build/wheels $(WHEELS)/*.whl
+	@PYTHONPATH=$(CURDIR):$(CURDIR)/build/wheels TORCHREC_EXT_UNCHECKED=1 \
+		$(PYTHON) benchmarks/gpu.py --budget $(BUDGET) $(BENCH_ARGS)
+else
 	@$(MAKE) --no-print-directory $(STAMP)
-	@$(WITH_VENV) $(BIN)/python benchmarks/gpu.py $(BENCH_ARGS)
+	@$(WITH_VENV) $(BIN)/python benchmarks/gpu.py --budget $(BUDGET) $(BENCH_ARGS)
+endif
 
 clean: ## remove the environment, builds and caches; runs/ and data/ stay
 	@rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -263,3 +263,29 @@ def test_every_benchmark_runs(tmp_path: Path) -> None:
         assert result["machine"]
         assert len({row["name"] for row in result["rows"]}) == len(result["rows"]), "two rows of one name"
     assert set(results) >= {name for name in kept if name != "quality" and not name.endswith("-studies")}
+
+
+def test_a_gpu_run_goes_on_where_it_stopped_and_begins_nothing_that_takes_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = benchmark("gpu", monkeypatch)
+    about = {"commit": "a", "device": "cpu", "gpus": 0, "versions": {}}
+    results = gpu.Results(tmp_path, about)
+    turn = gpu.Turn(10.0, 20.0, {"auc": (0.5, 0.5)})
+    results.rows = {"resident data": gpu.compared("resident data", [turn, turn])}
+    results.tests = {"a": "passed", "b": "failure"}
+    results.write_rows({"resident data": [turn, turn]})
+    assert gpu.Results(tmp_path, about).earlier("gpu")["turns"] == {
+        "resident data": 2 * [[10.0, 20.0, {"auc": [0.5, 0.5]}]]
+    }
+    assert gpu.Results(tmp_path, {**about, "commit": "b"}).earlier("gpu") == {}
+    budget = gpu.Budget(60.0)
+    with budget.timed("resident data"):
+        pass
+    assert budget.has("resident data")
+    budget._took["captured steps"] = 100.0
+    assert not budget.has("captured steps")
+    page = results.summary(budget.left_out)
+    assert "1 failure, 1 passed" in page
+    assert "| resident data | 20 | 10 | 2.00 | 2 |" in page
+    assert "- captured steps: no time was left" in page
