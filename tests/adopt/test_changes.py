@@ -40,8 +40,8 @@ TEMPERATURE = 1.0
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps run as traced, op by op; a capture always pays."""
     monkeypatch.setattr(executors, "compile_graph", lambda graph, examples: graph)
-    monkeypatch.setattr(adopted, "CAPTURE_S", 0.0)
-    monkeypatch.setattr(adopted, "CAPTURE_S_PER_CALL", 0.0)
+    for name in ("CAPTURE_S", "CAPTURE_S_PER_CALL"):
+        monkeypatch.setattr(adopted, name, {"cpu": 0.0, "cuda": 0.0})
     monkeypatch.setattr(policy, "WATCHED", 2)
     monkeypatch.setattr(AdoptedStep, "_report", lambda step: None)
 

@@ -107,7 +107,7 @@ def test_averages_of_all_weights_are_those_of_eager_steps() -> None:
 @pytest.fixture
 def paced(monkeypatch: pytest.MonkeyPatch) -> None:
     """A capture costs nothing and its steps take no time, so that readers alone decide."""
-    for name, value in (("CAPTURE_S", 0.0), ("CAPTURE_S_PER_CALL", 0.0), ("_PACE", 8)):
+    for name, value in (("CAPTURE_S", {"cpu": 0.0}), ("CAPTURE_S_PER_CALL", {"cpu": 0.0}), ("_PACE", 8)):
         monkeypatch.setattr(adopted, name, value)
     monkeypatch.setattr(policy, "WATCHED", 4)
     monkeypatch.setattr(policy, "median_step", lambda seconds: 1e-9)

@@ -44,8 +44,8 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) 
     """Steps run as traced, op by op, but where a test is marked to compile them; a capture always pays."""
     if "compiled" not in request.fixturenames:
         monkeypatch.setattr(executors, "compile_graph", lambda graph, examples: graph)
-    monkeypatch.setattr(adopted, "CAPTURE_S", 0.0)
-    monkeypatch.setattr(adopted, "CAPTURE_S_PER_CALL", 0.0)
+    for name in ("CAPTURE_S", "CAPTURE_S_PER_CALL"):
+        monkeypatch.setattr(adopted, name, {"cpu": 0.0, "cuda": 0.0})
     monkeypatch.setattr(verify, "_CHECKED", 0.0)  # of the time, which is no question here
     monkeypatch.setattr(AdoptedStep, "_report", lambda step: None)  # which way is faster is no question here
 
@@ -957,7 +957,7 @@ def test_a_capture_that_pays_is_made_and_said(
     monkeypatch.undo()
     monkeypatch.setattr(executors, "compile_graph", lambda graph, examples: graph)
     for name in ("CAPTURE_S", "CAPTURE_S_PER_CALL"):
-        monkeypatch.setattr(adopted, name, 0.0)
+        monkeypatch.setattr(adopted, name, {"cpu": 0.0, "cuda": 0.0})
     monkeypatch.setattr(policy, "WATCHED", 4)
     monkeypatch.setattr(policy, "median_step", lambda seconds: 3e-3 if len(seconds) == 4 else 1e-3)
     *_, step = with_adopt(of_pairs, 20, compile="auto")

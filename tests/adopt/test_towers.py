@@ -709,7 +709,8 @@ def test_a_captured_step_that_one_rank_cannot_make_is_made_by_none(ways: tuple[s
 def captured_when_it_pays(runtime: Runtime) -> dict[str, Any]:
     """The default: rank 1 alone finds that a capture is due."""
     executors.compile_graph = lambda graph, examples: graph
-    adopted.CAPTURE_S, adopted.CAPTURE_S_PER_CALL = 1e9 if runtime.rank == 0 else 0.0, 0.0
+    adopted.CAPTURE_S = {"cpu": 1e9 if runtime.rank == 0 else 0.0}
+    adopted.CAPTURE_S_PER_CALL = {"cpu": 0.0}
     model = seeded(Dense)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     given = list(batches(policy.WATCHED + 6))

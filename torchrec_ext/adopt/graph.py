@@ -133,8 +133,7 @@ class TracedCall:
         # Dynamo keeps what it has traced by code object: each caller has one of its own.
         code = function.__code__.replace(co_name=f"adopted_{next(_NUMBERS)}")
         self._function = FunctionType(code, function.__globals__, code.co_name, None, function.__closure__)
-        options: dict[str, Any] = {"fullgraph": True, "dynamic": False, "recompile_limit": _NO_LIMIT}
-        self._compiled = torch.compile(self._function, backend=backend, **options)
+        self._compiled = torch.compile(self._function, backend=backend, fullgraph=True, dynamic=False)
         cells = zip(code.co_freevars, self._function.__closure__ or (), strict=True)
         self._closure = {name: cell.cell_contents for name, cell in cells}
         self._calls: dict[CodeType, Callable[..., Any]] = {}
@@ -143,7 +142,10 @@ class TracedCall:
     def _set(self, *, dont_skip_tracing: bool) -> None:
         # Made once: a patch takes 4 us, and to make one 20.
         self._settings = torch._dynamo.config.patch(
-            skip_nnmodule_hook_guards=False, allow_rnn=True, dont_skip_tracing=dont_skip_tracing
+            skip_nnmodule_hook_guards=False,
+            allow_rnn=True,
+            dont_skip_tracing=dont_skip_tracing,
+            recompile_limit=_NO_LIMIT,
         )
         self._skips = not dont_skip_tracing
 

@@ -110,7 +110,7 @@ class RankStep(ABC):
     def now(self) -> float:
         """Returns the time in seconds, after all work on the device."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
     def autocast_dtype(self) -> torch.dtype | None:
@@ -141,7 +141,7 @@ class UserStep(RankStep):
     ) -> None:
         super().__init__(model, optimizers, loss, autocast)
         self._clip_norm = clip_norm
-        self._pending: Tensor | None = None  # loss of the step before, on a GPU
+        self._pending: tuple[Tensor, torch.cuda.Event] | None = None  # loss of the step before, of a GPU
 
     def check(self) -> None:
         """Raises CannotCaptureError if the step has no captured form, such as one in float16."""
@@ -180,12 +180,17 @@ class UserStep(RankStep):
         step = self.number
         value = loss.detach()
         if loss.is_cuda:
-            if self._pending is None:
-                self._pending = value
+            # The copy goes into page-locked memory, so that the host waits for no more than the step before.
+            value = value.to("cpu", non_blocking=True)
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record()
+            to_check, self._pending = self._pending, (value, arrived)
+            if to_check is None:
                 return
+            value, arrived = to_check
+            arrived.synchronize()
             step = step - 1
             has_updated = True
-            value, self._pending = self._pending, value
         number = float(value)
         if math.isfinite(number):
             return

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchrec_ext.capture.lowering import CannotCaptureError
+from torchrec_ext.observe.state_copy import random_state, set_random_state
 from torchrec_ext.observe.user_lines import first_line, raising_line, with_text
 
 # The C++ wrapper saves the Python between kernels, half of a step at 1,280 rows. Size checks are off because
@@ -127,34 +129,99 @@ def depends_on_values(result: Any) -> bool:
 
 
 def cuda_graph(step: Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
-    """Captures the step as one CUDA graph; copies inputs into the graph's own buffers."""
-    static_inputs = [tensor.clone() for tensor in inputs]
-    memory_before = [tensor.clone() for tensor in memory]
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    try:
-        with torch.no_grad():
-            with torch.cuda.stream(stream):  # torch requires a few runs before a capture, on a side stream
-                for _ in range(3):
-                    step(*memory, *static_inputs)
-            torch.cuda.current_stream().wait_stream(stream)
-            with torch.cuda.graph(graph):
-                outputs = step(*memory, *static_inputs)
-    except RuntimeError as error:
-        raise CannotCaptureError(
-            f"{with_text(raising_line(error))} waits for the device: {first_line(error)}"
-        ) from None
-    finally:
-        for tensor, value in zip(memory, memory_before, strict=True):
-            tensor.copy_(value)
+    """Captures the step as one CUDA graph; copies inputs into the graph's own buffers.
+
+    Raises:
+        CannotCaptureError: the step waits for the device, or the device has too little memory.
+    """
+    device = memory[0].device
+    generator = torch.cuda.default_generators[device.index]
+    with torch.cuda.device(device):
+        random = random_state(device)
+        spare = generator.clone_state()
+        memory_before = _copied(memory, device)
+        try:
+            static_inputs = [tensor.clone() for tensor in inputs]
+            graph, outputs = _captured_graph(step, [*memory, *static_inputs])
+        except torch.OutOfMemoryError as error:
+            raise CannotCaptureError(f"{device} has too little memory for a CUDA graph: {first_line(error)}") from None
+        except _WaitError as error:
+            line = with_text(raising_line(error))
+            raise CannotCaptureError(f"{line} waits for the device: {error}") from None
+        except RuntimeError as error:
+            # Its own state still waits for the end of the capture, and the next dropout would fail.
+            generator.graphsafe_set_state(spare)
+            # The end of the capture raises an error of its own, after that of the step.
+            of_step = error.__context__ if isinstance(error.__context__, RuntimeError) else error
+            cause = " waits for the device" if "captur" in str(of_step) else ""
+            raise CannotCaptureError(f"{with_text(raising_line(of_step))}{cause}: {first_line(of_step)}") from None
+        finally:
+            for tensor, value in zip(memory, memory_before, strict=True):
+                tensor.copy_(value)
+            set_random_state(device, random)
 
     def run(inputs: Sequence[Tensor]) -> list[Tensor]:
         for tensor, value in zip(static_inputs, inputs, strict=True):
             tensor.copy_(value, non_blocking=True)
         graph.replay()
-        return [tensor.clone() for tensor in outputs]  # because the next step overwrites them
+        # Cloned because the next step overwrites them; an output may be None.
+        return pytree.tree_map_only(Tensor, Tensor.clone, outputs)  # type: ignore[no-any-return]
 
     return run
+
+
+def _captured_graph(step: Step, tensors: list[Tensor]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
+    """Runs the step as often as a capture requires, and captures it; returns the graph and its outputs."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.no_grad():
+        with torch.cuda.stream(stream):  # torch requires a few runs before a capture, on a side stream
+            # A capture that fails would leave torch's allocator as if it still went on.
+            with _RefusesWaits():  # type: ignore[no-untyped-call]
+                step(*tensors)
+            for _ in range(2):
+                step(*tensors)
+        torch.cuda.current_stream().wait_stream(stream)
+        # By default a call of any other thread, such as a loader's that pins memory, would end the capture.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            return graph, step(*tensors)
+
+
+class _WaitError(Exception):
+    """An op waits for the device; the message names it."""
+
+
+class _RefusesWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises where an op of a step waits for the device.
+
+    Raises:
+        _WaitError: the op needs values on the host, or the size of its result depends on values.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an op unless it waits."""
+        kwargs = kwargs or {}
+        result_size = torch.Tag.dynamic_output_shape in func.tags and kwargs.get("output_size") is None
+        name = func.name().partition(".")[0]
+        if name in ("aten::index", "aten::index_put", "aten::index_put_"):
+            # Of these, only an index by a mask depends on values.
+            result_size = any(index is not None and index.dtype == torch.bool for index in args[1])
+        devices = [value.device.type for value in pytree.tree_leaves(args) if isinstance(value, Tensor)]
+        copies = name in ("aten::_to_copy", "aten::copy_")
+        if copies and devices[-1] == "cuda" and not kwargs.get("non_blocking"):
+            # The copy's target comes first, or is not among the arguments.
+            target = kwargs.get("device") if len(devices) == 1 else devices[0]
+            result_size = target is not None and torch.device(target).type == "cpu"
+        if result_size or torch.Tag.data_dependent_output in func.tags:
+            raise _WaitError(func)
+        return func(*args, **kwargs)
+
+
+def _copied(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Returns copies of tensors: on the device if they fill less than half of its free memory, else on the host."""
+    free, _ = torch.cuda.mem_get_info(device)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return [tensor.clone() if size < free / 2 else tensor.cpu() for tensor in tensors]
 
 
 def engine_for(device: torch.device) -> tuple[StepExecutor, str]:

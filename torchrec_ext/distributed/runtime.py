@@ -101,9 +101,10 @@ class Runtime:
             yield runtime
             dist.barrier()
         except BaseException:
-            # NCCL's teardown waits for peers, which wait for this rank: it would hide the error until the timeout.
-            if runtime.backend != "nccl":
-                _leave()
+            # NCCL's teardown would wait for peers, which wait for this rank, and hide the error until the timeout.
+            if runtime.backend == "nccl" and runtime.world_size > 1 and dist.group.WORLD is not None:
+                dist.group.WORLD.abort()
+            _leave()
             raise
         _leave()
 

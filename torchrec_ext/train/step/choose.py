@@ -398,9 +398,10 @@ class Steps:
     def _raise_model_error(self, item: Step, error: Exception) -> None:
         """Raises the error of the model's own forward, if any, after a captured step has failed on a batch."""
         self._pipeline.detach()
+        batch = item.batch() if isinstance(item, DrawnStep) else item
         try:
             with torch.no_grad(), self._context():
-                self._model(item.batch() if isinstance(item, DrawnStep) else item)
+                self._model(batch.to(self._runtime.device))
         except Exception as model_error:
             raise model_error from error
 
