@@ -40,7 +40,7 @@ class _Fields(Pipelineable):
     def _map(self, function: Callable[[Any], Any]) -> Self:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         # A number, such as ``queries``, has no device: it is passed on as it is.
-        plain_types = (int, type(None))
+        plain_types = (int, tuple, type(None))
         for name, value in values.items():
             if not isinstance(value, plain_types):
                 values[name] = function(value)
@@ -94,6 +94,8 @@ class TowerBatch(_Fields):
         items: item of each row, (B,) int64, sampled likewise.
         queries: number of first rows that have a query; the rows after them are candidates alone. If given, as by a
             loader, the batches of all ranks have one size; None: every row has a query, and ranks may differ.
+        lists: keys whose bags may hold any number of ids, all others hold one; None: to be found in the lengths, for
+            which a captured step on a GPU waits.
     """
 
     sparse: KeyedJaggedTensor
@@ -109,6 +111,7 @@ class TowerBatch(_Fields):
     users: Tensor | None = None
     items: Tensor | None = None
     queries: int | None = None
+    lists: tuple[str, ...] | None = None
 
     def __len__(self) -> int:
         return self.labels.numel()
@@ -235,6 +238,7 @@ def pack(
     users: Tensor | None = None,
     items: Tensor | None = None,
     queries: int | None = None,
+    lists: tuple[str, ...] | None = None,
     shared_dense: Tensor | None = None,
     index: Tensor | None = None,
 ) -> TowerBatch:
@@ -252,6 +256,7 @@ def pack(
         users: (B,) int64.
         items: (B,) int64.
         queries: number of rows that have a query.
+        lists: see :class:`TowerBatch`.
         shared_dense: (Q, Fd) float32, the dense columns of the shared rows; needed if the layout has such rows.
         index: (B,) int64, the shared row of each row; needed if the layout has shared rows.
     """
@@ -292,6 +297,7 @@ def pack(
         users=users,
         items=items,
         queries=queries,
+        lists=lists,
     )
 
 

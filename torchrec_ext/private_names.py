@@ -65,6 +65,7 @@ PRIVATE_NAMES = (
             "_foreach_add_",
             "_foreach_norm",
             "_fused_adam_",
+            "_fused_adamw_",
             "_int_mm",
             "_assert_async",
             "_embedding_bag",

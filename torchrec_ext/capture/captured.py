@@ -20,8 +20,16 @@ from torch.utils import _pytree as pytree
 from torchrec_ext.batch import DrawnStep, TowerBatch
 from torchrec_ext.capture.executors import StepExecutor
 from torchrec_ext.capture.lowering import CannotCaptureError, Packer, lowered, static_bags
-from torchrec_ext.capture.memory import RowTable, StepMemory, TableRows, UpdatedParameter, moved_parameters
-from torchrec_ext.capture.update_rules import stepped
+from torchrec_ext.capture.memory import (
+    RowRule,
+    RowTable,
+    StepMemory,
+    TableRows,
+    UpdatedParameter,
+    WholeTable,
+    moved_parameters,
+)
+from torchrec_ext.capture.update_rules import fused_adam, has_fused_form, stepped
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.tables import row_by_row
 from torchrec_ext.observe.user_lines import first_line, raising_line, with_text
@@ -87,10 +95,10 @@ class StepSource(Protocol):
     def look_ups(self, inputs: StepInputs) -> dict[str, int]:
         """Counts the rows of each table read by a step on a batch."""
         counting = {name: _Counting(parameter.weight) for name, parameter in self.memory.tables.items()}
-        with torch.random.fork_rng():
+        device = self.memory.device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             fixed = {name: tensor.clone() for name, tensor in self.memory.fixed.items()}
             self.reading = counting
-            device = self.memory.device
             self.forward(fixed, inputs.make(inputs.resident, [tensor.to(device) for tensor in inputs.tensors]))
         return {name: table.count for name, table in counting.items()}
 
@@ -162,7 +170,7 @@ class CapturedStep:
         source: model, memory and inputs.
         engine: executor that makes the step faster.
         autocast: makes the context of the forward.
-        rule: takes (rows of a table, look-ups of a step), and returns whether to update the table row by row.
+        rule: decides which tables to update row by row.
         take_time: called before a capture, because it may take minutes.
         patience: number of times that a further shape, such as that of an epoch's last batch, is refused before it is
             captured, because a capture takes longer than a few eager steps.
@@ -177,7 +185,7 @@ class CapturedStep:
         engine: StepExecutor,
         *,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        rule: Callable[[int, int], bool] = row_by_row,
+        rule: RowRule = row_by_row,
         take_time: Callable[[], None] = lambda: None,
         patience: int = 0,
     ) -> None:
@@ -334,12 +342,31 @@ class CapturedStep:
         self._source.no_gradient(unreached)
         with torch.no_grad():
             self._limit_norm(grads, tables)
-            for parameter in memory.parameters:
-                if parameter.table:
-                    tables[parameter.name].move(grads[parameter.name])
-                elif grads[parameter.name][0] is not None:
-                    self._update_dense(parameter, tensors, grads[parameter.name][0])
+            self._update(tensors, tables, grads)
         return loss.detach(), output
+
+    def _update(
+        self, tensors: dict[str, Tensor], tables: Mapping[str, TableRows], grads: Mapping[str, list[Tensor | None]]
+    ) -> None:
+        """Updates all parameters; on a GPU, where each kernel takes its time, those of a group at once if possible."""
+        memory = self._memory
+        together: dict[Any, list[UpdatedParameter]] = {}
+        for parameter in memory.parameters:
+            name = parameter.name
+            is_whole = not parameter.table or isinstance(tables[name], WholeTable)
+            has_fused = has_fused_form(parameter.choice, parameter.weight, table=parameter.table)
+            if is_whole and has_fused and grads[name][0] is not None:
+                together.setdefault((id(parameter.group), parameter.choice), []).append(parameter)
+            elif parameter.table:
+                tables[name].move(grads[name])
+            elif grads[name][0] is not None:
+                self._update_dense(parameter, tensors, grads[name][0])
+        for group in together.values():
+            weights = [tensors[parameter.name] for parameter in group]
+            states = [memory.state(parameter, tensors) for parameter in group]
+            clock = memory.clock(group[0], tensors)
+            group_grads = [grad for parameter in group for grad in grads[parameter.name] if grad is not None]
+            fused_adam(weights, group_grads, states, clock.step, clock.lr, group[0].choice)
 
     def _limit_norm(self, grads: dict[str, list[Tensor | None]], tables: Mapping[str, TableRows]) -> None:
         """Limits the norm of the gradients of dense layers and replicated tables, as :class:`HybridOptimizer` does."""

@@ -234,47 +234,39 @@ class Packer:
     def pack(self, batch: TowerBatch) -> tuple[BatchLayout, list[Tensor]]:
         """Returns the layout of a batch and its tensors."""
         tensors: list[Tensor] = []
-        return self._pack_fields("batch", batch, tensors), tensors
+        return self._pack_fields("batch", batch, tensors, batch.lists), tensors
 
-    def _pack_fields(self, where: str, rows: Any, tensors: list[Tensor]) -> BatchLayout:
+    def _pack_fields(self, where: str, rows: Any, tensors: list[Tensor], lists: tuple[str, ...] | None) -> BatchLayout:
         kinds = []
         for field in dataclasses.fields(rows):
             value = getattr(rows, field.name)
             kind: Any = None
             if isinstance(value, KeyedJaggedTensor):
-                kind = self._pack_bags(f"{where}.{field.name}", value, tensors)
+                kind = self._pack_bags(f"{where}.{field.name}", value, tensors, lists)
             elif isinstance(value, SharedRows):
-                kind = self._pack_fields(f"{where}.{field.name}", value, tensors)
+                kind = self._pack_fields(f"{where}.{field.name}", value, tensors, lists)
             elif isinstance(value, int):
                 kind = value
-            elif value is not None:
+            elif isinstance(value, Tensor):
                 kind = (tuple(value.shape), value.dtype)
                 tensors.append(value)
             kinds.append((field.name, kind))
         return BatchLayout(tuple(kinds))
 
-    def _pack_bags(self, where: str, bags: KeyedJaggedTensor, tensors: list[Tensor]) -> KeyedLayout:
+    def _pack_bags(
+        self, where: str, bags: KeyedJaggedTensor, tensors: list[Tensor], lists: tuple[str, ...] | None
+    ) -> KeyedLayout:
         stride = bags.stride()
         keys = bags.keys()
         counts = bags.length_per_key()
         lengths = bags.lengths()
-        are_lists = [
-            (where, key, stride) in self._capacities for key in keys
-        ]  # a feature that had lists once is always padded
-        all_single = not any(are_lists)
-        if all_single and keys:  # the counts are compared first: they are on the host, the lengths may be on a GPU
-            all_single = counts == [stride] * len(keys) and bool(lengths.eq(1).all())
         weights = bags.weights_or_none()
-        if all_single:
+        are_lists = self._are_lists(where, bags, lists)
+        if not any(are_lists):
             parts = tuple(counts)
             values = bags.values()
         else:
-            are_single = lengths.view(len(keys), stride).eq(1).all(dim=1).tolist() if stride else [True] * len(keys)
-            padded = {
-                key: count
-                for key, count, is_single, is_list in zip(keys, counts, are_single, are_lists, strict=True)
-                if is_list or not is_single
-            }
+            padded = {key: count for key, count, is_list in zip(keys, counts, are_lists, strict=True) if is_list}
             self._make_room(where, stride, padded)
             parts = tuple(
                 self._capacities[where, key, stride] if key in padded else count
@@ -284,6 +276,21 @@ class Packer:
             weights = None if weights is None else _padded(weights, counts, parts)
         tensors += [values, lengths, *([weights] if weights is not None else [])]
         return KeyedLayout(tuple(keys), stride, parts, weights is not None)
+
+    def _are_lists(self, where: str, bags: KeyedJaggedTensor, lists: tuple[str, ...] | None) -> list[bool]:
+        """Returns for each key whether its bags may hold any number of ids; a key that had lists once has them."""
+        stride = bags.stride()
+        keys = bags.keys()
+        known = [(where, key, stride) in self._capacities or key in (lists or ()) for key in keys]
+        if lists is not None or not stride or not keys:
+            return known
+        lengths = bags.lengths()
+        # The counts are compared first: they are on the host, the lengths may be on a GPU.
+        has_single_counts = bags.length_per_key() == [stride] * len(keys)
+        if not any(known) and has_single_counts and bool(lengths.eq(1).all()):
+            return known
+        are_single = lengths.view(len(keys), stride).eq(1).all(dim=1).tolist()
+        return [is_list or not is_single for is_list, is_single in zip(known, are_single, strict=True)]
 
     def _make_room(self, where: str, stride: int, counts: Mapping[str, int]) -> None:
         """Sets capacities for ``counts`` ids; if one is outgrown all grow, because lists often grow together."""

@@ -171,6 +171,8 @@ class RowTable:
 
 
 TableRows = WholeTable | RowTable
+# Takes rows, look-ups of a step, width and device of a table, and returns whether to update it row by row.
+RowRule = Callable[[int, int, int, str], bool]
 
 
 # State tensors of each rule besides the step count: moments, or sums of squares.
@@ -404,7 +406,7 @@ class StepMemory:
         """Resets the count after a step that ended before it wrote anything else."""
         self._step.fill_(steps_made)
 
-    def choose(self, lookups: Mapping[str, int], rule: Callable[[int, int], bool]) -> None:
+    def choose(self, lookups: Mapping[str, int], rule: RowRule) -> None:
         """Chooses the update of each table by the number of its look-ups in a step."""
         for name, parameter in self.tables.items():
             if self._is_by_row(parameter, lookups[name], rule):
@@ -412,12 +414,13 @@ class StepMemory:
                 if lags(parameter.choice):
                     self._max_unsettled = min(self._max_unsettled, SLIDES - 1)
 
-    def _is_by_row(self, parameter: UpdatedParameter, lookups: int, rule: Callable[[int, int], bool]) -> bool:
+    def _is_by_row(self, parameter: UpdatedParameter, lookups: int, rule: RowRule) -> bool:
         if without_closed_form(parameter.choice):
             return False
         if self._clips and not parameter.sharded:
             return False  # the norm needs its gradient summed per row
-        return rule(len(parameter.weight), lookups)
+        rows, width = parameter.weight.shape
+        return rule(rows, lookups, width, self.device.type)
 
     def describe(self) -> str:
         """Describes in a line how each table is updated."""

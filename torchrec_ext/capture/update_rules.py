@@ -133,6 +133,45 @@ def stepped(
     return UPDATES[choice.kind](values, grad, state, step, lr, choice)
 
 
+def has_fused_form(choice: Choice, weight: Tensor, *, table: bool) -> bool:
+    """Whether :func:`fused_adam` makes the step of a parameter; see :func:`stepped`."""
+    decays = (choice.weight_decay != 0.0) + (choice.l2 != 0.0)
+    is_float32 = weight.is_cuda and weight.dtype == torch.float32
+    only_some_rows = table and choice.weight_decay != 0.0 and not choice.decays_all_rows
+    return is_float32 and choice.kind == "adam" and decays < 2 and not only_some_rows
+
+
+def fused_adam(
+    weights: list[Tensor],
+    grads: list[Tensor],
+    states: list[list[Tensor]],
+    step: Tensor,
+    lr: Tensor,
+    choice: Choice,
+) -> None:
+    """Writes a step of Adam of many parameters by one kernel of a GPU; see :func:`stepped`."""
+    alike = [
+        grad if grad.stride() == weight.stride() else torch.empty_like(weight).copy_(grad)
+        for weight, grad in zip(weights, grads, strict=True)
+    ]
+    kernel = torch._fused_adamw_ if choice.weight_decay else torch._fused_adam_
+    kernel(
+        weights,
+        alike,
+        [state[0] for state in states],
+        [state[1] for state in states],
+        [],
+        [step] * len(weights),
+        lr=lr,
+        beta1=choice.betas[0],
+        beta2=choice.betas[1],
+        weight_decay=choice.weight_decay or choice.l2,
+        eps=choice.eps,
+        amsgrad=False,
+        maximize=False,
+    )
+
+
 SLIDES = 1 << 18  # steps to store: before any further step, every row must be brought up to date
 _ROUNDING = 2.0**-25  # of float32: a smaller share of 1 is lost
 

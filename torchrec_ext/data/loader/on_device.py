@@ -378,7 +378,8 @@ class ResidentRows:
         ranks = self._share.world_size
         if self._config.weight is None:
             return torch.full((), len(global_rows) * self._width / ranks, device=self._device)
-        return self._table.numbers(global_rows)[self._config.weight].double().sum().float() * self._width / ranks
+        # In float64 up to the end, since a GPU divides a float32 by multiplying with the rounded reciprocal.
+        return (self._table.numbers(global_rows)[self._config.weight].double().sum() * self._width / ranks).float()
 
     def _batch(
         self, tables: _Tables, rows: Tensor, candidates: Drawn | None, totals: Mapping[str, int], total_weight: Tensor
@@ -407,9 +408,21 @@ class ResidentRows:
             users=row_users,
             items=row_items,
             queries=users * width if self._schema.candidate else None,
+            lists=self._lists(tables) if len(rows) == users else None,  # bags of padding are empty
             shared_dense=shared_dense,
             index=index,
         )
+
+    def _lists(self, tables: _Tables) -> tuple[str, ...]:
+        """Returns the keys of a full batch whose bags may hold any number of ids."""
+        ragged = {None, *tables.rows.ragged, *(tables.items.ragged if tables.items else ())}
+        lists = []
+        for keys in filter(None, self._schema.layout):
+            halves = len(keys.features) // max(len(keys.keys), 1)
+            for index, key in enumerate(keys.keys):
+                if ragged & set(keys.features[index * halves : (index + 1) * halves]):
+                    lists.append(key)
+        return tuple(lists)
 
     def _identities(
         self, tables: _Tables, rows: Tensor, candidates: Drawn | None
