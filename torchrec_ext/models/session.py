@@ -142,8 +142,8 @@ class _NextItemNetwork(nn.Module):
         items = embedded[SESSION].values()
         lengths = embedded[SESSION].lengths()
         packing = Packing(lengths)
-        inputs = (packing.to_end > 0).nonzero()[:, 0]
-        states = self.encoder(items[inputs], (lengths - 1).clamp(min=0))
+        inputs, sessions = packing.without_last_steps(self.encoder.attention)
+        states = self.encoder.encode(items[inputs], sessions)
         ids = batch.sparse[SESSION].values()
         targets = inputs + 1
         losses = catalogue_softmax(
@@ -161,8 +161,8 @@ class _NextItemNetwork(nn.Module):
         items = embedded[SESSION].values()
         packing = Packing(embedded[SESSION].lengths(), self.encoder.attention)
         states = self.encoder.encode(items, packing)
-        ends = packing.to_end == 0
-        return states.new_zeros(len(packing.lengths), states.shape[1]).index_copy(0, packing.rows[ends], states[ends])
+        rows, last = packing.last_steps
+        return states.new_zeros(len(packing.lengths), states.shape[1]).index_copy(0, rows, states[last])
 
 
 class NextItemTower(Recorded, nn.Module):

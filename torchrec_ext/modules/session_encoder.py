@@ -41,60 +41,97 @@ class Packing:
         index    0 1 2 0 1      steps of that sequence before it
         to_end   2 1 0 1 0      steps of that sequence after it
 
+    All of it is computed on the host, so that a GPU is waited for once, for the lengths.
+
     Args:
         lengths: (B,) steps of each sequence, 0 or more.
         attention: ``bucketed`` pads each sequence to the next of a few lengths, by half its length at most; ``padded``
             pads all to the longest, for comparison; ``nested`` is torch's jagged layout, without padding.
+        device: device of the positions; that of the lengths by default.
+
+    Attributes:
+        host: the positions on the host.
     """
 
-    def __init__(self, lengths: Tensor, attention: Attention = "bucketed") -> None:
-        self.lengths = lengths.long()
+    def __init__(
+        self, lengths: Tensor, attention: Attention = "bucketed", *, device: torch.device | None = None
+    ) -> None:
         self.attention = attention
-        self.offsets = pad(self.lengths.cumsum(0), (1, 0))
-        self.rows = torch.repeat_interleave(self.lengths)
-        steps = torch.arange(len(self.rows), device=lengths.device)
-        self.index = steps - self.offsets[self.rows]
-        self.to_end = self.offsets[self.rows + 1] - 1 - steps
+        self._device = device or lengths.device
+        self.host = _Positions.of(lengths.long().cpu())
+        self.lengths, self.offsets, self.rows, self.index, self.to_end = map(self.moved, self.host)
+
+    def moved(self, tensor: Tensor) -> Tensor:
+        """Returns a tensor of the host on the device, which need not wait for it."""
+        if self._device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self._device, non_blocking=True)
+
+    def without_last_steps(self, attention: Attention) -> tuple[Tensor, Packing]:
+        """Returns (P',) the steps that others of their sequence follow, and the packing of the sequences of these."""
+        lengths = (self.host.lengths - 1).clamp(min=0)
+        return self.moved((self.host.to_end > 0).nonzero()[:, 0]), Packing(lengths, attention, device=self._device)
+
+    @cached_property
+    def last_steps(self) -> tuple[Tensor, Tensor]:
+        """The sequences with a step, and the last step of each, (B',) each."""
+        last = (self.host.to_end == 0).nonzero()[:, 0]
+        return self.moved(self.host.rows[last]), self.moved(last)
 
     @cached_property
     def longest(self) -> int:
         """Number of steps of the longest sequence, 0 without any."""
-        return int(self.lengths.max()) if len(self.lengths) else 0
+        return int(self.host.lengths.max()) if len(self.host.lengths) else 0
 
     @cached_property
     def buckets(self) -> list[Bucket]:
         """The buckets; together they hold each sequence of one step or more once."""
+        buckets = []
+        for steps, valid in self._host_buckets:
+            buckets.append(Bucket(self.moved(steps), None if bool(valid.all()) else self.moved(valid)))
+        return buckets
+
+    @cached_property
+    def _host_buckets(self) -> list[tuple[Tensor, Tensor]]:
         widths: Sequence[int] = [self.longest]
         if self.attention == "bucketed":
             widths = _widths(self.longest)
-        bounds = torch.tensor(widths, device=self.lengths.device)
-        bucket_of = torch.bucketize(self.lengths, bounds).masked_fill(self.lengths == 0, -1)
+        lengths = self.host.lengths
+        bucket_of = torch.bucketize(lengths, torch.tensor(widths)).masked_fill(lengths == 0, -1)
         buckets = []
         for index, width in enumerate(widths):
             rows = (bucket_of == index).nonzero()[:, 0]
             if len(rows):
-                buckets.append(self._bucket(rows, width))
+                steps = torch.arange(width)
+                lengths_of_rows = lengths[rows][:, None]
+                packed = self.host.offsets[rows][:, None] + torch.minimum(steps, lengths_of_rows - 1)
+                buckets.append((packed, steps < lengths_of_rows))
         return buckets
-
-    def _bucket(self, rows: Tensor, width: int) -> Bucket:
-        steps = torch.arange(width, device=rows.device)
-        lengths = self.lengths[rows][:, None]
-        packed = self.offsets[rows][:, None] + torch.minimum(steps, lengths - 1)
-        valid = steps < lengths
-        return Bucket(packed, None if bool(valid.all()) else valid)
 
     @cached_property
     def back(self) -> Tensor:
         """(P,) int64, each packed step's index among the steps of all buckets, flattened one after the other."""
-        valid = []
-        for bucket in self.buckets:
-            steps_exist = bucket.valid
-            if steps_exist is None:
-                steps_exist = torch.ones_like(bucket.steps, dtype=torch.bool)
-            valid.append(steps_exist.flatten())
-        flat = torch.cat(valid).nonzero()[:, 0]
-        packed = torch.cat([bucket.steps.flatten() for bucket in self.buckets])[flat]
-        return torch.empty_like(flat).scatter_(0, packed, flat)
+        flat = torch.cat([valid.flatten() for _, valid in self._host_buckets]).nonzero()[:, 0]
+        packed = torch.cat([steps.flatten() for steps, _ in self._host_buckets])[flat]
+        return self.moved(torch.empty_like(flat).scatter_(0, packed, flat))
+
+
+class _Positions(NamedTuple):
+    """The positions of packed steps, see :class:`Packing`."""
+
+    lengths: Tensor
+    offsets: Tensor
+    rows: Tensor
+    before: Tensor
+    to_end: Tensor
+
+    @classmethod
+    def of(cls, lengths: Tensor) -> _Positions:
+        """Computes the positions from (B,) int64 lengths."""
+        offsets = pad(lengths.cumsum(0), (1, 0))
+        rows = torch.repeat_interleave(lengths)
+        steps = torch.arange(len(rows))
+        return cls(lengths, offsets, rows, steps - offsets[rows], offsets[rows + 1] - 1 - steps)
 
 
 def _widths(longest: int) -> Sequence[int]:
@@ -149,8 +186,8 @@ def _nested(projected: Tensor, packing: Packing, causal: bool) -> Tensor:
             "attention='nested' with causal=True on a cpu: torch has no kernel for it there; use attention='bucketed'"
         )
     # No kernel takes an empty sequence.
-    lengths = packing.lengths[packing.lengths > 0]
-    offsets = pad(lengths.cumsum(0), (1, 0))
+    lengths = packing.host.lengths[packing.host.lengths > 0]
+    offsets = packing.moved(pad(lengths.cumsum(0), (1, 0)))
     shortest = int(lengths.min())
     longest = packing.longest
     query, key, value = (
@@ -300,7 +337,7 @@ class SessionEncoder(Recorded, nn.Module):
 
     def _check_lengths(self, packing: Packing) -> None:
         if packing.longest > self.max_length:
-            row = int(packing.lengths.argmax())
+            row = int(packing.host.lengths.argmax())
             raise ValueError(
                 f"a sequence of {packing.longest} steps in row {row} of the batch: must have at most "
                 f"max_length={self.max_length}; keep the most recent ones where it is read, or enlarge max_length"

@@ -215,8 +215,8 @@ class _SessionNetwork(nn.Module):
             return padded.index_copy(0, packing.rows * self.encoder.max_length + packing.to_end, steps).view(size, -1)
         rows = steps.new_zeros(size, width)
         if self.pooling == "last":
-            last = packing.to_end == 0
-            return rows.index_copy(0, packing.rows[last], steps[last])
+            with_steps, last = packing.last_steps
+            return rows.index_copy(0, with_steps, steps[last])
         return rows.index_add(0, packing.rows, steps / packing.lengths[packing.rows, None])
 
 
@@ -273,7 +273,7 @@ class _StepsNetwork(nn.Module):
     def forward(self, embedded: Mapping[str, JaggedTensor], dtype: torch.dtype) -> Tensor:
         steps, lengths = _combined(embedded, self.session, self.combine)
         packing = Packing(lengths)
-        recent = packing.to_end < self.max_length
+        recent = packing.moved((packing.host.to_end < self.max_length).nonzero()[:, 0])
         rows = packing.rows[recent]
         to_end = packing.to_end[recent]
         indices = rows * self.max_length + packing.lengths.clamp(max=self.max_length)[rows] - 1 - to_end
