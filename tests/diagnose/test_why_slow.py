@@ -400,7 +400,7 @@ def test_a_frame_without_a_line_is_at_the_first_line_of_its_code() -> None:
 
 
 def test_a_device_is_watched_and_a_cpu_has_none(device: torch.device) -> None:
-    """Tiny ops leave a device waiting; no GPU has run the second case yet."""
+    """Tiny ops leave a device waiting."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(30))).to(device)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
