@@ -53,7 +53,6 @@ def used(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, alias.name) for alias in node.names)
 
 
-@pytest.mark.unit
 def test_every_private_name_that_is_used_stands_in_the_table() -> None:
     listed = {name for private in PRIVATE_NAMES for name in private.names}
     listed |= {part.partition(".")[0] for private in PRIVATE_NAMES for part in private.file.split("/")}
@@ -67,7 +66,6 @@ def test_every_private_name_that_is_used_stands_in_the_table() -> None:
     assert unlisted == []
 
 
-@pytest.mark.unit
 def test_every_private_name_in_the_table_is_there_and_used() -> None:
     assert list(private_names.missing()) == []
     text = " ".join(path.read_text() for path, _ in trees() if path.name != "private_names.py")

@@ -34,7 +34,6 @@ from torch.utils.data import (
 from torchrec_ext.adopt import CannotAdopt, Evidence, Popular, Rows, Uniform, evidence
 from torchrec_ext.data.negatives.samplers import PopularityNegatives
 
-pytestmark = pytest.mark.unit
 USERS, ITEMS, CONTEXT, NEGATIVES = 40, 150, 3, 4
 FEW = {"_DRAWS": 2000, "_FEWEST_CALLS": 200}  # draws, enough where what is refused is not their law
 

@@ -27,8 +27,6 @@ from torchx_apps.jobs.diagnosing import run_diagnosis
 from torchx_apps.recipes.by_name import load_recipe
 from torchx_apps.tasks.job import Job
 
-pytestmark = pytest.mark.unit
-
 
 class TestValid(ComponentTestCase):
     def test_why_slow(self) -> None:

@@ -15,8 +15,6 @@ from torchrec_ext.diagnose import Diagnosis
 from torchrec_ext.diagnose.findings import Action, Change, Finding, Remedy
 from torchrec_ext.diagnose.report import apply_in_turn, realised_by
 
-pytestmark = pytest.mark.unit
-
 
 def written(diagnosis: Diagnosis, folder: Path) -> str:
     diagnosis.html(folder / "diagnosis.html")

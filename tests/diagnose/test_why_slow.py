@@ -21,8 +21,6 @@ from torchrec_ext.diagnose.experiments import batches, loop, measure, rounds
 from torchrec_ext.observe import ops, samples, user_lines
 from torchrec_ext.observe.clock import busy_elsewhere
 
-pytestmark = pytest.mark.unit
-
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:

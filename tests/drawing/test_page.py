@@ -12,8 +12,6 @@ from tests.browser import DESK, PHONE, colours, needs_chromium, shown
 from torchrec_ext.drawing.page import Bar, Curve, Lane, card, chart, gains, lanes, page, stacked
 from torchrec_ext.train.report.progress import RunFacts, best_evaluation, conclusion, rank_shares, run_page, time_shares
 
-pytestmark = pytest.mark.unit
-
 
 def record(step: int, *waits: tuple[float, float], seconds: float = 1.0, **more: Any) -> dict[str, Any]:
     """A record of a window of some seconds; each rank's shares of waits for batches and in collectives."""

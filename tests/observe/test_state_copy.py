@@ -19,8 +19,6 @@ from tests.diagnose.programs import Training, mlp, trained, training
 from torchrec_ext.diagnose import StateCopy, why_slow
 from torchrec_ext.diagnose.experiments.variants import SmallTables
 
-pytestmark = pytest.mark.unit
-
 
 def by_parts(made: Training) -> object:
     return why_slow(made.model, made.optimizer, made.loss, made.loader)
