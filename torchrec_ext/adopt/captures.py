@@ -124,9 +124,11 @@ class Captures:
         tables = {name for graph in graphs for name in graph.look_ups} - set(dense_tables)
         parameters = []
         state = []
-        for name in rules:
+        groups: dict[tuple[int, int], GroupSettings] = {}  # one for all parameters of a group, which share a rate
+        for name, (number, index, _, _) in rules.items():
             if name in reached:
-                parameter, tensors = self._updated_parameter(name, rules, is_table=name in tables)
+                group = groups.setdefault((number, index), GroupSettings(rank_step.optimizers[number], index))
+                parameter, tensors = self._updated_parameter(name, rules, group, is_table=name in tables)
                 parameters.append(parameter)
                 state += tensors
         key = tuple((each.name, each.table) for each in parameters)
@@ -149,12 +151,11 @@ class Captures:
         return reasons | self._rank_step.dense_tables
 
     def _updated_parameter(
-        self, name: str, rules: Rules, *, is_table: bool
+        self, name: str, rules: Rules, group: GroupSettings, *, is_table: bool
     ) -> tuple[UpdatedParameter, list[StateTensor]]:
         """Returns a parameter that the step updates, and its optimizer's state."""
-        number, index, parameter, choice = rules[name]
-        optimizer = self._rank_step.optimizers[number]
-        values = optimizer.state.get(parameter, {})
+        number, _, parameter, choice = rules[name]
+        values = self._rank_step.optimizers[number].state.get(parameter, {})
         keys = STATES[choice.kind]
         if any(key not in values for key in keys):
             raise CannotAdopt(f"{module_line(self._rank_step.model, name)} has not been moved by an eager step yet")
@@ -166,7 +167,7 @@ class Captures:
             parameter.detach(),
             [values[key].detach() for key in keys],
             [values["step"].detach()] if "step" in values else [],
-            GroupSettings(optimizer, index),
+            group,
             choice,
         )
         return updated, state

@@ -429,7 +429,7 @@ class EagerWatch:
     def __init__(self, rank_step: RankStep, policy: CapturePolicy) -> None:
         self._rank_step = rank_step
         self._policy = policy
-        self._capture_s = CAPTURE_S[rank_step.device.type]
+        self._capture_s = _capture_seconds(rank_step.device)
         self.selects = False
         self.draws_random = False
         self.problem = ""
@@ -466,12 +466,17 @@ class EagerWatch:
         result = self._rank_step.eager(GivenBatch(args), watch)
         seconds = self._policy.eager_seconds
         seconds.append(seconds[-1])  # the watch takes time, so this step is not timed
-        kind = self._rank_step.device.type
-        self._capture_s = CAPTURE_S[kind] + CAPTURE_S_PER_CALL[kind] * watch.calls
+        self._capture_s = _capture_seconds(self._rank_step.device, watch.calls)
         self.selects = watch.selects
         self.draws_random = watch.random
         self.problem = watch.problem
         return result
+
+
+def _capture_seconds(device: torch.device, calls: int = 0) -> float:
+    """Returns about how long the capture of a forward of so many torch calls takes."""
+    kind = "cuda" if device.type == "cuda" else "cpu"
+    return CAPTURE_S[kind] + CAPTURE_S_PER_CALL[kind] * calls
 
 
 def _thread_hint(captured_s: float, device: torch.device) -> str:
