@@ -13,7 +13,21 @@ warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
 
 # Hypothesis fails an example that takes longer than .2 s: on a busy machine any may, and a timing is no assertion.
 settings.register_profile("untimed", deadline=None)
+settings.register_profile("few", deadline=None, max_examples=20)
 settings.load_profile("untimed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Lets properties be tried on a few examples where only the fast tests are asked for."""
+    if config.option.markexpr == "unit":
+        settings.load_profile("few")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves out files without a fast test where only these are asked for: importing all takes as long as the tests."""
+    if config.option.markexpr != "unit" or not collection_path.name.startswith("test_"):
+        return None
+    return "mark.unit" not in collection_path.read_text() or None
 
 
 def pytest_runtest_setup() -> None:

@@ -161,24 +161,20 @@ def top_level(source: str) -> list[str]:
     return names
 
 
-@pytest.mark.unit
 def test_every_import_follows_the_table() -> None:
     assert violations(sources()) == []
 
 
-@pytest.mark.unit
 def test_every_folder_of_torchx_apps_is_a_room() -> None:
     folders = {path.parent.name for path in (ROOT / "torchx_apps").glob("*/__init__.py")}
     assert folders == set(APP_ROOMS)
 
 
-@pytest.mark.unit
 def test_whatever_imports_torch_checks_the_stack_first() -> None:
     """Add `import torchrec_ext.needs_torch` as the first import of the module or of its package's __init__."""
     assert unguarded(sources()) == []
 
 
-@pytest.mark.unit
 @pytest.mark.parametrize(
     ("module", "statement", "why"),
     [
@@ -219,7 +215,6 @@ def test_the_checker_finds_a_made_up_violation(module: str, statement: str, why:
     assert why in line
 
 
-@pytest.mark.unit
 @pytest.mark.parametrize(
     ("module", "statement"),
     [
@@ -238,7 +233,6 @@ def test_the_checker_lets_the_rest_pass(module: str, statement: str) -> None:
     assert violations({module: statement}) == []
 
 
-@pytest.mark.unit
 def test_the_checker_finds_torch_before_the_check() -> None:
     guard, torch = "import torchrec_ext.needs_torch\n", "import torch\n"
     assert unguarded({"torchrec_ext.batch": torch + guard}) == ["torchrec_ext.batch"]
@@ -299,14 +293,12 @@ def run_observed(*words: str) -> tuple[int, str, set[str]]:
     return done.returncode, done.stdout + "\n".join(output), set(imported.split()[1:])
 
 
-@pytest.mark.unit
 def test_what_a_command_line_needs_imports_no_torch() -> None:
     status, _, imported = run_observed("import", *WITHOUT_TORCH)
     assert status == 0
     assert imported.isdisjoint(HEAVY)
 
 
-@pytest.mark.unit
 @pytest.mark.parametrize(
     ("words", "status", "answer"),
     [

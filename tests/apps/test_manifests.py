@@ -23,8 +23,6 @@ from torchx.specs.finder import get_components
 from torchx_apps.cli.process import MISTAKE
 from torchx_apps.launch.checks import check_app
 
-pytestmark = pytest.mark.unit
-
 kubernetes = pytest.importorskip("kubernetes", reason="needs the extra kubernetes")
 
 IMAGE = "my_image:1"

@@ -127,7 +127,6 @@ def checkpoint_of(folder: Path, task: Any, recorded: str) -> tuple[str, Path]:
     return str(checkpoint), run
 
 
-@pytest.mark.unit
 @pytest.mark.parametrize("recorded", RECORDED)
 @pytest.mark.parametrize(("new", "kept"), [("zz-new", True), ("aa-new", False)])
 def test_a_run_is_taken_up_only_where_its_ids_stand_for_the_same_values(
@@ -157,7 +156,6 @@ def test_a_run_is_taken_up_only_where_its_ids_stand_for_the_same_values(
         check_ids_stay(checkpoint, grown, HERE, run=run_folder, later=True)
 
 
-@pytest.mark.unit
 @pytest.mark.parametrize("of", [list, np.array, pa.array, lambda texts: pa.array(texts, pa.large_string())])
 def test_the_digest_of_texts_is_that_of_older_runs_and_minds_where_a_text_ends(
     of: Callable[[list[str]], Any], monkeypatch: pytest.MonkeyPatch
@@ -174,7 +172,6 @@ def test_the_digest_of_texts_is_that_of_older_runs_and_minds_where_a_text_ends(
     assert digest("a", "b", "c", "d\0e", "f") != digest("a", "b", "c", "d", "e\0f")
 
 
-@pytest.mark.unit
 def test_a_column_whose_values_were_their_ids_may_not_be_numbered_later(tmp_path: Path) -> None:
     whole, numbered = (SimpleNamespace(vocab={"shop": 3}, id_values=values) for values in ({}, {"shop": ["a", "b"]}))
     for before, after in ((whole, numbered), (numbered, whole)):
@@ -184,7 +181,6 @@ def test_a_column_whose_values_were_their_ids_may_not_be_numbered_later(tmp_path
             check_ids_stay(checkpoint, SimpleNamespace(data=after, prepared=None), HERE, later=True)
 
 
-@pytest.mark.unit
 def test_a_column_whose_steps_have_changed_is_refused_by_a_new_run_too(tmp_path: Path) -> None:
     def rows(**origins: str) -> Any:
         prepared = SimpleNamespace(digest="", preprocessor=SimpleNamespace(origins=origins))
@@ -197,7 +193,6 @@ def test_a_column_whose_steps_have_changed_is_refused_by_a_new_run_too(tmp_path:
             check_ids_stay(checkpoint, rows(shop="other"), HERE, run=run, later=later)
 
 
-@pytest.mark.unit
 def test_an_older_checkpoint_alone_is_said_not_to_be_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -208,7 +203,6 @@ def test_an_older_checkpoint_alone_is_said_not_to_be_compared(
     assert line == f"note: {checkpoint}: is of an older release, and does not say what its ids stand for: not compared"
 
 
-@pytest.mark.unit
 @pytest.mark.parametrize(
     "text",
     [
@@ -226,7 +220,6 @@ def test_a_file_that_does_not_say_what_ids_stand_for_is_refused_by_name(text: st
         check_ids_stay(checkpoint, task, HERE, run=run)
 
 
-@pytest.mark.unit
 @pytest.mark.parametrize("ids", [in_order, in_other_order, hashed])
 def test_rows_are_in_the_order_of_the_ids_and_name_the_same_users_and_items(ids: Ids, tmp_path: Path) -> None:
     first, second = (
@@ -299,7 +292,6 @@ def of_clicks(folder: Path, ids: Ids | None = list, *, missing: bool = True) -> 
     return folder
 
 
-@pytest.mark.unit
 def test_labelled_rows_take_text_dates_and_missing_values_as_they_stand(tmp_path: Path) -> None:
     of_clicks(tmp_path / "clicks", in_other_order)
     data = load_labelled(LabelledConfig(name="clicks", folder=str(tmp_path)))
@@ -343,7 +335,6 @@ def test_rows_of_context_alone_train_and_say_why_they_are_not_served(tmp_path: P
         run("contextual_ncf", folder, tmp_path / "third")
 
 
-@pytest.mark.unit
 def test_a_column_that_another_file_lacks_is_told(tmp_path: Path) -> None:
     folder = of_clicks(tmp_path / "clicks")
     pq.write_table(pq.read_table(folder / "test.parquet").drop_columns(["city"]), folder / "test.parquet")
@@ -351,7 +342,6 @@ def test_a_column_that_another_file_lacks_is_told(tmp_path: Path) -> None:
         load_labelled(LabelledConfig(name="clicks", folder=str(tmp_path)))
 
 
-@pytest.mark.unit
 def test_sessions_are_in_the_order_of_their_dates(tmp_path: Path) -> None:
     rows = {"user": ["b", "a", "b", "a", "b"], "item": ["x", "y", "z", "x", "y"]}
     days = ["2024-02-03", "2024-01-09", "2024-02-01", "2024-01-10", "2024-02-02"]
@@ -459,7 +449,6 @@ def test_a_user_of_another_name_is_refused_with_the_remedy(tmp_path: Path) -> No
         run("two_tower", folder, tmp_path / "run")
 
 
-@pytest.mark.unit
 @pytest.mark.filterwarnings("ignore:.*have an unknown user or item")
 def test_the_label_decides_what_is_a_positive(ready: Path) -> None:
     from torchx_apps.tasks.loading import ranking_task
@@ -476,7 +465,6 @@ def test_the_label_decides_what_is_a_positive(ready: Path) -> None:
     assert set(data.items_by_row[1 : data.num_items + 1].tolist()) <= set(raw)
 
 
-@pytest.mark.unit
 @pytest.mark.parametrize(
     ("recipe", "broken", "message"),
     [

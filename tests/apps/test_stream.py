@@ -259,7 +259,6 @@ def test_streamed_and_in_memory_training_of_the_same_rows_give_the_same_weights(
         assert torch.equal(value, held[name]), name
 
 
-@pytest.mark.unit
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_every_row_is_trained_once_on_any_number_of_ranks(folder: Path, world_size: int) -> None:
     data = load_streamed(StreamConfig(name=str(folder)))
@@ -279,7 +278,6 @@ def test_every_row_is_trained_once_on_any_number_of_ranks(folder: Path, world_si
     assert labels == (rows["importance"].values * rows["clicked"].values).sum()
 
 
-@pytest.mark.unit
 def test_columns_become_towers_by_their_owners(folder: Path) -> None:
     data = load_streamed(StreamConfig(name=str(folder)))
     assert data.towers == {
@@ -303,7 +301,6 @@ def test_columns_become_towers_by_their_owners(folder: Path) -> None:
     }
 
 
-@pytest.mark.unit
 def test_the_catalogue_is_the_last_row_of_each_item(folder: Path) -> None:
     data = load_streamed(StreamConfig(name=str(folder)))
     known, items = data.items
@@ -332,7 +329,6 @@ def brute_force(data: StreamedData, held_out: Chunk, scores: np.ndarray[Any, Any
     return hits / held_out.num_rows
 
 
-@pytest.mark.unit
 def test_the_ranking_is_what_a_count_by_hand_gives(folder: Path) -> None:
     data = load_streamed(StreamConfig(name=str(folder), ranked=90))
     held_out = held_out_rows(data, "test")
@@ -343,7 +339,6 @@ def test_the_ranking_is_what_a_count_by_hand_gives(folder: Path) -> None:
     assert metrics.ranking_metrics(ranks)["hr@10"] == pytest.approx(brute_force(data, held_out, scores))
 
 
-@pytest.mark.unit
 def test_figures_of_a_ranking_are_refused_where_nothing_is_ranked(folder: Path) -> None:
     job = job_of(folder, "evaluation.metrics=recall@20,map@5", "data.ranked=0")
     runtime = Runtime()
@@ -381,7 +376,6 @@ def figures_of(runtime: Runtime, recipe: str) -> tuple[list[str], list[str]]:
     return sorted(evaluator.validated), sorted(evaluator.validate())
 
 
-@pytest.mark.unit
 def test_rows_of_another_vocabulary_and_rows_without_weight_are_named(folder: Path, tmp_path: Path) -> None:
     part = next((broken(folder, tmp_path / "other") / "train").glob("*.parquet"))
     table = pq.read_table(part)
@@ -407,7 +401,6 @@ def broken(folder: Path, out: Path) -> Path:
     return out
 
 
-@pytest.mark.unit
 def test_what_is_not_a_preprocessed_folder_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
     def refusal(path: Path) -> str:
         with pytest.raises(DataError) as raised:
@@ -433,7 +426,6 @@ def test_what_is_not_a_preprocessed_folder_is_refused_by_name(folder: Path, tmp_
     assert "summary.json: is damaged" in refusal(tmp_path / "cut")
 
 
-@pytest.mark.unit
 def test_a_log_without_a_label_or_without_items_is_told_so(log: Path, folder: Path, tmp_path: Path) -> None:
     run_preprocess(dataclasses.replace(prepare(log, keep=("importance",)), out=str(tmp_path / "unlabelled")))
     with pytest.raises(DataError, match=r"unlabelled: its rows have no label: .*it keeps importance"):
@@ -449,7 +441,6 @@ def test_a_log_without_a_label_or_without_items_is_told_so(log: Path, folder: Pa
         StreamedTask(data).export_data(schema)
 
 
-@pytest.mark.unit
 def test_an_older_folder_has_the_label_column_as_its_label(tmp_path: Path, folder: Path) -> None:
     older = broken(folder, tmp_path / "older")
     summary = json.loads((older / "summary.json").read_text())
@@ -514,7 +505,6 @@ def resumed_run(runtime: Runtime, job: Job, out: Path, checkpoint: str) -> None:
         run_training(job, out, resume=checkpoint)
 
 
-@pytest.mark.unit
 def test_files_of_the_splits_are_read_a_row_group_at_a_time(folder: Path) -> None:
     data = load_streamed(StreamConfig(name=str(folder)))
     assert all(isinstance(source, ParquetSource) for source in data.splits.values())

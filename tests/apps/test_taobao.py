@@ -188,7 +188,6 @@ def test_a_header_and_parquet_give_the_same_rows(log: pa.Table, folder: Path, tm
             assert made[name].values.tolist() == expected[name].values.tolist()
 
 
-@pytest.mark.unit
 def test_without_drawn_rows_conversions_are_learned(log: pa.Table, tmp_path: Path) -> None:
     pq.write_table(log, tmp_path / "log.parquet")
     made = prepared(tmp_path / "log.parquet", tmp_path / "ready", "config.negatives=0")
@@ -199,7 +198,6 @@ def test_without_drawn_rows_conversions_are_learned(log: pa.Table, tmp_path: Pat
         build_model(job_of("multi_task", made), StreamedTask(data))
 
 
-@pytest.mark.unit
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -307,7 +305,6 @@ def test_a_user_who_is_named_by_id_has_the_session_of_the_log(
         assert scores[0] == pytest.approx(scores[1], abs=1e-6)
 
 
-@pytest.mark.unit
 def test_any_column_of_the_items_vocabulary_reads_their_table(planted: StreamedData) -> None:
     features = (*planted.features, "user_favourite", "item_bundle")
     tables = {**planted.tables, "user_favourite": "item_id", "item_bundle": "item_id"}
@@ -361,7 +358,6 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> StreamedData:
     return load_streamed(StreamConfig(name=str(out)))
 
 
-@pytest.mark.unit
 def test_a_shorter_window_is_the_latest_steps_and_the_catalogue_is_ranked_where_asked(planted: StreamedData) -> None:
     model: Any = build_model(job_of("bst", "planted", "model.window=4"), StreamedTask(planted))
     assert model.towers["session"].network.max_length == 4
@@ -376,7 +372,6 @@ def without(data: StreamedData, **changed: Any) -> StreamedTask:
     return StreamedTask(dataclasses.replace(data, **changed))
 
 
-@pytest.mark.unit
 def test_a_folder_without_what_a_recipe_reads_is_refused_with_the_remedy(planted: StreamedData) -> None:
     fitted = planted.preprocessor
 
@@ -403,7 +398,6 @@ def test_a_folder_without_what_a_recipe_reads_is_refused_with_the_remedy(planted
     assert build_model(job_of("bst", "planted", "model.position=end"), without(planted, preprocessor=bare))
 
 
-@pytest.mark.unit
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -419,7 +413,6 @@ def test_a_task_without_column_is_refused(overrides: Sequence[str], words: str, 
         build_model(job_of("multi_task", "planted", *overrides), StreamedTask(planted))
 
 
-@pytest.mark.unit
 def test_a_task_of_the_summary_without_column_and_ids_beyond_the_table_are_named(
     planted: StreamedData, tmp_path: Path
 ) -> None:

@@ -51,7 +51,6 @@ def strided(features: int, groups: int) -> set[frozenset[str]]:
     return {frozenset(f"f{i}" for i in range(first, features, groups)) for first in range(groups)}
 
 
-@pytest.mark.unit
 @pytest.mark.parametrize(("features", "groups"), [(6, 2), (12, 3), (26, 4), (60, 8)])
 def test_planted_groups_are_found(features: int, groups: int) -> None:
     grouped = partition(affinity(planted(features, groups)), towers=groups)
@@ -61,12 +60,10 @@ def test_planted_groups_are_found(features: int, groups: int) -> None:
     assert max(grouped.loads().values()) <= grouped.bound
 
 
-@pytest.mark.unit
 def test_they_are_found_through_tables_of_any_width_and_basis() -> None:
     assert groups_of(partition(affinity(planted(12, 3, dims=(8, 12, 16, 20))), towers=3)) == strided(12, 3)
 
 
-@pytest.mark.unit
 def test_affinities_have_their_closed_forms() -> None:
     x = torch.randn(500, 6, generator=torch.Generator().manual_seed(0))
     rotated = x @ torch.linalg.qr(torch.randn(6, 6, generator=torch.Generator().manual_seed(1)))[0]
@@ -75,7 +72,6 @@ def test_affinities_have_their_closed_forms() -> None:
     assert float(same[0, 2]) < 0.05
 
 
-@pytest.mark.unit
 def test_points_of_a_plane_keep_their_distances() -> None:
     points = torch.randn(20, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     distances = torch.cdist(points, points)
@@ -84,7 +80,6 @@ def test_points_of_a_plane_keep_their_distances() -> None:
     torch.testing.assert_close(torch.cdist(places, places), distances, atol=1e-5, rtol=0)
 
 
-@pytest.mark.unit
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 50), min_size=3, max_size=14), st.integers(1, 3), st.randoms(use_true_random=False))
 def test_every_grouping_keeps_the_bound_and_gives_every_tower_something(
@@ -101,7 +96,6 @@ def test_every_grouping_keeps_the_bound_and_gives_every_tower_something(
     assert grouped.bound >= sum(loads) / towers
 
 
-@pytest.mark.unit
 def test_the_bound_outweighs_affinity() -> None:
     """Two groups of three, one of them heavy: under a bound of 20 a heavy feature goes to the light ones."""
     vectors = planted(6, 2)
@@ -113,7 +107,6 @@ def test_the_bound_outweighs_affinity() -> None:
     assert sorted(bound.loads().values()) == [11, 19] or sorted(bound.loads().values()) == [12, 18]
 
 
-@pytest.mark.unit
 @pytest.mark.parametrize(
     ("bound", "why"),
     [
@@ -134,7 +127,6 @@ def test_a_bound_that_cannot_be_kept_is_refused_in_numbers(bound: float, why: st
     assert why in str(refused.value)
 
 
-@pytest.mark.unit
 def test_wrong_questions_are_refused() -> None:
     near = affinity(planted(4, 2))
     for arguments, why in (
@@ -150,7 +142,6 @@ def test_wrong_questions_are_refused() -> None:
         affinity({"a": torch.rand(5, 2)})
 
 
-@pytest.mark.unit
 def test_the_picture_and_the_table_say_what_was_found(tmp_path: Path) -> None:
     grouped = partition(affinity(planted(6, 2)), towers=2)
     assert str(grouped).splitlines()[:2] == ["tower_0: load 3: f0, f2, f4", "tower_1: load 3: f1, f3, f5"]
@@ -158,7 +149,6 @@ def test_the_picture_and_the_table_say_what_was_found(tmp_path: Path) -> None:
     assert (tmp_path / "plane.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.unit
 def test_ids_that_come_together_have_an_affinity_before_any_training() -> None:
     generator = torch.Generator().manual_seed(0)
     city = torch.randint(12, (ROWS,), generator=generator)

@@ -14,7 +14,6 @@ from torchrec_ext.diagnose.rules import causes, costs
 from torchrec_ext.diagnose.rules.answers import answers
 from torchrec_ext.observe.counts import AllItems, WholeTableOp
 
-pytestmark = pytest.mark.unit
 CAUSES = [cause for cause in causes.RULES if cause not in ("all_items", "small_batch", "precision")]
 
 

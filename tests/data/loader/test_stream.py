@@ -27,7 +27,6 @@ from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.schema import DataError
 
-pytestmark = pytest.mark.unit
 SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=9).filter(any)
 
 

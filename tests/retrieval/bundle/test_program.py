@@ -16,8 +16,6 @@ from torchrec_ext.retrieval.bundle.manifest import BundleError
 from torchrec_ext.retrieval.bundle.operators import _ATEN, run_operator
 from torchrec_ext.retrieval.bundle.program import _DTYPES, MOST_BYTES, Program, ProgramTower
 
-pytestmark = pytest.mark.unit
-
 DRAW = torch.Generator().manual_seed(0)
 
 

@@ -26,7 +26,6 @@ from torchrec_ext.retrieval.server.queued_scorer import QueuedScorer
 from torchrec_ext.retrieval.server.settings import Limits, ServerConfig
 from torchrec_ext.retrieval.server.telemetry import Log, resident_bytes
 
-pytestmark = pytest.mark.unit
 USER = 7
 LIMITS = Limits(body_bytes=20_000, k=20, candidates=30, rows=3, queue=2, time_ms=3_000)
 
