@@ -32,7 +32,7 @@ from torchx_apps.cli.redis_address import add_password_file, with_password
 
 if TYPE_CHECKING:
     from torchrec_ext.retrieval.bundle.bundle import Bundle
-    from torchrec_ext.retrieval.store.ids import Ids
+    from torchrec_ext.retrieval.store.ids import KnownIds
     from torchrec_ext.retrieval.store.store import EmbeddingStore
     from torchx_apps.jobs.embedding import TowerGroup
 
@@ -85,7 +85,7 @@ def _write(rows: TowerGroup, options: argparse.Namespace) -> str:
     """Writes to the flags' store or Redis, and describes the result."""
     from torchx_apps.jobs.embedding import embed_files, ids_in, refresh_files
 
-    deleted: Ids = []
+    deleted: KnownIds = []
     if _is_path(options.delete or ""):
         deleted = ids_in([options.delete], options.id)
     elif options.delete is not None:

@@ -23,7 +23,7 @@ from torchx_apps.cli.redis_address import add_password_file, with_password
 if TYPE_CHECKING:
     from torchrec_ext.retrieval.server.settings import ServerConfig
 
-TOKEN = "TORCHREC_EXT_TOKEN"
+_TOKEN = "TORCHREC_EXT_TOKEN"
 _SHOWN = 12
 
 
@@ -102,7 +102,7 @@ def _settings(options: argparse.Namespace) -> ServerConfig:
 def _token(file: Path | None) -> str | None:
     """Reads the token from a file or the environment; every user of the machine could read it on the command line."""
     if file is None:
-        return os.environ.get(TOKEN)
+        return os.environ.get(_TOKEN)
     try:
         return file.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -155,7 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--workers", type=int, default=1, help="processes")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch in each process")
     parser.add_argument(
-        "--token-file", type=Path, help=f"file with the token that callers must bear; else ${TOKEN}, else none"
+        "--token-file", type=Path, help=f"file with the token that callers must bear; else ${_TOKEN}, else none"
     )
     hosts = "what the header Host may name, by commas: names, addresses, *.example.com, or * for all; by default this"
     parser.add_argument("--allowed-hosts", help=f"{hosts} machine's own on a loopback --host, else *")

@@ -206,7 +206,7 @@ def test_two_steps_over_one_model_by_turns_learn_what_eager_ones_learn() -> None
 def test_an_update_of_all_rows_that_is_interrupted_is_completed_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, _ = trained("off", lambda *_: None)
     model, _ = trained("require", lambda *_: None)
-    monkeypatch.setattr(memories, "BLOCK_ROWS", 100)
+    monkeypatch.setattr(memories, "_BLOCK_ROWS", 100)
     caught_up, calls = memories.caught_up, []
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:

@@ -49,7 +49,7 @@ def settled(runtime: Runtime, block: int) -> tuple[dict[str, Tensor] | None, int
     step = CapturedStep(ShardedSource(model, optimizer), as_it_is, rule=lambda *_: True)
     for batch in rest:
         step(batch)
-    step_memory.BLOCK_ROWS = block
+    step_memory._BLOCK_ROWS = block
     with _Largest() as largest:
         step.settle()
     return gather_state(model), largest.rows

@@ -17,7 +17,7 @@ from torchrec_ext.distributed.runtime import GPUS, Runtime, choose_device
 from torchrec_ext.distributed.sharders import BagSharder
 from torchrec_ext.models import two_tower
 from torchrec_ext.schema import Jagged
-from torchx_apps.networks.members import GPUS as TOLD
+from torchx_apps.networks.members import _GPUS as TOLD
 from torchx_apps.networks.members import _of_local_ranks
 
 

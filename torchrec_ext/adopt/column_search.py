@@ -21,7 +21,7 @@ from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.adopt.reading import GETITEMS, DatasetReader, held_by, is_frame, seed_everything, words
 
 COMPARED = 4096  # rows that are compared if reading all would take too long
-SECONDS = 8.0  # that reading all rows may take
+_SECONDS = 8.0  # that reading all rows may take
 _ROUNDS = 4
 _READ_AGAIN = 190
 _CALLS = 8  # of each row whose draws are read
@@ -268,7 +268,7 @@ class ColumnSearch:
 
     Args:
         reader: reads its rows.
-        compared: number of rows to compare with the Dataset; None for all where they are read in :data:`SECONDS`.
+        compared: number of rows to compare with the Dataset; None for all where they are read in :data:`_SECONDS`.
     """
 
     def __init__(self, reader: DatasetReader, compared: int | None) -> None:
@@ -296,7 +296,7 @@ class ColumnSearch:
             self._read_more(rows)
             self._solve()
         self._result.compared = len(self._rows)
-        all_too = self._quickly and seconds_of_all < SECONDS and len(self._rows) < self._reader.num_rows
+        all_too = self._quickly and seconds_of_all < _SECONDS and len(self._rows) < self._reader.num_rows
         while (self._own_columns or all_too) and (refuted := self._wrong_after_writing()):
             self._refuted.add(refuted)
             self._solve()

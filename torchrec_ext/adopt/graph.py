@@ -35,7 +35,7 @@ from torchrec_ext.capture.lowering import CannotCaptureError
 from torchrec_ext.observe.state_copy import random_state
 from torchrec_ext.observe.user_lines import UNKNOWN, first_line, is_users_file
 
-Loss = Callable[..., Any]
+LossFunction = Callable[..., Any]
 Backend = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Sequence[Any]]]
 
 GRAPHS = 16  # states of the user's Python that are traced before those without a graph stay eager
@@ -97,7 +97,7 @@ def _selected(input: Tensor, mask: Tensor) -> Tensor:  # noqa: A002
     return input.expand(shape).reshape(-1, len(once)).index_select(1, places).flatten()
 
 
-def traced_forward(loss: Loss, backend: Backend, *, masks: bool) -> Callable[..., tuple[Tensor, Any]]:
+def traced_forward(loss: LossFunction, backend: Backend, *, masks: bool) -> Callable[..., tuple[Tensor, Any]]:
     """Returns the user's function of a batch, which Dynamo traces on its first call and guards on all others.
 
     Args:

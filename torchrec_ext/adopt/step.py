@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torchrec_ext.adopt.captures import Captures, ForwardTrace, Trace, TraceFactory
 from torchrec_ext.adopt.checks import Changes, ForwardWatch
 from torchrec_ext.adopt.errors import CannotAdopt, EndOfCaptureError, HalfStepError, TensorChangedError
-from torchrec_ext.adopt.graph import GRAPHS, Loss, OneGraphTooMany
+from torchrec_ext.adopt.graph import GRAPHS, LossFunction, OneGraphTooMany
 from torchrec_ext.adopt.lag import catch_up, reader_cost
 from torchrec_ext.adopt.rows import Rows
 from torchrec_ext.adopt.source import AnyBatch, DrawnBatch, GivenBatch, RowsOnDevice
@@ -47,7 +47,7 @@ _PACE = 64  # steps after which the time for readers of whole tables is looked a
 def adopt(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-    loss: Loss,
+    loss: LossFunction,
     *,
     rows: Rows | None = None,
     clip_norm: float = 0.0,

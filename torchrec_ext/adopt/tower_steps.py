@@ -19,7 +19,7 @@ from torchrec_ext.adopt.captures import Captures, Check, weakly
 from torchrec_ext.adopt.checks import ForwardWatch
 from torchrec_ext.adopt.errors import CannotAdopt, EndOfStepError
 from torchrec_ext.adopt.exchange import HEADER, OutputExchange, squared_norm
-from torchrec_ext.adopt.graph import ForwardGraph, Loss, TracedCall, traced_forward
+from torchrec_ext.adopt.graph import ForwardGraph, LossFunction, TracedCall, traced_forward
 from torchrec_ext.adopt.source import AdoptedSource, AnyBatch, CapturedUpdate, GivenBatch, GraphCall
 from torchrec_ext.adopt.subnetworks import UserLoss
 from torchrec_ext.adopt.user_step import RankStep
@@ -179,7 +179,7 @@ class TowersTrace:
         selects: whether the forward selects by masks.
     """
 
-    def __init__(self, captures: Captures, ranks: TowerStep, loss: Loss, *, selects: bool) -> None:
+    def __init__(self, captures: Captures, ranks: TowerStep, loss: LossFunction, *, selects: bool) -> None:
         self._captures = captures
         self._ranks = ranks
         self._towers = TracedCall(_outputs_of, weakly(self._take_towers))

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from torchrec_ext.adopt.checks import ForwardWatch, check_model, loss_and_output, update_rules
 from torchrec_ext.adopt.errors import CannotAdopt
-from torchrec_ext.adopt.graph import Loss
+from torchrec_ext.adopt.graph import LossFunction
 from torchrec_ext.adopt.source import AdoptedSource, AnyBatch
 from torchrec_ext.capture.executors import StepEngine, engine_for
 from torchrec_ext.capture.memory import StepMemory
@@ -50,7 +50,7 @@ class RankStep(ABC):
         self,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
-        loss: Loss,
+        loss: LossFunction,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.model = model
@@ -135,7 +135,7 @@ class UserStep(RankStep):
         self,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
-        loss: Loss,
+        loss: LossFunction,
         autocast: Callable[[], AbstractContextManager[Any]],
         clip_norm: float,
     ) -> None:

@@ -25,14 +25,14 @@ from torchrec_ext.observe.user_lines import first_line, raising_line, with_text
 # callers check shapes themselves.
 _INDUCTOR = {"cpp_wrapper": True, "size_asserts": False}
 
-Step = Callable[..., list[Tensor]]
+_Step = Callable[..., list[Tensor]]
 Run = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
 class StepExecutor(Protocol):
     """Turns a step, a function of tensors, into a faster one."""
 
-    def __call__(self, step: Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
+    def __call__(self, step: _Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
         """Returns a function for running the step on other inputs of the same shapes.
 
         Args:
@@ -45,7 +45,7 @@ class StepExecutor(Protocol):
         """
 
 
-def as_it_is(step: Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
+def as_it_is(step: _Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
     """Runs the step op by op: a :class:`StepExecutor` for tests and comparisons."""
 
     def run(inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -55,7 +55,7 @@ def as_it_is(step: Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
     return run
 
 
-def inductor(step: Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
+def inductor(step: _Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
     """Compiles the step for the CPU; inductor caches the result, see :func:`compile_cache`."""
     separate = unaliased([*memory, *inputs])
     return as_it_is(compile_graph(traced(step, separate), separate), memory, inputs)
@@ -69,7 +69,7 @@ def unaliased(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype) for tensor in tensors]
 
 
-def compile_graph(graph: GraphModule, examples: Sequence[Tensor]) -> Step:
+def compile_graph(graph: GraphModule, examples: Sequence[Tensor]) -> _Step:
     """Compiles a traced step for tensors with the shapes and strides of ``examples``.
 
     Raises:
@@ -84,7 +84,7 @@ def compile_graph(graph: GraphModule, examples: Sequence[Tensor]) -> Step:
         raise CannotCaptureError(f"inductor: {type(error).__name__}: {first_line(error)}") from error
 
 
-def traced(step: Step, tensors: list[Tensor]) -> GraphModule:
+def traced(step: _Step, tensors: list[Tensor]) -> GraphModule:
     """Traces the ops of the step on tensors without values.
 
     Raises:
@@ -128,7 +128,7 @@ def depends_on_values(result: Any) -> bool:
     return any(isinstance(leaf, unknown) for leaf in (*leaves, *sizes))
 
 
-def cuda_graph(step: Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
+def cuda_graph(step: _Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
     """Captures the step as one CUDA graph; copies inputs into the graph's own buffers.
 
     Raises:
@@ -170,7 +170,7 @@ def cuda_graph(step: Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
     return run
 
 
-def _captured_graph(step: Step, tensors: list[Tensor]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
+def _captured_graph(step: _Step, tensors: list[Tensor]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
     """Runs the step as often as a capture requires, and captures it; returns the graph and its outputs."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
@@ -275,7 +275,7 @@ class StepEngine:
         self._device = device
         self.plain = False
 
-    def __call__(self, step: Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
+    def __call__(self, step: _Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
         """Captures the step."""
         if self._device.type == "cuda":
             fast = cuda_graph(step, memory, inputs)
@@ -287,7 +287,7 @@ class StepEngine:
             slow = as_it_is(graph, memory, inputs)
         return lambda later: slow(later) if self.plain else fast(later)
 
-    def trace(self, step: Step, tensors: list[Tensor]) -> tuple[GraphModule, list[Tensor]]:
+    def trace(self, step: _Step, tensors: list[Tensor]) -> tuple[GraphModule, list[Tensor]]:
         """Returns the ops of a step, and tensors without values of the shapes of those that it is called with."""
         examples = unaliased(tensors)
         enabled = torch._C._get_mkldnn_enabled()
@@ -297,6 +297,6 @@ class StepEngine:
         finally:
             torch._C._set_mkldnn_enabled(enabled)
 
-    def compile(self, graph: GraphModule, examples: list[Tensor]) -> Step:
+    def compile(self, graph: GraphModule, examples: list[Tensor]) -> _Step:
         """Compiles ops for a CPU."""
         return compile_graph(graph, examples)

@@ -284,7 +284,7 @@ def state_tensors(state: Mapping[str, Any]) -> tuple[list[Tensor], list[Tensor]]
     return tensors, steps
 
 
-BLOCK_ROWS = 1 << 14  # rows of a table to update at once: this takes six temporaries of as many rows
+_BLOCK_ROWS = 1 << 14  # rows of a table to update at once: this takes six temporaries of as many rows
 
 
 class StepMemory:
@@ -357,9 +357,9 @@ class StepMemory:
         """Brings every row of a table up to date, a block of rows at a time."""
         clock = self._rows[parameter.name]
         now = self._step.int()
-        for start in range(0, len(clock.since), BLOCK_ROWS):
+        for start in range(0, len(clock.since), _BLOCK_ROWS):
             last, rows, *state = (
-                tensor[start : start + BLOCK_ROWS] for tensor in (clock.since, parameter.weight, *parameter.state)
+                tensor[start : start + _BLOCK_ROWS] for tensor in (clock.since, parameter.weight, *parameter.state)
             )
             new = caught_up(rows, state, last, now, clock, parameter.choice)
             # One call, because after an interrupt between two calls the rows would be updated once more.

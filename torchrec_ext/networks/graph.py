@@ -312,10 +312,10 @@ def leave_out_constants(graph: GraphModule, names: Sequence[str]) -> set[str]:
     return set(variable_outputs)
 
 
-Loss = Callable[[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]], tuple[Tensor, Tensor]]
+_Loss = Callable[[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]], tuple[Tensor, Tensor]]
 
 
-def _loss(skeleton: Skeleton, inputs: Inputs) -> Loss:
+def _loss(skeleton: Skeleton, inputs: Inputs) -> _Loss:
     """Returns a function from one member's parts of ``inputs`` to loss and logits."""
     counts = [len(bags) for bags in inputs.pooled]
 

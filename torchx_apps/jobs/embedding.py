@@ -30,7 +30,7 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchrec_ext.retrieval.bundle.encoder import open_encoder, open_preprocessor, tower_digest
 from torchrec_ext.retrieval.bundle.tables import UserTable
-from torchrec_ext.retrieval.store.ids import IdMap, Ids
+from torchrec_ext.retrieval.store.ids import IdMap, KnownIds
 from torchrec_ext.retrieval.store.redis import RedisStore
 from torchrec_ext.retrieval.store.row_formats import Dtype
 from torchrec_ext.retrieval.store.store import EmbeddingStore, refresh_store
@@ -376,7 +376,7 @@ def _scratch_folder(rows: TowerGroup, out: Path) -> Iterator[Path]:
         yield Path(names[0])
 
 
-def refresh_files(rows: TowerGroup, folder: Path, deleted: Ids) -> tuple[EmbeddingStore, str]:
+def refresh_files(rows: TowerGroup, folder: Path, deleted: KnownIds) -> tuple[EmbeddingStore, str]:
     """Writes a version of the store in ``folder`` with these rows changed or added, and ``deleted`` removed.
 
     The towers run on all ranks, each on its share; rank 0 then copies the store.
@@ -418,7 +418,7 @@ def _store_of(rows: TowerGroup, folder: Path) -> EmbeddingStore:
     return store
 
 
-def fill_redis(rows: TowerGroup, url: str, expiry_s: float | None, deleted: Ids) -> str:
+def fill_redis(rows: TowerGroup, url: str, expiry_s: float | None, deleted: KnownIds) -> str:
     """Writes each row's vector to a Redis, pipelined, and deletes ``deleted``; each rank writes its own share.
 
     Args:
@@ -470,7 +470,7 @@ def ids_in(paths: Sequence[str], key: str) -> NDArray[Any]:
     return np.concatenate(blocks or [np.zeros(0, np.int64)])
 
 
-def of_kind(deleted: Ids, kind: str) -> NDArray[Any]:
+def of_kind(deleted: KnownIds, kind: str) -> NDArray[Any]:
     """Converts ids to delete to the kind of a store's ids, ``int64`` or ``str``.
 
     Raises:
@@ -485,7 +485,7 @@ def of_kind(deleted: Ids, kind: str) -> NDArray[Any]:
         raise ValueError(f"--delete: ids must be whole numbers like those of the store; got {examples}") from None
 
 
-def _check_ids(rows: TowerGroup, deleted: Ids) -> None:
+def _check_ids(rows: TowerGroup, deleted: KnownIds) -> None:
     """Refuses duplicate ids: a Redis would silently keep either row."""
     if not rows.catalogue:
         return

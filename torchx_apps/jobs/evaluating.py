@@ -32,17 +32,17 @@ Ranked = Iterator[tuple[int, metrics.TargetRanks]]  # the number of queries rank
 # Ranks per update of the figures.
 _TOGETHER = 2**18
 _CURVE = (1, 2, 5, 10, 20, 50, 100)
-Ids = np.ndarray[Any, np.dtype[Any]]
+_Ids = np.ndarray[Any, np.dtype[Any]]
 
 
 class Vectors(NamedTuple):
     """Ids (N,), ascending, and their vectors (N, D) float32, of a file."""
 
     path: Path
-    ids: Ids
+    ids: _Ids
     vectors: Tensor
 
-    def rows(self, ids: Ids) -> Ids:
+    def rows(self, ids: _Ids) -> _Ids:
         """Returns the row of each id, (M,); -1 for an id without a vector."""
         if self.ids.dtype.kind == "i":
             first = self.ids[0]
@@ -60,9 +60,9 @@ class Asked(NamedTuple):
     ``missed`` are the rows of the users of these pairs, ascending: such an item is found by no ranking.
     """
 
-    users: Ids
+    users: _Ids
     question: metrics.Question
-    missed: Ids
+    missed: _Ids
 
     def with_missed(self, ranks: metrics.TargetRanks, start: int, stop: int, behind: int) -> metrics.TargetRanks:
         """Returns the ranks of a block of queries, with items without a vector ranked last."""
@@ -251,7 +251,7 @@ def _vectors(path: Path) -> Vectors:
     return Vectors(path, ordered, vectors if in_order else vectors[torch.from_numpy(order)])
 
 
-def _of_parquet(path: Path) -> tuple[Ids, Tensor]:
+def _of_parquet(path: Path) -> tuple[_Ids, Tensor]:
     """Reads ids and vectors a block of rows at a time, into memory allocated once."""
     with _reading(path, ["id", "vector"]) as file:
         kind = file.schema_arrow.field("vector").type
@@ -299,7 +299,7 @@ def _reading(path: Path, names: Sequence[str]) -> Iterator[pq.ParquetFile]:
         raise DataError(f"{path}: cannot be read as parquet ({error}); give a parquet file") from None
 
 
-def _ids(path: Path, table: pa.Table, name: str) -> Ids:
+def _ids(path: Path, table: pa.Table, name: str) -> _Ids:
     column = table[name].combine_chunks()
     if column.null_count:
         raise DataError(f"{path}: column '{name}' has {column.null_count} nulls; leave these rows out")
@@ -311,16 +311,16 @@ def _ids(path: Path, table: pa.Table, name: str) -> Ids:
     raise DataError(f"{path}: column '{name}' is {column.type}; ids must be whole numbers or texts")
 
 
-def _kind(ids: Ids) -> str:
+def _kind(ids: _Ids) -> str:
     return "texts" if ids.dtype == object else "numbers"
 
 
-def _shown(ids: Ids, row: int) -> str:
+def _shown(ids: _Ids, row: int) -> str:
     text = repr(ids[row : row + 1].tolist()[0])
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _pairs(path: Path, users: Vectors, items: Vectors) -> tuple[Ids, Ids, Ids]:
+def _pairs(path: Path, users: Vectors, items: Vectors) -> tuple[_Ids, _Ids, _Ids]:
     """Returns the rows of users and of items of the pairs of a file, each pair once, and the users' ids."""
     with _reading(path, []) as file:
         present = file.schema_arrow.names
@@ -376,7 +376,7 @@ def _asked(options: argparse.Namespace, users: Vectors, items: Vectors) -> Asked
     return Asked(query_users, question, np.sort(rows[~has_vector]))
 
 
-def _first_of_each(values: Ids) -> np.ndarray[Any, np.dtype[np.bool_]]:
+def _first_of_each(values: _Ids) -> np.ndarray[Any, np.dtype[np.bool_]]:
     """Returns whether each of ascending values is the first of its kind; in a tenth of the time of np.unique."""
     first = np.ones(len(values), np.bool_)
     np.not_equal(values[1:], values[:-1], out=first[1:])

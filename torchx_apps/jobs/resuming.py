@@ -31,7 +31,7 @@ from torchx_apps.tasks.task import Task
 
 CHECKPOINTS = "checkpoints"
 LAUNCH = "launch"
-IDS = "ids.json"
+IDS_FILE = "ids.json"
 # Entry of a checkpoint's manifest.
 MEANING = "ids"
 # Ids without torchrun, and of a torchrun without --rdzv-id: launches would share them.
@@ -135,7 +135,7 @@ def _recorded_meaning(checkpoint: str, run: Path | None) -> tuple[str, dict[str,
     if then is None:
         folders = [] if is_url(checkpoint) else [Path(checkpoint).parent.parent]
         folders += [] if run is None else [run]
-        file = next((folder / IDS for folder in folders if (folder / IDS).is_file()), None)
+        file = next((folder / IDS_FILE for folder in folders if (folder / IDS_FILE).is_file()), None)
         if file is None:
             return where, None
         where = str(file)

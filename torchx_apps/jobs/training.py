@@ -36,7 +36,7 @@ from torchx_apps.cli.errors import end_process
 from torchx_apps.jobs import report
 from torchx_apps.jobs.resuming import (
     CHECKPOINTS,
-    IDS,
+    IDS_FILE,
     LAUNCH,
     MEANING,
     asked_to_stop,
@@ -119,7 +119,7 @@ def run_training(
         # Rank 0 also writes the checkpoints' manifests.
         if folder is not None:
             about = {MEANING: meaning_of_ids(task)}
-            folder.write(IDS, json.dumps(about[MEANING], indent=2))
+            folder.write(IDS_FILE, json.dumps(about[MEANING], indent=2))
             print(f"\n{parts.plan_text}\n", flush=True)
             folder.write("plan.txt", parts.plan_text)
             folder.facts = dataclasses.replace(

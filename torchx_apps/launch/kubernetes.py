@@ -33,7 +33,7 @@ _SCRATCH = "/tmp"
 
 # User of a service without -cfg run_as, and of the image of the package's Dockerfile.
 USER = "10001"
-TOKEN = "TORCHREC_EXT_TOKEN"
+_TOKEN = "TORCHREC_EXT_TOKEN"
 # Seconds to load a bundle, longer than the 600 s of the server's own --start.
 _START_S = 900
 # Seconds after --linger and --drain until a server has killed requests that hang.
@@ -344,8 +344,8 @@ def _as_server(pod: V1Pod, labels: Mapping[str, str], flags: Mapping[str, str], 
     ]
     # A Secret without a token keeps the pods from starting; without this they would answer everybody.
     if token is not None and "token-file" not in flags:
-        reference = models.V1SecretKeySelector(name=token, key=TOKEN)
-        container.env.append(models.V1EnvVar(name=TOKEN, value_from=models.V1EnvVarSource(secret_key_ref=reference)))
+        reference = models.V1SecretKeySelector(name=token, key=_TOKEN)
+        container.env.append(models.V1EnvVar(name=_TOKEN, value_from=models.V1EnvVarSource(secret_key_ref=reference)))
     container.startup_probe = _probe("/readyz", flags, period_s=2, failures=_START_S // 2)
     container.readiness_probe = _probe("/readyz", flags, period_s=2, failures=2)
     container.liveness_probe = _probe("/healthz", flags, period_s=10, failures=6)

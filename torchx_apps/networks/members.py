@@ -170,7 +170,7 @@ def named(names: Sequence[str], pattern: str, flag: str) -> list[str]:
 
 
 # Same name as in torchrec_ext.distributed.runtime, whose import takes seconds.
-GPUS = "TORCHREC_EXT_GPUS"
+_GPUS = "TORCHREC_EXT_GPUS"
 _TIMEOUT_S = 7 * 24 * 3600.0
 
 
@@ -368,4 +368,4 @@ def _of_local_ranks(gpus: int, local_ranks: Sequence[int]) -> dict[str, str]:
     """
     if not gpus or (len(local_ranks) > 1 and max(local_ranks) >= gpus):
         return {}
-    return {GPUS: ",".join(str(rank % gpus) for rank in local_ranks)}
+    return {_GPUS: ",".join(str(rank % gpus) for rank in local_ranks)}

@@ -38,7 +38,7 @@ from torchrec_ext.train.report.progress import RunFolder
 from torchx_apps.jobs import setup, training
 from torchx_apps.jobs.resuming import (
     CHECKPOINTS,
-    IDS,
+    IDS_FILE,
     MEANING,
     asked_to_stop,
     check_ids_stay,
@@ -261,7 +261,7 @@ class StackedMembers:
             )
             self._trackings[name] = Tracking.start(self._root / name, training.settings_of(member.job), member=name)
             self._folders[name].write(STACK_FILE, json.dumps(list(self._built)))
-            self._folders[name].write(IDS, json.dumps(meaning_of_ids(member.task), indent=2))
+            self._folders[name].write(IDS_FILE, json.dumps(meaning_of_ids(member.task), indent=2))
         self._folders[name].log(record)
         self._trackings[name].log(record)
         self._progress.show(name, record)

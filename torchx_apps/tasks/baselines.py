@@ -19,7 +19,7 @@ from torchrec_ext.train.config import ClosedFormConfig, Record
 
 FORMS = ("ease", "als")
 # Seconds that a baseline may take if none is named.
-SECONDS = 10.0
+_SECONDS = 10.0
 # Multiply-adds per second of one core.
 _RATE = 2e10
 # Scores of a block of queries in memory: 8 MiB.
@@ -49,7 +49,7 @@ class ClosedForms:
         num_users: rows of the users' table, U.
         num_items: rows of the items' table, I.
         roles: role of each feature's ids: a ``user``, an ``item``, or the items of a user's ``history``.
-        names: baselines to rank; where empty, those that take less than ``SECONDS``.
+        names: baselines to rank; where empty, those that take less than ``_SECONDS``.
         config: penalties and sizes.
 
     Raises:
@@ -97,7 +97,7 @@ class ClosedForms:
             name: f"about {took:,.0f} s for {self.num_users:,} users and {self.num_items:,} items; "
             f"evaluation.baselines=popularity,{name} ranks it"
             for name, took in seconds.items()
-            if took > SECONDS
+            if took > _SECONDS
         }
 
     def beside(

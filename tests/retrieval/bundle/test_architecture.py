@@ -15,7 +15,7 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec_ext.models.ncf import NCFHead, NCFTower
 from torchrec_ext.models.session import NextItemTower
 from torchrec_ext.modules.compression import Compression
-from torchrec_ext.modules.interaction import INTERACTIONS as RECIPE_INTERACTIONS
+from torchrec_ext.modules.interaction import INTERACTION_CLASSES as RECIPE_INTERACTIONS
 from torchrec_ext.modules.interaction import (
     Cosine,
     DeepCross,
@@ -31,7 +31,7 @@ from torchrec_ext.modules.layers import Recorded
 from torchrec_ext.modules.session_encoder import SessionEncoder
 from torchrec_ext.modules.session_tower import SessionSteps, SessionTop, SessionTower
 from torchrec_ext.modules.tower import Tower
-from torchrec_ext.retrieval.bundle.architecture import INTERACTIONS, TOWERS, describe_module, rebuild
+from torchrec_ext.retrieval.bundle.architecture import INTERACTION_CLASSES, TOWERS, describe_module, rebuild
 from torchrec_ext.retrieval.bundle.manifest import BundleError
 from torchrec_ext.retrieval.bundle.program import ProgramTop, ProgramTower
 
@@ -187,7 +187,7 @@ MAKES = {kind: lambda draw, kind=kind: kind([draw(WIDTH)] * 2) for kind in RECIP
 
 
 def test_every_class_that_a_bundle_can_name_is_tried() -> None:
-    assert set(MAKES) == {*TOWERS, *INTERACTIONS}
+    assert set(MAKES) == {*TOWERS, *INTERACTION_CLASSES}
 
 
 @pytest.mark.parametrize("kind", MAKES, ids=lambda kind: kind.__name__)

@@ -21,7 +21,7 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.models.session import NextItemModel
 from torchrec_ext.modules.session_encoder import SessionEncoder
 from torchrec_ext.retrieval.bundle.bundle import Bundle
-from torchrec_ext.retrieval.exporting.content import Catalogue, NamedUsers, Tables
+from torchrec_ext.retrieval.exporting.content import Catalogue, ExportTables, NamedUsers
 from torchrec_ext.retrieval.exporting.export import export
 from torchrec_ext.schema import DataError
 
@@ -52,7 +52,7 @@ def exported(runtime: Runtime, folder: Path) -> dict[str, str]:
     return digests
 
 
-def next_items(runtime: Runtime, folder: Path, tables: Tables = "trained") -> str:
+def next_items(runtime: Runtime, folder: Path, tables: ExportTables = "trained") -> str:
     torch.manual_seed(0)
     encoder = SessionEncoder(8, 5, heads=2, causal=True)
     table = EmbeddingConfig(name="item_id", num_embeddings=ITEMS, embedding_dim=8)

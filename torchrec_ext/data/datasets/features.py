@@ -38,7 +38,7 @@ from torchrec_ext.schema import DataError
 from torchrec_ext.schema.validation import listed
 
 # Stands in a list for a value that is in no vocabulary.
-UNKNOWN = "unknown"
+_UNKNOWN = "unknown"
 SEPARATOR = "|"
 # Share of distinct values from which on a column names its row, as a title does, and says nothing about another row.
 MOST_DISTINCT = 0.5
@@ -216,7 +216,7 @@ class RowContext:
         words = self.vocabularies[name].values.take(pa.array(ids - 1, mask=ids == 0))
         if name not in self.separators:
             return words.cast(pa.bool_()) if self.raw_type(name) == "bool" else words
-        lists = pa.ListArray.from_arrays(pa.array(column.offsets, pa.int32()), words.fill_null(UNKNOWN))
+        lists = pa.ListArray.from_arrays(pa.array(column.offsets, pa.int32()), words.fill_null(_UNKNOWN))
         return pc.binary_join(lists, self.separators[name])
 
 

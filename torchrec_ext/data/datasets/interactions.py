@@ -126,7 +126,7 @@ def _runs(*keys: Array) -> tuple[Int64, Int64]:
     return starts.repeat(lengths), (starts + lengths).repeat(lengths)
 
 
-Figure = Literal["hr", "recall", "ndcg", "mrr"]
+_Figure = Literal["hr", "recall", "ndcg", "mrr"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -144,7 +144,7 @@ class Evaluation:
     """
 
     at: tuple[int, ...] = (10,)
-    figures: tuple[Figure, ...] = ("hr", "ndcg")
+    figures: tuple[_Figure, ...] = ("hr", "ndcg")
     by: Literal["row", "user"] = "row"
     keep_seen: bool = False
     candidates: Mapping[str, Int64] = field(default_factory=dict)
@@ -152,9 +152,9 @@ class Evaluation:
     def __post_init__(self) -> None:
         if not self.at or min(self.at) < 1:
             raise ValueError(f"at={self.at}: must be one number of places or more, each 1 or more")
-        unknown = sorted(set(self.figures) - set(get_args(Figure)))
+        unknown = sorted(set(self.figures) - set(get_args(_Figure)))
         if unknown or not self.figures:
-            raise ValueError(f"figures={self.figures}: must be some of {', '.join(get_args(Figure))}")
+            raise ValueError(f"figures={self.figures}: must be some of {', '.join(get_args(_Figure))}")
 
 
 # A rating of so many stars or more says that the user liked the item.

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torchrec_ext.data.columns import Chunk, Column, Int64
 from torchrec_ext.data.datasets.interactions import InteractionData, from_ratings
 
-Floats = NDArray[np.float64]
+_Floats = NDArray[np.float64]
 GENDERS, OCCUPATIONS, ZIP_PREFIXES, YEARS, GENRES = 2, 21, 11, 20, 18
 # Users x items. planted() holds one float64 for each: 800 MB.
 MOST_CELLS = 100_000_000
@@ -105,7 +105,7 @@ def planted(
     return dataclasses.replace(data, best=_best(preferences, data))
 
 
-def planted_preferences(*, users: int = 2_000, items: int = 800, clusters: int = 12, seed: int = 0) -> Floats:
+def planted_preferences(*, users: int = 2_000, items: int = 800, clusters: int = 12, seed: int = 0) -> _Floats:
     """Returns (users + 1, items + 1) the probabilities of a user's first item in :func:`planted`.
 
     Row 0 and column 0 are 0.
@@ -141,7 +141,7 @@ def _clusters(users: int, items: int, clusters: int, seed: int) -> tuple[Int64, 
     return taste, np.concatenate([[0], _ranks(items, seed) % clusters])
 
 
-def _draw(rng: np.random.Generator, preferences: Floats) -> tuple[Int64, Int64]:
+def _draw(rng: np.random.Generator, preferences: _Floats) -> tuple[Int64, Int64]:
     """Draws pairs without replacement, in order: the greatest log p + Gumbel noise first (Plackett-Luce)."""
     users = preferences.shape[0] - 1
     counts = rng.integers(15, 46, size=users)
@@ -157,7 +157,7 @@ def _times(rng: np.random.Generator, user: Int64) -> Int64:
     return np.cumsum(rng.integers(0, 4, size=len(user))) + 1_000_000
 
 
-def _best(preferences: Floats, data: InteractionData) -> Mapping[str, float]:
+def _best(preferences: _Floats, data: InteractionData) -> Mapping[str, float]:
     """Returns the expected figures of ranking test items by the true preferences, other parts' items masked."""
     users = data.test["user_id"].values
     weights = preferences[users]
@@ -179,7 +179,7 @@ def _ratings(user: Int64, item: Int64, time: Int64, rating: Int64) -> Chunk:
     )
 
 
-def _users(rng: np.random.Generator, users: int, *, occupation: Int64, age: Floats) -> Chunk:
+def _users(rng: np.random.Generator, users: int, *, occupation: Int64, age: _Floats) -> Chunk:
     return Chunk(
         {
             "user_id": Column(np.arange(users + 1)),
@@ -224,7 +224,7 @@ def _vocab(users: int, items: int) -> dict[str, int]:
     }
 
 
-def area_under_curve(scores: Floats, labels: Floats) -> float:
+def area_under_curve(scores: _Floats, labels: _Floats) -> float:
     """Returns the area under the ROC curve; a tie counts half."""
     values, index = np.unique(scores, return_inverse=True)
     positive = np.bincount(index, labels, len(values))

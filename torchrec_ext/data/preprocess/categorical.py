@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 
 from torchrec_ext.data.columns import Int64
 from torchrec_ext.data.preprocess.columns import ID_LISTS, IDS, Cells, Mask, Types, element, is_list_column, map_texts
-from torchrec_ext.data.preprocess.step import ColumnStep, State, Step, StepContext, Table, positive
+from torchrec_ext.data.preprocess.step import ColumnStep, Step, StepContext, StepState, Table, positive
 from torchrec_ext.schema import DataError
 
 if TYPE_CHECKING:
@@ -283,7 +283,7 @@ class HashBucket(ColumnStep):
         )
         return {self.writes[0]: "list<int64>" if is_list_column(kind) else "int64"}
 
-    def transform(self, table: Table, types: Types, state: State, run: StepContext) -> Table:
+    def transform(self, table: Table, types: Types, state: StepState, run: StepContext) -> Table:
         """Hashes each value, or each element."""
 
         def hashed(value: Table) -> Table:
@@ -293,13 +293,13 @@ class HashBucket(ColumnStep):
         ids = column.map(hashed) if is_list_column(types[self.column]) else hashed(column)
         return table.mutate({self.writes[0]: ids})
 
-    def online(self, cells: Mapping[str, Cells], types: Types, state: State) -> Mapping[str, Cells]:
+    def online(self, cells: Mapping[str, Cells], types: Types, state: StepState) -> Mapping[str, Cells]:
         """Computes the same hash."""
         values = cells[self.column]
         ids = map_texts(values, lambda text: hashed_id(text, self.buckets, self.salt))
         return {self.writes[0]: values.with_values(ids)}
 
-    def vocab(self, state: State) -> Mapping[str, int]:
+    def vocab(self, state: StepState) -> Mapping[str, int]:
         """Returns ``buckets`` + 1 rows, row 0 included."""
         return {self.writes[0]: self.buckets + 1}
 
@@ -343,7 +343,7 @@ class Cross(Step):
             types.need(self, name, IDS, "bucket a number first; a list cannot be crossed")
         return {self.writes[0]: "int64"}
 
-    def transform(self, table: Table, types: Types, state: State, run: StepContext) -> Table:
+    def transform(self, table: Table, types: Types, state: StepState, run: StepContext) -> Table:
         """Hashes the columns' digests: of one length, they keep ("ab", "c") and ("a", "bc") apart."""
         first, *rest = (table[name].cast("string").hexdigest("md5") for name in self.columns)
         for digest in rest:
@@ -352,7 +352,7 @@ class Cross(Step):
         ids = hashed_id_expression(first, self.buckets, self.salt, run.engine)
         return table.mutate({self.writes[0]: ids.fill_null(0)})
 
-    def online(self, cells: Mapping[str, Cells], types: Types, state: State) -> Mapping[str, Cells]:
+    def online(self, cells: Mapping[str, Cells], types: Types, state: StepState) -> Mapping[str, Cells]:
         """Computes the same hash."""
         columns = [cells[name] for name in self.columns]
         valid = np.logical_and.reduce([column.valid for column in columns])
@@ -363,6 +363,6 @@ class Cross(Step):
         ]
         return {self.writes[0]: columns[0].with_values(np.array(ids, dtype=np.int64))}
 
-    def vocab(self, state: State) -> Mapping[str, int]:
+    def vocab(self, state: StepState) -> Mapping[str, int]:
         """Returns ``buckets`` + 1 rows, row 0 included."""
         return {self.writes[0]: self.buckets + 1}

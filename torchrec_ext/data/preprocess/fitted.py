@@ -35,7 +35,7 @@ from torchrec_ext.data.preprocess.folders import keep_sources, whole_folder
 from torchrec_ext.data.preprocess.history import History
 from torchrec_ext.data.preprocess.lists import Lists
 from torchrec_ext.data.preprocess.numeric import Bucketize, FillMissing, LogClip, Normalize
-from torchrec_ext.data.preprocess.step import Chain, State, Step, Table
+from torchrec_ext.data.preprocess.step import Chain, Step, StepState, Table
 from torchrec_ext.data.preprocess.tables import Opened, open_sources
 from torchrec_ext.data.preprocess.times import PER_SECOND, TimeFeatures
 from torchrec_ext.schema import DataError
@@ -57,7 +57,7 @@ class FittedPreprocessor:
     steps: tuple[Step, ...]
     keep: tuple[str, ...]
     raw: Mapping[str, str]
-    states: tuple[State, ...]
+    states: tuple[StepState, ...]
 
     @cached_property
     def types(self) -> list[Types]:
@@ -416,7 +416,7 @@ def _from_json(folder: Path, main: Any) -> FittedPreprocessor:
     )
 
 
-def _save_step(number: int, step: Step, state: State, folder: Path) -> dict[str, Any]:
+def _save_step(number: int, step: Step, state: StepState, folder: Path) -> dict[str, Any]:
     entry: dict[str, Any] = {"step": type(step).__name__, "fields": dataclasses.asdict(step)}  # type: ignore[call-overload]
     if not isinstance(state, Vocabulary):
         return {**entry, "state": state}
@@ -426,7 +426,7 @@ def _save_step(number: int, step: Step, state: State, folder: Path) -> dict[str,
     return {**entry, "vocabulary": name, "rows": len(table), "sha256": measure_file(folder / name)["sha256"]}
 
 
-def _load_step(folder: Path, entry: Mapping[str, Any]) -> tuple[Step, State]:
+def _load_step(folder: Path, entry: Mapping[str, Any]) -> tuple[Step, StepState]:
     name = entry["step"]
     if name not in STEPS:
         near = difflib.get_close_matches(name, STEPS, n=1)

@@ -11,7 +11,7 @@ import numpy as np
 from torchrec_ext.data.preprocess.columns import IDS, NUMBERS, TIMES, Cells, Types
 from torchrec_ext.data.preprocess.engines import exact, number, step_function
 from torchrec_ext.data.preprocess.lists import list_of
-from torchrec_ext.data.preprocess.step import State, Step, StepContext, Table, positive
+from torchrec_ext.data.preprocess.step import Step, StepContext, StepState, Table, positive
 from torchrec_ext.data.preprocess.times import PER_SECOND
 from torchrec_ext.schema import DataError
 
@@ -99,7 +99,7 @@ class History(Step):
         """``output``, the lists of ``also``, and the gaps."""
         return (*self.ids, *([f"{self.output}_gap"] if self.gaps else []))
 
-    def meaning(self, state: State) -> Mapping[str, Any]:
+    def meaning(self, state: StepState) -> Mapping[str, Any]:
         """Returns all fields but ``length``: in a longer list an id stands for the same item."""
         fields = dict(super().meaning(state)["fields"])
         del fields["length"]
@@ -116,11 +116,11 @@ class History(Step):
         list_types = {name: list_of(kind) for name, kind in zip(self.ids, kinds, strict=True)}
         return list_types | ({f"{self.output}_gap": "list<int64>"} if self.gaps else {})
 
-    def vocab(self, state: State) -> Mapping[str, int]:
+    def vocab(self, state: StepState) -> Mapping[str, int]:
         """Returns the number of buckets of the gaps + 1, row 0 included."""
         return {f"{self.output}_gap": len(self.gaps) + 2} if self.gaps else {}
 
-    def transform(self, table: Table, types: Types, state: State, run: StepContext) -> Table:
+    def transform(self, table: Table, types: Types, state: StepState, run: StepContext) -> Table:
         """Numbers each user's events, counts for each (user, time) how many came before, and joins the two."""
         import ibis
 
@@ -161,7 +161,7 @@ class History(Step):
         lists = {name: f"list<{raw[column]}>" for name, column in zip(self.sent, self.columns, strict=True)}
         return {self.time: raw[self.time], **lists}
 
-    def online(self, cells: Mapping[str, Cells], types: Types, state: State) -> Mapping[str, Cells]:
+    def online(self, cells: Mapping[str, Cells], types: Types, state: StepState) -> Mapping[str, Cells]:
         """Computes the same from the events in the request."""
         now = cells[self.time]
         lists = [cells[name] for name in self.sent]

@@ -11,7 +11,7 @@ import numpy as np
 
 from torchrec_ext.data.columns import Int64
 from torchrec_ext.data.preprocess.columns import Cells, Types, element, is_list_column
-from torchrec_ext.data.preprocess.step import ColumnStep, State, StepContext, Table, positive
+from torchrec_ext.data.preprocess.step import ColumnStep, StepContext, StepState, Table, positive
 from torchrec_ext.schema import DataError
 
 TooLong = Literal["recent", "error"]
@@ -52,7 +52,7 @@ class Lists(ColumnStep):
             return {self.writes[0]: "list<string>"}
         return {self.writes[0]: types.need(self, self.column, _TYPES, "give separator to split a string")}
 
-    def transform(self, table: Table, types: Types, state: State, run: StepContext) -> Table:
+    def transform(self, table: Table, types: Types, state: StepState, run: StepContext) -> Table:
         """Splits, filters and cuts."""
         table = table.mutate({self.writes[0]: self._uncut(table)})
         if self.max_length is None:
@@ -82,7 +82,7 @@ class Lists(ColumnStep):
     def _rule(self) -> str:
         return f"a list longer than max_length={self.max_length}; cut it where it is written, or set too_long='recent'"
 
-    def online(self, cells: Mapping[str, Cells], types: Types, state: State) -> Mapping[str, Cells]:
+    def online(self, cells: Mapping[str, Cells], types: Types, state: StepState) -> Mapping[str, Cells]:
         """Computes the same in numpy."""
         lists = cells[self.column] if self.separator is None else self._split(cells[self.column])
         assert lists.lengths is not None

@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from torchrec_ext.data.preprocess.columns import NUMBERS, Cells, Types
 from torchrec_ext.data.preprocess.engines import exact, number, step_function
-from torchrec_ext.data.preprocess.step import ColumnStep, State, StepContext, Table
+from torchrec_ext.data.preprocess.step import ColumnStep, StepContext, StepState, Table
 from torchrec_ext.schema import DataError
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class Bucketize(_NumberStep):
         types.need(self, self.column, NUMBERS, "give it numbers; Categorify takes strings")
         return {self.writes[0]: "int64"}
 
-    def fit(self, table: Table, types: Types, run: StepContext) -> State:
+    def fit(self, table: Table, types: Types, run: StepContext) -> StepState:
         """Fits the boundaries."""
         if self.quantiles is None:
             return {"boundaries": [float(edge) for edge in self.boundaries or ()]}
@@ -165,20 +165,20 @@ class Bucketize(_NumberStep):
         boundaries = quantiles_of(self, values, shares, types.where, run.engine)
         return {"boundaries": sorted(set(boundaries))}
 
-    def transform(self, table: Table, types: Types, state: State, run: StepContext) -> Table:
+    def transform(self, table: Table, types: Types, state: StepState, run: StepContext) -> Table:
         """Bisects the boundaries by nested conditions."""
         x = self._number(table, types, run)
         edges = state["boundaries"]
         bucket = step_function(x, [exact(edge) for edge in edges], range(1, len(edges) + 2))
         return table.mutate({self.writes[0]: x.isnull().ifelse(0, bucket).cast("int64")})
 
-    def online(self, cells: Mapping[str, Cells], types: Types, state: State) -> Mapping[str, Cells]:
+    def online(self, cells: Mapping[str, Cells], types: Types, state: StepState) -> Mapping[str, Cells]:
         """Bisects the boundaries."""
         x, is_number = cells[self.column].numbers()
         buckets = np.searchsorted(np.array(state["boundaries"], dtype=np.float64), x, side="right") + 1
         return {self.writes[0]: cells[self.column].with_values(np.where(is_number, buckets, 0).astype(np.int64))}
 
-    def vocab(self, state: State) -> Mapping[str, int]:
+    def vocab(self, state: StepState) -> Mapping[str, int]:
         """Returns the number of buckets + 1, row 0 included."""
         return {self.writes[0]: len(state["boundaries"]) + 2}
 
@@ -211,7 +211,7 @@ class LogClip(_NumberStep):
                 f"LogClip('{self.column}'): low={self.low}, high={self.high}: must be finite, low at most high"
             )
 
-    def transform(self, table: Table, types: Types, state: State, run: StepContext) -> Table:
+    def transform(self, table: Table, types: Types, state: StepState, run: StepContext) -> Table:
         """Clips by conditions and takes the logarithm."""
         x = self._number(table, types, run)
         x = (x < exact(self.low)).ifelse(exact(self.low), x)
@@ -221,7 +221,7 @@ class LogClip(_NumberStep):
             x = (x - exact(self.low) + exact(1.0)).ln().cast("float32").cast("float64")
         return table.mutate({self.writes[0]: x})
 
-    def online(self, cells: Mapping[str, Cells], types: Types, state: State) -> Mapping[str, Cells]:
+    def online(self, cells: Mapping[str, Cells], types: Types, state: StepState) -> Mapping[str, Cells]:
         """Computes the same in numpy."""
         x, is_number = cells[self.column].numbers()
         x = np.clip(np.where(is_number, x, self.low), self.low, self.high)
@@ -249,18 +249,18 @@ class Normalize(_NumberStep):
         """``column``."""
         return (self.column,)
 
-    def fit(self, table: Table, types: Types, run: StepContext) -> State:
+    def fit(self, table: Table, types: Types, run: StepContext) -> StepState:
         """Fits mean and standard deviation."""
         values = table.select(x=self._number(table, types, run))
         mean, std = mean_and_std(self, values, types.where, run.engine)
         return {"mean": mean, "std": std or 1.0}  # 0 for a column with one value
 
-    def transform(self, table: Table, types: Types, state: State, run: StepContext) -> Table:
+    def transform(self, table: Table, types: Types, state: StepState, run: StepContext) -> Table:
         """Subtracts the mean and divides by the deviation."""
         x = self._number(table, types, run)
         return table.mutate({self.writes[0]: (x - exact(state["mean"])) / exact(state["std"])})
 
-    def online(self, cells: Mapping[str, Cells], types: Types, state: State) -> Mapping[str, Cells]:
+    def online(self, cells: Mapping[str, Cells], types: Types, state: StepState) -> Mapping[str, Cells]:
         """Computes the same in numpy."""
         x, is_number = cells[self.column].numbers()
         with np.errstate(all="ignore"):
@@ -319,7 +319,7 @@ class FillMissing(ColumnStep):
             )
         return {self.writes[0]: "float64" if numeric else kind}
 
-    def fit(self, table: Table, types: Types, run: StepContext) -> State:
+    def fit(self, table: Table, types: Types, run: StepContext) -> StepState:
         """Returns the value, or computes the statistic."""
         if self.statistic is None:
             return {"value": self.value}
@@ -332,7 +332,7 @@ class FillMissing(ColumnStep):
             return {"value": mean_and_std(self, values, types.where, run.engine)[0]}
         return {"value": quantiles_of(self, values, [0.5], types.where, run.engine)[0]}
 
-    def transform(self, table: Table, types: Types, state: State, run: StepContext) -> Table:
+    def transform(self, table: Table, types: Types, state: StepState, run: StepContext) -> Table:
         """Replaces the missing values of the column."""
         kind = self.types(types)[self.writes[0]]
         value = state["value"]
@@ -347,7 +347,7 @@ class FillMissing(ColumnStep):
             filler = value
         return table.mutate({self.writes[0]: column.fill_null(filler)})
 
-    def online(self, cells: Mapping[str, Cells], types: Types, state: State) -> Mapping[str, Cells]:
+    def online(self, cells: Mapping[str, Cells], types: Types, state: StepState) -> Mapping[str, Cells]:
         """Computes the same in numpy."""
         column = cells[self.column]
         values = column.values

@@ -10,7 +10,7 @@ from torchrec_ext.data.preprocess.columns import check_case
 from torchrec_ext.data.preprocess.engines import connected
 from torchrec_ext.data.preprocess.files import Source
 from torchrec_ext.data.preprocess.fitted import FittedPreprocessor, stages
-from torchrec_ext.data.preprocess.step import Chain, State, Step
+from torchrec_ext.data.preprocess.step import Chain, Step, StepState
 from torchrec_ext.data.preprocess.tables import open_sources
 
 FitProgress = Callable[[str], None]
@@ -103,7 +103,7 @@ class Preprocessor:
         with connected(engine) as opened:
             data, past = open_sources(source, events, self.raw_columns, self.event_columns, opened)
             types = stages(self.steps, data.where, data.raw)
-            states: list[State] = []
+            states: list[StepState] = []
             chain = Chain(
                 steps=self.steps, types=types, states=states, engine=opened, table=data.table, events=past.table
             )

@@ -15,7 +15,7 @@ from torchrec_ext.data.preprocess.columns import Cells, Types
 from torchrec_ext.data.preprocess.engines import Engine
 from torchrec_ext.data.preprocess.engines import Table as Table
 
-State = Any  # the result of fitting: a Vocabulary, or a dict of JSON values
+StepState = Any  # the result of fitting: a Vocabulary, or a dict of JSON values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +66,12 @@ class Step(ABC):
             DataError: a column is missing or has a type that the step cannot take.
         """
 
-    def fit(self, table: Table, types: Types, run: StepContext) -> State:
+    def fit(self, table: Table, types: Types, run: StepContext) -> StepState:
         """Fits the step to the training rows and returns its state."""
         return {}
 
     @abstractmethod
-    def transform(self, table: Table, types: Types, state: State, run: StepContext) -> Table:
+    def transform(self, table: Table, types: Types, state: StepState, run: StepContext) -> Table:
         """Returns the table with ``writes`` added or replaced; other columns and the number of rows stay."""
 
     def request_types(self, raw: Mapping[str, str]) -> Mapping[str, str]:
@@ -79,18 +79,18 @@ class Step(ABC):
         return {name: raw[name] for name in self.reads if name in raw}
 
     @abstractmethod
-    def online(self, cells: Mapping[str, Cells], types: Types, state: State) -> Mapping[str, Cells]:
+    def online(self, cells: Mapping[str, Cells], types: Types, state: StepState) -> Mapping[str, Cells]:
         """Computes ``writes`` for a request's rows, value for value as ``transform`` does."""
 
     def problems(self, table: Table, types: Types) -> list[tuple[Any, str, str]]:
         """Returns the refused cases of a table, each as (boolean expression, column, rule and remedy)."""
         return []
 
-    def vocab(self, state: State) -> Mapping[str, int]:
+    def vocab(self, state: StepState) -> Mapping[str, int]:
         """Returns the number of rows of each column's embedding table; row 0 is for unknown values."""
         return {}
 
-    def meaning(self, state: State) -> Mapping[str, Any]:
+    def meaning(self, state: StepState) -> Mapping[str, Any]:
         """Returns the fields and the state behind the step's values, as JSON can hold them."""
         return {"fields": dataclasses.asdict(self), "state": state}  # type: ignore[call-overload]
 
@@ -140,7 +140,7 @@ class Chain:
 
     steps: Sequence[Step]
     types: Sequence[Types]
-    states: Sequence[State]
+    states: Sequence[StepState]
     engine: Engine
     table: Table
     events: Table

@@ -20,7 +20,7 @@ import numpy as np
 from torchrec_ext.data.columns import Int64
 from torchrec_ext.data.preprocess.columns import TIMES, Cells, Mask, Types
 from torchrec_ext.data.preprocess.engines import floor_div, floor_mod, step_function
-from torchrec_ext.data.preprocess.step import State, Step, StepContext, Table
+from torchrec_ext.data.preprocess.step import Step, StepContext, StepState, Table
 
 _FIRST_ZONES, _LAST_ZONES = 1970, 2100
 _DAY = 86_400
@@ -132,12 +132,12 @@ class TimeFeatures(Step):
         types.need(self, self.column, TIMES | {"int64"}, "convert it to a timestamp, or to seconds since 1970")
         return dict.fromkeys(self.writes, "int64")
 
-    def fit(self, table: Table, types: Types, run: StepContext) -> State:
+    def fit(self, table: Table, types: Types, run: StepContext) -> StepState:
         """Returns the zone's table of offsets, as this machine knows it today; the rows are not looked at."""
         starts, offsets = offsets_of(self.zone)
         return {"starts": list(starts), "offsets": list(offsets)}
 
-    def transform(self, table: Table, types: Types, state: State, run: StepContext) -> Table:
+    def transform(self, table: Table, types: Types, state: StepState, run: StepContext) -> Table:
         """Computes in whole numbers; the calendar is the engine's."""
         input_columns = table.columns
         table = table.mutate(__second__=second_of(table[self.column], types[self.column], PER_SECOND[self.unit]))
@@ -151,7 +151,7 @@ class TimeFeatures(Step):
         }
         return table.mutate(**features).select(*dict.fromkeys([*input_columns, *self.writes]))
 
-    def online(self, cells: Mapping[str, Cells], types: Types, state: State) -> Mapping[str, Cells]:
+    def online(self, cells: Mapping[str, Cells], types: Types, state: StepState) -> Mapping[str, Cells]:
         """Computes the same in numpy."""
         times = cells[self.column]
         kind = types[self.column]
@@ -167,7 +167,7 @@ class TimeFeatures(Step):
             for feature in self.features
         }
 
-    def vocab(self, state: State) -> Mapping[str, int]:
+    def vocab(self, state: StepState) -> Mapping[str, int]:
         """Returns the number of values of each feature + 1, row 0 included."""
         return {f"{self.column}_{feature}": SIZES[feature] + 1 for feature in self.features}
 

@@ -35,7 +35,7 @@ from torchrec_ext.retrieval.bundle.program import ProgramTop, ProgramTower
 from torchrec_ext.schema.validation import listed
 
 TOWERS: tuple[type[nn.Module], ...] = (Tower, NCFTower, SessionTower, SessionSteps, NextItemTower, ProgramTower)
-INTERACTIONS: tuple[type[nn.Module], ...] = (
+INTERACTION_CLASSES: tuple[type[nn.Module], ...] = (
     *RECIPE_INTERACTIONS.values(),
     MultiTaskTop,
     NCFHead,
@@ -43,7 +43,7 @@ INTERACTIONS: tuple[type[nn.Module], ...] = (
     Reordered,
     SessionTop,
 )
-_MODULES = {kind.__name__: kind for kind in (*TOWERS, *INTERACTIONS, SessionEncoder)}
+_MODULES = {kind.__name__: kind for kind in (*TOWERS, *INTERACTION_CLASSES, SessionEncoder)}
 _TABLES = {kind.__name__: kind for kind in (EmbeddingBagConfig, EmbeddingConfig)}
 _TABLE_FIELDS = ("name", "feature_names", "num_embeddings", "embedding_dim", "data_type", "pooling")
 # About a table's initial values, which its weights replace.

@@ -153,7 +153,7 @@ def _look_up(table: nn.Module, bags: Jagged, mode: str) -> Tensor:
 
 ARCHITECTURE = "architecture.json"
 INTERACTION = "interaction.safetensors"
-PREPROCESSOR = "preprocessor"
+PREPROCESSOR_FILE = "preprocessor"
 
 
 @dataclass(frozen=True)
@@ -357,8 +357,8 @@ def open_interaction(folder: Path, architecture: Architecture, also: Sequence[ty
 
 def open_preprocessor(folder: Path) -> FittedPreprocessor | None:
     """Returns the preprocessor of the bundle, or None."""
-    if (folder / PREPROCESSOR).is_dir():
-        return FittedPreprocessor.load(folder / PREPROCESSOR)
+    if (folder / PREPROCESSOR_FILE).is_dir():
+        return FittedPreprocessor.load(folder / PREPROCESSOR_FILE)
     return None
 
 
@@ -377,7 +377,7 @@ def tower_digest(architecture: Architecture, names: Sequence[str], files: Mappin
     digests = [files[architecture.tables[name]]["sha256"] for name in table_names]
     digests += [files[architecture.dense_file(name)]["sha256"] for name in names]
     for name, entry in sorted(files.items()):
-        if name.startswith(f"{PREPROCESSOR}/"):
+        if name.startswith(f"{PREPROCESSOR_FILE}/"):
             digests.append(entry["sha256"])
     descriptions = {name: architecture.towers[name] for name in names}
     # Only if not empty, so that bundles from before this field keep their digests.

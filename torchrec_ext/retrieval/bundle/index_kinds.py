@@ -13,7 +13,7 @@ from torchrec_ext.retrieval.index.faiss import FAISS_KINDS, FaissIndex
 from torchrec_ext.retrieval.index.projection import Projection
 from torchrec_ext.retrieval.store.store import EmbeddingStore
 
-Kind = str  # a name in INDEX_KINDS
+IndexKind = str  # a name in INDEX_KINDS
 _FOLDER = "index"
 
 
@@ -72,13 +72,13 @@ class FaissBundleKind:
         return index
 
 
-INDEX_KINDS: dict[Kind, ExactKind | FaissBundleKind] = {
+INDEX_KINDS: dict[IndexKind, ExactKind | FaissBundleKind] = {
     "exact": ExactKind(),
     **{name: FaissBundleKind(name) for name in FAISS_KINDS},
 }
 
 
-def check_index_metric(kind: Kind, metric: str) -> None:
+def check_index_metric(kind: IndexKind, metric: str) -> None:
     """Refuses an index that cannot search by the loss's metric.
 
     Raises:
@@ -92,7 +92,7 @@ def check_index_metric(kind: Kind, metric: str) -> None:
 
 
 def build_index(
-    folder: Path, kind: Kind, recall: float, metric: Metric, store: EmbeddingStore, queries: Tensor
+    folder: Path, kind: IndexKind, recall: float, metric: Metric, store: EmbeddingStore, queries: Tensor
 ) -> dict[str, Any]:
     """Writes the index of a bundle and returns the manifest's entry for it.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchrec_ext.data.preprocess.columns import raw_type
 from torchrec_ext.retrieval.bundle.manifest import BundleError
-from torchrec_ext.retrieval.store.ids import IdMap, Int64
+from torchrec_ext.retrieval.store.ids import IdArray, IdMap
 
 _BATCH_ROWS = 65_536
 _FEATURES = "features.arrow"
@@ -42,7 +42,7 @@ class UserTable:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def rows(self, rows: Sequence[int] | Int64) -> dict[str, list[Any]]:
+    def rows(self, rows: Sequence[int] | IdArray) -> dict[str, list[Any]]:
         """Returns users' raw columns for ``embed_query``; row -1 is an unknown user.
 
         Raises:
@@ -62,11 +62,11 @@ class UserTable:
         """Returns the raw columns of the users in rows ``start`` to ``stop - 1``."""
         return self._features.slice(start, stop - start).combine_chunks().to_batches()[0]
 
-    def seen(self, row: int) -> Int64:
+    def seen(self, row: int) -> IdArray:
         """Returns positions of the items a user has taken, to leave out of recommendations; none for row -1."""
         return self._list("seen", row)
 
-    def liked(self, row: int) -> Int64:
+    def liked(self, row: int) -> IdArray:
         """Returns positions of the items a user has liked, oldest first; none for row -1."""
         return self._list("liked", row)
 
@@ -78,7 +78,7 @@ class UserTable:
         """Yields the names and raw columns; their last row is for unknown users."""
         yield from zip(self._features.column_names, self._features.columns, strict=True)
 
-    def _list(self, column: str, row: int) -> Int64:
+    def _list(self, column: str, row: int) -> IdArray:
         positions = self._items[column][row].values if row >= 0 else None
         if positions is None:
             return np.zeros(0, np.int64)
@@ -150,7 +150,7 @@ class ItemTable:
     def __len__(self) -> int:
         return len(self._table)
 
-    def titles_of(self, positions: Sequence[int] | Int64) -> list[str]:
+    def titles_of(self, positions: Sequence[int] | IdArray) -> list[str]:
         """Returns the titles of items; an empty list if items have no titles."""
         if "title" not in self._table.column_names:
             return []
@@ -178,9 +178,9 @@ class ItemTable:
         return torch.from_numpy(mask)
 
 
-def even_rows(rows: int, count: int) -> Int64:
+def even_rows(rows: int, count: int) -> IdArray:
     """Returns (count,) evenly spaced row numbers, from the first to the last; a short table's rows repeat."""
-    positions: Int64 = np.linspace(0, rows - 1, count).round().astype(np.int64)
+    positions: IdArray = np.linspace(0, rows - 1, count).round().astype(np.int64)
     return positions
 
 

@@ -32,7 +32,7 @@ from torchrec_ext.retrieval.bundle.bundle import ITEMS, PROJECTED, STORE, USERS
 from torchrec_ext.retrieval.bundle.encoder import (
     ARCHITECTURE,
     INTERACTION,
-    PREPROCESSOR,
+    PREPROCESSOR_FILE,
     Architecture,
     RowEncoder,
     named_tables,
@@ -43,7 +43,7 @@ from torchrec_ext.retrieval.bundle.encoder import (
     tower_digest,
     towers_of,
 )
-from torchrec_ext.retrieval.bundle.index_kinds import INDEX_KINDS, Kind, build_index, check_index_metric
+from torchrec_ext.retrieval.bundle.index_kinds import INDEX_KINDS, IndexKind, build_index, check_index_metric
 from torchrec_ext.retrieval.bundle.manifest import BundleError, Manifest, file_digests
 from torchrec_ext.retrieval.bundle.request_columns import Columns
 from torchrec_ext.retrieval.bundle.tables import even_rows, write_table, write_users
@@ -118,12 +118,12 @@ class NamedUsers:
             raise BundleError(f"users: unknown lacks {missing}; give one value for each column of features")
 
 
-Progress = Callable[[str, int, int], None]
+ExportProgress = Callable[[str, int, int], None]
 INDEX_QUERIES = 1024  # queries for an approximate index: half tune it, half measure it
-BLOCK_ROWS = 4096  # rows of the catalogue in a block; a fixed size, because vectors depend on it in the last bits
+_BLOCK_ROWS = 4096  # rows of the catalogue in a block; a fixed size, because vectors depend on it in the last bits
 
 
-Tables = Literal["trained", "int8"]
+ExportTables = Literal["trained", "int8"]
 OVERLAP_K = 10
 OVERLAP_QUERIES = 64
 OVERLAP_ITEMS = 4096
@@ -134,13 +134,13 @@ class ExportConfig:
     """Formats of an export; see :func:`torchrec_ext.retrieval.exporting.export.export`."""
 
     store: Dtype = "fp32"
-    index: Kind = "exact"
+    index: IndexKind = "exact"
     recall: float = 0.95
-    tables: Tables = "trained"
+    tables: ExportTables = "trained"
     overlap: float = 0.9
 
     def __post_init__(self) -> None:
-        choices = {"tables": get_args(Tables), "store": ROW_FORMATS, "index": INDEX_KINDS}
+        choices = {"tables": get_args(ExportTables), "store": ROW_FORMATS, "index": INDEX_KINDS}
         for name, names in choices.items():
             if getattr(self, name) not in names:
                 raise BundleError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(names)}")
@@ -166,7 +166,7 @@ class BundleContent:
     settings: ExportConfig
     also: tuple[type[nn.Module], ...]
     details: Mapping[str, Any]
-    progress: Progress
+    progress: ExportProgress
 
     def __post_init__(self) -> None:
         check_index_metric(self.settings.index, self.live.metric)
@@ -343,8 +343,8 @@ class BundleContent:
                 "scale": Shape(tuple(rows.shape[:1]), torch.float32),
             }
             with TensorWriter(folder / file, shapes) as out:
-                for start in range(0, len(rows), BLOCK_ROWS):
-                    int8_rows, scales = int8_format.encode(rows[start : start + BLOCK_ROWS].float())
+                for start in range(0, len(rows), _BLOCK_ROWS):
+                    int8_rows, scales = int8_format.encode(rows[start : start + _BLOCK_ROWS].float())
                     assert scales is not None
                     out.write("weight", start, int8_rows)
                     out.write("scale", start, scales)
@@ -397,7 +397,7 @@ class BundleContent:
 
     def _write_tables(self, folder: Path) -> None:
         if self.preprocessor is not None:
-            self.preprocessor.save(folder / PREPROCESSOR)
+            self.preprocessor.save(folder / PREPROCESSOR_FILE)
         item_columns: dict[str, Any] = {"position": np.arange(len(self.ids))}
         if self.catalogue.titles is not None:
             item_columns["title"] = pa.array(self.catalogue.titles, type=pa.string())
@@ -432,13 +432,13 @@ class BundleContent:
     def _vectors(self, candidate: RowEncoder) -> Iterator[tuple[NDArray[Any], Tensor]]:
         ids = self.catalogue.ids
         features = self.catalogue.features
-        for start in range(0, len(ids), BLOCK_ROWS):
-            rows = features.slice(start, BLOCK_ROWS)
+        for start in range(0, len(ids), _BLOCK_ROWS):
+            rows = features.slice(start, _BLOCK_ROWS)
             yield (
-                ids[start : start + BLOCK_ROWS],
+                ids[start : start + _BLOCK_ROWS],
                 candidate.embed({name: rows[name].combine_chunks() for name in rows.column_names}),
             )
-            self.progress("vectors", min(start + BLOCK_ROWS, len(ids)), len(ids))
+            self.progress("vectors", min(start + _BLOCK_ROWS, len(ids)), len(ids))
 
 
 def _entry(store: EmbeddingStore) -> dict[str, Any]:

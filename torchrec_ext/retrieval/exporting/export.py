@@ -19,16 +19,16 @@ from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
 from torchrec_ext.data.preprocess.folders import whole_folder
 from torchrec_ext.distributed.tables import Shard, collections, local_shards
 from torchrec_ext.retrieval.bundle.audit import LiveModel
-from torchrec_ext.retrieval.bundle.index_kinds import Kind
+from torchrec_ext.retrieval.bundle.index_kinds import IndexKind
 from torchrec_ext.retrieval.bundle.manifest import BUNDLE_MANIFEST, BundleError, Manifest
 from torchrec_ext.retrieval.bundle.traced import TracedModel, evaluating
 from torchrec_ext.retrieval.exporting.content import (
     BundleContent,
     Catalogue,
     ExportConfig,
+    ExportProgress,
+    ExportTables,
     NamedUsers,
-    Progress,
-    Tables,
 )
 from torchrec_ext.retrieval.store.row_formats import Dtype
 from torchrec_ext.sealed import sync_tree
@@ -48,14 +48,14 @@ def export(
     oov_ids: Mapping[str, int] | None = None,
     unseen: Mapping[str, Sequence[int]] | None = None,
     store: Dtype = "fp32",
-    index: Kind = "exact",
+    index: IndexKind = "exact",
     recall: float = 0.95,
-    tables: Tables = "trained",
+    tables: ExportTables = "trained",
     overlap: float = 0.9,
     also: Sequence[type[nn.Module]] = (),
     details: Mapping[str, Any] | None = None,
     overwrite: bool = False,
-    progress: Progress | None = None,
+    progress: ExportProgress | None = None,
 ) -> Manifest:
     """Writes a bundle: towers, top NN, preprocessing, stored vectors and index, with a check against the model.
 

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from torchrec_ext.retrieval.store.row_formats import encode
 
-Floats = NDArray[np.float32]
+Float32s = NDArray[np.float32]
 Positions = NDArray[np.int64]
-TopProducts = tuple[Positions, Floats]
+TopProducts = tuple[Positions, Float32s]
 _ROWS = 2**17  # rows at a time, so that their products stay in the cache
 _SAMPLE = 2_048  # scores of a block, to guess the K-th greatest
 _WORTH_FLOATS = 2**20  # fewer numbers are read faster than they are bounded
@@ -48,7 +48,7 @@ class ScoreBounds:
         norms: (I,) float32 upper bounds of the norm of codes times scale.
     """
 
-    def __init__(self, codes: Tensor, scales: Tensor, errors: Floats, norms: Floats) -> None:
+    def __init__(self, codes: Tensor, scales: Tensor, errors: Float32s, norms: Float32s) -> None:
         self.codes = codes
         self._scales = scales
         self._errors = errors
@@ -83,7 +83,7 @@ class ScoreBounds:
         """Returns whether a copy of this many numbers is worth its cost and its memory."""
         return _WORTH_FLOATS <= rows * width <= _MOST_FLOATS
 
-    def pays(self, first: Tensor, rows: Callable[[Positions], Floats]) -> bool:
+    def pays(self, first: Tensor, rows: Callable[[Positions], Float32s]) -> bool:
         """Measures on this processor whether bounds are faster than all products.
 
         Some processors are slow with 8 bits, and the bounds of nearly equal rows rule out too few.
@@ -118,9 +118,9 @@ class ScoreBounds:
 
     def greatest(
         self,
-        queries: Floats,
+        queries: Float32s,
         k: int,
-        rows: Callable[[Positions], Floats],
+        rows: Callable[[Positions], Float32s],
         hidden: Tensor | None = None,
         excluded: Sequence[Positions] = (),
     ) -> list[TopProducts | None]:
@@ -186,7 +186,7 @@ class _Query:
         of_norms: factor of a row's norm in that width, for the query's own error and for rounding.
     """
 
-    def __init__(self, query: Floats, k: int, greatest: float, slack: float, row_budget: int) -> None:
+    def __init__(self, query: Float32s, k: int, greatest: float, slack: float, row_budget: int) -> None:
         exact = query.astype(np.float64)
         norm = float(exact @ exact) ** 0.5
         self.scale = float(max(exact.max(), -exact.min())) / 127
@@ -207,11 +207,11 @@ class _Query:
     def add(
         self,
         start: int,
-        copy_scores: Floats,
-        errors: Floats,
-        norms: Floats,
+        copy_scores: Float32s,
+        errors: Float32s,
+        norms: Float32s,
         block_maxima: tuple[float, float],
-        rows: Callable[[Positions], Floats],
+        rows: Callable[[Positions], Float32s],
     ) -> None:
         """Adds a block: computes the exact products of the rows that can be among the greatest K.
 
@@ -240,7 +240,7 @@ class _Query:
             reach = self.of_errors * errors[survivors] + self.of_norms * norms[survivors]
             self._compute(start, survivors[copy_scores[survivors] + reach >= threshold], rows)
 
-    def _compute(self, start: int, indices: Positions, rows: Callable[[Positions], Floats]) -> None:
+    def _compute(self, start: int, indices: Positions, rows: Callable[[Positions], Float32s]) -> None:
         self._row_budget -= len(indices)
         if self._row_budget < 0:
             self.bounded = False
@@ -261,12 +261,12 @@ class _Query:
         return self._positions[order], self._values[order]
 
 
-def _between(scores: Floats, low: float, high: float) -> Positions:
+def _between(scores: Float32s, low: float, high: float) -> Positions:
     """Returns (M,) indices of the scores from ``low`` to below ``high``."""
     return np.flatnonzero(scores >= low if high == np.inf else (scores >= low) & (scores < high))
 
 
-def _guesses(scores: Floats, k: int) -> list[float]:
+def _guesses(scores: Float32s, k: int) -> list[float]:
     """Estimates the scores at about ranks 2 K, 8 K and 32 K from a sample."""
     sample = np.sort(scores[_drawn(len(scores))])[::-1]
     ranks = [min(_SAMPLE, 2 * k * times * _SAMPLE // len(scores) + 4 * times) for times in (1, 4, 16)]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from torchrec_ext.retrieval.index.bounds import Floats, ScoreBounds
+from torchrec_ext.retrieval.index.bounds import Float32s, ScoreBounds
 from torchrec_ext.retrieval.index.projection import Projection
 from torchrec_ext.retrieval.store.store import EmbeddingStore
 
@@ -59,10 +59,10 @@ class _Best:
     def __init__(self, k: int) -> None:
         self._k = k
         self._threshold = -np.inf
-        self._candidates: list[tuple[NDArray[np.int64], Floats]] = []
+        self._candidates: list[tuple[NDArray[np.int64], Float32s]] = []
         self._waiting = 0
 
-    def add(self, start: int, scores: Floats) -> None:
+    def add(self, start: int, scores: Float32s) -> None:
         if not self._candidates and len(scores) > self._k:
             # The K-th of some of them is no greater than that of all, and takes a tenth of the time.
             sample = scores[:: max(1, len(scores) // max(_SAMPLE, 8 * self._k))]
@@ -83,7 +83,7 @@ class _Best:
         if self._waiting > 2 * self._k:
             self.result()
 
-    def result(self) -> tuple[NDArray[np.int64], Floats]:
+    def result(self) -> tuple[NDArray[np.int64], Float32s]:
         """Returns positions and scores, K or fewer, greatest first, and forgets all others."""
         if not self._candidates:
             return np.empty(0, np.int64), np.empty(0, np.float32)
@@ -99,7 +99,7 @@ class _Best:
         return positions, scores
 
 
-def _kth(scores: Floats, k: int) -> np.float32:
+def _kth(scores: Float32s, k: int) -> np.float32:
     """Returns the K-th greatest of more than K scores."""
     kth: np.float32 = np.partition(scores, -k)[-k]
     return kth

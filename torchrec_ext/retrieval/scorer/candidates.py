@@ -133,7 +133,7 @@ def _key(program: ExportedProgram) -> str:
     return digest.hexdigest()
 
 
-Compile = Literal["auto", "off"]
+ScoreCompile = Literal["auto", "off"]
 
 
 class CandidateScorer:
@@ -157,7 +157,7 @@ class CandidateScorer:
         ValueError: the store has another width.
     """
 
-    def __init__(self, projection: Projection, store: EmbeddingStore, *, compile: Compile = "auto") -> None:  # noqa: A002
+    def __init__(self, projection: Projection, store: EmbeddingStore, *, compile: ScoreCompile = "auto") -> None:  # noqa: A002
         if compile not in ("auto", "off"):
             raise ValueError(f"compile={compile!r}: must be auto or off")
         if len(store) and store.width != projection.width:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torchrec_ext.retrieval.bundle.bundle import Bundle
 
 Id = int | str
-Source = Literal["live", "store", "redis"]
+UserSource = Literal["live", "store", "redis"]
 
 
 class RequestError(ValueError):
@@ -143,7 +143,7 @@ class ColdStart:
 
     unknown_user: bool = False
     unknown_features: Sequence[str] = ()
-    vector: Source = "live"
+    vector: UserSource = "live"
 
 
 @dataclass(frozen=True, kw_only=True)

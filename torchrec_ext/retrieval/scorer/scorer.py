@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchrec_ext.retrieval.index.exact import Blockwise, ExactIndex, Index
-from torchrec_ext.retrieval.scorer.candidates import CandidateScorer, Compile
+from torchrec_ext.retrieval.scorer.candidates import CandidateScorer, ScoreCompile
 from torchrec_ext.retrieval.scorer.requests import (
     Answer,
     Embedded,
@@ -32,7 +32,7 @@ from torchrec_ext.retrieval.scorer.requests import (
 )
 from torchrec_ext.retrieval.scorer.user_vectors import UserVectors
 from torchrec_ext.retrieval.scorer.users import ResolvedUser, UserLookup
-from torchrec_ext.retrieval.store.ids import Int64
+from torchrec_ext.retrieval.store.ids import IdArray
 from torchrec_ext.retrieval.store.versions import StoreError
 from torchrec_ext.schema import DataError
 
@@ -59,7 +59,7 @@ class PendingRequest:
 class ReadyBundle:
     """One bundle with everything an answer needs, immutable; see :class:`Scorer` for arguments."""
 
-    def __init__(self, bundle: Bundle, vectors: Sequence[UserVectors], stage: Stage, compile: Compile) -> None:  # noqa: A002
+    def __init__(self, bundle: Bundle, vectors: Sequence[UserVectors], stage: Stage, compile: ScoreCompile) -> None:  # noqa: A002
         self.bundle = bundle
         self._score = CandidateScorer(bundle.projection, bundle.projected, compile=compile)
         self.populated = self._score.populated
@@ -198,14 +198,14 @@ class ReadyBundle:
         scores[is_known] = self._score(vector[0], positions[is_known])
         return scores
 
-    def _titles(self, positions: Int64) -> list[str]:
+    def _titles(self, positions: IdArray) -> list[str]:
         """Returns titles of positions (N,), empty for an unknown item; an empty list if no item has a title."""
         is_known = positions >= 0
         texts = iter(self.bundle.items.titles_of(positions[is_known]))
         titles = [next(texts, "") if exists else "" for exists in is_known.tolist()]
         return titles if any(titles) else []
 
-    def _liked(self, pending: PendingRequest) -> Int64:
+    def _liked(self, pending: PendingRequest) -> IdArray:
         """Returns positions of the requested number of the user's liked items, the latest first."""
         users = self.bundle.users
         count = pending.request.liked
@@ -213,7 +213,7 @@ class ReadyBundle:
             return np.empty(0, np.int64)
         return users.liked(pending.user.row)[::-1][:count]
 
-    def _ids(self, positions: Int64) -> list[Id]:
+    def _ids(self, positions: IdArray) -> list[Id]:
         return self.bundle.store.ids.ids(positions).tolist()  # type: ignore[no-any-return]
 
 
@@ -290,14 +290,14 @@ class Scorer:
         vectors: Sequence[UserVectors] = (),
         retrieve: int = 100,
         stage: Stage = "exact",
-        compile: Compile = "off",  # noqa: A002
+        compile: ScoreCompile = "off",  # noqa: A002
     ) -> None:
         if retrieve < 1:
             raise ValueError(f"retrieve={retrieve}: must be 1 or more; 100 to 1,000 is usual")
         self.retrieve = retrieve
         self._vectors = vectors
         self._stage: Stage = stage
-        self._compile: Compile = compile
+        self._compile: ScoreCompile = compile
         self._ready = ReadyBundle(bundle, vectors, stage, compile)
 
     @property

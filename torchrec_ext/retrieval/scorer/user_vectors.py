@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchrec_ext.retrieval.scorer.requests import Id, Source, UnavailableError
+from torchrec_ext.retrieval.scorer.requests import Id, UnavailableError, UserSource
 from torchrec_ext.retrieval.store.store import EmbeddingStore
 from torchrec_ext.retrieval.store.versions import StoreError, current
 
@@ -23,7 +23,7 @@ RETRY_S = 1.0
 class UserVectors(Protocol):
     """Stored outputs of the query tower by user id."""
 
-    source: Source
+    source: UserSource
 
     malformed: int  # number of values so far other than vectors of the width
 
@@ -57,7 +57,7 @@ class FolderVectors:
         StoreError: there is no store.
     """
 
-    source: Source = "store"
+    source: UserSource = "store"
     malformed = 0
 
     def __init__(self, folder: Path, *, retry_s: float = RETRY_S) -> None:
@@ -130,7 +130,7 @@ class RemoteVectors:
         connect: Callable[[str, int | None], Remote],
         failures: tuple[type[Exception], ...],
         *,
-        source: Source = "redis",
+        source: UserSource = "redis",
         retry_s: float = RETRY_S,
     ) -> None:
         self._connect = connect

@@ -19,8 +19,8 @@ from torchrec_ext.retrieval.scorer.requests import (
     Request,
     RequestError,
     ScoreRequest,
-    Source,
     UnavailableError,
+    UserSource,
 )
 from torchrec_ext.retrieval.scorer.scorer import Scorer
 from torchrec_ext.retrieval.scorer.user_vectors import UserVectors
@@ -65,7 +65,7 @@ class QueuedScorer:
         self.lingering = self.draining = False
         self.in_flight = 0
         self.refused: str | None = None
-        self._malformed: dict[Source, int] = {store.source: 0 for store in vectors}
+        self._malformed: dict[UserSource, int] = {store.source: 0 for store in vectors}
         self._logged = -_LOG_EVERY_S
         self._batcher: MicroBatcher[Request, Answer] = MicroBatcher(
             self._answer,
@@ -203,7 +203,7 @@ class QueuedScorer:
             self._count_malformed(store.source, store.malformed)
         return answers
 
-    def _count_malformed(self, source: Source, total: int) -> None:
+    def _count_malformed(self, source: UserSource, total: int) -> None:
         if total > self._malformed[source]:
             self.metrics.malformed.labels(source).inc(total - self._malformed[source])
             self._malformed[source] = total

@@ -101,8 +101,8 @@ def _rotate(values: Hashes, left_shift: np.uint64, right_shift: np.uint64) -> Ha
     return (values << left_shift) | (values >> right_shift)
 
 
-Int64 = NDArray[np.int64]
-Ids = NDArray[Any] | Sequence[int] | Sequence[str]
+IdArray = NDArray[np.int64]
+KnownIds = NDArray[Any] | Sequence[int] | Sequence[str]
 _INTEGERS = {name: np.dtype(np.int64) for name in ("ids", "sorted", "order")}
 _STRINGS = {
     "offsets": np.dtype(np.int64),
@@ -141,7 +141,7 @@ class IdMap:
             self._first = _first_of_consecutive(arrays)
 
     @classmethod
-    def build(cls, ids: Ids) -> IdMap:
+    def build(cls, ids: KnownIds) -> IdMap:
         """Builds the map of a catalogue from the id of each position.
 
         Raises:
@@ -153,7 +153,7 @@ class IdMap:
         return cls._build_from_integers(values)
 
     @classmethod
-    def _build_from_integers(cls, ids: Int64) -> IdMap:
+    def _build_from_integers(cls, ids: IdArray) -> IdMap:
         # Ascending ids are their own sorted copy.
         if np.all(ids[1:] > ids[:-1]):
             return cls({"ids": ids})
@@ -194,7 +194,7 @@ class IdMap:
     def __len__(self) -> int:
         return len(self._strings) if self.kind == "str" else len(self.arrays["ids"])
 
-    def positions(self, ids: Ids) -> Int64:
+    def positions(self, ids: KnownIds) -> IdArray:
         """Returns (N,) int64 positions of ids, -1 for an unknown one.
 
         Raises:
@@ -213,10 +213,10 @@ class IdMap:
             return self._string_positions(values)
         return self._integer_positions(values)
 
-    def _integer_positions(self, ids: Int64) -> Int64:
+    def _integer_positions(self, ids: IdArray) -> IdArray:
         if self._first is not None:
             # A far smaller id wraps around to a position beyond the last.
-            positions: Int64 = ids - self._first
+            positions: IdArray = ids - self._first
             positions[positions.view(np.uint64) >= len(self)] = -1
             return positions
         ascending = self.arrays.get("sorted", self.arrays["ids"])
@@ -224,7 +224,7 @@ class IdMap:
         positions = self.arrays["order"][index] if "order" in self.arrays else index
         return np.where(ascending[index] == ids, positions, -1)
 
-    def _string_positions(self, ids: pa.LargeStringArray) -> Int64:
+    def _string_positions(self, ids: pa.LargeStringArray) -> IdArray:
         hashes = hashed(*_buffers(ids), self.key)
         index = np.minimum(np.searchsorted(self.arrays["sorted"], hashes), len(self) - 1)
         positions = self.arrays["order"][index]
@@ -232,7 +232,7 @@ class IdMap:
         same = (self.arrays["sorted"][index] == hashes) & _equal(self._strings.take(pa.array(positions)), ids)
         return np.where(same, positions, -1)
 
-    def ids(self, positions: Int64 | Sequence[int] | None = None) -> NDArray[Any]:
+    def ids(self, positions: IdArray | Sequence[int] | None = None) -> NDArray[Any]:
         """Returns the ids at positions (N,), or all ids by default, as int64 or str objects.
 
         Raises:
@@ -252,7 +252,7 @@ class IdMap:
             return self._strings.take(pa.array(rows)).to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
         return self.arrays["ids"][rows]
 
-    def extended(self, ids: Ids) -> IdMap:
+    def extended(self, ids: KnownIds) -> IdMap:
         """Returns a map with further ids appended after the last position.
 
         Raises:
@@ -347,7 +347,7 @@ def _check_arrays(arrays: Mapping[str, NDArray[Any]]) -> None:
         raise ValueError(f"its strings end at {arrays['offsets'][-1]}, there are {len(arrays['bytes'])} bytes")
 
 
-def checked_ids(ids: Ids) -> Int64 | pa.LargeStringArray:
+def checked_ids(ids: KnownIds) -> IdArray | pa.LargeStringArray:
     """Returns ids as int64, or as an Arrow array of strings without nulls.
 
     Raises:
@@ -382,7 +382,7 @@ def checked_ids(ids: Ids) -> Int64 | pa.LargeStringArray:
     raise ValueError(f"ids of type {array.dtype}: {array[0]!s} is not an id; ids are int64 or str")
 
 
-def _buffers(strings: pa.LargeStringArray) -> tuple[Int64, NDArray[np.uint8]]:
+def _buffers(strings: pa.LargeStringArray) -> tuple[IdArray, NDArray[np.uint8]]:
     """Returns the offsets (N + 1,) of strings, and their bytes."""
     _, offsets, content = strings.buffers()
     # Arrow pads its buffers, so there can be more offsets than strings; no content at all is None.
@@ -390,7 +390,7 @@ def _buffers(strings: pa.LargeStringArray) -> tuple[Int64, NDArray[np.uint8]]:
     return begins, np.frombuffer(content or b"", np.uint8)
 
 
-def _key_of(offsets: Int64, content: NDArray[np.uint8], attempt: int) -> bytes:
+def _key_of(offsets: IdArray, content: NDArray[np.uint8], attempt: int) -> bytes:
     """Derives a key from all ids: equal ids give equal files, and nobody knows the key beforehand."""
     digest = hashlib.blake2b(digest_size=_KEY_BYTES, salt=attempt.to_bytes(_KEY_BYTES, "little"))
     digest.update(np.diff(offsets).astype("<i8").tobytes())
@@ -411,7 +411,7 @@ def _first_of_consecutive(arrays: dict[str, NDArray[Any]]) -> int | None:
     return int(ids[0]) if consecutive else None
 
 
-def _refuse_duplicates(twins: Int64, order: Int64, name: Callable[[int], object]) -> None:
+def _refuse_duplicates(twins: IdArray, order: IdArray, name: Callable[[int], object]) -> None:
     """Raises ValueError for the first of ``twins``: indices of sorted ids equal to their successor."""
     if len(twins):
         index = int(twins[0])

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchrec_ext.distributed.runtime import available_memory
-from torchrec_ext.retrieval.store.ids import IdMap, Ids
+from torchrec_ext.retrieval.store.ids import IdMap, KnownIds
 from torchrec_ext.retrieval.store.row_formats import ROW_FORMATS, Dtype, Loss, LossMeter, decode, encode
 from torchrec_ext.retrieval.store.versions import (
     StoreError,
@@ -214,7 +214,12 @@ def _populate(mapping: mmap.mmap) -> None:
 
 
 def refresh_store(
-    folder: Path | str, ids: Ids, vectors: NDArray[Any] | Tensor, *, deleted: Ids = (), tower: str | None = None
+    folder: Path | str,
+    ids: KnownIds,
+    vectors: NDArray[Any] | Tensor,
+    *,
+    deleted: KnownIds = (),
+    tower: str | None = None,
 ) -> EmbeddingStore:
     """Writes a new current version: sets the ``vectors`` of ``ids`` and marks ``deleted`` ids as tombstones.
 
@@ -258,7 +263,7 @@ def refresh_store(
         return EmbeddingStore(publish_version(path, content, {}))
 
 
-def _as_block(old_store: EmbeddingStore, ids: Ids, vectors: NDArray[Any] | Tensor) -> Tensor:
+def _as_block(old_store: EmbeddingStore, ids: KnownIds, vectors: NDArray[Any] | Tensor) -> Tensor:
     block = torch.as_tensor(vectors).detach().to("cpu", torch.float32)
     if not len(ids):
         block = block.reshape(0, old_store.width)
@@ -269,7 +274,7 @@ def _as_block(old_store: EmbeddingStore, ids: Ids, vectors: NDArray[Any] | Tenso
     return block
 
 
-def _assign_positions(id_map: IdMap, ids: Ids) -> tuple[IdMap, NDArray[np.int64]]:
+def _assign_positions(id_map: IdMap, ids: KnownIds) -> tuple[IdMap, NDArray[np.int64]]:
     """Appends the new ids to the map; also returns the position of each of ``ids``."""
     if not len(ids):
         return id_map, np.zeros(0, np.int64)
@@ -280,7 +285,7 @@ def _assign_positions(id_map: IdMap, ids: Ids) -> tuple[IdMap, NDArray[np.int64]
     return id_map, id_map.positions(ids)
 
 
-def _tombstone_positions(id_map: IdMap, deleted: Ids, written_positions: NDArray[np.int64]) -> NDArray[np.int64]:
+def _tombstone_positions(id_map: IdMap, deleted: KnownIds, written_positions: NDArray[np.int64]) -> NDArray[np.int64]:
     positions = id_map.positions(deleted)
     for wrong, why in (
         (positions < 0, "is not in the store"),

@@ -15,12 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchrec_ext.retrieval.store.ids import IdMap, Ids, checked_ids
+from torchrec_ext.retrieval.store.ids import IdMap, KnownIds, checked_ids
 from torchrec_ext.retrieval.store.row_formats import ROW_FORMATS, Dtype, LossMeter, decode, encode, row_format, some_of
 from torchrec_ext.retrieval.store.store import LIVE, ROWS, SCALES, EmbeddingStore
 from torchrec_ext.retrieval.store.versions import new_version, publish_version
 
-Block = tuple[Ids, "NDArray[Any] | Tensor"]
+Block = tuple[KnownIds, "NDArray[Any] | Tensor"]
 
 
 def write_store(
@@ -79,7 +79,7 @@ class RowWriter:
         self._sha = {name: hashlib.sha256() for name in names}
         self._rows = 0
 
-    def add(self, ids: Ids, vectors: NDArray[Any] | Tensor) -> None:
+    def add(self, ids: KnownIds, vectors: NDArray[Any] | Tensor) -> None:
         """Appends a block.
 
         Raises:
@@ -153,7 +153,7 @@ _ROWS = 65_536  # rows copied at a time when joining shares
 
 def embed(
     tower: Callable[[_Rows], Tensor],
-    blocks: Iterable[tuple[Ids, _Rows]],
+    blocks: Iterable[tuple[KnownIds, _Rows]],
     folder: Path | str,
     *,
     digest: str = "",
@@ -207,7 +207,7 @@ def embed(
     return EmbeddingStore.open(folder)
 
 
-def _embed_blocks(tower: Callable[[_Rows], Tensor], blocks: Iterable[tuple[Ids, _Rows]]) -> Iterator[Block]:
+def _embed_blocks(tower: Callable[[_Rows], Tensor], blocks: Iterable[tuple[KnownIds, _Rows]]) -> Iterator[Block]:
     for ids, rows in blocks:
         with torch.inference_mode():
             yield ids, tower(rows)

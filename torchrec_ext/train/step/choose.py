@@ -34,7 +34,7 @@ from torchrec_ext.train.guards.amp import Context, LossScaling
 from torchrec_ext.train.guards.finite import FiniteLoss
 from torchrec_ext.train.step.plain import PlainStep
 
-SECONDS = 2.0  # of measurement, over all numbers of threads
+_SECONDS = 2.0  # of measurement, over all numbers of threads
 _FEWEST_STEPS, _MOST_STEPS = 4, 200  # steps for each number
 Item = TypeVar("Item")
 
@@ -71,7 +71,7 @@ def with_best_threads(
     yield from run(islice(items, 3))  # the first steps are slow once, so they are not measured
     step = _max_over_ranks((yield from _measure(run(islice(items, _FEWEST_STEPS)))), runtime)
     count = (
-        min(max(int(SECONDS / len(thread_counts) / step), _FEWEST_STEPS), _MOST_STEPS)
+        min(max(int(_SECONDS / len(thread_counts) / step), _FEWEST_STEPS), _MOST_STEPS)
         if math.isfinite(step)
         else _FEWEST_STEPS
     )
@@ -119,7 +119,7 @@ def _max_over_ranks(seconds: float, runtime: Runtime) -> float:
 
 
 _PIPELINE_ONLY = "a timeline, train.on_nan=skip and sync.mode=semi_sync need the pipeline's steps"
-Step = DrawnStep | TowerBatch
+_Step = DrawnStep | TowerBatch
 Made = TypeVar("Made")
 
 
@@ -152,7 +152,7 @@ class StepsConfig:
 class Steps:
     """Trains on one batch after the other, by eager or captured steps.
 
-    On one rank and a CPU, with replicated tables, eager steps are :class:`PlainStep`'s, else the pipeline's. With
+    On one rank and a CPU, with replicated tables, eager steps are :class:`Plain_Step`'s, else the pipeline's. With
     ``compile="auto"`` the first steps are eager. If the rest of the run would take longer than
     :data:`~torchrec_ext.capture.policy.PAYS_S` and the step can be captured, the rest is captured. A rank trains
     captured steps only if no other waits for it: on one rank, or between the exchanges of local SGD.
@@ -202,7 +202,7 @@ class Steps:
         if config.compile == "require":  # fails here, before the first step, if this machine cannot capture at all
             self._attempt(self._engine)
 
-    def outputs(self, loader: Iterable[Step], watch: Callable[[Iterable[Step]], Iterator[Step]]) -> Iterator[Any]:
+    def outputs(self, loader: Iterable[_Step], watch: Callable[[Iterable[_Step]], Iterator[_Step]]) -> Iterator[Any]:
         """Trains on the batches of an epoch, and yields the model's output for each; then settles the model.
 
         Args:
@@ -257,7 +257,7 @@ class Steps:
         except CannotCaptureError:
             return None  # the pipeline does the same, only slower
 
-    def _eager(self, items: Iterable[Step]) -> Iterator[Any]:
+    def _eager(self, items: Iterable[_Step]) -> Iterator[Any]:
         batches = (item.batch() if isinstance(item, DrawnStep) else item for item in items)
         if self._plain is not None:
             self._plain.begin()
@@ -348,7 +348,7 @@ class Steps:
             self._refuse(error)
             return None
 
-    def _run(self, step: CapturedStep, items: Iterator[Step]) -> Iterator[Any]:
+    def _run(self, step: CapturedStep, items: Iterator[_Step]) -> Iterator[Any]:
         for item in items:
             start = time.perf_counter()
             captures_before = step.captures
@@ -373,7 +373,7 @@ class Steps:
                 call()
             yield output
 
-    def _run_eager_instead(self, step: CapturedStep, item: Step, error: CannotCaptureError) -> list[Any]:
+    def _run_eager_instead(self, step: CapturedStep, item: _Step, error: CannotCaptureError) -> list[Any]:
         """Trains the eager step on a batch without a captured one; an error of the eager step is the user's.
 
         If steps must be captured, only the model's forward runs, because the run ends here in any case.
@@ -395,7 +395,7 @@ class Steps:
             self._refuse(error)
         return outputs
 
-    def _raise_model_error(self, item: Step, error: Exception) -> None:
+    def _raise_model_error(self, item: _Step, error: Exception) -> None:
         """Raises the error of the model's own forward, if any, after a captured step has failed on a batch."""
         self._pipeline.detach()
         batch = item.batch() if isinstance(item, DrawnStep) else item
@@ -423,7 +423,7 @@ class _DrawnSteps:
     def __init__(self, loader: Any) -> None:
         self._loader = loader
 
-    def __iter__(self) -> Iterator[Step]:
+    def __iter__(self) -> Iterator[_Step]:
         return self._loader.steps()  # type: ignore[no-any-return]
 
     def __len__(self) -> int:
