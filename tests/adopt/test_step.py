@@ -854,7 +854,10 @@ REFUSED: dict[str, tuple[Callable[[], Case], str]] = {
     "a random mask": (lambda: of(SelectingAtRandom), r"test_step.py:\d+ \(.*masked_select.*\) depends on values"),
     "unique": (lambda: of(Unique), r"test_step.py:\d+ \(return super.*\) depends on values"),
     "lists of values": (lambda: of(Lists), r"test_step.py:\d+ \(.*tolist\(\).*\) depends on values"),
-    "random": (lambda: of(Noisy), r"test_step.py:\d+ \(.*random.random.*\) cannot be traced by torch.compile"),
+    "random": (
+        lambda: of(Noisy),
+        r"test_step.py:\d+ \(.*random.random.*\) (cannot be traced by torch.compile|depends on values)",
+    ),
     "sparse matrix": (
         lambda: of(OverAGraph),
         r"test_step.py:\d+ \(items = .*\) reads a sparse matrix, .*product is F.embedding_bag\(columns, dense, row",

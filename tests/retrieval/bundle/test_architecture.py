@@ -15,7 +15,7 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec_ext.models.ncf import NCFHead, NCFTower
 from torchrec_ext.models.session import NextItemTower
 from torchrec_ext.modules.compression import Compression
-from torchrec_ext.modules.interaction import INTERACTION_CLASSES as RECIPE_INTERACTIONS
+from torchrec_ext.modules.interaction import INTERACTIONS as RECIPE_INTERACTIONS
 from torchrec_ext.modules.interaction import (
     Cosine,
     DeepCross,
