@@ -201,18 +201,18 @@ class _RefusesWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an op unless it waits."""
         kwargs = kwargs or {}
-        result_size = torch.Tag.dynamic_output_shape in func.tags and kwargs.get("output_size") is None
+        waits = torch.Tag.dynamic_output_shape in func.tags and kwargs.get("output_size") is None
         name = func.name().partition(".")[0]
         if name in ("aten::index", "aten::index_put", "aten::index_put_"):
             # Of these, only an index by a mask depends on values.
-            result_size = any(index is not None and index.dtype == torch.bool for index in args[1])
+            waits = any(index is not None and index.dtype == torch.bool for index in args[1])
         devices = [value.device.type for value in pytree.tree_leaves(args) if isinstance(value, Tensor)]
         copies = name in ("aten::_to_copy", "aten::copy_")
         if copies and devices[-1] == "cuda" and not kwargs.get("non_blocking"):
             # The copy's target comes first, or is not among the arguments.
             target = kwargs.get("device") if len(devices) == 1 else devices[0]
-            result_size = target is not None and torch.device(target).type == "cpu"
-        if result_size or torch.Tag.data_dependent_output in func.tags:
+            waits = target is not None and torch.device(target).type == "cpu"
+        if waits or torch.Tag.data_dependent_output in func.tags:
             raise _WaitError(func)
         return func(*args, **kwargs)
 

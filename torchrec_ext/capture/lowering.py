@@ -281,16 +281,16 @@ class Packer:
         """Returns for each key whether its bags may hold any number of ids; a key that had lists once has them."""
         stride = bags.stride()
         keys = bags.keys()
-        known = [(where, key, stride) in self._capacities or key in (lists or ()) for key in keys]
+        are_lists = [(where, key, stride) in self._capacities or key in (lists or ()) for key in keys]
         if lists is not None or not stride or not keys:
-            return known
+            return are_lists
         lengths = bags.lengths()
         # The counts are compared first: they are on the host, the lengths may be on a GPU.
         has_single_counts = bags.length_per_key() == [stride] * len(keys)
-        if not any(known) and has_single_counts and bool(lengths.eq(1).all()):
-            return known
+        if not any(are_lists) and has_single_counts and bool(lengths.eq(1).all()):
+            return are_lists
         are_single = lengths.view(len(keys), stride).eq(1).all(dim=1).tolist()
-        return [is_list or not is_single for is_list, is_single in zip(known, are_single, strict=True)]
+        return [is_list or not is_single for is_list, is_single in zip(are_lists, are_single, strict=True)]
 
     def _make_room(self, where: str, stride: int, counts: Mapping[str, int]) -> None:
         """Sets capacities for ``counts`` ids; if one is outgrown all grow, because lists often grow together."""

@@ -319,8 +319,8 @@ def _indexed_hits(targets: Tensor, candidate_ids: Tensor) -> _LeaveOut:
     bounds = counts.cumsum(0)
 
     def leave_out(block: slice, scores: Tensor, least: float) -> None:
-        first = int(bounds[block.start - 1]) if block.start else 0
-        last = int(bounds[block.stop - 1])
-        scores[rows[first:last] - block.start, hits[first:last]] = least
+        begin = int(bounds[block.start - 1]) if block.start else 0
+        end = int(bounds[block.stop - 1])
+        scores[rows[begin:end] - block.start, hits[begin:end]] = least
 
     return leave_out

@@ -219,6 +219,18 @@ class _Tables(NamedTuple):
     items: DeviceTable | None
 
 
+def _list_keys(schema: BatchSchema, tables: _Tables) -> tuple[str, ...]:
+    """Returns the keys of a full batch whose bags may hold any number of ids."""
+    ragged = {None, *tables.rows.ragged, *(tables.items.ragged if tables.items else ())}
+    lists = []
+    for keys in filter(None, schema.layout):
+        halves = len(keys.features) // max(len(keys.keys), 1)
+        for index, key in enumerate(keys.keys):
+            if ragged & set(keys.features[index * halves : (index + 1) * halves]):
+                lists.append(key)
+    return tuple(lists)
+
+
 class ResidentRows:
     """Builds batches on one device, bit for bit those of :class:`MemoryRows`; see :class:`Batches`.
 
@@ -266,6 +278,7 @@ class ResidentRows:
         self._table = DeviceTable(*layout.checked(where, rows), rows.num_rows, device)
         self._width = 1 + config.negatives
         self._tables = _Tables(self._table, candidates.table if candidates else None)
+        self._lists = _list_keys(schema, self._tables)
 
     def fingerprint(self) -> dict[str, Any]:
         """See :meth:`Batches.fingerprint`."""
@@ -408,21 +421,10 @@ class ResidentRows:
             users=row_users,
             items=row_items,
             queries=users * width if self._schema.candidate else None,
-            lists=self._lists(tables) if len(rows) == users else None,  # bags of padding are empty
+            lists=self._lists if len(rows) == users else None,  # bags of padding are empty
             shared_dense=shared_dense,
             index=index,
         )
-
-    def _lists(self, tables: _Tables) -> tuple[str, ...]:
-        """Returns the keys of a full batch whose bags may hold any number of ids."""
-        ragged = {None, *tables.rows.ragged, *(tables.items.ragged if tables.items else ())}
-        lists = []
-        for keys in filter(None, self._schema.layout):
-            halves = len(keys.features) // max(len(keys.keys), 1)
-            for index, key in enumerate(keys.keys):
-                if ragged & set(keys.features[index * halves : (index + 1) * halves]):
-                    lists.append(key)
-        return tuple(lists)
 
     def _identities(
         self, tables: _Tables, rows: Tensor, candidates: Drawn | None
