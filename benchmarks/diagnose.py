@@ -17,8 +17,8 @@ as a share of their middle.
 threads and `torch.compile`, by turns beside the step as it was, and DDP, two processes by turns with one on all cores;
 ours is the share whose whole measured interval is under 5 %.
 `overhead`: what every run measures of its own time, and its page, as a share of the seconds of its steps.
-`others`, `others-healthy`: programs that no rule was written for, see `diagnose_others.py`: right first verdicts,
-predicted intervals that held, and healthy ones with a finding above "small".
+`others`, `others-healthy` (with `--studies`, or where named): programs that no rule was written for, see
+`diagnose_others.py`: right first verdicts, predicted intervals that held, and healthy ones with a finding above "small".
 `foreign`: programs that nobody here wrote, see `diagnose_foreign.py`: a verdict each, and what `apply=True` gained.
 `end-to-end`: the small Contextual NCF from its user's script to ours, remedy after remedy, and their product.
 `--quick` diagnoses a few of the programs, once.
@@ -611,7 +611,7 @@ ROWS = {
     "end-to-end": diagnose_foreign.end_to_end,
 }
 QUICK = ("400 tiny ops", "an imbalanced table", "an MLP", "2 ranks: two towers")
-STUDIES = ("planted-traceml",)
+STUDIES = ("planted-traceml", "others", "others-healthy")
 # Rows that are asked for: a program is diagnosed once, and measured for those alone.
 ASKED = set(sys.argv[sys.argv.index("--only") + 1 :] if "--only" in sys.argv else ROWS)
 if "--studies" in sys.argv:

@@ -230,6 +230,14 @@ def test_lines_that_sync_are_sampled() -> None:
     assert finding.evidence[-1] == "these lines take 4 ms of 6.22 ms"
 
 
+def test_waits_for_a_gpu_are_counted_by_line() -> None:
+    recorded = dataclasses.replace(RECORDED["host_syncs"], device_busy=0.3, kernels=700)
+    (finding,) = (each for each in causes.findings(recorded) if each.cause == "host_syncs")
+    assert finding.evidence[0].startswith("the host waits for the device 400 times a step")
+    assert finding.evidence[0].endswith(": train.py:31 in loss, 400")
+    assert "non_blocking=True" in finding.remedies[0].lines[1]
+
+
 def test_nothing_is_wrong_only_if_four_fifths_of_an_iteration_are_explained() -> None:
     assert costs.explained(HEALTHY) > 0.9
     unknown = facts(steps(92.0), ops=159, op_s=40e-3, product_s=20e-3)

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchrec_ext.capture.lowering import CannotCaptureError
+from torchrec_ext.observe.ops import waits_for_device
 from torchrec_ext.observe.state_copy import random_state, set_random_state
 from torchrec_ext.observe.user_lines import first_line, raising_line, with_text
 
@@ -200,21 +201,9 @@ class _RefusesWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an op unless it waits."""
-        kwargs = kwargs or {}
-        waits = torch.Tag.dynamic_output_shape in func.tags and kwargs.get("output_size") is None
-        name = func.name().partition(".")[0]
-        if name in ("aten::index", "aten::index_put", "aten::index_put_"):
-            # Of these, only an index by a mask depends on values.
-            waits = any(index is not None and index.dtype == torch.bool for index in args[1])
-        devices = [value.device.type for value in pytree.tree_leaves(args) if isinstance(value, Tensor)]
-        copies = name in ("aten::_to_copy", "aten::copy_")
-        if copies and devices[-1] == "cuda" and not kwargs.get("non_blocking"):
-            # The copy's target comes first, or is not among the arguments.
-            target = kwargs.get("device") if len(devices) == 1 else devices[0]
-            waits = target is not None and torch.device(target).type == "cpu"
-        if waits or torch.Tag.data_dependent_output in func.tags:
+        if waits_for_device(func, args, kwargs):
             raise _WaitError(func)
-        return func(*args, **kwargs)
+        return func(*args, **(kwargs or {}))
 
 
 def _copied(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:

@@ -219,7 +219,7 @@ class Facts:
         ops: aten ops of a step.
         bare_ops: ops that autograd does not record, as those of an optimizer; without those of backward.
         op_lines: the user's lines that make most ops, with their number.
-        syncs: ops of a step that bring a value to Python.
+        syncs: ops of a step that bring a value to Python, on a GPU all that wait for it.
         sync_lines: the user's lines that do so, with their number.
         sync_ops: these, and ops whose results nothing but these reads, at whatever line.
         op_s: seconds of a step inside of ops; 0 if unknown.

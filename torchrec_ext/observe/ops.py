@@ -23,7 +23,7 @@ from torchrec_ext.observe.counts import AllItems, TableFacts, WholeTableOp
 from torchrec_ext.observe.lookups import count_lookups
 from torchrec_ext.observe.user_lines import SampledLine, lines_of, owner_of, stack_of
 
-_SYNCS = ("_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "masked_select", "equal")
+_TO_PYTHON = ("_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "masked_select", "equal")
 _LOOK_UPS = ("embedding", "_embedding_bag", "index", "index_select", "gather")
 _LOOK_UP_BACKWARDS = ("embedding_dense_backward", "_embedding_bag_dense_backward", "_index_put_impl_", "new_zeros")
 _SOFTMAX = ("_log_softmax", "_softmax", "logsumexp")
@@ -33,6 +33,24 @@ _FEW = 1_024  # numbers on which an op does no work worth mention
 _WHOLE = 5  # a step reads few rows of a table that has so many times as many
 _COUNTING_S = 1.0  # seconds of counted steps after which none is counted again
 _LARGE = 1e7  # floating-point operations from which on a product's rate is the machine's
+
+
+def waits_for_device(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> bool:
+    """Returns whether the host waits for a GPU at an op: it reads values, or the size of the result depends on them."""
+    kwargs = kwargs or {}
+    if torch.Tag.data_dependent_output in func.tags:
+        return True
+    name = func.name().partition(".")[0]
+    if name in ("aten::index", "aten::index_put", "aten::index_put_"):
+        # Of these, only an index by a mask depends on values.
+        return any(index is not None and index.dtype == torch.bool for index in args[1])
+    devices = [each.device.type for each in pytree.tree_leaves(args) if isinstance(each, Tensor)]
+    non_blocking = kwargs.get("non_blocking") or args[-1] is True  # copy_ takes it by position
+    if name in ("aten::_to_copy", "aten::copy_") and devices[-1] == "cuda" and not non_blocking:
+        # The copy's target comes first, or is not among the arguments.
+        target = kwargs.get("device") if len(devices) == 1 else devices[0]
+        return target is not None and torch.device(target).type == "cpu"
+    return torch.Tag.dynamic_output_shape in func.tags and kwargs.get("output_size") is None
 
 
 @dataclasses.dataclass
@@ -139,7 +157,8 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         by_line: ops and seconds by the user's own line.
         kinds: seconds by name of the op.
         sizes: ops by the sizes of their tensors.
-        syncs: ops that bring a value to Python, by the user's own line; ``by_line`` has those that only feed these too.
+        syncs: ops that bring a value to Python, on a GPU all that wait for it, by the user's own line; ``by_line`` has
+            those that only feed these too.
         products: seconds of each call by matrix product.
         tables: facts and modules of the tables that were read.
         modes: names of autograd's debugging modes that were on.
@@ -180,7 +199,8 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         number = self._flow.add(func, (args, kwargs), result)
         packet = func._overloadpacket
         self.kinds[packet.__name__] += seconds
-        if packet.__name__ in _SYNCS and line not in ("backward", "optimizer"):
+        waits = packet.__name__ in _TO_PYTHON or (_on_gpu((args, result)) and waits_for_device(func, args, kwargs))
+        if waits and line not in ("backward", "optimizer"):
             self.syncs[users_line.name] += 1
             self._sync_ops.append(number)
         tensors = [each for each in args if isinstance(each, Tensor)]
@@ -338,6 +358,10 @@ class Flow:
 
 def _tensors_in(value: Any) -> list[Tensor]:
     return [each for each in pytree.tree_leaves(value) if isinstance(each, Tensor)]
+
+
+def _on_gpu(value: Any) -> bool:
+    return any(each.is_cuda for each in _tensors_in(value))
 
 
 def _storage_of(tensor: Tensor) -> int:

@@ -70,7 +70,8 @@ def findings(facts: Facts) -> tuple[Finding, ...]:
     every += rank_findings(facts)
     costly = [finding for finding in every if finding.cost >= LEAST]
     # Offers come last whatever they gain: they change what is learned.
-    return tuple(sorted(costly, key=lambda finding: (finding.size == "offer", -finding.cost)))
+    # A debugging mode comes first: it lengthens what the other causes are measured by.
+    return tuple(sorted(costly, key=lambda each: (each.size == "offer", each.cause != "debug_modes", -each.cost)))
 
 
 def too_noisy(facts: Facts) -> str:

@@ -268,8 +268,17 @@ def host_syncs(facts: Facts) -> Finding | None:
     if not facts.has("step", "sync") or not facts.syncs:
         return None
     lines = "; ".join(f"{line}, {count:,}" for line, count in facts.sync_lines[:3])
+    cause = "the step waits for values that Python wants to see"
+    what = f"a step brings {facts.syncs:,} values to Python (.item(), .tolist(), if on a tensor, boolean masks)"
+    changes = ["total += loss.detach()  # in place of loss.item(); total.item() where it is printed"]
+    if facts.device_busy is not None:  # a GPU, which idles after each wait until the host has launched the next kernel
+        cause = "the host waits for the device, and the device for the host next"
+        what = f"the host waits for the device {facts.syncs:,} times a step (.item(), .cpu(), nonzero, boolean masks)"
+        changes.append(
+            "x.to('cpu', non_blocking=True)  # in place of x.cpu(), and an event; torch.where in place of x[mask]"
+        )
     evidence = [
-        f"a step brings {facts.syncs:,} values to Python (.item(), .tolist(), if on a tensor, boolean masks): {lines}",
+        f"{what}: {lines}",
         f"with the ops that feed them: {facts.sync_ops:,} of {facts.ops:,} ops",
     ]
     timed = bool(facts.lines)
@@ -279,7 +288,7 @@ def host_syncs(facts: Facts) -> Finding | None:
     least, most = (0.93, 1.25) if timed else (0.6, 1.3)
     remedy = Remedy(
         name="keep values as tensors, and read one of them every hundred steps",
-        lines=("total += loss.detach()  # in place of loss.item(); total.item() where it is printed",),
+        lines=tuple(changes),
         gain=gain_without(facts, lambda each: sync_seconds(facts, each), least, most),
         changes=Change.EXACT,
         basis="predicted from the seconds at these lines"
@@ -287,6 +296,6 @@ def host_syncs(facts: Facts) -> Finding | None:
         else "predicted from the price of an op and of .item() on this machine",
     )
     return finding_of(
-        facts, "host_syncs", "the step waits for values that Python wants to see", evidence, [remedy],
+        facts, "host_syncs", cause, evidence, [remedy],
         lambda each: sync_seconds(facts, each),
     )  # fmt: skip
