@@ -18,7 +18,7 @@ threads and `torch.compile`, by turns beside the step as it was, and DDP, two pr
 ours is the share whose whole measured interval is under 5 %.
 `overhead`: what every run measures of its own time, and its page, as a share of the seconds of its steps.
 `others`, `others-healthy` (with `--studies`, or where named): programs that no rule was written for, see
-`diagnose_others.py`: right first verdicts, predicted intervals that held, and healthy ones with a finding above "small".
+`diagnose_others.py`: right first verdicts, intervals that held, and healthy ones with a finding above "small".
 `foreign`: programs that nobody here wrote, see `diagnose_foreign.py`: a verdict each, and what `apply=True` gained.
 `end-to-end`: the small Contextual NCF from its user's script to ours, remedy after remedy, and their product.
 `--quick` diagnoses a few of the programs, once.
