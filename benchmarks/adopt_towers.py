@@ -21,7 +21,7 @@ from harness import Options, Row, in_turn, on_ranks, rates, row, slowest
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchrec_ext.adopt.towers import adopt_towers
+from torchrec_ext.adopt.towers.towers import adopt_towers
 from torchrec_ext.distributed.runtime import Runtime
 
 PROFILE, CONTENT, WIDTHS, TOP = 60, 40, (512, 256, 64), 64

@@ -31,7 +31,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from torchrec_ext.adopt import CannotAdopt, Evidence, Popular, Rows, Uniform, evidence
+from torchrec_ext.adopt import CannotAdopt, Evidence, Popular, Rows, Uniform
+from torchrec_ext.adopt.rows import evidence
 from torchrec_ext.data.negatives.samplers import PopularityNegatives
 
 USERS, ITEMS, CONTEXT, NEGATIVES = 40, 150, 3, 4

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import torchrec_ext.adopt.step as adopted
 from tests.contracts import run_ranks
 from torchrec_ext.adopt.errors import CannotAdopt
-from torchrec_ext.adopt.towers import TowersApart, adopt_towers
+from torchrec_ext.adopt.towers.towers import TowersApart, adopt_towers
 from torchrec_ext.capture import executors, policy
 from torchrec_ext.distributed.runtime import Runtime
 

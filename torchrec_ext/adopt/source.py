@@ -21,7 +21,7 @@ from torchrec_ext.adopt.checks import StateTensor
 from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.adopt.graph import ForwardGraph, changed_between_calls
 from torchrec_ext.adopt.lag import Lag
-from torchrec_ext.adopt.rows import Rows
+from torchrec_ext.adopt.rows.rows import Rows
 from torchrec_ext.capture.captured import CapturedStep, Reader, StepInputs, StepSource
 from torchrec_ext.capture.executors import StepEngine
 from torchrec_ext.capture.memory import StepMemory

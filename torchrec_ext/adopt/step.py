@@ -25,7 +25,7 @@ from torchrec_ext.adopt.checks import Changes, ForwardWatch
 from torchrec_ext.adopt.errors import CannotAdopt, EndOfCaptureError, HalfStepError, TensorChangedError
 from torchrec_ext.adopt.graph import GRAPHS, LossFunction, OneGraphTooMany
 from torchrec_ext.adopt.lag import catch_up, reader_cost
-from torchrec_ext.adopt.rows import Rows
+from torchrec_ext.adopt.rows.rows import Rows
 from torchrec_ext.adopt.source import AnyBatch, DrawnBatch, GivenBatch, RowsOnDevice
 from torchrec_ext.adopt.user_step import RankStep, UserStep
 from torchrec_ext.adopt.verify import StepComparison, Verification

@@ -22,7 +22,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_ext.adopt.errors import CannotAdopt
-from torchrec_ext.adopt.subnetworks import changed_attribute, python_attributes
+from torchrec_ext.adopt.towers.subnetworks import changed_attribute, python_attributes
 from torchrec_ext.distributed.tables import GivenRows
 from torchrec_ext.observe.user_lines import raising_line, user_line
 

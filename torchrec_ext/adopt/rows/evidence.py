@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchrec_ext.adopt.column_search import Reading, drawn_rows
 from torchrec_ext.adopt.errors import CannotAdopt
-from torchrec_ext.adopt.law import (
+from torchrec_ext.adopt.rows.column_search import Reading, drawn_rows
+from torchrec_ext.adopt.rows.law import (
     Exclusion,
     Floats,
     Ids,
@@ -29,7 +29,7 @@ from torchrec_ext.adopt.law import (
     of_columns,
     of_mapping,
 )
-from torchrec_ext.adopt.reading import GETITEMS, DatasetReader, held_by
+from torchrec_ext.adopt.rows.reading import GETITEMS, DatasetReader, held_by
 
 UNLIKELY = 1e-6  # evidence of a smaller p-value contradicts a law
 _SEEN = -math.log(UNLIKELY)  # of so many expected events, none has that probability

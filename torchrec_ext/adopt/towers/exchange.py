@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchrec_ext.adopt.errors import CannotAdopt
-from torchrec_ext.adopt.subnetworks import Subnetwork
+from torchrec_ext.adopt.towers.subnetworks import Subnetwork
 from torchrec_ext.distributed.runtime import Runtime
 
 STEP = 0.0

@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from torchrec_ext.adopt.captures import Captures, Check, weakly
 from torchrec_ext.adopt.checks import ForwardWatch
 from torchrec_ext.adopt.errors import CannotAdopt, EndOfStepError
-from torchrec_ext.adopt.exchange import HEADER, OutputExchange, squared_norm
 from torchrec_ext.adopt.graph import ForwardGraph, LossFunction, TracedCall, traced_forward
 from torchrec_ext.adopt.source import AdoptedSource, AnyBatch, CapturedUpdate, GivenBatch, GraphCall
-from torchrec_ext.adopt.subnetworks import UserLoss
+from torchrec_ext.adopt.towers.exchange import HEADER, OutputExchange, squared_norm
+from torchrec_ext.adopt.towers.subnetworks import UserLoss
 from torchrec_ext.adopt.user_step import RankStep
 from torchrec_ext.capture.captured import CapturedStep, RareShapeError, StepInputs
 from torchrec_ext.capture.executors import Run, StepEngine, unaliased

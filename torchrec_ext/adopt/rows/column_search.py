@@ -18,7 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from torchrec_ext.adopt.errors import CannotAdopt
-from torchrec_ext.adopt.reading import GETITEMS, DatasetReader, held_by, is_frame, seed_everything, words
+from torchrec_ext.adopt.rows.reading import GETITEMS, DatasetReader, held_by, is_frame, seed_everything, words
 
 COMPARED = 4096  # rows that are compared if reading all would take too long
 _SECONDS = 8.0  # that reading all rows may take

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
-from torchrec_ext.adopt.column_search import COMPARED, ColumnSearch, Reading, equal
 from torchrec_ext.adopt.errors import CannotAdopt
-from torchrec_ext.adopt.evidence import UNLIKELY, UNSEEN, Evidence, gathered
-from torchrec_ext.adopt.law import Law, NegativeDraws
-from torchrec_ext.adopt.reading import GETITEMS, DatasetReader, seed_everything
+from torchrec_ext.adopt.rows.column_search import COMPARED, ColumnSearch, Reading, equal
+from torchrec_ext.adopt.rows.evidence import UNLIKELY, UNSEEN, Evidence, gathered
+from torchrec_ext.adopt.rows.law import Law, NegativeDraws
+from torchrec_ext.adopt.rows.reading import GETITEMS, DatasetReader, seed_everything
 
 Make = Callable[[dict[str, Tensor]], Any]
 

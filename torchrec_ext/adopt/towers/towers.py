@@ -36,9 +36,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 from torchrec_ext.adopt.captures import Captures
 from torchrec_ext.adopt.checks import ForwardWatch
 from torchrec_ext.adopt.errors import CannotAdopt, EndOfStepError
-from torchrec_ext.adopt.exchange import SETTLE, STEP, OutputExchange, raise_together, squared_norm
 from torchrec_ext.adopt.step import AdoptedStep
-from torchrec_ext.adopt.subnetworks import (
+from torchrec_ext.adopt.towers.exchange import SETTLE, STEP, OutputExchange, raise_together, squared_norm
+from torchrec_ext.adopt.towers.steps import TowerRankStep, TowersTrace
+from torchrec_ext.adopt.towers.subnetworks import (
     UserLoss,
     batch_rows,
     changed_attribute,
@@ -47,7 +48,6 @@ from torchrec_ext.adopt.subnetworks import (
     python_attributes,
     subnetworks,
 )
-from torchrec_ext.adopt.tower_steps import TowerRankStep, TowersTrace
 from torchrec_ext.capture.policy import PATIENCE, Compile
 from torchrec_ext.distributed.optim.hybrid import GradientNotFiniteError
 from torchrec_ext.distributed.runtime import Runtime, calm_gloo
