@@ -1,0 +1,164 @@
+"""ReadDataset: a user's Dataset whose rows were read as columns, and how a batch is made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.data import default_collate
+
+from torchrec_ext.adopt.errors import CannotAdopt
+from torchrec_ext.adopt.rows.column_search import ColumnSearch, Reading, equal
+from torchrec_ext.adopt.rows.evidence import UNLIKELY, UNSEEN, Evidence, gathered
+from torchrec_ext.adopt.rows.law import Law, NegativeDraws
+from torchrec_ext.adopt.rows.reading import GETITEMS, DatasetReader
+
+_SPOT_CHECK = 64  # rows that are read again at the start of an epoch
+
+
+class ReadDataset:
+    """Reads a Dataset's rows, and leaves it as it was.
+
+    Args:
+        dataset: map-style Dataset.
+        collate_fn: makes a batch of rows; None for torch's.
+        compared: number of rows to compare; None for what can be read in a few seconds.
+        call: the user's call of Rows.of, less ``negatives``.
+
+    Attributes:
+        reader: reads rows.
+        reading: columns, constants and draws that the rows are made of.
+        layout: makes batches of them.
+        evidence: the Dataset's draws; None if it draws nothing.
+
+    Raises:
+        CannotAdopt: see :meth:`Rows.of`.
+    """
+
+    def __init__(
+        self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, compared: int | None, call: str
+    ) -> None:
+        self.reader = DatasetReader(dataset)
+        self.evidence: Evidence | None = None
+        with self.reader.untouched():
+            self.reading = ColumnSearch(self.reader, compared).run()
+            self.layout = BatchLayout(self.reader, self.reading, collate_fn)
+            if self.reading.drawn is not None:
+                self.evidence = gathered(self.reader, self.reading, call)
+
+    def confirm(self, law: Law | None, seed: int) -> tuple[NegativeDraws, list[str]] | None:
+        """Returns draws by the user's sampling distribution, and lines with the evidence for it; None without draws.
+
+        Raises:
+            CannotAdopt: the distribution is missing, or the Dataset's draws contradict it.
+        """
+        evidence = self.evidence
+        if evidence is None:
+            if law is not None:
+                raise CannotAdopt(f"negatives={law}: {self.reader.where} draws nothing; leave negatives out")
+            return None
+        if law is None:
+            raise CannotAdopt(str(evidence))
+        if not isinstance(law, Law):
+            raise CannotAdopt(f"negatives={law!r}: must be Uniform(...), Popular(...) or 'check'")
+        draws = NegativeDraws(
+            law, evidence.columns, evidence.positive, evidence.ids.shape[1], seed, evidence.exclusions
+        )
+        findings = evidence.against(draws)
+        against = [finding for finding in findings if finding.p is not None and finding.p < UNLIKELY]
+        if against:
+            lines = [f"negatives: {evidence.what}, and not {draws.describe()}:", *(f"  {each}" for each in against)]
+            raise CannotAdopt("\n".join([*lines, *evidence.proposal()]))
+        tested = [finding.p for finding in findings if finding.p is not None]
+        unseen = [finding.text for finding in findings if finding.p is None and finding.text.startswith(UNSEEN)]
+        least = f"least p={min(tested):.2g} of {len(tested)} tests" if tested else "no test could be made"
+        return draws, [f"{evidence.size} of {self.reader.kind} do not contradict it ({least})", *unseen]
+
+    def check(self, seed: int, epoch: int) -> None:
+        """Reads a few rows of the Dataset again: it may have been written anew since."""
+        reader = self.reader
+        rows = np.random.default_rng([seed, epoch]).integers(0, reader.num_rows, _SPOT_CHECK)
+        rows[:2] = 0, reader.num_rows - 1
+        change = ""
+        if len(reader.dataset) != reader.num_rows:
+            change = f"it has {len(reader.dataset)} rows, then {reader.num_rows}"
+        else:
+            with reader.untouched(generators_alone=True):
+                wrong = self.reading.wrong(torch.from_numpy(rows), reader.rows(rows))
+            if wrong is not None:
+                change = f"{wrong} is another"
+        if change:
+            raise CannotAdopt(
+                f"the rows of {reader.kind} are no longer those that Rows.of read: {change}. Where the Dataset is "
+                "written anew, as for an epoch's negatives, call Rows.of again after it"
+            )
+
+
+class BatchLayout:
+    """How the slots of rows become the tensors of a batch: each stacked or concatenated, by the user's collate_fn.
+
+    Args:
+        reader: reads rows; inside :meth:`DatasetReader.untouched`.
+        reading: what the rows are made of.
+        collate_fn: the user's, or None for torch's.
+
+    Attributes:
+        names: names of the tensors of a batch in order.
+        repeats: how often a tensor repeats a row's value, by its name; those that do not repeat are not there.
+    """
+
+    def __init__(self, reader: DatasetReader, reading: Reading, collate_fn: Callable[[list[Any]], Any] | None) -> None:
+        self._slots = reading.slots
+        choices: list[set[tuple[int, str]]] = []
+        spec: Any = None
+        # A batch of one size could fit by chance.
+        for size in (2, 3, 5):
+            values, batch = reader.batch([row % reader.num_rows for row in range(size)], collate_fn or default_collate)
+            leaves, structure = pytree.tree_flatten(batch)
+            able = [_ways(leaf, values) for leaf in leaves]
+            if spec is not None and structure != spec:
+                raise CannotAdopt(
+                    f"collate_fn returns another structure for {size} rows: {structure} and {spec}. {GETITEMS}"
+                )
+            spec = structure
+            choices = able if not choices else [a & b for a, b in zip(choices, able, strict=True)]
+        for index, ways in enumerate(choices):
+            if not ways:
+                raise CannotAdopt(
+                    f"collate_fn: tensor {index} of its batch is no slot of the rows stacked or concatenated. "
+                    f"{GETITEMS}"
+                )
+        self._spec = spec
+        self._ways = [min(ways, key=lambda way: (way[0] != index, way)) for index, ways in enumerate(choices)]
+        names = [self._slots[slot].name for slot, _ in self._ways]
+        self.names = tuple(f"{name} ({index})" if name in names[:index] else name for index, name in enumerate(names))
+        slots = [self._slots[slot] for slot, _ in self._ways]
+        self.repeats = {name: slot.repeat for name, slot in zip(self.names, slots, strict=True) if slot.repeat}
+
+    def make(self, pieces: dict[str, Tensor]) -> Any:
+        """Returns a batch from the rows of columns and from constants, see :class:`Rows`."""
+        size = max(len(piece) for piece in pieces.values())
+        built = {slot: self._slots[slot].build(pieces, pieces.get("negatives"), size) for slot, _ in self._ways}
+        leaves = [built[slot].flatten(0, 1) if way == "cat" else built[slot] for slot, way in self._ways]
+        return pytree.tree_unflatten(leaves, self._spec)
+
+
+def _ways(leaf: Any, values: list[Tensor]) -> set[tuple[int, str]]:
+    """Returns the slots, with ``stack`` or ``cat``, of which a tensor of a batch is made; ``values`` are (C, *S)."""
+    ways: set[tuple[int, str]] = set()
+    if not isinstance(leaf, Tensor):
+        return ways
+    for slot, value in enumerate(values):
+        if _same(leaf, value):
+            ways.add((slot, "stack"))
+        if value.dim() > 1 and _same(leaf, value.flatten(0, 1)):
+            ways.add((slot, "cat"))
+    return ways
+
+
+def _same(first: Tensor, second: Tensor) -> bool:
+    return first.dtype == second.dtype and first.shape == second.shape and equal(first, second)
