@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import torchrec_ext.adopt.step as adopted
 from tests.contracts import run_ranks
 from torchrec_ext.adopt.errors import CannotAdopt
-from torchrec_ext.adopt.towers.towers import TowersApart, adopt_towers
+from torchrec_ext.adopt.towers.towers import adopt_towers
 from torchrec_ext.capture import executors, policy
 from torchrec_ext.distributed.runtime import Runtime
 
@@ -197,8 +197,8 @@ def apart(runtime: Runtime, name: str, kind: str, rows: int, **options: Any) -> 
         "aux": results[-1][1],
         "share": (step.share(rows + 9).start, step.share(rows + 9).stop),
         "text": step.describe(),
-        "way": step._local.describe(),
-        "computed": [tower.computed for tower in step._towers],
+        "way": step.adopted.describe(),
+        "computed": [tower.computed for tower in step.split.towers],
         **saved(model, optimizer, loss_fn),
     }
 
@@ -679,7 +679,7 @@ def captured_and_disturbed(runtime: Runtime, ways: tuple[Any, Any]) -> dict[str,
     for batch in given[7:]:
         step(*batch)
     step.settle()
-    return {"texts": texts, "model": model.state_dict(), "way": step._local.describe()}
+    return {"texts": texts, "model": model.state_dict(), "way": step.adopted.describe()}
 
 
 @pytest.mark.parametrize(
@@ -715,9 +715,9 @@ def captured_when_it_pays(runtime: Runtime) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     given = list(batches(policy.WATCHED + 6))
     step = adopt_towers(model, optimizer, bce(model), runtime, {"user": 0, "item": 1}, given[0], verify=1)
-    ways = [step._local._trace is not None for batch in given if step(*batch)]
+    ways = [step.adopted._trace is not None for batch in given if step(*batch)]
     step.settle()
-    return {"ways": ways, "text": step._local.describe(), "model": model.state_dict()}
+    return {"ways": ways, "text": step.adopted.describe(), "model": model.state_dict()}
 
 
 def test_all_ranks_capture_before_the_same_step_once_one_of_them_finds_it_due() -> None:
@@ -791,7 +791,7 @@ def momentum_on_one(runtime: Runtime) -> str:
         except CannotAdopt as error:
             texts.append(str(error))
     return "\n".join(
-        [*texts, adopt_towers(model, optimizer, bce(model), runtime, {"user": 0}, given)._local.describe()]
+        [*texts, adopt_towers(model, optimizer, bce(model), runtime, {"user": 0}, given).adopted.describe()]
     )
 
 
@@ -833,7 +833,7 @@ class Dropping(Dense):
 def with_dropout(runtime: Runtime) -> tuple[str, float, float]:
     model = seeded(Dropping)
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    step = TowersApart(model, optimizer, bce(model), runtime, {"user": 0, "item": 0}, next(batches(1)))
+    step = adopt_towers(model, optimizer, bce(model), runtime, {"user": 0, "item": 0}, next(batches(1)))
     (batch,) = batches(1)
     losses = [float(step(*batch)[0].detach()) for _ in range(150)]
     return step.describe(), losses[0], losses[-1]

@@ -9,9 +9,9 @@ functions of tensors, so that a captured step can take them up.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,27 @@ from torchrec_ext.distributed.runtime import Runtime
 STEP = 0.0
 SETTLE = 1.0
 _SMALL = 2**18  # numbers that travel beside the outputs' gradients, to all ranks together
-HEADER = 5  # float64: the call, rows, fingerprint of the batch, whether a problem is met, whether a capture is due
 _NEAR = 1e-4  # of a tensor's greatest number: rounding is below
+
+Result = TypeVar("Result")
+
+
+class OutputHeader(NamedTuple):
+    """What a rank is about to do, in front of the outputs of its towers; all numbers are float64.
+
+    Args:
+        call: a step, or settle().
+        rows: B, rows of the batch.
+        fingerprint: a number that tells batches apart.
+        failed: 1 if the rank has met a problem.
+        due: 1 if the rank finds that a capture is due.
+    """
+
+    call: float = STEP
+    rows: float = 0.0
+    fingerprint: float = 0.0
+    failed: float = 0.0
+    due: float = 0.0
 
 
 @dataclass
@@ -109,14 +128,18 @@ class OutputExchange:
         """Makes room for a batch of so many rows."""
         self.capacity = -(-rows // self._runtime.world_size)
 
-    def header(self, numbers: Sequence[float]) -> Tensor:
+    def share(self, rows: int) -> slice:
+        """Returns the rows of this rank."""
+        return self.shares(rows)[self._runtime.rank]
+
+    def header(self, header: OutputHeader) -> Tensor:
         """Returns the head of an exchange of outputs, in the dtype of the outputs."""
-        return torch.tensor(numbers, dtype=torch.float64).view(self.dtype).to(self._runtime.device)
+        return torch.tensor(header, dtype=torch.float64).view(self.dtype).to(self._runtime.device)
 
     @property
     def message_sizes(self) -> list[int]:
         """Numbers of an exchange of outputs that come from each rank."""
-        header = HEADER * torch.float64.itemsize // self.dtype.itemsize
+        header = len(OutputHeader._fields) * torch.float64.itemsize // self.dtype.itemsize
         return [header + self.capacity * width for width in self._widths]
 
     def blanks(self, rows: int, *, late: bool) -> list[Tensor]:
@@ -138,7 +161,7 @@ class OutputExchange:
     def give_up(self, rows: int) -> None:
         """Sends zero gradients, with a flag for the failure of this rank. Collective."""
         total = self.total(self.zero(), [None] * len(self._top), failed=True)
-        share = self.shares(rows)[self._runtime.rank]
+        share = self.share(rows)
         leaves = [
             self.empty((share.stop - share.start) * shape.numel()).zero_()
             for tower in self._towers
@@ -160,7 +183,7 @@ class OutputExchange:
 
     def received(self, flat: Tensor, rows: int) -> list[Tensor]:
         """Returns the outputs of all towers for this rank's rows, (b, ...) each, as leaves that take gradients."""
-        share = self.shares(rows)[self._runtime.rank]
+        share = self.share(rows)
         size = share.stop - share.start
         sizes = self.message_sizes
         leaves = []
@@ -229,7 +252,7 @@ class OutputExchange:
         sizes = self.message_sizes
         flat = self._exchange(pieces, sizes, [sizes[self._runtime.rank]] * len(sizes), "the outputs of its towers")
         if self._record.next is None:
-            heads = [piece[: len(self.header([0.0] * HEADER))] for piece in torch.split(flat, sizes)]
+            heads = [piece[: len(self.header(OutputHeader()))] for piece in torch.split(flat, sizes)]
             self._compare([head.clone().view(torch.float64).tolist() for head in heads], problem)
         return flat
 
@@ -338,6 +361,17 @@ def squared_norm(gradients: Sequence[Tensor], exchange: OutputExchange) -> Tenso
     """Returns the sum of the squares of some gradients, (1,)."""
     squares = [(g.coalesce().values() if g.is_sparse else g).float().square().sum() for g in gradients]
     return torch.stack(squares).sum().reshape(1) if squares else exchange.zero()
+
+
+def together(runtime: Runtime, check: Callable[[], Result]) -> Result:
+    """Runs a check of this rank alone, and returns its result; if it fails on any rank, raises on all. Collective."""
+    try:
+        result = check()
+    except Exception as error:
+        raise_together(error, runtime.world_size, 0)
+        raise
+    raise_together(None, runtime.world_size, 0)
+    return result
 
 
 def raise_together(problem: Exception | None, world_size: int, step: int) -> None:

@@ -7,65 +7,29 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from torchrec_ext.adopt.captures import Captures, Check, weakly
 from torchrec_ext.adopt.checks import ForwardWatch
 from torchrec_ext.adopt.errors import CannotAdopt, EndOfStepError
-from torchrec_ext.adopt.graph import ForwardGraph, LossFunction, TracedCall, traced_forward
+from torchrec_ext.adopt.graph import ForwardGraph, TracedCall, traced_forward
 from torchrec_ext.adopt.source import AdoptedSource, AnyBatch, CapturedUpdate, GivenBatch, GraphCall
-from torchrec_ext.adopt.towers.exchange import HEADER, OutputExchange, squared_norm
-from torchrec_ext.adopt.towers.subnetworks import UserLoss
+from torchrec_ext.adopt.towers.exchange import OutputHeader, squared_norm
+from torchrec_ext.adopt.towers.local import LocalTowers
 from torchrec_ext.adopt.user_step import RankStep
 from torchrec_ext.capture.captured import CapturedStep, RareShapeError, StepInputs
 from torchrec_ext.capture.executors import Run, StepEngine, unaliased
 from torchrec_ext.capture.memory import StepMemory
 from torchrec_ext.capture.parts import split_at
 from torchrec_ext.capture.policy import Compile
-from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.observe.user_lines import module_line
 
 TOTAL = 2  # index, among the results of a step, of what is summed over the ranks; before it the loss and the outputs
-
-
-class TowerStep(Protocol):
-    """Runs this rank's towers for a local step, and gives it the rows for the shared layers.
-
-    Attributes:
-        runtime: this process's rank and device.
-        exchange: exchanges with the other ranks.
-        top: parameters outside of the towers that optimizers move.
-        loss: the user's loss function, with towers that stand in.
-    """
-
-    runtime: Runtime
-    exchange: OutputExchange
-    top: list[nn.Parameter]
-    loss: UserLoss
-
-    def tower_calls(self, batch: Sequence[Any], rows: int) -> list[tuple[nn.Module, Any, Any]]:
-        """Returns this rank's towers, each with its positional and keyword arguments for a whole batch."""
-
-    def share_of(self, batch: Sequence[Any], rows: int) -> tuple[Any, ...]:
-        """Returns the batch of this rank's rows."""
-
-    def eager(self, batch: Sequence[Any], watch: ForwardWatch | None) -> tuple[Tensor, Any]:
-        """Makes this rank's part of a step by the user's own code."""
-
-    def header(self, batch: Sequence[Any]) -> tuple[list[float], int]:
-        """Returns the head of the exchange of outputs, and B, of a batch that is like the example."""
-
-    def before_writing(self, loss: float) -> None:
-        """Raises if the loss is not finite; otherwise takes notice that weights are written next."""
-
-    def fail(self) -> None:
-        """Takes notice that this rank alone has not made the step."""
 
 
 class _TowerCall(NamedTuple):
@@ -76,7 +40,6 @@ class _TowerCall(NamedTuple):
         places: index among the outputs of that graph of each leaf of the towers' outputs.
         top: call of the graph of the loss.
         first_received: the first leaf of the loss's batch that is a tower's output.
-        rows: B, rows of the batch.
         header: head of the exchange of outputs.
     """
 
@@ -84,8 +47,7 @@ class _TowerCall(NamedTuple):
     places: tuple[int, ...]
     top: GraphCall
     first_received: int
-    rows: int
-    header: list[float]
+    header: OutputHeader
 
     @property
     def graphs(self) -> list[ForwardGraph]:
@@ -101,32 +63,21 @@ class TowerRankStep(RankStep):
     """One rank's part of a step: its towers, and its rows of the rest.
 
     Args:
-        ranks: runs this rank's towers.
-        model: the user's model.
-        optimizers: the user's optimizers.
-        loss: the user's function from a batch to the loss.
+        local: this rank's towers.
         clip_norm: limit of the norm of all ranks' gradients; 0 for none.
         compile_: see :func:`adopt_towers`.
     """
 
-    def __init__(
-        self,
-        ranks: TowerStep,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        loss: Callable[..., Any],
-        *,
-        clip_norm: float,
-        compile_: Compile,
-    ) -> None:
-        super().__init__(model, optimizers, loss)
-        self._ranks = ranks
+    def __init__(self, local: LocalTowers, *, clip_norm: float, compile_: Compile) -> None:
+        split = local.split
+        super().__init__(split.model, split.optimizers, split.loss.function)
+        self._local = local
         self._clip_norm = clip_norm
         self._compile = compile_
         self.clips_tables = bool(clip_norm)
-        top = set(map(id, ranks.top))
+        top = set(map(id, split.top))
         reason = "outside of the towers, where its gradient is summed over the ranks"
-        self.dense_tables = {name: reason for name, parameter in model.named_parameters() if id(parameter) in top}
+        self.dense_tables = {name: reason for name, parameter in self.model.named_parameters() if id(parameter) in top}
 
     def check(self) -> None:
         """Raises CannotCaptureError if the step has no captured form, such as towers on a GPU."""
@@ -136,23 +87,47 @@ class TowerRankStep(RankStep):
 
     def eager(self, batch: AnyBatch, watch: ForwardWatch | None = None) -> tuple[Tensor, Any]:
         """Makes this rank's part by the user's own code. Collective."""
-        return self._ranks.eager(batch.args(), watch)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        loss, aux = self._local.gradients(batch.args(), watch)
+        self._local.before_writing(float(loss))
+        if self._clip_norm:
+            self._clip()
+        try:
+            for optimizer in self.optimizers:
+                optimizer.step()
+        except BaseException:
+            self._local.fail()
+            raise
+        return loss, aux
+
+    def _clip(self) -> None:
+        """Limits the norm of all ranks' gradients. Collective."""
+        exchange = self._local.exchange
+        top = set(map(id, self._local.split.top))
+        parameters = [p for p in self._local.split.moved_parameters() if p.grad is not None]
+        of_towers = squared_norm([p.grad for p in parameters if id(p) not in top], exchange)
+        of_top = squared_norm([p.grad for p in parameters if id(p) in top], exchange)
+        norm = (exchange.sum_of(of_towers) + of_top).sqrt().squeeze(0)
+        factor = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
+        for parameter in parameters:
+            parameter.grad.mul_(factor)
 
     def repeated(self, batch: AnyBatch) -> tuple[tuple[Tensor, Any], str]:
         """Makes the eager step on the captured one's received messages; names a message that differs."""
-        self._ranks.exchange.read_again()
-        return self.eager(batch), self._ranks.exchange.difference
+        self._local.exchange.read_again()
+        return self.eager(batch), self._local.exchange.difference
 
     def look(self, loss: Tensor, *, has_updated: bool) -> None:
         """Looks at nothing: before a weight is written all ranks look at the loss of the whole batch."""
 
     def captures_now(self, *, is_due: bool) -> bool:
         """Whether all ranks capture before this step, because none should wait for another's compiler."""
-        return self._compile == "require" or self._ranks.exchange.due
+        return self._compile == "require" or self._local.exchange.due
 
     def source(self, memory: StepMemory) -> AdoptedSource:
         """Returns the rank's part of the model for captured steps."""
-        return TowersSource(self._ranks, self.model, memory, self._clip_norm)
+        return TowersSource(self._local, memory, self._clip_norm)
 
     def engine(self, source: AdoptedSource) -> StepEngine:
         """Returns an executor that meets the other ranks between parts of the step."""
@@ -161,12 +136,12 @@ class TowerRankStep(RankStep):
 
     def say(self, text: str) -> None:
         """Prints a line on rank 0."""
-        if self._ranks.runtime.is_main:
+        if self._local.split.runtime.is_main:
             print(f"adopt_towers: {text}", flush=True)
 
     def note(self, text: str) -> None:
         """Prints a line on any rank, because ranks may differ in it."""
-        print(f"adopt_towers: rank {self._ranks.runtime.rank}: {text}", flush=True)
+        print(f"adopt_towers: rank {self._local.split.runtime.rank}: {text}", flush=True)
 
 
 class TowersTrace:
@@ -174,16 +149,15 @@ class TowersTrace:
 
     Args:
         captures: the captured steps.
-        ranks: runs this rank's towers.
-        loss: the user's function from a batch to the loss.
+        local: this rank's towers.
         selects: whether the forward selects by masks.
     """
 
-    def __init__(self, captures: Captures, ranks: TowerStep, loss: LossFunction, *, selects: bool) -> None:
+    def __init__(self, captures: Captures, local: LocalTowers, *, selects: bool) -> None:
         self._captures = captures
-        self._ranks = ranks
+        self._local = local
         self._towers = TracedCall(_outputs_of, weakly(self._take_towers))
-        self._top = traced_forward(loss, weakly(self._take_top), masks=selects)
+        self._top = traced_forward(local.split.loss.function, weakly(self._take_top), masks=selects)
         self._tower_graphs: dict[int, tuple[ForwardGraph, Check]] = {}
         self._top_graphs: dict[int, tuple[ForwardGraph, Check, int]] = {}
         self._received: dict[int, list[Tensor]] = {}  # stand-ins for the outputs of all towers, by the batch's rows
@@ -191,27 +165,28 @@ class TowersTrace:
 
     def __call__(self, batch: AnyBatch) -> tuple[Tensor, Any]:
         """Trains on one batch; returns the loss of the whole batch, and this rank's output. Collective."""
-        ranks = self._ranks
+        local = self._local
+        exchange = local.exchange
         args = batch.args()
-        self._header, rows = ranks.header(args)
-        if not ranks.exchange.fits(rows):
+        self._header = local.header(args)
+        rows = int(self._header.rows)
+        if not exchange.fits(rows):
             raise RareShapeError("a batch of more rows than any before")
         if rows not in self._received:
-            self._received[rows] = ranks.exchange.received(ranks.exchange.blanks(rows, late=False)[0], rows)
+            self._received[rows] = exchange.received(exchange.blanks(rows, late=False)[0], rows)
         received = self._received[rows]
-        calls = ranks.tower_calls(args, rows)
-        share = ranks.share_of(args, rows)
+        towers = [tower.module for tower in local.split.local]
+        share = local.share_of(args, rows)
         self._tower_call: GraphCall | None = None
         self._places: tuple[int, ...] = ()
-        self._rows = rows
-        if calls:
-            self._batch = GivenBatch(tuple(call[1:] for call in calls))
-            towers = [call[0] for call in calls]
-            outputs = self._captures.call_traced(self._towers, towers, [call[1:] for call in calls])
+        if towers:
+            arguments = local.arguments(args, rows)
+            self._batch = GivenBatch(tuple(arguments))
+            outputs = self._captures.call_traced(self._towers, towers, arguments)
             blanks = list(map(id, self._blanks))
             self._places = tuple(blanks.index(id(output)) for output in tree_leaves(outputs))
         self._batch = GivenBatch((*share, *received))
-        with ranks.loss.standing_in(received):
+        with local.split.loss.standing_in(received):
             _, output = self._captures.call_traced(self._top, *share)
         return self._whole_loss, output
 
@@ -231,11 +206,11 @@ class TowersTrace:
 
     def _take_top(self, module: GraphModule, examples: list[Tensor]) -> Callable[..., Sequence[Any]]:
         """Receives the graph of the loss."""
-        received = self._received[self._rows]
+        received = self._received[int(self._header.rows)]
         share = self._batch.args()[: -len(received)]
         with torch._guards.tracing(None), torch.no_grad(), torch.random.fork_rng():
             leaves, spec = tree_flatten(share)
-            self._ranks.loss.with_outputs(leaves, spec, received)  # refuses towers that are called in another way
+            self._local.split.loss.with_outputs(leaves, spec, received)  # refuses towers that are called in another way
         count = len(leaves)
         graph, check = self._captures.graph(module, examples, self._batch, range(count, count + len(received)))
         self._top_graphs[graph.number] = graph, check, count
@@ -245,7 +220,7 @@ class TowersTrace:
         graph, check, count = self._top_graphs[number]
         check(tensors)
         top = GraphCall(graph, self._batch, tensors)
-        call = _TowerCall(self._tower_call, self._places, top, count, self._rows, self._header)
+        call = _TowerCall(self._tower_call, self._places, top, count, self._header)
         numbers = tuple(each.number for each in call.graphs)
         if numbers not in self._updates:
             self._captures.settle()
@@ -274,8 +249,7 @@ class TowersSource(AdoptedSource):
     What has arrived from other ranks is an input of the step, and what is sent is a result, see :attr:`cuts`.
 
     Args:
-        ranks: runs this rank's towers.
-        model: the user's model.
+        local: this rank's towers.
         memory: parameters that this rank moves.
         clip_norm: limit of the norm of all ranks' gradients; 0 for none.
 
@@ -286,19 +260,19 @@ class TowersSource(AdoptedSource):
 
     whole_loss: Tensor
 
-    def __init__(self, ranks: TowerStep, model: nn.Module, memory: StepMemory, clip_norm: float) -> None:
-        super().__init__(model, memory, clip_norm)
-        self._ranks = ranks
-        self._exchange = ranks.exchange
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._top = [names[id(parameter)] for parameter in ranks.top]
+    def __init__(self, local: LocalTowers, memory: StepMemory, clip_norm: float) -> None:
+        super().__init__(local.split.model, memory, clip_norm)
+        self._local = local
+        self._exchange = local.exchange
+        names = {id(parameter): name for name, parameter in local.split.model.named_parameters()}
+        self._top = [names[id(parameter)] for parameter in local.split.top]
         updated = {each.name for each in memory.parameters}
         self._used = [name in updated for name in self._top]
         late = bool(clip_norm) or not self._exchange.small
         self.cuts = (1, TOTAL + 1, TOTAL + 2) if late else (1, TOTAL + 1)
         self._rows = 0
         self._begun = None
-        self._header = [0.0] * HEADER
+        self._header = OutputHeader()
 
     def inputs(self, item: Any) -> StepInputs:
         """Returns the tensors of a call, then the header, then blanks for the messages of other ranks.
@@ -311,20 +285,21 @@ class TowersSource(AdoptedSource):
         inputs = [super(TowersSource, self).inputs(call) for call in (item.towers, item.top) if call is not None]
         counts = [len(each.tensors) for each in inputs]
         self._header = item.header
+        rows = int(item.header.rows)
         messages = [
             self._exchange.header(item.header),
-            *self._exchange.blanks(item.rows, late=len(self.cuts) > 2),
+            *self._exchange.blanks(rows, late=len(self.cuts) > 2),
         ]
 
         def make(resident: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:
             *values, (self._head, *self._arrived) = _pieces(tensors, counts)
             values_of_graphs = [each.make((), piece) for each, piece in zip(inputs, values, strict=True)]
             towers = values_of_graphs[0] if item.towers else None
-            return towers, item.places, values_of_graphs[-1], item.first_received, item.rows
+            return towers, item.places, values_of_graphs[-1], item.first_received, rows
 
         key = (tuple(each.key for each in inputs), item.places, self._exchange.capacity)
         tensors = [*(tensor for each in inputs for tensor in each.tensors), *messages]
-        return StepInputs(key, key, item.rows, tensors, make)
+        return StepInputs(key, key, rows, tensors, make)
 
     def train(self, step: CapturedStep, inputs: StepInputs) -> tuple[Tensor, Any]:
         """Makes a captured step; returns the loss of the whole batch, (), and the outputs of this rank's graph.
@@ -420,13 +395,13 @@ class TowersSource(AdoptedSource):
     def fail(self, cut: int, error: Exception) -> None:
         """Signals a failure to the other ranks, so that all raise alike. Collective."""
         if cut == 0 and not self._exchange.met:
-            head = self._exchange.header([*self._header[:3], 1.0, *self._header[4:]])
+            head = self._exchange.header(self._header._replace(failed=1.0))
             self._exchange.exchange_outputs(self._exchange.outgoing(head, [], self._rows), error)
         elif cut == 1:
             self._exchange.give_up(self._rows)
             self._exchange.raise_together(error)
         else:
-            self._ranks.fail()
+            self._local.fail()
         raise error
 
     def _look_at(self, head: Tensor, total: Tensor) -> None:
@@ -434,11 +409,11 @@ class TowersSource(AdoptedSource):
         loss, failed, *used = self._exchange.numbers(head)
         if failed:
             self._exchange.raise_together(None)
-        self._ranks.before_writing(loss)
+        self._local.before_writing(loss)
         self.whole_loss = head[0].clone()
         for name, ranks, expected in zip(self._top, used, self._used, strict=True):
             if bool(ranks) != expected:
-                self._ranks.fail()
+                self._local.fail()
                 raise CannotAdopt(
                     f"{module_line(self._model, name)} has a gradient in some steps and none in others, which a "
                     "captured step of towers does not follow: give compile='off'"

@@ -8,13 +8,11 @@ python_attributes(), changed_attribute(): which attributes of a model's modules 
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -22,6 +20,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from torchrec_ext.adopt.errors import CannotAdopt
+from torchrec_ext.observe.put_back import copy_global_generators
 from torchrec_ext.observe.user_lines import user_line
 
 
@@ -92,25 +91,22 @@ class Subnetwork:
         return sum(shape.numel() for shape in self.shapes)
 
     def arguments_of(self, leaves: Sequence[Any], computed: Sequence[Any] | None) -> tuple[Any, Any]:
-        """Returns the positional and the keyword arguments for a whole batch, see :meth:`run`."""
-        arguments = computed or [leaves[each.index] if isinstance(each, _Leaf) else each for each in self.arguments]
-        return tree_unflatten(arguments, self.inputs)  # type: ignore[arg-type,no-any-return]
-
-    def run(self, leaves: Sequence[Any], computed: Sequence[Any] | None, rows: int) -> list[Tensor]:
-        """Runs the module on a whole batch.
+        """Returns the positional and the keyword arguments for a whole batch.
 
         Args:
             leaves: leaves of the batch.
-            computed: leaves of the module's arguments, where the user's code computes some of them.
-            rows: B, the rows of the batch.
+            computed: leaves of the arguments, if the user's code computes some of them.
+        """
+        arguments = computed or [leaves[each.index] if isinstance(each, _Leaf) else each for each in self.arguments]
+        return tree_unflatten(arguments, self.inputs)  # type: ignore[arg-type,no-any-return]
 
-        Returns:
-            Leaves of the output, (B, ...) each.
+    def run(self, arguments: tuple[Any, Any], rows: int) -> list[Tensor]:
+        """Runs the module on a whole batch of B = ``rows``; returns the leaves of the output, (B, ...) each.
 
         Raises:
             CannotAdopt: the output is not like that on the example.
         """
-        positional, keywords = self.arguments_of(leaves, computed)
+        positional, keywords = arguments
         output, spec = tree_flatten(self.module(*positional, **keywords))
         shapes = [leaf.shape[1:] for leaf in output]
         if (shapes, spec) != (self.shapes, self.outputs) or any(len(leaf) != rows for leaf in output):
@@ -232,14 +228,14 @@ class UserLoss:
     """
 
     def __init__(self, function: Callable[..., Any], towers: Sequence[Subnetwork]) -> None:
-        self._function = function
+        self.function = function
         self._towers = towers
         self._finished: dict[str, list[Tensor]] = {}
         self._stand_ins: dict[nn.Module, Callable[..., Any]] = {}
 
     def __call__(self, *batch: Any) -> tuple[Tensor, Any]:
         """Returns the loss and aux of a batch, as the user computes them."""
-        return loss_and_aux(self._function(*batch))
+        return loss_and_aux(self.function(*batch))
 
     def observe(self, leaves: Sequence[Any], spec: TreeSpec, rows: int) -> list[Tensor]:
         """Runs the loss once and writes down what each tower reads and returns.
@@ -318,7 +314,7 @@ class UserLoss:
 
         forwards = {tower.module: reading(tower) for tower in self._towers}
         with standing(forwards), contextlib.suppress(_InputsRead):
-            self._function(*batch)
+            self.function(*batch)
         return inputs
 
     def with_outputs(self, leaves: Sequence[Any], spec: TreeSpec, outputs: Sequence[Tensor]) -> tuple[Tensor, Any]:
@@ -446,7 +442,7 @@ def _refuse_outputs(tower: Subnetwork, leaves: Sequence[Any], rows: int) -> None
 
 
 @contextlib.contextmanager
-def nothing_moves(model: nn.Module, optimizers: Sequence[Optimizer], device: torch.device) -> Iterator[None]:
+def nothing_moves(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[None]:
     """Puts back the model's buffers, gradients and modes and the random generators after the block.
 
     StateCopy would also copy the weights. A tower's tables may be large, and nothing in the block changes them.
@@ -456,13 +452,11 @@ def nothing_moves(model: nn.Module, optimizers: Sequence[Optimizer], device: tor
     gradients = [(parameter, parameter.grad) for parameter in parameters.values()]
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     modes = [(module, module.training) for module in model.modules()]
-    states = random.getstate(), np.random.get_state()
+    put_back_generators = copy_global_generators()
     try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            yield
+        yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
+        put_back_generators()
         for module, training in modes:
             module.training = training
         with torch.no_grad():
