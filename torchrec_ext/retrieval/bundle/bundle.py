@@ -265,11 +265,12 @@ class Bundle:
 def _check_weights(folder: Path, module: nn.Module) -> None:
     tables = {id(weight): name for name, _, weight in values_by_table(module)}
     for name, holder, _ in values_by_table(module):
-        row = _first_nonfinite_row(holder.scales) if isinstance(holder, Int8Table) else None
+        scales = holder.scales if isinstance(holder, Int8Table) else None
+        row = _first_nonfinite_row(scales)
         if row is not None:
             raise BundleError(f"{folder}: table '{name}', row {row}: its scale is NaN or infinity; {_ANEW}")
     for name, weight in module.state_dict(keep_vars=True).items():
-        row = _first_nonfinite_row(weight) if weight.is_floating_point() else None
+        row = _first_nonfinite_row(weight)
         if row is not None:
             what = f"weight '{name}'"
             if id(weight) in tables:
@@ -285,10 +286,10 @@ def _check_store(where: Path, store: EmbeddingStore) -> None:
         raise BundleError(
             f"{where}: {LIVE} says of none of its {len(store):,} items that it is live, or holds no yes or no; {_ANEW}"
         )
-    row = None if store.scales is None else _first_nonfinite_row(store.scales)
+    row = _first_nonfinite_row(store.scales)
     if row is not None:
         raise BundleError(f"{where / store.version / SCALES}: row {row}: NaN or infinity; {_ANEW}")
-    row = _first_nonfinite_row(store.matrix()) if store.matrix().is_floating_point() else None
+    row = _first_nonfinite_row(store.matrix())
     if row is not None:
         raise BundleError(
             f"{where}: the vector of item {store.ids.ids([row])[0]} (row {row}) holds NaN or infinity; {_ANEW}"
@@ -299,10 +300,12 @@ def _check_store(where: Path, store: EmbeddingStore) -> None:
         raise BundleError(f"{where}: {error}; {_ANEW}") from None
 
 
-def _first_nonfinite_row(values: Tensor) -> int | None:
-    """Returns the first row with NaN or infinity, or None."""
-    values = values.detach()
-    rows = values.reshape(len(values), -1) if values.dim() else values.reshape(1, 1)
+def _first_nonfinite_row(values: Tensor | None) -> int | None:
+    """Returns the first row with NaN or infinity, or None; whole numbers have no such row."""
+    if values is None or not values.is_floating_point():
+        return None
+    values = torch.atleast_1d(values.detach())  # type: ignore[no-untyped-call]
+    rows = values.reshape(len(values), -1)
     step = max(1, _BLOCK // max(1, rows.shape[1]))
     for start in range(0, len(rows), step):
         block = rows[start : start + step]
@@ -336,9 +339,10 @@ def _check_users(
         if name in query.request_columns:
             odd_rows |= set(_odd_rows(column))
     for row in sorted(odd_rows):
-        who = f"user {users.ids.ids([row])[0]} (row {row})" if row < len(users) else ""
-        table_row = row
-        if row == len(users):
+        if row < len(users):
+            who = f"user {users.ids.ids([row])[0]} (row {row})"
+            table_row = row
+        else:
             who = "the user of whom nothing is known"
             table_row = -1
         try:
@@ -362,10 +366,14 @@ def _odd_rows(column: pa.ChunkedArray) -> Iterator[int]:
     """Yields one row with a null, one with NaN and one with infinity: all others of a kind are read alike."""
     is_list = hasattr(column.type, "value_type")
     values = pc.list_flatten(column) if is_list else column
-    masks = [pc.is_null(values)] if values.null_count else []
+    masks = []
+    if values.null_count:
+        masks.append(pc.is_null(values))
     if pa.types.is_floating(values.type):
         masks += [pc.is_nan(values), pc.is_inf(values)]
     for mask in masks:
         index = pc.index(mask, True).as_py()
+        if index >= 0 and is_list:
+            index = pc.list_parent_indices(column)[index].as_py()
         if index >= 0:
-            yield pc.list_parent_indices(column)[index].as_py() if is_list else index
+            yield index

@@ -62,10 +62,13 @@ class PlainTower:
         self._dense = tower.dense
         self._compress = tower.compress
         self._mlp = tower.mlp
-        layers = _numpy_layers(tower.mlp)
-        plain = all(table.weight.dtype in _OF_NUMPY for _, table, _ in self._tables)
-        self._layers = layers if plain and tower.compress is None else None
-        self._arrays = [] if self._layers is None else [_arrays(table) for _, table, _ in self._tables]
+        self._layers: list[_Layer] | None = None
+        self._arrays: list[tuple[NDArray[Any], _Floats | None]] = []
+        # numpy has no bfloat16.
+        if tower.compress is None and all(table.weight.dtype in _OF_NUMPY for _, table, _ in self._tables):
+            self._layers = _numpy_layers(tower.mlp)
+        if self._layers is not None:
+            self._arrays = [_arrays(table) for _, table, _ in self._tables]
 
     def __call__(self, sparse: Mapping[str, Jagged], dense: Mapping[str, Tensor]) -> Tensor:
         """Returns (B, D) outputs of B rows, from columns as for ``BatchSchema.assemble``."""
@@ -74,13 +77,17 @@ class PlainTower:
         inputs = [_look_up(table, sparse[name], mode).float() for name, table, mode in self._tables]
         inputs += [dense[name][:, None] for name in self._dense]
         rows = torch.cat(inputs, dim=1)
-        return self._mlp(rows if self._compress is None else self._compress(rows))  # type: ignore[no-any-return]
+        if self._compress is not None:
+            rows = self._compress(rows)
+        return self._mlp(rows)  # type: ignore[no-any-return]
 
     def _is_single_row(self, sparse: Mapping[str, Jagged], dense: Mapping[str, Tensor]) -> bool:
         if not self._tables:
             return len(dense[self._dense[0]]) == 1
         bags = sparse[self._tables[0][0]]
-        return len(bags.values if bags.lengths is None else bags.lengths) == 1
+        if bags.lengths is None:
+            return len(bags.values) == 1
+        return len(bags.lengths) == 1
 
     def _row(self, sparse: Mapping[str, Jagged], dense: Mapping[str, Tensor], layers: Sequence[_Layer]) -> _Floats:
         """Returns the (D,) output of one row."""
@@ -89,13 +96,18 @@ class PlainTower:
             bags = sparse[name]
             ids = bags.values.numpy()
             if bags.lengths is None:  # a bag of one is its row
-                inputs.append(rows[ids[0]] if scales is None else rows[ids[0]] * scales[ids[0]])
+                values = rows[ids[0]]
+                if scales is not None:
+                    values = values * scales[ids[0]]
+                inputs.append(values)
                 continue
             bag_rows = rows.take(ids, axis=0)
             if scales is not None:
                 bag_rows = bag_rows * scales[ids, None]
-            total = np.add.reduce(bag_rows, axis=0, dtype=np.float32)
-            pooled = total / np.float32(len(ids)) if mode == "mean" and len(ids) else total
+            pooled = np.add.reduce(bag_rows, axis=0, dtype=np.float32)
+            # The mean of an empty bag is zero, as in torch.
+            if mode == "mean" and len(ids):
+                pooled = pooled / np.float32(len(ids))
             # Half precision is rounded once, as in torch.
             inputs.append(pooled.astype(bag_rows.dtype, copy=False))
         row: _Floats = np.concatenate([*inputs, *(dense[name].numpy() for name in self._dense)], dtype=np.float32)
@@ -111,13 +123,21 @@ _Layer = Callable[[_Floats], _Floats]
 def _arrays(table: nn.Module) -> tuple[NDArray[Any], _Floats | None]:
     """Returns a table's rows, and their scales if it is int8."""
     weight: Any = table.weight
-    return weight.detach().numpy(), table.scales.numpy() if isinstance(table, Int8Table) else None
+    scales = table.scales.numpy() if isinstance(table, Int8Table) else None
+    return weight.detach().numpy(), scales
 
 
 def _numpy_layers(network: nn.Module) -> list[_Layer] | None:
     """Returns a tower's layers as numpy functions of one row; None if any is neither linear, ReLU nor an identity."""
-    layers = [_numpy_layer(layer) for layer in network] if type(network) is Layers else [None]
-    return None if None in layers else layers  # type: ignore[return-value]
+    if type(network) is not Layers:
+        return None
+    functions = []
+    for layer in network:
+        function = _numpy_layer(layer)
+        if function is None:
+            return None
+        functions.append(function)
+    return functions
 
 
 def _numpy_layer(layer: nn.Module) -> _Layer | None:
@@ -253,7 +273,9 @@ class RowEncoder:
     def vectors(self, rows: Read) -> Tensor:
         """Returns the towers' concatenated (B, D) outputs from parsed rows."""
         outputs = self.outputs(rows)
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        if len(outputs) == 1:
+            return outputs[0]
+        return torch.cat(outputs, dim=1)
 
     @torch.no_grad()
     def outputs(self, rows: Read) -> list[Tensor]:
@@ -287,11 +309,11 @@ class RowEncoder:
             )
         sparse = {}
         for feature in self.columns.schema.sparse:
-            listed = self.listed(feature)
-            ids = torch.zeros(0, dtype=torch.int64) if listed else torch.tensor([feature.oov_id])
             weights = None if feature.weights is None else torch.zeros(0)
-            lengths = torch.zeros(1, dtype=torch.int32) if listed else None
-            sparse[feature.name] = Jagged(ids, lengths, weights)
+            bag = Jagged(torch.tensor([feature.oov_id]), None, weights)
+            if self.listed(feature):
+                bag = Jagged(torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int32), weights)
+            sparse[feature.name] = bag
         dense = {name: torch.zeros(1) for name in self.columns.schema.dense}
         return self.vectors(Read(sparse, dense, {}, 1))[0]
 
@@ -338,7 +360,8 @@ def open_encoder(
         for key, value in read_tensors(folder / architecture.dense_file(name)).items():
             dense[f"towers.{name}.{key}"] = value
     fill_dense(folder, model, dense, table_paths(model))
-    return RowEncoder(model, columns, architecture.types if preprocessor is None else preprocessor.outputs)
+    types = architecture.types if preprocessor is None else preprocessor.outputs
+    return RowEncoder(model, columns, types)
 
 
 def open_interaction(folder: Path, architecture: Architecture, also: Sequence[type[nn.Module]] = ()) -> nn.Module:

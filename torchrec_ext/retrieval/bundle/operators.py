@@ -91,8 +91,10 @@ def _check_unbind(name: str, values: Tensor, dim: int = 0) -> None:
 def _check_pieces(name: str, values: Tensor, size: int | Sequence[int], dim: int = 0) -> None:
     if isinstance(size, Sequence):
         pieces = len(size)
+    elif name == "chunk.default":
+        pieces = size
     else:
-        pieces = size if name == "chunk.default" else values.shape[dim] // max(1, size)
+        pieces = values.shape[dim] // max(1, size)
     if pieces > _MOST_PIECES:
         raise ValueError(f"{pieces:,} pieces of {tuple(values.shape)}; must be at most {_MOST_PIECES:,}")
 
@@ -129,11 +131,15 @@ def _check_recurrent(
     states = [state] if isinstance(state, Tensor) else list(state)
     if not 0 < steps <= _MOST_PIECES:
         raise ValueError(f"a sequence of {steps:,} steps; must be 1 to {_MOST_PIECES:,}")
-    if len(states) != (2 if name == "lstm.input" else 1):
+    # An LSTM has a cell state too.
+    expected_states = 2 if name == "lstm.input" else 1
+    if len(states) != expected_states:
         raise ValueError(f"{len(states)} states for {name}")
     width = states[0].shape[-1] if states[0].dim() else 0
     gates = _GATES[name] * width
-    layer_shapes = [(gates, 0), (gates, width), (gates,), (gates,)][: 4 if biased else 2]
+    layer_shapes: list[tuple[int, ...]] = [(gates, 0), (gates, width)]
+    if biased:
+        layer_shapes += [(gates,), (gates,)]
     expected: list[tuple[int, ...]] = [(layers * directions, rows, width)] * len(states)
     if len(weights) != layers * directions * len(layer_shapes):
         raise ValueError(

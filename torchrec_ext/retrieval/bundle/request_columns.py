@@ -127,7 +127,8 @@ def _preprocessed(steps: FittedPreprocessor, rows: Rows) -> dict[str, Values]:
     columns = {}
     for name in chunk:
         column = chunk[name]
-        columns[name] = Values(column.values, column.lengths if column.ragged else None)
+        lengths = column.lengths if column.ragged else None
+        columns[name] = Values(column.values, lengths)
     return columns
 
 
@@ -173,7 +174,8 @@ def _check_outputs(column_names: Collection[str], steps: FittedPreprocessor) -> 
 def _rows_of(columns: Mapping[str, Values]) -> int:
     sizes = {}
     for name, (values, lengths) in columns.items():
-        sizes[name] = len(values if lengths is None else lengths)
+        rows = values if lengths is None else lengths
+        sizes[name] = len(rows)
     if len(set(sizes.values())) > 1:
         raise DataError(
             f"the request's columns have different numbers of rows, {sizes}; send one entry per row in each"
@@ -205,15 +207,18 @@ def _bags(
         ids = ids.copy()
     if unseen is not None and unseen[ids].any():
         ids = np.where(unseen[ids], feature.oov_id, ids)
+    # Without an out-of-vocabulary row, oov_id is an ordinary row.
     unknown = np.zeros(len(ids), np.bool_) if strict else ids == feature.oov_id
+    bag_lengths = bag_weights = None
     if lengths is not None:
+        bag_lengths = torch.from_numpy(lengths.astype(np.int32))
         if np.count_nonzero(unknown):
             rows = np.repeat(np.arange(len(lengths)), lengths)[unknown]
             unknown = np.bincount(rows, minlength=len(lengths)) > 0
         else:
             unknown = np.zeros(len(lengths), np.bool_)
-    bag_lengths = None if lengths is None else torch.from_numpy(lengths.astype(np.int32))
-    bag_weights = None if weights is None else torch.from_numpy(weights.astype(np.float32))
+    if weights is not None:
+        bag_weights = torch.from_numpy(weights.astype(np.float32))
     return Jagged(torch.from_numpy(ids), bag_lengths, bag_weights), unknown
 
 

@@ -203,10 +203,9 @@ def _tensor(name: str, table: pa.Table) -> Tensor:
         raise BundleError(
             f"column '{name}': {column.type}; an own module reads whole numbers, numbers or lists of them"
         )
+    dtype = torch.int64 if "int64" in str(raw_type(column.type)) else torch.float32
     try:
-        return torch.tensor(
-            column.to_pylist(), dtype=torch.int64 if "int64" in str(raw_type(column.type)) else torch.float32
-        )
+        return torch.tensor(column.to_pylist(), dtype=dtype)
     except (ValueError, TypeError):
         raise BundleError(
             f"column '{name}': lists of different lengths, or rows without a value; pad lists as in training"
@@ -231,20 +230,25 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def _call_model(model: nn.Module, call: str, columns: Mapping[str, Tensor]) -> Any:
     with evaluating(model):
-        return model(dict(columns)) if call else model(**columns)
+        if call:
+            return model(dict(columns))
+        return model(**columns)
 
 
 def _trace(model: nn.Module, call: str, columns: Mapping[str, _Column]) -> ExportedProgram:
     values = {name: column.values for name, column in columns.items()}
     size = Dim("rows", min=2)
-    rows = {name: {0: size} for name in values}
-    arguments: dict[str, Any] = {call: values} if call else values
+    arguments: dict[str, Any] = values
+    dynamic_shapes: dict[str, Any] = {name: {0: size} for name in values}
+    if call:
+        arguments = {call: values}
+        dynamic_shapes = {call: dynamic_shapes}
     try:
         with evaluating(model), warnings.catch_warnings():
             # Warnings about torch.export's own code and a GRU's flattened weights.
             warnings.simplefilter("ignore")
             program: ExportedProgram = torch.export.export(
-                model, (), arguments, dynamic_shapes={call: rows} if call else rows, strict=False
+                model, (), arguments, dynamic_shapes=dynamic_shapes, strict=False
             ).run_decompositions({})
     except Exception as error:  # torch.export raises forward's errors, and errors of many classes of its own
         if f"constant ({_ROWS})" in str(error):
@@ -264,8 +268,10 @@ def _trace(model: nn.Module, call: str, columns: Mapping[str, _Column]) -> Expor
 def _line_of(text: str | None) -> str:
     """Returns ", FILE:LINE" of the innermost stack line outside of torch, or an empty string."""
     lines = re.findall(r'File "([^"]+)", line (\d+)', text or "")
-    lines = [f", {path}:{line}" for path, line in lines if not path.startswith((*_LIBRARIES, "<"))]
-    return lines[-1] if lines else ""
+    for path, line in reversed(lines):
+        if not path.startswith((*_LIBRARIES, "<")):
+            return f", {path}:{line}"
+    return ""
 
 
 def _line(node: Node) -> str:
@@ -315,7 +321,9 @@ class _Split:
     def _side(self, node: Node) -> int | None:
         """Returns 0 for a node of queries alone, 1 for candidates alone, 2 for both, None for neither."""
         sides = {int(self.columns[name].candidate) for name in self.reads[node]}
-        return 2 if len(sides) > 1 else next(iter(sides), None)
+        if len(sides) > 1:
+            return 2
+        return next(iter(sides), None)
 
     def _pairwise_nodes(self, node: Node) -> list[Node]:
         """Returns the nodes of both sides that lead to ``node``, in the order of the graph."""
@@ -325,14 +333,13 @@ class _Split:
         value = self.result.meta.get("val") if isinstance(self.result, Node) else None
         several = isinstance(result, list | tuple) and len(result) != 1
         shape = tuple(value.shape) if isinstance(value, Tensor) else ()
-        fits = not several and len(shape) in (1, 2)
         # In the trace the number of rows is symbolic, so a plain int is not one logit for each row.
-        fits = fits and not isinstance(shape[0], int)
-        fits = fits and shape[1:] in ((), (1,))
-        if not fits:
+        one_for_each_row = len(shape) in (1, 2) and not isinstance(shape[0], int) and shape[1:] in ((), (1,))
+        if several or not one_for_each_row:
+            answer = "several values" if several else shape or "no tensor"
             raise BundleError(
-                f"model: forward returns {'several values' if several else shape or 'no tensor'}, must be logits (B,) "
-                "or (B, 1), one for each row; wrap it in a module whose forward returns those"
+                f"model: forward returns {answer}, must be logits (B,) or (B, 1), one for each row; wrap it in a "
+                "module whose forward returns those"
             )
         sides = {int(self.columns[name].candidate) for name in self.reads[self.result]}
         if sides != {0, 1}:
@@ -367,7 +374,13 @@ class _Split:
     def check(self, paths: Mapping[str, Sequence[str]]) -> None:
         """Refuses modules unless they read columns of their own tower alone."""
         for tower, (name, modules) in enumerate(paths.items()):
-            table = "catalogue.features" if tower else "queries"
+            table = "queries"
+            owner = "catalogue has"
+            use = "computed once for a query"
+            if tower:
+                table = "catalogue.features"
+                owner = "queries have"
+                use = "stored for each candidate"
             for path in modules:
                 inside = [node for node in self.reads if _inside(node, path)]
                 mixed = next((node for node in inside if self._side(node) == 2), None)
@@ -376,10 +389,9 @@ class _Split:
                         column for column in self.reads[mixed] if self.columns[column].candidate != bool(tower)
                     )
                     raise BundleError(
-                        f"towers: {name}={path!r} reads {listed(other)}{_line(mixed)}, "
-                        f"which the {'queries have' if tower else 'catalogue has'}, so its output cannot be "
-                        f"{'stored for each candidate' if tower else 'computed once for a query'}; name modules that "
-                        f"read columns of {table} alone: the rest of forward is run for each pair"
+                        f"towers: {name}={path!r} reads {listed(other)}{_line(mixed)}, which the {owner}, so its "
+                        f"output cannot be {use}; name modules that read columns of {table} alone: the rest of forward "
+                        "is run for each pair"
                     )
                 if not any(self._side(node) == tower for node in inside):
                     raise BundleError(
@@ -410,25 +422,27 @@ class _Split:
         for node in inner:
             for each in node.all_input_nodes:
                 if self.references.get(each, "").startswith("$"):
-                    column = self._column_of(node.args[1]) if _name(node) == "embedding.default" else None
-                    fits = column is not None and each is node.args[0] and each.meta["val"].dtype == torch.float32
-                    look_ups.setdefault(each, []).append(column if fits and column is not None else "")
+                    column = ""  # any other use of the table than a look-up
+                    if _name(node) == "embedding.default" and each is node.args[0]:
+                        column = self._column_of(node.args[1])
+                    look_ups.setdefault(each, []).append(column)
         tables = {}
         for table, columns in look_ups.items():
-            if all(columns):  # an empty name stands for any other use of the table
+            # ProgramTower makes its tables as float32.
+            if all(columns) and table.meta["val"].dtype == torch.float32:
                 tables[self.references[table]] = list(dict.fromkeys(columns))
         return tables
 
-    def _column_of(self, ids: Any) -> str | None:
-        """Returns the column behind these ids, if they are its values in any shape."""
+    def _column_of(self, ids: Any) -> str:
+        """Returns the column behind these ids, if they are its values in any shape, else an empty name."""
         while isinstance(ids, Node) and ids not in self.references:
             if _name(ids).partition(".")[0] not in _SHAPES:
-                return None
+                return ""
             ids = ids.args[0]
         whole = isinstance(ids, Node) and ids.meta["val"].dtype == torch.int64
         if whole and self.references[ids].startswith("@"):
             return self.references[ids][1:]
-        return None
+        return ""
 
     def interaction(self) -> tuple[InteractionLayer, float]:
         """Returns the interaction, and the factor that the query tower's output needs for it."""
@@ -510,7 +524,10 @@ class _Split:
         linears = [layer for layer in top.mlp if isinstance(layer, nn.Linear)]
         for layer, matrix, (_, *bias) in zip(linears, matrices, weights, strict=True):
             layer.weight.copy_(matrix)
-            layer.bias.copy_(torch.zeros(()) if not bias or bias[0] is None else bias[0])
+            if bias:
+                layer.bias.copy_(bias[0])
+            else:
+                layer.bias.zero_()
         return top
 
 
@@ -548,13 +565,16 @@ def _closure(results: Sequence[Node], leaves: Collection[Node]) -> list[Node]:
 
 def _reachable(results: Sequence[Node], enters: Callable[[Node], bool]) -> list[Node]:
     """Returns the nodes behind ``results``, through nodes that ``enters`` admits, in the order of the graph."""
-    queue, nodes = list(results), set()
+    if not results:
+        return []
+    queue = list(results)
+    nodes = set()
     while queue:
         node = queue.pop()
         if node not in nodes and enters(node):
             nodes.add(node)
             queue.extend(node.all_input_nodes)
-    return [node for node in results[0].graph.nodes if node in nodes] if results else []
+    return [node for node in results[0].graph.nodes if node in nodes]
 
 
 class _ProgramWriter:
@@ -569,15 +589,15 @@ class _ProgramWriter:
         self._tables = tables
         self._references = {**split.references, **{node: f"@{index}" for index, node in enumerate(inputs)}}
         self._weights: dict[str, Tensor] = {}
-        self.width = sum(map(_width, results)) if not inputs else 1
+        self.width = sum(map(_width, results))
         for node in _closure(results, self._references):
             name = _name(node)
             if name not in OPERATORS:
                 raise BundleError(
-                    f"model: forward{_line_of(node.meta.get('stack_trace'))} uses {node.target}, which a bundle cannot "
-                    "hold; use another of torch's operators for it, or rank with the model itself"
+                    f"model: forward{_line(node)} uses {node.target}, which a bundle cannot hold; use another of "
+                    "torch's operators for it, or rank with the model itself"
                 )
-            arguments = [self._encode(each, index == 0) for index, each in enumerate(node.args)]
+            arguments = [self._encode(each) for each in node.args]
             options = {key: self._encode(value) for key, value in node.kwargs.items() if key not in PLACES}
             self.nodes.append([name, arguments, options])
             self._references[node] = f"#{len(self.nodes) - 1}"
@@ -612,19 +632,18 @@ class _ProgramWriter:
         for table in tables:
             holder: Any = tower.embeddings.embedding_bags[table.name]  # type: ignore[union-attr]
             holder.weight = nn.Parameter(self._split.weights[f"${table.name}"], requires_grad=False)
+        # A batch carries a column without a table as float32.
+        longest = max((len(value) for value in self._weights.values() if value.dim()), default=0)
         for name, (dtype, *_) in self.columns.items():
             looked_up = any(name in table.feature_names for table in tables)
-            if dtype == "int64" and not looked_up and any(len(each) >= EXACT_IDS for each in self._lookup_weights()):
+            if dtype == "int64" and not looked_up and longest >= EXACT_IDS:
                 raise BundleError(
                     f"column '{name}': ids computed from it look up a table of {EXACT_IDS:,} rows or more; look the "
                     "column up itself"
                 )
         return tower
 
-    def _lookup_weights(self) -> list[Tensor]:
-        return [value for value in self._weights.values() if value.dim()]
-
-    def _encode(self, argument: Any, first: bool = False) -> Any:
+    def _encode(self, argument: Any) -> Any:
         if isinstance(argument, Node):
             if _is_batch(argument):
                 return "rows"

@@ -155,8 +155,10 @@ class Blockwise:
 
     def candidate_mask(self, allowed: Tensor | None) -> Tensor | None:
         """Returns (I,) bool, True for live positions that are allowed; None for all positions."""
-        if allowed is None or self.live is None:
-            return self.live if allowed is None else allowed
+        if self.live is None:
+            return allowed
+        if allowed is None:
+            return self.live
         return allowed & self.live
 
     def quantize(self) -> bool:
@@ -327,7 +329,7 @@ class ExactIndex(Blockwise):
 
     def _norms(self) -> Tensor:
         norms = [self._block(start, stop).norm(dim=1) for start, stop in self.blocks()]
-        return torch.cat(norms) if norms else torch.empty(0)
+        return torch.cat([torch.empty(0), *norms])
 
     def rows(self, start: int, stop: int) -> Tensor:
         """See :meth:`Blockwise.rows`."""

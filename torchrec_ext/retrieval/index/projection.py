@@ -44,8 +44,11 @@ class Projection(nn.Module):
         super().__init__()
         self.interaction = copy.deepcopy(interaction).eval().requires_grad_(False)
         self.width = width
-        self.query_width: int | None = width + 1 if self.linear else None
-        self.query_inputs: int | None = width if self.linear else None
+        self.query_width: int | None = None
+        self.query_inputs: int | None = None
+        if self.linear:
+            self.query_width = width + 1
+            self.query_inputs = width
 
     def query(self, query: Tensor) -> Tensor:
         """Returns (..., Hq) from the concatenated outputs (..., D1) of all towers but the last."""
@@ -142,7 +145,7 @@ class _TopMLP(Projection):
         self.rest = layers[1:-1]
         self.last = layers[-1] if len(layers) > 1 else None
         self.projected = first.out_features <= width
-        self.width = first.out_features if self.projected else width
+        self.width = min(first.out_features, width)
         self.query_width = first.out_features
         self.query_inputs = first.in_features - width
         # For score_in_place(): plain attributes, because a module's attribute look-up is slow.
@@ -166,10 +169,14 @@ class _TopMLP(Projection):
         return torch.from_numpy(half)
 
     def candidates(self, candidates: Tensor) -> Tensor:
-        return self._half(candidates) if self.projected else candidates
+        if self.projected:
+            return self._half(candidates)
+        return candidates
 
     def score(self, query: Tensor, candidates: Tensor) -> Tensor:
-        hidden = query[..., None, :] + (candidates if self.projected else self._half(candidates))
+        if not self.projected:
+            candidates = self._half(candidates)
+        hidden = query[..., None, :] + candidates
         if self.last is None:
             return hidden[..., 0]
         hidden = self.rest(hidden.flatten(0, -2)).view(*hidden.shape[:-1], -1)

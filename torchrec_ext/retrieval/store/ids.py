@@ -38,9 +38,11 @@ def hashed(offsets: NDArray[np.int64], content: NDArray[np.uint8], key: bytes) -
     if len(lengths) and lengths.max() > _LONGEST:
         row = int(lengths.argmax())
         raise ValueError(f"ids: row {row} has {lengths[row]:,} bytes; an id may have {_LONGEST:,}")
-    blocks = [slice(start, start + _BLOCK) for start in range(0, len(lengths), _BLOCK)]
-    hashes = [_hash_block(offsets[:-1][rows], lengths[rows], content, key) for rows in blocks]
-    return np.concatenate(hashes) if hashes else np.zeros(0, np.uint64)
+    hashes = [np.zeros(0, np.uint64)]
+    for start in range(0, len(lengths), _BLOCK):
+        rows = slice(start, start + _BLOCK)
+        hashes.append(_hash_block(offsets[:-1][rows], lengths[rows], content, key))
+    return np.concatenate(hashes)
 
 
 def _hash_block(
@@ -407,8 +409,9 @@ def _first_of_consecutive(arrays: dict[str, NDArray[Any]]) -> int | None:
     # Without an order the ids ascend, so the first and the last tell whether any is missing between them.
     if "order" in arrays or not len(ids):
         return None
-    consecutive = int(ids[-1]) - int(ids[0]) == len(ids) - 1
-    return int(ids[0]) if consecutive else None
+    if int(ids[-1]) - int(ids[0]) != len(ids) - 1:
+        return None
+    return int(ids[0])
 
 
 def _refuse_duplicates(twins: IdArray, order: IdArray, name: Callable[[int], object]) -> None:

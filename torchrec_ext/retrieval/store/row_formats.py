@@ -134,12 +134,15 @@ def encode(vectors: Tensor, dtype: Dtype) -> tuple[Tensor, Tensor | None]:
 
 def decode(rows: Tensor, scales: Tensor | None) -> Tensor:
     """Converts the results of :func:`encode` back to (N, D) float32."""
-    return rows.float() if scales is None else rows.float().mul_(scales[:, None])
+    if scales is None:
+        return rows.float()
+    return rows.float().mul_(scales[:, None])
 
 
 def greatest_loss(vectors: Tensor, dtype: Dtype) -> float:
     """Returns the largest error of rounding ``vectors`` (N, D) to ``dtype``."""
-    return ROW_FORMATS[dtype].rounding(float(vectors.abs().max()) if vectors.numel() else 0.0)
+    greatest = float(vectors.abs().max()) if vectors.numel() else 0.0
+    return ROW_FORMATS[dtype].rounding(greatest)
 
 
 class LossMeter:

@@ -136,17 +136,17 @@ class EmbeddingStore:
             raise ValueError(
                 f"positions: {int(wrong[0])} is not a row of this store, which has {len(self)} (0 to {len(self) - 1})"
             )
-        rows = self._matrix.index_select(0, positions)
-        if self.format.exact:
-            return rows
-        return decode(rows, None if self.scales is None else self.scales[positions])
+        return self._decoded(self._matrix.index_select(0, positions), positions)
 
     def block(self, start: int, stop: int) -> Tensor:
         """Returns (stop - start, D) float32 vectors of neighbouring positions; for fp32 a view of the file."""
-        rows = self._matrix[start:stop]
+        return self._decoded(self._matrix[start:stop], slice(start, stop))
+
+    def _decoded(self, rows: Tensor, positions: Tensor | slice) -> Tensor:
         if self.format.exact:
             return rows
-        return decode(rows, None if self.scales is None else self.scales[start:stop])
+        scales = None if self.scales is None else self.scales[positions]
+        return decode(rows, scales)
 
     def populate(self) -> bool:
         """Reads the rows into memory and maps their pages, so that the first requests are as fast as later ones.

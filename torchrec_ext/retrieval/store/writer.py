@@ -95,7 +95,9 @@ class RowWriter:
         except ValueError as error:
             raise ValueError(f"{error} (of the block whose first row is row {self._rows})") from None
         if not ROW_FORMATS[self.dtype].exact:
-            self.meter = self.meter or LossMeter(some_of(block) if self._queries is None else self._queries)
+            if self.meter is None:
+                queries = some_of(block) if self._queries is None else self._queries
+                self.meter = LossMeter(queries)
             self.meter.add(block, decode(rows, scales))
         self._write(ROWS, rows)
         if scales is not None:
@@ -194,7 +196,9 @@ def embed(
     # Other formats go through fp32 shares, so that rows are rounded once.
     if world_size == 1 and row_format(dtype).exact:
         store = write_store(folder, embedded_blocks, tower=digest)
-        return store if _ascend(store.ids) else _join_shares([store], folder, dtype, digest)
+        if _ascend(store.ids):
+            return store
+        return _join_shares([store], folder, dtype, digest)
     folders = [(shares or folder.parent) / f"{folder.name}.share{each}" for each in range(world_size)]
     write_store(folders[rank], embedded_blocks, tower=digest)
     wait = barrier or (lambda: None)
@@ -220,6 +224,7 @@ def _ascend(ids: IdMap) -> bool:
 
 def _join_shares(shares: Sequence[EmbeddingStore], folder: Path, dtype: Dtype, digest: str) -> EmbeddingStore:
     """Merges all shares into one store, in ascending order of ids; reads them block by block."""
+    # An empty share has no width, and its ids are int64 even if those of the others are strings.
     filled_shares = [share for share in shares if len(share)]
     ids = np.concatenate([share.ids.ids() for share in filled_shares] or [np.zeros(0, np.int64)])
     order = np.argsort(ids, kind="stable")
