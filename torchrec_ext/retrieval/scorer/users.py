@@ -154,14 +154,11 @@ class UserLookup:
                 return [error]
             return [self._embed([user], [row])[0] for user, row in zip(users, rows, strict=True)]
         has_users = self._bundle.users is not None
-        return [
-            ResolvedUser(
-                vectors if len(rows) == 1 else vectors[index : index + 1],
-                ColdStart(unknown_user=has_users and row < 0, unknown_features=unknown[index]),
-                row,
-            )
-            for index, row in enumerate(rows)
-        ]
+        results: list[ResolvedUser | Exception] = []
+        for index, row in enumerate(rows):
+            cold = ColdStart(unknown_user=has_users and row < 0, unknown_features=unknown[index])
+            results.append(ResolvedUser(vectors[index : index + 1], cold, row))
+        return results
 
     def _columns(
         self, users: Sequence[Mapping[str, Any]], rows: Sequence[int], where: Sequence[str]
@@ -222,7 +219,8 @@ def _check_missing(column_types: Mapping[str, str], missing: Sequence[str], wher
 
 def _check_finite(row: Mapping[str, Any], where: str) -> None:
     for name, value in row.items():
-        for number in value if isinstance(value, list) else (value,):
+        numbers = value if isinstance(value, list) else [value]
+        for number in numbers:
             if isinstance(number, float) and not math.isfinite(number):
                 raise RequestError(f"{where}.{name}", f"{number}: must be a finite number")
 
@@ -239,4 +237,6 @@ def _unknown_columns(unknown: Mapping[str, NDArray[np.bool_]], rows: int) -> lis
 
 def _nearest(name: str, names: Mapping[str, str]) -> str:
     match = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
-    return f"; did you mean {match[0]!r}?" if match else f"; it reads {listed(names)}"
+    if match:
+        return f"; did you mean {match[0]!r}?"
+    return f"; it reads {listed(names)}"

@@ -78,19 +78,18 @@ class _Endpoints:
     async def bundle(self, request: HttpRequest) -> Response:
         """Describes the live bundle for people and the page. Includes user ids only if the server is private."""
         bundle = self._queued.scorer.bundle
-        users = self._queued.scorer.bundle.users
-        sample = []
-        if users is not None and self._queued.settings.is_private:
-            sample = users.ids.ids(range(min(_SAMPLE, len(users.ids)))).tolist()
+        users: dict[str, Any] = {"user_key": None, "user_kind": None, "users": 0, "sample_users": []}
+        if bundle.users is not None:
+            ids = bundle.users.ids
+            users.update(user_key=bundle.users.key, user_kind=ids.kind, users=len(ids))
+            if self._queued.settings.is_private:
+                users["sample_users"] = ids.ids(range(min(_SAMPLE, len(ids)))).tolist()
         return json_response(
             {
                 "digest": bundle.manifest.digest,
                 "manifest": bundle.manifest.as_json(),
                 "items": len(bundle.store.ids),
-                "user_key": None if users is None else users.key,
-                "user_kind": None if users is None else users.ids.kind,
-                "users": 0 if users is None else len(users.ids),
-                "sample_users": sample,
+                **users,
                 "columns": dict(bundle.request_columns),
                 "categories": list(bundle.items.categories),
                 "limits": vars(self._queued.settings.limits),
@@ -105,17 +104,21 @@ class _Endpoints:
         """Reports readiness and the live bundle; the reason of a refused bundle only with the token."""
         queued = self._queued
         reason = queued.refused
-        ending = queued.lingering or queued.draining
+        status = "ready"
+        code = 200
+        if queued.lingering or queued.draining:
+            status = "draining"
+            code = 503
         if reason is not None and not queued.bears_token(request.headers.get("authorization", "")):
             reason = _REFUSED
         return json_response(
             {
-                "status": "draining" if ending else "ready",
+                "status": status,
                 "bundle": queued.scorer.bundle.manifest.digest,
                 "refused": reason,
                 "vectors": {store.source: store.available for store in queued.vectors},
             },
-            status=503 if ending else 200,
+            status=code,
         )
 
     async def metrics(self, request: HttpRequest) -> Response:
@@ -301,13 +304,10 @@ class Guard:
         queued.metrics.requests.labels(route, status).inc()
         queued.metrics.seconds.labels(route).observe(seconds)
         if queued.settings.log_requests:
-            queued.log(
-                "request",
-                method=method if len(method) < 10 else "other",
-                route=route,
-                status=status,
-                ms=round(seconds * 1e3, 2),
-            )
+            # A method is the caller's text, which may be long.
+            if len(method) >= 10:
+                method = "other"
+            queued.log("request", method=method, route=route, status=status, ms=round(seconds * 1e3, 2))
 
 
 def _host(header: str) -> str:
