@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence, Sized
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -48,11 +49,15 @@ class _Entry:
 
     def of(self, weight: Tensor) -> Tensor:
         """Returns the entry's rows and columns of a weight, or of its gradient."""
-        return weight[self.rows] if self.is_table else weight[self.rows, self.columns]
+        if self.is_table:
+            return weight[self.rows]
+        return weight[self.rows, self.columns]
 
     def flat(self, state: Tensor) -> Tensor:
         """Returns the state in the shape of :meth:`of`."""
-        return state if self.is_table else state.view(self.members, -1)
+        if self.is_table:
+            return state
+        return state.view(self.members, -1)
 
 
 class CompiledStep:
@@ -111,14 +116,15 @@ class CompiledStep:
 
     def read(self, batches: StepBatches, peers: Tensor | None = None) -> tuple[object, ...]:
         """Finds the rows of a step; returns its shape, the key of a compiled function. See :meth:`__call__`."""
+        peers_shape = None if peers is None else peers.shape
         # The compiled function makes such batches, and finds their rows, by itself.
         if isinstance(batches, StackedSteps):
-            return (*batches.layout, None if peers is None else peers.shape)
+            return (*batches.layout, peers_shape)
         self._stack.read(batches)
         shared = all(batch is batches[0] for batch in batches)
         fields = [(name, value.shape) for name, value in tensors_of(batches[0]).items()]
         padded = [live is not None for _, live in self._rows()]
-        return (shared, *fields, *padded, None if peers is None else peers.shape)
+        return (shared, *fields, *padded, peers_shape)
 
     def run(
         self, shape: tuple[object, ...], batches: StepBatches, peers: Tensor | None = None, weight: float = 1.0
@@ -224,7 +230,7 @@ class CompiledStep:
         shapes = [value.shape for value in self._stack.dense.values()]
         members = len(self._stack.members)
         sizes = [shape.numel() // members for shape in shapes]
-        weight_count = len(self._weights)
+        stack_weights = self._weights
         entries = self._entries
         padded = [live is not None for _, live in self._rows()]
         limited = None
@@ -234,26 +240,26 @@ class CompiledStep:
         def step(*tensors: Tensor) -> list[Tensor]:
             # The order is that of `memory` in compile(), and after it that of _inputs().
             rest = iter(tensors)
-            weights = [next(rest) for _ in range(weight_count)]
-            states = []
-            for entry in entries:
-                entry_state = [next(rest) for _ in entry.state]
-                entry_steps = [next(rest) for _ in entry.steps]
-                states.append((entry_state, entry_steps))
-            rates = [next(rest) for _ in entries]
+
+            def take(items: Sized) -> list[Tensor]:
+                return list(islice(rest, len(items)))
+
+            weights = take(stack_weights)
+            states = [(take(entry.state), take(entry.steps)) for entry in entries]
+            rates = take(entries)
             limits = next(rest)
+            live: list[Tensor | None] = [None] * len(lookups)
             if stacked_steps:
-                resident = [next(rest) for _ in stacked_steps.source.tensors]
-                constants = {name: next(rest) for name in stack.constants(stacked_steps)}
-                step_tensors = [next(rest) for _ in stacked_steps.tensors]
-                looked_up, fields = stack.made(stacked_steps, resident, step_tensors)
+                resident = take(stacked_steps.source.tensors)
+                names = stack.constants(stacked_steps)
+                constants = dict(zip(names, take(names), strict=True))
+                looked_up, fields = stack.made(stacked_steps, resident, take(stacked_steps.tensors))
                 fields |= constants
                 ids = [rows for of_collection in looked_up for rows in of_collection]
             else:
-                ids = [next(rest) for _ in lookups]
-            live = [next(rest) if gaps else None for gaps in padded]
-            if not stacked_steps:
-                fields = {name: next(rest) for name in inputs.fields}
+                ids = take(lookups)
+                live = [next(rest) if gaps else None for gaps in padded]
+                fields = dict(zip(inputs.fields, take(inputs.fields), strict=True))
             columns = torch.split(weights[-1], sizes, dim=1)
             dense = [values.view(shape) for values, shape in zip(columns, shapes, strict=True)]
             pooled = []
@@ -288,7 +294,9 @@ class CompiledStep:
 
 def _live(rows: Tensor, filled: Tensor | None) -> Tensor:
     """Returns the rows (n, D), zeros for empty bags; ``filled`` (n, 1) is 0 for these, or None if there are none."""
-    return rows if filled is None else rows * filled
+    if filled is None:
+        return rows
+    return rows * filled
 
 
 def _limited(grads: Sequence[Tensor], inside: Sequence[bool], limits: Tensor) -> list[Tensor]:
@@ -299,7 +307,9 @@ def _limited(grads: Sequence[Tensor], inside: Sequence[bool], limits: Tensor) ->
     factors = (limits / (torch.as_tensor(norm).sqrt() + 1e-6)).clamp(max=1)[:, None]
     scaled = []
     for grad, limited in zip(grads, inside, strict=True):
-        scaled.append((grad.view(len(limits), -1) * factors).view(grad.shape) if limited else grad)
+        if limited:
+            grad = (grad.view(len(limits), -1) * factors).view(grad.shape)
+        scaled.append(grad)
     return scaled
 
 

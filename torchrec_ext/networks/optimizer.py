@@ -204,12 +204,12 @@ class StackedOptimizer:
 
     def rates(self, member: str) -> dict[str, float]:
         """Returns the current learning rates of one member, for a record."""
-        entries = [(entry.is_table, group["lr"]) for group, entry in self._moved if member in entry.members]
-        by_kind = {
-            "tables_lr": [lr for table, lr in entries if table],
-            "dense_lr": [lr for table, lr in entries if not table],
-        }
-        return {name: rates[0] for name, rates in by_kind.items() if rates}
+        rates: dict[str, float] = {}
+        for name, is_table in (("tables_lr", True), ("dense_lr", False)):
+            for group, entry in self._moved:
+                if member in entry.members and entry.is_table == is_table:
+                    rates.setdefault(name, group["lr"])
+        return rates
 
     def kept(self, stack: Stack) -> StackedOptimizer:
         """Returns an optimizer for a stack of some of the members, with their state and position."""
@@ -306,7 +306,10 @@ def _decay(entry: StackedWeights, factor: float) -> None:
 
 
 def _join(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(parts)) if parts[0].dim() else parts[0].clone()
+    # A count of steps is the same for all members.
+    if not parts[0].dim():
+        return parts[0].clone()
+    return torch.cat(list(parts))
 
 
 def _check_kinds(name: str, kinds: Mapping[str, str]) -> None:

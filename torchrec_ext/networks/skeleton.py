@@ -185,7 +185,9 @@ class _Dropout(nn.Module):
 
     def forward(self, values: Tensor) -> Tensor:
         self.shape = values.shape
-        return values if self.noise is None else values * self.noise
+        if self.noise is None:
+            return values
+        return values * self.noise
 
 
 class Learner(nn.Module):
@@ -362,7 +364,9 @@ def _fact(value: Any) -> Any:
         return tuple(_fact(entry) for entry in value)
     if isinstance(value, int | float | str | bytes):
         return value
-    return repr(value) if isinstance(value, slice) else None
+    if isinstance(value, slice):
+        return repr(value)
+    return None
 
 
 def _shown(value: object) -> str:

@@ -75,7 +75,9 @@ class _Bags(NamedTuple):
         if pooling == PoolingType.MEAN:
             pooled = pooled / self.lengths.clamp(min=1)[:, None]
         rows = pooled.repeat_interleave(self.lengths, dim=0)
-        return rows if self.weights is None else rows * self.weights[:, None]
+        if self.weights is None:
+            return rows
+        return rows * self.weights[:, None]
 
 
 class StackedTables(nn.Module):
@@ -214,7 +216,9 @@ def _read_one_each(parts: Sequence[KeyedJaggedTensor], members: int) -> _OneEach
     values = torch.stack([batch.values() for batch in different]).view(
         len(different), len(first.keys()), first.stride()
     )
-    return _OneEach(first.keys(), values.expand(members, -1, -1) if same else values)
+    if same:
+        values = values.expand(members, -1, -1)
+    return _OneEach(first.keys(), values)
 
 
 class _Jagged:
@@ -271,7 +275,10 @@ class _BatchMaker(NamedTuple):
     def fields(self, variable: Sequence[Tensor]) -> dict[str, Tensor]:
         """Returns all fields by name, from those that differ from step to step."""
         rest = iter(variable)
-        return {name: self.constants[name] if name in self.constants else next(rest) for name in self.names}
+        fields = {}
+        for name in self.names:
+            fields[name] = self.constants[name] if name in self.constants else next(rest)
+        return fields
 
 
 class Losses(NamedTuple):
@@ -429,7 +436,9 @@ class Stack(nn.Module):
         for item in items:
             if id(item) not in batches:
                 batch = item.batch() if isinstance(item, DrawnStep) else item
-                batches[id(item)] = batch if batch.labels.device == device else batch.to(device)
+                if batch.labels.device != device:
+                    batch = batch.to(device)
+                batches[id(item)] = batch
         return [batches[id(item)] for item in items]
 
     def _on_device(self, sources: Sequence[Resident]) -> bool:
@@ -467,7 +476,8 @@ class Stack(nn.Module):
     @torch.no_grad()
     def _check_losses(self, graph: GraphModule, inputs: Inputs, batches: StepBatches) -> None:
         """Checks the losses of the first step against the members' own forwards."""
-        batches = batches.batches() if isinstance(batches, StackedSteps) else batches
+        if isinstance(batches, StackedSteps):
+            batches = batches.batches()
         losses = graph(*inputs.flat())[0].tolist()
         for (name, network), batch, loss in zip(self.networks.items(), batches, losses, strict=True):
             alone = float(network(batch)[0])
@@ -496,7 +506,9 @@ class Stack(nn.Module):
             shared = all(batch is batches[0] for batch in batches)
             if look_up:
                 self.read(batches)
-        pooled = [tables() for tables in self.tables.values()] if look_up else []
+        pooled = []
+        if look_up:
+            pooled = [tables() for tables in self.tables.values()]
         return Inputs(
             list(self.dense.values()), list(self.tables), pooled, fields, *self.drawn(batches, peers, weight), shared
         )
@@ -505,7 +517,9 @@ class Stack(nn.Module):
         """Draws the noise of a step's dropout; returns it and the peers' inputs, see :meth:`inputs`."""
         example = self._maker(batches).example if isinstance(batches, StackedSteps) else batches[0]
         noise = self._draw(self.skeleton or self._prepare(example), example)
-        return noise, [] if peers is None else [peers, peers.new_full((len(self.networks),), weight)]
+        if peers is None:
+            return noise, []
+        return noise, [peers, peers.new_full((len(self.networks),), weight)]
 
     def read(self, batches: Sequence[TowerBatch]) -> None:
         """Finds the look-ups' rows of ``batches``, for :class:`StackedTables` or a compiled step."""
@@ -532,7 +546,9 @@ class Stack(nn.Module):
             tables.rows_of(jagged_of(batch, self.skeleton.tables[path].reads), steps.members)
             for path, tables in self.tables.items()
         ]
-        return rows, tensors_of(batch) if steps.members == 1 else tensors_apart(batch, steps.members)
+        if steps.members == 1:
+            return rows, tensors_of(batch)
+        return rows, tensors_apart(batch, steps.members)
 
     def constants(self, steps: StackedSteps) -> dict[str, Tensor]:
         """Returns the fields of :meth:`made` with the same value in each step."""

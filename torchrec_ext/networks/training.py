@@ -310,7 +310,9 @@ class _Run:
 
     @property
     def active(self) -> list[str]:
-        return self._stack.members if self._stack else []
+        if not self._stack:
+            return []
+        return self._stack.members
 
     def _new_peers(self) -> StalePeers | None:
         # The last member has no peers left to learn from.
@@ -453,9 +455,10 @@ class _Run:
         for name in self.active:
             config = self._members[name].train
             if self.at.step % config.log_every == 0 or self.at.done == self._steps:
-                changing = config.tables_schedule.changes or config.dense_schedule.changes
-                rates = self._optimizer.rates(name) if changing else {}
-                self._keep(name, {"kind": "train", "epoch": epoch, "step": self.at.step, **window.take(name), **rates})
+                record = {"kind": "train", "epoch": epoch, "step": self.at.step, **window.take(name)}
+                if config.tables_schedule.changes or config.dense_schedule.changes:
+                    record |= self._optimizer.rates(name)
+                self._keep(name, record)
         due = [checkpoints.due_after(self.at.step) for _, checkpoints in self._active_checkpoints()]
         # Collecting a member's state takes as long as some steps: only when a checkpoint is due.
         if self.at.done < self._steps and any(due):
