@@ -161,7 +161,8 @@ class StreamPlan:
         """
         low, high = self.slots(rank, world_size)
         for lane in range(self.num_lanes) if everyone else self.lanes_of(rank, world_size):
-            first, last = self.lane_slots[lane], self.lane_slots[lane + 1]
+            first = self.lane_slots[lane]
+            last = self.lane_slots[lane + 1]
             # This rank's slots in the lane, and the others' before and after them.
             cuts = sorted({first, min(max(low, first), last), min(max(high, first), last), last})
             for start, stop in pairwise(cuts):
@@ -180,9 +181,12 @@ class StreamPlan:
     def reads(self, block: Block, rank: int, world_size: int) -> bool:
         """Says whether a rank has rows of a block in some step of the epoch."""
         low, high = self.slots(rank, world_size)
-        first, last = self.lane_slots[block.lane], self.lane_slots[block.lane + 1]
-        low, high = max(low, first) - first, min(high, last) - first
-        step = max(0, (block.start - high) // (last - first) + 1)  # the first whose rows end behind the block's start
+        first = self.lane_slots[block.lane]
+        last = self.lane_slots[block.lane + 1]
+        low = max(low, first) - first
+        high = min(high, last) - first
+        # The first step whose rows end behind the block's start.
+        step = max(0, (block.start - high) // (last - first) + 1)
         return low < high and step * (last - first) + low < block.stop
 
     def slots(self, rank: int, world_size: int) -> tuple[int, int]:
@@ -200,17 +204,20 @@ def _lane(lane: int, begin: int, end: int, order: Int64, starts: Int64, least: i
     start = position = begin
     index = int(np.searchsorted(starts, begin, side="right")) - 1
     while position < end:
-        first, past_last = int(starts[index]), int(starts[index + 1])
+        first = int(starts[index])
+        past_last = int(starts[index + 1])
         stop = min(end, past_last, first + ((position - first) // most + 1) * most)
         segments.append(Segment(int(order[index]), position - first, stop - first))
-        position, index = stop, index + (stop == past_last)
+        position = stop
+        index += stop == past_last
         if position - start >= least or position == end:
             blocks.append(
                 Block(
                     lane=lane, number=len(blocks), start=start - begin, stop=position - begin, segments=tuple(segments)
                 )
             )
-            segments, start = [], position
+            segments = []
+            start = position
     return blocks
 
 
@@ -219,7 +226,8 @@ def _cut(blocks: Sequence[Block], start: int, stop: int, mine: bool) -> Iterator
     index = max(bisect_right(blocks, start, key=lambda block: block.start) - 1, 0)
     while index < len(blocks) and blocks[index].start < stop:
         block = blocks[index]
-        low, high = max(start, block.start), min(stop, block.stop)
+        low = max(start, block.start)
+        high = min(stop, block.stop)
         if low < high:
             yield Piece(block, low - block.start, high - block.start, mine)
         index += 1

@@ -134,7 +134,8 @@ class BuiltAhead:
             # In turns, so that a machine that gets slower or faster favours neither way.
             depths = (0, self.DEPTH) if len(self._gains) % 2 == 0 else (self.DEPTH, 0)
             for depth in depths:
-                start, count = time.perf_counter(), 0
+                start = time.perf_counter()
+                count = 0
                 for count, element in enumerate(prefetched(islice(source, self.STEPS), depth), start=1):  # noqa: B007
                     yield element
                 if count < self.STEPS:  # the epoch is over
@@ -169,7 +170,9 @@ class Epochs(ABC):
         on_gpu = torch.cuda.is_available()
         depth = BuiltAhead.DEPTH if config.prefetch is None and on_gpu else config.prefetch
         self.ahead = BuiltAhead(depth)
-        self._epoch = self._step = self._start = 0
+        self._epoch = 0
+        self._step = 0
+        self._start = 0
         if not len(self):
             raise DataError(
                 f"{count} {what} with loader.batch_size={config.batch_size} and loader.drop_last={config.drop_last} "
@@ -202,7 +205,8 @@ class Epochs(ABC):
 
     def __iter__(self) -> Iterator[TowerBatch]:
         """Yields the epoch's batches; once after :meth:`load_state_dict`, the remaining ones."""
-        start, self._start = self._start, 0
+        start = self._start
+        self._start = 0
         self._step = start
         batches = self.epoch_batches(self._epoch, start)
         ready = (batch.pin_memory() for batch in batches) if self._pin else batches
