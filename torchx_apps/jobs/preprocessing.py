@@ -125,11 +125,7 @@ def draw_statistics(path: Path, fitted: FittedPreprocessor, missing: Shares, rat
 
 
 def _draw_frequencies(axis: Any, fitted: FittedPreprocessor) -> None:
-    vocabularies = [
-        (step.writes[0], state)
-        for step, state in zip(fitted.steps, fitted.states, strict=True)
-        if isinstance(state, Vocabulary)
-    ]
+    vocabularies = [(step.writes[0], state) for step, state in fitted.pairs if isinstance(state, Vocabulary)]
     biggest = sorted(vocabularies, key=lambda pair: len(pair[1]), reverse=True)[:8]
     for name, vocabulary in biggest:
         counts = vocabulary.counts.to_numpy()
@@ -339,8 +335,7 @@ def _last_of_each(source: Source, key: str, columns: Sequence[str], engine: Engi
 
 def _write_users(prepared: Prepared, user: str, fitted: FittedPreprocessor, path: Path, engine: Engine) -> None:
     """Writes the users of the training rows with their request columns; nothing if they are hashed."""
-    steps = zip(fitted.steps, fitted.states, strict=True)
-    if not isinstance(next(state for step, state in reversed(list(steps)) if user in step.writes), Vocabulary):
+    if not isinstance(fitted.state_of(user), Vocabulary):
         return
     (key,) = steps_for_columns(fitted, [user]).request_columns
     source = next(iter(prepared.splits.values()))

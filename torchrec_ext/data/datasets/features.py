@@ -73,20 +73,13 @@ class RowContext:
         {'device': [2, 1], 'price': [-1.0, 1.0]}
     """
 
-    steps: FittedPreprocessor = field(default_factory=lambda: FittedPreprocessor(steps=(), keep=(), raw={}, states=()))
+    steps: FittedPreprocessor = field(default_factory=lambda: FittedPreprocessor.of((), {}))
 
     @classmethod
     def of(cls, columns: Sequence[ColumnSteps]) -> RowContext:
         """Builds the preprocessor from the fitted steps of each column."""
         pairs = [pair for column in columns for pair in column.pairs]
-        return cls(
-            steps=FittedPreprocessor(
-                steps=tuple(step for step, _ in pairs),
-                keep=(),
-                raw={column.name: column.raw for column in columns},
-                states=tuple(state for _, state in pairs),
-            )
-        )
+        return cls(steps=FittedPreprocessor.of(pairs, {column.name: column.raw for column in columns}))
 
     @classmethod
     def fit(cls, rows: RawColumns | Chunk, *, filled: Collection[str] = (), separator: str | None = None) -> RowContext:
@@ -130,28 +123,23 @@ class RowContext:
     @cached_property
     def vocabularies(self) -> dict[str, Vocabulary]:
         """Values of each column of text or whole numbers, from row 1 on; any other value is row 0."""
-        return {step.column: state for step, state in self._pairs if isinstance(step, Categorify)}
+        return {step.column: state for step, state in self.steps.pairs if isinstance(step, Categorify)}
 
     @cached_property
     def scales(self) -> dict[str, tuple[float, float]]:
         """Mean and standard deviation of each column of fractions."""
-        return {
-            step.column: (state["mean"], state["std"]) for step, state in self._pairs if isinstance(step, Normalize)
-        }
+        scaled = [(step.column, state) for step, state in self.steps.pairs if isinstance(step, Normalize)]
+        return {name: (state["mean"], state["std"]) for name, state in scaled}
 
     @cached_property
     def separators(self) -> dict[str, str]:
         """Separator of the values in each column of texts with lists."""
-        return {step.column: str(step.separator) for step, _ in self._pairs if isinstance(step, Lists)}
+        return {step.column: str(step.separator) for step in self.steps.steps if isinstance(step, Lists)}
 
     @cached_property
     def times(self) -> dict[str, tuple[str, ...]]:
         """Names of the id columns made of each column of times."""
-        return {step.column: step.writes for step, _ in self._pairs if isinstance(step, TimeFeatures)}
-
-    @property
-    def _pairs(self) -> list[tuple[Step, Any]]:
-        return list(zip(self.steps.steps, self.steps.states, strict=True))
+        return {step.column: step.writes for step in self.steps.steps if isinstance(step, TimeFeatures)}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -196,20 +184,12 @@ class RowContext:
 
     def steps_of(self, name: str) -> list[tuple[Step, Any]]:
         """Returns the steps on a raw column, with their states."""
-        return [(step, state) for step, state in self._pairs if step.reads == (name,)]
+        return [(step, state) for step, state in self.steps.pairs if step.reads == (name,)]
 
     def joined(self, other: RowContext) -> RowContext:
         """Returns one mapping of both mappings' columns, which must differ."""
-        first = self.steps
-        second = other.steps
-        return RowContext(
-            steps=FittedPreprocessor(
-                steps=(*first.steps, *second.steps),
-                keep=(),
-                raw={**first.raw, **second.raw},
-                states=(*first.states, *second.states),
-            )
-        )
+        pairs = [*self.steps.pairs, *other.steps.pairs]
+        return RowContext(steps=FittedPreprocessor.of(pairs, {**self.steps.raw, **other.steps.raw}))
 
     def _words(self, name: str, column: Column) -> pa.Array:
         ids = column.values

@@ -552,8 +552,7 @@ def _positives(data: StreamedData, split: str) -> Chunk:
 
 def _values_of(preprocessor: FittedPreprocessor, name: str, rows: int) -> Array | None:
     """Returns (rows,) the log's value of each row of a column's table; None if a hash made the rows."""
-    steps = zip(preprocessor.steps, preprocessor.states, strict=True)
-    state = next((state for step, state in reversed(list(steps)) if name in step.writes), None)
+    state = preprocessor.state_of(name)
     if not isinstance(state, Vocabulary):
         return None
     values: Array = state.values.to_numpy(zero_copy_only=False)
@@ -572,12 +571,9 @@ def planted_folder(folder: Path, *, seed: int = 0, rows: int = 60_000) -> dict[s
     data = planted_context(rows=rows, seed=seed)
     numbers = ("label", "weight")
     names = [name for name in data.train if name not in numbers]
-    fitted = FittedPreprocessor(
-        steps=tuple(Categorify(column=name) for name in names),
-        keep=numbers,
-        raw=dict.fromkeys(names, "int64") | dict.fromkeys(numbers, "float32"),
-        states=tuple(vocabulary_of(data.trained(name)) for name in names),
-    )
+    pairs = [(Categorify(column=name), vocabulary_of(data.trained(name))) for name in names]
+    raw = dict.fromkeys(names, "int64") | dict.fromkeys(numbers, "float32")
+    fitted = FittedPreprocessor.of(pairs, raw, numbers)
     rows_of = {}
     for split in _SPLITS:
         chunk: Chunk = getattr(data, split)

@@ -59,6 +59,23 @@ class FittedPreprocessor:
     raw: Mapping[str, str]
     states: tuple[StepState, ...]
 
+    @classmethod
+    def of(
+        cls, pairs: Sequence[tuple[Step, StepState]], raw: Mapping[str, str], keep: Sequence[str] = ()
+    ) -> FittedPreprocessor:
+        """Builds the preprocessor of steps with their states; see the class for the other arguments."""
+        steps = tuple(step for step, _ in pairs)
+        return cls(steps=steps, keep=tuple(keep), raw=raw, states=tuple(state for _, state in pairs))
+
+    @cached_property
+    def pairs(self) -> list[tuple[Step, StepState]]:
+        """The steps with their states, in order."""
+        return list(zip(self.steps, self.states, strict=True))
+
+    def state_of(self, name: str) -> StepState | None:
+        """Returns the state of the last step that writes a column; None if no step does."""
+        return next((state for step, state in reversed(self.pairs) if name in step.writes), None)
+
     @cached_property
     def types(self) -> list[Types]:
         """The working types before each step, and after the last."""
@@ -75,7 +92,7 @@ class FittedPreprocessor:
     def vocab(self) -> dict[str, int]:
         """Number of rows of each id column's embedding table; row 0 is for unknown values."""
         sizes: dict[str, int] = {}
-        for step, state in zip(self.steps, self.states, strict=True):
+        for step, state in self.pairs:
             # The ids of an earlier step under this name are replaced.
             for name in step.writes:
                 sizes.pop(name, None)
@@ -89,7 +106,7 @@ class FittedPreprocessor:
         Columns of one vocabulary have the same ids for the same values, so that one embedding table does for all.
         """
         vocabulary_of: dict[str, int | str] = {}
-        for number, (step, state) in enumerate(zip(self.steps, self.states, strict=True)):
+        for number, (step, state) in enumerate(self.pairs):
             for name in step.writes:
                 vocabulary_of.pop(name, None)
             vocabulary_of |= {name: number if isinstance(state, Vocabulary) else name for name in step.vocab(state)}
@@ -99,8 +116,7 @@ class FittedPreprocessor:
     @property
     def id_values(self) -> dict[str, pa.Array]:
         """The values of each vocabulary, in the order of their ids from 1 on, by its first column."""
-        pairs = zip(self.steps, self.states, strict=True)
-        return {step.writes[0]: state.values for step, state in pairs if isinstance(state, Vocabulary)}
+        return {step.writes[0]: state.values for step, state in self.pairs if isinstance(state, Vocabulary)}
 
     @cached_property
     def origins(self) -> dict[str, str]:
@@ -110,7 +126,7 @@ class FittedPreprocessor:
         values of a vocabulary are not part of it, see ``id_values``.
         """
         digests: dict[str, str] = {}
-        for step, state in zip(self.steps, self.states, strict=True):
+        for step, state in self.pairs:
             inputs = {name: digests.get(name, "") for name in step.reads}
             origin = json_digest([type(step).__name__, inputs, step.meaning(state)])
             digests |= dict.fromkeys(step.writes, origin)
@@ -241,7 +257,7 @@ class FittedPreprocessor:
                     f"{listed(STEPS)}"
                 )
         with whole_folder(folder, overwrite=overwrite, mark=_MAIN) as staging:
-            steps = [_save_step(number, step, self.states[number], staging) for number, step in enumerate(self.steps)]
+            steps = [_save_step(number, *pair, staging) for number, pair in enumerate(self.pairs)]
             main = {"version": VERSION, "keep": list(self.keep), "columns": dict(self.raw), "steps": steps}
             text = json.dumps(main, indent=1, ensure_ascii=True, allow_nan=False) + "\n"
             (staging / _MAIN).write_text(text)
@@ -408,12 +424,7 @@ def _from_json(folder: Path, main: Any) -> FittedPreprocessor:
             "install the version of torchrec_ext that wrote it"
         )
     pairs = [_load_step(folder, entry) for entry in main["steps"]]
-    return FittedPreprocessor(
-        steps=tuple(step for step, _ in pairs),
-        keep=tuple(main["keep"]),
-        raw=dict(main["columns"]),
-        states=tuple(state for _, state in pairs),
-    )
+    return FittedPreprocessor.of(pairs, dict(main["columns"]), main["keep"])
 
 
 def _save_step(number: int, step: Step, state: StepState, folder: Path) -> dict[str, Any]:
