@@ -281,9 +281,9 @@ def test_every_row_is_trained_once_on_any_number_of_ranks(folder: Path, world_si
 def test_columns_become_towers_by_their_owners(folder: Path) -> None:
     data = load_streamed(StreamConfig(name=str(folder)))
     assert data.towers == {
-        "user": (["history", "user_id"], ["age", "user_age"]),
-        "context": (["seen_at_hour", "seen_at_weekday"], []),
-        "item": (["item_id", "item_tags"], ["item_price"]),
+        "user": (("history", "user_id"), ("age", "user_age")),
+        "context": (("seen_at_hour", "seen_at_weekday"), ()),
+        "item": (("item_id", "item_tags"), ("item_price",)),
     }
     assert data.vocab == data.preprocessor.vocab
     model: Any = build_model(job_of(folder), StreamedTask(data))

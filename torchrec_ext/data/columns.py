@@ -73,6 +73,22 @@ class Column:
         return cls(values, _offsets(lengths))
 
     @classmethod
+    def grouped(cls, values: Array, owners: Int64, count: int) -> Column:
+        """Builds a ragged column with the values of each owner, in their order.
+
+        Args:
+            values: (V,).
+            owners: (V,) the owner of each value, which is its row.
+            count: number of rows.
+
+        Example:
+            >>> Column.grouped(np.array([5, 6, 7]), np.array([2, 0, 2]), 3).row(2)
+            array([5, 7])
+        """
+        order = np.argsort(owners, kind="stable")
+        return cls.from_lengths(values[order], np.bincount(owners, minlength=count))
+
+    @classmethod
     def from_windows(cls, pool: Array, windows: Windows) -> Column:
         """Builds a ragged column with row b = ``pool[starts[b]:stops[b]]``; windows may overlap.
 
@@ -241,6 +257,11 @@ class Chunk(Mapping[str, Column]):
         # Only packed rows are stored as a matrix; see PackedRows.
         del names
         return None
+
+
+def concatenate_rows(chunks: Sequence[Mapping[str, Column]], names: Iterable[str]) -> Chunk:
+    """Returns the columns ``names`` of all chunks, the rows of one chunk after those of the other."""
+    return Chunk({name: concatenate([chunk[name] for chunk in chunks]) for name in names})
 
 
 # Rows that a digest is made of: it need not read all of a large set.

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from torchrec_ext.data.columns import Chunk
 from torchrec_ext.data.datasets import synthetic
-from torchrec_ext.data.datasets.config import GENERATED, NAMES
+from torchrec_ext.data.datasets.config import GENERATED, NAMES, PLANTED, generated_sizes
 from torchrec_ext.data.datasets.config import DataConfig as DataConfig
 from torchrec_ext.data.datasets.folder import from_folder, is_folder_of_interactions
 from torchrec_ext.data.datasets.interactions import InteractionData
@@ -167,10 +167,8 @@ def load_config(config: DataConfig, *, progress: bool = True) -> InteractionData
         return _ml_100k(config, _found_ml_100k(config, progress))
     if config.name not in GENERATED:
         return _from_folder(config)
-    # None leaves the number to the generator.
-    options = {key: value for key, value in (("users", config.users), ("items", config.items)) if value is not None}
-    generate = synthetic.planted if config.name == "planted" else synthetic.checkerboard
-    return generate(history_length=config.history_length, seed=config.seed, **options)
+    generate = synthetic.planted if config.name == PLANTED else synthetic.checkerboard
+    return generate(history_length=config.history_length, seed=config.seed, **generated_sizes(config))
 
 
 def data_folder(name: str, folder: str | None) -> Path | None:
@@ -198,10 +196,12 @@ def _ml_100k(config: DataConfig, tables: Tables) -> InteractionData:
 def _recbole(config: DataConfig, ratings: Chunk) -> Protocol:
     folder = data_folder(config.name, config.folder)
     if folder is None or not (folder / "recbole_split.parquet").exists():
+        place = f"neither data.folder nor {FOLDER_VARIABLE} is given"
+        if folder is not None:
+            place = f"{folder} has none"
         raise DatasetUnavailable(
             "data.split=recbole needs recbole_split.parquet (user_id, item_id, split: train, valid or test), and "
-            f"{folder or f'neither data.folder nor {FOLDER_VARIABLE} is given'}{' has none' if folder else ''}; write "
-            "what RecBole 1.2.1 makes of ml-100k by its defaults there"
+            f"{place}; write what RecBole 1.2.1 makes of ml-100k by its defaults there"
         )
     return recbole(ratings, folder / "recbole_split.parquet", config.history_length)
 

@@ -176,15 +176,20 @@ class SequenceConfig:
         _check_sizes(self, (PLANTED,))
 
 
+def generated_sizes(config: DataConfig | SequenceConfig) -> dict[str, int]:
+    """Returns the numbers of users and items that are set; others are the generator's."""
+    sizes = {"users": config.users, "items": config.items}
+    return {key: size for key, size in sizes.items() if size is not None}
+
+
 def _check_sizes(config: DataConfig | SequenceConfig, generated: Sequence[str]) -> None:
     """Refuses numbers of users and items of a set that is not generated, and numbers below 1."""
-    for key in ("users", "items"):
-        value = getattr(config, key)
-        if value is not None and config.name not in generated:
+    for key, value in generated_sizes(config).items():
+        if config.name not in generated:
             raise ValueError(
                 f"data.{key}={value}: {config.name} has its own; leave it out, or choose data.name={PLANTED}"
             )
-        if value is not None and value < 1:
+        if value < 1:
             raise ValueError(f"data.{key}={value}: must be 1 or more")
 
 

@@ -53,6 +53,26 @@ OF_TIMES: tuple[Feature, ...] = ("hour", "weekday")
 OF_DATES: tuple[Feature, ...] = ("weekday", "month")
 _OTHER_DATE = re.compile(r"(\d{4}[./]\d{1,2}[./]\d{1,2}|\d{1,2}[./-]\d{1,2}[./-]\d{4})(\D.*)?")
 RawColumns = Mapping[str, pa.Array]
+# By tower: the names of its columns of ids, and of those of numbers.
+Towers = dict[str, tuple[Sequence[str], Sequence[str]]]
+
+
+def towers_of(order: Sequence[str], features: Sequence[str], dense: Sequence[str], owners: Mapping[str, str]) -> Towers:
+    """Returns the columns of each tower in ``order``, without towers that have none.
+
+    Args:
+        order: names of the towers, ``context`` among them.
+        features: names of all columns of ids.
+        dense: names of all columns of numbers.
+        owners: tower of each column that is not the context's.
+    """
+    towers: Towers = {}
+    for tower in order:
+        own_features = tuple(name for name in features if owners.get(name, "context") == tower)
+        own_dense = tuple(name for name in dense if owners.get(name, "context") == tower)
+        if own_features or own_dense:
+            towers[tower] = (own_features, own_dense)
+    return towers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +222,10 @@ class RowContext:
 
 def _arrays(rows: RawColumns | Chunk) -> dict[str, pa.Array]:
     """Returns raw columns as Arrow arrays."""
-    return {name: pa.array(column.values) if isinstance(column, Column) else column for name, column in rows.items()}
+    arrays = {}
+    for name, column in rows.items():
+        arrays[name] = pa.array(column.values) if isinstance(column, Column) else column
+    return arrays
 
 
 class ColumnSteps(NamedTuple):
@@ -530,9 +553,10 @@ def side_features(
         >>> features.vocab
         {'genres': 3, 'year': 2}
     """
-    arrays = {
-        name: array if not _is_float(array) else array.cast(pa.float64()) for name, array in _arrays(table).items()
-    }
+    arrays = _arrays(table)
+    for name, array in arrays.items():
+        if pa.types.is_floating(array.type):
+            arrays[name] = array.cast(pa.float64())
     if words is not None:
         columns = list(words.steps.raw)
     elif columns is None:
@@ -578,14 +602,10 @@ def vocabulary_of(values: Array | Sequence[str]) -> Vocabulary:
     return Vocabulary(words, pa.array(np.zeros(len(words), np.int64)))
 
 
-def _is_float(column: pa.Array) -> bool:
-    return bool(pa.types.is_floating(column.type))
-
-
 def _describes(column: pa.Array) -> bool:
     if is_list_type(column.type) or column.null_count == len(column):
         return False
-    if _is_float(column) or pa.types.is_timestamp(column.type):
+    if pa.types.is_floating(column.type) or pa.types.is_timestamp(column.type):
         return True
     return bool(pc.count_distinct(column).as_py() <= MOST_DISTINCT * (len(column) - column.null_count))
 

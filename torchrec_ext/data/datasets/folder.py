@@ -22,6 +22,7 @@ from torchrec_ext.data.columns import Array, Chunk, Column, Int64
 from torchrec_ext.data.datasets.features import (
     RawColumns,
     RowContext,
+    SideFeatures,
     check_described,
     names_in,
     raw_column,
@@ -38,13 +39,13 @@ from torchrec_ext.data.datasets.interactions import (
     Evaluation,
     InteractionData,
     Split,
-    from_ratings,
+    from_sides,
     leave_one_out,
+    untaken_items,
     with_profiles,
 )
 from torchrec_ext.data.files.arrow import is_list_type
 from torchrec_ext.data.files.parquet import read_columns
-from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.schema import DataError
 
 
@@ -192,32 +193,21 @@ def from_folder(
     if (folder / PREPROCESSOR).is_dir():
         _check_placeholder(folder, pairs.rows.take(split.rows[split.part == TRAIN]))
     ids, ratings, split = _numbered(files, pairs, split)
-    users = _side(files, "users", "user_id", ids.users, columns.get("users"))
-    items = _side(files, "items", "item_id", ids.items, columns.get("items"), user_names=set(users[0]))
-    catalogue = len(ids.items) - ids.outside
-    numbers = np.arange(len(ids.items))
-    # Items outside the catalogue share the row of the unknown item.
-    features = items[0].with_columns({"item_id": Column(np.where(numbers < catalogue, numbers, 0))})
-    if ambiguous := [word for word in context if word in users[0] or word in items[0]]:
+    users, _ = _side(files, "users", "user_id", ids.users, columns.get("users"))
+    user_names = {"user_id", *users.columns}
+    items, titles = _side(files, "items", "item_id", ids.items, columns.get("items"), user_names=user_names)
+    if ambiguous := [word for word in context if word in users.columns or word in items.columns]:
         raise DataError(
             f"{folder}: data.context names {ambiguous}, which users.parquet or items.parquet has too; rename one of "
             "the columns"
         )
-    data = from_ratings(
+    data = from_sides(
         name=name,
         ratings=ratings,
-        users=users[0],
-        items=features,
-        vocab={
-            "user_id": users[0].num_rows,
-            **users[1].vocab,
-            "history": catalogue,
-            "item_id": catalogue,
-            **items[1].vocab,
-        },
-        dense=(*users[1].scales, *items[1].scales),
+        users=users,
+        items=items,
         history_length=history_length,
-        titles=items[2],
+        titles=titles,
         user_ids=_as_text(ids.users, files.texts.get("user_id")),
         item_ids=_as_text(ids.items, files.texts.get("item_id")),
         outside=ids.outside,
@@ -225,7 +215,6 @@ def from_folder(
         split=split,
         evaluation=pairs.evaluation,
         context=pairs.context,
-        sides=users[1].joined(items[1]),
     )
     negatives = files.tables.get(_NEGATIVES)
     return data if negatives is None else _with_candidates(data, ids, negatives, seed)
@@ -492,11 +481,10 @@ def _side(
     ids: Int64,
     columns: Sequence[str] | None,
     user_names: Collection[str] = (),
-) -> tuple[Chunk, RowContext, list[str] | None]:
-    """Reads features by row, how they were made, and titles if there are such; ``ids`` (rows,) are the files' ids."""
-    numbers = {key: Column(np.arange(len(ids)))}
+) -> tuple[SideFeatures, list[str] | None]:
+    """Reads features by row, and titles if there are such; ``ids`` (rows,) are the files' ids."""
     if file not in files.tables:
-        return Chunk(numbers), RowContext(), None
+        return SideFeatures(Chunk({}), RowContext()), None
     path = files.paths[file]
     id_column = spelled(path, {key: _SPELLINGS[key]})[key]
     described_ids = files.tables[file][key].values
@@ -511,7 +499,7 @@ def _side(
         raw[f"item_{name}" if name in user_names else name] = raw_column(path, name, table.column(name))
     features = side_features(rows, raw, len(ids), columns)
     titles = _titles(rows, table.column("title"), len(ids)) if title else None
-    return Chunk({**numbers, **features.columns}), features.words, titles
+    return features, titles
 
 
 def _titles(ids: Int64, column: pa.ChunkedArray, size: int) -> list[str]:
@@ -534,11 +522,9 @@ def _with_candidates(data: InteractionData, ids: _Ids, negatives: Chunk, seed: i
     items = _rows_of(ids.items, negatives["negative"].values)
     candidates = {"test": candidates_by_user(data.test["user_id"].values, ids.users, owners, items)}
     if data.validation.num_rows:
-        pairs = data.pairs("train", "validation")
-        sampler = UniformNegatives(data.num_items, pairs.users, pairs.items, seed)
+        taken = data.pairs("train", "validation")
         users = data.validation["user_id"].values
-        count = candidates["test"].shape[1]
-        candidates["validation"] = sampler.draw(users, np.arange(len(users)), 0, count).ids
+        candidates["validation"] = untaken_items(data.num_items, taken, users, candidates["test"].shape[1], seed)
     return dataclasses.replace(data, evaluation=Evaluation(candidates=candidates))
 
 

@@ -18,7 +18,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from torchrec_ext.data.columns import Array, Chunk, Column, Int64, Windows
-from torchrec_ext.data.datasets.features import RawColumns, RowContext
+from torchrec_ext.data.datasets.features import RawColumns, RowContext, SideFeatures
 from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.schema import DataError
 
@@ -270,10 +270,7 @@ class InteractionData:
     def seen(self, users: Int64, *parts: str) -> Column:
         """Returns the items to mask for each of ``users`` (B,): a ragged column of item ids in ``parts`` (train)."""
         pairs = self.pairs(*(parts or ("train",)))
-        order = np.argsort(pairs.users, kind="stable")
-        ordered = pairs.users[order]
-        windows = Windows(ordered.searchsorted(users), ordered.searchsorted(users, side="right"))
-        return Column.from_windows(pairs.items[order], windows)
+        return Column.grouped(pairs.items, pairs.users, 1 + int(users.max(initial=0))).take(users)
 
 
 def from_ratings(
@@ -285,16 +282,10 @@ def from_ratings(
     vocab: Mapping[str, int],
     dense: tuple[str, ...],
     history_length: int,
-    titles: list[str] | None = None,
-    categories: list[list[str]] | None = None,
-    user_ids: Array | None = None,
-    item_ids: Array | None = None,
-    outside: int = 0,
-    licence: str | None = None,
     split: Split | None = None,
     evaluation: Evaluation | None = None,
     context: RawColumns | None = None,
-    sides: RowContext | None = None,
+    **details: Any,
 ) -> InteractionData:
     """Builds a set of interactions: puts the user's features and history into each rating, and splits the ratings.
 
@@ -307,17 +298,12 @@ def from_ratings(
         vocab: number of rows of each sparse feature's table.
         dense: names of the dense columns.
         history_length: greatest length of a history.
-        titles: titles by item id.
-        categories: names of each item's categories by item id.
-        user_ids: see :class:`InteractionData`.
-        item_ids: see :class:`InteractionData`.
-        outside: see :class:`InteractionData`.
-        licence: terms of the publisher for users, or None.
         split: split of the ratings; :func:`leave_one_out` by default.
         evaluation: see :class:`InteractionData`.
         context: raw columns of context, a row for each of ``ratings``; see
             :func:`torchrec_ext.data.datasets.features.raw_column`.
-        sides: see :class:`InteractionData`.
+        details: ``titles``, ``categories``, ``user_ids``, ``item_ids``, ``outside``, ``licence`` and ``sides`` of
+            :class:`InteractionData`.
 
     Raises:
         DataError: a rating names a user or an item that is not in ``users`` or ``items``.
@@ -344,16 +330,49 @@ def from_ratings(
         vocab={**vocab, **fitted.vocab},
         dense=(*dense, *fitted.scales),
         known=Pairs(train["user_id"].values, train["item_id"].values),
-        liked=Column.from_lengths(item[liked], np.bincount(user[liked], minlength=users.num_rows)),
-        titles=titles,
-        categories=categories,
+        liked=Column.grouped(item[liked], user[liked], users.num_rows),
+        evaluation=evaluation or Evaluation(),
+        context=fitted,
+        **details,
+    )
+
+
+def from_sides(
+    *,
+    ratings: Chunk,
+    users: SideFeatures,
+    items: SideFeatures,
+    user_ids: Array,
+    item_ids: Array,
+    outside: int = 0,
+    **details: Any,
+) -> InteractionData:
+    """Builds a set of interactions of users and items with features; see :func:`from_ratings`.
+
+    Args:
+        ratings: see :func:`from_ratings`.
+        users: features by the row of the user.
+        items: features by the row of the item.
+        user_ids: see :class:`InteractionData`.
+        item_ids: see :class:`InteractionData`.
+        outside: see :class:`InteractionData`.
+        details: further arguments of :func:`from_ratings`.
+    """
+    catalogue = len(item_ids) - outside
+    numbers = np.arange(len(item_ids))
+    # Items outside the catalogue share the row of the unknown item.
+    item_rows = Column(np.where(numbers < catalogue, numbers, 0))
+    return from_ratings(
+        ratings=ratings,
+        users=Chunk({"user_id": Column(np.arange(len(user_ids))), **users.columns}),
+        items=Chunk({"item_id": item_rows, **items.columns}),
+        vocab={"user_id": len(user_ids), **users.vocab, "history": catalogue, "item_id": catalogue, **items.vocab},
+        dense=(*users.dense, *items.dense),
         user_ids=user_ids,
         item_ids=item_ids,
         outside=outside,
-        licence=licence,
-        evaluation=evaluation or Evaluation(),
-        context=fitted,
-        sides=sides or RowContext(),
+        sides=users.words.joined(items.words),
+        **details,
     )
 
 
@@ -385,6 +404,15 @@ def _check_known(name: str, column: str, ids: Int64, size: int) -> None:
         )
 
 
+def untaken_items(num_items: int, taken: Pairs, users: Int64, count: int, seed: int) -> Int64:
+    """Draws items for each of ``users`` (Q,) uniformly from 1 to ``num_items``, without those taken; (Q, ``count``).
+
+    The draws are functions of the seed and of the row.
+    """
+    sampler = UniformNegatives(num_items, taken.users, taken.items, seed)
+    return sampler.draw(users, np.arange(len(users)), 0, count).ids
+
+
 def labelled_rows(data: InteractionData, part: str = "validation", *, negatives: int = 4, seed: int = 0) -> Chunk:
     """Returns the positives of a part with negatives, and a ``label`` column: rows for AUC and log loss.
 
@@ -398,13 +426,10 @@ def labelled_rows(data: InteractionData, part: str = "validation", *, negatives:
         seed: seed of the draws.
     """
     chunk: Chunk = getattr(data, part)
-    pairs = data.pairs()
-    sampler = UniformNegatives(data.num_items, pairs.users, pairs.items, seed)
-    rows = np.arange(chunk.num_rows)
-    negative_ids = sampler.draw(chunk["user_id"].values, rows, 0, negatives).ids
+    negative_ids = untaken_items(data.num_items, data.pairs(), chunk["user_id"].values, negatives, seed)
     labels = np.zeros((chunk.num_rows, 1 + negatives), dtype=np.float32)
     labels[:, 0] = 1.0
     ids = np.concatenate([chunk["item_id"].values[:, None], negative_ids], axis=1)
-    return chunk.take(rows.repeat(1 + negatives)).with_columns(
+    return chunk.take(np.arange(chunk.num_rows).repeat(1 + negatives)).with_columns(
         {"item_id": Column(ids.reshape(-1)), "label": Column(labels.reshape(-1))}
     )

@@ -21,6 +21,7 @@ from torchrec_ext.data.datasets.features import (
     RawColumns,
     RowContext,
     SideFeatures,
+    Towers,
     check_described,
     raw_column,
     raw_ids,
@@ -28,9 +29,10 @@ from torchrec_ext.data.datasets.features import (
     same_types,
     side_features,
     spelled,
+    towers_of,
 )
 from torchrec_ext.data.datasets.folder import PREPROCESSOR
-from torchrec_ext.data.datasets.synthetic import area_under_curve
+from torchrec_ext.data.datasets.synthetic import best_prediction
 from torchrec_ext.data.files.arrow import is_list_type
 from torchrec_ext.data.files.parquet import read_columns
 from torchrec_ext.schema import DataError
@@ -122,17 +124,13 @@ class LabelledData:
         return (*(name for name in _NAMES.values() if name in self.vocab), *described, *self.context)
 
     @property
-    def towers(self) -> dict[str, tuple[Sequence[str], Sequence[str]]]:
+    def towers(self) -> Towers:
         """Names of the sparse and of the dense columns of each usual tower."""
         if self.prepared is not None:
             return dict(self.prepared.towers)
-        towers: dict[str, tuple[Sequence[str], Sequence[str]]] = {}
-        for tower, described in (("user", self.user_features), ("item", self.item_features)):
-            features = tuple(name for name in (_NAMES[tower], *described) if name in self.vocab)
-            dense = tuple(name for name in described if name in self.dense)
-            towers |= {tower: (features, dense)} if features or dense else {}
-        dense = tuple(name for name in self.dense if name not in (*self.user_features, *self.item_features))
-        return {**towers, "context": (self.context, dense)} if self.context or dense or not towers else towers
+        owners = dict.fromkeys(("user_id", *self.user_features), "user")
+        owners |= dict.fromkeys(("item_id", *self.item_features), "item")
+        return towers_of(("user", "item", "context"), self.features, self.dense, owners) or {"context": ((), ())}
 
     def described(self, key: str, rows: Int64) -> Chunk:
         """Returns the features of the users or items in ``rows`` (N,) of a table, from their last training rows.
@@ -211,7 +209,6 @@ def planted_context(*, rows: int = 60_000, users: int = 300, items: int = 200, s
     everything = Chunk({name: Column(values) for name, values in (ids | numbers).items()})
     tenth = rows // 10
     test = slice(rows - tenth, rows)
-    likelihood = np.where(label[test] > 0, chance[test], 1 - chance[test])
     train = everything.slice(0, rows - 2 * tenth)
     # Ids are 0 to size - 1, so the row after them is free for the unknown.
     unknown = columns
@@ -222,7 +219,7 @@ def planted_context(*, rows: int = 60_000, users: int = 300, items: int = 200, s
         test=_untrained_unknown(everything.slice(rows - tenth, rows), train, unknown),
         vocab={name: size + 1 for name, size in columns.items()},
         context=("hour", "weekday"),
-        best={"auc": area_under_curve(logits[test], label[test]), "log_loss": float(-np.log(likelihood).mean())},
+        best=best_prediction(logits[test], chance[test], label[test]),
     )
 
 
@@ -385,9 +382,10 @@ def _columns_of_owner(config: LabelledConfig, rows: RawColumns, words: RowContex
     """Returns the columns made for the ``owner``, user or item, chosen by their names or the settings."""
     setting_names = [name.replace(".", "_") for name in getattr(config, f"{owner}_features")]
     if unknown := [name for name in setting_names if name not in rows or name in _RESERVED]:
+        article = "an" if owner == "item" else "a"
         raise DataError(
             f"data.{owner}_features={','.join(setting_names)}: the rows of '{config.name}' have no column "
-            f"{unknown[0]} that could describe {'an' if owner == 'item' else 'a'} {owner}; they have {listed(rows)}"
+            f"{unknown[0]} that could describe {article} {owner}; they have {listed(rows)}"
         )
     owner_columns = [
         name for name in rows if name not in _RESERVED and (name in setting_names or name.startswith(f"{owner}_"))

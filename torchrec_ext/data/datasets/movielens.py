@@ -31,7 +31,7 @@ from torchrec_ext.data.datasets.interactions import (
     Evaluation,
     InteractionData,
     Split,
-    from_ratings,
+    from_sides,
     with_profiles,
 )
 from torchrec_ext.data.files.parquet import read_parquet
@@ -144,13 +144,11 @@ def movielens_100k(
             ]
         ),
     )
-    return from_ratings(
+    return from_sides(
         name="ml-100k",
         ratings=ratings.with_columns({name: Column(values) for name, values in rows.items()}),
-        users=Chunk({"user_id": Column(np.arange(len(user_ids) + 1)), **users.columns}),
-        items=Chunk({"item_id": Column(np.arange(size)), **items.columns}),
-        vocab={"user_id": len(user_ids) + 1, **users.vocab, "history": size, "item_id": size, **items.vocab},
-        dense=users.dense,
+        users=users,
+        items=items,
         history_length=history_length,
         titles=titles,
         categories=categories,
@@ -159,7 +157,6 @@ def movielens_100k(
         licence=LICENCE,
         split=split,
         evaluation=evaluation,
-        sides=users.words.joined(items.words),
     )
 
 

@@ -16,11 +16,11 @@ import pyarrow as pa
 
 from torchrec_ext.data.columns import Array, Column, Int64, Windows
 from torchrec_ext.data.datasets.catalog import FOLDER_VARIABLE, DatasetUnavailable, data_folder
-from torchrec_ext.data.datasets.config import PLANTED
+from torchrec_ext.data.datasets.config import PLANTED, generated_sizes
 from torchrec_ext.data.datasets.config import SequenceConfig as SequenceConfig
 from torchrec_ext.data.datasets.features import raw_column, read_ids, refuse_lists, spelled, times_in
 from torchrec_ext.data.datasets.folder import candidates_by_user
-from torchrec_ext.data.negatives.samplers import UniformNegatives
+from torchrec_ext.data.datasets.interactions import Pairs, untaken_items
 from torchrec_ext.schema import DataError
 
 # The group of held-out items, counted from the end.
@@ -269,9 +269,7 @@ def load_sequences(config: SequenceConfig) -> SequenceData:
         DataError: a file is damaged, lacks a column, or holds a null.
     """
     if config.name == PLANTED:
-        # None leaves the number to the generator.
-        options = {key: value for key, value in (("users", config.users), ("items", config.items)) if value is not None}
-        sequences = planted_sequences(seed=config.seed, **options)
+        sequences = planted_sequences(seed=config.seed, **generated_sizes(config))
         best = sequences.best if config.test_items == 1 else {}
         return dataclasses.replace(sequences, max_length=config.max_length, test_items=config.test_items, best=best)
     folder = data_folder(config.name, config.folder)
@@ -327,9 +325,8 @@ def _with_candidates(data: SequenceData, folder: Path, seed: int) -> SequenceDat
     if "validation" not in candidates:
         users = data.held_out("validation").users
         owners = np.arange(len(data.sequences)).repeat(data.sequences.lengths)
-        sampler = UniformNegatives(data.num_items, owners + 1, data.sequences.values, seed)
-        sample = sampler.draw(users + 1, np.arange(len(users)), 0, candidates["test"].shape[1])
-        candidates["validation"] = sample.ids
+        taken = Pairs(owners, data.sequences.values)
+        candidates["validation"] = untaken_items(data.num_items, taken, users, candidates["test"].shape[1], seed)
     return dataclasses.replace(data, candidates=candidates)
 
 

@@ -21,14 +21,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from torchrec_ext.data.columns import Array, Chunk, Column, Int64, Windows, concatenate
+from torchrec_ext.data.columns import Array, Chunk, Column, Int64, Windows, concatenate_rows
 from torchrec_ext.data.datasets.catalog import FOLDER_VARIABLE, DatasetUnavailable, data_folder
 from torchrec_ext.data.datasets.config import NAMES, PLANTED, StreamConfig
-from torchrec_ext.data.datasets.features import vocabulary_of
+from torchrec_ext.data.datasets.features import Towers, towers_of, vocabulary_of
 from torchrec_ext.data.datasets.folder import PREPROCESSOR
 from torchrec_ext.data.datasets.interactions import InteractionData, Pairs
 from torchrec_ext.data.datasets.labelled import LabelledData, planted_context, without_context
-from torchrec_ext.data.datasets.synthetic import area_under_curve, planted_log
+from torchrec_ext.data.datasets.synthetic import best_prediction, planted_log
 from torchrec_ext.data.files.arrow import Kind, as_arrow
 from torchrec_ext.data.files.sources import ParquetSource
 from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, History, Vocabulary
@@ -139,23 +139,18 @@ class StreamedData:
         return tuple(name for name in self.preprocessor.dense if name not in (self.roles.label, self.roles.weight))
 
     @cached_property
-    def towers(self) -> dict[str, tuple[Sequence[str], Sequence[str]]]:
+    def towers(self) -> Towers:
         """Names of the features and of the dense columns of each usual tower: the item's is the last."""
-        names: dict[str, tuple[list[str], list[str]]] = {"user": ([], []), "context": ([], []), "item": ([], [])}
-        for index, columns in enumerate((self.features, self.dense)):
-            for name in columns:
-                names[self._owner(name)][index].append(name)
-        return {tower: (features, dense) for tower, (features, dense) in names.items() if features or dense}
-
-    def _owner(self, name: str) -> str:
         roles = self.roles
-        for tower, names in (
+        owners: dict[str, str] = {}
+        for tower, named in (
             ("user", (roles.user, *roles.user_features)),
             ("item", (roles.item, *roles.item_features)),
         ):
-            if name in names or name.startswith(f"{tower}_"):
-                return tower
-        return "context"
+            for name in (*self.features, *self.dense):
+                if name in named or name.startswith(f"{tower}_"):
+                    owners.setdefault(name, tower)
+        return towers_of(("user", "context", "item"), self.features, self.dense, owners)
 
     def chunks(self, split: str, names: Sequence[str]) -> Iterator[Chunk]:
         """Yields the columns ``names`` of a split, a part of a row group at a time, in the order of the files."""
@@ -163,6 +158,15 @@ class StreamedData:
         for group in source.groups:
             # In parts, because a row group may be larger than the memory.
             yield from source.parts(group, list(names), 0, 1 << 16)
+
+    def clicked(self, *names: str) -> Iterator[Chunk]:
+        """Yields columns of the training rows with a label above 0, or of all of them if the rows have no labels."""
+        label = self.roles.label
+        if not label:
+            yield from self.chunks("train", names)
+            return
+        for chunk in self.chunks("train", [*names, label]):
+            yield chunk.take(np.flatnonzero(chunk[label].values > 0))
 
     @cached_property
     def positives(self) -> dict[str, tuple[float, float]]:
@@ -228,9 +232,8 @@ class StreamedData:
         """
         item = self._item()
         counts = np.zeros(self.vocab[item], np.int64)
-        for chunk in self.chunks("train", [self.roles.label, item]):
-            clicked = chunk[item].values[chunk[self.roles.label].values > 0]
-            counts += np.bincount(clicked, minlength=len(counts))
+        for rows in self.clicked(item):
+            counts += np.bincount(rows[item].values, minlength=len(counts))
         return counts
 
     @property
@@ -273,7 +276,7 @@ class StreamedData:
             # By value, since windows would keep all lists of the chunk in memory.
             pieces.append({name: Column(piece[name].values, piece[name].offsets) for name in names})
             start += chunk.num_rows
-        table = Chunk({name: concatenate([piece[name] for piece in pieces]) for name in names})
+        table = concatenate_rows(pieces, names)
         ids = np.arange(self.vocab[item])
         nearest = item_rows[np.minimum(item_rows.searchsorted(ids), len(item_rows) - 1)]
         return item_rows, table.take(rows.searchsorted(last[nearest])).with_columns({item: Column(ids)})
@@ -417,8 +420,7 @@ def _all_rows(data: StreamedData, split: str) -> Chunk:
         names.append(data.roles.label)
     if split not in data.splits:
         return _all_rows(data, "train").slice(0, 0)
-    chunks = list(data.chunks(split, names))
-    return Chunk({name: concatenate([chunk[name] for chunk in chunks]) for name in names})
+    return concatenate_rows(list(data.chunks(split, names)), names)
 
 
 def labelled_rows_of(data: StreamedData, *, context: bool = True) -> LabelledData:
@@ -521,11 +523,8 @@ def interactions_of(data: StreamedData) -> InteractionData:
         rows.with_columns({"item_id": Column(np.where(rows["item_id"].values > 0, rows["item_id"].values, outside))})
         for rows in (validation, test)
     )
-    unknown = table.take(np.zeros(1, np.int64))
-    items = Chunk({name: concatenate([table[name], unknown[name]]) for name in table})
-    owners = training_rows["user_id"].values
-    order = np.argsort(owners, kind="stable")
-    counts = np.bincount(owners, minlength=data.vocab["user_id"])
+    items = concatenate_rows([table, table.take(np.zeros(1, np.int64))], table)
+    known = Pairs(training_rows["user_id"].values, training_rows["item_id"].values)
     return InteractionData(
         name=data.name,
         train=training_rows,
@@ -534,8 +533,8 @@ def interactions_of(data: StreamedData) -> InteractionData:
         items=items,
         vocab={name: data.vocab[name] for tower in data.towers.values() for name in tower[0]},
         dense=data.dense,
-        known=Pairs(owners, training_rows["item_id"].values),
-        liked=Column.from_lengths(training_rows["item_id"].values[order], counts),
+        known=known,
+        liked=Column.grouped(known.items, known.users, data.vocab["user_id"]),
         user_ids=_values_of(data.preprocessor, "user_id", data.vocab["user_id"]),
         item_ids=_values_of(data.preprocessor, "item_id", items.num_rows),
         outside=1,
@@ -689,13 +688,9 @@ def planted_log_folder(folder: Path, *, seed: int = 0, sessions: bool = True) ->
     odds = log.odds(clicks[test], shown_items[test])
     click_chance = odds / (1 + odds)
     chances = {"click": click_chance, "conversion": click_chance * log.buys(shown_items[test])}
-    best = {}
-    for name, chance in chances.items():
-        label = rows[name][test]
-        best[f"{name}_auc"] = area_under_curve(chance, label)
-        likelihood = np.where(label > 0, chance, 1 - chance)
-        best[f"{name}_log_loss"] = float(-np.log(likelihood).mean())
-    return {name: best[f"click_{name}"] for name in ("auc", "log_loss")} | best
+    best = {name: best_prediction(chance, chance, rows[name][test]) for name, chance in chances.items()}
+    by_label = {f"{name}_{figure}": value for name, of in best.items() for figure, value in of.items()}
+    return best["click"] | by_label
 
 
 def _past(columns: Mapping[str, Int64], clicks: Int64, length: int, itself: int = 0) -> dict[str, pa.Array]:

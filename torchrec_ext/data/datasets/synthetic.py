@@ -224,13 +224,23 @@ def _vocab(users: int, items: int) -> dict[str, int]:
     }
 
 
-def area_under_curve(scores: _Floats, labels: _Floats) -> float:
-    """Returns the area under the ROC curve; a tie counts half."""
+def best_prediction(scores: _Floats, chances: _Floats, labels: _Floats) -> dict[str, float]:
+    """Returns the figures of the true ``chances`` of (B,) labels, which no prediction beats: AUC and log loss.
+
+    Args:
+        scores: scores in the order of the chances, for the area under the ROC curve; a tie counts half.
+        chances: probability that a label is 1.
+        labels: the labels that were drawn, 0 or 1.
+    """
     values, index = np.unique(scores, return_inverse=True)
     positive = np.bincount(index, labels, len(values))
     negative = np.bincount(index, 1 - labels, len(values))
     below = np.cumsum(negative) - negative / 2
-    return float((positive * below).sum() / (positive.sum() * negative.sum()))
+    likelihood = np.where(labels > 0, chances, 1 - chances)
+    return {
+        "auc": float((positive * below).sum() / (positive.sum() * negative.sum())),
+        "log_loss": float(-np.log(likelihood).mean()),
+    }
 
 
 class PlantedLog(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 import pyarrow as pa
 
-from torchrec_ext.data.columns import Chunk, concatenate
+from torchrec_ext.data.columns import Chunk, concatenate_rows
 from torchrec_ext.data.files.arrow import Kind
 from torchrec_ext.data.files.find import PathLike
 from torchrec_ext.data.files.sources import ParquetSource
@@ -51,7 +51,7 @@ def read_parquet(
         kinds |= {name: (kind,) for name, kind in columns.items()}
     source.require(kinds)
     chunks = [source.read(group, names) for group in source.groups]
-    return Chunk({name: concatenate([chunk[name] for chunk in chunks]) for name in names})
+    return concatenate_rows(chunks, names)
 
 
 def read_columns(path: PathLike, names: Sequence[str] | None = None) -> pa.Table:

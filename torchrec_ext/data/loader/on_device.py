@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from torchrec_ext.batch import DrawnStep, Jagged, KeyedIds, Keys, Resident, TowerBatch, concatenated, pack
-from torchrec_ext.data.columns import Array, Chunk, Column, concatenate
+from torchrec_ext.data.columns import Array, Chunk, Column, concatenate_rows
 from torchrec_ext.data.files.arrow import RowGroup, Source
 from torchrec_ext.data.loader.batch_builder import known_items, padded
 from torchrec_ext.data.loader.blocks import BlockLayout
@@ -521,4 +521,4 @@ def read_all(
     for group in source.groups:
         columns, floats = layout.checked(group, source.read(group, layout.names))
         chunks.append(columns | {name: Column(values) for name, values in floats.items() if name not in columns})
-    return Chunk({name: concatenate([chunk[name] for chunk in chunks]) for name in chunks[0]})
+    return concatenate_rows(chunks, chunks[0])
