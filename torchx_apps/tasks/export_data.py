@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from torchrec_ext.data.columns import Chunk, Column, Int64, concatenate
+from torchrec_ext.data.columns import Chunk, Column, Int64, concatenate_rows
 from torchrec_ext.data.datasets.features import RowContext, vocabulary_of
 from torchrec_ext.data.datasets.interactions import InteractionData
 from torchrec_ext.data.datasets.labelled import LabelledData
@@ -56,7 +56,7 @@ def of_interactions(data: InteractionData, schema: BatchSchema) -> ExportData:
     """
     if data.prepared is not None:
         return of_streamed(data.prepared, schema)
-    items = data.items.slice(1, data.num_items + 1)
+    past_last = data.num_items + 1
     everything = _rows_of(data)
     owners = everything["user_id"].values
     users, first = np.unique(owners, return_index=True)
@@ -71,31 +71,35 @@ def of_interactions(data: InteractionData, schema: BatchSchema) -> ExportData:
         "user": [name for name in names if name not in data.items and name not in context],
         "item": [name for name in names if name in data.items],
     }
-    ids = {"user_id": data.users_by_row, "item_id": data.items_by_row[: data.num_items + 1]}
+    ids = {"user_id": data.users_by_row, "item_id": data.items_by_row[:past_last]}
     ids["history"] = ids["item_id"]
-    user_columns = everything.take(first).select(columns["user"])
-    users_table = _as_in_files(user_columns, encoding, ids)
-    items_table = _as_in_files(items.select(columns["item"]), encoding, ids)
+    user_rows = everything.take(first).select(columns["user"])
+    users_table = _as_in_files(user_rows, encoding, ids)
+    items_table = _as_in_files(data.items.slice(1, past_last).select(columns["item"]), encoding, ids)
+    tables = [users_table, items_table]
     queries = None
     if context:
         queries = _as_in_files(data.train.sample(AUDITED).select([*columns["user"], *context]), encoding, ids)
+        tables.append(queries)
     liked = data.liked.take(users)
-    tables = [users_table, items_table] if queries is None else [users_table, items_table, queries]
+    # Items outside the catalogue have no position.
+    has_position = liked.values < past_last
+    owners = np.arange(len(users)).repeat(liked.lengths)
     return ExportData(
         catalogue=Catalogue(
             ids=ids["item_id"][1:],
             features=items_table,
-            titles=None if data.titles is None else data.titles[1 : data.num_items + 1],
-            categories=None if data.categories is None else data.categories[1 : data.num_items + 1],
+            titles=None if data.titles is None else data.titles[1:past_last],
+            categories=None if data.categories is None else data.categories[1:past_last],
             trained=ids["item_id"][np.unique(data.train["item_id"].values)],
         ),
         users=NamedUsers(
             key="user_id",
             ids=ids["user_id"][users],
             features=users_table,
-            unknown={name: _unknown(name, user_columns[name], encoding, ids) for name in columns["user"]},
+            unknown=_unknown(user_rows, encoding, {name: values[:1].tolist()[0] for name, values in ids.items()}),
             seen=_positions(data.seen(users, "train", "validation")),
-            liked=_positions(_only(liked, liked.values <= data.num_items)),
+            liked=_positions(Column.grouped(liked.values[has_position], owners[has_position], len(users))),
         ),
         queries=queries,
         preprocessor=_preprocessor(tables, encoding, _id_vocabularies(data, ids)),
@@ -117,7 +121,7 @@ def of_labelled(data: LabelledData, schema: BatchSchema) -> ExportData:
     names = (*schema.keys, *schema.dense)
     columns = data.words.sources([name for name in names if name not in ("item_id", *data.item_features)])
     queries = _as_in_files(data.test.sample(AUDITED).select(columns), data.words, {})
-    features = _described(data, "item_id", items, names)
+    features = _as_in_files(_described(data, "item_id", items, names), data.words, {})
     numbered = [name for name in schema.keys if name not in data.words.vocabularies]
     unseen = {
         name: np.setdiff1d(np.arange(data.vocab[name]), np.append(data.trained(name), data.oov_ids[name])).tolist()
@@ -175,11 +179,11 @@ def tower_columns(arguments: Mapping[str, Any]) -> Iterator[str]:
     yield from arguments.get("dense", ())
 
 
-def _described(data: LabelledData, key: str, rows: Int64, names: Sequence[str]) -> pa.Table:
-    """Returns the item's or user's columns for ``rows`` (N,) of a table, as in the files, limited to ``names``."""
+def _described(data: LabelledData, key: str, rows: Int64, names: Sequence[str]) -> Chunk:
+    """Returns the item's or user's columns behind ``names`` for ``rows`` (N,) of a table."""
     described = data.described(key, rows)
     sources = data.words.sources(names)
-    return _as_in_files(described.select([name for name in described if name in sources]), data.words, {})
+    return described.select([name for name in described if name in sources])
 
 
 def _users_of_labelled(data: LabelledData, items: Int64, names: Sequence[str]) -> NamedUsers:
@@ -195,19 +199,13 @@ def _users_of_labelled(data: LabelledData, items: Int64, names: Sequence[str]) -
     liked = (train["label"] > 0) & np.isin(train["user_id"], users) & np.isin(train["item_id"], items)
     owners = users.searchsorted(train["user_id"][liked])
     positions = items.searchsorted(train["item_id"][liked])
-    order = np.argsort(owners, kind="stable")
-    lists = as_arrow(Column.from_lengths(positions[order], np.bincount(owners, minlength=len(users))))
-    features = _described(data, "user_id", users, names)
-    words = data.words
-    described = data.described("user_id", users)
+    lists = as_arrow(Column.grouped(positions, owners, len(users)))
+    user_rows = _described(data, "user_id", users, names)
     return NamedUsers(
         key="user_id",
         ids=data.ids("user_id", users),
-        features=features,
-        unknown={
-            name: _unknown(name, described[name], words, {}) if name in words.steps.raw else data.oov_ids[name]
-            for name in features.column_names
-        },
+        features=_as_in_files(user_rows, data.words, {}),
+        unknown=_unknown(user_rows, data.words, data.oov_ids),
         seen=lists,
         liked=lists,
     )
@@ -220,11 +218,12 @@ def of_sequences(data: SequenceData) -> ExportData:
     before = most_recent(held_out.before, data.max_length)
     ids = as_arrow(Column(names[1:]))
     sessions = as_arrow(Column(names[before.values], before.offsets))
-    steps: tuple[Step, ...] = (
-        Lists(column="session", max_length=data.max_length),
-        Categorify(column="candidates", also=("session",)),
-    )
-    training = np.bincount(data.training().values, minlength=len(names))
+    training = data.popularity()
+    pairs: list[tuple[Step, Any]] = [
+        (Lists(column="session", max_length=data.max_length), {}),
+        (Categorify(column="candidates", also=("session",)), Vocabulary(ids, pa.array(training[1:]))),
+    ]
+    raw = {"session": f"list<{ids.type}>", "candidates": str(ids.type)}
     return ExportData(
         catalogue=Catalogue(
             ids=names[1:], features=pa.table({"candidates": ids}), trained=names[np.flatnonzero(training)]
@@ -237,12 +236,7 @@ def of_sequences(data: SequenceData) -> ExportData:
             seen=_positions(held_out.before),
             liked=_positions(before),
         ),
-        preprocessor=FittedPreprocessor(
-            steps=steps,
-            keep=(),
-            raw={"session": f"list<{ids.type}>", "candidates": str(ids.type)},
-            states=({}, Vocabulary(ids, pa.array(training[1:]))),
-        ),
+        preprocessor=FittedPreprocessor.of(pairs, raw),
     )
 
 
@@ -337,19 +331,16 @@ def _taken(data: StreamedData, owner: Int64, position: Int64, users: int, items:
     """
     user = str(data.roles.user)
     item = str(data.roles.item)
-    label = data.roles.label
     pairs = [np.zeros(0, np.int64)]
-    for chunk in data.chunks("train", [user, item, *([label] if label else [])]):
-        owners = owner[chunk[user].values]
-        positions = position[chunk[item].values]
+    for rows in data.clicked(user, item):
+        owners = owner[rows[user].values]
+        positions = position[rows[item].values]
         usable = (owners >= 0) & (positions >= 0)
-        if label:
-            usable &= chunk[label].values > 0
         pairs.append(owners[usable] * items + positions[usable])
     values, first = np.unique(np.concatenate(pairs), return_index=True)
-    owners, positions = np.divmod(values, items)
-    order = np.lexsort((first, owners))
-    return Column.from_lengths(positions[order], np.bincount(owners, minlength=users))
+    # In the order of the rows again: np.unique has sorted the pairs.
+    owners, positions = np.divmod(values[np.argsort(first)], items)
+    return Column.grouped(positions, owners, users)
 
 
 def _nobody(described: pa.Table, steps: FittedPreprocessor, dense: Sequence[str]) -> dict[str, Any]:
@@ -379,17 +370,11 @@ def _rows_of(data: InteractionData) -> Chunk:
     latest_first = np.arange(chunks[-1].num_rows)[::-1]
     chunks[-1] = chunks[-1].take(latest_first.copy())
     names = [name for name in chunks[0] if all(name in chunk for chunk in chunks)]
-    return Chunk({name: concatenate([chunk[name] for chunk in chunks]) for name in names})
+    return concatenate_rows(chunks, names)
 
 
 # By column of ids: the id in files and requests of each table row.
 FileIds = Mapping[str, NDArray[Any]]
-
-
-def _only(lists: Column, mask: NDArray[np.bool_]) -> Column:
-    """Filters the values of lists by a mask."""
-    rows = np.arange(len(lists)).repeat(lists.lengths)
-    return Column.from_lengths(lists.values[mask], np.bincount(rows[mask], minlength=len(lists)))
 
 
 def _positions(lists: Column) -> pa.ListArray:
@@ -445,31 +430,38 @@ def _preprocessor(
         vocabularies: ids of the files, see :func:`_id_vocabularies`.
     """
     raw = {field.name: raw_type(field.type) or "int64" for table in tables for field in table.schema}
-    steps: list[Step] = []
-    states: list[Any] = []
+    pairs: list[tuple[Step, Any]] = []
     for name in raw:
-        for step, state in encoding.steps_of(name):
+        steps = encoding.steps_of(name)
+        if steps:
             raw[name] = encoding.raw_type(name)
-            steps.append(step)
-            states.append(state)
+            pairs += steps
     for columns, ids in vocabularies.items():
         names = [name for name in columns if name in raw]
         if names:
-            steps.append(Categorify(column=names[0], also=tuple(names[1:])))
-            states.append(vocabulary_of(ids))
-    outputs = {name for step in steps for name in step.writes}
-    keep = tuple(name for name in raw if name not in outputs)
-    return FittedPreprocessor(steps=tuple(steps), keep=keep, raw=raw, states=tuple(states)) if steps else None
+            pairs.append((Categorify(column=names[0], also=tuple(names[1:])), vocabulary_of(ids)))
+    if not pairs:
+        return None
+    outputs = {name for step, _ in pairs for name in step.writes}
+    return FittedPreprocessor.of(pairs, raw, [name for name in raw if name not in outputs])
 
 
-def _unknown(name: str, column: Column, encoding: RowContext, ids: FileIds) -> Any:
-    """Returns the value of a column for an unknown user."""
-    if name in encoding.scales:
-        return encoding.scales[name][0]
-    if name in encoding.vocabularies or name in encoding.times:
-        return "" if name in encoding.separators else None
-    if column.ragged:
-        return []
-    if name in ids:
-        return ids[name][:1].tolist()[0]
-    return 0 if column.values.dtype.kind in "iu" else 0.0
+def _unknown(rows: Chunk, encoding: RowContext, ids: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the columns of an unknown user.
+
+    Args:
+        rows: rows of known users.
+        encoding: vocabularies and scales of the columns.
+        ids: id of the unknown in a column of ids.
+    """
+    unknown: dict[str, Any] = {}
+    for name, column in rows.items():
+        if name in encoding.scales:
+            unknown[name] = encoding.scales[name][0]
+        elif name in encoding.vocabularies or name in encoding.times:
+            unknown[name] = "" if name in encoding.separators else None
+        elif column.ragged:
+            unknown[name] = []
+        else:
+            unknown[name] = ids.get(name, 0 if column.values.dtype.kind in "iu" else 0.0)
+    return unknown
