@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from tests.contracts import run_ranks
-from torchrec_ext.data.columns import Column
+from torchrec_ext.data.columns import Chunk, Column
 from torchrec_ext.data.datasets.sequences import SequenceData
-from torchrec_ext.data.loader.sessions import SessionBatches
+from torchrec_ext.data.loader.batch_builder import BatchBuilder
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.loop import train
@@ -149,11 +149,13 @@ def counted_by_hand(runtime: Runtime, root: Path, *overrides: str) -> dict[str, 
     schema = model.schema()
     parallel, _ = hybrid_parallel(model, runtime, optimizer=job.optimizer, seed=3)
     evaluator = task.evaluator(schema, parallel, runtime)
-    figures, batches = evaluator.test(), SessionBatches(schema)
+    figures = evaluator.test()
     data, held_out = task.data, task.data.held_out("test")
+    ids = np.arange(data.num_items + 1)
+    builder = BatchBuilder(schema, Chunk({"candidates": Column(ids)}))
     with torch.no_grad():
-        sessions = parallel.module.embed("session", batches.sessions(held_out.before)).double()
-        items = parallel.module.embed("item", batches.items(np.arange(data.num_items + 1))).double()
+        sessions = parallel.module.embed("session", builder.user_batch(Chunk({"session": held_out.before}))).double()
+        items = parallel.module.embed("item", builder.item_batch(ids)).double()
     places: list[list[int]] = [[] for _ in held_out.users]
     rows = np.arange(len(held_out.users)) if held_out.target_rows is None else held_out.target_rows
     for row, target in zip(rows, held_out.targets, strict=True):

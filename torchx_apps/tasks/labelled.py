@@ -10,14 +10,13 @@ import numpy as np
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_ext.data.datasets.labelled import LabelledData
-from torchrec_ext.data.datasets.streamed import StreamedData
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train import metrics
 from torchrec_ext.train.config import Record
 from torchx_apps.tasks.export_data import ExportData, of_labelled, without_item, without_item_tower
-from torchx_apps.tasks.task import Evaluator, Task
+from torchx_apps.tasks.task import BATCH_ROWS, Evaluator, Task
 
 
 @dataclass(frozen=True)
@@ -54,12 +53,6 @@ class LabelledTask(Task):
         return without_item_tower(model, self.data.towers["item"], None if self.data.prepared is not None else "item")
 
     @property
-    def prepared(self) -> StreamedData | None:
-        """The folder of rec.data.preprocess that the rows come from, or None."""
-        prepared: StreamedData | None = self.data.prepared
-        return prepared
-
-    @property
     def oov_ids(self) -> Mapping[str, int]:
         """Table row of ids unseen in training, by feature."""
         return self.data.oov_ids
@@ -90,34 +83,23 @@ class LabelledTask(Task):
 class LabelledEvaluator(Evaluator):
     """Evaluates AUC, AUC within each user's rows, and log loss."""
 
-    def __init__(
-        self, data: LabelledData, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime
-    ) -> None:
-        super().__init__(schema, model, runtime)
-        self._data = data
+    data: LabelledData
 
     @property
     def validated(self) -> list[str]:
         """Names of the figures of :meth:`validate`."""
-        return metrics.classification_names(calibrated=self.calibrated)
+        return self.classified
 
     def baseline(self, split: str) -> Record:
         """Returns the figures of predicting the training rows' share of positives for every row, the best constant."""
-        share = float(self._data.train["label"].values.mean())
-        labels = getattr(self._data, split)["label"].values
+        share = float(self.data.train["label"].values.mean())
+        labels = getattr(self.data, split)["label"].values
         if not self.calibrated:
             return {"auc": 0.5}
         return {"auc": 0.5, "log_loss": float(-np.log(np.where(labels > 0, share, 1 - share)).mean())}
 
     def figures(self, split: str) -> Record:
         """Returns figures by name on the held-out rows of a split."""
-        config = LoaderConfig(batch_size=8192, negatives=0, label="label", shuffle=False)
-        loader = ChunkLoader(
-            getattr(self._data, split),
-            self.schema,
-            config=config,
-            rank=self.runtime.rank,
-            world_size=self.runtime.world_size,
-        )
-        figures = metrics.classification_metrics(*self.predictions(loader), self.runtime)
-        return figures if self.calibrated else {"auc": figures["auc"]}
+        predictions = self.predictions(getattr(self.data, split), BATCH_ROWS)
+        figures = metrics.classification_metrics(*predictions, self.runtime)
+        return {name: figures[name] for name in self.classified}

@@ -1,14 +1,19 @@
-"""TaskQuestion: the one ranking question that a model, popularity, EASE and ALS answer side by side."""
+"""TaskQuestion: the one ranking question that a model, popularity, EASE and ALS answer side by side.
+
+row_batches(), item_batches(): the query rows and the items that this rank embeds.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from torchrec_ext.data.columns import Column, Int64
+from torchrec_ext.data.columns import Chunk, Column, Int64
+from torchrec_ext.data.loader.batch_builder import BatchBuilder
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train import metrics
 from torchrec_ext.train.config import Figure, Record
@@ -38,15 +43,55 @@ class TaskQuestion:
     figures: Sequence[tuple[Figure, int]]
     num_items: int | None = None
 
+    @classmethod
+    def about(
+        cls,
+        targets: Int64,
+        user_items: Column,
+        figures: Sequence[tuple[Figure, int]],
+        *,
+        candidates: Int64 | None = None,
+        target_rows: Int64 | None = None,
+        keep_seen: bool = False,
+        not_items: Sequence[int] = (0,),
+        num_items: int | None = None,
+    ) -> TaskQuestion:
+        """Asks for the place of each target among its own candidates, or in the whole catalogue.
+
+        Args:
+            targets: (T,) held-out items.
+            user_items: see :class:`TaskQuestion`; the catalogue is ranked without them.
+            figures: see :class:`TaskQuestion`.
+            candidates: (T, N) the candidates of each target, below 0 if there are fewer; None for the whole catalogue.
+            target_rows: (T,) query of each target, ascending; None if each query has one.
+            keep_seen: rank the items of ``user_items``, too.
+            not_items: ids that are never ranked in the catalogue.
+            num_items: see :class:`TaskQuestion`.
+        """
+        if candidates is not None:
+            ids = np.concatenate([targets[:, None], candidates], axis=1)
+            return cls(question=torch.from_numpy(ids), user_items=user_items, figures=figures)
+        seen = user_items.slice(0, 0) if keep_seen else user_items
+        question = metrics.Question(
+            targets=torch.from_numpy(targets),
+            target_rows=None if target_rows is None else torch.from_numpy(target_rows),
+            seen_rows=torch.from_numpy(np.arange(len(seen)).repeat(seen.lengths)),
+            seen_items=torch.from_numpy(seen.values),
+            not_items=not_items,
+        )
+        return cls(question=question, user_items=user_items, figures=figures, num_items=num_items)
+
     def of_model(
         self,
         model: metrics.Recommender,
         runtime: Runtime,
-        queries: Iterable[metrics.Kept],
-        items: Iterable[metrics.Kept],
+        builder: BatchBuilder,
+        rows: Chunk,
         towers: Sequence[str] = ("user", "item"),
     ) -> Record:
-        """Returns the figures of a model; arguments as in :func:`catalogue_ranks`. Collective."""
+        """Returns the figures of a model on Q query rows and all of the builder's items. Collective."""
+        queries = row_batches(builder, rows, runtime)
+        items = item_batches(builder, builder.items.num_rows, runtime)
         if isinstance(self.question, Tensor):
             ranks = metrics.candidate_ranks(model, runtime, queries, items, self.question, towers=towers)
         else:
@@ -83,12 +128,16 @@ class TaskQuestion:
         return metrics.named_figures(ranks, self.figures)
 
 
-def best_new_items(scores: Tensor, user_items: Int64) -> tuple[list[int], list[float]]:
-    """Returns the K best items by scores (I,), which it changes, and their scores; without unknown and own items."""
-    scores[0] = -torch.inf
-    scores[torch.from_numpy(user_items)] = -torch.inf
-    best = scores.topk(min(K, int((scores > -torch.inf).sum())))
-    return best.indices.tolist(), best.values.tolist()
+def row_batches(builder: BatchBuilder, rows: Chunk, runtime: Runtime) -> Iterator[metrics.Kept]:
+    """Yields the batches of this rank's share of query rows, each with the number of its rows that count."""
+    for share, keep in metrics.own_share(rows.num_rows, runtime):
+        yield builder.user_batch(rows.slice(share.start, share.stop)), keep
+
+
+def item_batches(builder: BatchBuilder, count: int, runtime: Runtime) -> Iterator[metrics.Kept]:
+    """Yields the batches of this rank's share of the first ``count`` items, as :func:`row_batches` those of rows."""
+    for share, keep in metrics.own_share(count, runtime):
+        yield builder.item_batch(np.arange(share.start, share.stop)), keep
 
 
 def recommendation_lines(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -10,9 +9,8 @@ import numpy as np
 import torch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from torchrec_ext.data.columns import Chunk, Column, Int64
+from torchrec_ext.data.columns import Chunk, Int64
 from torchrec_ext.data.datasets.interactions import InteractionData
-from torchrec_ext.data.datasets.streamed import StreamedData
 from torchrec_ext.data.loader.batch_builder import BatchBuilder
 from torchrec_ext.data.loader.id_dropout import unseen_as_oov
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig, labelled_rows, training_loader
@@ -20,14 +18,11 @@ from torchrec_ext.data.negatives.hard import Index
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train import metrics
-from torchrec_ext.train.config import Figure, Record
+from torchrec_ext.train.config import Record
 from torchx_apps.tasks.baselines import ClosedForms
 from torchx_apps.tasks.export_data import ExportData, of_interactions
-from torchx_apps.tasks.question import SHOWN, TaskQuestion, best_new_items, recommendation_lines
-from torchx_apps.tasks.task import RankedEvaluator, RankedTask
-
-# Figures, each with its number of items shown.
-Figures = Sequence[tuple[Figure, int]]
+from torchx_apps.tasks.question import SHOWN, TaskQuestion, recommendation_lines, row_batches
+from torchx_apps.tasks.task import Figures, RankedEvaluator, RankedTask, heading_of
 
 
 @dataclass(frozen=True)
@@ -51,20 +46,12 @@ class RankingTask(RankedTask):
     @property
     def heading(self) -> str:
         """Heading of the figures: the rows that are ranked, and the candidates they are ranked among."""
-        if "test" in self.data.evaluation.candidates:
-            return f"test items, among {self.data.evaluation.candidates['test'].shape[1]} others"
-        return "test items, whole catalogue"
+        return heading_of(self.data.evaluation.candidates)
 
     @property
     def validates(self) -> bool:
         """Whether there are validation rows."""
         return self.data.validation.num_rows > 0
-
-    @property
-    def prepared(self) -> StreamedData | None:
-        """The folder of rec.data.preprocess that the rows come from, or None."""
-        prepared: StreamedData | None = self.data.prepared
-        return prepared
 
     @cached_property
     def closed_forms(self) -> ClosedForms:
@@ -134,6 +121,8 @@ class Recommended:
 class RankingEvaluator(RankedEvaluator):
     """Ranks the held-out items of each user; the user's validation items count as taken in the test."""
 
+    data: InteractionData
+
     def __init__(
         self,
         data: InteractionData,
@@ -145,8 +134,7 @@ class RankingEvaluator(RankedEvaluator):
     ) -> None:
         protocol = data.evaluation
         usual_figures = [(name, k) for k in protocol.at for name in protocol.figures]
-        super().__init__(schema, model, runtime, figures or usual_figures, closed_forms)
-        self._data = data
+        super().__init__(data, schema, model, runtime, figures or usual_figures, closed_forms)
         # The evaluation does what serving does: a user or an item without a training row has the unknown id's table row
         # and its own features. That table row is trained where ids are dropped; otherwise it has its initial values,
         # which all such items share.
@@ -162,32 +150,23 @@ class RankingEvaluator(RankedEvaluator):
     @property
     def validated(self) -> list[str]:
         """Names of the figures of :meth:`validate`."""
-        return self.ranking_names if "validation" in self._data.evaluation.candidates else ["auc", *self.ranking_names]
+        return self.ranking_names if "validation" in self.data.evaluation.candidates else ["auc", *self.ranking_names]
 
     def question(self, split: str) -> TaskQuestion:
         """Returns the question about the held-out items of a split."""
-        return heldout_question(self._data, split, self.ranking_figures)
-
-    def baseline(self, split: str) -> Record:
-        """Returns the ranking figures of the popularity ranking on the same items and candidates."""
-        return self.question(split).of_popularity(torch.from_numpy(self._data.popularity()))
+        return heldout_question(self.data, split, self.ranking_figures)
 
     def example(self) -> str:
         """Returns the recommendations for the user of the first test row, as text."""
-        return recommendation_text(self._data, self.recommend())
+        return recommendation_text(self.data, self.recommend())
 
     def recommend(self, user_row: int = 0) -> Recommended:
         """Returns the K best items for the user of a test row, fewer if there are fewer new items for that user."""
-        row = self._data.test.slice(user_row, user_row + 1)
+        row = self.data.test.slice(user_row, user_row + 1)
         user = row["user_id"].values
-        row = self._with_oov_ids(row, "user_id")
-        model = self.model.module
-        with torch.no_grad():
-            items = self._catalogue()
-            vector = model.embed("user", self._builder.user_batch(row).to(self.runtime.device))
-            scores = model.interaction.score_all(vector, items)[0].cpu()
-        user_items = self._data.seen(user, "train", "validation").values
-        return Recommended(int(user[0]), *best_new_items(scores, user_items))
+        query = self._builder.user_batch(self._with_oov_ids(row, "user_id"))
+        user_items = self.data.seen(user, "train", "validation").values
+        return Recommended(int(user[0]), *self.best_items("user", query, self._builder, user_items))
 
     def hardest(self, k: int) -> Index:
         """Returns a function from users to their hard negatives, by the model as it is now, in evaluation. Collective.
@@ -196,22 +175,21 @@ class RankingEvaluator(RankedEvaluator):
         (N,) to rows (N, k), with 0 if there are fewer. The function itself needs no other rank.
         """
         self.model.eval()
-        owners = self._data.train["user_id"].values
+        owners = self.data.train["user_id"].values
         # A user's last row has the longest history.
         users, from_end = np.unique(owners[::-1], return_index=True)
         model = self.model.module
-        train = self._data.train.take(len(owners) - 1 - from_end)
-        shares = metrics.own_share(len(users), self.runtime)
-        batches = ((self._builder.user_batch(train.slice(rows.start, rows.stop)), keep) for rows, keep in shares)
+        train = self.data.train.take(len(owners) - 1 - from_end)
+        batches = row_batches(self._builder, train, self.runtime)
         vectors = metrics.embed_all(model, "user", batches, self.runtime)
-        items = self._catalogue()
+        items = self.catalogue(self._builder)
 
         @torch.no_grad()
         def index(queries: Int64) -> Int64:
             best = np.zeros((len(queries), min(k, len(items) - 1)), dtype=np.int64)
             trained = np.flatnonzero(np.isin(queries, users))
             scores = model.interaction.score_all(vectors[users.searchsorted(queries[trained])], items).cpu()
-            own_items = self._data.seen(queries[trained])
+            own_items = self.data.seen(queries[trained])
             scores[np.arange(len(trained)).repeat(own_items.lengths), own_items.values] = -torch.inf
             scores[:, 0] = -torch.inf
             values, rows = scores.topk(best.shape[1])
@@ -222,78 +200,44 @@ class RankingEvaluator(RankedEvaluator):
 
     def figures(self, split: str) -> Record:
         """Returns figures by name on the held-out rows of a split."""
-        chunk = self._with_oov_ids(getattr(self._data, split).take(_query_rows(self._data, split)), "user_id")
-        shares = metrics.own_share(chunk.num_rows, self.runtime)
-        queries = ((self._builder.user_batch(chunk.slice(rows.start, rows.stop)), keep) for rows, keep in shares)
-        model = self.model.module
-        items = self._item_batches(self._data.items.num_rows)
-        figures = self.question(split).of_model(model, self.runtime, queries, items)
-        whole = split not in self._data.evaluation.candidates
-        return {"auc": self._auc(split), **figures} if whole else figures
-
-    def _auc(self, split: str) -> float:
-        config = LoaderConfig(batch_size=4096, negatives=0, label="label", shuffle=False)
-        rank = self.runtime.rank
-        world_size = self.runtime.world_size
-        loader = ChunkLoader(
-            self._labelled[split], self.schema, config=config, items=self._items, rank=rank, world_size=world_size
-        )
-        return metrics.auc(*self.predictions(loader), self.runtime)
+        rows = getattr(self.data, split)
+        if self.data.evaluation.by == "user":
+            # One question for each user, in the order of the users' ids.
+            rows = rows.take(np.unique(rows["user_id"].values, return_index=True)[1])
+        rows = self._with_oov_ids(rows, "user_id")
+        figures = self.question(split).of_model(self.model.module, self.runtime, self._builder, rows)
+        if split in self.data.evaluation.candidates:
+            return figures
+        predictions = self.predictions(self._labelled[split], batch_size=4_096, items=self._items)
+        return {"auc": metrics.auc(*predictions, self.runtime), **figures}
 
     def _with_oov_ids(self, rows: Chunk, name: str) -> Chunk:
         """Replaces ids without a training row by the unknown id."""
         feature = self.schema.feature(name)
-        return unseen_as_oov(rows, self._data.train, feature) if feature else rows
-
-    def _item_batches(self, rows: int) -> Iterator[metrics.Kept]:
-        ids = np.arange(rows)
-        return ((self._builder.item_batch(ids[rows]), keep) for rows, keep in metrics.own_share(len(ids), self.runtime))
-
-    def _catalogue(self) -> torch.Tensor:
-        batches = self._item_batches(self._data.num_items + 1)
-        return metrics.embed_all(self.model.module, "item", batches, self.runtime)
+        return unseen_as_oov(rows, self.data.train, feature) if feature else rows
 
 
 def heldout_question(data: InteractionData, split: str, figures: Figures) -> TaskQuestion:
     """Returns the question about the held-out items of ``split``, for a model and its baselines."""
+    evaluation = data.evaluation
     rows = getattr(data, split)
-    candidates = data.evaluation.candidates.get(split)
     users = rows["user_id"].values
-    own_items = data.seen(np.unique(users) if data.evaluation.by == "user" else users, *_before(split))
-    if candidates is None:
-        question = _of_catalogue(data, split, own_items)
-        return TaskQuestion(question=question, user_items=own_items, figures=figures, num_items=data.num_items)
-    ids = np.concatenate([rows["item_id"].values[:, None], candidates], axis=1)
-    return TaskQuestion(question=torch.from_numpy(ids), user_items=own_items, figures=figures)
-
-
-def _query_rows(data: InteractionData, split: str) -> Int64:
-    """Returns the query rows of a split: all rows, or each user's first, in the order of the users' ids."""
-    users = getattr(data, split)["user_id"].values
-    return np.arange(len(users)) if data.evaluation.by == "row" else np.unique(users, return_index=True)[1]
-
-
-def _before(split: str) -> tuple[str, ...]:
-    """Returns the splits with a user's items before those of a split."""
-    return ("train",) if split == "validation" else ("train", "validation")
-
-
-def _of_catalogue(data: InteractionData, split: str, own_items: Column) -> metrics.Question:
-    """Returns the question about the whole catalogue, for queries of users with the items ``own_items``, Q rows."""
-    users, targets = (getattr(data, split)[name].values for name in ("user_id", "item_id"))
-    rows = None
-    if data.evaluation.by == "user":
+    targets = rows["item_id"].values
+    target_rows: Int64 | None = None
+    if evaluation.by == "user":
         order = np.argsort(users, kind="stable")
-        rows = np.unique(users[order], return_inverse=True)[1]
         targets = targets[order]
-    if data.evaluation.keep_seen:
-        own_items = Column.from_lengths(targets[:0], np.zeros(len(own_items), dtype=np.int64))
-    return metrics.Question(
-        targets=torch.from_numpy(targets),
-        target_rows=None if rows is None else torch.from_numpy(rows),
-        seen_rows=torch.from_numpy(np.arange(len(own_items)).repeat(own_items.lengths)),
-        seen_items=torch.from_numpy(own_items.values),
+        users, target_rows = np.unique(users[order], return_inverse=True)
+    before = ("train",) if split == "validation" else ("train", "validation")
+    return TaskQuestion.about(
+        targets,
+        data.seen(users, *before),
+        figures,
+        candidates=evaluation.candidates.get(split),
+        target_rows=target_rows,
+        keep_seen=evaluation.keep_seen,
         not_items=(0, *range(data.num_items + 1, data.items.num_rows)),
+        num_items=data.num_items,
     )
 
 

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import torch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from torchrec_ext.data.columns import Column
-from torchrec_ext.data.datasets.sequences import (
-    HELD_OUT,
-    HeldOut,
-    SequenceData,
-    most_recent,
-    training_windows,
-)
+from torchrec_ext.data.columns import Chunk, Column
+from torchrec_ext.data.datasets.sequences import HELD_OUT, SequenceData, most_recent, training_windows
+from torchrec_ext.data.loader.batch_builder import BatchBuilder
 from torchrec_ext.data.loader.config import LoaderConfig
-from torchrec_ext.data.loader.sessions import SessionBatches, SessionLoader
+from torchrec_ext.data.loader.sessions import SessionLoader
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.models.session import CANDIDATES
+from torchrec_ext.models.session import CANDIDATES, SESSION
 from torchrec_ext.schema import BatchSchema
-from torchrec_ext.train import metrics
-from torchrec_ext.train.config import Figure, Record
+from torchrec_ext.train.config import Record
 from torchx_apps.tasks.baselines import ClosedForms
 from torchx_apps.tasks.export_data import ExportData, of_sequences
-from torchx_apps.tasks.question import SHOWN, K, TaskQuestion, best_new_items, recommendation_lines
-from torchx_apps.tasks.task import RankedEvaluator, RankedTask
+from torchx_apps.tasks.question import SHOWN, TaskQuestion, recommendation_lines
+from torchx_apps.tasks.task import USUAL_FIGURES, Figures, RankedEvaluator, RankedTask, heading_of
 
 
 @dataclass(frozen=True)
@@ -44,7 +36,7 @@ class SessionTask(RankedTask):
     data: SequenceData
     baseline_name: str = "popularity"
     validates: bool = True
-    figures: Sequence[tuple[Figure, int]] = (("hr", K), ("ndcg", K))
+    figures: Figures = USUAL_FIGURES
 
     @cached_property
     def closed_forms(self) -> ClosedForms:
@@ -62,17 +54,16 @@ class SessionTask(RankedTask):
 
     def __post_init__(self) -> None:
         if not len(self.data.held_out("test").targets):
+            held_out = self.data.least - 1 if self.data.test_items > 1 else "two"
             raise ValueError(
                 f"set '{self.data.name}' has no test rows: no user has the {self.data.least} items that holding out "
-                f"{self.data.least - 1 if self.data.test_items > 1 else 'two'} of them needs"
+                f"{held_out} of them needs"
             )
 
     @property
     def heading(self) -> str:
         """Heading of the figures: the rows that are ranked, and the candidates they are ranked among."""
-        if "test" in self.data.candidates:
-            return f"test items, among {self.data.candidates['test'].shape[1]} others"
-        return "test items, whole catalogue"
+        return heading_of(self.data.candidates)
 
     def describe(self) -> str:
         """Returns the set's name and size as one line."""
@@ -108,28 +99,20 @@ class SessionTask(RankedTask):
 class SessionEvaluator(RankedEvaluator):
     """Ranks the held-out items of each user; in the test the user's validation item counts as taken before."""
 
+    data: SequenceData
+
     def __init__(
         self,
         data: SequenceData,
         schema: BatchSchema,
         model: DistributedModelParallel,
         runtime: Runtime,
-        figures: Sequence[tuple[Figure, int]],
+        figures: Figures = USUAL_FIGURES,
         closed_forms: ClosedForms | None = None,
     ) -> None:
-        super().__init__(schema, model, runtime, figures, closed_forms)
-        self._data = data
-        self._batches = SessionBatches(schema)
+        super().__init__(data, schema, model, runtime, figures, closed_forms)
+        self._builder = BatchBuilder(schema, Chunk({CANDIDATES: Column(np.arange(data.num_items + 1))}))
         self._held_out = {split: data.held_out(split) for split in HELD_OUT}
-
-    @property
-    def validated(self) -> list[str]:
-        """Names of the figures of :meth:`validate`."""
-        return self.ranking_names
-
-    def baseline(self, split: str) -> Record:
-        """Returns the figures of the popularity ranking on the same items and candidates."""
-        return self.question(split).of_popularity(torch.from_numpy(self._data.popularity()))
 
     def example(self) -> str:
         """Describes the first test user's last items and the model's recommendations after them."""
@@ -137,49 +120,33 @@ class SessionEvaluator(RankedEvaluator):
         before = held_out.before.slice(0, 1)
         rows = held_out.target_rows
         answers = held_out.targets[:1] if rows is None else held_out.targets[rows == 0]
-        with torch.no_grad():
-            items = metrics.embed_all(self.model.module, "item", self._items(), self.runtime)
-            batch = self._batches.sessions(most_recent(before, self._data.max_length)).to(self.runtime.device)
-            session = self.model.module.embed("session", batch)
-            scores = self.model.module.interaction.score_all(session, items)[0].cpu()
+        query = self._builder.user_batch(self._sessions(before))
+        items, scores = self.best_items("session", query, self._builder, before.values)
         lines = [f"the first user took last: {', '.join(self._name(item) for item in before.values[-SHOWN:])}"]
-        lines += recommendation_lines(*best_new_items(scores, before.values), self._name, answers.tolist())
+        lines += recommendation_lines(items, scores, self._name, answers.tolist())
         return "\n".join(lines)
 
     def _name(self, item: int) -> str:
-        return f"item {item if self._data.item_ids is None else self._data.item_ids[item]}"
+        return f"item {item if self.data.item_ids is None else self.data.item_ids[item]}"
 
     def figures(self, split: str) -> Record:
         """Returns figures by name on the held-out rows of a split."""
-        sessions = self._sessions(most_recent(self._held_out[split].before, self._data.max_length))
+        rows = self._sessions(self._held_out[split].before)
         return self.question(split).of_model(
-            self.model.module, self.runtime, sessions, self._items(), towers=("session", "item")
+            self.model.module, self.runtime, self._builder, rows, towers=("session", "item")
         )
 
     def question(self, split: str) -> TaskQuestion:
         """Returns the question about the held-out items of a split."""
         held_out = self._held_out[split]
-        candidates = self._data.candidates.get(split)
-        if candidates is None:
-            return TaskQuestion(
-                question=_of_catalogue(held_out), user_items=held_out.before, figures=self.ranking_figures
-            )
-        ids = np.concatenate([held_out.targets[:, None], candidates], axis=1)
-        return TaskQuestion(question=torch.from_numpy(ids), user_items=held_out.before, figures=self.ranking_figures)
+        return TaskQuestion.about(
+            held_out.targets,
+            held_out.before,
+            self.ranking_figures,
+            candidates=self.data.candidates.get(split),
+            target_rows=held_out.target_rows,
+        )
 
-    def _sessions(self, sessions: Column) -> Iterator[metrics.Kept]:
-        for rows, keep in metrics.own_share(len(sessions), self.runtime):
-            yield self._batches.sessions(sessions.slice(rows.start, rows.stop)), keep
-
-    def _items(self) -> Iterator[metrics.Kept]:
-        ids = np.arange(self._data.num_items + 1)
-        return ((self._batches.items(ids[rows]), keep) for rows, keep in metrics.own_share(len(ids), self.runtime))
-
-
-def _of_catalogue(held_out: HeldOut) -> metrics.Question:
-    return metrics.Question(
-        targets=torch.from_numpy(held_out.targets),
-        target_rows=None if held_out.target_rows is None else torch.from_numpy(held_out.target_rows),
-        seen_rows=torch.from_numpy(np.arange(len(held_out.users)).repeat(held_out.before.lengths)),
-        seen_items=torch.from_numpy(held_out.before.values),
-    )
+    def _sessions(self, before: Column) -> Chunk:
+        """Returns query rows: the most recent items that the model reads of each of Q lists."""
+        return Chunk({SESSION: most_recent(before, self.data.max_length)})

@@ -11,24 +11,23 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from torchrec_ext.data.columns import Chunk, Column, Int64, Windows, concatenate
+from torchrec_ext.data.columns import Chunk, Column, Int64, concatenate_rows
 from torchrec_ext.data.datasets.streamed import StreamedData, positive_share
 from torchrec_ext.data.loader.batch_builder import BatchBuilder
-from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
+from torchrec_ext.data.loader.config import LoaderConfig
+from torchrec_ext.data.loader.loader import ChunkLoader
 from torchrec_ext.data.negatives.mixed import CatalogueCandidates
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train import metrics
-from torchrec_ext.train.config import Figure, Record
+from torchrec_ext.train.config import Record
 from torchx_apps.tasks.baselines import ClosedForms
 from torchx_apps.tasks.export_data import ExportData, of_streamed, tower_columns, without_item, without_item_tower
 from torchx_apps.tasks.question import TaskQuestion
-from torchx_apps.tasks.task import RankedEvaluator, RankedTask
-
-# Rows of a rank's batch in an evaluation.
-BATCH_ROWS = 8_192
+from torchx_apps.tasks.task import BATCH_ROWS, USUAL_FIGURES, Figures, RankedEvaluator, RankedTask
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class StreamedTask(RankedTask):
         if user is None or item is None:
             return None
         return ClosedForms(
-            pairs=lambda: _clicked(self.data, user, item),
+            pairs=lambda: _clicks(self.data, np.arange(1, self.data.vocab[user])),
             num_pairs=self.data.splits["train"].num_rows,
             num_users=self.data.vocab[user],
             num_items=self.data.vocab[item],
@@ -132,34 +131,36 @@ class StreamedEvaluator(RankedEvaluator):
     a training row with label 1 of.
     """
 
+    data: StreamedData
+
     def __init__(
         self,
         data: StreamedData,
         schema: BatchSchema,
         model: DistributedModelParallel,
         runtime: Runtime,
-        figures: Sequence[tuple[Figure, int]] = (),
+        figures: Figures = (),
         closed_forms: ClosedForms | None = None,
     ) -> None:
-        super().__init__(schema, model, runtime, figures or (("hr", 10), ("ndcg", 10)), closed_forms)
+        super().__init__(data, schema, model, runtime, figures or USUAL_FIGURES, closed_forms)
         baseline_names = closed_forms.names if closed_forms else ()
         if (figures or baseline_names) and ranking_towers(model.module, data) is None:
-            metrics_named = f"evaluation.metrics={','.join(f'{name}@{k}' for name, k in figures)}"
+            setting = f"evaluation.baselines={','.join(baseline_names)}"
+            if figures:
+                setting = f"evaluation.metrics={','.join(self.ranking_names)}"
             raise ValueError(
-                f"{metrics_named if figures else 'evaluation.baselines=' + ','.join(baseline_names)}: the catalogue of "
-                f"'{data.name}' is not ranked; that needs Prepared(user=, item=) in its preprocessing recipe, "
-                "data.ranked above 0, and a last tower that reads the item's columns, and no others"
+                f"{setting}: the catalogue of '{data.name}' is not ranked; that needs Prepared(user=, item=) in its "
+                "preprocessing recipe, data.ranked above 0, and a last tower that reads the item's columns, and no "
+                "others"
             )
-        self._data = data
         self._questions: dict[str, _RankedRows | None] = {}
 
     @property
     def validated(self) -> list[str]:
         """Names of the figures of :meth:`validate`."""
         prefixes = [f"{name}_" for name in getattr(self.model.module, "tasks", ())] or [""]
-        names = metrics.classification_names(calibrated=self.calibrated)
-        ranked = self.ranking_names if ranking_towers(self.model.module, self._data) else []
-        return [*(f"{prefix}{name}" for prefix in prefixes for name in names), *ranked]
+        ranked = self.ranking_names if ranking_towers(self.model.module, self.data) else []
+        return [*(f"{prefix}{name}" for prefix in prefixes for name in self.classified), *ranked]
 
     def baseline(self, split: str) -> Record:
         """Returns the figures of the best constant, the training rows' share of positives, and popularity's ranking."""
@@ -172,7 +173,7 @@ class StreamedEvaluator(RankedEvaluator):
                 figures[f"{prefix}log_loss"] = -sum(weight * math.log(chance) for weight, chance in classes if weight)
         question = self.question(split)
         if question is not None:
-            figures |= question.of_popularity(torch.from_numpy(self._data.popularity))
+            figures |= question.of_popularity(torch.from_numpy(self.data.popularity))
         return figures
 
     def question(self, split: str) -> TaskQuestion | None:
@@ -182,7 +183,7 @@ class StreamedEvaluator(RankedEvaluator):
 
     def _constants(self, split: str) -> Iterator[tuple[str, tuple[float, float], float]]:
         """Yields each label's prefix of figures, its positives and their total, and their share in training."""
-        data = self._data
+        data = self.data
         tasks = list(getattr(self.model.module, "tasks", ()))
         if not tasks:
             yield "", data.positives[split], data.share("train")
@@ -198,71 +199,50 @@ class StreamedEvaluator(RankedEvaluator):
 
     def figures(self, split: str) -> Record:
         """Returns figures by name on the held-out rows of a split."""
-        roles = self._data.roles
+        roles = self.data.roles
         runtime = self.runtime
-        config = LoaderConfig(
-            batch_size=BATCH_ROWS * runtime.world_size,
-            negatives=0,
-            label=roles.label,
-            weight=roles.weight,
-            shuffle=False,
-        )
-        source = self._data.splits[split]
-        rank = runtime.rank
-        world_size = runtime.world_size
-        loader = ChunkLoader(source, self.schema, config=config, rank=rank, world_size=world_size, in_order=False)
-        figures: dict[str, metrics.ClassificationMetrics] = {}
-        with torch.no_grad():
-            for batch in metrics.watched(loader, len(loader)):
-                output = self.model.module(batch.to(runtime.device))[1]
-                tasks = getattr(output, "tasks", None)
-                for prefix, each in {f"{name}_": of for name, of in tasks.items()}.items() if tasks else [("", output)]:
-                    classification = figures.setdefault(prefix, metrics.ClassificationMetrics(runtime.device))
-                    classification.update(each.logits, each.labels, each.weights)
-        record = {
-            f"{prefix}{name}": value
-            for prefix, classification in figures.items()
-            for name, value in classification.compute(runtime).items()
-            if name == "auc" or (self.calibrated and name != "auc_error")
-        }
-        return {**record, **self._ranking(split)}
+        size = BATCH_ROWS * runtime.world_size
+        sums: dict[str, metrics.ClassificationMetrics] = {}
+        for output in self.outputs(self.data.splits[split], size, label=roles.label, weight=roles.weight):
+            tasks = getattr(output, "tasks", None) or {}
+            outputs = {f"{name}_": task for name, task in tasks.items()} or {"": output}
+            for prefix, each in outputs.items():
+                classification = sums.setdefault(prefix, metrics.ClassificationMetrics(runtime.device))
+                classification.update(each.logits, each.labels, each.weights)
+        record: Record = {}
+        for prefix, classification in sums.items():
+            figures = classification.compute(runtime)
+            record |= {f"{prefix}{name}": figures[name] for name in self.classified}
+        ranked = self._ranked_rows(split)
+        if ranked is None:
+            return record
+        # Read only now: the catalogue takes a pass over the training rows.
+        builder = BatchBuilder(self.schema, self.data.items[1])
+        return record | ranked.question.of_model(self.model.module, runtime, builder, ranked.rows, ranked.towers)
 
     def _ranked_rows(self, split: str) -> _RankedRows | None:
         """Returns the rows to rank the catalogue for; None if it is not ranked."""
         if split not in self._questions:
-            towers = ranking_towers(self.model.module, self._data)
-            rows = held_out_rows(self._data, split) if towers else Chunk({})
-            self._questions[split] = (
-                _RankedRows(towers, rows, question_of(self._data, rows, self.ranking_figures))
-                if towers and rows.num_rows
-                else None
-            )
+            towers = ranking_towers(self.model.module, self.data)
+            self._questions[split] = None
+            if towers is not None:
+                rows = held_out_rows(self.data, split)
+                if rows.num_rows:
+                    question = question_of(self.data, rows, self.ranking_figures)
+                    self._questions[split] = _RankedRows(towers, rows, question)
         return self._questions[split]
 
-    def _ranking(self, split: str) -> Record:
-        """Returns HR and NDCG of the whole catalogue; nothing if the catalogue is not ranked."""
-        ranked = self._ranked_rows(split)
-        if ranked is None:
-            return {}
-        _, items = self._data.items
-        builder = BatchBuilder(self.schema, items)
-        shares = metrics.own_share(ranked.rows.num_rows, self.runtime)
-        queries = ((builder.user_batch(ranked.rows.slice(rows.start, rows.stop)), keep) for rows, keep in shares)
-        ids = np.arange(items.num_rows)
-        batches = (
-            (builder.item_batch(ids[rows]), keep) for rows, keep in metrics.own_share(items.num_rows, self.runtime)
-        )
-        return ranked.question.of_model(self.model.module, self.runtime, queries, batches, towers=ranked.towers)
 
-
-def _clicked(data: StreamedData, user: str, item: str) -> tuple[Int64, Int64]:
-    """Returns users (P,) and items (P,) of the training rows with label 1 and a known user."""
+def _clicks(data: StreamedData, users: Int64) -> tuple[Int64, Int64]:
+    """Returns users (P,) and items (P,) of the training rows with label 1 and one of ``users``."""
+    user = str(data.roles.user)
+    item = str(data.roles.item)
     pairs = []
-    for chunk in data.chunks("train", [user, item, data.roles.label]):
-        rows = np.flatnonzero((chunk[data.roles.label].values > 0) & (chunk[user].values > 0))
-        pairs.append(np.stack([chunk[user].values[rows], chunk[item].values[rows]]))
-    users, items = np.concatenate(pairs, axis=1)
-    return users, items
+    for rows in data.clicked(user, item):
+        mask = np.isin(rows[user].values, users)
+        pairs.append(np.stack([rows[user].values[mask], rows[item].values[mask]]))
+    owners, items = np.concatenate(pairs, axis=1)
+    return owners, items
 
 
 def ranking_towers(model: Any, data: StreamedData) -> list[str] | None:
@@ -297,37 +277,21 @@ def held_out_rows(data: StreamedData, split: str) -> Chunk:
         sample = rows[(np.arange(len(rows)) + passed) % every == 0]
         passed += len(rows)
         pieces.append(chunk.take(sample))
-    return Chunk({name: concatenate([piece[name] for piece in pieces]) for name in names})
+    return concatenate_rows(pieces, names)
 
 
-def _wanted(chunk: Chunk, data: StreamedData, item_ids: Int64) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    mask: np.ndarray[Any, np.dtype[np.bool_]] = (chunk[data.roles.label].values > 0) & np.isin(
-        chunk[str(data.roles.item)].values, item_ids
-    )
-    return mask
+def _wanted(chunk: Chunk, data: StreamedData, item_ids: Int64) -> NDArray[np.bool_]:
+    is_known = np.isin(chunk[str(data.roles.item)].values, item_ids)
+    return is_known & (chunk[data.roles.label].values > 0)
 
 
-def question_of(data: StreamedData, held_out: Chunk, figures: Sequence[tuple[Figure, int]]) -> TaskQuestion:
+def question_of(data: StreamedData, held_out: Chunk, figures: Figures) -> TaskQuestion:
     """Returns the question for a model and its baselines: the place of each held-out item in the catalogue."""
-    roles = data.roles
+    item = str(data.roles.item)
     item_ids, _ = data.items
-    user = str(roles.user)
-    item = str(roles.item)
-    users = held_out[user].values
-    targets = held_out[item].values
-    user_ids = np.unique(users[users > 0])
-    pairs = []
-    for chunk in data.chunks("train", [user, item, roles.label]):
-        rows = np.flatnonzero((chunk[roles.label].values > 0) & np.isin(chunk[user].values, user_ids))
-        pairs.append(np.stack([chunk[user].values[rows], chunk[item].values[rows]]))
-    clicks = np.unique(np.concatenate(pairs, axis=1), axis=1)
-    windows = Windows(clicks[0].searchsorted(users), clicks[0].searchsorted(users, side="right"))
-    lists = Column.from_windows(clicks[1], windows)
+    users = held_out[str(data.roles.user)].values
+    # User 0 is any unknown user, of whom nobody knows what he or she has taken.
+    owners, items = np.unique(_clicks(data, np.unique(users[users > 0])), axis=1)
+    user_items = Column.grouped(items, owners, 1 + int(users.max())).take(users)
     nobody = np.setdiff1d(np.arange(data.vocab[item]), item_ids)
-    question = metrics.Question(
-        targets=torch.from_numpy(targets),
-        seen_rows=torch.from_numpy(np.arange(len(users)).repeat(lists.lengths)),
-        seen_items=torch.from_numpy(lists.values),
-        not_items=nobody.tolist(),
-    )
-    return TaskQuestion(question=question, user_items=lists, figures=figures)
+    return TaskQuestion.about(held_out[item].values, user_items, figures, not_items=nobody.tolist())

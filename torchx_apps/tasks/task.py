@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from torchrec_ext.batch import ResumableLoader
+from torchrec_ext.batch import ResumableLoader, TowerBatch
+from torchrec_ext.data.columns import Chunk, Int64
 from torchrec_ext.data.datasets.streamed import StreamedData
+from torchrec_ext.data.files.arrow import Source
+from torchrec_ext.data.loader.batch_builder import BatchBuilder
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.loader import ChunkLoader
 from torchrec_ext.distributed.runtime import Runtime
@@ -24,19 +27,26 @@ from torchrec_ext.train import metrics
 from torchrec_ext.train.config import ClosedFormConfig, EvaluationConfig, Figure, Record
 from torchx_apps.tasks.baselines import Beside, ClosedForms
 from torchx_apps.tasks.export_data import ExportData
-from torchx_apps.tasks.question import TaskQuestion
+from torchx_apps.tasks.question import K, TaskQuestion, item_batches
+
+# Rows of a batch in an evaluation.
+BATCH_ROWS = 8_192
 
 
 class Evaluator(ABC):
     """Evaluates a model on held-out data; every rank calls each method but :meth:`baseline` and :meth:`beside`.
 
     Args:
+        data: the task's data.
         schema: schema of the model's batches.
         model: the sharded model.
         runtime: this rank's runtime.
     """
 
-    def __init__(self, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> None:
+    data: Any
+
+    def __init__(self, data: Any, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> None:
+        self.data = data
         self.schema = schema
         self.model = model
         self.runtime = runtime
@@ -77,21 +87,60 @@ class Evaluator(ABC):
         """Whether the model's logits are odds, rather than scores for ranking only."""
         return bool(getattr(self.model.module, "calibrated", True))
 
-    def predictions(self, loader: ChunkLoader) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns logits, labels and weights of this rank's rows, (B,) each."""
-        with torch.no_grad():
-            outputs = [
-                self.model.module(batch.to(self.runtime.device))[1] for batch in metrics.watched(loader, len(loader))
-            ]
+    @property
+    def classified(self) -> list[str]:
+        """Names of the figures of the model's logits."""
+        return metrics.classification_names(calibrated=self.calibrated)
+
+    def outputs(
+        self,
+        rows: Chunk | Source,
+        batch_size: int,
+        *,
+        label: str = "label",
+        weight: str | None = None,
+        items: Chunk | None = None,
+    ) -> Iterator[Any]:
+        """Yields the model's output for each batch of this rank's part of held-out rows.
+
+        Args:
+            rows: rows of all ranks.
+            batch_size: number of rows of a batch, over all ranks.
+            label: column of the labels.
+            weight: column of the weights, or None.
+            items: row i holds the features of item i; None if the rows have them.
+        """
+        config = LoaderConfig(batch_size=batch_size, negatives=0, label=label, weight=weight, shuffle=False)
+        rank = self.runtime.rank
+        world_size = self.runtime.world_size
+        # Figures do not depend on the order, so each rank reads its own part of files.
+        loader = ChunkLoader(
+            rows, self.schema, config=config, items=items, rank=rank, world_size=world_size, in_order=False
+        )
+        for batch in metrics.watched(loader, len(loader)):
+            with torch.no_grad():
+                output = self.model.module(batch.to(self.runtime.device))[1]
+            yield output
+
+    def predictions(self, rows: Chunk, batch_size: int, *, items: Chunk | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns logits, labels and weights of this rank's rows, (B,) each; arguments as for :meth:`outputs`."""
+        outputs = list(self.outputs(rows, batch_size, items=items))
         logits = torch.cat([output.logits for output in outputs])
         labels = torch.cat([output.labels for output in outputs])
         return logits, labels, torch.cat([output.weights for output in outputs])
+
+
+# Figures of a ranking, each with its number of items shown.
+Figures = Sequence[tuple[Figure, int]]
+# Those of a ranking if none are named.
+USUAL_FIGURES: Figures = (("hr", K), ("ndcg", K))
 
 
 class RankedEvaluator(Evaluator):
     """An evaluator with a ranking, whose question a model and its baselines answer side by side.
 
     Args:
+        data: the task's data.
         schema: schema of the model's batches.
         model: the sharded model.
         runtime: this rank's runtime.
@@ -101,19 +150,30 @@ class RankedEvaluator(Evaluator):
 
     def __init__(
         self,
+        data: Any,
         schema: BatchSchema,
         model: DistributedModelParallel,
         runtime: Runtime,
-        figures: Sequence[tuple[Figure, int]],
-        closed_forms: ClosedForms | None,
+        figures: Figures = USUAL_FIGURES,
+        closed_forms: ClosedForms | None = None,
     ) -> None:
-        super().__init__(schema, model, runtime)
+        super().__init__(data, schema, model, runtime)
         self.ranking_figures = figures
         self._closed_forms = closed_forms
 
     @abstractmethod
     def question(self, split: str) -> TaskQuestion | None:
         """Returns the ranking question about a split; None if nothing is ranked."""
+
+    @property
+    def validated(self) -> list[str]:
+        """Names of the figures of :meth:`validate`: those of the ranking by default."""
+        return self.ranking_names
+
+    def baseline(self, split: str) -> Record:
+        """Returns the figures of the popularity ranking on the same question; none if nothing is ranked."""
+        question = self.question(split)
+        return {} if question is None else question.of_popularity(torch.from_numpy(self.data.popularity()))
 
     @property
     def ranking_names(self) -> list[str]:
@@ -124,6 +184,33 @@ class RankedEvaluator(Evaluator):
         """Returns the figures of EASE and ALS on the same question; they are fitted on the training rows."""
         question = self.question(split)
         return Beside({}, {}) if question is None else question.of_closed_forms(self._closed_forms)
+
+    def catalogue(self, builder: BatchBuilder) -> Tensor:
+        """Returns the vectors of the unknown item and of all items that can be recommended, (1 + I, D). Collective."""
+        batches = item_batches(builder, self.data.num_items + 1, self.runtime)
+        return metrics.embed_all(self.model.module, "item", batches, self.runtime)
+
+    def best_items(
+        self, tower: str, query: TowerBatch, builder: BatchBuilder, user_items: Int64
+    ) -> tuple[list[int], list[float]]:
+        """Returns the K best items of the catalogue for a query of one row, and their scores.
+
+        Args:
+            tower: name of the query's tower.
+            query: batch of the query.
+            builder: maker of the items' batches.
+            user_items: items of the query's user, which are left out.
+        """
+        model = self.model.module
+        with torch.no_grad():
+            items = self.catalogue(builder)
+            vector = model.embed(tower, query.to(self.runtime.device))
+            scores = model.interaction.score_all(vector, items)[0].cpu()
+        # Row 0 is the unknown item.
+        scores[0] = -torch.inf
+        scores[torch.from_numpy(user_items)] = -torch.inf
+        best = scores.topk(min(K, int((scores > -torch.inf).sum())))
+        return best.indices.tolist(), best.values.tolist()
 
 
 class Task(ABC):
@@ -190,8 +277,9 @@ class Task(ABC):
 
     @property
     def prepared(self) -> StreamedData | None:
-        """The folder of rec.data.preprocess that the rows come from; none by default."""
-        return None
+        """The folder of rec.data.preprocess that the rows come from; None for rows of another origin."""
+        prepared: StreamedData | None = getattr(self.data, "prepared", None)
+        return prepared
 
     @property
     def closed_forms(self) -> ClosedForms | None:
@@ -268,6 +356,13 @@ class Task(ABC):
         return shares
 
 
+def heading_of(candidates: Mapping[str, Int64]) -> str:
+    """Returns the heading of a ranking: the rows that are ranked, and the ``candidates`` they are ranked among."""
+    if "test" in candidates:
+        return f"test items, among {candidates['test'].shape[1]} others"
+    return "test items, whole catalogue"
+
+
 @dataclass(frozen=True)
 class RankedTask(Task):
     """A task whose items are ranked.
@@ -280,7 +375,7 @@ class RankedTask(Task):
     """
 
     data: Any
-    figures: Sequence[tuple[Figure, int]] = ()
+    figures: Figures = ()
     baselines: Sequence[str] = ()
     closed_form: ClosedFormConfig = field(default_factory=ClosedFormConfig)
 

@@ -1,7 +1,4 @@
-"""SessionLoader: sequences -> batches for next-item prediction, balanced over ranks by length, resumable at any step.
-
-SessionBatches: batches of sessions alone or of items alone, to rank the catalogue.
-"""
+"""SessionLoader: sequences -> batches for next-item prediction, of equally many items a rank, resumable at any step."""
 
 from __future__ import annotations
 
@@ -17,6 +14,8 @@ from torchrec_ext.data.columns import Chunk, Column, Int64, sample_digest
 from torchrec_ext.data.loader.batch_builder import padded
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.epochs import Epochs, Share
+from torchrec_ext.data.loader.in_memory import order_of
+from torchrec_ext.data.negatives.mixed import CatalogueCandidates
 from torchrec_ext.data.negatives.registry import NEGATIVES
 from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.schema import BatchSchema, DataError, Jagged
@@ -81,15 +80,10 @@ class SessionLoader(Epochs):
 
     def epoch_batches(self, epoch: int, start: int) -> Iterator[TowerBatch]:
         """See :meth:`Epochs.epoch_batches`."""
-        order = self._order(epoch)
+        order = order_of(self.config, len(self._sequences), epoch)
         size = self.config.batch_size
         for step in range(start, len(self)):
             yield self._batch(order[step * size : (step + 1) * size], epoch, step)
-
-    def _order(self, epoch: int) -> Int64:
-        if not self.config.shuffle:
-            return np.arange(len(self._sequences))
-        return np.random.Generator(np.random.PCG64([self.config.seed, epoch])).permutation(len(self._sequences))
 
     def _batch(self, global_rows: Int64, epoch: int, step: int) -> TowerBatch:
         lengths = self._lengths[global_rows]
@@ -120,9 +114,8 @@ class SessionLoader(Epochs):
             # The same seed on every rank: all draw the candidates of the step, and each takes its part of them.
             generator = np.random.Generator(np.random.PCG64([self.config.seed, epoch, step, 1]))
             everything = generator.integers(1, self._num_items + 1, size=self._size * self.config.negatives)
-        share = self._share.rows(len(everything))
-        local = everything[self._share.rank * share : (self._share.rank + 1) * share]
-        return np.concatenate([local, np.zeros(share - len(local), np.int64)])
+        candidates = CatalogueCandidates(everything)
+        return candidates.draw(epoch, step, rank=self._share.rank, world_size=self._share.world_size)
 
 
 def deal(lengths: Int64, world_size: int) -> Int64:
@@ -166,41 +159,3 @@ def _check(config: LoaderConfig) -> None:
         raise ValueError(
             f"loader.device={config.device!r}: sequences are dealt out on the host; leave loader.device out"
         )
-
-
-class SessionBatches:
-    """Builds batches of sessions alone or of items alone; TorchRec wants both keys, so one of them has empty bags.
-
-    Args:
-        schema: schema of the model, with the features ``session`` and ``candidates``.
-    """
-
-    def __init__(self, schema: BatchSchema) -> None:
-        self._schema = schema
-
-    def sessions(self, sessions: Column) -> TowerBatch:
-        """Builds B rows, each with the items before the one to predict, oldest first.
-
-        Raises:
-            DataError: a session is empty, so there is nothing to predict a next item from.
-        """
-        lengths = sessions.lengths
-        if not lengths.all():
-            row = int((lengths == 0).argmax())
-            raise DataError(
-                f"session {row} is empty ({int((lengths == 0).sum())} of {len(lengths)}); rank by popularity where "
-                "nothing is known"
-            )
-        return self._batch("session", sessions.values, lengths)
-
-    def items(self, ids: Int64) -> TowerBatch:
-        """Builds B rows, each with one item as its candidate."""
-        return self._batch("candidates", ids, np.ones_like(ids))
-
-    def _batch(self, feature: str, values: Int64, lengths: Int64) -> TowerBatch:
-        size = len(lengths)
-        empty = Jagged(torch.zeros(0, dtype=torch.int64), torch.zeros(size, dtype=torch.int32))
-        columns = dict.fromkeys(self._schema.keys, empty) | {
-            feature: Jagged(torch.from_numpy(values), torch.from_numpy(lengths))
-        }
-        return self._schema.assemble(columns, labels=torch.zeros(size))
