@@ -93,9 +93,9 @@ def test_300_million_rows_beside_the_gpus_with_a_cache_on_them(capsys: pytest.Ca
     report = planned(capsys, *flags, "--cache-load-factor", "0.1")
     (ad,) = report["tables"]
     assert (ad["sharding"], ad["kernel"]) == ("row_wise", "fused_uvm_caching")
-    weights_and_state = 300_000_000 * (64 * 4 + 4)  # row_wise_adagrad: one number for a row
-    assert ad["ddr"] == sum(rank["host"] for rank in report["ranks"]) == weights_and_state
-    cache = weights_and_state // 10 + 300_000_000 * (4 + 0.1 * 16)  # and TorchRec's 4 bytes a row and 16 a cached one
+    weights, state = 300_000_000 * 64 * 4, 300_000_000 * 4  # row_wise_adagrad: one number for a row, on the GPU
+    assert ad["ddr"] == sum(rank["host"] for rank in report["ranks"]) == weights
+    cache = weights // 10 + state + 300_000_000 * (4 + 0.1 * 16)  # and FBGEMM's 4 bytes a row and 16 a cached one
     assert cache < ad["hbm"] < cache + 2**25  # ids and embeddings on their way
     assert main([*flags, "--cache-load-factor", "0.1"]) == 0
     shown = capsys.readouterr().out

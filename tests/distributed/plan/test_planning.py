@@ -142,7 +142,7 @@ def test_rows_that_an_optimizer_reads_where_they_lie_are_not_cached(optimizer: O
     assert {option.compute_kernel for option in free.options} <= {"fused", "fused_uvm"}
 
 
-def test_memory_is_that_of_torchrecs_own_estimator_to_the_byte() -> None:
+def test_memory_without_state_is_that_of_torchrecs_own_estimator_to_the_byte() -> None:
     cluster = Cluster(world_size=16, local_world_size=8, ssd_gb=4096)
     tables = [
         EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=rows, embedding_dim=64)
@@ -154,7 +154,7 @@ def test_memory_is_that_of_torchrecs_own_estimator_to_the_byte() -> None:
         cache_load_factor=0.1,
         tables=("ad=row_wise", "item=column_wise:fused_uvm", "place=data_parallel:dense", "word=grid_shard:key_value"),
     )
-    optimizer = OptimizerConfig(tables="row_wise_adagrad")
+    optimizer = OptimizerConfig(tables="sgd")
     drafted = draft_plan(model, cluster.topology(), config, optimizer=optimizer, batch_size=1024)
     kernels = {option.name: option.compute_kernel for option in drafted.options}
     assert kernels == {"ad": "fused_uvm_caching", "item": "fused_uvm", "place": "dense", "word": "key_value"}
@@ -181,7 +181,7 @@ def test_memory_is_that_of_torchrecs_own_estimator_to_the_byte() -> None:
         assert rank.ssd == sum(each.ssd for each in stored)
     by_table = memory_by_table(drafted)
     assert by_table == {name: sum(storages[1:], storages[0]) for name, storages in theirs.items()}
-    assert sum(rank.host for rank in ranks) >= 312_000_000 * 64 * 4 + 300_000_000 * 4
+    assert sum(rank.host for rank in ranks) >= 312_000_000 * 64 * 4
     text = explain(drafted.plan, model, 16)
     assert re.search(r"row_wise +fused_uvm_caching +rank 0 rows 0-", text)
     assert "of these in host memory on ranks" in text

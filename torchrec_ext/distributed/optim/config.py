@@ -165,13 +165,16 @@ class Choice:
             arguments |= {"row_wise": self.kind == "partial_row_wise_adam", "trust_ratio": self.kind == "lamb"}
         return UNFUSED[self.kind], arguments
 
+    @property
+    def state_numbers(self) -> tuple[int, int]:
+        """Numbers of optimizer state per weight, and per row of a table or of its shard; 32 bits each."""
+        numbers = {"adagrad": (1, 0), "row_wise_adagrad": (0, 1), "sgd": (0, 0), "partial_row_wise_adam": (1, 1)}
+        return numbers.get(self.kind, (2, 0))
+
     def state_bytes(self, table: BaseEmbeddingConfig) -> int:
-        """Returns the bytes of optimizer state for ``table``, without its weights."""
-        width = 4 * table.embedding_dim
-        per_row = {"adagrad": width, "row_wise_adagrad": 4, "sgd": 0, "partial_row_wise_adam": width + 4}.get(
-            self.kind, 2 * width
-        )
-        return int(table.num_embeddings * per_row)
+        """Returns the bytes of optimizer state for ``table``, without its weights; more if its columns are split."""
+        per_weight, per_row = self.state_numbers
+        return int(4 * table.num_embeddings * (table.embedding_dim * per_weight + per_row))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,11 +23,15 @@ from torchrec_ext.distributed.plan.config import CACHING, Kernel, Sharding
 from torchrec_ext.distributed.plan.devices import Cluster as Cluster
 from torchrec_ext.distributed.plan.draft import Draft, PlanError
 from torchrec_ext.distributed.plan.explain import bytes_per_weight, ranges, size_text
+from torchrec_ext.distributed.plan.storage import state_storage
 from torchrec_ext.distributed.sharders import OFF_THE_GPU
 from torchrec_ext.distributed.tables import collections, tables_of
 
 # Largest number of devices to try a kernel on.
 _MOST_TRIED = 128
+# An id is int64 and the length of a bag int32, as :class:`KeyedIds` has them.
+_ID_BYTES = 8
+_LENGTH_BYTES = 4
 # Numbers of optimizer state for each weight.
 _DENSE_STATE = {"adam": 2, "adagrad": 1, "sgd": 0}
 
@@ -89,7 +93,7 @@ def forecast(draft: Draft, model: nn.Module, cluster: Cluster, optimizer: Optimi
     ranks = [RankForecast(rank=rank, dense=dense) for rank in range(cluster.world_size)]
     for option in draft.options:
         table = tables[option.name]
-        for rank, added in _shards(option, table, choices[option.name]):
+        for rank, added in _shards(option, table, choices[option.name], cluster):
             sums = {name: getattr(ranks[rank], name) + value for name, value in added.items()}
             ranks[rank] = dataclasses.replace(ranks[rank], **sums)
     if cluster.device == "cpu":
@@ -98,14 +102,13 @@ def forecast(draft: Draft, model: nn.Module, cluster: Cluster, optimizer: Optimi
 
 
 def _shards(
-    option: ShardingOption, table: BaseEmbeddingConfig, choice: Choice
+    option: ShardingOption, table: BaseEmbeddingConfig, choice: Choice, cluster: Cluster
 ) -> Iterable[tuple[int, Mapping[str, float]]]:
     """Yields (rank, its shard's addition to the forecast) for each shard of one table."""
-    elements = table.num_embeddings * table.embedding_dim
+    input_share = _input_share(option, cluster)
     for shard in option.shards:
-        share = math.prod(shard.size) / elements
         weights = math.prod(shard.size) * bytes_per_weight(table)
-        state = math.ceil(choice.state_bytes(table) * share)
+        state = sum(dataclasses.astuple(state_storage(choice, shard.size, option.compute_kernel, cluster.device)))
         perf = shard.perf
         storage = shard.storage
         yield (
@@ -117,9 +120,24 @@ def _shards(
                 "host": storage.ddr,
                 "ssd": storage.ssd,
                 "lookup_ms": perf.fwd_compute + perf.bwd_compute + perf.prefetch_compute,
-                "exchange_ms": perf.fwd_comms + perf.bwd_comms + perf.input_dist_comms,
+                "exchange_ms": perf.fwd_comms + perf.bwd_comms + perf.input_dist_comms * input_share,
             },
         )
+
+
+def _input_share(option: ShardingOption, cluster: Cluster) -> float:
+    """Returns the bytes that a shard receives of a batch, per byte that TorchRec counts.
+
+    TorchRec counts the ids of the whole global batch for every shard, though a shard of rows receives its own alone,
+    and no lengths of bags, of which every shard receives all.
+    """
+    ids: float = _ID_BYTES * sum(option.input_lengths)
+    if not ids:
+        return 1.0
+    of_host = cluster.local_world_size
+    spread = {"row_wise": cluster.world_size, "table_row_wise": of_host, "grid_shard": of_host}
+    lengths: int = _LENGTH_BYTES * option.num_inputs
+    return 1 / spread.get(option.sharding_type, 1) + lengths / ids
 
 
 def _dense_bytes(model: nn.Module, optimizer: OptimizerConfig) -> int:

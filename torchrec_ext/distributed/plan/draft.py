@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -16,6 +16,8 @@ from tabulate import tabulate
 from torch import nn
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.constants import KV_CACHING_RATIO
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
 from torchrec.distributed.planner.stats import NoopEmbeddingStats
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import PlannerError, ShardingOption, Storage
@@ -26,6 +28,7 @@ from torchrec_ext.distributed.optim.config import Choice, OptimizerConfig
 from torchrec_ext.distributed.optim.declared import declare_table_optimizer, has_kernel, shardings
 from torchrec_ext.distributed.plan.config import CACHING, PlanConfig, TableChoice
 from torchrec_ext.distributed.plan.explain import MB, size_text, table_bytes
+from torchrec_ext.distributed.plan.storage import TableStorage, check_gpus, state_storage, widen_caches
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sharders import (
     BY_HOST,
@@ -99,12 +102,16 @@ def _by_memory(
     """Formats the kernels' needs of GPU, host memory and SSD as a table, with a remedy in ranks."""
     needs = {"GPU": 0.0, "host memory": 0.0, "SSD": 0.0}
     for table in tables:
-        size = _size_with_state(table, choices)
+        size = table_bytes(table)
         kernel = requests[table.name].kernel
         home = {"key_value": "SSD", "fused_uvm": "host memory", "fused_uvm_caching": "host memory"}.get(kernel, "GPU")
         needs[home] += size
         if kernel in CACHING:
             needs["GPU"] += size * (requests[table.name].cache_load_factor or KV_CACHING_RATIO)
+        state = state_storage(choices[table.name], (table.num_embeddings, table.embedding_dim), kernel, "cuda")
+        needs["GPU"] += state.hbm
+        needs["host memory"] += state.ddr
+        needs["SSD"] += state.ssd
     rows = []
     least = 1
     for (name, need), usable in zip(needs.items(), (has.hbm, has.ddr, has.ssd), strict=True):
@@ -301,7 +308,6 @@ class Request(NamedTuple):
             PlanError: a table cannot be sharded as asked.
         """
         tables = tables_of(model)
-        # TorchRec's planner counts the state of the optimizer that a table names, and none if it names none.
         choices = declare_table_optimizer(model, optimizer)
         requests = config.choices([table.name for table in tables])
         kinds = {}
@@ -386,9 +392,14 @@ def draft(model: nn.Module, request: Request, topology: Topology, batch_size: in
     if not request.tables:
         return Draft(ShardingPlan({}), [])
     stats = _PlanStats()
+    estimators = [
+        EmbeddingPerfEstimator(topology=topology, constraints=request.constraints),
+        TableStorage(topology, request.constraints, request.choices),
+    ]
     planner = EmbeddingShardingPlanner(
         topology=topology,
         batch_size=batch_size,
+        enumerator=EmbeddingEnumerator(topology, batch_size, request.constraints, estimators),
         # Our reserve is off the topology already: TorchRec's leaves the memory of a CPU rank as it is.
         storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
         stats=stats,
@@ -398,6 +409,8 @@ def draft(model: nn.Module, request: Request, topology: Topology, batch_size: in
     try:
         by_host = any(set(BY_HOST) & set(each.sharding_types or ()) for each in request.constraints.values())
         plan = planner.plan(model, sharders(request.codecs, by_host=by_host))
+        widen_caches(stats.options, _cache_kinds(request))
+        check_gpus(stats.options, topology)
     except PlannerError as error:
         storage = topology.devices[0].storage
         reason = str(error).strip() or type(error).__name__
@@ -415,6 +428,14 @@ def draft(model: nn.Module, request: Request, topology: Topology, batch_size: in
             )
         ) from None
     return Draft(plan, stats.options)
+
+
+def _cache_kinds(request: Request) -> dict[str, Hashable]:
+    """Returns for each table what those that share a cache have in common, beside their sharding type."""
+    kinds: dict[str, Hashable] = {}
+    for table in request.tables:
+        kinds[table.name] = (table.data_type, getattr(table, "pooling", None), request.choices[table.name])
+    return kinds
 
 
 def _winning(
