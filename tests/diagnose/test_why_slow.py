@@ -767,6 +767,7 @@ def test_the_line_that_calls_a_diagnosis_is_no_line_of_its_step(sampled: None) -
     assert not [line for line in lines if "why_slow" in line.text]
 
 
+@pytest.mark.slow
 def test_a_collection_is_no_time_of_the_line_at_which_it_begins(sampled: None) -> None:
     model, optimizer, _, given = mlp()
     held = [[number] for number in range(200_000)]
