@@ -1,16 +1,12 @@
 """Stack: trains K networks of one shape as one, with their tables concatenated and their dense layers batched.
 
 StackedTables: the tables of K networks as one EmbeddingBagCollection with K times the rows, looked up together.
-
-keep_freed_memory(): has the process keep the memory that a step frees.
 """
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import math
-import platform
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +21,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, get_embed
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_ext.batch import DrawnStep, Resident, TowerBatch
+from torchrec_ext.capture.executors import keep_freed_memory
 from torchrec_ext.networks.graph import Inputs, leave_out_constants, trace
 from torchrec_ext.networks.skeleton import (
     Skeleton,
@@ -232,24 +229,6 @@ class _Jagged:
         ids = torch.cat([bags.values() + rows * member for member, bags in enumerate(by_member)])
         lengths = torch.cat([bags.lengths() for bags in by_member]).long()
         return _Bags(ids, lengths, None if weights[0] is None else torch.cat(weights))
-
-
-# glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, in bytes; glibc accepts at most 32 MB for the second.
-_SETTINGS = {-1: 256 << 20, -3: 32 << 20}
-
-
-def keep_freed_memory() -> bool:
-    """Makes glibc keep up to 256 MB of freed memory for the next step; returns whether it does.
-
-    A stack's matrices are megabytes, which glibc hands back to the system when a step frees them: the next step then
-    faults in each page again (1,100 of them in a step of 8 Contextual NCF networks, a tenth of its time). The setting
-    is the whole process's; with another C library or allocator, such as jemalloc, nothing changes.
-    """
-    if platform.libc_ver()[0] != "glibc":
-        return False
-    libc = ctypes.CDLL(None)
-    results = [libc.mallopt(setting, value) for setting, value in _SETTINGS.items()]
-    return all(results)
 
 
 # Relative tolerance of a loss in fp32: batched products add up in another order.

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.contracts import run_ranks
+from torchrec_ext.capture.executors import keep_freed_memory
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.networks.stack import keep_freed_memory
 
 
 def faults(_: Runtime) -> tuple[bool, int]:
