@@ -21,6 +21,7 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchrec_ext.capture.dropout import hashed_dropout
 from torchrec_ext.capture.lowering import CannotCaptureError
 from torchrec_ext.observe.ops import waits_for_device
 from torchrec_ext.observe.state_copy import random_state, set_random_state
@@ -63,7 +64,7 @@ def as_it_is(step: _Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
 def inductor(step: _Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
     """Compiles the step for the CPU; inductor caches the result, see :func:`compile_cache`."""
     separate = unaliased([*memory, *inputs])
-    return as_it_is(compile_graph(traced(step, separate), separate), memory, inputs)
+    return as_it_is(_compiled(traced(step, separate), separate), memory, inputs)
 
 
 def unaliased(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -76,6 +77,17 @@ def unaliased(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def compile_graph(graph: GraphModule, examples: Sequence[Tensor]) -> _Step:
     """Compiles a traced step for tensors with the shapes and strides of ``examples``.
+
+    Its dropout draws other numbers than that of eager steps, and much faster, see :func:`hashed_dropout`.
+
+    Raises:
+        CannotCaptureError: inductor, or the compiler below it, rejects the step.
+    """
+    return _compiled(hashed_dropout(graph, examples), examples)
+
+
+def _compiled(graph: GraphModule, examples: Sequence[Tensor]) -> _Step:
+    """Compiles a traced step as it is; see :func:`compile_graph`.
 
     Raises:
         CannotCaptureError: inductor, or the compiler below it, rejects the step.

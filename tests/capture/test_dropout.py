@@ -1,0 +1,62 @@
+"""Dropout by hashes: masks as random as torch's, drawn anew in each step from its generator, and one for both ways."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from torchrec_ext.capture.dropout import hashed_dropout, hashed_mask
+from torchrec_ext.capture.executors import traced
+
+CPU = torch.device("cpu")
+
+
+def correlation(one: Tensor, other: Tensor) -> float:
+    return float(torch.corrcoef(torch.stack([one.flatten().float(), other.flatten().float()]))[0, 1])
+
+
+@pytest.mark.parametrize("probability", [0.5, 0.9])
+def test_masks_are_true_as_often_as_they_should_be_and_independent_of_each_other(probability: float) -> None:
+    torch.manual_seed(0)
+    mask, later = (hashed_mask(torch.Size([1000, 1000]), probability, CPU) for _ in range(2))
+    deviation = (probability * (1 - probability)) ** 0.5
+    assert mask.float().mean() == pytest.approx(probability, abs=5 * deviation / 1000)
+    pairs = {"steps": (mask, later), "columns": (mask[:, 1:], mask[:, :-1]), "rows": (mask[1:], mask[:-1])}
+    for name, pair in pairs.items():
+        assert abs(correlation(*pair)) < 5e-3, name
+    for dim in (0, 1):  # neither a row nor a column has more or fewer than chance gives it
+        spread = mask.float().mean(dim).std() / (deviation / 1000**0.5)
+        assert float(spread) == pytest.approx(1, abs=0.15)
+
+
+def test_one_seed_gives_one_mask_and_each_step_another() -> None:
+    masks = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        masks += [hashed_mask(torch.Size([4, 100]), 0.5, CPU) for _ in range(2)]
+    assert torch.equal(masks[0], masks[2])
+    assert torch.equal(masks[1], masks[3])
+    assert not any(torch.equal(masks[0], masks[later]) for later in (1, 4, 5))
+
+
+def test_a_traced_step_has_one_mask_for_forward_and_backward() -> None:
+    def step(x: Tensor) -> list[Tensor]:
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            dropped = F.dropout(F.dropout(leaf, 0.2))  # torch leaves its default of .5 out of a trace
+            (grad,) = torch.autograd.grad(dropped.sum(), leaf)
+        return [dropped.detach(), grad]
+
+    x = torch.rand(300, 100) + 1
+    graph = hashed_dropout(traced(step, [x]), [x])
+    assert not [node for node in graph.graph.nodes if "bernoulli" in str(node.target)]
+    dropped, grad = graph(x)
+    assert torch.allclose(dropped, x * grad)
+    assert sorted({round(float(value), 4) for value in grad.flatten()}) == [0, 2.5]
+    assert (grad > 0).float().mean() == pytest.approx(0.4, abs=0.02)
+
+
+def test_a_step_that_draws_no_mask_is_left_as_it_is() -> None:
+    x = torch.rand(3)
+    graph = traced(lambda x: [x * torch.rand(3)], [x])
+    assert hashed_dropout(graph, [x]) is graph
