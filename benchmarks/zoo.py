@@ -4,8 +4,9 @@
 
 One line per model: whether its step is captured; if not, adopt's reason; `wrong` if losses or weights after 12 steps
 differ from the package's own loop by more than ten times what a change of the first weights by rounding does, and more
-than half of Adam's eps does (tables moved row by row take eps as of one step); the gain (both loops in turn) and the
-seconds of the capture. `failed`: the package's own loop raises here, without adopt.
+than half of Adam's eps does (tables moved row by row take eps as of one step); the gain and the seconds of the capture.
+Both loops are timed in turn, the package's own in a process without adopt, which changes how freed memory is kept.
+`failed`: the package's own loop raises here, without adopt.
 `left out`: there is nothing to adopt, or a further package is needed. At the end reasons by number, and a JSON object.
 
 The packages are installed with pip into a folder of their own, at the versions below, without what they depend on:
@@ -19,6 +20,7 @@ import argparse
 import importlib.metadata
 import json
 import math
+import multiprocessing
 import os
 import random
 import re
@@ -32,6 +34,8 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +49,7 @@ PACKAGES = (
 )
 STEPS, SECONDS = 12, 4.0  # steps that are compared, and seconds of timing
 GIB = 2**30
+FORK = multiprocessing.get_context("fork")
 Result = dict[str, Any]
 
 
@@ -156,6 +161,9 @@ def study(library: str, name: str, args: argparse.Namespace) -> Result:
     seed_all(1)
     result: Result = {"random": not torch.equal(drawn, torch.get_rng_state())}
     case = fresh()
+    orders, served = FORK.Pipe()
+    if not args.uncompiled:
+        FORK.Process(target=serve_times, args=(own, served, orders), daemon=True).start()
     try:
         step = adopt(case.model, case.optimizers, case.loss, compile="require", clip_norm=case.clip_norm)
         actual = trained(case, lambda batch: float(step(*batch)[0]))
@@ -178,21 +186,36 @@ def study(library: str, name: str, args: argparse.Namespace) -> Result:
     result |= {"losses": far, "control": noise, "way": step.describe(), "capture_s": step.figures()["capture_s"]}
     result["verdict"] = "wrong" if wrong and not drops else "captured"
     if not args.uncompiled:
-        result |= timed(own, step)
+        result |= timed(orders, own.batches, step)
     return result
 
 
-def timed(own: Any, step: Any) -> Result:
+def milliseconds(step: Callable[[Any], Any], batches: list[Any]) -> list[float]:
+    """Returns the time of each step."""
+    taken = []
+    for batch in batches:
+        start = time.perf_counter()
+        step(batch)
+        taken.append(1e3 * (time.perf_counter() - start))
+    return taken
+
+
+def serve_times(own: Any, orders: Connection, parent_end: Connection) -> None:
+    """Times steps of the package's own loop whenever it is asked to, in a process of its own."""
+    parent_end.close()  # else the end of the parent would not end the wait
+    with suppress(EOFError):
+        while orders.recv():
+            orders.send(milliseconds(lambda batch: plain(own, batch), own.batches[:4]))
+
+
+def timed(orders: Connection, batches: list[Any], step: Any) -> Result:
     """Times both loops in turn."""
     taken: dict[str, list[float]] = {"eager_ms": [], "captured_ms": []}
-    sides = {"eager_ms": lambda batch: plain(own, batch), "captured_ms": lambda batch: step(*batch)}
     until = time.perf_counter() + SECONDS
     while time.perf_counter() < until or len(taken["eager_ms"]) < 8:
-        for side, call in sides.items():
-            for batch in own.batches[:4]:
-                start = time.perf_counter()
-                call(batch)
-                taken[side].append(1e3 * (time.perf_counter() - start))
+        orders.send(True)
+        taken["eager_ms"] += orders.recv()
+        taken["captured_ms"] += milliseconds(lambda batch: step(*batch), batches[:4])
     medians = {side: statistics.median(times) for side, times in taken.items()}
     return medians | {"gain": medians["eager_ms"] / medians["captured_ms"]}
 
