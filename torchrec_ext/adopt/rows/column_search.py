@@ -396,9 +396,11 @@ class ColumnSearch:
         repeat = values.dim() > 1 and values.shape[1] > 1 and equal(values, values[:, :1].expand_as(values))
         pieces: tuple[str | None, ...]
         if any(draw_mask):
-            pieces = tuple(
-                None if vary else self._piece(SlotPiece(slot, index)) for index, vary in enumerate(draw_mask)
-            )
+            found: list[str | None] = []
+            for index, varies in enumerate(draw_mask):
+                piece = SlotPiece(slot, index)
+                found.append(None if varies else self._known(piece) or self._to_write(piece))
+            pieces = tuple(found)
         else:
             whole = SlotPiece(slot, "repeat" if repeat else "all")
             column = self._known(whole)
@@ -422,11 +424,14 @@ class ColumnSearch:
         names = {other.name for other in self._result.slots}
         return name if name not in names else f"{name} (slot {slot})"
 
-    def _piece(self, piece: SlotPiece) -> str:
-        return self._known(piece) or self._to_write(piece)
+    def _piece_name(self, piece: SlotPiece) -> str:
+        name = self._name(piece.slot)
+        if isinstance(piece.index, int):
+            name += f"[{piece.index}]"
+        return name
 
     def _to_write(self, piece: SlotPiece) -> str:
-        name = self._name(piece.slot) + (f"[{piece.index}]" if isinstance(piece.index, int) else "")
+        name = self._piece_name(piece)
         self._own_columns[name] = piece
         shape = piece.of(self._values).shape[1:]
         self._result.columns[name] = torch.empty((0, *shape), dtype=self._values[piece.slot].dtype)
@@ -446,7 +451,7 @@ class ColumnSearch:
             rows = ~_equal_rows(_as(source.whole(), values), first)
             self._disputes.append(rows.nonzero().reshape(-1)[:16].numpy())
         if constant is not None:
-            name = self._name(piece.slot) + (f"[{piece.index}]" if isinstance(piece.index, int) else "")
+            name = self._piece_name(piece)
             self._result.constants[name] = constant.clone()
             return name
         return self._column(piece, matches[0], first)
@@ -495,15 +500,15 @@ class ColumnSearch:
         self._result.compared = reader.num_rows
         if not self._own_columns:
             return None
-        names = ", ".join(f"{self._name(p.slot)} ({words(c.dtype, c.shape[1:])})" for p, c in self._written_columns())
+        names = []
+        for name, piece in self._own_columns.items():
+            column = self._result.columns[name]
+            names.append(f"{self._name(piece.slot)} ({words(column.dtype, column.shape[1:])})")
         self._result.notes.append(
-            f"rows: {names} in no attribute of {reader.kind}: written in one pass over {reader.num_rows:,} rows "
-            f"({time.perf_counter() - start:.1f} s)"
+            f"rows: {', '.join(names)} in no attribute of {reader.kind}: written in one pass over "
+            f"{reader.num_rows:,} rows ({time.perf_counter() - start:.1f} s)"
         )
         return None
-
-    def _written_columns(self) -> list[tuple[SlotPiece, Tensor]]:
-        return [(piece, self._result.columns[name]) for name, piece in self._own_columns.items()]
 
     def _blocks(self) -> Iterator[NDArray[np.int64]]:
         starts = range(0, self._reader.num_rows, COMPARED)

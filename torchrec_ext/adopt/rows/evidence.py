@@ -261,20 +261,16 @@ class Evidence:
         text = f"range({whole.start}, {whole.stop})" if whole.start else str(whole.stop)
         pairs = self._left_out(NegativeDraws(Uniform(whole), self.columns, self.positive, self.ids.shape[1]))
         exclude, by, code = (pairs.exclude, pairs.by, pairs.code) if pairs else (None, None, "exclude=None")
-        laws: list[tuple[Law, str]] = [
-            (Uniform(whole, exclude, by), f"Uniform({text}, {code})"),
-            (Uniform(whole, exclude, by, replace=False), f"Uniform({text}, {code}, replace=False)"),
-        ]
-        if self.positive is None:
-            return laws
-        positive = self.positive
-        laws += [
-            (Uniform(positive, exclude, by), f'Uniform("{positive}", {code})'),
-            (Uniform(positive, exclude, by, replace=False), f'Uniform("{positive}", {code}, replace=False)'),
-        ]
-        for exponent in (0.75, 1.0, 0.5):
-            law = Popular(whole, exclude, by, counted=positive, exponent=exponent)
-            laws.append((law, f'Popular({text}, {code}, counted="{positive}", exponent={exponent})'))
+        catalogues: list[tuple[range | str, str]] = [(whole, text)]
+        if self.positive is not None:
+            catalogues.append((self.positive, f'"{self.positive}"'))
+        laws: list[tuple[Law, str]] = []
+        for items, written in catalogues:
+            laws.append((Uniform(items, exclude, by), f"Uniform({written}, {code})"))
+            laws.append((Uniform(items, exclude, by, replace=False), f"Uniform({written}, {code}, replace=False)"))
+        for exponent in (0.75, 1.0, 0.5) if self.positive is not None else ():
+            law = Popular(whole, exclude, by, counted=str(self.positive), exponent=exponent)
+            laws.append((law, f'Popular({text}, {code}, counted="{self.positive}", exponent={exponent})'))
         return laws
 
     def _left_out(self, draws: NegativeDraws, least: float = _SEEN) -> Exclusion | None:

@@ -366,8 +366,6 @@ def describe_ids(ids: Ids) -> str:
 
 
 def _catalogue(items: Items, columns: Mapping[str, Tensor], positive: str | None, pairs: Exclusion) -> Ids:
-    if isinstance(items, bool) or (isinstance(items, int) and items < 1) or (items is not None and _empty(items)):
-        raise CannotAdopt(f"items={items}: must be a number of 1 or more, a range, ids, or the name of a column")
     if items is None:
         if positive is None:
             raise CannotAdopt(
@@ -375,13 +373,12 @@ def _catalogue(items: Items, columns: Mapping[str, Tensor], positive: str | None
             )
         values = np.concatenate([integers(columns, positive, "positive"), pairs.items])
         return np.arange(values.min(), values.max() + 1, dtype=np.int64)
-    if isinstance(items, int | range):
-        return np.arange(items, dtype=np.int64) if isinstance(items, int) else np.sort(np.array(items, dtype=np.int64))
+    count = items if isinstance(items, int) else len(items)
+    if isinstance(items, bool) or count < 1:
+        raise CannotAdopt(f"items={items}: must be a number of 1 or more, a range, ids, or the name of a column")
+    if isinstance(items, int):
+        return np.arange(items, dtype=np.int64)
     values = integers(columns, items, "items") if isinstance(items, str) else np.asarray(items)
     if values.ndim != 1 or not np.issubdtype(values.dtype, np.integer):
         raise CannotAdopt(f"items is an array of {values.dtype} {values.shape}: must be (I,) integers")
     return np.unique(values).astype(np.int64)
-
-
-def _empty(items: Any) -> bool:
-    return not isinstance(items, int) and not len(items)

@@ -14,7 +14,7 @@ from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.adopt.rows.reading import DatasetReader, seed_everything
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RowOrder:
     """Each row once in an epoch, on one of the ranks; arguments as those of :class:`Rows`.
 

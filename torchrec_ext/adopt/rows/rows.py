@@ -84,15 +84,7 @@ class Rows:
         ranks: int = 1,
     ) -> None:
         self.num_rows = _count_rows(columns)
-        order = RowOrder(
-            num_rows=self.num_rows,
-            batch_size=batch_size,
-            seed=seed,
-            shuffle=shuffle,
-            drop_last=drop_last,
-            ranks=ranks,
-            rank=rank,
-        )
+        order = RowOrder(self.num_rows, batch_size, seed, shuffle, drop_last, ranks, rank)
         if (negatives is not None) != (draws > 0):
             raise ValueError(f"draws={draws}, negatives={negatives}: a law and a number of draws go together")
         self.columns = dict(columns)

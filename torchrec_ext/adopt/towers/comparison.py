@@ -83,7 +83,7 @@ def compare_with_one_process(local: LocalTowers, example: Sequence[Any]) -> Step
         _forget(split)
         dist.barrier()
         start = time.perf_counter()
-        _plain_step(split, example)
+        split.loss(*example)[0].backward()  # type: ignore[no-untyped-call]
         one_process.append(time.perf_counter() - start)
         _forget(split)
         dist.barrier()
@@ -97,14 +97,10 @@ def compare_with_one_process(local: LocalTowers, example: Sequence[Any]) -> Step
     return StepTimes(min(each[0] for each in every), max(each[1] for each in every), [each[2] for each in every])
 
 
-def _plain_step(split: TowerSplit, example: Sequence[Any]) -> None:
-    split.loss(*example)[0].backward()  # type: ignore[no-untyped-call]
-
-
 def _plain_gradients(split: TowerSplit, example: Sequence[Any]) -> dict[str, Tensor | None]:
     """Returns the gradients of one process by the names of the parameters."""
     _forget(split)
-    _plain_step(split, example)
+    split.loss(*example)[0].backward()  # type: ignore[no-untyped-call]
     top = set(map(id, split.top))
     gradients = {}
     for name, parameter in split.model.named_parameters():
