@@ -1,0 +1,33 @@
+"""A recipe learns the same on the device as on the CPU, eager and captured, and resumed as in one piece."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.simulated_gpu.laws.training import train
+from torchx_apps.recipes import RECIPES
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_losses_on_the_device_are_those_on_the_cpu(recipe: str, tmp_path: Path) -> None:
+    losses = [train(recipe, tmp_path / device, f"device={device}", "train.compile=off") for device in ("cpu", "cuda")]
+    assert len(losses[0]) > 1
+    assert losses[1] == pytest.approx(losses[0], rel=0, abs=1e-5)
+
+
+@pytest.mark.parametrize("dropout", ["0.0", "0.3"])
+@pytest.mark.parametrize("steps", ["off", "require"])
+def test_a_resumed_run_is_the_uninterrupted_one(steps: str, dropout: str, tmp_path: Path) -> None:
+    settings = (
+        "device=cuda",
+        "loader.device=cuda",
+        "checkpoint.epochs=1",
+        f"train.compile={steps}",
+        f"model.dropout={dropout}",
+    )
+    whole = train("two_tower", tmp_path / "whole", *settings, "train.epochs=3")
+    train("two_tower", tmp_path / "cut", *settings, "train.epochs=2")
+    resumed = train(
+        "two_tower", tmp_path / "resumed", *settings, "train.epochs=3", flags=("--resume", str(tmp_path / "cut"))
+    )
+    assert resumed == pytest.approx(whole, rel=0, abs=1e-6)

@@ -1,0 +1,92 @@
+"""Two streams touch one memory in an order, or it is found; towers on streams keep the order."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import simulated_cuda
+import torch
+from torch import Tensor
+
+from tests.simulated_gpu.laws.training import train
+from torchrec_ext.distributed.streams import TowerStreams
+
+PLANS = ("plan.sharding=data_parallel", "plan.sharding=table_wise")
+
+
+@pytest.fixture
+def unordered() -> Iterator[Any]:
+    with simulated_cuda.observed() as events:
+        yield lambda: [what for kind, what, _ in events if kind == "unordered"]
+
+
+def test_a_copy_to_the_host_has_values_once_somebody_waits() -> None:
+    host = torch.ones(4, device="cuda").to("cpu", non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    assert host.isnan().all()
+    event.synchronize()
+    assert host.tolist() == [1.0] * 4
+
+
+def test_a_stream_that_does_not_wait_is_found(unordered: Any) -> None:
+    side, ones = torch.cuda.Stream(), torch.ones(4, device="cuda")
+    with torch.cuda.stream(side):
+        twice = ones * 2
+    assert unordered() == ["aten::mul reads after a write of aten::fill_"]
+    torch.cuda.current_stream().wait_stream(side)
+    assert twice.sum().item() == 8
+    assert len(unordered()) == 1
+
+
+def test_memory_that_is_freed_while_another_stream_uses_it_is_found(unordered: Any) -> None:
+    side = torch.cuda.Stream()
+    for recorded in (True, False):
+        ones = torch.ones(4, device="cuda")
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            ones.sum()
+        if recorded:
+            ones.record_stream(side)
+        del ones
+        assert unordered() == []
+        torch.ones(4, device="cuda")
+    assert len(unordered()) == 1
+    assert "freed" in unordered()[0]
+
+
+def streamed(folder: Path, *settings: str) -> None:
+    train("n_tower", folder, "device=cuda", "loader.device=cuda", "streams=true", "train.compile=off", *settings)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_towers_on_streams_keep_the_order(plan: str, tmp_path: Path, unordered: Any) -> None:
+    streamed(tmp_path / "run", plan)
+    assert unordered() == []
+
+
+def test_a_captured_step_with_towers_on_streams_keeps_the_order(tmp_path: Path, unordered: Any) -> None:
+    streamed(tmp_path / "run", "train.compile=require")
+    assert unordered() == []
+
+
+@pytest.mark.parametrize("fault", ["no wait", "no record_stream", "no join"])
+def test_a_planted_fault_is_found(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unordered: Any) -> None:
+    if fault == "no wait":
+        monkeypatch.setattr(TowerStreams, "_entering", entering_without_wait)
+    if fault == "no record_stream":
+        monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
+    if fault == "no join":
+        monkeypatch.setattr(TowerStreams, "_join", lambda streams, *_: streams._running.clear())
+    streamed(tmp_path / "run")
+    assert unordered()
+
+
+def entering_without_wait(streams: TowerStreams, name: str) -> Any:
+    def enter(*_: Any) -> None:
+        streams._callers.append(torch.cuda.current_stream())
+        streams._running.append(name)
+        torch.cuda.set_stream(streams._streams[name])
+
+    return enter

@@ -1,0 +1,63 @@
+"""Laws of the CUDA paths, on a simulated GPU, in processes of their own.
+
+site/device.cpp says how it works. What it cannot say: how fast anything is, whether kernels of two streams overlap,
+what NCCL does when ranks disagree, how CUDA's kernels round, fragmentation of memory, UVM, MPS, and traces.
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.simulated_gpu import build
+
+pytestmark = [pytest.mark.launch, pytest.mark.skipif(bool(build.missing()), reason=build.missing())]
+LAWS = Path(__file__).parent / "laws"
+
+# Tests marked gpu that a simulated GPU cannot pass.
+NEEDS_A_REAL_GPU = {
+    "tests/distributed/test_laws.py::test_rows_off_the_gpu_train_as_those_on_it[fused_uvm_caching]": "FBGEMM's cache",
+    "tests/diagnose/test_why_slow.py::test_a_device_is_watched_and_a_cpu_has_none[cuda]": "a profiler of kernels",
+    "tests/distributed/test_streams.py::test_a_trace_shows_two_towers_at_the_same_time": "a profiler, and time",
+    "tests/networks/test_gpu_sharing.py": "MPS, and a GPU that two processes share",
+}
+
+
+def check(*words: str, gpus: int = 1, timeout_s: float = 600) -> str:
+    """Runs pytest in a process with simulated GPUs, and returns its last line."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short", *words]
+    done = subprocess.run(
+        command, cwd=build.ROOT, env=build.environment(gpus), capture_output=True, text=True, timeout=timeout_s
+    )
+    assert done.returncode == 0, f"{done.stdout[-8000:]}\n{done.stderr[-2000:]}"
+    return done.stdout.splitlines()[-1]
+
+
+def test_the_device_keeps_and_checks_cudas_rules() -> None:
+    laws = [str(LAWS / "graphs.py"), str(LAWS / "order.py"), f"{LAWS / 'waits.py'}"]
+    check(*laws, "-m", "not slow", "-k", "graphs or memory or values or found or (ncf and require)")
+
+
+@pytest.mark.slow(minutes=2)
+@pytest.mark.parametrize("law", ["waits", "losses", "adopted", "order"])
+def test_the_law_holds(law: str) -> None:
+    check(str(LAWS / f"{law}.py"))
+
+
+@pytest.mark.slow(minutes=3)
+def test_two_simulated_gpus_train_as_two_cpu_ranks() -> None:
+    check(str(LAWS / "ranks.py"), gpus=2)
+
+
+@pytest.mark.slow(minutes=2)
+def test_the_tests_marked_gpu_pass() -> None:
+    files = [
+        str(file.relative_to(build.ROOT))
+        for file in sorted((build.ROOT / "tests").rglob("test_*.py"))
+        if re.search(r"mark\.gpu|def test_.*\bdevice\b|^    .*\bdevice: torch\.device", file.read_text(), re.MULTILINE)
+    ]
+    left_out = [f"--deselect={test}" for test in NEEDS_A_REAL_GPU]
+    last = check(*files, "-m", "gpu or (gpu and slow)", *left_out, gpus=2)
+    assert int(re.search(r"(\d+) passed", last)[1]) >= 60, last
