@@ -220,7 +220,8 @@ def _captured_graph(step: _Step, tensors: list[Tensor]) -> tuple[torch.cuda.CUDA
                 step(*tensors)
         torch.cuda.current_stream().wait_stream(stream)
         # By default a call of any other thread, such as a loader's that pins memory, would end the capture.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        # Without a stream of this device torch captures on one that it made for the first capture of the process.
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             return graph, step(*tensors)
 
 
