@@ -7,10 +7,14 @@ import pytest
 from tests.simulated_gpu.laws.training import train
 from torchx_apps.recipes import RECIPES
 
+# Attention of a GPU draws its dropout in another order than that of a CPU.
+EQUAL = {"bst": ("model.dropout=0.0",)}
+
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_losses_on_the_device_are_those_on_the_cpu(recipe: str, tmp_path: Path) -> None:
-    losses = [train(recipe, tmp_path / device, f"device={device}", "train.compile=off") for device in ("cpu", "cuda")]
+    settings = ("train.compile=off", *EQUAL.get(recipe, ()))
+    losses = [train(recipe, tmp_path / device, f"device={device}", *settings) for device in ("cpu", "cuda")]
     assert len(losses[0]) > 1
     assert losses[1] == pytest.approx(losses[0], rel=0, abs=1e-5)
 

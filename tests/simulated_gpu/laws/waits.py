@@ -21,7 +21,7 @@ EAGER, CAPTURED, ON_DEVICE = "train.compile=off", "train.compile=require", "load
 # These two decide by values how long their sequences are, so they have no captured step.
 NEVER_CAPTURED = ("bst", "session")
 # A set in files has no rows on the device.
-FROM_FILES = ("stream",)
+FROM_FILES = ("multi_task", "stream")
 
 
 def runs() -> dict[str, tuple[str, ...]]:
