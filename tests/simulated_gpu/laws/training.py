@@ -14,8 +14,8 @@ SIZES = {
     "ncf": SMALL,
     "two_tower": SMALL,
     "retrieval": SMALL,
-    "multi_task": SMALL,
     "n_tower": ("loader.batch_size=2048",),
+    **dict.fromkeys(("bst", "multi_task", "stream"), ("loader.batch_size=1024",)),
 }
 
 
