@@ -25,6 +25,7 @@ from torchrec_ext.adopt.source import AdoptedSource, AnyBatch
 from torchrec_ext.capture.executors import StepEngine, engine_for
 from torchrec_ext.capture.memory import StepMemory
 from torchrec_ext.capture.policy import TrainingDivergedError
+from torchrec_ext.observe.host_copy import HostCopy
 
 
 class RankStep(ABC):
@@ -141,7 +142,7 @@ class UserStep(RankStep):
     ) -> None:
         super().__init__(model, optimizers, loss, autocast)
         self._clip_norm = clip_norm
-        self._pending: tuple[Tensor, torch.cuda.Event] | None = None  # loss of the step before, of a GPU
+        self._pending: HostCopy | None = None  # loss of the step before, of a GPU
 
     def check(self) -> None:
         """Raises CannotCaptureError if the step has no captured form, such as one in float16."""
@@ -178,20 +179,16 @@ class UserStep(RankStep):
     def look(self, loss: Tensor, *, has_updated: bool) -> None:
         """Raises if the loss is not finite; on a GPU checks the previous step's loss to avoid a sync."""
         step = self.number
-        value = loss.detach()
+        value = HostCopy(loss.detach())
         if loss.is_cuda:
-            # The copy goes into page-locked memory, so that the host waits for no more than the step before.
-            value = value.to("cpu", non_blocking=True)
-            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            arrived.record()
-            to_check, self._pending = self._pending, (value, arrived)
-            if to_check is None:
+            earlier = self._pending
+            self._pending = value
+            if earlier is None:
                 return
-            value, arrived = to_check
-            arrived.synchronize()
+            value = earlier
             step = step - 1
             has_updated = True
-        number = float(value)
+        number = float(value.read())
         if math.isfinite(number):
             return
         state = "the update of this step was written" if has_updated else "nothing was written by this step"

@@ -19,6 +19,7 @@ from torchrec_ext.distributed.optim.hybrid import GradientNotFiniteError
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.sync import EveryStep
 from torchrec_ext.distributed.tables import local_shards
+from torchrec_ext.observe.host_copy import HostCopy
 from torchrec_ext.train.guards.amp import Context
 from torchrec_ext.train.guards.gradient_gate import GradientGate, holding
 
@@ -40,13 +41,16 @@ class RunStoppedError(ValueError):
 
 @dataclass
 class _CheckedStep:
-    """A step under check; ``worst``, the ranks' greatest answers, may be a tensor still on its way to the host."""
+    """A step under check; ``worst``, the ranks' greatest answers, may still be on its way to the host."""
 
     step: int
     batch: TowerBatch | DrawnStep
     loss: Tensor
-    worst: Tensor | list[float]
-    arrived: torch.cuda.Event | None
+    worst: HostCopy | list[float]
+
+    def answers(self) -> list[float]:
+        """Returns :attr:`worst` once it has arrived."""
+        return self.worst.read().tolist() if isinstance(self.worst, HostCopy) else self.worst
 
 
 class FiniteLoss:
@@ -125,7 +129,7 @@ class FiniteLoss:
         self.left_out = ""
         if self._waits_for_gate(loss):
             self.step += 1
-            self._step_at_gate = _CheckedStep(self.step, batch, loss.detach(), self._local_answers(loss.detach()), None)
+            self._step_at_gate = _CheckedStep(self.step, batch, loss.detach(), self._local_answers(loss.detach()))
             return loss, output
         self.look(loss, batch)
         if self.left_out:
@@ -149,7 +153,7 @@ class FiniteLoss:
         step_at_gate = self._step_at_gate
         self._step_at_gate = None
         # One all-reduce carries the loss, the request to stop and the gate's answer.
-        answers = [0.0, 0.0] if step_at_gate is None else list(step_at_gate.worst)
+        answers = [0.0, 0.0] if step_at_gate is None else [*step_at_gate.answers()]
         answers.append(float(self._gate.refuses()))
         if self._runtime.world_size > 1:
             worst = torch.tensor(answers, device=self._runtime.device)
@@ -183,7 +187,7 @@ class FiniteLoss:
         self.step += 1
         loss = loss.detach()
         to_check = self._pending
-        self._pending = self._start_check(batch, loss, self._worst(loss))
+        self._pending = _CheckedStep(self.step, batch, loss, self._worst(loss))
         if not self._late:
             to_check = self._pending
             self._pending = None
@@ -206,7 +210,7 @@ class FiniteLoss:
         """Whether the ranks compare their answers in this step."""
         return self._runtime.world_size > 1 and not self._ranks.silent
 
-    def _worst(self, loss: Tensor) -> Tensor | list[float]:
+    def _worst(self, loss: Tensor) -> HostCopy | list[float]:
         """Returns the :meth:`_answers` for a loss: the greatest of all ranks, or this rank's if they do not compare."""
         # Plain Python, because ten tensor ops are a noticeable share of a small network's step.
         if loss.device.type == "cpu":
@@ -218,7 +222,7 @@ class FiniteLoss:
             worst = self._answers((~torch.isfinite(loss)).any().float())
         if self._ranks_compare:
             dist.all_reduce(worst, dist.ReduceOp.MAX)
-        return worst
+        return HostCopy(worst)
 
     def _local_answers(self, loss: Tensor) -> list[float]:
         """This rank's :meth:`_answers` for a loss, on the host."""
@@ -233,21 +237,10 @@ class FiniteLoss:
             bad = torch.ones_like(bad)
         return torch.stack([bad, torch.full_like(bad, float(stop_requested))])
 
-    def _start_check(self, batch: TowerBatch | DrawnStep, loss: Tensor, worst: Tensor | list[float]) -> _CheckedStep:
-        arrived = None
-        if isinstance(worst, Tensor) and worst.device.type == "cuda":
-            # The copy goes into page-locked memory, so that the host need not wait for it.
-            worst = worst.to("cpu", non_blocking=True)
-            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            arrived.record()
-        return _CheckedStep(self.step, batch, loss, worst, arrived)
-
     def _check(self, checked: _CheckedStep | None) -> None:
         if checked is None:
             return
-        if checked.arrived is not None:
-            checked.arrived.synchronize()
-        bad, stop_requested = checked.worst.tolist() if isinstance(checked.worst, Tensor) else checked.worst
+        bad, stop_requested = checked.answers()
         # If ranks do not compare in this step, the answer is this rank's own: the others receive it in settle().
         self.stop_asked = self.stop_asked or (bool(stop_requested) and not self._ranks.silent)
         if bad:
