@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchx_apps.cli.command_line import SettingKey, setting_keys
 from torchx_apps.recipes import RECIPES
@@ -21,6 +21,8 @@ from torchx_apps.recipes import RECIPES
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 RESULTS = ROOT / "benchmarks" / "results"
+GPU = RESULTS / "gpu" / "tests.json"  # outcomes of tests on a GPU, by benchmarks/gpu.py
+SIMULATED = RESULTS / "simulated"  # those on devices that do not exist, by tools/simulated.py
 LIMITS = ROOT / "benchmarks" / "limits.json"  # written by hand: by file of results and row, what limits the row
 MADE = "<!-- written by tools/docs.py; do not edit -->\n\n"
 
@@ -221,7 +223,122 @@ def mixed_table() -> Iterator[str]:
         yield f"| `{recipe}` | {gains} | {name} {figures[0]:.4f} | {figures[1]:.4f} |"
 
 
-TABLES = {"measured": measured_table, "sync": sync_table, "quality": quality_table, "mixed": mixed_table}
+class Part(NamedTuple):
+    """A part of the package in the table of devices.
+
+    Args:
+        text: what the part does.
+        tests: regular expression in the names of its tests.
+        gain: file of results/gpu and row with what the part gains on a GPU.
+        cpu: whether a CPU has the part too, where every test of it runs.
+    """
+
+    text: str
+    tests: str
+    gain: tuple[str, str] = ("", "")
+    cpu: bool = True
+
+
+_ALL = Part("all tests marked `gpu`", r"^(?!.*(test_simulated_ranks|simulated_gpu\.laws))")
+_NCCL = Part("NCCL between GPUs, a second GPU", r"nccl|on_another_device_than_the_current_one|laws\.ranks", cpu=False)
+PARTS = (
+    _ALL,
+    _NCCL,
+    Part(
+        "towers on CUDA streams, `streams=true`: equal, and at the same time in a trace",
+        r"test_streams|onto_their_streams|laws\.order",
+        ("gpu", "towers on streams"),
+        cpu=False,
+    ),
+    Part(
+        "captured steps as CUDA graphs, `train.compile`: equal; no step waits for the device",
+        r"capture\.test_captured|capture\.test_memory|laws\.(graphs|waits)",
+        ("gpu", "captured steps"),
+    ),
+    Part(
+        "`adopt`: equal; its gain is against fused Adam",
+        r"adopt\.test_gpu|laws\.adopted",
+        ("gpu_adopt", "adopted small, 1,280 rows, against fused Adam (cuda)"),
+    ),
+    Part(
+        "rows as tensors on the device, `loader.device=cuda`: equal; pays with captured steps",
+        "test_resident|test_joint|device_negatives|a_set_on_a_device",
+        ("gpu", "resident data"),
+    ),
+    Part("several networks on one GPU: equal; without MPS a line says so", "test_gpu_sharing", cpu=False),
+    Part("tables in UVM and its cache, `plan.kernel`: train as those on the GPU", "rows_off_the_gpu", cpu=False),
+    Part("fp16 with a scaled loss, `train.amp=fp16`", "test_loss_scaling"),
+    Part("512 ranks: memory and messages are those of `rec.plan`", r"plan\.test_simulated_ranks", cpu=False),
+)
+
+
+def devices_table() -> Iterator[str]:
+    """Where each part has been tested: on a CPU, on a GPU and on simulated devices."""
+    gpu, simulated = _gpu_tests()
+    yield "| part | CPU | run on a GPU | simulated |"
+    yield "|---|---|---|---|"
+    for part in PARTS:
+        cells = ["tested" if part.cpu else "", _outcome(gpu, part.tests), _outcome(simulated, part.tests)]
+        row = _results(f"gpu/{part.gain[0]}").get(part.gain[1])
+        if row is not None:
+            cells[1] += f"; {row['ratio']:.2g}x"
+        yield f"| {part.text} | {' | '.join(cells)} |"
+
+
+def devices_line() -> Iterator[str]:
+    """On which devices the tests have run, in two lines."""
+    gpu, simulated = _gpu_tests()
+    yield "Runs on **CPU with gloo** (everything, tested) and on **CUDA with NCCL**. Tests marked `gpu`, on one GPU:"
+    yield (
+        f"{_outcome(gpu, _ALL.tests)} ({_about(json.loads(GPU.read_text()))}); simulated: "
+        f"{_outcome(simulated, _ALL.tests)}. NCCL between GPUs: {_outcome(gpu, _NCCL.tests)}."
+    )
+
+
+def _gpu_tests() -> tuple[dict[str, str], dict[str, str]]:
+    """Outcomes of tests on a GPU and on simulated devices, by name; none where they have not run."""
+    simulated: dict[str, str] = {}
+    for path in sorted(SIMULATED.glob("*.json")):
+        simulated |= json.loads(path.read_text())["tests"]
+    return json.loads(GPU.read_text())["tests"], simulated
+
+
+def devices_sources() -> Iterator[str]:
+    """The device, date and versions of each result in the table of devices."""
+    for path in (GPU, *sorted(SIMULATED.glob("*.json"))):
+        yield f"- `{path.relative_to(ROOT)}`: {_about(json.loads(path.read_text()))}"
+
+
+def _about(result: Mapping[str, Any]) -> str:
+    versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
+    return f"{result['device']}, {result['date']}, {versions}"
+
+
+def _outcome(tests: Mapping[str, str], pattern: str) -> str:
+    """Says how many of the tests with a name like ``pattern`` passed.
+
+    Example:
+        >>> _outcome({"a.b": "passed", "a.c": "passed", "a.d": "skipped"}, "a"), _outcome({"a.d": "skipped"}, "a")
+        ('2 passed', 'not run')
+        >>> _outcome({"a.b": "passed", "a.c": "failure"}, "")
+        '1 passed, 1 failed'
+    """
+    outcomes = [outcome for name, outcome in tests.items() if re.search(pattern, name)]
+    passed = outcomes.count("passed")
+    failed = len(outcomes) - passed - outcomes.count("skipped")
+    counts = ((passed, "passed"), (failed, "failed"))
+    return ", ".join(f"{count} {what}" for count, what in counts if count) or "not run"
+
+
+TABLES = {
+    "measured": measured_table,
+    "sync": sync_table,
+    "quality": quality_table,
+    "mixed": mixed_table,
+    "devices": devices_table,
+    "devices-line": devices_line,
+    "devices-sources": devices_sources,
+}
 
 
 def with_tables(text: str) -> str:
