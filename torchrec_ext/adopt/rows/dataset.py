@@ -46,7 +46,7 @@ class ReadDataset:
         self.evidence: Evidence | None = None
         with self.reader.untouched():
             self.reading = ColumnSearch(self.reader, compared).run()
-            self.layout = BatchLayout(self.reader, self.reading, collate_fn)
+            self.layout = SlotLayout(self.reader, self.reading, collate_fn)
             if self.reading.drawn is not None:
                 self.evidence = gathered(self.reader, self.reading, call)
 
@@ -98,7 +98,7 @@ class ReadDataset:
             )
 
 
-class BatchLayout:
+class SlotLayout:
     """How the slots of rows become the tensors of a batch: each stacked or concatenated, by the user's collate_fn.
 
     Args:

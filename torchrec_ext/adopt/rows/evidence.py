@@ -265,9 +265,9 @@ class Evidence:
         if self.positive is not None:
             catalogues.append((self.positive, f'"{self.positive}"'))
         laws: list[tuple[Law, str]] = []
-        for items, written in catalogues:
-            laws.append((Uniform(items, exclude, by), f"Uniform({written}, {code})"))
-            laws.append((Uniform(items, exclude, by, replace=False), f"Uniform({written}, {code}, replace=False)"))
+        for items, argument in catalogues:
+            laws.append((Uniform(items, exclude, by), f"Uniform({argument}, {code})"))
+            laws.append((Uniform(items, exclude, by, replace=False), f"Uniform({argument}, {code}, replace=False)"))
         for exponent in (0.75, 1.0, 0.5) if self.positive is not None else ():
             law = Popular(whole, exclude, by, counted=str(self.positive), exponent=exponent)
             laws.append((law, f'Popular({text}, {code}, counted="{self.positive}", exponent={exponent})'))

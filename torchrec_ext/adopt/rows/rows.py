@@ -154,27 +154,27 @@ class Rows:
             collate_fn = loader.collate_fn
         check_positive(batch_size=batch_size, compared=COMPARED if compared is None else compared)
         assert batch_size is not None
-        read = ReadDataset(dataset, collate_fn, compared, call)
+        source = ReadDataset(dataset, collate_fn, compared, call)
         speaks = not settings.get("rank", 0)
-        if speaks and read.reading.notes:
-            print("\n".join(read.reading.notes), flush=True)
+        if speaks and source.reading.notes:
+            print("\n".join(source.reading.notes), flush=True)
         if negatives == "check":
-            if read.evidence is None:
-                raise CannotAdopt(f"negatives='check': {read.reader.where} draws nothing: its rows stay the same")
-            return read.evidence
+            if source.evidence is None:
+                raise CannotAdopt(f"negatives='check': {source.reader.where} draws nothing: its rows stay the same")
+            return source.evidence
         seed = settings.get("seed", 0)
-        confirmation = read.confirm(negatives, seed)
-        rows = cls(read.reading.columns, read.layout.make, batch_size, **settings)
+        confirmation = source.confirm(negatives, seed)
+        rows = cls(source.reading.columns, source.layout.make, batch_size, **settings)
         if confirmation is not None:
             rows._negatives, rows._notes = confirmation
             if speaks:
                 print("\n".join(f"rows: {note}" for note in [rows._negatives.describe(), *rows._notes]), flush=True)
         if sampler is not None:
-            rows._order = LoaderOrder(sampler, read.reader, seed, draws=rows._negatives is not None)
-        rows._dataset = read
-        rows._constants = read.reading.constants
-        rows.names = read.layout.names
-        rows.repeats = read.layout.repeats
+            rows._order = LoaderOrder(sampler, source.reader, seed, draws=rows._negatives is not None)
+        rows._dataset = source
+        rows._constants = source.reading.constants
+        rows.names = source.layout.names
+        rows.repeats = source.layout.repeats
         return rows
 
     def __len__(self) -> int:
