@@ -435,11 +435,12 @@ class LocalSGD(EveryStep):
         """Lets batch normalisation see this rank's rows alone; returns its running statistics, (D,) each."""
         layers = [module for module in self._model.modules() if isinstance(module, _BatchNorm)]
         over_ranks = [layer for layer in layers if hasattr(layer, "process_group")]
-        # Their group is exchanged for one of this rank alone, or each forward would wait for the other ranks' steps.
-        alone = dist.new_subgroups(1)[0] if over_ranks else None  # type: ignore[no-untyped-call]
-        for layer in over_ranks:
-            self._leave.callback(setattr, layer, "process_group", layer.process_group)
-            layer.process_group = alone  # type: ignore[assignment]
+        if over_ranks:
+            # Their group becomes one of this rank alone, or each forward would wait for the other ranks' steps.
+            alone = dist.new_subgroups(1)[0]  # type: ignore[no-untyped-call]
+            for layer in over_ranks:
+                self._leave.callback(setattr, layer, "process_group", layer.process_group)
+                layer.process_group = alone
         statistics: list[Any] = []
         for layer in layers:
             statistics += [layer.running_mean, layer.running_var]
@@ -456,8 +457,10 @@ class LocalSGD(EveryStep):
 
     def combine(self, averager: Averager) -> None:
         """Averages the ranks' parameters, and their optimizer state if that is asked for. Collective."""
-        state = self._state() if self._average_state else []
-        averager.average(state)
+        if self._average_state:
+            averager.average(self._state())
+        else:
+            averager.average()
 
     def _state(self) -> list[Tensor]:
         states = self._optimizer.state
@@ -529,7 +532,9 @@ class DiLoCo(LocalSGD):
         """Starts local steps, and keeps the parameters as the anchors of the outer optimizer."""
         super().start_local_steps()
         self._anchors = [parameter.detach().clone() for parameter in _parameters(self._optimizer)]
-        self._outer = torch.optim.SGD(self._anchors, **self._rule) if self._anchors else None  # type: ignore[arg-type]
+        # torch's optimizers refuse an empty list.
+        if self._anchors:
+            self._outer = torch.optim.SGD(self._anchors, **self._rule)  # type: ignore[arg-type]
 
     @torch.no_grad()
     def combine(self, averager: Averager) -> None:
@@ -580,7 +585,9 @@ def refuse_placed_towers(model: nn.Module, config: SyncConfig) -> None:
 
 def _module_plans(model: nn.Module) -> Iterable[Any]:
     """Returns TorchRec's plan of each module with tables; nothing for a model that is not sharded."""
-    return model.plan.plan.values() if isinstance(model, DistributedModelParallel) else ()
+    if not isinstance(model, DistributedModelParallel):
+        return ()
+    return model.plan.plan.values()  # type: ignore[no-any-return]
 
 
 def data_parallel_modules(model: DistributedModelParallel) -> Iterator[DistributedDataParallel]:
