@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from tabulate import tabulate
 from tqdm import tqdm
 
+from torchrec_ext.data.datasets.features import owned_columns
 from torchrec_ext.data.datasets.streamed import RAW_ITEMS, RAW_REQUESTS, RAW_USERS, SUMMARY, Roles
 from torchrec_ext.data.files.find import DataFile, find_files
 from torchrec_ext.data.preprocess import FittedPreprocessor, History, Vocabulary
@@ -313,7 +314,7 @@ def write_raw_rows(prepared: Prepared, fitted: FittedPreprocessor, folder: Path,
     if prepared.item is None:
         return
     (key,) = steps_for_columns(fitted, [prepared.item]).request_columns
-    item_columns = [name for name in fitted.outputs if name in prepared.item_features or name.startswith("item_")]
+    item_columns = owned_columns("item", fitted.outputs, prepared.item_features)
     raw = [name for name in steps_for_columns(fitted, item_columns).request_columns if name != key]
     items = _last_of_each(source, key, raw, engine)
     pq.write_table(engine.collect(items.order_by(key)), folder / RAW_ITEMS)
@@ -339,8 +340,7 @@ def _write_users(prepared: Prepared, user: str, fitted: FittedPreprocessor, path
         return
     (key,) = steps_for_columns(fitted, [user]).request_columns
     source = next(iter(prepared.splits.values()))
-    user_columns = [name for name in fitted.outputs if name in prepared.user_features or name.startswith("user_")]
-    user_steps = steps_for_columns(fitted, user_columns)
+    user_steps = steps_for_columns(fitted, owned_columns("user", fitted.outputs, prepared.user_features))
     histories = [step for step in user_steps.steps if isinstance(step, History)]
     not_last = {key, *(name for step in histories for name in (step.time, *step.sent))}
     users = _last_of_each(source, key, [name for name in user_steps.request_columns if name not in not_last], engine)

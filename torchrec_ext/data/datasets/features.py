@@ -8,7 +8,7 @@ side_features(): a table of users or items -> feature columns by id; their kinds
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -55,6 +55,11 @@ _OTHER_DATE = re.compile(r"(\d{4}[./]\d{1,2}[./]\d{1,2}|\d{1,2}[./-]\d{1,2}[./-]
 RawColumns = Mapping[str, pa.Array]
 # By tower: the names of its columns of ids, and of those of numbers.
 Towers = dict[str, tuple[Sequence[str], Sequence[str]]]
+
+
+def owned_columns(owner: str, names: Iterable[str], described: Collection[str | None]) -> list[str]:
+    """Returns the columns of the ``owner``, user or item: those in ``described``, and all that begin with its name."""
+    return [name for name in names if name in described or name.startswith(f"{owner}_")]
 
 
 def towers_of(order: Sequence[str], features: Sequence[str], dense: Sequence[str], owners: Mapping[str, str]) -> Towers:
@@ -198,9 +203,13 @@ class RowContext:
         return self.steps.raw[name]
 
     def sources(self, names: Sequence[str]) -> list[str]:
-        """Returns the raw columns behind ``names``, in their order; other names stay."""
+        """Returns the raw columns behind ``names``, in their order; other names stay. See :meth:`derived`."""
         source_of = {column: name for name, features in self.times.items() for column in features}
         return list(dict.fromkeys(source_of.get(name, name) for name in names))
+
+    def derived(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Returns the columns made of the raw columns ``names``, in their order."""
+        return tuple(column for name in names for column in self.times.get(name, (name,)))
 
     def steps_of(self, name: str) -> list[tuple[Step, Any]]:
         """Returns the steps on a raw column, with their states."""

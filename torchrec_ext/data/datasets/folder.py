@@ -41,6 +41,7 @@ from torchrec_ext.data.datasets.interactions import (
     Split,
     from_sides,
     leave_one_out,
+    rows_among,
     untaken_items,
     with_profiles,
 )
@@ -284,7 +285,10 @@ def _without_texts(
     """
     texts = {}
     for key, names in (("user_id", {"user_id"}), ("item_id", {"item_id", "negative"})):
-        ids = {file: array for file, table in tables.items() for name, array in table.items() if name in names}
+        ids: dict[str, pa.Array] = {}
+        for file, table in tables.items():
+            for name in names & table.keys():
+                ids[file] = table[name]
         if len({array.type for array in ids.values()}) > 1:
             type_list = ", ".join(f"{array.type} in {paths[file].name}" for file, array in ids.items())
             raise DataError(f"{folder}: the ids in '{key}' are {type_list}; write one type to all files")
@@ -369,11 +373,11 @@ def _numbered(files: _Files, pairs: _Interactions, split: Split) -> tuple[_Ids, 
     )
     windows = split.history.windows
     assert windows is not None, "a history is ragged"
-    in_history = _rows_of(ids.items, np.unique(item))
+    in_history = rows_among(ids.items, np.unique(item))
     # A model has no row for an item outside the catalogue.
     in_history[in_history > len(catalogue)] = 0
     split = split._replace(history=Column.from_windows(in_history[split.history.pool], windows))
-    rows = {"user_id": Column(_rows_of(ids.users, user)), "item_id": Column(_rows_of(ids.items, item))}
+    rows = {"user_id": Column(rows_among(ids.users, user)), "item_id": Column(rows_among(ids.items, item))}
     return ids, pairs.rows.with_columns(rows), split
 
 
@@ -393,13 +397,6 @@ def _as_text(ids: Int64, texts: pa.Array | None) -> Array:
         return ids
     words: Array = texts.take(pa.array(ids, mask=ids < 0)).to_numpy(zero_copy_only=False)
     return words
-
-
-def _rows_of(ids: Int64, values: Int64) -> Int64:
-    """Returns (N,) the row of each of ``values`` (N,) among ``ids`` (rows,), -1 for a value without one."""
-    order = np.argsort(ids, kind="stable")
-    indices = np.minimum(ids[order].searchsorted(values), len(ids) - 1)
-    return np.where(ids[order][indices] == values, order[indices], -1)
 
 
 def _check_placeholder(folder: Path, training_rows: Chunk) -> None:
@@ -493,7 +490,7 @@ def _side(
     names = [name for name in available if name != id_column] if columns is None else list(columns)
     title = ["title"] if "title" in available else []
     table = read_columns(path, list(dict.fromkeys([*names, *title])))
-    rows = _rows_of(ids, described_ids)
+    rows = rows_among(ids, described_ids)
     raw = {}
     for name in names:
         raw[f"item_{name}" if name in user_names else name] = raw_column(path, name, table.column(name))
@@ -518,8 +515,8 @@ def _one_of_each(user: Int64, part: NDArray[np.int8], seed: int) -> Int64:
 
 
 def _with_candidates(data: InteractionData, ids: _Ids, negatives: Chunk, seed: int) -> InteractionData:
-    owners = _rows_of(ids.users, negatives["user_id"].values)
-    items = _rows_of(ids.items, negatives["negative"].values)
+    owners = rows_among(ids.users, negatives["user_id"].values)
+    items = rows_among(ids.items, negatives["negative"].values)
     candidates = {"test": candidates_by_user(data.test["user_id"].values, ids.users, owners, items)}
     if data.validation.num_rows:
         taken = data.pairs("train", "validation")

@@ -404,6 +404,13 @@ def _check_known(name: str, column: str, ids: Int64, size: int) -> None:
         )
 
 
+def rows_among(ids: Int64, values: Int64) -> Int64:
+    """Returns (N,) the row of each of ``values`` (N,) among ``ids`` (rows,), -1 for a value without one."""
+    order = np.argsort(ids, kind="stable")
+    indices = np.minimum(ids[order].searchsorted(values), len(ids) - 1)
+    return np.where(ids[order][indices] == values, order[indices], -1)
+
+
 def untaken_items(num_items: int, taken: Pairs, users: Int64, count: int, seed: int) -> Int64:
     """Draws items for each of ``users`` (Q,) uniformly from 1 to ``num_items``, without those taken; (Q, ``count``).
 

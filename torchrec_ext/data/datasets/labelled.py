@@ -23,6 +23,7 @@ from torchrec_ext.data.datasets.features import (
     SideFeatures,
     Towers,
     check_described,
+    owned_columns,
     raw_column,
     raw_ids,
     read_ids,
@@ -91,7 +92,8 @@ class LabelledData:
     prepared: Any = None
 
     def __post_init__(self) -> None:
-        rows = {name: 0 if name in self.words.vocab else size - 1 for name, size in self.vocab.items()}
+        rows = {name: size - 1 for name, size in self.vocab.items()}
+        rows |= dict.fromkeys(self.words.vocab, 0)
         object.__setattr__(self, "oov_ids", {**rows, **self.oov_ids})
 
     @property
@@ -245,8 +247,7 @@ def _from_folder(config: LabelledConfig) -> LabelledData:
         ]
     sizes, words = _words(raw, placeholder)
     chunks = {part: _numbered(columns, sizes, words) for part, columns in raw.items()}
-    names = [column for name in raw["train"] for column in words.times.get(name, (name,))]
-    sparse = [name for name in names if name in sizes or name in words.vocab]
+    sparse = [name for name in words.derived(raw["train"]) if name in sizes or name in words.vocab]
     owned = {owner: _columns_of_owner(config, raw["train"], words, owner) for owner in _NAMES}
     for key, about in descriptions.items():
         if clash := sorted(set(chunks["train"]) & set(about.features.columns)):
@@ -387,10 +388,8 @@ def _columns_of_owner(config: LabelledConfig, rows: RawColumns, words: RowContex
             f"data.{owner}_features={','.join(setting_names)}: the rows of '{config.name}' have no column "
             f"{unknown[0]} that could describe {article} {owner}; they have {listed(rows)}"
         )
-    owner_columns = [
-        name for name in rows if name not in _RESERVED and (name in setting_names or name.startswith(f"{owner}_"))
-    ]
-    return tuple(column for name in owner_columns for column in words.times.get(name, (name,)))
+    names = [name for name in rows if name not in _RESERVED]
+    return words.derived(owned_columns(owner, names, setting_names))
 
 
 def _fill_outside(column: Column, mask: NDArray[np.bool_], filler: float) -> Column:

@@ -32,6 +32,7 @@ from torchrec_ext.data.datasets.interactions import (
     InteractionData,
     Split,
     from_sides,
+    rows_among,
     with_profiles,
 )
 from torchrec_ext.data.files.parquet import read_parquet
@@ -292,21 +293,21 @@ def _table(rows: Sequence[Sequence[str]], kinds: Mapping[str, type]) -> Chunk:
 
 
 def _rows(name: str, described: Int64, ratings: Chunk) -> Int64:
-    """Returns (N,) the row, from 1 on, of each rating's id in the ascending ``described``.
+    """Returns (N,) the row, from 1 on, of each rating's id in ``described``.
 
     Raises:
         DataError: an id is not described.
     """
     ids = ratings[name].values
-    rows = np.minimum(described.searchsorted(ids), len(described) - 1)
-    bad = described[rows] != ids
+    rows = rows_among(described, ids)
+    bad = rows < 0
     if bad.any():
         row = int(bad.argmax())
         raise DataError(
             f"set 'ml-100k': {name} {ids[row]} in row {row} of the ratings is not described ({int(bad.sum())} such "
             "rows); drop these rows or add the missing description"
         )
-    return rows.astype(np.int64) + 1
+    return rows + 1
 
 
 _PARTS = {"train": TRAIN, "valid": VALIDATION, "test": TEST}
@@ -339,9 +340,8 @@ def recbole(ratings: Chunk, file: Path, history_length: int) -> Protocol:
     rating_keys, table_keys = (
         chunk["user_id"].values.astype(np.int64) * many + chunk["item_id"].values for chunk in (ratings, table)
     )
-    order = np.argsort(table_keys)
-    indices = order[np.minimum(table_keys[order].searchsorted(rating_keys), len(table_keys) - 1)]
-    if len(table_keys) != len(rating_keys) or not np.array_equal(table_keys[indices], rating_keys):
+    indices = rows_among(table_keys, rating_keys)
+    if len(table_keys) != len(rating_keys) or (indices < 0).any():
         raise DataError(
             f"{file}: {len(table_keys):,} pairs, which are not the {len(rating_keys):,} of the ratings, each once; "
             "get both anew"

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torchrec_ext.data.columns import Array, Chunk, Column, Int64, Windows, concatenate_rows
 from torchrec_ext.data.datasets.catalog import FOLDER_VARIABLE, DatasetUnavailable, data_folder
 from torchrec_ext.data.datasets.config import NAMES, PLANTED, StreamConfig
-from torchrec_ext.data.datasets.features import Towers, towers_of, vocabulary_of
+from torchrec_ext.data.datasets.features import Towers, owned_columns, towers_of, vocabulary_of
 from torchrec_ext.data.datasets.folder import PREPROCESSOR
 from torchrec_ext.data.datasets.interactions import InteractionData, Pairs
 from torchrec_ext.data.datasets.labelled import LabelledData, planted_context, without_context
@@ -142,14 +142,10 @@ class StreamedData:
     def towers(self) -> Towers:
         """Names of the features and of the dense columns of each usual tower: the item's is the last."""
         roles = self.roles
-        owners: dict[str, str] = {}
-        for tower, named in (
-            ("user", (roles.user, *roles.user_features)),
-            ("item", (roles.item, *roles.item_features)),
-        ):
-            for name in (*self.features, *self.dense):
-                if name in named or name.startswith(f"{tower}_"):
-                    owners.setdefault(name, tower)
+        columns = (*self.features, *self.dense)
+        owners = dict.fromkeys(owned_columns("item", columns, (roles.item, *roles.item_features)), "item")
+        # The user's come last: a column that both could have is the user's.
+        owners |= dict.fromkeys(owned_columns("user", columns, (roles.user, *roles.user_features)), "user")
         return towers_of(("user", "context", "item"), self.features, self.dense, owners)
 
     def chunks(self, split: str, names: Sequence[str]) -> Iterator[Chunk]:
@@ -419,6 +415,7 @@ def _all_rows(data: StreamedData, split: str) -> Chunk:
     if data.roles.label and data.roles.label not in names:
         names.append(data.roles.label)
     if split not in data.splits:
+        # No rows, with the columns that rows have.
         return _all_rows(data, "train").slice(0, 0)
     return concatenate_rows(list(data.chunks(split, names)), names)
 

@@ -76,12 +76,13 @@ class FileSource(ABC):
         for file, schema in zip(self.files, self._schemas, strict=True):
             check_partitions(file, schema.names)
         self._partitions = _partition_types(self.files)
-        self.groups: Sequence[RowGroup] = tuple(
-            RowGroup(name=f"{file.name}: row group {number}", file=index, number=number, rows=rows)
-            for index, (file, opening) in enumerate(zip(self.files, openings, strict=True))
-            for number, rows in enumerate(opening.rows)
-            if rows
-        )
+        groups = []
+        for index, (file, opening) in enumerate(zip(self.files, openings, strict=True)):
+            for number, rows in enumerate(opening.rows):
+                if rows:
+                    name = f"{file.name}: row group {number}"
+                    groups.append(RowGroup(name=name, file=index, number=number, rows=rows))
+        self.groups: Sequence[RowGroup] = tuple(groups)
         if not self.groups:
             raise DataError(f"{self.files[0].name}: zero rows, as in all {len(self.files)} files; write at least one")
 

@@ -113,13 +113,12 @@ class BatchBuilder:
 
     def _user_columns(self, users: Chunk, times: int, matrices: Collection[Sequence[str]] = ()) -> dict[str, _Repeated]:
         """Returns the user's columns, without those in ``matrices``."""
-        once = self._once
         left_out = {name for names in matrices for name in names}
-        return {
-            name: _Repeated(users[name], 1 if name in once else times)
-            for name in self._user_names
-            if name not in left_out and name in users
-        }
+        columns = {}
+        for name in self._user_names:
+            if name not in left_out and name in users:
+                columns[name] = _Repeated(users[name], 1 if name in self._once else times)
+        return columns
 
     def _item_columns(self, item_ids: Int64, row_numbers: Int64 | None = None) -> dict[str, _Repeated]:
         item_ids = known_items(self.schema, self.items.num_rows, item_ids, row_numbers)
@@ -150,12 +149,12 @@ class BatchBuilder:
         for name, values in vectors.items():
             floats[name] = padded(_tensor(values.reshape(-1).astype(np.float32, copy=False)), size)
         pad = (padded_users or users) - users
+        bags = {}
+        for name in self.schema.keys:
+            if name in columns:
+                bags[name] = self._jagged(name, columns, pad if name in self._once else pad * width)
         return self.schema.assemble(
-            {
-                name: self._jagged(name, columns, pad if name in self._once else pad * width)
-                for name in self.schema.keys
-                if name in columns
-            },
+            bags,
             Dense(
                 self._dense(columns, self.schema.row_dense, size, width, matrices),
                 self._dense(columns, self.schema.shared_dense, size // width, 1, matrices),

@@ -277,7 +277,9 @@ def _jagged(sections: Sections) -> Jagged:
 
 
 def _vector(sections: Sections) -> Tensor:
-    vectors = [_spread(np.zeros(0) if column is None else column.values, size) for column, size in sections]
+    vectors = []
+    for column, size in sections:
+        vectors.append(_spread(np.zeros(0) if column is None else column.values, size))
     return torch.cat(vectors)
 
 

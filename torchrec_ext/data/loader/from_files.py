@@ -115,7 +115,10 @@ def _shuffled_vectors(
     memory: Memory,
     buffers: list[Array],
 ) -> Vectors:
-    vectors = [arrays[0] if len(arrays) == 1 else np.concatenate(arrays) for arrays in columns]
+    vectors: list[Array] = []
+    for arrays in columns:
+        # One segment is not copied.
+        vectors.append(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
     if order is None:
         return vectors
     matrix, buffer = memory.take(len(vectors), len(order), np.dtype(dtype))
