@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from torchrec_ext.data.columns import Chunk, Column, Int64, concatenate_rows
+from torchrec_ext.data.datasets.config import PARTS
 from torchrec_ext.data.datasets.features import RowContext, vocabulary_of
 from torchrec_ext.data.datasets.interactions import InteractionData
 from torchrec_ext.data.datasets.labelled import LabelledData
@@ -26,8 +27,6 @@ from torchrec_ext.retrieval.bundle.request_columns import steps_for_columns
 from torchrec_ext.retrieval.exporting.content import Catalogue, NamedUsers
 from torchrec_ext.schema import BatchSchema, DataError
 
-# A user's features are those of the first split with a row of the user.
-SPLITS = ("test", "validation", "train")
 # Requests that the export sends to the bundle, to compare its answers with the live model.
 AUDITED = 1000
 
@@ -59,6 +58,7 @@ def of_interactions(data: InteractionData, schema: BatchSchema) -> ExportData:
     past_last = data.num_items + 1
     everything = _rows_of(data)
     owners = everything["user_id"].values
+    # A user's features are those of the latest row.
     users, first = np.unique(owners, return_index=True)
     trained = np.isin(users, data.train["user_id"].values)
     users = users[trained]
@@ -365,8 +365,8 @@ def _nobody(described: pa.Table, steps: FittedPreprocessor, dense: Sequence[str]
 
 
 def _rows_of(data: InteractionData) -> Chunk:
-    """Returns the rows of all splits, one split after the other; the training rows have the latest first."""
-    chunks = [getattr(data, split) for split in SPLITS]
+    """Returns the rows of all parts, the latest part first; the training rows have the latest first."""
+    chunks = [getattr(data, part) for part in reversed(PARTS)]
     latest_first = np.arange(chunks[-1].num_rows)[::-1]
     chunks[-1] = chunks[-1].take(latest_first.copy())
     names = [name for name in chunks[0] if all(name in chunk for chunk in chunks)]

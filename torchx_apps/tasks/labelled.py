@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
+from torchrec_ext.data.datasets.config import PARTS
 from torchrec_ext.data.datasets.labelled import LabelledData
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig
 from torchrec_ext.distributed.runtime import Runtime
@@ -34,7 +35,7 @@ class LabelledTask(Task):
 
     def describe(self) -> str:
         """Returns the set's name and size as one line."""
-        rows = {split: getattr(self.data, split).num_rows for split in ("train", "validation", "test")}
+        rows = {split: getattr(self.data, split).num_rows for split in PARTS}
         text = ", ".join(f"{count:,} {split} rows" for split, count in rows.items())
         for name, many in (("user_id", "users"), ("item_id", "items")):
             count = f"{len(self.data.trained(name)):,}" if name in self.data.vocab else "no"

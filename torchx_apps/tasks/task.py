@@ -220,7 +220,8 @@ class Task(ABC):
 
     Attributes:
         data: the data, from which ``Job.build`` takes the number of rows of each table, for example. It has ``name``,
-            ``licence``, ``best``, ``vocab`` (rows of each column's table) and ``id_values`` (values behind its ids).
+            ``best``, ``vocab`` (rows of each column's table) and ``id_values`` (values behind its ids); it may have
+            ``licence`` and ``prepared``.
         ranked_by: key of the setting that has the catalogue ranked; empty if there is no such setting.
     """
 
@@ -235,7 +236,7 @@ class Task(ABC):
     @property
     def licence(self) -> str | None:
         """Terms of the data set's publisher, if known."""
-        licence: str | None = self.data.licence
+        licence: str | None = getattr(self.data, "licence", None)
         return licence
 
     @property

@@ -12,6 +12,8 @@ from typing import Literal, get_args
 NAMES = ("ml-100k", "ml-1m-ncf", "planted", "checkerboard")
 GENERATED = ("planted", "checkerboard")
 PLANTED = "planted"
+# The parts of a data set, in the order of time where there is one.
+PARTS = ("train", "validation", "test")
 Split100K = Literal["last_item", "recbole", "tfrs"]
 LAYOUTS = (
     "inter.parquet (user_id, item_id, timestamp: the last item of each user is for test), or train.parquet and "

@@ -18,6 +18,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from torchrec_ext.data.columns import Array, Chunk, Column, Int64, Windows
+from torchrec_ext.data.datasets.config import PARTS
 from torchrec_ext.data.datasets.features import RawColumns, RowContext, SideFeatures
 from torchrec_ext.data.negatives.samplers import UniformNegatives
 from torchrec_ext.schema import DataError
@@ -261,7 +262,7 @@ class InteractionData:
 
     def pairs(self, *parts: str) -> Pairs:
         """Returns the (user, item) pairs of the parts named, or of all; items outside the catalogue are left out."""
-        chunks = [getattr(self, part) for part in parts or ("train", "validation", "test")]
+        chunks = [getattr(self, part) for part in parts or PARTS]
         users = np.concatenate([chunk["user_id"].values for chunk in chunks])
         items = np.concatenate([chunk["item_id"].values for chunk in chunks])
         inside = items <= self.num_items
@@ -420,7 +421,7 @@ def untaken_items(num_items: int, taken: Pairs, users: Int64, count: int, seed: 
     return sampler.draw(users, np.arange(len(users)), 0, count).ids
 
 
-def labelled_rows(data: InteractionData, part: str = "validation", *, negatives: int = 4, seed: int = 0) -> Chunk:
+def labelled_rows(data: InteractionData, part: str = "validation", *, negatives: int = 4) -> Chunk:
     """Returns the positives of a part with negatives, and a ``label`` column: rows for AUC and log loss.
 
     Negatives are the same at every call and avoid all pairs of the set, held-out ones too. The rows are loaded with
@@ -430,10 +431,9 @@ def labelled_rows(data: InteractionData, part: str = "validation", *, negatives:
         data: set of interactions.
         part: ``train``, ``validation`` or ``test``.
         negatives: N, the number of negatives per positive.
-        seed: seed of the draws.
     """
     chunk: Chunk = getattr(data, part)
-    negative_ids = untaken_items(data.num_items, data.pairs(), chunk["user_id"].values, negatives, seed)
+    negative_ids = untaken_items(data.num_items, data.pairs(), chunk["user_id"].values, negatives, seed=0)
     labels = np.zeros((chunk.num_rows, 1 + negatives), dtype=np.float32)
     labels[:, 0] = 1.0
     ids = np.concatenate([chunk["item_id"].values[:, None], negative_ids], axis=1)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from torchrec_ext.data.columns import Array, Chunk, Column, Int64, Windows
 from torchrec_ext.data.datasets.catalog import DatasetUnavailable, data_folder
+from torchrec_ext.data.datasets.config import PARTS
 from torchrec_ext.data.datasets.config import LabelledConfig as LabelledConfig
 from torchrec_ext.data.datasets.features import (
     MISSING_TIME,
@@ -39,7 +40,6 @@ from torchrec_ext.data.files.parquet import read_columns
 from torchrec_ext.schema import DataError
 from torchrec_ext.schema.validation import listed
 
-PARTS = ("train", "validation", "test")
 _FILES = {
     "train": ("train.parquet", "train_resampled.parquet"),
     "validation": ("validation.parquet",),
@@ -86,7 +86,7 @@ class LabelledData:
     user_features: tuple[str, ...] = ()
     item_features: tuple[str, ...] = ()
     licence: str | None = None
-    best: Mapping[str, float]
+    best: Mapping[str, float] = field(default_factory=dict)
     words: RowContext = field(default_factory=RowContext)
     oov_ids: Mapping[str, int] = field(default_factory=dict)
     prepared: Any = None
@@ -182,7 +182,7 @@ def load_labelled(config: LabelledConfig) -> LabelledData:
     return data if config.context else without_context(data)
 
 
-def planted_context(*, rows: int = 60_000, users: int = 300, items: int = 200, seed: int = 0) -> LabelledData:
+def planted_context(*, rows: int = 60_000, seed: int = 0) -> LabelledData:
     """Generates clicks with log-odds from a user's taste and an item's kind, moved by the hour, not by the weekday.
 
     The column ``weight``, 1 or 2 by the weekday, is read if ``loader.weight`` names it.
@@ -192,10 +192,10 @@ def planted_context(*, rows: int = 60_000, users: int = 300, items: int = 200, s
 
     Args:
         rows: number of rows of all parts together, eight tenths for training and one for each other part.
-        users: number of users, ids from 0.
-        items: number of items, ids from 0.
         seed: seed of the generator.
     """
+    users = 300
+    items = 200
     rng = np.random.default_rng([seed, rows, users, items])
     columns = {"user_id": users, "item_id": items, "hour": 24, "weekday": 7}
     ids = {name: rng.integers(size, size=rows) for name, size in columns.items()}
@@ -274,7 +274,6 @@ def _from_folder(config: LabelledConfig) -> LabelledData:
         user_features=owned["user"],
         item_features=owned["item"],
         licence=FRAPPE_LICENCE if config.name == "frappe" else None,
-        best={},
         words=words,
     )
 

@@ -352,17 +352,16 @@ def recbole(ratings: Chunk, file: Path, history_length: int) -> Protocol:
     return Protocol(ratings, split, Evaluation(figures=("recall", "ndcg"), by="user"))
 
 
-def tfrs(tables: tuple[Chunk, Chunk, Chunk], history_length: int, *, validation: bool, seed: int = 42) -> Protocol:
+def tfrs(tables: tuple[Chunk, Chunk, Chunk], history_length: int, *, validation: bool) -> Protocol:
     """Returns the protocol of TensorFlow Recommenders' retrieval tutorial: 80,000 random ratings train, 20,000 test.
 
     Movies of one title are one, that of the smallest id. Each test rating is ranked among all titles, those that the
-    user has taken before too. TensorFlow's shuffle cannot be repeated without TensorFlow: ``seed`` is numpy's.
+    user has taken before too. TensorFlow's shuffle cannot be repeated without TensorFlow: this one is numpy's.
 
     Args:
         tables: ratings, users and movies.
         history_length: greatest length of a profile.
         validation: take a tenth of the training ratings for validation.
-        seed: seed of the split.
     """
     ratings, _, movies = tables
     titles = [
@@ -374,7 +373,7 @@ def tfrs(tables: tuple[Chunk, Chunk, Chunk], history_length: int, *, validation:
     by_id = np.zeros(ids.max() + 1, dtype=np.int64)
     by_id[ids] = ids[first[of_title]]
     ratings = ratings.with_columns({"item_id": Column(by_id[ratings["item_id"].values])})
-    order = np.random.default_rng(seed).permutation(ratings.num_rows)
+    order = np.random.default_rng(42).permutation(ratings.num_rows)
     tenth = ratings.num_rows // 10
     part = np.full(ratings.num_rows, TRAIN, dtype=np.int8)
     part[order[: 2 * tenth]] = TEST

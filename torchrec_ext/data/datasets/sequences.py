@@ -57,7 +57,6 @@ class SequenceData:
         times: U rows of the times at which the items were taken, equally long; or None.
         user_ids: (U,) the file's ids of the users.
         item_ids: (num_items + 1,) the file's ids of the items; [0] is unused.
-        licence: terms of the publisher for users, or None.
         best: figures of the best possible ranking, if known (generated data), such as ``HR@1``.
 
     Raises:
@@ -74,7 +73,6 @@ class SequenceData:
     times: Column | None = None
     user_ids: Array | None = None
     item_ids: Array | None = None
-    licence: str | None = None
     best: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -216,15 +214,7 @@ def most_recent(sequences: Column, limit: int) -> Column:
     )
 
 
-def from_rows(
-    name: str,
-    user: Array,
-    item: Array,
-    order: Array,
-    *,
-    times: bool = False,
-    licence: str | None = None,
-) -> SequenceData:
+def from_rows(name: str, user: Array, item: Array, order: Array, *, times: bool = False) -> SequenceData:
     """Builds sequences from one row per event, in any order; users and items may have any ids.
 
     Args:
@@ -233,7 +223,6 @@ def from_rows(
         item: (E,) ids; the catalogue consists of those that occur.
         order: (E,) index in the sequence, or time; a user's events with equal ones keep the order of the rows.
         times: ``order`` is a time, which is kept.
-        licence: terms of the publisher for users, or None.
     """
     rows = np.lexsort((order, user))
     user_ids, counts = np.unique(user, return_counts=True)
@@ -246,7 +235,6 @@ def from_rows(
         user_ids=user_ids,
         # [0] is never read. Any value of the ids' type fills it.
         item_ids=np.concatenate([item_ids[:1], item_ids]),
-        licence=licence,
     )
 
 

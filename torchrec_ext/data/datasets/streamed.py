@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from torchrec_ext.data.columns import Array, Chunk, Column, Int64, Windows, concatenate_rows
 from torchrec_ext.data.datasets.catalog import FOLDER_VARIABLE, DatasetUnavailable, data_folder
-from torchrec_ext.data.datasets.config import NAMES, PLANTED, StreamConfig
+from torchrec_ext.data.datasets.config import NAMES, PARTS, PLANTED, StreamConfig
 from torchrec_ext.data.datasets.features import Towers, owned_columns, towers_of, vocabulary_of
 from torchrec_ext.data.datasets.folder import PREPROCESSOR
 from torchrec_ext.data.datasets.interactions import InteractionData, Pairs
@@ -44,7 +44,6 @@ RAW_REQUESTS = "raw/requests.parquet"
 RAW_ITEMS = "raw/items.parquet"
 # A row for each user: the user's columns and latest events as a request has them.
 RAW_USERS = "raw/users.parquet"
-_SPLITS = ("train", "validation", "test")
 _KINDS: dict[str, tuple[Kind, ...]] = {"int64": ("int",), "list<int64>": ("ints",), "float32": ("float",)}
 # Kinds of labels and weights.
 _NUMBERS: tuple[Kind, ...] = ("int", "float", "bool")
@@ -87,7 +86,6 @@ class StreamedData:
         folder: the folder with the rows.
         ranked: greatest number of held-out rows for which the catalogue is ranked.
         best: figures of the best possible prediction, if known (generated data).
-        licence: terms of the publisher for users, or None.
         temporary: a temporary folder that lives as long as the data, or None.
     """
 
@@ -98,7 +96,6 @@ class StreamedData:
     folder: Path
     ranked: int = 0
     best: Mapping[str, float] = field(default_factory=dict)
-    licence: str | None = None
     temporary: Any = None
 
     def __post_init__(self) -> None:
@@ -355,7 +352,7 @@ def _open(folder: Path, config: StreamConfig, labels: bool, **details: Any) -> S
                 f"{folder}: has no split '{split}' (it has {', '.join(summary['rows'])}); name the splits of the "
                 "preprocessing recipe train, test and, for early stopping, validation"
             )
-    splits = [split for split in _SPLITS if (folder / split).is_dir()]
+    splits = [split for split in PARTS if (folder / split).is_dir()]
     roles = _roles(folder, summary, preprocessor, labels)
     for name, kind in preprocessor.outputs.items():
         if kind == "list<float32>" and name not in preprocessor.keep:
@@ -431,7 +428,7 @@ def labelled_rows_of(data: StreamedData, *, context: bool = True) -> LabelledDat
         DataError: user or item have another name, a label is neither 0 nor 1, or the rows have weights.
     """
     _check_names(data)
-    chunks = {split: _all_rows(data, split) for split in _SPLITS}
+    chunks = {split: _all_rows(data, split) for split in PARTS}
     for split, rows in chunks.items():
         labels = rows[data.roles.label].values
         wrong = ~np.isin(labels, (0, 1))
@@ -455,8 +452,6 @@ def labelled_rows_of(data: StreamedData, *, context: bool = True) -> LabelledDat
         dense=data.dense,
         user_features=described["user"],
         item_features=described["item"],
-        licence=data.licence,
-        best={},
         oov_ids=dict.fromkeys(data.features, 0),
         prepared=data,
     )
@@ -496,7 +491,7 @@ def interactions_of(data: StreamedData) -> InteractionData:
             "item=...) and preprocess again, or take --recipe stream, which predicts labels"
         )
     _check_names(data)
-    train, validation, test = (_positives(data, split) for split in _SPLITS)
+    train, validation, test = (_positives(data, split) for split in PARTS)
     item_rows, table = data.items
     if len(item_rows) < table.num_rows - 1:
         raise DataError(
@@ -535,7 +530,6 @@ def interactions_of(data: StreamedData) -> InteractionData:
         user_ids=_values_of(data.preprocessor, "user_id", data.vocab["user_id"]),
         item_ids=_values_of(data.preprocessor, "item_id", items.num_rows),
         outside=1,
-        licence=data.licence,
         prepared=data,
     )
 
@@ -571,7 +565,7 @@ def planted_folder(folder: Path, *, seed: int = 0, rows: int = 60_000) -> dict[s
     raw = dict.fromkeys(names, "int64") | dict.fromkeys(numbers, "float32")
     fitted = FittedPreprocessor.of(pairs, raw, numbers)
     rows_of = {}
-    for split in _SPLITS:
+    for split in PARTS:
         chunk: Chunk = getattr(data, split)
         rows_of[split] = {name: chunk[name].values for name in (*names, *numbers)}
     requests = data.train.slice(0, 1_000)
@@ -649,7 +643,7 @@ def planted_log_folder(folder: Path, *, seed: int = 0, sessions: bool = True) ->
     rows |= _past(columns, clicks, length)
     cuts = [0, int(0.8 * len(clicks)), int(0.9 * len(clicks)), len(clicks)]
     splits = {}
-    for split, start, stop in zip(_SPLITS, cuts[:-1], cuts[1:], strict=True):
+    for split, start, stop in zip(PARTS, cuts[:-1], cuts[1:], strict=True):
         splits[split] = {name: values[start:stop] for name, values in rows.items()}
     steps = (
         History(user="user_id", item="item_id", time="timestamp", length=length, also=("category_id",), gaps=GAPS),

@@ -264,7 +264,6 @@ def planted_log(
     *,
     users: int = 300,
     items: int = 300,
-    categories: int = 6,
     visits: int = 10,
     follows: float = 0.7,
     favourite: float = 0.6,
@@ -279,14 +278,14 @@ def planted_log(
 
     Args:
         users: number of users, ids from 1.
-        items: number of items, ids from 1; item i is of category i % categories.
-        categories: number of categories, ids from 0.
+        items: number of items, ids from 1; item i is of category i % 6.
         visits: number of visits of each user.
         follows: share of a visit's further clicks whose category the click before tells; with 0 no session tells more
             than its user.
         favourite: share of all other clicks that are on the user's own category.
         seed: seed of the generator.
     """
+    categories = 6
     rng = np.random.default_rng([seed, users, items, categories, visits])
     rows = []
     for user in range(1, users + 1):

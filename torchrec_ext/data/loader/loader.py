@@ -17,7 +17,7 @@ import torch
 
 from torchrec_ext.batch import DrawnStep, TowerBatch
 from torchrec_ext.data.columns import Chunk, sample_digest, with_elements
-from torchrec_ext.data.datasets.interactions import InteractionData, Pairs
+from torchrec_ext.data.datasets.interactions import InteractionData
 from torchrec_ext.data.datasets.interactions import labelled_rows as labelled_rows
 from torchrec_ext.data.files.arrow import Source
 from torchrec_ext.data.loader.candidates import OwnCandidates, SharedCandidates
@@ -55,23 +55,17 @@ class Refreshable(Protocol):
         """Asks ``index`` for each user's best items."""
 
 
-def training_negatives(data: InteractionData, config: LoaderConfig, *, avoid: Pairs | None = None) -> Sampler | None:
+def training_negatives(data: InteractionData, config: LoaderConfig) -> Sampler | None:
     """Builds the sampler of ``config``; None if nothing is drawn (``negatives=0``, and not ``mixed``).
 
-    Held-out pairs may be drawn in training: to avoid them would tell the model which they are. Candidates of ``mixed``
-    avoid nothing: ``is_known`` of :func:`in_batch_negatives` excludes the items that a user has taken.
-
-    Args:
-        data: the training set.
-        config: settings of the loader.
-        avoid: pairs that are never drawn; the training pairs by default.
+    Training pairs are never drawn. Held-out pairs may be: to avoid them would tell the model which they are. Candidates
+    of ``mixed`` avoid nothing: ``is_known`` of :func:`in_batch_negatives` excludes the items that a user has taken.
     """
     kind: type[TrainingSampler] = NEGATIVES[config.sampling]
     if not kind.shared and not config.negatives:
         return None
-    pairs = avoid or data.known
     counts = data.popularity()[: data.num_items + 1]
-    sampled = SampledData(num_items=data.num_items, users=pairs.users, items=pairs.items, counts=counts)
+    sampled = SampledData(num_items=data.num_items, users=data.known.users, items=data.known.items, counts=counts)
     return kind.configured(config, sampled)  # type: ignore[return-value]  # each has the methods that `shared` implies
 
 
