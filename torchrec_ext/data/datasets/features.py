@@ -54,7 +54,7 @@ OF_DATES: tuple[Feature, ...] = ("weekday", "month")
 _OTHER_DATE = re.compile(r"(\d{4}[./]\d{1,2}[./]\d{1,2}|\d{1,2}[./-]\d{1,2}[./-]\d{4})(\D.*)?")
 RawColumns = Mapping[str, pa.Array]
 # By tower: the names of its columns of ids, and of those of numbers.
-Towers = dict[str, tuple[Sequence[str], Sequence[str]]]
+TowerColumns = dict[str, tuple[Sequence[str], Sequence[str]]]
 
 
 def owned_columns(owner: str, names: Iterable[str], described: Collection[str | None]) -> list[str]:
@@ -62,7 +62,9 @@ def owned_columns(owner: str, names: Iterable[str], described: Collection[str | 
     return [name for name in names if name in described or name.startswith(f"{owner}_")]
 
 
-def towers_of(order: Sequence[str], features: Sequence[str], dense: Sequence[str], owners: Mapping[str, str]) -> Towers:
+def columns_by_tower(
+    order: Sequence[str], features: Sequence[str], dense: Sequence[str], owners: Mapping[str, str]
+) -> TowerColumns:
     """Returns the columns of each tower in ``order``, without towers that have none.
 
     Args:
@@ -71,7 +73,7 @@ def towers_of(order: Sequence[str], features: Sequence[str], dense: Sequence[str
         dense: names of all columns of numbers.
         owners: tower of each column that is not the context's.
     """
-    towers: Towers = {}
+    towers: TowerColumns = {}
     for tower in order:
         own_features = tuple(name for name in features if owners.get(name, "context") == tower)
         own_dense = tuple(name for name in dense if owners.get(name, "context") == tower)

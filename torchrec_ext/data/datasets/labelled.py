@@ -22,8 +22,9 @@ from torchrec_ext.data.datasets.features import (
     RawColumns,
     RowContext,
     SideFeatures,
-    Towers,
+    TowerColumns,
     check_described,
+    columns_by_tower,
     owned_columns,
     raw_column,
     raw_ids,
@@ -31,7 +32,6 @@ from torchrec_ext.data.datasets.features import (
     same_types,
     side_features,
     spelled,
-    towers_of,
 )
 from torchrec_ext.data.datasets.folder import PREPROCESSOR
 from torchrec_ext.data.datasets.synthetic import best_prediction
@@ -126,13 +126,14 @@ class LabelledData:
         return (*(name for name in _NAMES.values() if name in self.vocab), *described, *self.context)
 
     @property
-    def towers(self) -> Towers:
+    def towers(self) -> TowerColumns:
         """Names of the sparse and of the dense columns of each usual tower."""
         if self.prepared is not None:
             return dict(self.prepared.towers)
         owners = dict.fromkeys(("user_id", *self.user_features), "user")
         owners |= dict.fromkeys(("item_id", *self.item_features), "item")
-        return towers_of(("user", "item", "context"), self.features, self.dense, owners) or {"context": ((), ())}
+        towers = columns_by_tower(("user", "item", "context"), self.features, self.dense, owners)
+        return towers or {"context": ((), ())}
 
     def described(self, key: str, rows: Int64) -> Chunk:
         """Returns the features of the users or items in ``rows`` (N,) of a table, from their last training rows.

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torchrec_ext.data.columns import Array, Chunk, Column, Int64, Windows, concatenate_rows
 from torchrec_ext.data.datasets.catalog import FOLDER_VARIABLE, DatasetUnavailable, data_folder
 from torchrec_ext.data.datasets.config import NAMES, PARTS, PLANTED, StreamConfig
-from torchrec_ext.data.datasets.features import Towers, owned_columns, towers_of, vocabulary_of
+from torchrec_ext.data.datasets.features import TowerColumns, columns_by_tower, owned_columns, vocabulary_of
 from torchrec_ext.data.datasets.folder import PREPROCESSOR
 from torchrec_ext.data.datasets.interactions import InteractionData, Pairs
 from torchrec_ext.data.datasets.labelled import LabelledData, planted_context, without_context
@@ -136,14 +136,14 @@ class StreamedData:
         return tuple(name for name in self.preprocessor.dense if name not in (self.roles.label, self.roles.weight))
 
     @cached_property
-    def towers(self) -> Towers:
+    def towers(self) -> TowerColumns:
         """Names of the features and of the dense columns of each usual tower: the item's is the last."""
         roles = self.roles
         columns = (*self.features, *self.dense)
         owners = dict.fromkeys(owned_columns("item", columns, (roles.item, *roles.item_features)), "item")
         # The user's come last: a column that both could have is the user's.
         owners |= dict.fromkeys(owned_columns("user", columns, (roles.user, *roles.user_features)), "user")
-        return towers_of(("user", "context", "item"), self.features, self.dense, owners)
+        return columns_by_tower(("user", "context", "item"), self.features, self.dense, owners)
 
     def chunks(self, split: str, names: Sequence[str]) -> Iterator[Chunk]:
         """Yields the columns ``names`` of a split, a part of a row group at a time, in the order of the files."""
