@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Interpreter
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -295,23 +295,33 @@ class StepEngine:
 
     Attributes:
         plain: whether the next steps run op by op.
+        double: whether the next steps run op by op in float64, on copies: they write nothing. CPUs only.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.plain = False
+        self.double = False
 
     def __call__(self, step: _Step, memory: list[Tensor], inputs: list[Tensor]) -> Run:
         """Captures the step."""
         if self._device.type == "cuda":
             fast = cuda_graph(step, memory, inputs)
             slow = as_it_is(step, memory, inputs)
-        else:
-            graph, examples = self.trace(step, [*memory, *inputs])
-            compiled = self.compile(graph, examples)
-            fast = as_it_is(compiled, memory, inputs)
-            slow = as_it_is(graph, memory, inputs)
-        return lambda later: slow(later) if self.plain else fast(later)
+            return lambda later: slow(later) if self.plain else fast(later)
+        graph, examples = self.trace(step, [*memory, *inputs])
+        compiled = self.compile(graph, examples)
+
+        def run(later: Sequence[Tensor]) -> list[Tensor]:
+            if self.double:
+                copies = []
+                for tensor in (*memory, *later):
+                    dtype = torch.float64 if tensor.is_floating_point() else tensor.dtype
+                    copies.append(tensor.to(dtype, copy=True))
+                return as_it_is(_InDouble(graph).run, copies, [])([])
+            return as_it_is(graph if self.plain else compiled, memory, inputs)(later)
+
+        return run
 
     def trace(self, step: _Step, tensors: list[Tensor]) -> tuple[GraphModule, list[Tensor]]:
         """Returns the ops of a step, and tensors without values of the shapes of those that it is called with."""
@@ -326,3 +336,12 @@ class StepEngine:
     def compile(self, graph: GraphModule, examples: list[Tensor]) -> _Step:
         """Compiles ops for a CPU."""
         return compile_graph(graph, examples)
+
+
+class _InDouble(Interpreter):
+    """Runs a graph of float32 ops in float64."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Calls an op with float64 wherever it names float32."""
+        args, kwargs = pytree.tree_map(lambda value: torch.float64 if value is torch.float32 else value, (args, kwargs))
+        return super().call_function(target, args, kwargs)
