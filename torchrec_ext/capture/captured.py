@@ -29,7 +29,7 @@ from torchrec_ext.capture.memory import (
     WholeTable,
     moved_parameters,
 )
-from torchrec_ext.capture.update_rules import fused_adam, has_fused_form, stepped
+from torchrec_ext.capture.update_rules import fused_adam, has_fused_form
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.tables import row_by_row
 from torchrec_ext.observe.user_lines import first_line, raising_line, with_text
@@ -367,6 +367,9 @@ class CapturedStep:
             clock = memory.clock(group[0], tensors)
             group_grads = [grad for parameter in group for grad in grads[parameter.name] if grad is not None]
             fused_adam(weights, group_grads, states, clock.step, clock.lr, group[0].choice)
+            if group[0].choice.averages:
+                for weight, state in zip(weights, states, strict=True):
+                    state[-1].lerp_(weight, clock.average_rate)
 
     def _limit_norm(self, grads: dict[str, list[Tensor | None]], tables: Mapping[str, TableRows]) -> None:
         """Limits the norm of the gradients of dense layers and replicated tables, as :class:`HybridOptimizer` does."""
@@ -388,8 +391,8 @@ class CapturedStep:
         assert grad is not None
         clock = self._memory.clock(parameter, tensors)
         state = self._memory.state(parameter, tensors)
-        values, new = stepped(tensors[parameter.name], grad, state, clock.step, clock.lr, parameter.choice, table=False)
-        for target, value in zip([tensors[parameter.name], *state], [values, *new], strict=True):
+        new = clock.stepped(tensors[parameter.name], grad, state, parameter.choice, table=False)
+        for target, value in zip([tensors[parameter.name], *state], new, strict=True):
             target.copy_(value)
 
 

@@ -31,6 +31,7 @@ from torchrec_ext.capture.update_rules import (
     SLIDES,
     UPDATES,
     RowClock,
+    average_on,
     caught_up,
     decay_of,
     decay_on,
@@ -47,10 +48,20 @@ from torchrec_ext.distributed.tables import Shard, collections, kernels_by_table
 
 @dataclass
 class Clock:
-    """The step count of a parameter, this step included, () float32, and its learning rate, ()."""
+    """The step count of a parameter, this step included, () float32, its learning rate and that of its average, ()."""
 
     step: Tensor
     lr: Tensor
+    average_rate: Tensor
+
+    def stepped(
+        self, values: Tensor, grad: Tensor, state: list[Tensor], choice: Choice, *, table: bool
+    ) -> list[Tensor]:
+        """Returns values and state after this step, see :func:`~torchrec_ext.capture.update_rules.stepped`."""
+        updated, state = stepped(
+            values, grad, state, self.step, self.lr, choice, table=table, average_rate=self.average_rate
+        )
+        return [updated, *state]
 
 
 @dataclass
@@ -85,8 +96,8 @@ class WholeTable:
         """Writes the step; ``grads`` are those of :meth:`leaves`."""
         if grads[0] is None:
             return
-        new = stepped(self.weight, grads[0], self.state, self.clock.step, self.clock.lr, self.choice, table=True)
-        _write([self.weight, *self.state], [new[0], *new[1]])
+        new = self.clock.stepped(self.weight, grads[0], self.state, self.choice, table=True)
+        _write([self.weight, *self.state], new)
 
 
 def _write(targets: list[Tensor], values: list[Tensor]) -> None:
@@ -132,19 +143,23 @@ class RowTable:
     def move(self, grads: Sequence[Tensor | None]) -> None:
         """Writes the step; ``grads`` are those of :meth:`leaves`."""
         decay = decay_of(self.choice)
+        step, lr, rate = self.clock.step, self.clock.lr, self.clock.average_rate
+        average = (self.rows.average_slides, rate) if self.choice.averages else None
         if self.choice.kind == "adam":  # all rows have been read by now
-            slide_on(self.rows.slides, self.rows.powers, self.clock.step, self.clock.lr, self.choice.betas, decay)
+            slide_on(self.rows.slides, self.rows.powers, step, lr, self.choice.betas, decay, average)
         if decay:
-            decay_on(self.rows.decays, self.clock.step, self.clock.lr, decay)
+            decay_on(self.rows.decays, step, lr, decay)
+        if average:
+            average_on(self.rows, step, lr, rate, decay)
         if not self._reads:
             return
         ids = torch.cat([ids for ids, _, _ in self._reads])
         rows = torch.cat([leaf.detach() for _, leaf, _ in self._reads])
         state = [torch.cat(parts) for parts in zip(*(of_read for _, _, of_read in self._reads), strict=True)]
         grad, _ = self.gradients(grads)
-        new = stepped(rows, grad, state, self.clock.step, self.clock.lr, self.choice, table=True)
+        new = self.clock.stepped(rows, grad, state, self.choice, table=True)
         # A row that was read twice is written twice, but with the same values.
-        for target, value in zip([self.weight, *self.state], [new[0], *new[1]], strict=True):
+        for target, value in zip([self.weight, *self.state], new, strict=True):
             target.index_put_((ids,), value)
         if lags(self.choice):
             self.rows.since.index_put_((ids,), self.clock.step.int().expand(len(ids)))
@@ -188,7 +203,7 @@ class UpdatedParameter:
         table: whether it is a table, (rows, D).
         sharded: whether TorchRec shards it, so that the limit on the gradient's norm leaves it out.
         weight: values of the parameter.
-        state: optimizer state, in the order of its rule in :data:`UPDATES`.
+        state: optimizer state, in the order of its rule in :data:`UPDATES`, then the average if ``choice`` has one.
         steps: the optimizer's counters of steps.
         group: the optimizer's group, with its ``lr``.
         choice: the update rule and its numbers.
@@ -284,6 +299,7 @@ def state_tensors(state: Mapping[str, Any]) -> tuple[list[Tensor], list[Tensor]]
     return tensors, steps
 
 
+_MOST_LOST_DIGITS = 1.0  # of the 7 of float32, in shares of rows in their averages
 _BLOCK_ROWS = 1 << 14  # rows of a table to update at once: this takes six temporaries of as many rows
 
 
@@ -294,8 +310,10 @@ class StepMemory:
         parameters: parameters to update, one or more, such as :func:`moved_parameters`.
         fixed: further tensors of the model by name, without an optimizer.
         clips: whether the norm of all gradients is limited, so that gradients of tables must be complete.
+        average_rate: returns the share of new values in their averages in the next step; None without averages.
 
     Attributes:
+        average_rate: see above.
         unsettled: steps since all rows were brought up to date.
 
     Raises:
@@ -303,7 +321,12 @@ class StepMemory:
     """
 
     def __init__(
-        self, parameters: Sequence[UpdatedParameter], fixed: Mapping[str, Tensor], *, clips: bool = False
+        self,
+        parameters: Sequence[UpdatedParameter],
+        fixed: Mapping[str, Tensor],
+        *,
+        clips: bool = False,
+        average_rate: Callable[[], float] | None = None,
     ) -> None:
         self.parameters = list(parameters)
         self.fixed = dict(fixed)
@@ -311,11 +334,14 @@ class StepMemory:
         self._groups = list({id(parameter.group): parameter.group for parameter in self.parameters}.values())
         self.device = self.parameters[0].weight.device
         self._step = torch.zeros((), device=self.device)
-        self._rates = [torch.zeros((), device=self.device) for _ in self._groups]
-        self._last_rates = [float("nan")] * len(self._groups)
+        self.average_rate = average_rate or (lambda: 0.0)
+        # Of the groups, then of the averages.
+        self._rates = [torch.zeros((), device=self.device) for _ in (*self._groups, average_rate)]
+        self._last_rates = [float("nan")] * len(self._rates)
         self._rows: dict[str, RowClock] = {}
         self.unsettled = 0
         self._max_unsettled = math.inf  # at this many unsettled steps all rows must be updated
+        self._lost_digits = 0.0
         self.reload()
 
     @property
@@ -352,6 +378,7 @@ class StepMemory:
                     self._catch_up(parameter)
                 self._mark_current(parameter.name)
         self.unsettled = 0
+        self._lost_digits = 0.0
 
     def _catch_up(self, parameter: UpdatedParameter) -> None:
         """Brings every row of a table up to date, a block of rows at a time."""
@@ -381,21 +408,29 @@ class StepMemory:
 
     def _mark_current(self, name: str) -> None:
         """Marks every row of a table as up to date."""
-        clock = self._rows[name]
-        now = int(self._step)
-        clock.since.fill_(now)
-        for sums in (clock.slides, clock.decays):
-            sums[now % len(sums)] = 0.0
+        self._rows[name].restart(int(self._step))
 
     def begin(self) -> None:
         """Begins a step: sets its learning rates, and first updates all rows if one may lag too far behind."""
-        if self.unsettled >= self._max_unsettled:
+        rates = [*(group["lr"] for group in self._groups), self.average_rate()]
+        if self.unsettled >= self._max_unsettled or self._lost_digits > _MOST_LOST_DIGITS:
             self.settle()
-        for index, group in enumerate(self._groups):
-            if group["lr"] != self._last_rates[index]:  # filling a tensor on a GPU costs a kernel in each step
-                self._last_rates[index] = group["lr"]
-                self._rates[index].fill_(group["lr"])
+        self._lost_digits += self._digits_lost_at(rates[-1])
+        for index, rate in enumerate(rates):
+            if rate != self._last_rates[index]:  # filling a tensor on a GPU costs a kernel in each step
+                self._last_rates[index] = rate
+                self._rates[index].fill_(rate)
         self.unsettled += 1
+
+    def _digits_lost_at(self, average_rate: float) -> float:
+        """Returns the digits that averages lose in a step in which rows decay faster than their average does."""
+        decays = [
+            parameter.group["lr"] * decay_of(parameter.choice)
+            for parameter in self.parameters
+            if parameter.choice.averages and parameter.name in self._rows
+        ]
+        kept = 1 - max(decays, default=0.0)
+        return max(math.log10((1 - average_rate) / kept), 0.0) if 0 < kept < 1 else 0.0
 
     @property
     def steps_made(self) -> int:
@@ -461,4 +496,4 @@ class StepMemory:
     def clock(self, parameter: UpdatedParameter, tensors: Mapping[str, Tensor]) -> Clock:
         """Returns the step count and learning rate of a parameter."""
         index = next(index for index, group in enumerate(self._groups) if group is parameter.group)
-        return Clock(tensors["step"], tensors[f"rate {index}"])
+        return Clock(tensors["step"], tensors[f"rate {index}"], tensors[f"rate {len(self._groups)}"])

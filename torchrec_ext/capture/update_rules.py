@@ -13,7 +13,7 @@ moves by
 
 With eps scaled as in the first of these steps, this is m / (sqrt(v) + eps') x S(s), and S depends only on steps and
 rates: S(s) = sum over j = 1..k of r^j lr(s+j) sqrt(1 - b2^(s+j)) / (1 - b1^(s+j)), r = b1 / sqrt(b2).
-:func:`slides` stores S of each step s that may be a row's last one. A step adds to the S of the last :func:`reach`
+:func:`slide_on` stores S of each step s that may be a row's last one. A step adds to the S of the last :func:`reach`
 steps, because r^j vanishes for earlier ones.
 
 So a step touches only the rows it reads, and ends where dense Adam does, under any schedule. The result differs by
@@ -22,6 +22,17 @@ rounding, and by eps if the second moment is near its square.
 If every row also decays by d(t) = 1 - lr(t) x decay in step t (AdamW, or SGD with l2), a row of step s is multiplied by
 the product of d(s+1) .. d(t), and S(s) by d(t) in each step. :func:`decay_on` stores sums of log d. Beyond the reach, S
 stays as of step s + W; the rest of its product is applied when a row is updated.
+
+A moving average a of a row moves by c(t) x (row - a) after step t. For an exponential average c is 1 - its decay, for
+an equal one of n steps 1 / n. Let D(s, t) be the product of d(s+1) .. d(t), and K(s, t) that of 1 - c. In step t the
+row of step s is D(s, t) x row - S(s, t) x m / (sqrt(v) + eps'), so its average is
+
+    K(s, t) x a  +  A(s, t) x row  -  T(s, t) x m / (sqrt(v) + eps')
+    A(s, t) = sum over u = s+1..t of  c(u) K(u, t) D(s, u),      T(s, t) = sum over u = s+1..t of  c(u) K(u, t) S(s, u)
+
+:func:`slide_on` stores T beside S: in each step T becomes (1 - c) T + c S. Beyond the reach S decays as a row does, so
+T(s, t) = K(s+W, t) T(s, s+W) + A(s+W, t) S(s, s+W). Without decay A is 1 - K. With it, A(s, t) = D(s, t) G(t) - K(s, t)
+G(s) for any sequence with G(t) = (1 - c(t)) / d(t) x G(t-1) + c(t), which :func:`average_on` stores.
 """
 
 from __future__ import annotations
@@ -111,26 +122,40 @@ def gradient_row_mask(grad: Tensor) -> Tensor:
 
 
 def stepped(
-    values: Tensor, grad: Tensor, state: list[Tensor], step: Tensor, lr: Tensor, choice: Choice, *, table: bool
+    values: Tensor,
+    grad: Tensor,
+    state: list[Tensor],
+    step: Tensor,
+    lr: Tensor,
+    choice: Choice,
+    *,
+    table: bool,
+    average_rate: Tensor | float = 0.0,
 ) -> tuple[Tensor, list[Tensor]]:
     """Returns values and state after a step: weight decay, then the rule for the gradient plus that of ``l2``.
 
     Args:
         values: values of a parameter or rows of a table, (n, ...).
         grad: gradient of the values.
-        state: optimizer state of the values, in the order of the rule in :data:`UPDATES`.
+        state: optimizer state of the values, in the order of the rule in :data:`UPDATES`, then their average if any.
         step: number of steps with this one, () float32.
         lr: learning rate, ().
         choice: the rule and its numbers.
         table: whether these are rows of a table. Then only rows with a gradient decay, unless the choice decays all.
+        average_rate: share of the new values in their average, ().
     """
+    if choice.averages:
+        *state, average = state
     if choice.weight_decay:
         decayed = values * (1 - lr * choice.weight_decay)
         only_rows_with_gradient = table and not choice.decays_all_rows
         values = torch.where(gradient_row_mask(grad), decayed, values) if only_rows_with_gradient else decayed
     if choice.l2:
         grad = grad + choice.l2 * values
-    return UPDATES[choice.kind](values, grad, state, step, lr, choice)
+    values, state = UPDATES[choice.kind](values, grad, state, step, lr, choice)
+    if choice.averages:
+        state = [*state, average.lerp(values, average_rate)]
+    return values, state
 
 
 def has_fused_form(choice: Choice, weight: Tensor, *, table: bool) -> bool:
@@ -208,11 +233,6 @@ def reach(betas: tuple[float, float]) -> Tensor:
     return torch.tensor([ratio**power for power in range(1, count + 1)], dtype=torch.float32)
 
 
-def slides() -> Tensor:
-    """Returns zeros for S of the last K steps, (K,) float32: S of step s at s modulo K, 0 right after s."""
-    return torch.zeros(SLIDES)
-
-
 def decay_of(choice: Choice) -> float:
     """Returns the decay per step of all rows of a table, as a factor of the rate; 0 if unread rows do not decay."""
     if choice.kind == "sgd" and choice.l2:
@@ -228,6 +248,25 @@ def decay_on(decays: Tensor, step: Tensor, lr: Tensor | float, decay: float) -> 
     decays.index_put_((now.remainder(len(decays)).view(1),), sum_before + factor.log())
 
 
+def average_on(clock: RowClock, step: Tensor, lr: Tensor | float, rate: Tensor, decay: float) -> None:
+    """Stores in the clock the part of an average that stays, and the share of rows in it, up to ``step``.
+
+    Args:
+        clock: the table's clock; ``kept`` and ``shares`` are written.
+        step: number of the finished step, () float32.
+        lr: learning rate of the step.
+        rate: share of the new rows in their average, ().
+        decay: see :func:`decay_of`.
+    """
+    decay_on(clock.kept, step, rate, 1.0)
+    if not decay:
+        return  # the share stays 1
+    now = step.long()
+    share = clock.shares.index_select(0, (now - 1).remainder(len(clock.shares)).view(1))
+    factor = 1 - torch.as_tensor(lr, dtype=torch.float64, device=share.device) * decay
+    clock.shares.index_put_((now.remainder(len(clock.shares)).view(1),), share * (1 - rate.double()) / factor + rate)
+
+
 def slide_on(
     slides: Tensor,
     powers: Tensor,
@@ -235,24 +274,33 @@ def slide_on(
     lr: Tensor | float,
     betas: tuple[float, float],
     decay: float = 0.0,
+    average: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Adds to :func:`slides` the movement of rows without a gradient in ``step``.
+    """Adds to sums over steps the movement of rows without a gradient in ``step``.
 
     Args:
-        slides: sums S, (K,), written; K is greater than W.
+        slides: sums S of step s at s modulo K, (K,), written; K is greater than W.
         powers: powers of r, (W,), from :func:`reach`.
         step: number of the finished step, () float32.
         lr: learning rate of the step.
         betas: decay of the moments.
         decay: see :func:`decay_of`.
+        average: sums T of the average, (K,), written, and the share of the new rows in it, ().
     """
     step_size = lr * debiased(betas[1], step).sqrt() / debiased(betas[0], step)
     now = step.long()
+    this_step = now.remainder(len(slides)).view(1)
     earlier_steps = (now - 1 - torch.arange(len(powers), device=slides.device)).remainder(len(slides))
     earlier = slides.index_select(0, earlier_steps)
     earlier = earlier * (1 - lr * decay) if decay else earlier
-    slides.index_put_((earlier_steps,), earlier + powers * step_size)
-    slides.index_put_((now.remainder(len(slides)).view(1),), slides.new_zeros(1))
+    moved = earlier + powers * step_size
+    slides.index_put_((earlier_steps,), moved)
+    slides.index_put_((this_step,), slides.new_zeros(1))
+    if average is not None:
+        sums, rate = average
+        averaged = sums.index_select(0, earlier_steps)
+        sums.index_put_((earlier_steps,), averaged + rate * (moved - averaged))
+        sums.index_put_((this_step,), sums.new_zeros(1))
 
 
 class RowClock(NamedTuple):
@@ -264,6 +312,9 @@ class RowClock(NamedTuple):
         slides: movement of Adam's rows without a gradient, (K,); of other optimizers (1,).
         powers: the tensor (W,) from :func:`reach`; of other optimizers (1,).
         decays: sums of logarithms, (K,) float64, see :func:`decay_on`; (1,) if no row decays.
+        kept: sums of logarithms of the part of an average that stays, (K,) float64; (1,) without an average.
+        average_slides: movement of averages of Adam's rows without a gradient, (K,); otherwise (1,).
+        shares: shares G of decaying rows in their average, (K,) float64, see :func:`average_on`; otherwise (1,).
     """
 
     since: Tensor
@@ -271,25 +322,44 @@ class RowClock(NamedTuple):
     slides: Tensor
     powers: Tensor
     decays: Tensor
+    kept: Tensor
+    average_slides: Tensor
+    shares: Tensor
+
+    def restart(self, step: int) -> None:
+        """Marks every row as up to date after ``step``."""
+        self.since.fill_(step)
+        for sums in (self.slides, self.decays, self.kept, self.average_slides):
+            sums[step % len(sums)] = 0.0
+        self.shares[step % len(self.shares)] = 1.0
 
 
 def row_clock(rows: int, step: int, choice: Choice, device: torch.device) -> RowClock:
     """Returns the clock of a table with all rows at ``step``."""
-    since = torch.full((rows,), step, dtype=torch.int32, device=device)
-    sums = torch.zeros(1)
-    powers = torch.zeros(1)
-    decays = torch.zeros(1, dtype=torch.float64)
-    if choice.kind == "adam":
-        sums = slides()
-        powers = reach(choice.betas)
-    if decay_of(choice):
-        decays = torch.zeros(SLIDES, dtype=torch.float64)
-    return RowClock(since, torch.zeros_like(since), *(tensor.to(device) for tensor in (sums, powers, decays)))
+    is_adam = choice.kind == "adam"
+    decays = bool(decay_of(choice))
+
+    def sums(dtype: torch.dtype, *, is_used: bool) -> Tensor:
+        return torch.zeros(SLIDES if is_used else 1, dtype=dtype, device=device)
+
+    since = torch.zeros(rows, dtype=torch.int32, device=device)
+    clock = RowClock(
+        since=since,
+        leader=torch.zeros_like(since),
+        slides=sums(torch.float32, is_used=is_adam),
+        powers=(reach(choice.betas) if is_adam else torch.zeros(1)).to(device),
+        decays=sums(torch.float64, is_used=decays),
+        kept=sums(torch.float64, is_used=choice.averages),
+        average_slides=sums(torch.float32, is_used=choice.averages and is_adam),
+        shares=sums(torch.float64, is_used=choice.averages and decays),
+    )
+    clock.restart(step)
+    return clock
 
 
 def lags(choice: Choice) -> bool:
-    """Whether rows without a gradient change too, so that their update is deferred until they are read."""
-    return choice.kind == "adam" or bool(decay_of(choice))
+    """Whether rows without a gradient or their average change too, so that their update is deferred until a read."""
+    return choice.kind == "adam" or bool(decay_of(choice)) or choice.averages
 
 
 def caught_up(
@@ -299,7 +369,7 @@ def caught_up(
 
     Args:
         rows: rows of a table, (n, D).
-        state: optimizer state of the rows after step ``since``, (n, D) each.
+        state: optimizer state of the rows after step ``since``, then their average if any, (n, D) each.
         since: last step of each row, (n,) int32.
         step: number of the last step, () int32, less than K after each ``since``.
         clock: the table's clock, up to ``step``.
@@ -308,25 +378,52 @@ def caught_up(
     Returns:
         Rows and state, each (n, D); unchanged if ``since`` is ``step``.
     """
-    decay_product: Tensor | float = 1.0
-    if decay_of(choice):
-        decays_at_step = clock.decays.index_select(0, step.long().remainder(len(clock.decays)).view(1))
-        decays_at_since = clock.decays.index_select(0, since.remainder(len(clock.decays)))
-        decay_product = (decays_at_step - decays_at_since).exp().to(rows.dtype)[:, None]
+    decays = bool(decay_of(choice))
+    decay_product = _log_of_steps(clock.decays, since, step).exp() if decays else 1.0
+    updated = [rows * decay_product, *state]
+    if choice.averages:
+        removed, added = _average_shares(clock, since, step, decays=decays)
+        updated[-1] = state[-1] + (added * rows - removed * state[-1])
     if choice.kind != "adam":
-        return [rows * decay_product, *state]
+        return updated
     (beta1, beta2) = choice.betas
-    (first_moment, second_moment) = state
+    (first_moment, second_moment) = state[:2]
     skipped = (step - since).to(rows.dtype)[:, None]
     decay1 = torch.exp(skipped * math.log(beta1)) if beta1 > 0 else (skipped == 0).to(rows.dtype)
     decay2 = torch.exp(skipped * math.log(beta2))
-    slide = clock.slides.index_select(0, since.remainder(len(clock.slides)))[:, None]
-    if decay_of(choice):
-        last = torch.minimum(since + len(clock.powers), step).remainder(len(clock.decays))
-        slide = slide * (decays_at_step - clock.decays.index_select(0, last)).exp().to(rows.dtype)[:, None]
+    slide = slide_at_reach = clock.slides.index_select(0, since.remainder(len(clock.slides)))[:, None]
+    reached = torch.minimum(since + len(clock.powers), step)
+    if decays:
+        slide = slide * _log_of_steps(clock.decays, reached, step).exp()
     power2 = torch.exp((since + 1).to(rows.dtype) * math.log(beta2))
     scaled_eps = choice.eps * torch.sqrt(1 - power2)[:, None]
-    decayed = rows * decay_product
-    updated = decayed - slide * first_moment / (second_moment.sqrt() + scaled_eps)
     # A row that never had a gradient has moments of 0. If eps is 0 too, that would be 0 / 0.
-    return [torch.where(first_moment == 0, decayed, updated), first_moment * decay1, second_moment * decay2]
+    direction = torch.where(first_moment == 0, 0.0, first_moment / (second_moment.sqrt() + scaled_eps))
+    updated[:3] = [updated[0] - slide * direction, first_moment * decay1, second_moment * decay2]
+    if choice.averages:
+        removed, added = _average_shares(clock, reached, step, decays=decays)
+        average_slide = clock.average_slides.index_select(0, since.remainder(len(clock.slides)))[:, None]
+        average_slide = average_slide + (added * slide_at_reach - removed * average_slide)
+        updated[-1] = updated[-1] - average_slide * direction
+    return updated
+
+
+def _log_of_steps(sums: Tensor, since: Tensor, step: Tensor) -> Tensor:
+    """Returns the sums of the logarithms of steps after ``since`` (n,) up to ``step``, (n, 1) float32.
+
+    Inductor computes what follows again for each number of a row, which takes long in float64.
+    """
+    sum_at_step = sums.index_select(0, step.long().remainder(len(sums)).view(1))
+    return (sum_at_step - sums.index_select(0, since.remainder(len(sums)))).float()[:, None]
+
+
+def _average_shares(clock: RowClock, since: Tensor, step: Tensor, *, decays: bool) -> tuple[Tensor, Tensor]:
+    """Returns 1 - K and A of the steps after ``since``, (n, 1) each; small ones keep their digits."""
+    removed = -torch.expm1(_log_of_steps(clock.kept, since, step))
+    if not decays:
+        return removed, removed
+    share_at_step = clock.shares.index_select(0, step.long().remainder(len(clock.shares)).view(1))
+    share_at_since = clock.shares.index_select(0, since.remainder(len(clock.shares)))[:, None]
+    decayed = torch.expm1(_log_of_steps(clock.decays, since, step))
+    difference = (share_at_step - share_at_since).float()
+    return removed, difference + decayed * share_at_step.float() + removed * share_at_since.float()
