@@ -357,6 +357,29 @@ def test_ops_syncs_and_products_are_counted_by_the_users_lines() -> None:
     assert dict(facts.layers) == pytest.approx({"0": 8 / 9, "2": 1 / 9})
 
 
+@pytest.mark.gpu
+def test_each_wait_for_the_device_is_counted_at_the_users_line() -> None:
+    model = nn.Linear(8, 1, device="cuda")
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    batches = [(torch.randn(32, 8, device="cuda"), torch.randn(32, 1, device="cuda")) for _ in range(8)]
+
+    def step(x: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad()
+        square = (model(x) - y).square()
+        worst = square[square > square.mean()].sum()
+        worst.backward()
+        optimizer.step()
+        square.detach().to("cpu", non_blocking=True)  # does not wait
+        assert [square.detach().cpu(), worst.item()]
+
+    facts = why_slow.step(step, batches).facts
+    assert facts.sync_lines[-1] == ("backward", 1)  # of the mask
+    lines = facts.sync_lines[:-1]
+    assert [count for _, count in lines] == [2, 1]  # what is read at the end, and the mask
+    assert {line.split(":")[0] for line, _ in lines} == {"test_why_slow.py"}
+    assert facts.syncs == 4
+
+
 def test_ops_that_only_feed_values_to_python_are_counted_with_them_at_whatever_line() -> None:
     """Norms of four gradients and the share of right signs are read by Python alone; the loss is trained by too."""
     model, optimizer, _, given = mlp()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import sys
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -182,6 +183,7 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._line_of_op: list[OpsOfLine] = []
         self._sync_ops: list[int] = []
         self._module = ""
+        self._thread = threading.get_ident()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         start = time.perf_counter()
@@ -189,6 +191,9 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         seconds = time.perf_counter() - start
         stack = stack_of(sys._getframe(1))
         line, users_line = lines_of(stack)
+        if line == "step" and threading.get_ident() != self._thread:
+            # Autograd runs the backward of a GPU's ops in a thread of its own, which has no lines of Python.
+            line, users_line = "backward", SampledLine("backward")
         self.ops += 1
         self.seconds += seconds
         self.lines[line] += 1
@@ -199,8 +204,11 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         number = self._flow.add(func, (args, kwargs), result)
         packet = func._overloadpacket
         self.kinds[packet.__name__] += seconds
-        waits = packet.__name__ in _TO_PYTHON or (_on_gpu((args, result)) and waits_for_device(func, args, kwargs))
-        if waits and line not in ("backward", "optimizer"):
+        if _on_gpu((args, result)):
+            waits = waits_for_device(func, args, kwargs)
+        else:  # backward and optimizer belong to torch: what Python reads there is not for the user to change
+            waits = packet.__name__ in _TO_PYTHON and line not in ("backward", "optimizer")
+        if waits:
             self.syncs[users_line.name] += 1
             self._sync_ops.append(number)
         tensors = [each for each in args if isinstance(each, Tensor)]
