@@ -5,6 +5,7 @@ ForwardTrace: makes a captured step of a batch, through the graph of the user's 
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,7 +18,14 @@ from torch.utils import _pytree as pytree
 
 from torchrec_ext.adopt.checks import HOOK_ON_GRADIENT, STATES, Rules, StateTensor, check_model, update_rules
 from torchrec_ext.adopt.errors import CannotAdopt, EndOfCaptureError, EndOfStepError, HalfStepError, TensorChangedError
-from torchrec_ext.adopt.graph import GRAPHS, ForwardGraph, OneGraphTooMany, changed_between_calls, traced_forward
+from torchrec_ext.adopt.graph import (
+    GRAPHS,
+    ForwardGraph,
+    OneGraphTooMany,
+    changed_between_calls,
+    real_inputs,
+    traced_forward,
+)
 from torchrec_ext.adopt.lag import Lag, catch_up
 from torchrec_ext.adopt.source import AnyBatch, CapturedUpdate, GraphCall, GroupSettings
 from torchrec_ext.adopt.user_step import RankStep
@@ -84,6 +92,8 @@ class Captures:
         if self._graph_count > GRAPHS:
             raise OneGraphTooMany(changed_between_calls())
         model = self._rank_step.model
+        if self._rank_step.average is not None:
+            self._rank_step.average.refuse_in(real_inputs(module, examples))
         check_model(model)
         rules = update_rules(model, self._rank_step.optimizers)
         parameters = {name: parameter for name, (_, _, parameter, _) in rules.items() if parameter.requires_grad}
@@ -103,6 +113,9 @@ class Captures:
                     raise TensorChangedError(f"'{name}'")
                 if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
                     raise CannotAdopt(f"{module_line(self._rank_step.model, name)} {HOOK_ON_GRADIENT}")
+            average = self._rank_step.average
+            if average is not None and (change := average.change()):
+                raise TensorChangedError(change)
             for index, (line, value) in graph.masks.items():
                 if not torch.equal(tensors[index], value):
                     raise TensorChangedError(f"the mask of {line}")
@@ -133,7 +146,9 @@ class Captures:
                 state += tensors
         key = tuple((each.name, each.table) for each in parameters)
         if key not in self._updates:
-            source = rank_step.source(StepMemory(parameters, {}, clips=rank_step.clips_tables))
+            average_rate = rank_step.average.rate if rank_step.average else None
+            memory = StepMemory(parameters, {}, clips=rank_step.clips_tables, average_rate=average_rate)
+            source = rank_step.source(memory)
             engine = rank_step.engine(source)
             step = CapturedStep(source, engine, autocast=rank_step.autocast, patience=self._patience)
             self._updates[key] = CapturedUpdate(source, step, engine, state, dense_tables)
@@ -160,12 +175,16 @@ class Captures:
         if any(key not in values for key in keys):
             raise CannotAdopt(f"{module_line(self._rank_step.model, name)} has not been moved by an eager step yet")
         state = [StateTensor(number, parameter, key, values[key]) for key in (*keys, "step") if key in values]
+        tensors = [values[key].detach() for key in keys]
+        if self._rank_step.average is not None:
+            tensors.append(self._rank_step.average.of(name).detach())
+            choice = dataclasses.replace(choice, averages=True)
         updated = UpdatedParameter(
             name,
             is_table,
             False,
             parameter.detach(),
-            [values[key].detach() for key in keys],
+            tensors,
             [values["step"].detach()] if "step" in values else [],
             group,
             choice,
@@ -224,11 +243,19 @@ class Captures:
             tables = {name: table for name, table in self._rank_step.model.named_parameters() if name in rows}
             table_ids = {id(table) for table in tables.values()}
             late = [each.tensor for each in update.state if each.name == "step" or id(each.parameter) in table_ids]
+            if (average := self._rank_step.average) is not None:
+                tables |= {f"average.module.{name}": average.of(name) for name in rows}
             update.lag = Lag(update.source.memory, tables, late)
             if ways := update.step.describe():
                 text += f"; {ways}"
         self.seconds += seconds
         self._rank_step.say(text)
+
+    def end_step(self) -> None:
+        """Ends a captured step: averages what the graph's step has not averaged."""
+        self.after_eager = False
+        if self._rank_step.average is not None and self.current is not None:
+            self._rank_step.average.end_step({each.name for each in self.current.source.memory.parameters})
 
     def settle(self) -> None:
         """Updates rows that no step has read lately."""

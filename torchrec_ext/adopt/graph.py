@@ -317,7 +317,7 @@ class ForwardGraph:
         self.number = next(_NUMBERS)
         self._module = module
         self._placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-        real = [_real(node, example) for node, example in zip(self._placeholders, examples, strict=True)]
+        real = real_inputs(module, examples)
         names = {id(parameter): name for name, parameter in trained.items()}
         leaves = {id(leaf): index for index, leaf in enumerate(batch) if isinstance(leaf, Tensor)}
         self.parameters = {names[id(tensor)]: i for i, tensor in enumerate(real) if id(tensor) in names}
@@ -444,10 +444,12 @@ class ForwardGraph:
         return (outputs[0] if self._loss is None else runner.env[self._loss]), list(outputs)
 
 
-def _real(node: fx.Node, example: Any) -> Any:
-    """Returns the user's own tensor behind an input of a graph."""
-    source = node.meta.get("grapharg")
-    return example if source is None else source.example
+def real_inputs(module: fx.GraphModule, examples: Sequence[Tensor]) -> list[Any]:
+    """Returns the user's own tensors behind the inputs of a graph."""
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    sources = [node.meta.get("grapharg") for node in placeholders]
+    pairs = zip(sources, examples, strict=True)
+    return [example if source is None else source.example for source, example in pairs]
 
 
 def _arguments(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class Lag:
 
     Args:
         memory: the step's memory.
-        tables: parameters that are updated row by row, by name.
+        tables: parameters that are updated row by row, and averages of these, by name.
         others: optimizer state of these, and counts of steps.
 
     Attributes:
@@ -137,7 +137,7 @@ class Lag:
             value: what is written.
         """
         name = self._names.get(id(parameter))
-        if name is None or not self.active or torch.is_grad_enabled():
+        if name is None or name not in self._memory.tables or not self.active or torch.is_grad_enabled():
             return False
         rows = index[0] if isinstance(index, tuple) and len(index) == 2 and index[1] == slice(None) else index
         if isinstance(rows, bool) or not isinstance(rows, int | list):

@@ -19,7 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
+from torchrec_ext.adopt.average import StepAverage
 from torchrec_ext.adopt.captures import Captures, ForwardTrace, Trace, TraceFactory
 from torchrec_ext.adopt.checks import Changes, ForwardWatch
 from torchrec_ext.adopt.errors import CannotAdopt, EndOfCaptureError, HalfStepError, TensorChangedError
@@ -52,6 +54,7 @@ def adopt(
     rows: Rows | None = None,
     clip_norm: float = 0.0,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    average: AveragedModel | None = None,
     compile: Compile = "auto",  # noqa: A002
     verify: int = 3,
     patience: int = PATIENCE,
@@ -65,6 +68,8 @@ def adopt(
         rows: the :class:`Rows` whose batches :meth:`AdoptedStep.epoch` trains on, made inside the step.
         clip_norm: limit of the gradients' norm, as of torch.nn.utils.clip_grad_norm_; 0 for none.
         autocast: makes the context of the forward, such as ``lambda: torch.autocast("cpu", torch.bfloat16)``.
+        average: the user's average of the weights, exponential or equal, which each step updates: its
+            ``update_parameters`` must not be called besides.
         compile: ``auto`` captures once eager steps have taken as long as a capture does, and says why where it cannot;
             ``require`` captures the third step, or raises; ``off`` leaves all steps eager.
         verify: number of captured steps that are compared with the eager ones on the same batch and weights.
@@ -105,7 +110,8 @@ def adopt(
                 f"clip_norm={clip_norm:g}: the gradient of {module_line(model, path)} is sparse, and "
                 "torch.nn.utils.clip_grad_norm_ limits dense ones alone; make the table with sparse=False"
             )
-    user_step = UserStep(model, optimizers, loss, autocast, float(clip_norm))
+    step_average = None if average is None else StepAverage(average, model)
+    user_step = UserStep(model, optimizers, loss, autocast, float(clip_norm), step_average)
 
     def trace(captures: Captures, selects: bool) -> ForwardTrace:
         return ForwardTrace(captures, user_step, selects=selects)
@@ -307,7 +313,7 @@ class AdoptedStep:
             raise self._broken_by(error.__cause__, batch) from error.__cause__
         assert captures.current is not None
         captures.current.lag.begin()
-        captures.after_eager = False
+        captures.end_step()
         self._too_many = 0
         rank_step.look(loss, has_updated=True)
         if not policy.is_reported:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from torchrec_ext.adopt.average import StepAverage
 from torchrec_ext.adopt.checks import ForwardWatch, check_model, loss_and_output, update_rules
 from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.adopt.graph import LossFunction
@@ -42,10 +43,12 @@ class RankStep(ABC):
         number: number of the current step, from 1.
         dense_tables: tables to update as dense layers, each with the reason.
         clips_tables: whether the limit on the norm counts tables, so that none is updated row by row.
+        average: the average of the weights that each step updates, or None.
     """
 
     number = 0
     clips_tables = False
+    average: StepAverage | None = None
 
     def __init__(
         self,
@@ -130,6 +133,7 @@ class UserStep(RankStep):
         loss: the user's function from a batch to the loss.
         autocast: makes the context of the forward.
         clip_norm: limit of the gradients' norm; 0 for none.
+        average: the average of the weights, or None.
     """
 
     def __init__(
@@ -139,9 +143,11 @@ class UserStep(RankStep):
         loss: LossFunction,
         autocast: Callable[[], AbstractContextManager[Any]],
         clip_norm: float,
+        average: StepAverage | None,
     ) -> None:
         super().__init__(model, optimizers, loss, autocast)
         self._clip_norm = clip_norm
+        self.average = average
         self._pending: HostCopy | None = None  # loss of the step before, of a GPU
 
     def check(self) -> None:
@@ -151,6 +157,8 @@ class UserStep(RankStep):
             raise CannotAdopt(
                 "autocast computes in float16, whose gradients need a GradScaler; take torch.bfloat16, which needs none"
             )
+        if self.average is not None:
+            self.average.check()
 
     def eager(self, batch: AnyBatch, watch: ForwardWatch | None = None) -> tuple[Tensor, Any]:
         """Makes the user's own step; ``watch`` surrounds its forward."""
@@ -170,6 +178,8 @@ class UserStep(RankStep):
             nn.utils.clip_grad_norm_(parameters, self._clip_norm)
         for optimizer in self.optimizers:
             optimizer.step()
+        if self.average is not None:
+            self.average.update()
         return loss.detach(), pytree.tree_map_only(Tensor, Tensor.detach, output)
 
     def repeated(self, batch: AnyBatch) -> tuple[tuple[Tensor, Any], str]:

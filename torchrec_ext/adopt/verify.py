@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrec_ext.adopt.checks import tensor_leaves, update_rules
+from torchrec_ext.adopt.checks import STATES, tensor_leaves, update_rules
 from torchrec_ext.adopt.source import AnyBatch, CapturedUpdate, GraphCall
 from torchrec_ext.adopt.user_step import RankStep
 from torchrec_ext.capture.memory import StepMemory, UpdatedParameter
@@ -252,7 +252,7 @@ def step_difference(
         if not pull.numel():
             continue
         # Without state it is seen by how far the weight moves, which is rounded as the weight is.
-        rounding = 0.0 if parameter.state else _ROUNDING * float(eager[parameter.name].abs().max())
+        rounding = 0.0 if STATES[parameter.choice.kind] else _ROUNDING * float(eager[parameter.name].abs().max())
         rounding += 10 * noise.get(parameter.name, 0.0)
         if float((pull - other).abs().max()) > near * float(pull.abs().max()) + floor * greatest + rounding:
             return f"the gradient of '{parameter.name}'"
@@ -263,6 +263,14 @@ def step_difference(
         off = ((eager[parameter.name] - captured[parameter.name]).abs() / share).max()
         if float(off) > float(step) + 2e-5 * float(eager[parameter.name].abs().max()):
             return f"the weights of '{parameter.name}'"
+        if parameter.choice.averages:
+            average = f"{parameter.name}/{len(parameter.state) - 1}"
+            far = (eager[average] - captured[average]).abs().max()
+            moved = (eager[average] - before[average]).abs().max()
+            # Averages differ by as much as the weights may, in the share that these have in them.
+            most = 0.05 * moved + 2.5 * memory.average_rate() * step
+            if float(far) > float(most) + 2e-5 * float(eager[average].abs().max()):
+                return f"the average of '{parameter.name}'"
     for name in eager:
         if name.startswith("outer ") and not torch.allclose(
             eager[name].float(), captured[name].float(), rtol=10 * near, atol=near, equal_nan=True
@@ -338,6 +346,6 @@ def response_to_rounding(
 
 def _pull(parameter: UpdatedParameter, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Tensor:
     """Estimates a gradient by the change of the first moment, or of the weight under SGD."""
-    name = f"{parameter.name}/0" if parameter.state else parameter.name
+    name = f"{parameter.name}/0" if STATES[parameter.choice.kind] else parameter.name
     far = after[name] - before[name]
     return far.sqrt() if parameter.choice.kind == "adagrad" else far
