@@ -99,12 +99,9 @@ def test_rows_that_all_decay_end_where_adamw_does(share: float, decay: float, sc
     assert distance(share, adam(decay=decay), rate_of(schedule)) < 5e-4
 
 
-@pytest.mark.parametrize("share", [0.05, 0.01])
 @pytest.mark.parametrize("average_decay", [0.5, 0.99, 0.9999, None])
 @pytest.mark.parametrize("decay", [0.0, 1.0])
-def test_averages_of_skipped_steps_end_where_those_of_dense_steps_do(
-    share: float, average_decay: float | None, decay: float
-) -> None:
+def test_averages_of_skipped_steps_end_where_those_of_dense_steps_do(average_decay: float | None, decay: float) -> None:
     choice = dataclasses.replace(adam((0.5, 0.9), decay=decay), averages=True)
     rate = rate_of(Schedule(kind="cosine", warmup=50))
     generator = torch.Generator().manual_seed(0)
@@ -115,10 +112,10 @@ def test_averages_of_skipped_steps_end_where_those_of_dense_steps_do(
     state = [torch.zeros_like(rows), torch.zeros_like(rows), rows.clone()]
     clock = row_clock(ROWS, 0, choice, rows.device)
     since = clock.since
-    for step in range(1, STEPS + 1):
+    for step in range(1, STEPS // 2 + 1):
         lr = optimizer.param_groups[0]["lr"] = rate(step - 1)
         average_rate = 1 / (step + 1) if average_decay is None else 1 - average_decay
-        live = torch.rand(ROWS, generator=generator) < share
+        live = torch.rand(ROWS, generator=generator) < 0.02
         grad = torch.where(live[:, None], torch.randn(ROWS, DIM, generator=generator), 0.0)
         dense.grad = grad
         optimizer.step()
@@ -135,7 +132,7 @@ def test_averages_of_skipped_steps_end_where_those_of_dense_steps_do(
         if decay:
             decay_on(clock.decays, now.step, lr, decay)
         average_on(clock, now.step, lr, now.average_rate, decay)
-    end, *_, average = caught_up(rows, state, since, torch.tensor(STEPS, dtype=torch.int32), clock, choice)
+    end, *_, average = caught_up(rows, state, since, torch.tensor(STEPS // 2, dtype=torch.int32), clock, choice)
     assert float((end - dense.detach()).abs().max()) < 1e-5
     assert float((average - dense_average).abs().max()) < 1e-5
 
