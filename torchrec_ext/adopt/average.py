@@ -8,7 +8,7 @@ the user averages, such as buffers and frozen parameters, torch updates after th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,7 +62,7 @@ class StepAverage:
         self._decay = _decay_of(averaged)
         self._functions = averaged.avg_fn, averaged.multi_avg_fn
         of_model = dict(self._model.named_parameters())
-        self._of_average = dict(averaged.module.named_parameters())
+        self._of_average: dict[str, nn.Parameter] = dict(averaged.module.named_parameters())
         for name in {**of_model, **self._of_average}:
             form, form_of_model = (_form(each.get(name)) for each in (self._of_average, of_model))
             if form != form_of_model:
@@ -132,7 +132,7 @@ class StepAverage:
             for name, pair in self._pairs.items()
             if name not in updated and self._equal.get(name) != (pair[0]._version, pair[1]._version)
         }
-        pairs = list(rest.values())
+        pairs: list[tuple[Tensor, Tensor]] = list(rest.values())
         buffers = zip(averaged.module.buffers(), self._model.buffers(), strict=True)
         if averaged.use_buffers:
             pairs += buffers
@@ -186,9 +186,9 @@ def _decay_of(averaged: AveragedModel) -> float:
         return 0.0
     plain = inspect.unwrap(function)
     code = getattr(plain, "__code__", None)
-    if code in [inspect.unwrap(make()).__code__ for make in (get_swa_multi_avg_fn, get_swa_avg_fn)]:
+    if code in _codes(get_swa_multi_avg_fn, get_swa_avg_fn):
         return 0.0
-    if code not in [inspect.unwrap(make()).__code__ for make in (get_ema_multi_avg_fn, get_ema_avg_fn)]:
+    if code not in _codes(get_ema_multi_avg_fn, get_ema_avg_fn):
         name = getattr(plain, "__name__", type(plain).__name__)
         raise CannotAdopt(
             f"average is made by {name}(), which a captured step does not know; give AveragedModel(model, "
@@ -198,6 +198,11 @@ def _decay_of(averaged: AveragedModel) -> float:
     if not (isinstance(decay, int | float) and 0 < decay < 1):
         raise CannotAdopt(f"average has decay={decay!r}; must be a number between 0 and 1, such as .999")
     return float(decay)
+
+
+def _codes(*makers: Callable[[], Any]) -> list[Any]:
+    """Returns the code of the functions that torch makes."""
+    return [inspect.unwrap(make()).__code__ for make in makers]
 
 
 def _form(tensor: Tensor | None) -> str:
