@@ -34,9 +34,9 @@ def check(*words: str, gpus: int = 1, timeout_s: float = 600) -> str:
     return done.stdout.splitlines()[-1]
 
 
-def test_the_device_keeps_and_checks_cudas_rules() -> None:
-    laws = [str(LAWS / "graphs.py"), str(LAWS / "order.py"), f"{LAWS / 'waits.py'}"]
-    check(*laws, "-m", "not slow", "-k", "graphs or memory or values or found or (ncf and require)")
+def test_the_device_and_captured_steps_keep_cudas_rules() -> None:
+    short = "graphs or memory or values or not_wait or (ncf and require and loader)"
+    check(*(str(LAWS / f"{law}.py") for law in ("graphs", "order", "waits")), "-k", short)
 
 
 @pytest.mark.slow(minutes=2)

@@ -20,15 +20,15 @@ FILE = Path(__file__).parents[1] / "waits.json"
 EAGER, CAPTURED, ON_DEVICE = "train.compile=off", "train.compile=require", "loader.device=cuda"
 # These two decide by values how long their sequences are, so they have no captured step.
 NEVER_CAPTURED = ("bst", "session")
-# A set in files has no rows on the device.
-FROM_FILES = ("multi_task", "stream")
+# A set in files has no rows on the device, and sequences are dealt out on the host.
+HOST_ROWS = ("multi_task", "stream", "session")
 
 
 def runs() -> dict[str, tuple[str, ...]]:
     kinds: dict[str, tuple[str, ...]] = {}
     for recipe in RECIPES:
         for steps in (EAGER, *(() if recipe in NEVER_CAPTURED else (CAPTURED,))):
-            for rows in ((), *(() if recipe in FROM_FILES else ((ON_DEVICE,),))):
+            for rows in ((), *(() if recipe in HOST_ROWS else ((ON_DEVICE,),))):
                 kinds[" ".join((recipe, steps, *rows))] = (steps, *rows)
     kinds["n_tower train.compile=off loader.device=cuda streams=true"] = (EAGER, ON_DEVICE, "streams=true")
     return kinds
