@@ -112,7 +112,9 @@ class TowerPlacement:
     def targets(self, tower: str, rank: int) -> list[int]:
         """Returns the receivers of ``rank``'s rows for ``tower``: only itself if it runs the tower."""
         members = self.ranks[tower]
-        return [rank] if rank in members else list(members)
+        if rank in members:
+            return [rank]
+        return list(members)
 
     def cuts(self, tower: str, rank: int, rows: int) -> list[tuple[int, int]]:
         """Returns (start, stop) of the share of ``rank``'s ``rows`` for each of :meth:`targets`.
@@ -174,7 +176,8 @@ def _ranks(ranges: str, text: str) -> list[int]:
     ranks: list[int] = []
     for entry in ranges.split("+"):
         first, dash, last = entry.partition("-")
-        last = last if dash else first
+        if not dash:
+            last = first
         if not (first.isdecimal() and last.isdecimal()) or int(last) < int(first):
             raise PlacementError(f"{text!r}: {entry!r} is neither a rank, such as 0, nor a range of ranks, such as 0-1")
         ranks += range(int(first), int(last) + 1)

@@ -65,9 +65,12 @@ class Cluster:
         home = "hbm_gb" if self.device == "cuda" else "ddr_gb"
         for name in ("hbm_gb", "ddr_gb", "ssd_gb", "intra_gb_s", "inter_gb_s", "memory_gb_s"):
             value = getattr(self, name)
-            least = "greater than" if name in (home, "intra_gb_s", "inter_gb_s") else "at least"
-            possible = value > 0 if least == "greater than" else value >= 0
-            if not (math.isfinite(value) and possible):
+            least = "at least"
+            is_possible = value >= 0
+            if name in (home, "intra_gb_s", "inter_gb_s"):
+                least = "greater than"
+                is_possible = value > 0
+            if not (math.isfinite(value) and is_possible):
                 raise ValueError(f"{name}={value}: must be a number {least} 0")
         if not 0 <= self.reserve < 1:
             raise ValueError(f"reserve={self.reserve}: must be at least 0 and below 1")
@@ -94,18 +97,23 @@ class Cluster:
         from torchrec.distributed.planner.types import HardwareConfig, KernelConfig, TopologyFactory, TrainerConfig
 
         # TorchRec expects bytes per ms.
-        rate = self.memory_gb_s * GB / 1000 or None
-        gpu = self.device == "cuda"
+        hbm_bytes: int | None = None
+        hbm_rate = None
+        ddr_rate = self.memory_gb_s * GB / 1000 or None
+        if self.device == "cuda":
+            hbm_bytes = self.device_bytes
+            hbm_rate = ddr_rate
+            ddr_rate = None
         return TopologyFactory.create_topology(
             TrainerConfig(world_size=self.world_size, local_world_size=self.local_world_size),
             HardwareConfig(
-                hbm_cap_bytes=self.device_bytes if gpu else None,
+                hbm_cap_bytes=hbm_bytes,
                 ddr_cap_bytes=self.host_bytes,
                 ssd_cap_bytes=self.ssd_bytes,
                 intra_host_bw=self.intra_gb_s * GB / 1000,
                 inter_host_bw=self.inter_gb_s * GB / 1000,
-                hbm_mem_bw=rate if gpu else None,
-                ddr_mem_bw=None if gpu else rate,
+                hbm_mem_bw=hbm_rate,
+                ddr_mem_bw=ddr_rate,
             ),
             KernelConfig(compute_device=self.device, use_hardware_based_bandwidth=True),
         )

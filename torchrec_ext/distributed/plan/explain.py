@@ -30,14 +30,17 @@ def explain(plan: ShardingPlan, model: nn.Module, world_size: int, *, captured_r
     """
     rows = []
     per_rank = [0.0] * world_size
-    kernels = {sharding.compute_kernel for _, sharding in _planned(plan, model)}
-    off: dict[str, list[float]] = {home: [0.0] * world_size for kernel, home in _HOMES.items() if kernel in kernels}
-    for table, sharding in _planned(plan, model):
-        home = off.get(_HOMES.get(sharding.compute_kernel, ""))
+    planned = list(_planned(plan, model))
+    off: dict[str, list[float]] = {}
+    for kernel, home in _HOMES.items():
+        if any(sharding.compute_kernel == kernel for _, sharding in planned):
+            off[home] = [0.0] * world_size
+    for table, sharding in planned:
+        sizes_off = off.get(_HOMES.get(sharding.compute_kernel, ""))
         for rank, elements in _elements_per_rank(table, sharding, world_size).items():
             per_rank[rank] += elements * bytes_per_weight(table) / MB
-            if home is not None:
-                home[rank] += elements * bytes_per_weight(table) / MB
+            if sizes_off is not None:
+                sizes_off[rank] += elements * bytes_per_weight(table) / MB
         row = [table.name, f"{table.num_embeddings:,} x {table.embedding_dim}", f"{table_bytes(table) / MB:.2f}"]
         row.append(sharding.sharding_type)
         if off:
@@ -48,7 +51,8 @@ def explain(plan: ShardingPlan, model: nn.Module, world_size: int, *, captured_r
     if not rows:
         return f"no table to shard: each rank holds all layers{towers and ' of its towers'}{towers}"
     totals = ", ".join(_by_rank(per_rank))
-    totals += "".join(f"\nof these {home} on {', '.join(_by_rank(sizes))}" for home, sizes in off.items())
+    for home, sizes in off.items():
+        totals += f"\nof these {home} on {', '.join(_by_rank(sizes))}"
     headers = ["table", "rows x dim", "MiB", "sharding"]
     if off:
         headers.append("kernel")
@@ -125,7 +129,9 @@ def ranges(ranks: Sequence[int]) -> str:
         texts.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
     text = ", ".join(texts)
     rest = sum(map(len, runs[4:]))
-    return f"{text} and {rest} more" if rest else text
+    if rest:
+        text += f" and {rest} more"
+    return text
 
 
 def size_text(size: int) -> str:
