@@ -23,11 +23,11 @@ from torchrec.distributed import comm
 from torchrec.distributed.types import ShardingEnv
 from torchrec.modules.embedding_configs import DataType
 
-from tests.examples import META
+from tests.examples import META, batches, small_model
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.optim.sharded import ShardedAdam, kernels_of
-from torchrec_ext.distributed.parallel import hybrid_parallel
+from torchrec_ext.distributed.parallel import dense_layers, hybrid_parallel
 from torchrec_ext.distributed.plan.cluster import RankForecast, forecast
 from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.plan.devices import GB, Cluster
@@ -338,3 +338,26 @@ def test_a_rank_of_512_sends_what_the_plan_says(name: str) -> None:
         if not config.quantised:
             ids = sum(message.received for message in inputs if message.dtype == torch.int64)
             assert rank.buffers == ids + outputs[0].sent
+
+
+def test_dense_layers_take_what_the_plan_says() -> None:
+    # The fake group has no sum of gradients to give to DistributedDataParallel.
+    config = OptimizerConfig(tables="sgd", dense="adam")
+    cluster = Cluster(world_size=1, local_world_size=1, device="cpu")
+    model = small_model(META)
+    drafted = draft_plan(model, cluster.topology(), PlanConfig(sharding="row_wise"), optimizer=config, batch_size=24)
+    (planned, *_) = forecast(drafted, model, cluster, config)
+    with Runtime.start("cpu", threads=1) as runtime:
+        sharded, optimizer = hybrid_parallel(model, runtime, plan=drafted.plan, optimizer=config)
+        loss, _ = sharded(next(batches(1)))
+        loss.backward()
+        optimizer.step()
+        size = 0
+        for name in dense_layers(small_model(META)):
+            weight = sharded.module.get_parameter(name)
+            size += 4 * (weight.numel() + weight.grad.numel())
+        for _, part in optimizer.optimizers:
+            for state in part.state.values():
+                # Adam's count of steps, one number for each parameter, is not planned.
+                size += sum(4 * value.numel() for name, value in state.items() if name.startswith("exp_avg"))
+    assert planned.dense == size > 0

@@ -126,10 +126,10 @@ def _shards(
 
 
 def _input_share(option: ShardingOption, cluster: Cluster) -> float:
-    """Returns the bytes that a shard receives of a batch, per byte that TorchRec counts.
+    """Returns the bytes of a shard's ids and lengths as a share of TorchRec's count.
 
-    TorchRec counts the ids of the whole global batch for every shard, though a shard of rows receives its own alone,
-    and no lengths of bags, of which every shard receives all.
+    TorchRec counts the ids of the global batch for every shard. A shard of rows receives its own alone. The lengths of
+    bags, which TorchRec does not count, reach every shard.
     """
     ids: float = _ID_BYTES * sum(option.input_lengths)
     if not ids:

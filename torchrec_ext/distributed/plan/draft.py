@@ -431,7 +431,7 @@ def draft(model: nn.Module, request: Request, topology: Topology, batch_size: in
 
 
 def _cache_kinds(request: Request) -> dict[str, Hashable]:
-    """Returns for each table what those that share a cache have in common, beside their sharding type."""
+    """Returns the attributes by which tables of one sharding type share a cache, by table name."""
     kinds: dict[str, Hashable] = {}
     for table in request.tables:
         kinds[table.name] = (table.data_type, getattr(table, "pooling", None), request.choices[table.name])
