@@ -400,16 +400,16 @@ class Stack(nn.Module):
 
     def joined(self, items: Sequence[DrawnStep | TowerBatch]) -> Sequence[TowerBatch] | StackedSteps:
         """Joins the members' steps into one with a common batch; returns their batches if that is impossible."""
+        device = self.flat.device
         steps = [item for item in items if isinstance(item, DrawnStep)]
         # Whether rows can be read together is found once for each combination of sources.
         if len(steps) == len(items):
             sources = tuple(item.source for item in steps)
             if sources not in self._sources:
-                self._sources[sources] = joined_source(steps) if self._on_device(sources) else None
-            source = self._sources[sources]
-            if source is not None:
+                is_here = all(tensor.device == device for source in sources for tensor in source.tensors)
+                self._sources[sources] = joined_source(steps) if is_here else None
+            if (source := self._sources[sources]) is not None:
                 return StackedSteps(steps, source)
-        device = self.flat.device
         # By identity: a batch that several members share is made and moved once, and stays one object.
         batches: dict[int, TowerBatch] = {}
         for item in items:
@@ -419,10 +419,6 @@ class Stack(nn.Module):
                     batch = batch.to(device)
                 batches[id(item)] = batch
         return [batches[id(item)] for item in items]
-
-    def _on_device(self, sources: Sequence[Resident]) -> bool:
-        """Whether the rows of all sources are on the stack's device."""
-        return all(tensor.device == self.flat.device for source in sources for tensor in source.tensors)
 
     def backward(self, batches: StepBatches, *, peers: Tensor | None = None, weight: float = 1.0) -> Losses:
         """Computes each member's loss on its batch, and its gradient into ``grad`` of the stacked weights.
@@ -455,8 +451,7 @@ class Stack(nn.Module):
     @torch.no_grad()
     def _check_losses(self, graph: GraphModule, inputs: Inputs, batches: StepBatches) -> None:
         """Checks the losses of the first step against the members' own forwards."""
-        if isinstance(batches, StackedSteps):
-            batches = batches.batches()
+        batches = batches.batches() if isinstance(batches, StackedSteps) else batches
         losses = graph(*inputs.flat())[0].tolist()
         for (name, network), batch, loss in zip(self.networks.items(), batches, losses, strict=True):
             alone = float(network(batch)[0])
@@ -485,9 +480,7 @@ class Stack(nn.Module):
             shared = all(batch is batches[0] for batch in batches)
             if look_up:
                 self.read(batches)
-        pooled = []
-        if look_up:
-            pooled = [tables() for tables in self.tables.values()]
+        pooled = [tables() for tables in self.tables.values()] if look_up else []
         return Inputs(
             list(self.dense.values()), list(self.tables), pooled, fields, *self.drawn(batches, peers, weight), shared
         )
