@@ -121,7 +121,7 @@ class StepAverage:
 
     @torch.no_grad()
     def end_step(self, updated: Collection[str]) -> None:
-        """Averages after a captured step what that has not averaged, and counts the step.
+        """Averages the rest after a captured step, and counts the step.
 
         Args:
             updated: names of the parameters that the step has averaged.

@@ -252,7 +252,7 @@ class Captures:
         self._rank_step.say(text)
 
     def end_step(self) -> None:
-        """Ends a captured step: averages what the graph's step has not averaged."""
+        """Ends a captured step, and averages the rest of the weights and buffers."""
         self.after_eager = False
         if self._rank_step.average is not None and self.current is not None:
             self._rank_step.average.end_step({each.name for each in self.current.source.memory.parameters})

@@ -266,9 +266,9 @@ def step_difference(
         if parameter.choice.averages:
             average = f"{parameter.name}/{len(parameter.state) - 1}"
             far = (eager[average] - captured[average]).abs().max()
-            moved = (eager[average] - before[average]).abs().max()
+            movement = (eager[average] - before[average]).abs().max()
             # Averages differ by as much as the weights may, in the share that these have in them.
-            most = 0.05 * moved + 2.5 * memory.average_rate() * step
+            most = 0.05 * movement + 2.5 * memory.average_rate() * step
             if float(far) > float(most) + 2e-5 * float(eager[average].abs().max()):
                 return f"the average of '{parameter.name}'"
     for name in eager:

@@ -423,7 +423,7 @@ class StepMemory:
         self.unsettled += 1
 
     def _digits_lost_at(self, average_rate: float) -> float:
-        """Returns the digits that averages lose in a step in which rows decay faster than their average does."""
+        """Returns how many digits of averages a step costs by rows that decay faster than these."""
         decays = [
             parameter.group["lr"] * decay_of(parameter.choice)
             for parameter in self.parameters

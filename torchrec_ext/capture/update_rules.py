@@ -293,13 +293,13 @@ def slide_on(
     earlier_steps = (now - 1 - torch.arange(len(powers), device=slides.device)).remainder(len(slides))
     earlier = slides.index_select(0, earlier_steps)
     earlier = earlier * (1 - lr * decay) if decay else earlier
-    moved = earlier + powers * step_size
-    slides.index_put_((earlier_steps,), moved)
+    new_slides = earlier + powers * step_size
+    slides.index_put_((earlier_steps,), new_slides)
     slides.index_put_((this_step,), slides.new_zeros(1))
     if average is not None:
         sums, rate = average
-        averaged = sums.index_select(0, earlier_steps)
-        sums.index_put_((earlier_steps,), averaged + rate * (moved - averaged))
+        earlier = sums.index_select(0, earlier_steps)
+        sums.index_put_((earlier_steps,), earlier + rate * (new_slides - earlier))
         sums.index_put_((this_step,), sums.new_zeros(1))
 
 
@@ -424,6 +424,6 @@ def _average_shares(clock: RowClock, since: Tensor, step: Tensor, *, decays: boo
         return removed, removed
     share_at_step = clock.shares.index_select(0, step.long().remainder(len(clock.shares)).view(1))
     share_at_since = clock.shares.index_select(0, since.remainder(len(clock.shares)))[:, None]
-    decayed = torch.expm1(_log_of_steps(clock.decays, since, step))
+    decay = torch.expm1(_log_of_steps(clock.decays, since, step))
     difference = (share_at_step - share_at_since).float()
-    return removed, difference + decayed * share_at_step.float() + removed * share_at_since.float()
+    return removed, difference + decay * share_at_step.float() + removed * share_at_since.float()
