@@ -61,7 +61,7 @@ def _compile(source: Path, target: Path) -> None:
     part.rename(target)
 
 
-def environment(gpus: int = 1) -> dict[str, str]:
+def environment(gpus: int) -> dict[str, str]:
     """Returns the environment of a process, and those that it starts, with simulated GPUs."""
     path = os.pathsep.join([str(SITE), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {

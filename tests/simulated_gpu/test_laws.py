@@ -24,18 +24,18 @@ NEEDS_A_REAL_GPU = {
 }
 
 
-def check(*words: str, gpus: int = 1, timeout_s: float = 600) -> str:
-    """Runs pytest in a process with simulated GPUs, and returns its last line."""
+def check(*words: str) -> str:
+    """Runs pytest in a process with two simulated GPUs, and returns its last line."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short", *words]
     done = subprocess.run(
-        command, cwd=build.ROOT, env=build.environment(gpus), capture_output=True, text=True, timeout=timeout_s
+        command, cwd=build.ROOT, env=build.environment(gpus=2), capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, f"{done.stdout[-8000:]}\n{done.stderr[-2000:]}"
     return done.stdout.splitlines()[-1]
 
 
 def test_the_device_and_captured_steps_keep_cudas_rules() -> None:
-    short = "graphs or memory or values or not_wait or (ncf and require and loader)"
+    short = "graphs or memory or values or not_wait or two_devices or (ncf and require and loader)"
     check(*(str(LAWS / f"{law}.py") for law in ("graphs", "order", "waits")), "-k", short)
 
 
@@ -47,7 +47,7 @@ def test_the_law_holds(law: str) -> None:
 
 @pytest.mark.slow(minutes=3)
 def test_two_simulated_gpus_train_as_two_cpu_ranks() -> None:
-    check(str(LAWS / "ranks.py"), gpus=2)
+    check(str(LAWS / "ranks.py"))
 
 
 @pytest.mark.slow(minutes=2)
@@ -58,5 +58,5 @@ def test_the_tests_marked_gpu_pass() -> None:
         if re.search(r"mark\.gpu|def test_.*\bdevice\b|^    .*\bdevice: torch\.device", file.read_text(), re.MULTILINE)
     ]
     left_out = [f"--deselect={test}" for test in NEEDS_A_REAL_GPU]
-    last = check(*files, "-m", "gpu or (gpu and slow)", *left_out, gpus=2)
+    last = check(*files, "-m", "gpu or (gpu and slow)", *left_out)
     assert int(re.search(r"(\d+) passed", last)[1]) >= 84, last

@@ -56,6 +56,14 @@ def test_memory_that_is_freed_while_another_stream_uses_it_is_found(unordered: A
     assert "freed" in unordered()[0]
 
 
+def test_operands_on_two_devices_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="at least two devices"):
+        torch.ones(4, device="cuda:0") + torch.ones(4, device="cuda:1")
+    with pytest.raises(RuntimeError, match="cuda:0 and cpu"):
+        torch.ones(4, device="cuda:0") + torch.ones(4)
+    assert (torch.ones(4, device="cuda:0").to("cuda:1") + 1).sum().item() == 8
+
+
 def streamed(folder: Path, *settings: str) -> None:
     train("n_tower", folder, "device=cuda", "loader.device=cuda", "streams=true", "train.compile=off", *settings)
 

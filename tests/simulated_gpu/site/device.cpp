@@ -1,12 +1,12 @@
-// A simulated CUDA device for a CPU build of torch. A tensor on cuda:N lies in host memory, and CPU kernels compute on it.
+// A simulated CUDA device for a CPU build of torch. A tensor on cuda:N lies in host memory; CPU kernels compute on it.
 //
-// What makes this possible: a CPU build has the dispatch key CUDA, but no kernel under it. One boxed fallback under that key
-// takes every op, calls the CPU kernel on views of the same memory, and labels the results as tensors on the device. Four
-// more registrations replace the rest of libtorch_cuda: the allocator, the device guard (streams and events), the hooks
-// (pinned memory, generators), and the few ops that handle storages.
+// What makes this possible: a CPU build has the dispatch key CUDA, but no kernel under it. One boxed fallback under that
+// key takes every op, calls the CPU kernel on views of the same memory, and labels the results as tensors on the device.
+// Four more registrations replace the rest of libtorch_cuda: the allocator, the device guard (streams and events), the
+// hooks (pinned memory, generators), and the few ops that handle storages. simulated_cuda.py is the Python half.
 //
-// Everything runs at once and in order, so the results are those of a CPU. CUDA's rules are checked beside it: which calls
-// wait, what two streams do to one memory without an order, what a graph capture forbids. listen() names the observer.
+// Everything runs at once and in order, so the results are those of a CPU. CUDA's rules are checked beside it: which
+// calls wait, what two streams do to one memory without an order, what a graph capture forbids. A listener is told.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -72,7 +72,7 @@ struct Block {  // one allocation
   std::set<int64_t> recorded;
 };
 using Touched = std::vector<std::pair<Block*, bool>>;  // whether it is written
-std::map<int64_t, std::vector<Access>> g_returned;     // by home stream, unfinished uses of memory that was given back to it
+std::map<int64_t, std::vector<Access>> g_returned;     // by home stream, unfinished uses of memory that was freed
 
 // Starts an op on a stream; finds accesses that nothing orders after the earlier ones.
 void launch(const char* op, const Touched& touched) {
@@ -105,8 +105,8 @@ void launch(const char* op, const Touched& touched) {
 }
 
 // ---------------------------------------------------------------- random numbers
-// Draws from a CPU generator, since CPU kernels take no other; the default one shares that of the host, so that a run on the
-// device draws what a run on the CPU draws.
+// Draws from a CPU generator, since CPU kernels take no other. The default one shares that of the host, so that a run on
+// the device draws what a run on the CPU draws.
 struct Generator final : c10::GeneratorImpl {
   at::Generator host;
   bool in_capture = false;
@@ -132,9 +132,10 @@ struct Generator final : c10::GeneratorImpl {
 };
 const at::Generator& default_generator(c10::DeviceIndex device) {
   static std::vector<at::Generator> all = [] {
-    std::vector<at::Generator> made;
-    for (int i = 0; i < kMostDevices; ++i) made.push_back(at::make_generator<Generator>(i, at::detail::getDefaultCPUGenerator()));
-    return made;
+    std::vector<at::Generator> generators;
+    auto& host = at::detail::getDefaultCPUGenerator();
+    for (int i = 0; i < kMostDevices; ++i) generators.push_back(at::make_generator<Generator>(i, host));
+    return generators;
   }();
   return all.at(device < 0 ? t_device : device);
 }
@@ -170,8 +171,9 @@ struct Graph {
   bool broken = false;
   std::vector<Call> calls;
   std::map<Block*, bool> touched;
-  std::map<c10::StorageImpl*, size_t> outside;                     // memory from before the capture: references that calls keep
-  std::map<c10::StorageImpl*, std::pair<c10::Storage, std::string>> before;  // and its content, if the capture has written it
+  // Of memory from before the capture: how many references the calls keep, and the content that the capture overwrote.
+  std::map<c10::StorageImpl*, size_t> outside;
+  std::map<c10::StorageImpl*, std::pair<c10::Storage, std::string>> before;
   Tensor random;
 };
 std::map<int64_t, Graph> g_graphs;
@@ -182,7 +184,7 @@ bool is_capturing(int64_t stream) {
   return g_capture && g_capture.load()->streams.count(stream);
 }
 
-// Refuses a call that CUDA forbids during a capture: of any thread in mode "global", of this one in mode "thread_local".
+// Refuses a call that CUDA forbids during a capture: of any thread in mode "global", else of the capturing thread.
 void forbid_in_capture(const std::string& what) {
   Locked lock(g_lock);
   Graph* graph = g_capture;
@@ -206,7 +208,7 @@ Block* new_block(void* data, size_t bytes, Tensor owner = {}) {
   // A graph's own pool serves its streams only; elsewhere an allocation may have to call cudaMalloc.
   if (!is_capturing(current())) forbid_in_capture("cudaMalloc outside of the graph's memory pool");
   Locked lock(g_lock);
-  TORCH_CHECK_WITH(OutOfMemoryError, g_bytes + bytes <= kMemory, "CUDA out of memory. Tried to allocate ", bytes, " bytes.");
+  TORCH_CHECK_WITH(OutOfMemoryError, g_bytes + bytes <= kMemory, "CUDA out of memory: ", bytes, " bytes more.");
   g_peak = std::max(g_peak, g_bytes += bytes);
   return new Block{data, bytes, ++g_blocks, current(), std::move(owner), true, {current(), 0, ""}};
 }
@@ -216,8 +218,10 @@ void release(void* context) {
   g_bytes -= block->bytes;
   block->reads[-1] = block->write;
   merge(g_clocks[block->home], g_host);
-  for (auto& [_, use] : block->reads)
-    if (!block->recorded.count(use.stream) && g_clocks[block->home][use.stream] < use.time) g_returned[block->home].push_back(use);
+  for (auto& [_, use] : block->reads) {
+    bool is_over = block->recorded.count(use.stream) || g_clocks[block->home][use.stream] >= use.time;
+    if (!is_over) g_returned[block->home].push_back(use);
+  }
   for (auto& [_, graph] : g_graphs) graph.touched.erase(block.get());
   if (!block->owner.defined()) free(block->data);
 }
@@ -384,8 +388,8 @@ struct Operands {
     if (!host_of.count(storage)) {
       // The view keeps the memory alive: a collective may still read it when this call has returned.
       void* data = storage->mutable_data();
-      c10::DataPtr alias(
-          data, new c10::Storage(tensor.storage()), [](void* owner) { delete static_cast<c10::Storage*>(owner); }, c10::kCPU);
+      auto drop = [](void* owner) { delete static_cast<c10::Storage*>(owner); };
+      c10::DataPtr alias(data, new c10::Storage(tensor.storage()), drop, c10::kCPU);
       host_of.emplace(storage, c10::Storage(c10::Storage::use_byte_size_t(), storage->nbytes(), std::move(alias),
                                             c10::GetAllocator(c10::kCPU), true));
       if (data) device_of.emplace(data, tensor.storage());
@@ -440,11 +444,13 @@ struct Operands {
     auto* block = block_of(storage);
     if (!is_capturing(current()) || !block || block->number > g_capture.load()->first_block) return;
     c10::Storage kept(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(&storage));
-    g_capture.load()->before.emplace(&storage, std::pair(kept, std::string(static_cast<char*>(storage.mutable_data()), storage.nbytes())));
+    std::string content(static_cast<char*>(storage.mutable_data()), storage.nbytes());
+    g_capture.load()->before.emplace(&storage, std::pair(kept, content));
   }
 };
 
-// libtorch_cpu's kernels for collectives on CUDA: they ask the process group for its NCCL backend, which device.py makes of gloo.
+// libtorch_cpu's own kernels for collectives on CUDA. They call the group's NCCL backend, which simulated_cuda.py makes
+// of gloo, so they are given views on the host.
 std::unordered_map<c10::OperatorName, c10::SafeKernelFunction> g_collectives;
 
 std::vector<IValue> on_host(const c10::OperatorHandle& op, const std::vector<IValue>& args, Operands& operands) {
@@ -460,8 +466,8 @@ std::vector<IValue> on_host(const c10::OperatorHandle& op, const std::vector<IVa
   return stack;
 }
 
-// gloo's promise is of the host's views of tensors; this one is of the tensors on the device. It waits for gloo at once, which
-// is no wait for the device.
+// gloo's promise is of the host's views of tensors; this one is of the tensors on the device. It waits for gloo at once,
+// which is no wait for the device.
 IValue arrived(const IValue& work, const IValue& outputs) {
   work.toCustomClass<c10d::Work>()->wait();
   std::vector<Tensor> tensors;
@@ -478,7 +484,8 @@ std::string reason_to_wait(const c10::OperatorHandle& op, const std::vector<IVal
   if (name == "aten::index" || name.rfind("aten::index_put", 0) == 0 || name == "aten::_index_put_impl_") {
     for (const IValue& index : args[1].toList()) {
       if (!index.isTensor() || !index.toTensor().defined()) continue;
-      if (index.toTensor().scalar_type() == at::kBool || index.toTensor().scalar_type() == at::kByte) return name + " by a mask";
+      auto type = index.toTensor().scalar_type();
+      if (type == at::kBool || type == at::kByte) return name + " by a mask";
       if (!index.toTensor().is_cuda()) return name + " by indices on the host";
     }
     return "";
@@ -487,9 +494,9 @@ std::string reason_to_wait(const c10::OperatorHandle& op, const std::vector<IVal
   if (name == "aten::repeat_interleave") return last_unknown ? name : "";
   if (op.hasTag(at::Tag::dynamic_output_shape) && name.rfind("aten::", 0) == 0) return name;
   // FBGEMM's ops on jagged tensors take the size of their result as the last argument, or else compute and read it.
+  if (!last_unknown || name.rfind("fbgemm::", 0)) return "";
   auto& last = op.schema().arguments().back();
-  if (last_unknown && name.rfind("fbgemm::", 0) == 0 && last.type()->isSubtypeOf(*c10::OptionalType::create(c10::IntType::get())))
-    return name + " without " + last.name();
+  if (last.type()->isSubtypeOf(*c10::OptionalType::create(c10::IntType::get()))) return name + " without " + last.name();
   return "";
 }
 
@@ -508,12 +515,14 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
   auto& name = schema.name();
   std::vector<IValue> args(stack->end() - schema.arguments().size(), stack->end());
   // Kernels run on the device of their operands, whatever the current one is.
-  c10::DeviceIndex device = -1;
+  c10::DeviceIndex device = -1, on_tensors = -1;
   bool two_devices = false;
   for (auto& arg : args) {
     if (arg.isDevice() && arg.toDevice().is_cuda()) device = Guard::index(arg.toDevice());
     each_tensor(arg, [&](const Tensor& tensor) {
-      if (tensor.is_cuda()) two_devices |= std::exchange(device, tensor.get_device()) >= 0 && device != tensor.get_device();
+      if (!tensor.is_cuda()) return tensor;
+      two_devices |= on_tensors >= 0 && on_tensors != tensor.get_device();
+      device = on_tensors = tensor.get_device();
       return tensor;
     });
   }
@@ -534,9 +543,12 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
   Operands operands;
   auto results = on_host(op, args, operands);
   bool mixes = name.rfind("aten::index", 0) == 0 || name == "aten::_index_put_impl_" || name.rfind("fbgemm::", 0) == 0;
+  // torch takes the tensors of these op by op if they are on several devices.
+  two_devices &= name.rfind("aten::_foreach", 0) != 0;
   TORCH_CHECK(!two_devices, "Expected all tensors to be on the same device, but found at least two devices: ", name);
-  TORCH_CHECK(mixes || operands.on_host.empty() || operands.pairs.empty(), "Expected all tensors to be on the same device: ", name,
-              " got cuda tensors and a cpu tensor of size ", operands.on_host);
+  TORCH_CHECK(mixes || operands.on_host.empty() || operands.pairs.empty(),
+              "Expected all tensors to be on the same device: ", name, " got cuda tensors and a cpu tensor of size ",
+              operands.on_host);
   operands.resized();
   for (auto& result : results)
     if (result.isObject() && g_collectives.count(op.operator_name())) result = arrived(result, args[0]);
@@ -597,18 +609,22 @@ void copy(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::S
   stack->push_back(to);
 }
 
-Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<at::Device> device,
-             std::optional<bool> pin, std::optional<at::MemoryFormat> format) {
+using Dtype = std::optional<at::ScalarType>;
+using Layout = std::optional<at::Layout>;
+using MaybeDevice = std::optional<at::Device>;
+const c10::DispatchKeySet kCuda(DispatchKey::CUDA);
+Tensor empty(at::IntArrayRef size, Dtype dtype, Layout, MaybeDevice device, std::optional<bool> pin,
+             std::optional<at::MemoryFormat> format) {
   TORCH_CHECK(!pin.value_or(false), "Only dense CPU tensors can be pinned");
   c10::OptionalDeviceGuard guard(device);
   TORCH_CHECK(t_device < g_devices, "CUDA error: invalid device ordinal ", (int)t_device);
-  return at::detail::empty_generic(size, &g_allocator, c10::DispatchKeySet(DispatchKey::CUDA), c10::dtype_or_default(dtype), format);
+  return at::detail::empty_generic(size, &g_allocator, kCuda, c10::dtype_or_default(dtype), format);
 }
-Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
-                     std::optional<at::Device> device, std::optional<bool>) {
+Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, Dtype dtype, Layout, MaybeDevice device,
+                     std::optional<bool>) {
   c10::OptionalDeviceGuard guard(device);
   TORCH_CHECK(t_device < g_devices, "CUDA error: invalid device ordinal ", (int)t_device);
-  return at::detail::empty_strided_generic(size, stride, &g_allocator, c10::DispatchKeySet(DispatchKey::CUDA), c10::dtype_or_default(dtype));
+  return at::detail::empty_strided_generic(size, stride, &g_allocator, kCuda, c10::dtype_or_default(dtype));
 }
 const Tensor& resize_(const Tensor& self, at::IntArrayRef size, std::optional<at::MemoryFormat>) {
   auto* storage = self.storage().unsafeGetStorageImpl();
@@ -626,10 +642,12 @@ Tensor& set_storage(Tensor& self, c10::Storage source) {
   int64_t size = source.nbytes() / self.itemsize();
   return at::native::set_storage_cpu_(self, source, 0, {size}, {});
 }
-void record_stream(Tensor& self, c10::Stream stream) { Guard().recordDataPtrOnStream(self.storage().data_ptr(), stream); }
+void record_stream(Tensor& self, c10::Stream stream) {
+  Guard().recordDataPtrOnStream(self.storage().data_ptr(), stream);
+}
 // Of the fused attention kernels a CPU has others than a GPU; the plain one is the same.
-int64_t plain_attention(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool, std::optional<double>,
-                        bool) {
+int64_t plain_attention(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool,
+                        std::optional<double>, bool) {
   return 0;
 }
 
@@ -662,7 +680,8 @@ void capture_end(int64_t id) {
 void replay(int64_t id) {
   auto& graph = g_graphs.at(id);
   for (auto [storage, references] : graph.outside)
-    TORCH_CHECK(c10::raw::intrusive_ptr::use_count(storage) > references, "a replay reads or writes memory that has been freed");
+    TORCH_CHECK(c10::raw::intrusive_ptr::use_count(storage) > references,
+                "a replay reads or writes memory that has been freed");
   at::NoGradGuard no_grad;
   at::AutoDispatchBelowADInplaceOrView below;
   for (auto& call : graph.calls) {
@@ -710,15 +729,20 @@ struct CUDAHooks final : CUDAHooksInterface {
   DeviceIndex current_device() const override { return simulated::t_device; }
   DeviceIndex getCurrentDevice() const override { return simulated::t_device; }
   void setCurrentDevice(DeviceIndex device) const override { simulated::t_device = device; }
-  DeviceIndex exchangeDevice(DeviceIndex device) const override { return simulated::Guard().exchangeDevice({kCUDA, device}).index(); }
+  DeviceIndex exchangeDevice(DeviceIndex device) const override {
+    return simulated::Guard().exchangeDevice({kCUDA, device}).index();
+  }
   DeviceIndex maybeExchangeDevice(DeviceIndex device) const override { return exchangeDevice(device); }
   bool isPinnedPtr(const void* data) const override { return simulated::is_pinned(data); }
   Allocator* getPinnedMemoryAllocator() const override { return &simulated::g_pinned_allocator; }
   Allocator* getCUDADeviceAllocator() const override { return &simulated::g_allocator; }
   Device getDeviceFromPtr(void*) const override { return {kCUDA, simulated::t_device}; }
-  const Generator& getDefaultGenerator(DeviceIndex device) const override { return simulated::default_generator(device); }
+  const Generator& getDefaultGenerator(DeviceIndex device) const override {
+    return simulated::default_generator(device);
+  }
   Generator getNewGenerator(DeviceIndex device) const override {
-    return make_generator<simulated::Generator>(device < 0 ? simulated::t_device : device, at::detail::createCPUGenerator());
+    auto index = device < 0 ? simulated::t_device : device;
+    return make_generator<simulated::Generator>(index, at::detail::createCPUGenerator());
   }
   void deviceSynchronize(DeviceIndex device) const override { simulated::Guard().synchronizeDevice(device); }
 };
