@@ -6,6 +6,7 @@ CUDA's hooks once.
 """
 
 import ctypes
+import functools
 import importlib.abc
 import importlib.machinery
 import itertools
@@ -296,36 +297,33 @@ def _on_host(module: Any) -> None:
     module.invoke = looked_up
 
 
+@functools.cache
 def lookup_class() -> Any:
     """Returns the autograd function of a look-up; made late, since this module is imported before torch."""
-    global _Lookup
-    if _Lookup is None:
-        import torch
+    import torch
 
-        ops = torch.ops.simulated
+    ops = torch.ops.simulated
 
-        class Lookup(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, leaf: Any, on_host: Any, reads: Any) -> Any:
-                assert not torch.cuda.is_current_stream_capturing(), "the simulated GPU captures no fused tables"
-                ctx.leaf, ctx.reads = ops.as_host(leaf.detach()).requires_grad_(), reads
-                with torch.enable_grad():
-                    ctx.output = on_host(ctx.leaf)
-                output = ops.as_device(ctx.output.detach())
-                ops.note("fbgemm::lookup", reads, [output])
-                return output
+    class Lookup(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, leaf: Any, on_host: Any, reads: Any) -> Any:
+            assert not torch.cuda.is_current_stream_capturing(), "the simulated GPU captures no fused tables"
+            ctx.leaf, ctx.reads = ops.as_host(leaf.detach()).requires_grad_(), reads
+            with torch.enable_grad():
+                ctx.output = on_host(ctx.leaf)
+            output = ops.as_device(ctx.output.detach())
+            ops.note("fbgemm::lookup", reads, [output])
+            return output
 
-            @staticmethod
-            def backward(ctx: Any, gradient: Any) -> Any:
-                ops.note("fbgemm::lookup_backward", [gradient, *ctx.reads[1:]], ctx.reads[:1])
-                (of_leaf,) = torch.autograd.grad(ctx.output, ctx.leaf, ops.as_host(gradient), allow_unused=True)
-                return None if of_leaf is None else ops.as_device(of_leaf), None, None
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Any:
+            # A fused table, whose leaf is a placeholder, is updated by its backward.
+            updated = [] if ctx.leaf.numel() else ctx.reads[:1]
+            ops.note("fbgemm::lookup_backward", [gradient, *ctx.reads], updated)
+            (of_leaf,) = torch.autograd.grad(ctx.output, ctx.leaf, ops.as_host(gradient), allow_unused=True)
+            return None if of_leaf is None else ops.as_device(of_leaf), None, None
 
-        _Lookup = Lookup
-    return _Lookup
-
-
-_Lookup: Any = None
+    return Lookup
 
 
 def _dense_tables(fbgemm_gpu: Any) -> None:
