@@ -71,12 +71,12 @@ class TaskQuestion:
         if candidates is not None:
             ids = np.concatenate([targets[:, None], candidates], axis=1)
             return cls(question=torch.from_numpy(ids), user_items=user_items, figures=figures)
-        seen = user_items.slice(0, 0) if keep_seen else user_items
+        left_out = user_items.slice(0, 0) if keep_seen else user_items
         question = metrics.Question(
             targets=torch.from_numpy(targets),
             target_rows=None if target_rows is None else torch.from_numpy(target_rows),
-            seen_rows=torch.from_numpy(np.arange(len(seen)).repeat(seen.lengths)),
-            seen_items=torch.from_numpy(seen.values),
+            seen_rows=torch.from_numpy(np.arange(len(left_out)).repeat(left_out.lengths)),
+            seen_items=torch.from_numpy(left_out.values),
             not_items=not_items,
         )
         return cls(question=question, user_items=user_items, figures=figures, num_items=num_items)

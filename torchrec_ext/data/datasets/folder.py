@@ -519,9 +519,9 @@ def _with_candidates(data: InteractionData, ids: _Ids, negatives: Chunk, seed: i
     items = rows_among(ids.items, negatives["negative"].values)
     candidates = {"test": candidates_by_user(data.test["user_id"].values, ids.users, owners, items)}
     if data.validation.num_rows:
-        taken = data.pairs("train", "validation")
+        user_pairs = data.pairs("train", "validation")
         users = data.validation["user_id"].values
-        candidates["validation"] = untaken_items(data.num_items, taken, users, candidates["test"].shape[1], seed)
+        candidates["validation"] = untaken_items(data.num_items, user_pairs, users, candidates["test"].shape[1], seed)
     return dataclasses.replace(data, evaluation=Evaluation(candidates=candidates))
 
 

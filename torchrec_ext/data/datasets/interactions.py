@@ -412,12 +412,12 @@ def rows_among(ids: Int64, values: Int64) -> Int64:
     return np.where(ids[order][indices] == values, order[indices], -1)
 
 
-def untaken_items(num_items: int, taken: Pairs, users: Int64, count: int, seed: int) -> Int64:
-    """Draws items for each of ``users`` (Q,) uniformly from 1 to ``num_items``, without those taken; (Q, ``count``).
+def untaken_items(num_items: int, pairs: Pairs, users: Int64, count: int, seed: int) -> Int64:
+    """Draws items for each of ``users`` (Q,) uniformly from 1 to ``num_items``, outside of ``pairs``; (Q, ``count``).
 
     The draws are functions of the seed and of the row.
     """
-    sampler = UniformNegatives(num_items, taken.users, taken.items, seed)
+    sampler = UniformNegatives(num_items, pairs.users, pairs.items, seed)
     return sampler.draw(users, np.arange(len(users)), 0, count).ids
 
 

@@ -313,8 +313,8 @@ def _with_candidates(data: SequenceData, folder: Path, seed: int) -> SequenceDat
     if "validation" not in candidates:
         users = data.held_out("validation").users
         owners = np.arange(len(data.sequences)).repeat(data.sequences.lengths)
-        taken = Pairs(owners, data.sequences.values)
-        candidates["validation"] = untaken_items(data.num_items, taken, users, candidates["test"].shape[1], seed)
+        user_pairs = Pairs(owners, data.sequences.values)
+        candidates["validation"] = untaken_items(data.num_items, user_pairs, users, candidates["test"].shape[1], seed)
     return dataclasses.replace(data, candidates=candidates)
 
 

@@ -516,7 +516,7 @@ def interactions_of(data: StreamedData) -> InteractionData:
         for rows in (validation, test)
     )
     items = concatenate_rows([table, table.take(np.zeros(1, np.int64))], table)
-    known = Pairs(training_rows["user_id"].values, training_rows["item_id"].values)
+    pairs = Pairs(training_rows["user_id"].values, training_rows["item_id"].values)
     return InteractionData(
         name=data.name,
         train=training_rows,
@@ -525,8 +525,8 @@ def interactions_of(data: StreamedData) -> InteractionData:
         items=items,
         vocab={name: data.vocab[name] for tower in data.towers.values() for name in tower[0]},
         dense=data.dense,
-        known=known,
-        liked=Column.grouped(known.items, known.users, data.vocab["user_id"]),
+        known=pairs,
+        liked=Column.grouped(pairs.items, pairs.users, data.vocab["user_id"]),
         user_ids=_values_of(data.preprocessor, "user_id", data.vocab["user_id"]),
         item_ids=_values_of(data.preprocessor, "item_id", items.num_rows),
         outside=1,
