@@ -174,8 +174,8 @@ class Diagnosis:
         if self._compare is None:
             raise ValueError("realised: this diagnosis holds no program, only facts; diagnose again in this process")
         remedies = [each for finding in self.findings for each in finding.remedies]
-        if isinstance(remedy, str):
-            named = [each for each in remedies if each.name.startswith(remedy)]
+        if remedy is not None and not isinstance(remedy, Remedy):
+            named = [each for each in remedies if each.name.startswith(str(remedy))]
             if not named:
                 known = "; ".join(each.name for each in remedies) or "none"
                 raise ValueError(f"realised: remedy={remedy!r}: must be how a remedy's name begins: {known}"[:200])
