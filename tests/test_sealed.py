@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
 import os
 from pathlib import Path
@@ -16,6 +17,7 @@ from torchrec_ext.sealed import (
     json_digest,
     lock_folder,
     measure_file,
+    package_versions,
     sealed_json,
 )
 
@@ -106,3 +108,15 @@ def test_a_disk_that_is_full_is_reported_by_the_write() -> None:
 
     with pytest.raises(OSError, match="No space left"), MeasuredStream(Full()) as stream:
         stream.write(bytes(2**21))
+
+
+def test_a_clone_that_is_not_installed_has_no_version_and_exports_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name == "torchrec-ext":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert set(package_versions()) == {"torch", "torchrec"}

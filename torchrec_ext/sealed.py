@@ -38,6 +38,18 @@ _WRITE_RANGE = 2
 _HOST = socket.gethostname()
 
 
+def package_versions() -> dict[str, str]:
+    """Returns the versions that a run and a bundle name; without this package's in a clone that is not installed."""
+    # Costs 40 ms, so it is imported only when needed.
+    from importlib import metadata
+
+    versions = {}
+    for name in ("torchrec-ext", "torch", "torchrec"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
+
+
 def sync_to_disk(path: str | os.PathLike[str]) -> None:
     """Waits until the disk holds a file, or the names in a folder: syncing a file does not cover its name.
 

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.metadata import version
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -52,6 +51,7 @@ from torchrec_ext.retrieval.store.ids import IdMap
 from torchrec_ext.retrieval.store.row_formats import ROW_FORMATS, Dtype
 from torchrec_ext.retrieval.store.store import EmbeddingStore
 from torchrec_ext.retrieval.store.writer import write_store
+from torchrec_ext.sealed import package_versions
 from torchrec_ext.tensor_file import Shape, TensorWriter
 
 
@@ -263,7 +263,7 @@ class BundleContent:
         parity = {"pairs": len(expected), "greatest_difference": difference, "allowed": allowed}
         certificate = {
             "parity": parity,
-            "versions": {name: version(name) for name in ("torch", "torchrec", "torchrec-ext")},
+            "versions": package_versions(),
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             **self.details,
         }

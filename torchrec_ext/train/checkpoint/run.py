@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +13,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_ext.batch import ResumableLoader
 from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.sealed import package_versions
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.config import CheckpointConfig as CheckpointConfig
 from torchrec_ext.train.checkpoint.config import StartConfig as StartConfig
@@ -267,7 +266,7 @@ class RunCheckpoints:
         extra: State = dict(_state_of_rank(run))
         content = {
             **self._about,
-            "versions": _versions(),
+            "versions": package_versions(),
             "epochs_from": 1,
             "position": vars(run.at),
             "watch": run.watch.state_dict(),
@@ -305,14 +304,6 @@ def _parent(path: str) -> str:
 
 def _class_name(value: Any) -> str:
     return f"a {type(value).__name__}"
-
-
-def _versions() -> dict[str, str]:
-    versions = {}
-    for name in ("torchrec-ext", "torch", "torchrec"):
-        with suppress(PackageNotFoundError):
-            versions[name] = version(name)
-    return versions
 
 
 def _state_of_rank(run: CheckpointedRun) -> State:
