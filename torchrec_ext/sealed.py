@@ -39,7 +39,7 @@ _HOST = socket.gethostname()
 
 
 def package_versions() -> dict[str, str]:
-    """Returns the versions that a run and a bundle name; without this package's in a clone that is not installed."""
+    """Returns the versions for a run's and a bundle's record; a clone on PYTHONPATH has none of its own."""
     # Costs 40 ms, so it is imported only when needed.
     from importlib import metadata
 

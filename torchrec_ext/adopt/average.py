@@ -94,10 +94,10 @@ class StepAverage:
             CannotAdopt: it reads one.
         """
         names = {id(parameter): name for name, parameter in self._of_average.items()}
-        read = next((names[id(tensor)] for tensor in tensors if id(tensor) in names), "")
-        if read:
+        name = next((names[id(tensor)] for tensor in tensors if id(tensor) in names), "")
+        if name:
             raise CannotAdopt(
-                f"the loss reads the average of '{read}'; leave average= out, and call "
+                f"the loss reads the average of '{name}'; leave average= out, and call "
                 "averaged.update_parameters(model) after each step"
             )
 

@@ -334,6 +334,7 @@ class StepMemory:
         self._groups = list({id(parameter.group): parameter.group for parameter in self.parameters}.values())
         self.device = self.parameters[0].weight.device
         self._step = torch.zeros((), device=self.device)
+        self._has_averages = average_rate is not None
         self.average_rate = average_rate or (lambda: 0.0)
         # Of the groups, then of the averages.
         self._rates = [torch.zeros((), device=self.device) for _ in (*self._groups, average_rate)]
@@ -415,7 +416,8 @@ class StepMemory:
         rates = [*(group["lr"] for group in self._groups), self.average_rate()]
         if self.unsettled >= self._max_unsettled or self._lost_digits > _MOST_LOST_DIGITS:
             self.settle()
-        self._lost_digits += self._digits_lost_at(rates[-1])
+        if self._has_averages:
+            self._lost_digits += self._digits_lost_at(rates[-1])
         for index, rate in enumerate(rates):
             if rate != self._last_rates[index]:  # filling a tensor on a GPU costs a kernel in each step
                 self._last_rates[index] = rate
@@ -427,10 +429,12 @@ class StepMemory:
         decays = [
             parameter.group["lr"] * decay_of(parameter.choice)
             for parameter in self.parameters
-            if parameter.choice.averages and parameter.name in self._rows
+            if parameter.name in self._rows
         ]
-        kept = 1 - max(decays, default=0.0)
-        return max(math.log10((1 - average_rate) / kept), 0.0) if 0 < kept < 1 else 0.0
+        share_of_rows = 1 - max(decays, default=0.0)
+        if not 0 < share_of_rows < 1:
+            return 0.0
+        return max(math.log10((1 - average_rate) / share_of_rows), 0.0)
 
     @property
     def steps_made(self) -> int:

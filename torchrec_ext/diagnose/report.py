@@ -175,11 +175,11 @@ class Diagnosis:
             raise ValueError("realised: this diagnosis holds no program, only facts; diagnose again in this process")
         remedies = [each for finding in self.findings for each in finding.remedies]
         if remedy is not None and not isinstance(remedy, Remedy):
-            named = [each for each in remedies if each.name.startswith(str(remedy))]
-            if not named:
+            matches = [each for each in remedies if each.name.startswith(str(remedy))]
+            if not matches:
                 known = "; ".join(each.name for each in remedies) or "none"
                 raise ValueError(f"realised: remedy={remedy!r}: must be how a remedy's name begins: {known}"[:200])
-            remedy = named[0]
+            remedy = matches[0]
         turns = self._compare(step, batches, seconds)
         if remedy is None and remedies:
             remedy = remedies[0]
