@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, get_args, get_type_hints
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from torchrec_ext.modules.layers import BatchNorm
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.train.loop import TrainConfig, piped, train
 from torchrec_ext.train.step.pipeline import make_pipeline
+from torchrec_ext.train.step.plain import PlainStep
 
 SGD = OptimizerConfig(tables="sgd", tables_lr=5.0, dense="sgd", dense_lr=0.5)
 ADAM = OptimizerConfig(tables="adam", tables_lr=0.01, dense="adam", dense_lr=0.01)
@@ -85,6 +87,26 @@ def trained(runtime: Runtime, mode: str) -> tuple[list[Tensor], list[Tensor]]:
     return start, whole(parallel, keyed)
 
 
+def by_both_steps(runtime: Runtime) -> dict[str, tuple[list[Tensor], int]]:
+    """Weights after two epochs of local SGD by the pipeline's steps and by plain ones, with the number of the latter."""
+    results = {}
+    for name, traced in {"pipeline": 1, "plain": 0}.items():
+        parallel, keyed = made(runtime, "data_parallel", ADAM)
+        config = TrainConfig(epochs=2, compile="off", trace_steps=traced)
+        with mock.patch.object(PlainStep, "__call__", autospec=True, side_effect=PlainStep.__call__) as plain:
+            train(parallel, keyed, Loader(runtime), runtime, config, sync=SyncConfig(mode="local_sgd", every=5))
+        results[name] = whole(parallel, keyed), plain.call_count
+    return results
+
+
+def test_ranks_that_are_apart_take_plain_steps_which_equal_the_pipelines(two_ranks: list[dict[str, Any]]) -> None:
+    for rank in two_ranks:
+        (pipeline, none), (plain, count) = rank["both steps"].values()
+        assert (none, count) == (0, 2 * STEPS - 1), "the first step is taken together"
+        for one, other in zip(pipeline, plain, strict=True):
+            assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_every_registered_mode_trains_and_leaves_the_ranks_equal(two_ranks: list[dict[str, Any]], mode: str) -> None:
     (start, first), (_, second) = (rank["trained"][mode] for rank in two_ranks)
@@ -124,6 +146,7 @@ def weights_by_mode(runtime: Runtime) -> dict[str, Any]:
     results["adam, every step"] = ran(runtime, "data_parallel", SyncConfig(), ADAM)
     return results | {
         "apart": apart(runtime),
+        "both steps": by_both_steps(runtime),
         "exchanged": exchanged(runtime),
         "state": states(runtime),
         "rows": rows_sent(runtime),

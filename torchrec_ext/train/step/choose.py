@@ -1,4 +1,4 @@
-"""Steps: chooses TorchRec's pipeline, a plain step on one rank, or a captured step if that pays off.
+"""Steps: chooses TorchRec's pipeline, a plain step where ranks do not meet, or a captured step if that pays off.
 
 with_best_threads(): chooses the number of compute threads by measuring the run's first steps, instead of taking the
 number of cores.
@@ -152,7 +152,8 @@ class StepsConfig:
 class Steps:
     """Trains on one batch after the other, by eager or captured steps.
 
-    On one rank and a CPU, with replicated tables, eager steps are :class:`Plain_Step`'s, else the pipeline's. With
+    On a CPU, with replicated tables, eager steps in which no rank waits for another are :class:`PlainStep`'s: all of
+    one rank, and those between the exchanges of local SGD. All others are the pipeline's. With
     ``compile="auto"`` the first steps are eager. If the rest of the run would take longer than
     :data:`~torchrec_ext.capture.policy.PAYS_S` and the step can be captured, the rest is captured. A rank trains
     captured steps only if no other waits for it: on one rank, or between the exchanges of local SGD.
@@ -246,11 +247,10 @@ class Steps:
         return self._plain is None
 
     def _plain_step(self) -> PlainStep | None:
-        if (
-            self._runtime.world_size > 1
-            or self._runtime.device.type != "cpu"
-            or not isinstance(self._optimizer, HybridOptimizer)
-        ):
+        may_be_silent = not (self._ranks.agrees_every_step or self._ranks.looks_ahead)
+        if self._runtime.world_size > 1 and not may_be_silent:
+            return None
+        if self._runtime.device.type != "cpu" or not isinstance(self._optimizer, HybridOptimizer):
             return None
         try:
             return PlainStep(self._model, self._optimizer, self._forward, context=self._context, scaling=self._scaling)
@@ -259,10 +259,18 @@ class Steps:
 
     def _eager(self, items: Iterable[_Step]) -> Iterator[Any]:
         batches = (item.batch() if isinstance(item, DrawnStep) else item for item in items)
-        if self._plain is not None:
-            self._plain.begin()
-            yield from map(self._plain, batches)
+        if self._plain is None:
+            yield from self._piped(batches)
             return
+        self._plain.begin()
+        for batch in batches:
+            if self._runtime.world_size == 1 or self._ranks.silent:
+                yield self._plain(batch)
+            else:
+                # One at a time: the pipeline must hold no batch when the plain steps begin.
+                yield from self._piped(iter([batch]))
+
+    def _piped(self, batches: Iterator[TowerBatch]) -> Iterator[Any]:
         while True:
             try:
                 yield self._pipeline.progress(batches)

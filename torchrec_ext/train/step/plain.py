@@ -1,7 +1,7 @@
-"""PlainStep: the eager step of one rank, without the overhead for several ranks.
+"""PlainStep: the eager step of a rank that waits for no other, without the overhead for several ranks.
 
-On one rank TorchRec's collections still permute and exchange ids, and run inside three DistributedDataParallel modules:
-at 1,280 rows more than half of a small network's step. Here the same model runs with its replicated tables as plain
+Also there TorchRec's collections permute and exchange ids, and run inside three DistributedDataParallel modules: at
+1,280 rows more than half of a small network's step. Here the same model runs with its replicated tables as plain
 matrices (:mod:`lowering`). The optimizer, the check of each loss and all readers of the model are the pipeline's.
 
 FusedAdam: the step of an optimizer with Adam everywhere, in one kernel per group of settings. torch.optim, TorchRec's
@@ -110,7 +110,7 @@ class PlainStep:
     """Trains on a batch, op by op: equals TorchRec's pipeline bit for bit, except for the order of sums.
 
     Args:
-        model: model from :func:`hybrid_parallel`, on one rank.
+        model: model from :func:`hybrid_parallel`, on one rank or under :class:`LocalSGD`.
         optimizer: the model's optimizer.
         forward: checks each loss before its backward.
         context: makes the context of the forward.
