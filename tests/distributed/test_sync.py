@@ -88,7 +88,7 @@ def trained(runtime: Runtime, mode: str) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def by_both_steps(runtime: Runtime) -> dict[str, tuple[list[Tensor], int]]:
-    """Weights after two epochs of local SGD by the pipeline's steps and by plain ones, with the number of the latter."""
+    """Weights after two epochs of local SGD, by the pipeline's steps and by plain ones; the number of plain ones."""
     results = {}
     for name, traced in {"pipeline": 1, "plain": 0}.items():
         parallel, keyed = made(runtime, "data_parallel", ADAM)

@@ -15,7 +15,7 @@ from torchrec_ext.models.tower_model import Loss, TowerModel
 from torchrec_ext.modules.interaction import InteractionLayer, over_pairs
 from torchrec_ext.modules.layers import Activation, activation_layer
 from torchrec_ext.modules.losses import bce
-from torchrec_ext.modules.tower import Tower
+from torchrec_ext.modules.tower import Tower, beside
 
 
 class ContextualNCF(TowerModel):
@@ -126,6 +126,11 @@ class NCFTower(Tower):
         self.mlp = _Half(gmf_dim, nn.Linear(self.out_features - gmf_dim, hidden, bias=bias))
         self.out_features = gmf_dim + hidden
 
+    def combine(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:
+        """Returns (B, G + H) of the blocks of columns, of which the first is the GMF half's embedding."""
+        gmf, *others = blocks
+        return self.mlp.join(gmf, beside(others))
+
 
 class _Half(nn.Module):
     """Applies a linear layer to all columns after the first ``gmf_dim``; passes these on unchanged."""
@@ -139,6 +144,10 @@ class _Half(nn.Module):
 
     def forward(self, columns: Tensor) -> Tensor:
         gmf, others = torch.split(columns, [self.gmf_dim, self.linear.in_features], dim=1)
+        return self.join(gmf, others)
+
+    def join(self, gmf: Tensor, others: Tensor) -> Tensor:
+        """Returns (B, G + H); where both halves exist by themselves, this saves their concatenation and its split."""
         return torch.cat([gmf, self.linear(others)], dim=1)
 
 
@@ -160,12 +169,14 @@ class NCFHead(InteractionLayer):
     ) -> None:
         super().__init__()
         self.gmf_dim = gmf_dim
-        layers: list[nn.Module] = [activation_layer(activation), nn.Dropout(dropout)]
+        # Without dropout its layers still count, because they are in the names of the others' weights.
+        drop = nn.Dropout(dropout) if dropout else nn.Identity()
+        layers: list[nn.Module] = [activation_layer(activation), drop]
         for before, width in pairwise(mlp_widths):
             linear = nn.Linear(before, width)
             nn.init.xavier_uniform_(linear.weight)
             nn.init.zeros_(linear.bias)
-            layers += [linear, activation_layer(activation), nn.Dropout(dropout)]
+            layers += [linear, activation_layer(activation), drop]
         self.rest = nn.Sequential(*layers)
         self.width = max(mlp_widths)
         self.predict = nn.Linear(gmf_dim + mlp_widths[-1], 1)

@@ -231,7 +231,18 @@ class Tower(Recorded, nn.Module):
             if self.sequences is not None:
                 listed |= by_table(self._own_lists, self.sequences(sparse))
             blocks.append(self.attention(listed))
-        side_by_side = torch.cat([*blocks, dense], dim=1)
+        if self.dense:
+            blocks.append(dense)
+        return self.combine(blocks, weights)
+
+    def combine(self, blocks: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:
+        """Returns (B, D) of the blocks of columns: pooled bags, bags under attention, dense columns; (B, width) each.
+
+        Args:
+            blocks: at least one block.
+            weights: (B,) weight of each row for batch normalisation; by default all 1.
+        """
+        side_by_side = beside(blocks)
         if self.compress is not None:
             side_by_side = self.compress(side_by_side)
         if isinstance(self.mlp, Layers):
@@ -246,6 +257,11 @@ class Tower(Recorded, nn.Module):
             embedded |= {key: pooled[name] for key, name in self._own_names.items()}
         blocks = [(embedded[key], pooling) for key, pooling in self._poolings]
         return [bags if isinstance(bags, Tensor) else self.pooling(bags, pooling) for bags, pooling in blocks]
+
+
+def beside(blocks: Sequence[Tensor]) -> Tensor:
+    """Returns blocks (B, width) side by side; a single one as it is, since concatenating it would copy it."""
+    return blocks[0] if len(blocks) == 1 else torch.cat(list(blocks), dim=1)
 
 
 def _too_large(tables: Sequence[BaseEmbeddingConfig], error: RuntimeError) -> Exception:

@@ -148,7 +148,8 @@ class PlainStep:
             self._parameters += parameters_of_shard
         self._parameters += optimizer.dense_parameters
         self._leaves = [*tables.values(), *optimizer.dense_parameters]
-        self._model = lowered(model, lambda path, collection: _lower_bags(path, collection, tables))
+        read = _LastRead()
+        self._model = lowered(model, lambda path, collection: _lower_bags(path, collection, tables, read))
         self._adam: FusedAdam | None = None
 
     def begin(self) -> None:
@@ -182,19 +183,20 @@ class PlainStep:
             self._adam = FusedAdam(self._optimizer, self._parameters, self._leaves)
 
 
-def _lower_bags(path: str, collection: Any, weights: dict[str, Tensor]) -> nn.Module:
+def _lower_bags(path: str, collection: Any, weights: dict[str, Tensor], read: _LastRead) -> nn.Module:
     tables = table_configs(collection)
     # torch has no weighted mean, and FBGEMM's has the gradient of a sum.
     if collection._is_weighted and any(table.pooling == PoolingType.MEAN for table in tables):
         raise CannotCaptureError(f"'{path}' takes means of weighted rows")
-    return _PlainBags(tables, weights)
+    return _PlainBags(tables, weights, read)
 
 
 class _PlainBags(nn.Module):
     """Stand-in for an EmbeddingBagCollection, with its tables as matrices in the sharded model's memory."""
 
-    def __init__(self, tables: Sequence[Any], weights: dict[str, Tensor]) -> None:
+    def __init__(self, tables: Sequence[Any], weights: dict[str, Tensor], read: _LastRead) -> None:
         super().__init__()
+        self._read = read
         names = get_embedding_names_by_table(list(tables))
         self._look_ups: list[tuple[str, str, EmbeddingBagConfig, Tensor]] = []
         for table, table_names in zip(tables, names, strict=True):
@@ -203,9 +205,23 @@ class _PlainBags(nn.Module):
 
     def forward(self, features: KeyedJaggedTensor) -> Pooled:
         """Returns the pooled bags, (B, D) each."""
-        bags = _OneEach(features) if _one_each(features) else _Jagged(features)
+        bags = self._read(features)
         pooled = [bags.pooled(feature, table, weight) for _, feature, table, weight in self._look_ups]
         return Pooled([name for name, *_ in self._look_ups], pooled)
+
+
+class _LastRead:
+    """The bags of the last KeyedJaggedTensor, since all towers of a model read the same one."""
+
+    def __init__(self) -> None:
+        self._features: KeyedJaggedTensor | None = None
+        self._bags: _OneEach | _Jagged
+
+    def __call__(self, features: KeyedJaggedTensor) -> _OneEach | _Jagged:
+        if features is not self._features:
+            self._features = features
+            self._bags = _OneEach(features) if _one_each(features) else _Jagged(features)
+        return self._bags
 
 
 def _one_each(features: KeyedJaggedTensor) -> bool:
