@@ -87,22 +87,27 @@ def trained(runtime: Runtime, mode: str) -> tuple[list[Tensor], list[Tensor]]:
     return start, whole(parallel, keyed)
 
 
-def by_both_steps(runtime: Runtime) -> dict[str, tuple[list[Tensor], int]]:
-    """Weights after two epochs of local SGD, by the pipeline's steps and by plain ones; the number of plain ones."""
-    results = {}
-    for name, traced in {"pipeline": 1, "plain": 0}.items():
+def by_both_steps(runtime: Runtime, sync: SyncConfig) -> list[tuple[list[Tensor], int]]:
+    """Weights after two epochs by the pipeline's steps and by plain ones; with each the number of plain ones."""
+    results = []
+    for traced in (1, 0):
         parallel, keyed = made(runtime, "data_parallel", ADAM)
         config = TrainConfig(epochs=2, compile="off", trace_steps=traced)
         with mock.patch.object(PlainStep, "__call__", autospec=True, side_effect=PlainStep.__call__) as plain:
-            train(parallel, keyed, Loader(runtime), runtime, config, sync=SyncConfig(mode="local_sgd", every=5))
-        results[name] = whole(parallel, keyed), plain.call_count
+            train(parallel, keyed, Loader(runtime), runtime, config, sync=sync)
+        results.append((whole(parallel, keyed), plain.call_count))
     return results
 
 
-def test_ranks_that_are_apart_take_plain_steps_which_equal_the_pipelines(two_ranks: list[dict[str, Any]]) -> None:
+# The first step of local SGD is taken together, by the pipeline.
+BOTH = {"every_step": (SyncConfig(), 2 * STEPS), "local_sgd": (SyncConfig(mode="local_sgd", every=5), 2 * STEPS - 1)}
+
+
+@pytest.mark.parametrize("mode", BOTH)
+def test_plain_steps_equal_the_pipelines(two_ranks: list[dict[str, Any]], mode: str) -> None:
     for rank in two_ranks:
-        (pipeline, none), (plain, count) = rank["both steps"].values()
-        assert (none, count) == (0, 2 * STEPS - 1), "the first step is taken together"
+        (pipeline, none), (plain, count) = rank["both steps"][mode]
+        assert (none, count) == (0, BOTH[mode][1])
         for one, other in zip(pipeline, plain, strict=True):
             assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
 
@@ -146,7 +151,7 @@ def weights_by_mode(runtime: Runtime) -> dict[str, Any]:
     results["adam, every step"] = ran(runtime, "data_parallel", SyncConfig(), ADAM)
     return results | {
         "apart": apart(runtime),
-        "both steps": by_both_steps(runtime),
+        "both steps": {mode: by_both_steps(runtime, sync) for mode, (sync, _) in BOTH.items()},
         "exchanged": exchanged(runtime),
         "state": states(runtime),
         "rows": rows_sent(runtime),

@@ -575,12 +575,17 @@ def refuse_placed_towers(model: nn.Module, config: SyncConfig) -> None:
     Raises:
         ValueError: ``model`` has such towers and ``config.mode`` does not agree in every step.
     """
-    placement = next((plan.placement for plan in _module_plans(model) if isinstance(plan, TowerPlan)), None)
+    placement = placement_of(model)
     if placement is not None and not config.agrees_every_step:
         raise ValueError(
             f"sync.mode={config.mode}, but plan.towers={placement} gives ranks different towers, which have no mean to "
             "meet at; leave sync.mode at every_step, or plan.towers at data_parallel"
         )
+
+
+def placement_of(model: nn.Module) -> Any:
+    """Returns the placement of towers on ranks of their own, see :class:`TowerPlan`; None if all ranks run all towers."""
+    return next((plan.placement for plan in _module_plans(model) if isinstance(plan, TowerPlan)), None)
 
 
 def _module_plans(model: nn.Module) -> Iterable[Any]:

@@ -129,7 +129,7 @@ class FiniteLoss:
         self.left_out = ""
         if self._waits_for_gate(loss):
             self.step += 1
-            self._step_at_gate = _CheckedStep(self.step, batch, loss.detach(), self._local_answers(loss.detach()))
+            self._step_at_gate = _CheckedStep(self.step, batch, loss.detach(), self.local_answers(loss.detach()))
             return loss, output
         self.look(loss, batch)
         if self.left_out:
@@ -176,8 +176,16 @@ class FiniteLoss:
         self.left_out = f"{cause} at {self.where(self.step)}; {_NOTHING_WRITTEN}; {_RATES_REMEDY}"
         self._leave_out()
 
-    def look(self, loss: Tensor, batch: TowerBatch | DrawnStep, *, written: bool = False) -> None:
+    def look(
+        self, loss: Tensor, batch: TowerBatch | DrawnStep, *, written: bool = False, worst: list[float] | None = None
+    ) -> None:
         """Checks the loss of a step; reads it one step late if the step is already ``written``, on every device.
+
+        Args:
+            loss: loss of the step, ().
+            batch: batch of the step.
+            written: whether the step's update is written.
+            worst: the greatest :meth:`local_answers` of all ranks, where the step has exchanged them itself.
 
         Raises:
             TrainingDivergedError: see :meth:`__call__`.
@@ -187,7 +195,7 @@ class FiniteLoss:
         self.step += 1
         loss = loss.detach()
         to_check = self._pending
-        self._pending = _CheckedStep(self.step, batch, loss, self._worst(loss))
+        self._pending = _CheckedStep(self.step, batch, loss, self._worst(loss) if worst is None else worst)
         if not self._late:
             to_check = self._pending
             self._pending = None
@@ -214,7 +222,7 @@ class FiniteLoss:
         """Returns the :meth:`_answers` for a loss: the greatest of all ranks, or this rank's if they do not compare."""
         # Plain Python, because ten tensor ops are a noticeable share of a small network's step.
         if loss.device.type == "cpu":
-            answers = self._local_answers(loss)
+            answers = self.local_answers(loss)
             if not self._ranks_compare:
                 return answers
             worst = torch.tensor(answers)
@@ -224,8 +232,8 @@ class FiniteLoss:
             dist.all_reduce(worst, dist.ReduceOp.MAX)
         return HostCopy(worst)
 
-    def _local_answers(self, loss: Tensor) -> list[float]:
-        """This rank's :meth:`_answers` for a loss, on the host."""
+    def local_answers(self, loss: Tensor) -> list[float]:
+        """Returns two numbers: 1 if this rank's loss or previous gradient is not finite; 1 if a stop was requested."""
         stop_requested = self._stop is not None and self._stop()
         finite = math.isfinite(loss.item()) if loss.numel() == 1 else bool(torch.isfinite(loss).all())
         return [float(self._ranks.fault or not finite), float(stop_requested)]

@@ -28,7 +28,7 @@ from torchrec_ext.capture.lowering import CannotCaptureError
 from torchrec_ext.capture.policy import WATCHED, CapturePolicy, Compile
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.distributed.sync import EveryStep
+from torchrec_ext.distributed.sync import EveryStep, placement_of
 from torchrec_ext.train.config import Threads
 from torchrec_ext.train.guards.amp import Context, LossScaling
 from torchrec_ext.train.guards.finite import FiniteLoss
@@ -152,8 +152,8 @@ class StepsConfig:
 class Steps:
     """Trains on one batch after the other, by eager or captured steps.
 
-    On a CPU, with replicated tables, eager steps in which no rank waits for another are :class:`PlainStep`'s: all of
-    one rank, and those between the exchanges of local SGD. All others are the pipeline's. With
+    On a CPU, where every rank holds all tables, eager steps are :class:`PlainStep`'s: all of one rank, those between
+    the exchanges of local SGD, and those of ranks that average few gradients. All others are the pipeline's. With
     ``compile="auto"`` the first steps are eager. If the rest of the run would take longer than
     :data:`~torchrec_ext.capture.policy.PAYS_S` and the step can be captured, the rest is captured. A rank trains
     captured steps only if no other waits for it: on one rank, or between the exchanges of local SGD.
@@ -247,13 +247,20 @@ class Steps:
         return self._plain is None
 
     def _plain_step(self) -> PlainStep | None:
-        may_be_silent = not (self._ranks.agrees_every_step or self._ranks.looks_ahead)
-        if self._runtime.world_size > 1 and not may_be_silent:
-            return None
         if self._runtime.device.type != "cpu" or not isinstance(self._optimizer, HybridOptimizer):
             return None
+        together = self._runtime.world_size > 1 and self._ranks.agrees_every_step
+        if together and placement_of(self._model) is not None:
+            return None
         try:
-            return PlainStep(self._model, self._optimizer, self._forward, context=self._context, scaling=self._scaling)
+            return PlainStep(
+                self._model,
+                self._optimizer,
+                self._forward,
+                context=self._context,
+                scaling=self._scaling,
+                together=together,
+            )
         except CannotCaptureError:
             return None  # the pipeline does the same, only slower
 
@@ -263,8 +270,9 @@ class Steps:
             yield from self._piped(batches)
             return
         self._plain.begin()
+        waits = self._runtime.world_size > 1 and not self._ranks.agrees_every_step
         for batch in batches:
-            if self._runtime.world_size == 1 or self._ranks.silent:
+            if not waits or self._ranks.silent:
                 yield self._plain(batch)
             else:
                 # One at a time: the pipeline must hold no batch when the plain steps begin.

@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import embedding_bag
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType, EmbeddingBagConfig, PoolingType
@@ -106,15 +107,55 @@ class FusedAdam:
         return True
 
 
+class GradientMean:
+    """Averages a step's gradients over the ranks in one all-reduce, which carries the answers about the loss, too.
+
+    DistributedDataParallel sends at least one message for each of its modules, beside the one about the loss. Where
+    there are few weights, their number is what costs.
+
+    Args:
+        weights: weights of the gradients.
+    """
+
+    # 4 MiB: DistributedDataParallel's first bucket is 1 MiB, and only larger gradients hide behind the backward.
+    MOST_WEIGHTS = 2**20
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        self._weights = list(weights)
+        self._sizes = [weight.numel() for weight in weights]
+
+    def __call__(
+        self, grads: Sequence[Tensor | None], answers: Sequence[float]
+    ) -> tuple[list[Tensor | None], list[float]]:
+        """Returns the mean gradients, and the sums of the answers. Collective.
+
+        A gradient that is missing on some ranks counts as 0 there; one that is missing on all stays missing.
+        """
+        pieces = []
+        for grad, weight in zip(grads, self._weights, strict=True):
+            pieces.append((torch.zeros_like(weight) if grad is None else grad).reshape(-1))
+        notes = torch.tensor([*(float(grad is not None) for grad in grads), *answers])
+        flat = torch.cat([*pieces, notes])
+        dist.all_reduce(flat)
+        *values, notes = torch.split(flat, [*self._sizes, len(notes)])
+        numbers = notes.tolist()
+        flat /= dist.get_world_size()
+        means: list[Tensor | None] = []
+        for value, weight, holders in zip(values, self._weights, numbers, strict=False):
+            means.append(value.view(weight.shape) if holders else None)
+        return means, numbers[len(values) :]
+
+
 class PlainStep:
     """Trains on a batch, op by op: equals TorchRec's pipeline bit for bit, except for the order of sums.
 
     Args:
-        model: model from :func:`hybrid_parallel`, on one rank or under :class:`LocalSGD`.
+        model: model from :func:`hybrid_parallel`.
         optimizer: the model's optimizer.
-        forward: checks each loss before its backward.
+        forward: checks each loss before the step is written.
         context: makes the context of the forward.
         scaling: scales the loss for float16.
+        together: whether ranks average their gradients; else this rank steps by its own.
 
     Raises:
         CannotCaptureError: a table is sharded, so that a kernel updates it inside the backward, or not fp32; or a
@@ -129,6 +170,7 @@ class PlainStep:
         *,
         context: Context = nullcontext,
         scaling: LossScaling | None = None,
+        together: bool = False,
     ) -> None:
         self._optimizer = scaling or optimizer
         self._forward = forward
@@ -151,6 +193,12 @@ class PlainStep:
         read = _LastRead()
         self._model = lowered(model, lambda path, collection: _lower_bags(path, collection, tables, read))
         self._adam: FusedAdam | None = None
+        self._mean: GradientMean | None = None
+        if together:
+            count = sum(leaf.numel() for leaf in self._leaves)
+            if count > GradientMean.MOST_WEIGHTS or any(leaf.dtype != torch.float32 for leaf in self._leaves):
+                raise CannotCaptureError(f"{count:,} weights are too many for one message, or not all fp32")
+            self._mean = GradientMean(self._leaves)
 
     def begin(self) -> None:
         """Drops gradients and cached state of other steps, before the first of some plain steps."""
@@ -165,12 +213,21 @@ class PlainStep:
         """
         with self._context():
             loss, output = self._model(batch)
-        self._forward.look(loss, batch)
+        if self._mean is None:
+            self._forward.look(loss, batch)
+            self._update(self._gradients(loss))
+            return output
+        answers = self._forward.local_answers(loss.detach())
+        means, worst = self._mean(self._gradients(loss), answers)
+        self._forward.look(loss, batch, worst=worst)
+        self._update(means)
+        return output
+
+    def _gradients(self, loss: Tensor) -> Sequence[Tensor | None]:
         if self._scaling is not None:
             loss = self._scaling.scale(loss)
         # Not backward(), because that would run the hooks of DistributedDataParallel.
-        self._update(torch.autograd.grad(loss, self._leaves, allow_unused=True))
-        return output
+        return torch.autograd.grad(loss, self._leaves, allow_unused=True)
 
     def _update(self, grads: Sequence[Tensor | None]) -> None:
         if self._adam is not None and self._adam.step(grads):
