@@ -584,7 +584,7 @@ def refuse_placed_towers(model: nn.Module, config: SyncConfig) -> None:
 
 
 def placement_of(model: nn.Module) -> Any:
-    """Returns the placement of towers on ranks of their own, see :class:`TowerPlan`; None if all ranks run all towers."""
+    """Returns the placement of towers on ranks of their own, a :class:`TowerPlan`'s; None if ranks run all towers."""
     return next((plan.placement for plan in _module_plans(model) if isinstance(plan, TowerPlan)), None)
 
 
