@@ -67,6 +67,22 @@ class SharedRows(_Fields):
         return rows.index_select(0, self.index)
 
 
+class Fresh(NamedTuple):
+    """A note of :class:`torchrec_ext.ids.DynamicIds` about a table, for whoever holds its weights.
+
+    Args:
+        table: name of the table.
+        rows: rows that begin anew with this batch, weights and optimizer state, (n,) int64.
+        ids: the id of each of these rows, (n,) int64.
+        evicted: ids that have lost their row, (m,) int64.
+    """
+
+    table: str
+    rows: Tensor
+    ids: Tensor
+    evicted: Tensor
+
+
 @dataclass
 class TowerBatch(_Fields):
     """B rows for all towers at once.
@@ -96,6 +112,8 @@ class TowerBatch(_Fields):
             loader, the batches of all ranks have one size; None: every row has a query, and ranks may differ.
         lists: keys whose bags may hold any number of ids, all others hold one; None: to be found in the lengths, for
             which a captured step on a GPU waits.
+        fresh: what changed in tables with dynamic ids before this batch, empty if nothing did; None without such
+            tables.
     """
 
     sparse: KeyedJaggedTensor
@@ -112,6 +130,7 @@ class TowerBatch(_Fields):
     items: Tensor | None = None
     queries: int | None = None
     lists: tuple[str, ...] | None = None
+    fresh: tuple[Fresh, ...] | None = None
 
     def __len__(self) -> int:
         return self.labels.numel()

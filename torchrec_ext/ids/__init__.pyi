@@ -1,0 +1,3 @@
+from ..batch import Fresh as Fresh
+from .dynamic import Dynamic as Dynamic
+from .dynamic import DynamicIds as DynamicIds

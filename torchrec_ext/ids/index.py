@@ -1,0 +1,227 @@
+"""IdIndex: a hash index from the 64-bit ids of several tables to 32-bit values, in plain tensor operations.
+
+An id may stand in either of two buckets. A bucket is one cache line of 64 bytes: five ids and then their five values.
+A look-up reads two lines and compares; no step of it depends on values, so that it can be traced and compiled. Removing
+an id leaves no mark. All tables share one arena: a look-up takes as many operations for 20 tables as for one.
+
+Every loop below is over rounds, never over ids.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# The id of an empty place; no table can hold it.
+EMPTY = torch.iinfo(torch.int64).min
+_WAYS = 5  # ids in a bucket
+_WORDS = 8  # 64-bit words in a bucket: five ids, five 32-bit values, and 4 bytes that are not used
+_FIRST_VALUE = 2 * _WAYS  # 32-bit word of the first value
+# Two choices fill buckets of five to .53 without moving an id, and to this share if one id may move.
+_MOST_FULL = 0.65
+_GROWTH = 1.25
+
+
+def mixed(ids: Tensor) -> Tensor:
+    """Returns int64 ids hashed by the finaliser of splitmix64, which maps no two to one."""
+    ids = (ids ^ _shifted(ids, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
+    ids = (ids ^ _shifted(ids, 27)) * (0x94D049BB133111EB - 2**64)
+    return ids ^ _shifted(ids, 31)
+
+
+def _shifted(ids: Tensor, bits: int) -> Tensor:
+    """Shifts int64 to the right and fills with zeros, where torch's own shift repeats the sign."""
+    return (ids >> bits) & ((1 << (64 - bits)) - 1)
+
+
+class Layout(NamedTuple):
+    """The table of each look-up, with that table's first bucket and its number of buckets; (N,) int64 each."""
+
+    table: Tensor
+    first: Tensor
+    size: Tensor
+
+
+class IdIndex:
+    """Maps ids of tables 0 to T - 1 to values other than 0; tables may hold the same ids.
+
+    Args:
+        sizes: number of ids that each table will hold; a table that outgrows it is rebuilt with more buckets.
+        device: device of the index.
+
+    Attributes:
+        rebuilt: how often a table got more buckets.
+    """
+
+    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+        self._device = device
+        self._buckets = [max(2, math.ceil(size / (_WAYS * _MOST_FULL))) for size in sizes]
+        self.rebuilt = 0
+        self._allocate()
+
+    def _allocate(self) -> None:
+        starts = [sum(self._buckets[:table]) for table in range(len(self._buckets))]
+        self._first = torch.tensor(starts, device=self._device)
+        self._size = torch.tensor(self._buckets, device=self._device)
+        self._lines = torch.zeros((sum(self._buckets), _WORDS), dtype=torch.int64, device=self._device)
+        self._lines[:, :_WAYS] = EMPTY
+        # The same memory as single words: ids by 64 bits, values by 32.
+        self._words = self._lines.view(-1)
+        self._halves = self._lines.view(torch.int32).view(-1)
+        self._layouts: dict[tuple[int, ...], Layout] = {}
+
+    def layout(self, counts: Sequence[int]) -> Layout:
+        """Returns the layout of look-ups of ``counts[t]`` ids of table t, one table after the other."""
+        key = tuple(counts)
+        if key not in self._layouts:
+            # Bags of any length make many layouts, of which none returns.
+            if len(self._layouts) >= 8:
+                self._layouts = {}
+            repeats = torch.tensor(key, device=self._device)
+            numbers = torch.arange(len(key), device=self._device)
+            self._layouts[key] = self.of(torch.repeat_interleave(numbers, repeats, output_size=sum(key)))
+        return self._layouts[key]
+
+    def of(self, table: Tensor) -> Layout:
+        """Returns the layout of look-ups of ids of ``table``, (N,) int64."""
+        return Layout(table, self._first[table], self._size[table])
+
+    def find(self, ids: Tensor, layout: Layout) -> Tensor:
+        """Returns the value of each id, (N,) int64; 0 for an id that is not there."""
+        wanted = ids[:, None]
+        values = torch.zeros_like(ids)
+        for bucket in _buckets(ids, layout):
+            line = self._lines.index_select(0, bucket)
+            line_values = line.view(torch.int32)[:, _FIRST_VALUE : _FIRST_VALUE + _WAYS]
+            values += ((line[:, :_WAYS] == wanted) * line_values).sum(1)
+        return values
+
+    def slots(self, ids: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+        """Returns for each id a slot for :meth:`set` and :meth:`remove`, and whether the id is there, (N,) each."""
+        one, two = _buckets(ids, layout)
+        hits = torch.cat([self._lines[one, :_WAYS], self._lines[two, :_WAYS]], dim=1) == ids[:, None]
+        way = hits.int().argmax(1)
+        bucket = torch.where(way >= _WAYS, two, one)
+        return bucket * _WAYS + way % _WAYS, hits.any(1)
+
+    def values(self, slots: Tensor) -> Tensor:
+        """Returns the values at ``slots``, (N,) int64."""
+        return self._halves[_value_word(slots)].long()
+
+    def set(self, slots: Tensor, values: Tensor) -> None:
+        """Writes the values at ``slots``."""
+        self._halves[_value_word(slots)] = values.int()
+
+    def remove(self, slots: Tensor) -> None:
+        """Empties ``slots``."""
+        self._words[_id_word(slots)] = EMPTY
+        self._halves[_value_word(slots)] = 0
+
+    def insert(self, ids: Tensor, table: Tensor, values: Tensor) -> None:
+        """Adds ids that are not there, each once.
+
+        Each goes to the emptier of its buckets. In a round at most one goes to a bucket: if all chose at once, some
+        buckets would overflow beside empty ones.
+        """
+        while len(ids):
+            one, two = _buckets(ids, self.of(table))
+            empty_one = self._lines[one, :_WAYS] == EMPTY
+            empty_two = self._lines[two, :_WAYS] == EMPTY
+            room_one = empty_one.sum(1)
+            room_two = empty_two.sum(1)
+            first_is_emptier = room_one >= room_two
+            bucket = torch.where(first_is_emptier, one, two)
+            room = torch.maximum(room_one, room_two)
+            order, leads = _one_each(bucket)
+            leads &= room[order] > 0
+            chosen = order[leads]
+            rest = order[~leads]
+            empty = torch.where(first_is_emptier[chosen, None], empty_one[chosen], empty_two[chosen])
+            self._put(bucket[chosen] * _WAYS + empty.int().argmax(1), ids[chosen], values[chosen])
+            stuck = rest[room[rest] == 0]
+            if len(stuck) and not self._make_room(torch.cat([one[stuck], two[stuck]])):
+                self._rebuild(int(table[stuck[0]]))
+            ids = ids[rest]
+            table = table[rest]
+            values = values[rest]
+
+    def _put(self, slots: Tensor, ids: Tensor, values: Tensor) -> None:
+        self._words[_id_word(slots)] = ids
+        self._halves[_value_word(slots)] = values.int()
+
+    def _make_room(self, full: Tensor) -> bool:
+        """Moves one id of each of the ``full`` buckets into its other bucket, if that has room; whether any moved."""
+        full = torch.unique(full)
+        table = torch.bucketize(full, self._first, right=True) - 1
+        bucket = full.repeat_interleave(_WAYS)
+        ids = self._lines[full, :_WAYS].reshape(-1)
+        one, two = _buckets(ids, self.of(table.repeat_interleave(_WAYS)))
+        other = torch.where(one == bucket, two, one)
+        # All ids of a full bucket are there, so none is EMPTY.
+        room = (self._lines[other, :_WAYS] == EMPTY).sum(1)
+        most_room, way = room.view(-1, _WAYS).max(1)
+        movable = (torch.arange(len(full), device=full.device) * _WAYS + way)[most_room > 0]
+        order, leads = _one_each(other[movable])
+        moved = movable[order[leads]]
+        target = other[moved]
+        source = bucket[moved] * _WAYS + moved % _WAYS
+        values = self.values(source)
+        self._put(target * _WAYS + (self._lines[target, :_WAYS] == EMPTY).int().argmax(1), ids[moved], values)
+        self.remove(source)
+        return bool(len(moved))
+
+    def _rebuild(self, table: int) -> None:
+        """Gives a table more buckets, and inserts all ids anew."""
+        everything = self.items()
+        self._buckets[table] = math.ceil(self._buckets[table] * _GROWTH)
+        self.rebuilt += 1
+        self._allocate()
+        self.insert(everything.ids, everything.table, everything.values)
+
+    def items(self) -> Items:
+        """Returns everything in the index, in no order that may be relied on."""
+        lines = self._lines.view(torch.int32)[:, _FIRST_VALUE : _FIRST_VALUE + _WAYS]
+        slots = (lines != 0).reshape(-1).nonzero().squeeze(1)
+        table = torch.bucketize(slots // _WAYS, self._first, right=True) - 1
+        return Items(table, self._words[_id_word(slots)], self.values(slots), slots)
+
+
+class Items(NamedTuple):
+    """The table, id, value and slot of each id of an index; (N,) int64 each."""
+
+    table: Tensor
+    ids: Tensor
+    values: Tensor
+    slots: Tensor
+
+
+def _buckets(ids: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Returns the two buckets of each id, never the same."""
+    hashes = mixed(ids)
+    one = ((hashes & 0xFFFFFFFF) * layout.size) >> 32
+    two = one + 1 + ((_shifted(hashes, 32) * (layout.size - 1)) >> 32)
+    return layout.first + one, layout.first + torch.where(two >= layout.size, two - layout.size, two)
+
+
+def _id_word(slots: Tensor) -> Tensor:
+    """Returns the 64-bit word of each slot's id; slot b * 5 + w is way w of bucket b."""
+    return slots // _WAYS * _WORDS + slots % _WAYS
+
+
+def _value_word(slots: Tensor) -> Tensor:
+    """Returns the 32-bit word of each slot's value."""
+    return slots // _WAYS * (2 * _WORDS) + _FIRST_VALUE + slots % _WAYS
+
+
+def _one_each(buckets: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns an order that puts equal buckets beside each other, and whether each is the first of its bucket there."""
+    # Stable, so that the result is alike on every device.
+    order = torch.argsort(buckets, stable=True)
+    in_order = buckets[order]
+    leads = torch.ones(len(buckets), dtype=torch.bool, device=buckets.device)
+    leads[1:] = in_order[1:] != in_order[:-1]
+    return order, leads
