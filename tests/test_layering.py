@@ -29,14 +29,15 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "batch": BASE,
     "tensor_file": set(),
     "sealed": set(),
-    "data": BASE,
+    "ids": {"batch"},
+    "data": BASE | {"ids"},
     "modules": BASE,
     "models": BASE | {"modules"},
     "distributed": {"batch", "modules.tower", "modules.shared_tables"},
     "observe": {"distributed"},
     "drawing": set(),
     "capture": {"distributed", "batch", "observe"},
-    "train": {"distributed", "batch", "tensor_file", "sealed", "capture", "observe", "drawing"},
+    "train": {"distributed", "batch", "tensor_file", "sealed", "capture", "observe", "drawing", "ids"},
     "networks": {"train", "distributed", "modules", "batch", "capture", "observe"},
     # `distributed.tables` says which rows of a sharded model a rank holds, for the export alone; `distributed.runtime`
     # how much memory the host or the container has left, for a store that is read into it.

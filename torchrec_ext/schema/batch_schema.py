@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, TypeVar, get_args
 
@@ -39,7 +39,7 @@ from torchrec_ext.schema.features import (
     unique,
     widths_of,
 )
-from torchrec_ext.schema.validation import DataError, OutOfRange
+from torchrec_ext.schema.validation import DataError, OutOfRange, listed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,6 +179,23 @@ class BatchColumns:
     def feature(self, name: str) -> SparseFeature | None:
         """Returns the sparse feature called ``name``, or None."""
         return self._by_name.get(name)
+
+    def with_dynamic(self, names: Iterable[str]) -> Self:
+        """Returns the schema with any 64-bit ids in the features ``names``, and in those that share a table with them.
+
+        Raises:
+            ValueError: a name is no sparse feature.
+        """
+        tables: set[str] = set()
+        for name in names:
+            feature = self.feature(name)
+            if feature is None:
+                raise ValueError(f"'{name}' is no sparse feature; the features are {listed(self.keys)}")
+            tables.update(feature.tables)
+        features = []
+        for feature in self.sparse:
+            features.append(replace(feature, dynamic=feature.dynamic or not tables.isdisjoint(feature.tables)))
+        return replace(self, sparse=tuple(features))
 
     def missing(self, name: str, columns: Iterable[str]) -> DataError:
         """Returns the error to raise if ``columns`` lack column ``name`` of the schema."""

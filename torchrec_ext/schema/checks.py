@@ -231,6 +231,8 @@ def _check_run(ids: Tensor, columns: list[CheckedBags], replace: bool) -> None:
         low, high = (bound.tolist() for bound in torch.aminmax(ids.view(len(columns), -1), dim=1))
     for number, column in enumerate(columns):
         feature = column.feature
+        if feature.dynamic:
+            continue
         if low[number] < 0 or high[number] >= feature.num_embeddings:
             values = ids.view(len(columns), -1)[number]
             bad = (values < 0) | (values >= feature.num_embeddings)

@@ -29,6 +29,7 @@ class SparseFeature:
             ``batch.weighted`` alone.
         weights: the column with a weight for each id; None if bags are pooled without weights.
         row_bytes: bytes of the weights of one row, summed over all its tables.
+        dynamic: whether its ids are any 64-bit numbers, which :class:`torchrec_ext.ids.DynamicIds` maps to rows later.
     """
 
     name: str
@@ -38,6 +39,7 @@ class SparseFeature:
     keyed: bool = True
     weights: str | None = None
     row_bytes: int = 0
+    dynamic: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.oov_id < self.num_embeddings:

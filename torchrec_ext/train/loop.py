@@ -420,6 +420,10 @@ class _Run:
         """Yields the rest of an epoch's batches, and counts the seconds of waiting for each."""
         batches = exactly(loader, after=self.at.done)
         while (batch := self.window.fetch(batches)) is not None:
+            if self.ranks.looks_ahead and isinstance(batch, TowerBatch) and batch.fresh is not None:
+                raise ValueError(
+                    "sync.mode=semi_sync looks rows up before those of dynamic ids begin anew; set another sync.mode"
+                )
             yield batch
 
     def _after_step(self, output: Any) -> None:

@@ -97,7 +97,7 @@ def drop_ids(batch: TowerBatch, schema: BatchSchema, rates: Mapping[str, float],
     """Replaces whole bags of the features in ``rates``, chosen by ``key`` and each row's ids."""
     if not rates:
         return batch
-    parts = _parts(batch, schema)
+    parts = parts_of(batch, schema)
     numbers = _row_numbers(batch, parts)
     dropped: dict[str, tuple[Tensor, int]] = {}
     for name, rate in rates.items():
@@ -107,20 +107,19 @@ def drop_ids(batch: TowerBatch, schema: BatchSchema, rates: Mapping[str, float],
             uniform = device_uniform(stream(key, _salt(name)), rows, torch.zeros_like(rows))
             dropped[name] = (uniform < rate, feature.oov_id)
     new_ids = {name: _replace_bags(part, dropped) for name, part in parts.items()}
-    shared = batch.shared
-    if shared is not None and "shared" in new_ids:
-        shared = dataclasses.replace(shared, sparse=new_ids["shared"])
-    items = batch.items
     # A loader of the user's own may leave `items` to the ids of the batch, which are dropped now.
-    if items is None and schema.candidate and schema.candidate in rates:
-        items = batch.ids(schema.candidate)
+    if batch.items is None and schema.candidate and schema.candidate in rates:
+        batch = dataclasses.replace(batch, items=batch.ids(schema.candidate))
+    return with_parts(batch, new_ids)
+
+
+def with_parts(batch: TowerBatch, ids: Mapping[str, KeyedJaggedTensor]) -> TowerBatch:
+    """Returns a batch with other KeyedJaggedTensors, by the names of :func:`parts_of`."""
+    shared = batch.shared
+    if shared is not None and "shared" in ids:
+        shared = dataclasses.replace(shared, sparse=ids["shared"])
     return dataclasses.replace(
-        batch,
-        sparse=new_ids["sparse"],
-        shared=shared,
-        joint=new_ids.get("joint"),
-        weighted=new_ids.get("weighted"),
-        items=items,
+        batch, sparse=ids["sparse"], shared=shared, joint=ids.get("joint"), weighted=ids.get("weighted")
     )
 
 
@@ -141,7 +140,7 @@ def unseen_as_oov(rows: Chunk, train: Chunk, feature: SparseFeature) -> Chunk:
     return rows.with_columns({feature.name: Column(np.where(is_known, values, feature.oov_id), column.offsets)})
 
 
-class _Piece(NamedTuple):
+class Piece(NamedTuple):
     """Bags ``start`` to ``stop`` of a KeyedJaggedTensor: those of one feature, of shared rows or of the batch's."""
 
     feature: str
@@ -150,15 +149,15 @@ class _Piece(NamedTuple):
     stop: int
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """A KeyedJaggedTensor of the batch, its pieces, and the bag of each id."""
 
     ids: KeyedJaggedTensor
-    pieces: list[_Piece]
+    pieces: list[Piece]
     bags: Tensor
 
 
-def _parts(batch: TowerBatch, schema: BatchSchema) -> dict[str, _Part]:
+def parts_of(batch: TowerBatch, schema: BatchSchema) -> dict[str, Part]:
     """Returns the KeyedJaggedTensors of a batch by name: ``sparse``, ``shared``, ``joint`` and ``weighted``."""
     rows = len(batch)
     keys = batch.sparse.keys()
@@ -176,7 +175,7 @@ def _parts(batch: TowerBatch, schema: BatchSchema) -> dict[str, _Part]:
     return parts
 
 
-def _part(ids: KeyedJaggedTensor, keys: list[list[tuple[str | None, bool, int]]]) -> _Part:
+def _part(ids: KeyedJaggedTensor, keys: list[list[tuple[str | None, bool, int]]]) -> Part:
     """Splits a KeyedJaggedTensor into pieces.
 
     ``keys`` names, for each key, the features whose bags follow one another: name, whether it is shared, and its bags.
@@ -185,15 +184,15 @@ def _part(ids: KeyedJaggedTensor, keys: list[list[tuple[str | None, bool, int]]]
     start = 0
     for feature, shared, bags in (half for key in keys for half in key):
         if feature is not None:
-            pieces.append(_Piece(feature, shared, start, start + bags))
+            pieces.append(Piece(feature, shared, start, start + bags))
         start += bags
     values = ids.values()
     lengths = ids.lengths().long()
     numbers = torch.arange(start, device=values.device)
-    return _Part(ids, pieces, torch.repeat_interleave(numbers, lengths, output_size=len(values)))
+    return Part(ids, pieces, torch.repeat_interleave(numbers, lengths, output_size=len(values)))
 
 
-def _row_numbers(batch: TowerBatch, parts: Mapping[str, _Part]) -> dict[bool, Tensor]:
+def _row_numbers(batch: TowerBatch, parts: Mapping[str, Part]) -> dict[bool, Tensor]:
     """Hashes the ids of each row: False -> (B,) for the batch's rows, True -> (Q,) for shared rows.
 
     Each depends on the ids of the other too, so that a user is not dropped for a whole epoch or not at all.
@@ -215,7 +214,7 @@ def _row_numbers(batch: TowerBatch, parts: Mapping[str, _Part]) -> dict[bool, Te
     return {False: rows + own_numbers[True][index], True: mixed(own_numbers[True]).index_add(0, index, rows)}
 
 
-def _replace_bags(part: _Part, dropped: Mapping[str, tuple[Tensor, int]]) -> KeyedJaggedTensor:
+def _replace_bags(part: Part, dropped: Mapping[str, tuple[Tensor, int]]) -> KeyedJaggedTensor:
     pieces = [piece for piece in part.pieces if piece.feature in dropped]
     if not pieces:
         return part.ids
@@ -226,14 +225,19 @@ def _replace_bags(part: _Part, dropped: Mapping[str, tuple[Tensor, int]]) -> Key
         rows, oov_id = dropped[piece.feature]
         oov_of_bag[piece.start : piece.stop] = torch.where(rows, oov_id, -1)
     oov_of_id = oov_of_bag[part.bags]
+    return with_values(part.ids, torch.where(oov_of_id >= 0, oov_of_id, values))
+
+
+def with_values(ids: KeyedJaggedTensor, values: Tensor) -> KeyedJaggedTensor:
+    """Returns the same bags with other ids, in page-locked memory if the former ones are."""
     new_ids = KeyedJaggedTensor(
-        keys=part.ids.keys(),
-        values=torch.where(oov_of_id >= 0, oov_of_id, values),
-        lengths=part.ids.lengths(),
-        weights=part.ids.weights_or_none(),
-        stride=part.ids.stride(),
+        keys=ids.keys(),
+        values=values,
+        lengths=ids.lengths(),
+        weights=ids.weights_or_none(),
+        stride=ids.stride(),
     )
-    return new_ids.pin_memory() if values.is_pinned() else new_ids
+    return new_ids.pin_memory() if ids.values().is_pinned() else new_ids
 
 
 @lru_cache

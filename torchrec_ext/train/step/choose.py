@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, TypeVar
 
 import torch
@@ -279,6 +279,18 @@ class Steps:
                 yield from self._piped(iter([batch]))
 
     def _piped(self, batches: Iterator[TowerBatch]) -> Iterator[Any]:
+        first = next(batches, None)
+        if first is None:
+            return
+        batches = chain([first], batches)
+        if first.fresh is None:
+            yield from self._overlapped(batches)
+            return
+        # One at a time: a checkpoint holds the ids of its own step, and a batch ahead would already have changed them.
+        for batch in batches:
+            yield from self._overlapped(iter([batch]))
+
+    def _overlapped(self, batches: Iterator[TowerBatch]) -> Iterator[Any]:
         while True:
             try:
                 yield self._pipeline.progress(batches)

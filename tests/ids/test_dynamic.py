@@ -1,0 +1,224 @@
+"""DynamicIds equals a dictionary, id by id; on any number of ranks, after a save, and in any order of a batch."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.contracts import run_ranks
+from tests.ids.dictionary import Dictionary, drifting
+from torchrec_ext.batch import Fresh
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.ids import Dynamic, DynamicIds
+from torchrec_ext.ids.dynamic import spread
+from torchrec_ext.ids.index import EMPTY, IdIndex
+
+POLICIES = {
+    "every id, room for all": (Dynamic(capacity=60_000), 1),
+    "every id, evictions": (Dynamic(capacity=600, half_life=50), 1),
+    "second sight": (Dynamic(capacity=600, admit_after=2, half_life=50, candidates=900), 1),
+    "every 4 steps": (Dynamic(capacity=400, admit_after=2), 4),
+    "lru": (Dynamic(capacity=600, evict="lru"), 1),
+    "ttl": (Dynamic(capacity=5_000, ttl=5, admit_after=3), 2),
+    "fewer rows than a batch has ids": (Dynamic(capacity=120), 1),
+}
+
+
+def equals_a_dictionary(policy: Dynamic, every: int, *, batches: int, size: int) -> dict[str, int]:
+    """Compares every row, fresh and evicted id of two tables; the map is saved and loaded on the way."""
+    names = ("users", "items")
+    ids = DynamicIds(dict.fromkeys(names, policy), every=every)
+    references = [Dictionary(policy, every) for _ in names]
+    stream = drifting(batches, size, len(names), catalogue=4 * size, new=size // 10)
+    for number, batch in enumerate(stream):
+        rows, notes = ids.step(dict(zip(names, batch, strict=True)))
+        fresh = {note.table: note for note in notes}
+        for name, reference, values in zip(names, references, batch, strict=True):
+            expected_rows, expected_fresh, expected_evicted = reference.step(values.tolist())
+            note = fresh.get(name, Fresh(name, *(torch.empty(0),) * 3))
+            assert rows[name].tolist() == expected_rows
+            assert dict(zip(note.rows.tolist(), note.ids.tolist(), strict=True)) == expected_fresh
+            assert note.evicted.tolist() == expected_evicted
+        if number % 7 == 3:
+            saved = copy.deepcopy(ids.state_dict())
+            ids = DynamicIds(dict.fromkeys(names, policy), every=every)
+            ids.load_state_dict(saved)
+            for name, reference in zip(names, references, strict=True):
+                live, live_rows = ids.live_ids(name)
+                assert dict(zip(live_rows.tolist(), live.tolist(), strict=True)) == reference.id
+                assert torch.equal(ids.rows({name: live})[name], live_rows), "no two live ids share a row"
+    assert ids.counts["refused"] == sum(reference.refused for reference in references)
+    assert ids.counts["forgotten"] == sum(reference.forgotten for reference in references)
+    return ids.counts
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("name", POLICIES)
+def test_it_equals_a_dictionary(name: str) -> None:
+    counts = equals_a_dictionary(*POLICIES[name], batches=40, size=240)
+    assert counts["lookups"] == 19_200
+    assert counts["admitted"] > 0
+    assert (counts["evicted"] > 0) == (name != "every id, room for all")
+    assert (counts["refused"] > 0) == (name == "fewer rows than a batch has ids")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["second sight", "every 4 steps", "lru"])
+def test_it_equals_a_dictionary_over_millions_of_look_ups(name: str) -> None:
+    counts = equals_a_dictionary(*POLICIES[name], batches=850, size=2_000)
+    assert counts["lookups"] == 3_400_000
+
+
+def shares(runtime: Runtime, policy: Dynamic, every: int) -> dict[str, Any]:
+    """Steps by this rank's share of each batch: the rows, the notes of each step, and what is saved in the end."""
+    ids = DynamicIds({"users": policy, "items": policy}, every=every)
+    rows: list[Tensor] = []
+    notes: list[Any] = []
+    for users, items in drifting(30, 240, 2, catalogue=900, new=30):
+        # Uneven shares: rank 0 has the fewest ids.
+        bounds = [240 * number * (number + 1) // (runtime.world_size * (runtime.world_size + 1)) for number in range(9)]
+        here = slice(bounds[runtime.rank], bounds[runtime.rank + 1])
+        found, fresh = ids.step({"users": users[here], "items": items[here]})
+        rows.append(torch.stack([found["users"], found["items"]]))
+        notes.append(fresh)
+    return {"rows": rows, "notes": notes, "state": ids.state_dict()}
+
+
+def test_ranks_change_nothing() -> None:
+    policy = Dynamic(capacity=400, admit_after=2, half_life=10)
+    alone = shares(SimpleNamespace(rank=0, world_size=1), policy, 2)  # type: ignore[arg-type]
+    for world_size in (2, 3):
+        ranks = run_ranks(shares, world_size, policy, 2)
+        for rank in ranks:
+            assert _same(rank["notes"], alone["notes"])
+            assert _same(rank["state"]["tables"], alone["state"]["tables"])
+            assert _same(rank["state"]["waiting"], alone["state"]["waiting"])
+        for step, expected in enumerate(alone["rows"]):
+            assert torch.equal(torch.cat([rank["rows"][step] for rank in ranks], dim=1), expected)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(_same(*pair) for pair in zip(one, other, strict=True))
+    return bool(one == other)
+
+
+@pytest.mark.unit
+def test_the_order_within_a_batch_changes_nothing() -> None:
+    policy = Dynamic(capacity=300, admit_after=2)
+    orders = (DynamicIds({"items": policy}), DynamicIds({"items": policy}))
+    for (batch,) in drifting(20, 200, 1, catalogue=800, new=20):
+        order = torch.randperm(len(batch))
+        rows, notes = orders[0].step({"items": batch})
+        other_rows, other_notes = orders[1].step({"items": batch[order]})
+        assert torch.equal(rows["items"][order], other_rows["items"])
+        assert _same(notes, other_notes)
+    assert _same(orders[0].state_dict(), orders[1].state_dict())
+
+
+@pytest.mark.unit
+def test_an_id_evicted_and_seen_again_begins_anew() -> None:
+    ids = DynamicIds({"items": Dynamic(capacity=3, share=0.1)})
+    ids.step({"items": torch.tensor([1, 2])})
+    _, (note,) = ids.step({"items": torch.tensor([3])})
+    assert note.evicted.tolist() == [2] or note.evicted.tolist() == [1]
+    (gone,) = note.evicted.tolist()
+    assert ids.rows({"items": note.evicted})["items"].tolist() == [0]
+    _, (again,) = ids.step({"items": torch.tensor([gone])})
+    assert again.ids.tolist() == [gone]
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    "ids",
+    {
+        "ascending": torch.arange(20_000),
+        "multiples of 2^32": torch.arange(20_000) << 32,
+        "negative": -torch.arange(1, 20_000),
+        "ends": torch.tensor([2**63 - 1, -(2**63) + 1, 0, -1]),
+    }.items(),
+    ids=lambda case: case[0],
+)
+def test_the_index_finds_all_that_was_inserted_at_once(ids: tuple[str, Tensor]) -> None:
+    values = torch.arange(1, len(ids[1]) + 1)
+    index = IdIndex([len(ids[1]), 5], torch.device("cpu"))
+    table = torch.zeros_like(values)
+    index.insert(ids[1], table, values)
+    assert torch.equal(index.find(ids[1], index.of(table)), values)
+    assert not index.find(ids[1] ^ 0x5555, index.of(table + 1)).any(), "another table"
+    slots, present = index.slots(ids[1], index.of(table))
+    assert present.all()
+    index.remove(slots[::2])
+    expected = values.clone()
+    expected[::2] = 0
+    assert torch.equal(index.find(ids[1], index.of(table)), expected)
+
+
+@pytest.mark.unit
+def test_an_index_that_is_too_small_grows() -> None:
+    index = IdIndex([2_000], torch.device("cpu"))
+    ids = torch.randint(-(2**62), 2**62, (5_000,))
+    index.insert(ids, torch.zeros_like(ids), ids.abs() % 1_000 + 1)
+    assert index.rebuilt
+    assert torch.equal(index.find(ids, index.layout([5_000])), ids.abs() % 1_000 + 1)
+    assert len(index.items().ids) == 5_000
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("capacity", [2, 3, 4, 100, 101, 65_536])
+def test_rows_are_given_once_and_spread(capacity: int) -> None:
+    rows = spread(torch.arange(1, capacity), capacity)
+    assert sorted(rows.tolist()) == list(range(1, capacity))
+    if capacity > 99:
+        half = (rows[: capacity // 10] < capacity // 2).float().mean()
+        assert 0.3 < half < 0.7
+
+
+@pytest.mark.unit
+def test_the_reserved_id_reads_row_0_for_ever() -> None:
+    ids = DynamicIds({"items": Dynamic(capacity=10)})
+    rows, notes = ids.step({"items": torch.tensor([EMPTY, 5, EMPTY])})
+    assert rows["items"].tolist() == [0, int(spread(torch.tensor([1]), 10)), 0]
+    assert notes[0].ids.tolist() == [5]
+    assert ids.live == {"items": 1}
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Dynamic(capacity=1), "capacity=1: must be from 2"),
+        (lambda: Dynamic(capacity=2**31), "capacity=2,147,483,648: must be from 2"),
+        (lambda: Dynamic(capacity=9, admit_after=0), "admit_after=0: must be from 1"),
+        (lambda: Dynamic(capacity=9, evict="fifo"), "evict='fifo': must be one of lfu, lru"),  # type: ignore[arg-type]
+        (lambda: Dynamic(capacity=9, half_life=0), "half_life=0: must be above 0"),
+        (lambda: Dynamic(capacity=9, half_life=float("nan")), "half_life=nan: must be above 0"),
+        (lambda: Dynamic(capacity=9, ttl=-1), "ttl=-1: must be 0 or more"),
+        (lambda: Dynamic(capacity=9, share=0), "share=0: must be above 0"),
+        (lambda: Dynamic(capacity=9, candidates=-1), "candidates=-1: must be 0 or more"),
+        (lambda: DynamicIds({}), "name at least one table"),
+        (lambda: DynamicIds({"a": Dynamic(capacity=9)}, every=0), "every=0: must be 1 step or more"),
+        (lambda: _ids().rows({"b": torch.tensor([1])}), "table 'b' has no dynamic ids; the tables are a"),
+        (lambda: _ids().step({"a": torch.tensor([1.0])}), "table 'a': ids are torch.float32, must be int64"),
+        (lambda: _ids().load_state_dict(_ids(8).state_dict()), "capacity=9, but 8 rows were saved"),
+        (lambda: _ids().load_state_dict(_ids(name="b").state_dict()), "the saved ids are of tables b, not of a"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=r".") as error:
+        make()
+    assert message in str(error.value)
+    assert len(str(error.value)) <= 200
+
+
+def _ids(capacity: int = 9, name: str = "a") -> DynamicIds:
+    return DynamicIds({name: Dynamic(capacity=capacity)})

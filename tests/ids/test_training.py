@@ -1,0 +1,339 @@
+"""Training with dynamic ids equals training of static tables, weights and optimizer state, on real ranks.
+
+While the capacity suffices it equals a static table with the same ids; with evictions it equals a table without an end,
+in which each admission has a row of its own: a row begun anew too early, too late or not at all differs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+from tests.contracts import run_ranks
+from tests.examples import META
+from torchrec_ext.batch import Fresh, Jagged, TowerBatch
+from torchrec_ext.data.loader.dynamic_ids import DynamicIdLoader
+from torchrec_ext.distributed.optim.config import OptimizerConfig
+from torchrec_ext.distributed.parallel import hybrid_parallel
+from torchrec_ext.distributed.plan.config import PlanConfig
+from torchrec_ext.distributed.plan.planner import plan_sharding
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.sync import SyncConfig
+from torchrec_ext.ids import Dynamic
+from torchrec_ext.ids.index import mixed
+from torchrec_ext.models.tower_model import two_tower
+from torchrec_ext.schema import BatchSchema
+from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
+from torchrec_ext.train.checkpoint.run import CheckpointConfig, RunCheckpoints
+from torchrec_ext.train.checkpoint.state import Parts, model_state
+from torchrec_ext.train.guards.finite import RunStoppedError
+from torchrec_ext.train.loop import TrainConfig, train
+from torchrec_ext.train.step.fresh_rows import FreshRows
+
+FEATURES = ("user", "place", "item", "brand")
+WIDTH = 8
+STEPS, SIZE = 24, 96
+ENOUGH, FEW = 400, 80
+PLANS = [
+    ("table_wise", "row_wise_adagrad"),
+    ("row_wise", "row_wise_adagrad"),
+    ("row_wise", "adam"),
+    ("column_wise", "row_wise_adagrad"),
+    ("data_parallel", "adam"),
+]
+
+
+def model_of(rows: int) -> Any:
+    def table(name: str) -> EmbeddingBagConfig:
+        return EmbeddingBagConfig(name=name, feature_names=[name], num_embeddings=rows, embedding_dim=WIDTH)
+
+    model = two_tower(
+        [table("user"), table("place")], [table("item"), table("brand")], tower_widths=(16, 8), device=META
+    )
+    torch.manual_seed(0)
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.reset_parameters()
+    return model
+
+
+def begin(table: str, ids: Tensor) -> Tensor:
+    """First values, a function of the id."""
+    column = torch.arange(WIDTH) + FEATURES.index(table) * WIDTH
+    return (mixed(ids[:, None] + column) >> 40).float() / 2**27
+
+
+class Raw:
+    """Batches of raw ids that drift; each rank has its share."""
+
+    def __init__(self, runtime: Runtime, schema: BatchSchema, drift: int) -> None:
+        self.schema = schema
+        self.first = 0
+        self.here = slice(runtime.rank * SIZE // runtime.world_size, (runtime.rank + 1) * SIZE // runtime.world_size)
+        generator = torch.Generator().manual_seed(3)
+        catalogue = 60 + drift * STEPS
+        self.names = torch.randint(-(2**62), 2**62, (len(FEATURES), catalogue), generator=generator)
+        places = (torch.rand(STEPS, len(FEATURES), SIZE, generator=generator) ** 3 * 60).long()
+        self.places = places + drift * torch.arange(STEPS)[:, None, None]
+        self.labels = torch.randint(0, 2, (STEPS, SIZE), generator=generator).float()
+        self.share = SIZE / runtime.world_size
+
+    def __len__(self) -> int:
+        return STEPS
+
+    def __iter__(self) -> Iterator[TowerBatch]:
+        for step in range(self.first, STEPS):
+            ids = torch.gather(self.names, 1, self.places[step])[:, self.here]
+            columns = {name: Jagged(ids[number].contiguous()) for number, name in enumerate(FEATURES)}
+            yield self.schema.assemble(columns, labels=self.labels[step, self.here], total_weight=self.share)
+        self.first = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        pass
+
+    def state_dict(self, *, step: int | None = None) -> dict[str, Any]:
+        return {"step": step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.first = state["step"]
+
+
+class WithoutEnd(DynamicIdLoader):
+    """The same ids, but each admission has a row of its own, of a table that no id leaves; ``row_of`` names it."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.row_of = {name: torch.arange(FEW) for name in FEATURES}
+        self.used = dict.fromkeys(FEATURES, FEW)
+
+    def __iter__(self) -> Iterator[TowerBatch]:
+        for batch in super().__iter__():
+            notes = []
+            for note in batch.fresh or ():
+                rows = torch.arange(self.used[note.table], self.used[note.table] + len(note.rows))
+                self.row_of[note.table][note.rows] = rows
+                self.used[note.table] += len(rows)
+                notes.append(note._replace(rows=rows))
+            yield self._moved(batch, tuple(notes))
+
+    def _moved(self, batch: TowerBatch, notes: tuple[Fresh, ...]) -> TowerBatch:
+        sparse = batch.sparse
+        rows = [self.row_of[name][sparse[name].values()] for name in sparse.keys()]  # noqa: SIM118
+        sparse = type(sparse)(keys=sparse.keys(), values=torch.cat(rows), lengths=sparse.lengths())
+        return dataclasses.replace(batch, sparse=sparse, fresh=notes)
+
+
+class Static(DynamicIdLoader):
+    """The rows that the ids have in the end, without notes: those of a vocabulary that was known before."""
+
+    def __iter__(self) -> Iterator[TowerBatch]:
+        for batch in self._loader:
+            yield self.rows(batch)
+
+
+Result = dict[str, Any]
+
+
+def trained(
+    runtime: Runtime, plan: tuple[str, str], loader_of: type[DynamicIdLoader], rows: int, capacity: int, drift: int
+) -> tuple[Result, Any]:
+    """The rectangles of this rank's tables and their state after a training, and the loader."""
+    sharding, kind = plan
+    optimizers = OptimizerConfig(tables=kind, tables_lr=0.1, dense="sgd", dense_lr=0.05)  # type: ignore[arg-type]
+    model = model_of(rows)
+    placed = plan_sharding(model, runtime, PlanConfig(sharding=sharding), optimizer=optimizers)  # type: ignore[arg-type]
+    schema = model_of(capacity).schema().with_dynamic(FEATURES)
+    sharded, optimizer = hybrid_parallel(model, runtime, plan=placed, optimizer=optimizers, seed=3)
+    raw = Raw(runtime, schema, drift)
+    loader = loader_of(raw, schema, {name: Dynamic(capacity=capacity, share=1 / 16) for name in FEATURES})
+    fresh = FreshRows(sharded, optimizer, begin=begin)
+    if loader_of is Static:
+        for step in range(STEPS):
+            ids = torch.gather(raw.names, 1, raw.places[step])[:, raw.here]
+            loader.ids.step(dict(zip(FEATURES, ids.contiguous(), strict=True)))
+        fresh(tuple(Fresh(name, rows, ids, rows) for name in FEATURES for ids, rows in [loader.ids.live_ids(name)]))
+    else:
+        fresh.attach()
+    # Row 0 reads no id here, and would begin by chance otherwise.
+    train(sharded, optimizer, loader, runtime, TrainConfig(epochs=1, compile="off"))  # type: ignore[arg-type]
+    return _parts(sharded, optimizer), loader
+
+
+def _parts(model: Any, optimizer: Any) -> Result:
+    state = model_state(model, optimizer)
+    parts = {}
+    for name, value in state.everything().items():
+        if name.startswith("tables.") and isinstance(value, Parts):
+            parts[name] = (tuple(value.shape), [(part.tensor.clone(), part.offsets) for part in value.parts])
+    return parts
+
+
+def whole(results: list[Result]) -> dict[str, Tensor]:
+    """The tables and their state, from the rectangles of all ranks."""
+    tensors = {}
+    for name, (shape, _) in results[0].items():
+        tensor = torch.full(shape, float("nan"))
+        for result in results:
+            for part, (row, column) in result[name][1]:
+                tensor[row : row + part.shape[0], column : column + part.shape[1]] = part
+        tensors[name] = tensor
+    return tensors
+
+
+def both_laws(runtime: Runtime, plans: list[tuple[str, str]]) -> list[dict[str, Any]]:
+    results = []
+    for plan in plans:
+        dynamic, loader = trained(runtime, plan, DynamicIdLoader, ENOUGH, ENOUGH, 5)
+        static, _ = trained(runtime, plan, Static, ENOUGH, ENOUGH, 5)
+        evicting, evicted = trained(runtime, plan, DynamicIdLoader, FEW, FEW, 8)
+        endless, without_end = trained(runtime, plan, WithoutEnd, FEW + 400, FEW, 8)
+        assert not loader.ids.counts["evicted"]
+        results.append(
+            {
+                "dynamic": dynamic,
+                "static": static,
+                "evicting": evicting,
+                "endless": endless,
+                "live": {name: loader.ids.live_ids(name) for name in FEATURES},
+                "few": {name: evicted.ids.live_ids(name) for name in FEATURES},
+                "row_of": without_end.row_of,
+                "counts": evicted.ids.counts,
+            }
+        )
+    return results
+
+
+def check(world_size: int, plans: list[tuple[str, str]]) -> None:
+    by_rank = run_ranks(both_laws, world_size, plans, timeout_s=300)
+    for number, plan in enumerate(plans):
+        ranks = [results[number] for results in by_rank]
+        assert ranks[0]["counts"]["evicted"] > 500
+        tables = {what: whole([rank[what] for rank in ranks]) for what in ("dynamic", "static", "evicting", "endless")}
+        for name in tables["dynamic"]:
+            feature = name.split(".")[1]
+            rows = ranks[0]["live"][feature][1]
+            assert torch.equal(tables["dynamic"][name][rows], tables["static"][name][rows]), (plan, name)
+            few = ranks[0]["few"][feature][1]
+            same = tables["endless"][name][ranks[0]["row_of"][feature][few]]
+            # Means of dense gradients are rounded by their place in a message, on three ranks and more.
+            tolerance = 1e-6 if plan[0] == "data_parallel" and world_size > 2 else 0.0
+            assert torch.allclose(tables["evicting"][name][few], same, rtol=0, atol=tolerance), (plan, name)
+        for rank in ranks:
+            assert all(torch.equal(rank["few"][name][0], ranks[0]["few"][name][0]) for name in FEATURES)
+
+
+def test_two_ranks_equal_static_tables_and_tables_without_an_end() -> None:
+    check(2, [PLANS[1], PLANS[4]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_plan_equals_static_tables_and_tables_without_an_end(world_size: int) -> None:
+    check(world_size, PLANS)
+
+
+def interrupted(runtime: Runtime, folder: str, plan: tuple[str, str]) -> tuple[Result, Any]:
+    """A training that ends twice by a signal, each time resumed; and the ids in the end."""
+    sharding, kind = plan
+    optimizers = OptimizerConfig(tables=kind, tables_lr=0.1)  # type: ignore[arg-type]
+    stops = [7, 5, 0] if folder else [0]
+    for stop_after in stops:
+        model = model_of(FEW)
+        schema = model.schema().with_dynamic(FEATURES)
+        placed = plan_sharding(model, runtime, PlanConfig(sharding=sharding), optimizer=optimizers)  # type: ignore[arg-type]
+        sharded, optimizer = hybrid_parallel(model, runtime, plan=placed, optimizer=optimizers, seed=3)
+        loader = DynamicIdLoader(Raw(runtime, schema, 8), schema, {name: Dynamic(capacity=FEW) for name in FEATURES})
+        FreshRows(sharded, optimizer).attach()
+        checkpoints = None
+        if folder:
+            checkpointer = Checkpointer(folder, runtime)
+            checkpoints = RunCheckpoints(
+                checkpointer, CheckpointConfig(), resume=checkpointer.last_good(lambda _: None)
+            )
+        left = stop_after
+
+        def stop() -> bool:
+            nonlocal left
+            left -= 1
+            return left == 0
+
+        with contextlib.suppress(RunStoppedError):
+            train(
+                sharded,
+                optimizer,
+                loader,  # type: ignore[arg-type]
+                runtime,
+                TrainConfig(epochs=1, compile="off"),
+                checkpoints=checkpoints,
+                stop=stop,
+            )
+    return _parts(sharded, optimizer), loader.ids.state_dict()["tables"]
+
+
+def by_both_ways(runtime: Runtime, folder: str) -> dict[str, Any]:
+    results = {}
+    for plan in (PLANS[1], PLANS[4]):
+        results[plan[0]] = [interrupted(runtime, where, plan) for where in ("", f"{folder}/{plan[0]}")]
+    return results
+
+
+def test_resumed_equals_uninterrupted(tmp_path: Path) -> None:
+    for rank in run_ranks(by_both_ways, 2, str(tmp_path)):
+        for (whole_run, ids), (resumed, resumed_ids) in rank.values():
+            for name, (_, parts) in whole_run.items():
+                for (one, _), (other, _) in zip(parts, resumed[name][1], strict=True):
+                    assert torch.equal(one, other), name
+            for table in FEATURES:
+                for name, value in ids[table].items():
+                    other = resumed_ids[table][name]
+                    assert torch.equal(value, other) if isinstance(value, Tensor) else value == other
+
+
+def refusals(runtime: Runtime) -> dict[str, str]:
+    messages = {}
+    model = model_of(FEW)
+    schema = model.schema().with_dynamic(FEATURES)
+    policies = {name: Dynamic(capacity=FEW) for name in FEATURES}
+
+    def refused(name: str, call: Any) -> None:
+        with pytest.raises(ValueError, match=r".") as error:
+            call()
+        messages[name] = str(error.value)
+
+    refused("other", lambda: DynamicIdLoader(Raw(runtime, schema, 1), schema, {"shop": Dynamic(capacity=9)}))
+    refused("schema", lambda: schema.with_dynamic(["shop"]))
+    refused("checked", lambda: DynamicIdLoader(Raw(runtime, schema, 1), model.schema(), policies))
+    refused("rows", lambda: DynamicIdLoader(Raw(runtime, schema, 1), schema, {"user": Dynamic(capacity=9)}))
+    optimizers = OptimizerConfig(tables="row_wise_adagrad")
+    placed = plan_sharding(model, runtime, PlanConfig(sharding="table_wise"), optimizer=optimizers)
+    sharded, optimizer = hybrid_parallel(model, runtime, plan=placed, optimizer=optimizers)
+    loader: Any = DynamicIdLoader(Raw(runtime, schema, 1), schema, policies)
+    config = TrainConfig(epochs=1)
+    semi = SyncConfig(mode="semi_sync")
+    refused("semi_sync", lambda: train(sharded, optimizer, loader, runtime, config, sync=semi))
+    note = Fresh("shop", torch.tensor([1]), torch.tensor([5]), torch.tensor([]))
+    refused("note", lambda: FreshRows(sharded, optimizer)((note,)))
+    return messages
+
+
+def test_what_cannot_be_is_refused_in_one_line() -> None:
+    (messages,) = run_ranks(refusals, 1)
+    expected = {
+        "other": "'shop' is no sparse feature of the schema; the features are",
+        "schema": "'shop' is no sparse feature; the features are",
+        "checked": "feature 'user': the schema checks its ids",
+        "rows": "feature 'user': capacity=9, but table 'user' has 80 rows",
+        "semi_sync": "sync.mode=semi_sync looks rows up before those of dynamic ids begin anew",
+        "note": "a note about table 'shop', which the model lacks",
+    }
+    for name, part in expected.items():
+        assert part in messages[name]
+        assert len(messages[name]) <= 200

@@ -1,0 +1,150 @@
+"""DynamicIdLoader: gives the raw ids of a loader's batches rows, before a pipeline sends ids to their shards."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchrec_ext.batch import Fresh, ResumableLoader, TowerBatch
+from torchrec_ext.data.loader.id_dropout import Part, parts_of, with_parts, with_values
+from torchrec_ext.ids import Dynamic, DynamicIds
+from torchrec_ext.schema import BatchSchema
+from torchrec_ext.schema.validation import listed
+
+
+class DynamicIdLoader:
+    """Wraps a training loader of raw ids: its batches hold rows, and notes about rows that begin anew.
+
+    Features that share a table share its ids, such as a user's history and the candidate. Whoever holds the weights
+    must apply the notes, see :class:`torchrec_ext.train.step.fresh_rows.FreshRows`. Every rank has a loader, all ranks
+    iterate together, and each step of theirs exchanges the new ids.
+
+    Args:
+        loader: loader of the training batches, made with ``schema``.
+        schema: schema of the batches, from ``schema.with_dynamic(features)``.
+        features: settings by feature; one of those that share a table stands for all of them.
+        every: steps between two admissions, see :class:`DynamicIds`.
+        group: ranks that share the ids, see :class:`DynamicIds`; over gloo.
+
+    Attributes:
+        ids: the ids of the tables, by the feature that stands for them.
+
+    Raises:
+        ValueError: a feature that the schema does not have or check, two of one table, or a table of other than
+            ``capacity`` rows.
+
+    Example::
+
+        schema = model.schema().with_dynamic(["item_id"])
+        loader = ChunkLoader(log, schema, config=LoaderConfig(batch_size=4096))
+        loader = DynamicIdLoader(loader, schema, {"item_id": Dynamic(capacity=1_000_000, admit_after=2)})
+    """
+
+    def __init__(
+        self,
+        loader: ResumableLoader,
+        schema: BatchSchema,
+        features: Mapping[str, Dynamic],
+        *,
+        every: int = 1,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._loader = loader
+        self._schema = schema
+        self._tables = {name: _tables(schema, name, policy) for name, policy in features.items()}
+        self._space_of: dict[str, str] = {}
+        for feature in schema.sparse:
+            spaces = [name for name, tables in self._tables.items() if not tables.isdisjoint(feature.tables)]
+            if len(spaces) > 1:
+                raise ValueError(
+                    f"features '{spaces[0]}' and '{spaces[1]}' share table {feature.readers}, whose rows belong to one "
+                    "set of ids; give settings for one of them"
+                )
+            if spaces:
+                self._space_of[feature.name] = spaces[0]
+        self.ids = DynamicIds(features, every=every, group=group)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[TowerBatch]:
+        for batch in self._loader:
+            yield self._mapped(batch, train=True)
+
+    def rows(self, batch: TowerBatch) -> TowerBatch:
+        """Returns a batch of raw ids with the rows that they have now, for an evaluation; changes nothing."""
+        return self._mapped(batch, train=False)
+
+    def _mapped(self, batch: TowerBatch, *, train: bool) -> TowerBatch:
+        parts = parts_of(batch, self._schema)
+        pieces = list(self._pieces(parts))
+        ids_by_space: dict[str, list[Tensor]] = {}
+        for name, space, ids in pieces:
+            ids_by_space.setdefault(space, []).append(parts[name].ids.values()[ids])
+        raw = {space: torch.cat(ids) for space, ids in ids_by_space.items()}
+        notes: tuple[Fresh, ...] = ()
+        if train:
+            rows, notes = self.ids.step(raw)
+        else:
+            rows = self.ids.rows(raw)
+        rest = {}
+        for space, each in ids_by_space.items():
+            rest[space] = iter(torch.split(rows[space], [len(ids) for ids in each]))
+        values = {name: part.ids.values().clone() for name, part in parts.items()}
+        for name, space, ids in pieces:
+            values[name][ids] = next(rest[space])
+        mapped = with_parts(batch, {name: with_values(part.ids, values[name]) for name, part in parts.items()})
+        return dataclasses.replace(mapped, fresh=tuple(self._by_table(notes)) if train else None)
+
+    def _pieces(self, parts: Mapping[str, Part]) -> Iterator[tuple[str, str, slice]]:
+        """Yields the part, the set of ids and the places of the ids of each piece with dynamic ids."""
+        for name, part in parts.items():
+            offsets = part.ids.offsets().tolist()
+            for piece in part.pieces:
+                if piece.feature in self._space_of:
+                    yield name, self._space_of[piece.feature], slice(offsets[piece.start], offsets[piece.stop])
+
+    def _by_table(self, notes: tuple[Fresh, ...]) -> Iterator[Fresh]:
+        for note in notes:
+            for table in sorted(self._tables[note.table]):
+                yield note._replace(table=table)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Starts ``epoch``, counted from 0, at its first step."""
+        self._loader.set_epoch(epoch)
+
+    def state_dict(self, *, step: int | None = None) -> dict[str, Any]:
+        """Returns the state of the wrapped loader, and the ids as they are now; all ranks call it.
+
+        No batch may be under way: an id that the next batch has admitted already would not be fresh after a resume.
+        """
+        return {"loader": self._loader.state_dict(step=step), "ids": self.ids.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues at the saved position with the saved ids, on any number of ranks."""
+        self._loader.load_state_dict(state["loader"])
+        self.ids.load_state_dict(state["ids"])
+
+
+def _tables(schema: BatchSchema, name: str, policy: Dynamic) -> set[str]:
+    """Returns the tables that a feature, and those that share a table with it, read."""
+    feature = schema.feature(name)
+    if feature is None:
+        raise ValueError(f"'{name}' is no sparse feature of the schema; the features are {listed(schema.keys)}")
+    if not feature.dynamic:
+        raise ValueError(f"feature '{name}': the schema checks its ids; make it by schema.with_dynamic(['{name}'])")
+    if policy.capacity != feature.num_embeddings:
+        raise ValueError(
+            f"feature '{name}': capacity={policy.capacity:,}, but table {feature.readers} has "
+            f"{feature.num_embeddings:,} rows; give both one number"
+        )
+    tables = set(feature.tables)
+    for other in schema.sparse:
+        if not tables.isdisjoint(other.tables):
+            tables.update(other.tables)
+    return tables

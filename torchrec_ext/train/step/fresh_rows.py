@@ -1,0 +1,132 @@
+"""FreshRows: begins rows that were given to new ids anew, weights and optimizer state, under any plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.optim.keyed import KeyedOptimizer
+
+from torchrec_ext.batch import Fresh, TowerBatch
+from torchrec_ext.distributed.plan.tower_plan import TowerPlan
+from torchrec_ext.distributed.tables import collections, table_configs
+from torchrec_ext.ids.index import mixed
+from torchrec_ext.train.checkpoint.state import LocalShard, Parts, model_state
+
+# (table, ids (n,)) -> (n, D) values, alike on every rank
+Begin = Callable[[str, Tensor], Tensor]
+
+
+class FreshRows:
+    """Writes a batch's notes about fresh rows into a model, just before the batch is looked up.
+
+    Each rank writes the rectangles that it holds, and nothing is sent. It works in any loop: :meth:`attach` makes the
+    model do it in each forward.
+
+    Args:
+        model: model from :func:`hybrid_parallel`, or unsharded.
+        optimizer: the model's optimizer, whose state of fresh rows becomes 0.
+        begin: first values of fresh rows; by default drawn by the table's ``init_fn``, from the ids.
+
+    Raises:
+        ValueError: a table is in a kernel that keeps copies of its rows in a cache, which a write would miss.
+
+    Example: (after ``model, optimizer = hybrid_parallel(...)``)
+        FreshRows(model, optimizer).attach()
+        train(model, optimizer, DynamicIdLoader(loader, schema, ids), runtime)
+    """
+
+    def __init__(self, model: nn.Module, optimizer: KeyedOptimizer | None, *, begin: Begin | None = None) -> None:
+        _check_kernels(model)
+        self._model = model
+        self._optimizer = optimizer
+        self._begin = begin or self._drawn
+        self._configs: dict[str, BaseEmbeddingConfig] = {}
+        for _, collection in collections(model):
+            self._configs |= {config.name: config for config in table_configs(collection)}
+        self._weights: dict[str, list[LocalShard]] | None = None
+        self._states: dict[str, list[LocalShard]] = {}
+
+    def attach(self) -> RemovableHandle:
+        """Makes each forward of the model apply the notes of its batch first; returns a handle to undo this."""
+
+        def apply(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+            if inputs and isinstance(inputs[0], TowerBatch) and inputs[0].fresh:
+                self(inputs[0].fresh)
+
+        return get_unwrapped_module(self._model).register_forward_pre_hook(apply)  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def __call__(self, notes: tuple[Fresh, ...]) -> None:
+        """Begins the rows of ``notes`` anew."""
+        if self._weights is None:
+            # Not before the first step: a checkpoint may be loaded until then.
+            self._weights = self._find_shards()
+        for note in notes:
+            if note.table not in self._configs:
+                raise ValueError(
+                    f"a note about table '{note.table}', which the model lacks; its tables are "
+                    f"{', '.join(self._configs)}"
+                )
+            if not len(note.rows):
+                continue
+            values = self._begin(note.table, note.ids)
+            for shard in self._weights.get(note.table, ()):
+                column = shard.offsets[1]
+                rows, is_here = _here(shard, note.rows)
+                block = values[is_here, column : column + shard.tensor.shape[1]]
+                shard.tensor.index_copy_(0, rows, block.to(shard.tensor))
+            for shard in self._states.get(note.table, ()):
+                shard.tensor.index_fill_(0, _here(shard, note.rows)[0], 0)
+
+    def _find_shards(self) -> dict[str, list[LocalShard]]:
+        """Returns this rank's rectangles of the weights by table, and keeps those of the optimizer's state."""
+        weights: dict[str, list[LocalShard]] = {}
+        state = model_state(self._model, self._optimizer)
+        for name, value in state.tensors.items():
+            kind, table, *slot = name.split(".")
+            if kind == "tables" and isinstance(value, Parts):
+                by_table = weights if slot == ["weight"] else self._states
+                by_table.setdefault(table, []).extend(value.parts)
+        for name, row_state in state.row_states.items():
+            self._states.setdefault(name.split(".")[1], []).extend(row_state.parts)
+        return weights
+
+    def _drawn(self, table: str, ids: Tensor) -> Tensor:
+        config = self._configs[table]
+        values = torch.empty(len(ids), config.embedding_dim)
+        # The random state is put back, so that dropout does not depend on which ids are new.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int(mixed(ids.cpu()).sum()) & (2**63 - 1))
+            assert config.init_fn is not None  # TorchRec fills it in
+            config.init_fn(values)
+        return values
+
+
+def _here(shard: LocalShard, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns those of ``rows`` that a rectangle holds, counted from its first, and which they are."""
+    local = rows.to(shard.tensor.device) - shard.offsets[0]
+    is_here = (local >= 0) & (local < len(shard.tensor))
+    return local[is_here], is_here.cpu()
+
+
+def _check_kernels(model: nn.Module) -> None:
+    for table, kernel in _kernels(model):
+        if "caching" in kernel or "key_value" in kernel:
+            raise ValueError(
+                f"table '{table}': the kernel {kernel} keeps rows in a cache, where fresh rows would be missed; choose "
+                "another plan.kernel, such as fused or fused_uvm"
+            )
+
+
+def _kernels(model: nn.Module) -> Iterator[tuple[str, str]]:
+    if isinstance(model, DistributedModelParallel):
+        for tables in model.plan.plan.values():
+            # A TowerPlan has no tables of its own: the plans of its towers' collections stand beside it.
+            if not isinstance(tables, TowerPlan):
+                yield from ((name, sharding.compute_kernel) for name, sharding in tables.items())
