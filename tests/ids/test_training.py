@@ -20,6 +20,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from tests.contracts import run_ranks
 from tests.examples import META
 from torchrec_ext.batch import Fresh, Jagged, TowerBatch
+from torchrec_ext.capture.executors import as_it_is
+from torchrec_ext.capture.policy import Compile
 from torchrec_ext.data.loader.dynamic_ids import DynamicIdLoader
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.parallel import hybrid_parallel
@@ -36,6 +38,7 @@ from torchrec_ext.train.checkpoint.run import CheckpointConfig, RunCheckpoints
 from torchrec_ext.train.checkpoint.state import Parts, model_state
 from torchrec_ext.train.guards.finite import RunStoppedError
 from torchrec_ext.train.loop import TrainConfig, train
+from torchrec_ext.train.step import choose as steps
 from torchrec_ext.train.step.fresh_rows import FreshRows
 
 FEATURES = ("user", "place", "item", "brand")
@@ -143,7 +146,13 @@ Result = dict[str, Any]
 
 
 def trained(
-    runtime: Runtime, plan: tuple[str, str], loader_of: type[DynamicIdLoader], rows: int, capacity: int, drift: int
+    runtime: Runtime,
+    plan: tuple[str, str],
+    loader_of: type[DynamicIdLoader],
+    rows: int,
+    capacity: int,
+    drift: int,
+    compile: Compile = "off",  # noqa: A002  the setting's name
 ) -> tuple[Result, Any]:
     """The rectangles of this rank's tables and their state after a training, and the loader."""
     sharding, kind = plan
@@ -160,10 +169,8 @@ def trained(
             ids = torch.gather(raw.names, 1, raw.places[step])[:, raw.here]
             loader.ids.step(dict(zip(FEATURES, ids.contiguous(), strict=True)))
         fresh(tuple(Fresh(name, rows, ids, rows) for name in FEATURES for ids, rows in [loader.ids.live_ids(name)]))
-    else:
-        fresh.attach()
-    # Row 0 reads no id here, and would begin by chance otherwise.
-    train(sharded, optimizer, loader, runtime, TrainConfig(epochs=1, compile="off"))  # type: ignore[arg-type]
+    config = TrainConfig(epochs=1, compile=compile)
+    train(sharded, optimizer, loader, runtime, config, fresh_rows=fresh)  # type: ignore[arg-type]
     return _parts(sharded, optimizer), loader
 
 
@@ -179,10 +186,11 @@ def _parts(model: Any, optimizer: Any) -> Result:
 def whole(results: list[Result]) -> dict[str, Tensor]:
     """The tables and their state, from the rectangles of all ranks."""
     tensors = {}
-    for name, (shape, _) in results[0].items():
+    shapes = {name: shape for result in results for name, (shape, _) in result.items()}
+    for name, shape in shapes.items():
         tensor = torch.full(shape, float("nan"))
         for result in results:
-            for part, (row, column) in result[name][1]:
+            for part, (row, column) in result[name][1] if name in result else ():
                 tensor[row : row + part.shape[0], column : column + part.shape[1]] = part
         tensors[name] = tensor
     return tensors
@@ -240,6 +248,48 @@ def test_every_plan_equals_static_tables_and_tables_without_an_end(world_size: i
     check(world_size, PLANS)
 
 
+def captured(runtime: Runtime) -> list[tuple[Result, Result]]:
+    # Op by op: what is captured is tested, not how it is compiled.
+    steps.engine_for = lambda _: (as_it_is, "capturing")
+    results = []
+    for plan in (PLANS[1], PLANS[4]):
+        eager, _ = trained(runtime, plan, DynamicIdLoader, FEW, FEW, 8)
+        results.append((eager, trained(runtime, plan, DynamicIdLoader, FEW, FEW, 8, "require")[0]))
+    return results
+
+
+def test_captured_steps_equal_eager_ones() -> None:
+    (results,) = run_ranks(captured, 1)
+    for eager, by_capture in results:
+        for name, (_, parts) in eager.items():
+            for (one, _), (other, _) in zip(parts, by_capture[name][1], strict=True):
+                assert torch.allclose(one, other, rtol=1e-4, atol=1e-5), name
+
+
+def in_ones_own_loop(runtime: Runtime) -> tuple[Result, Result]:
+    plan = ("table_wise", "row_wise_adagrad")
+    by_train, _ = trained(runtime, plan, DynamicIdLoader, FEW, FEW, 8)
+    optimizers = OptimizerConfig(tables="row_wise_adagrad", tables_lr=0.1, dense="sgd", dense_lr=0.05)
+    model = model_of(FEW)
+    placed = plan_sharding(model, runtime, PlanConfig(sharding="table_wise"), optimizer=optimizers)
+    schema = model.schema().with_dynamic(FEATURES)
+    sharded, optimizer = hybrid_parallel(model, runtime, plan=placed, optimizer=optimizers, seed=3)
+    policies = {name: Dynamic(capacity=FEW, share=1 / 16) for name in FEATURES}
+    FreshRows(sharded, optimizer, begin=begin).attach()
+    for batch in DynamicIdLoader(Raw(runtime, schema, 8), schema, policies):
+        optimizer.zero_grad()
+        sharded(batch)[0].backward()
+        optimizer.step()
+    return by_train, _parts(sharded, optimizer)
+
+
+def test_a_loop_of_ones_own_equals_train() -> None:
+    ((by_train, own),) = run_ranks(in_ones_own_loop, 1)
+    for name, (_, parts) in by_train.items():
+        for (one, _), (other, _) in zip(parts, own[name][1], strict=True):
+            assert torch.equal(one, other), name
+
+
 def interrupted(runtime: Runtime, folder: str, plan: tuple[str, str]) -> tuple[Result, Any]:
     """A training that ends twice by a signal, each time resumed; and the ids in the end."""
     sharding, kind = plan
@@ -251,7 +301,6 @@ def interrupted(runtime: Runtime, folder: str, plan: tuple[str, str]) -> tuple[R
         placed = plan_sharding(model, runtime, PlanConfig(sharding=sharding), optimizer=optimizers)  # type: ignore[arg-type]
         sharded, optimizer = hybrid_parallel(model, runtime, plan=placed, optimizer=optimizers, seed=3)
         loader = DynamicIdLoader(Raw(runtime, schema, 8), schema, {name: Dynamic(capacity=FEW) for name in FEATURES})
-        FreshRows(sharded, optimizer).attach()
         checkpoints = None
         if folder:
             checkpointer = Checkpointer(folder, runtime)

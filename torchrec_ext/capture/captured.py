@@ -221,8 +221,9 @@ class CapturedStep:
             RareShapeError: the shape is too rare so far, see ``patience``; nothing was trained.
             CannotCaptureError: the engine cannot run the model, or there are too many shapes; nothing was trained.
         """
-        if isinstance(item, TowerBatch) and item.fresh is not None:
-            raise CannotCaptureError("dynamic ids change rows between two steps")
+        if isinstance(item, TowerBatch) and item.fresh:
+            for note in item.fresh:
+                self._memory.mark_current(note.table, note.rows)
         step_inputs = self._source.inputs(item)
         inputs = self._on_device(step_inputs)
         call = self._calls.get(step_inputs.key) or self._capture_once(step_inputs, inputs)

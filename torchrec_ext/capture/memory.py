@@ -407,6 +407,11 @@ class StepMemory:
         clock.since[rows] = now
         parameter.weight[rows] = value
 
+    def mark_current(self, name: str, rows: Tensor) -> None:
+        """Marks rows of a table as up to date, (n,) int64, after somebody else has written them and their state."""
+        if name in self._rows:
+            self._rows[name].since[rows.to(self.device)] = self._step.int()
+
     def _mark_current(self, name: str) -> None:
         """Marks every row of a table as up to date."""
         self._rows[name].restart(int(self._step))

@@ -240,17 +240,18 @@ class DynamicIds:
         return {name: piece.view(ids[name].shape) for name, piece in zip(present, pieces, strict=True)}
 
     @torch.no_grad()
-    def step(self, ids: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], tuple[Fresh, ...]]:
+    def step(self, ids: Mapping[str, Tensor], *, again: bool = False) -> tuple[dict[str, Tensor], tuple[Fresh, ...]]:
         """Counts a training batch of this rank, admits and evicts; collective.
 
         Args:
             ids: int64 ids by table, of any shape; ranks may have different numbers of them.
+            again: whether these are further ids of the same step, whose rows so far must stay.
 
         Returns:
             The rows of the ids, of the same shapes, and what must be initialised before they are looked up.
         """
         flat, layout = self._flat(ids)
-        self.now += 1
+        self.now += not again
         rows = self._index.find(flat, layout).clamp_(min=0)
         places = rows + self._starts[layout.table]
         self._sightings.index_add_(0, places, torch.ones_like(places, dtype=torch.int32))

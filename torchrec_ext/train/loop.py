@@ -20,7 +20,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim.keyed import KeyedOptimizer
 
-from torchrec_ext.batch import TowerBatch
+from torchrec_ext.batch import Fresh, TowerBatch
 from torchrec_ext.capture.policy import TrainingDivergedError as TrainingDivergedError
 from torchrec_ext.distributed.optim.hybrid import GradientNotFiniteError, HybridOptimizer
 from torchrec_ext.distributed.runtime import Runtime
@@ -39,6 +39,7 @@ from torchrec_ext.train.metrics.evaluation_watch import EvaluationStoppedError, 
 from torchrec_ext.train.report.progress import Progress, Window
 from torchrec_ext.train.report.trace import StepTrace, Timeline, check_fits
 from torchrec_ext.train.step.choose import Steps, StepsConfig
+from torchrec_ext.train.step.fresh_rows import FreshRows
 from torchrec_ext.train.step.pipeline import make_pipeline, unpipelined
 from torchrec_ext.train.step.schedule import rates, scheduler
 
@@ -233,6 +234,7 @@ def train(
     checkpoints: RunCheckpoints | None = None,
     stop: Callable[[], bool] | None = None,
     watchdog: Watchdog | None = None,
+    fresh_rows: FreshRows | None = None,
 ) -> list[Record]:
     """Trains ``model`` on TorchRec's pipeline for ``config.epochs`` passes over ``loader``.
 
@@ -254,6 +256,7 @@ def train(
         watchdog: watchdog, told of each step.
         stop: called on every rank after each step and between blocks of an evaluation; if it returns True on one
             rank, the run is saved and ends on all.
+        fresh_rows: begins rows anew if the loader's ids are dynamic; by default as the tables' ``init_fn`` draws them.
 
     Returns:
         The records, the same on every rank but for throughput. Each has ``kind``, ``epoch``, counted from 1, and
@@ -284,6 +287,7 @@ def train(
     trace = StepTrace(model, runtime, config.trace_steps, timeline) if config.trace_steps else None
     with synchronised(model, optimizer, sync) as ranks:
         run = _Run(model, optimizer, loader, runtime, config, ranks, sync, trace, checkpoints, log, stop, watchdog)
+        run.fresh_rows = fresh_rows
         while run.at.epoch < config.epochs and not run.over:
             run.train_epoch()
             run.end_epoch(evaluate)
@@ -321,6 +325,7 @@ class _Run:
         self.checkpoints = checkpoints
         self.log = log
         self.watchdog = watchdog
+        self.fresh_rows: FreshRows | None = None
         steps = config.epochs * len(loader)
         self.schedule = None
         if config.tables_schedule.changes or config.dense_schedule.changes:
@@ -420,11 +425,19 @@ class _Run:
         """Yields the rest of an epoch's batches, and counts the seconds of waiting for each."""
         batches = exactly(loader, after=self.at.done)
         while (batch := self.window.fetch(batches)) is not None:
-            if self.ranks.looks_ahead and isinstance(batch, TowerBatch) and batch.fresh is not None:
-                raise ValueError(
-                    "sync.mode=semi_sync looks rows up before those of dynamic ids begin anew; set another sync.mode"
-                )
+            if isinstance(batch, TowerBatch) and batch.fresh is not None:
+                self._begin_rows(batch.fresh)
             yield batch
+
+    def _begin_rows(self, notes: tuple[Fresh, ...]) -> None:
+        """Begins the rows anew that dynamic ids have given to other ids; all steps before are complete, see Steps."""
+        if self.ranks.looks_ahead:
+            raise ValueError(
+                "sync.mode=semi_sync looks rows up before those of dynamic ids begin anew; set another sync.mode"
+            )
+        if self.fresh_rows is None:
+            self.fresh_rows = FreshRows(self.model, self.optimizer)
+        self.fresh_rows(notes)
 
     def _after_step(self, output: Any) -> None:
         self.at.step = self.at.step + 1

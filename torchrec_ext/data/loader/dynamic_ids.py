@@ -20,9 +20,9 @@ from torchrec_ext.schema.validation import listed
 class DynamicIdLoader:
     """Wraps a training loader of raw ids: its batches hold rows, and notes about rows that begin anew.
 
-    Features that share a table share its ids, such as a user's history and the candidate. Whoever holds the weights
-    must apply the notes, see :class:`torchrec_ext.train.step.fresh_rows.FreshRows`. Every rank has a loader, all ranks
-    iterate together, and each step of theirs exchanges the new ids.
+    Features that share a table share its ids, such as a user's history and the candidate. :func:`train` applies the
+    notes; a loop of one's own does so by :class:`torchrec_ext.train.step.fresh_rows.FreshRows`. Every rank has a
+    loader, all ranks iterate together, and each step of theirs exchanges the new ids.
 
     Args:
         loader: loader of the training batches, made with ``schema``.

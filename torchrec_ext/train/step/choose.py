@@ -286,7 +286,7 @@ class Steps:
         if first.fresh is None:
             yield from self._overlapped(batches)
             return
-        # One at a time: a checkpoint holds the ids of its own step, and a batch ahead would already have changed them.
+        # One at a time: rows of a batch ahead would begin anew before this one is written, and be saved so.
         for batch in batches:
             yield from self._overlapped(iter([batch]))
 

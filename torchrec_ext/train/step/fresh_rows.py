@@ -25,8 +25,8 @@ Begin = Callable[[str, Tensor], Tensor]
 class FreshRows:
     """Writes a batch's notes about fresh rows into a model, just before the batch is looked up.
 
-    Each rank writes the rectangles that it holds, and nothing is sent. It works in any loop: :meth:`attach` makes the
-    model do it in each forward.
+    Each rank writes the rectangles that it holds, and nothing is sent. :func:`train` does it by itself; in a loop of
+    one's own :meth:`attach` makes the model do it in each forward.
 
     Args:
         model: model from :func:`hybrid_parallel`, or unsharded.
@@ -38,7 +38,8 @@ class FreshRows:
 
     Example: (after ``model, optimizer = hybrid_parallel(...)``)
         FreshRows(model, optimizer).attach()
-        train(model, optimizer, DynamicIdLoader(loader, schema, ids), runtime)
+        for batch in DynamicIdLoader(loader, schema, {"item_id": Dynamic(capacity=1_000_000)}):
+            ...
     """
 
     def __init__(self, model: nn.Module, optimizer: KeyedOptimizer | None, *, begin: Begin | None = None) -> None:

@@ -1,0 +1,206 @@
+"""nn.Embedding with dynamic ids in a plain loop equals static ones, and tables without an end."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from torchrec_ext.ids import Dynamic, DynamicEmbeddings
+from torchrec_ext.ids.index import mixed
+
+WIDTH, SIZE, STEPS = 8, 64, 20
+FEW, ENOUGH = 90, 600
+OPTIMIZERS: dict[str, Any] = {
+    "adam": lambda weights: torch.optim.Adam(weights, lr=0.05),
+    "momentum": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
+    "adagrad": lambda weights: torch.optim.Adagrad(weights, lr=0.1),
+}
+
+
+class Model(nn.Module):
+    """Items of a history and a candidate share an embedding, which a forward calls twice."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.user = nn.Embedding(rows, WIDTH)
+        self.item = nn.Embedding(rows, WIDTH, padding_idx=0)
+        self.top = nn.Linear(WIDTH, 1)
+
+    def forward(self, user: Tensor, history: Tensor, item: Tensor) -> Tensor:
+        vectors = self.user(user) * self.item(item) + self.item(history).mean(1)
+        return self.top(vectors).squeeze(1)  # type: ignore[no-any-return]
+
+
+def begin(path: str, ids: Tensor) -> Tensor:
+    return (mixed(ids[:, None] + torch.arange(WIDTH) * (1 + len(path))) >> 40).float() / 2**26
+
+
+def batches(drift: int) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Users, histories of which a part is padding, candidates and labels."""
+    generator = torch.Generator().manual_seed(1)
+    names = torch.randint(1, 2**62, (2, 60 + drift * STEPS), generator=generator)
+
+    def drawn(of: int, first: int, *shape: int) -> Tensor:
+        return names[of][(torch.rand(*shape, generator=generator) ** 3 * 60).long() + first]
+
+    for first in range(0, drift * STEPS, drift):
+        history = drawn(1, first, SIZE, 3)
+        history[torch.rand(SIZE, 3, generator=generator) < 0.2] = 0
+        labels = torch.randint(0, 2, (SIZE,), generator=generator).float()
+        yield drawn(0, first, SIZE), history, drawn(1, first, SIZE), labels
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, ...]) -> float:
+    *inputs, labels = batch
+    optimizer.zero_grad()
+    loss = binary_cross_entropy_with_logits(model(*inputs), labels)
+    loss.backward()
+    optimizer.step()
+    return float(loss.detach())
+
+
+def dynamic(kind: str, rows: int, drift: int) -> tuple[Any, Any, DynamicEmbeddings, list[float]]:
+    model = Model(rows)
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    policies = {name: Dynamic(capacity=rows, share=1 / 16) for name in ("user", "item")}
+    ids = DynamicEmbeddings(model, optimizer, policies, begin=begin)
+    return model, optimizer, ids, [step(model, optimizer, batch) for batch in batches(drift)]
+
+
+class Endless:
+    """Gives each id, each time that it is admitted, a row of its own, and begins it as dynamic ids do."""
+
+    def __init__(self, model: Any, guide: DynamicEmbeddings) -> None:
+        self.model = model
+        self.guide = guide
+        self.row_of = {name: torch.zeros(FEW, dtype=torch.int64) for name in ("user", "item")}
+        self.used = dict.fromkeys(self.row_of, 1)
+
+    def rows(self, path: str, module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+        (rows,) = self.guide._read(path, module, inputs)
+        return (self.row_of[path][rows],)
+
+    @torch.no_grad()
+    def begin_rows(self, note: Any) -> None:
+        rows = torch.arange(self.used[note.table], self.used[note.table] + len(note.rows))
+        self.used[note.table] += len(rows)
+        self.row_of[note.table][note.rows] = rows
+        self.model.get_submodule(note.table).weight[rows] = begin(note.table, note.ids)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_with_evictions_it_equals_a_table_without_an_end(kind: str) -> None:
+    model, optimizer, ids, losses = dynamic(kind, FEW, 8)
+    assert ids.ids.counts["evicted"] > 100
+    endless = Model(2_000)
+    begun = Model(FEW)
+    endless.top.load_state_dict(begun.top.state_dict())
+    with torch.no_grad():
+        endless.user.weight[0] = begun.user.weight[0]
+    other = OPTIMIZERS[kind](endless.parameters())
+    # The same ids, decided by the embeddings of a model that is not trained.
+    idle = Model(FEW)
+    policies = {name: Dynamic(capacity=FEW, share=1 / 16) for name in ("user", "item")}
+    guide = DynamicEmbeddings(idle, torch.optim.SGD(idle.parameters()), policies, begin=begin)
+    guide.remove()
+    follow = Endless(endless, guide)
+    guide._begin_rows = follow.begin_rows  # type: ignore[method-assign]
+    for path in ("user", "item"):
+        module: Any = endless.get_submodule(path)
+        module.register_forward_pre_hook(lambda module, inputs, path=path: follow.rows(path, module, inputs))
+    other.register_step_post_hook(guide._end_step)
+    assert losses == [step(endless, other, batch) for batch in batches(8)]
+    for path in ("user", "item"):
+        _, rows = ids.ids.live_ids(path)
+        weight = model.get_submodule(path).weight
+        same = follow.row_of[path][rows]
+        assert torch.equal(weight[rows], endless.get_submodule(path).weight[same])
+        for name, value in optimizer.state[weight].items():
+            if value.dim():
+                assert torch.equal(value[rows], other.state[endless.get_submodule(path).weight][name][same])
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_while_the_capacity_suffices_it_equals_a_vocabulary(kind: str) -> None:
+    model, _, ids, losses = dynamic(kind, ENOUGH, 5)
+    assert not ids.ids.counts["evicted"]
+    static = Model(ENOUGH)
+    with torch.no_grad():
+        for path in ("user", "item"):
+            live, rows = ids.ids.live_ids(path)
+            static.get_submodule(path).weight[rows] = begin(path, live)
+    optimizer = OPTIMIZERS[kind](static.parameters())
+
+    def known(batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        user, history, item, labels = batch
+        rows = ids.ids.rows({"user": user, "item": torch.cat([history, item[:, None]], dim=1)})
+        return rows["user"], rows["item"][:, :3], rows["item"][:, 3], labels
+
+    assert losses == [step(static, optimizer, known(batch)) for batch in batches(5)]
+    for path in ("user", "item"):
+        rows = ids.ids.live_ids(path)[1]
+        assert torch.equal(model.get_submodule(path).weight[rows], static.get_submodule(path).weight[rows])
+
+
+@pytest.mark.unit
+def test_eval_reads_and_changes_nothing_and_a_saved_run_goes_on() -> None:
+    model, optimizer, ids, _ = dynamic("adam", FEW, 8)
+    before = copy.deepcopy(ids.state_dict())
+    model.eval()
+    user, history, item, _ = next(batches(8))
+    model(user + 1, history, item)
+    assert ids.state_dict()["counts"] == before["counts"]
+    model.train()
+    other = Model(FEW)
+    other_optimizer = OPTIMIZERS["adam"](other.parameters())
+    policies = {name: Dynamic(capacity=FEW, share=1 / 16) for name in ("user", "item")}
+    resumed = DynamicEmbeddings(other, other_optimizer, policies, begin=begin)
+    other.load_state_dict(model.state_dict())
+    other_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    resumed.load_state_dict(before)
+    for batch in batches(11):
+        assert step(model, optimizer, batch) == step(other, other_optimizer, batch)
+
+
+@pytest.mark.unit
+def test_rows_begin_as_the_weights_were_drawn() -> None:
+    model = Model(FEW)
+    with torch.no_grad():
+        model.user.weight.normal_(3.0, 0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    ids = DynamicEmbeddings(model, optimizer, {"user": Dynamic(capacity=FEW)})
+    rows, _ = ids.ids.rows({"user": torch.tensor([7])}), model.user(torch.arange(1_000, 1_080))
+    assert not rows["user"].any()
+    fresh = model.user.weight[ids.ids.live_ids("user")[1]]
+    assert abs(float(fresh.mean()) - 3.0) < 0.02
+    assert 0.08 < float(fresh.std()) < 0.12
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ({"items": Dynamic(capacity=FEW)}, "'items' is no nn.Embedding of the model; its embeddings are user, item"),
+        ({"user": Dynamic(capacity=5)}, "'user': capacity=5, but the embedding has 90 rows"),
+        ({"padded": Dynamic(capacity=FEW)}, "'padded': padding_idx=3: must be 0 or None"),
+        ({"left_out": Dynamic(capacity=FEW)}, "'left_out': the optimizer does not hold its weight"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(tables: Any, message: str) -> None:
+    model = Model(FEW)
+    model.padded = nn.Embedding(FEW, 2, padding_idx=3)
+    optimizer = torch.optim.SGD(model.parameters())
+    model.left_out = nn.Embedding(FEW, 2)
+    with pytest.raises(ValueError, match=r".") as error:
+        DynamicEmbeddings(model, optimizer, tables)
+    assert message in str(error.value)
+    assert len(str(error.value)) <= 200

@@ -1,0 +1,154 @@
+"""DynamicEmbeddings: ids without end for the nn.Embedding of a model in a loop of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchrec_ext.batch import Fresh
+from torchrec_ext.ids.dynamic import Dynamic, DynamicIds
+from torchrec_ext.ids.index import EMPTY, mixed
+
+
+class DynamicEmbeddings:
+    """Lets embeddings of a model take any 64-bit ids; the model and its training loop stay as they are.
+
+    In training mode an embedding counts the ids that it is called with, admits and evicts, and begins rows of new ids
+    anew, weights and optimizer state, before it reads them. In eval mode it reads, and an id without a row is row 0.
+    A step ends with ``optimizer.step()``, so that no row that a step has read is given away within it. Where an
+    embedding has ``padding_idx=0``, the id 0 is padding, and reads row 0 as ids without a row do.
+
+    Args:
+        model: module that holds the embeddings; on several ranks each has one, and all call it equally often.
+        optimizer: the optimizer of their weights, or several.
+        tables: settings by path of an ``nn.Embedding`` or ``nn.EmbeddingBag`` in the model; ``capacity`` is its number
+            of rows.
+        every: steps between two admissions, see :class:`DynamicIds`.
+        group: ranks that share the ids, see :class:`DynamicIds`.
+        begin: function from (path, ids (n,)) to the first values (n, D) of fresh rows, alike on every rank. By default
+            normal, with the mean and the deviation that the weights have now.
+
+    Attributes:
+        ids: the ids of the tables.
+
+    Raises:
+        ValueError: a path that is no such module, another capacity, a ``padding_idx`` other than 0, or a weight that
+            ``optimizer`` does not hold.
+
+    Example::
+
+        ids = DynamicEmbeddings(model, optimizer, {"item": Dynamic(capacity=50_000)})
+        for batch in loader:  # with raw ids
+            ...
+        torch.save({"model": model.state_dict(), "ids": ids.state_dict()}, "checkpoint.pt")
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | list[torch.optim.Optimizer],
+        tables: Mapping[str, Dynamic],
+        *,
+        every: int = 1,
+        group: dist.ProcessGroup | None = None,
+        begin: Callable[[str, Tensor], Tensor] | None = None,
+    ) -> None:
+        self._optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
+        self._modules: dict[str, nn.Embedding | nn.EmbeddingBag] = {}
+        for path, policy in tables.items():
+            self._modules[path] = _embedding(model, path, policy, self._optimizers)
+        self._begin = begin or self._drawn
+        self._moments = {
+            path: (module.weight.detach().mean(), module.weight.detach().std())
+            for path, module in self._modules.items()
+        }
+        self.ids = DynamicIds(tables, every=every, group=group)
+        self._is_new_step = True
+        self._hooks: list[Any] = []
+        for path, module in self._modules.items():
+            self._hooks.append(module.register_forward_pre_hook(partial(self._read, path)))
+        # Several optimizers step one after the other, and the last one ends the step.
+        self._hooks.append(self._optimizers[-1].register_step_post_hook(self._end_step))
+
+    def remove(self) -> None:
+        """Lets the embeddings take rows again."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _end_step(self, *_: object) -> None:
+        self._is_new_step = True
+
+    def _read(self, path: str, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        if torch.compiler.is_compiling():
+            raise RuntimeError(f"'{path}' has dynamic ids, which a compiled model cannot count; compile the rest of it")
+        raw, *rest = inputs
+        ids = raw.long().cpu()
+        if self._modules[path].padding_idx is not None:
+            ids = torch.where(ids == 0, EMPTY, ids)
+        if not module.training:
+            return self.ids.rows({path: ids})[path].to(raw.device), *rest
+        rows, notes = self.ids.step({path: ids}, again=not self._is_new_step)
+        self._is_new_step = False
+        for note in notes:
+            self._begin_rows(note)
+        return rows[path].to(raw.device), *rest
+
+    @torch.no_grad()
+    def _begin_rows(self, note: Fresh) -> None:
+        weight = self._modules[note.table].weight
+        rows = note.rows.to(weight.device)
+        if not len(rows):
+            return
+        weight[rows] = self._begin(note.table, note.ids).to(weight)
+        for optimizer in self._optimizers:
+            for value in optimizer.state.get(weight, {}).values():
+                # A number of steps belongs to the whole table.
+                if isinstance(value, Tensor) and value.dim() and len(value) == len(weight):
+                    value[rows] = 0
+
+    def _drawn(self, path: str, ids: Tensor) -> Tensor:
+        mean, deviation = self._moments[path]
+        # A generator of its own, so that dropout does not depend on which ids are new.
+        generator = torch.Generator().manual_seed(int(mixed(ids).sum()) & (2**63 - 1))
+        values = torch.randn(len(ids), self._modules[path].embedding_dim, generator=generator)
+        return values * deviation.cpu() + mean.cpu()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of the ids, for ``torch.save`` beside the model's; all ranks call it."""
+        return self.ids.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues with saved ids; load the model's and the optimizer's state with them."""
+        self.ids.load_state_dict(state)
+        self._is_new_step = True
+
+
+def _embedding(
+    model: nn.Module, path: str, policy: Dynamic, optimizers: list[torch.optim.Optimizer]
+) -> nn.Embedding | nn.EmbeddingBag:
+    embeddings = {name: module for name, module in model.named_modules() if isinstance(module, _KINDS)}
+    if path not in embeddings:
+        paths = ", ".join(list(embeddings)[:5]) or "none"
+        raise ValueError(f"'{path}' is no nn.Embedding of the model; its embeddings are {paths}")
+    module = embeddings[path]
+    if module.num_embeddings != policy.capacity:
+        raise ValueError(
+            f"'{path}': capacity={policy.capacity:,}, but the embedding has {module.num_embeddings:,} rows; give both "
+            "one number"
+        )
+    if module.padding_idx not in (None, 0):
+        raise ValueError(
+            f"'{path}': padding_idx={module.padding_idx}: must be 0 or None, since row 0 is that of ids without a row"
+        )
+    held = {id(weight) for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"]}
+    if id(module.weight) not in held:
+        raise ValueError(f"'{path}': the optimizer does not hold its weight; pass the optimizer that updates it")
+    return module
+
+
+_KINDS = (nn.Embedding, nn.EmbeddingBag)
