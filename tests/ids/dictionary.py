@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchrec_ext.ids import Dynamic
-from torchrec_ext.ids.dynamic import spread
+from torchrec_ext.ids.dynamic import spread_rows
 
 
 class Dictionary:
@@ -26,13 +26,14 @@ class Dictionary:
         self.score: dict[int, np.float32] = {}
         self.sightings: dict[int, int] = {}
         self.seen: dict[int, int] = {}
-        self.unused = spread(torch.arange(1, policy.capacity), policy.capacity).tolist()
+        self.unused = spread_rows(torch.arange(1, policy.capacity), policy.capacity).tolist()
         self.free: list[int] = []
-        self.now = self.scored = self.refused = self.forgotten = 0
+        self.now = self.lookups = self.refused = self.forgotten = 0
 
     def step(self, ids: list[int]) -> tuple[list[int], dict[int, int], list[int]]:
         """The rows of ids, the ids of fresh rows, and the ids that were evicted."""
         self.now += 1
+        self.lookups += len(ids)
         for each in ids:
             row = self.row.get(each)
             if row:
@@ -80,8 +81,8 @@ class Dictionary:
         return fresh, evicted
 
     def _add_sightings(self) -> None:
-        decay = np.float32(0.5 ** ((self.now - self.scored) / self.policy.half_life))
-        self.scored = self.now
+        decay = np.float32(0.5 ** (self.lookups / (self.policy.half_life * self.policy.capacity)))
+        self.lookups = 0
         for row in self.score:
             self.score[row] = np.float32(np.float32(self.score[row]) * decay + np.float32(self.sightings[row]))
             self.sightings[row] = 0

@@ -15,13 +15,13 @@ from tests.ids.dictionary import Dictionary, drifting
 from torchrec_ext.batch import Fresh
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.ids import Dynamic, DynamicIds
-from torchrec_ext.ids.dynamic import spread
+from torchrec_ext.ids.dynamic import spread_rows
 from torchrec_ext.ids.index import EMPTY, IdIndex
 
 POLICIES = {
     "every id, room for all": (Dynamic(capacity=60_000), 1),
-    "every id, evictions": (Dynamic(capacity=600, half_life=50), 1),
-    "second sight": (Dynamic(capacity=600, admit_after=2, half_life=50, candidates=900), 1),
+    "every id, evictions": (Dynamic(capacity=600, half_life=8), 1),
+    "second sight": (Dynamic(capacity=600, admit_after=2, half_life=8, candidates=900), 1),
     "every 4 steps": (Dynamic(capacity=400, admit_after=2), 4),
     "lru": (Dynamic(capacity=600, evict="lru"), 1),
     "ttl": (Dynamic(capacity=5_000, ttl=5, admit_after=3), 2),
@@ -90,7 +90,7 @@ def shares(runtime: Runtime, policy: Dynamic, every: int) -> dict[str, Any]:
 
 
 def test_ranks_change_nothing() -> None:
-    policy = Dynamic(capacity=400, admit_after=2, half_life=10)
+    policy = Dynamic(capacity=400, admit_after=2, half_life=3)
     alone = shares(SimpleNamespace(rank=0, world_size=1), policy, 2)  # type: ignore[arg-type]
     for world_size in (2, 3):
         ranks = run_ranks(shares, world_size, policy, 2)
@@ -176,7 +176,7 @@ def test_an_index_that_is_too_small_grows() -> None:
 @pytest.mark.unit
 @pytest.mark.parametrize("capacity", [2, 3, 4, 100, 101, 65_536])
 def test_rows_are_given_once_and_spread(capacity: int) -> None:
-    rows = spread(torch.arange(1, capacity), capacity)
+    rows = spread_rows(torch.arange(1, capacity), capacity)
     assert sorted(rows.tolist()) == list(range(1, capacity))
     if capacity > 99:
         half = (rows[: capacity // 10] < capacity // 2).float().mean()
@@ -187,7 +187,7 @@ def test_rows_are_given_once_and_spread(capacity: int) -> None:
 def test_the_reserved_id_reads_row_0_for_ever() -> None:
     ids = DynamicIds({"items": Dynamic(capacity=10)})
     rows, notes = ids.step({"items": torch.tensor([EMPTY, 5, EMPTY])})
-    assert rows["items"].tolist() == [0, int(spread(torch.tensor([1]), 10)), 0]
+    assert rows["items"].tolist() == [0, int(spread_rows(torch.tensor([1]), 10)), 0]
     assert notes[0].ids.tolist() == [5]
     assert ids.live == {"items": 1}
 

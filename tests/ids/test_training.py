@@ -43,7 +43,7 @@ from torchrec_ext.train.step.fresh_rows import FreshRows
 
 FEATURES = ("user", "place", "item", "brand")
 WIDTH = 8
-STEPS, SIZE = 24, 96
+STEPS, SIZE = 18, 96
 ENOUGH, FEW = 400, 80
 PLANS = [
     ("table_wise", "row_wise_adagrad"),
@@ -223,7 +223,7 @@ def check(world_size: int, plans: list[tuple[str, str]]) -> None:
     by_rank = run_ranks(both_laws, world_size, plans, timeout_s=300)
     for number, plan in enumerate(plans):
         ranks = [results[number] for results in by_rank]
-        assert ranks[0]["counts"]["evicted"] > 500
+        assert ranks[0]["counts"]["evicted"] > 300
         tables = {what: whole([rank[what] for rank in ranks]) for what in ("dynamic", "static", "evicting", "endless")}
         for name in tables["dynamic"]:
             feature = name.split(".")[1]
@@ -239,7 +239,7 @@ def check(world_size: int, plans: list[tuple[str, str]]) -> None:
 
 
 def test_two_ranks_equal_static_tables_and_tables_without_an_end() -> None:
-    check(2, [PLANS[1], PLANS[4]])
+    check(2, PLANS[1:2])
 
 
 @pytest.mark.slow
@@ -294,7 +294,7 @@ def interrupted(runtime: Runtime, folder: str, plan: tuple[str, str]) -> tuple[R
     """A training that ends twice by a signal, each time resumed; and the ids in the end."""
     sharding, kind = plan
     optimizers = OptimizerConfig(tables=kind, tables_lr=0.1)  # type: ignore[arg-type]
-    stops = [7, 5, 0] if folder else [0]
+    stops = [6, 4, 0] if folder else [0]
     for stop_after in stops:
         model = model_of(FEW)
         schema = model.schema().with_dynamic(FEATURES)
@@ -327,15 +327,18 @@ def interrupted(runtime: Runtime, folder: str, plan: tuple[str, str]) -> tuple[R
     return _parts(sharded, optimizer), loader.ids.state_dict()["tables"]
 
 
-def by_both_ways(runtime: Runtime, folder: str) -> dict[str, Any]:
+def by_both_ways(runtime: Runtime, folder: str, plans: list[tuple[str, str]]) -> dict[str, Any]:
     results = {}
-    for plan in (PLANS[1], PLANS[4]):
+    for plan in plans:
         results[plan[0]] = [interrupted(runtime, where, plan) for where in ("", f"{folder}/{plan[0]}")]
     return results
 
 
-def test_resumed_equals_uninterrupted(tmp_path: Path) -> None:
-    for rank in run_ranks(by_both_ways, 2, str(tmp_path)):
+@pytest.mark.parametrize(
+    "plans", [PLANS[1:2], pytest.param(PLANS[2:], marks=pytest.mark.slow)], ids=["row_wise", "others"]
+)
+def test_resumed_equals_uninterrupted(tmp_path: Path, plans: list[tuple[str, str]]) -> None:
+    for rank in run_ranks(by_both_ways, 2, str(tmp_path), plans):
         for (whole_run, ids), (resumed, resumed_ids) in rank.values():
             for name, (_, parts) in whole_run.items():
                 for (one, _), (other, _) in zip(parts, resumed[name][1], strict=True):

@@ -28,12 +28,12 @@ _GROWTH = 1.25
 
 def mixed(ids: Tensor) -> Tensor:
     """Returns int64 ids hashed by the finaliser of splitmix64, which maps no two to one."""
-    ids = (ids ^ _shifted(ids, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
-    ids = (ids ^ _shifted(ids, 27)) * (0x94D049BB133111EB - 2**64)
-    return ids ^ _shifted(ids, 31)
+    ids = (ids ^ shifted(ids, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
+    ids = (ids ^ shifted(ids, 27)) * (0x94D049BB133111EB - 2**64)
+    return ids ^ shifted(ids, 31)
 
 
-def _shifted(ids: Tensor, bits: int) -> Tensor:
+def shifted(ids: Tensor, bits: int) -> Tensor:
     """Shifts int64 to the right and fills with zeros, where torch's own shift repeats the sign."""
     return (ids >> bits) & ((1 << (64 - bits)) - 1)
 
@@ -203,7 +203,7 @@ def _buckets(ids: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     """Returns the two buckets of each id, never the same."""
     hashes = mixed(ids)
     one = ((hashes & 0xFFFFFFFF) * layout.size) >> 32
-    two = one + 1 + ((_shifted(hashes, 32) * (layout.size - 1)) >> 32)
+    two = one + 1 + ((shifted(hashes, 32) * (layout.size - 1)) >> 32)
     return layout.first + one, layout.first + torch.where(two >= layout.size, two - layout.size, two)
 
 

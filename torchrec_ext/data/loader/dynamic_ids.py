@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchrec_ext.batch import Fresh, ResumableLoader, TowerBatch
-from torchrec_ext.data.loader.id_dropout import Part, parts_of, with_parts, with_values
+from torchrec_ext.data.loader.id_dropout import BatchBags, parts_of, with_parts, with_values
 from torchrec_ext.ids import Dynamic, DynamicIds
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.schema.validation import listed
@@ -101,7 +101,7 @@ class DynamicIdLoader:
         mapped = with_parts(batch, {name: with_values(part.ids, values[name]) for name, part in parts.items()})
         return dataclasses.replace(mapped, fresh=tuple(self._by_table(notes)) if train else None)
 
-    def _pieces(self, parts: Mapping[str, Part]) -> Iterator[tuple[str, str, slice]]:
+    def _pieces(self, parts: Mapping[str, BatchBags]) -> Iterator[tuple[str, str, slice]]:
         """Yields the part, the set of ids and the places of the ids of each piece with dynamic ids."""
         for name, part in parts.items():
             offsets = part.ids.offsets().tolist()

@@ -140,7 +140,7 @@ def unseen_as_oov(rows: Chunk, train: Chunk, feature: SparseFeature) -> Chunk:
     return rows.with_columns({feature.name: Column(np.where(is_known, values, feature.oov_id), column.offsets)})
 
 
-class Piece(NamedTuple):
+class BagRange(NamedTuple):
     """Bags ``start`` to ``stop`` of a KeyedJaggedTensor: those of one feature, of shared rows or of the batch's."""
 
     feature: str
@@ -149,15 +149,15 @@ class Piece(NamedTuple):
     stop: int
 
 
-class Part(NamedTuple):
+class BatchBags(NamedTuple):
     """A KeyedJaggedTensor of the batch, its pieces, and the bag of each id."""
 
     ids: KeyedJaggedTensor
-    pieces: list[Piece]
+    pieces: list[BagRange]
     bags: Tensor
 
 
-def parts_of(batch: TowerBatch, schema: BatchSchema) -> dict[str, Part]:
+def parts_of(batch: TowerBatch, schema: BatchSchema) -> dict[str, BatchBags]:
     """Returns the KeyedJaggedTensors of a batch by name: ``sparse``, ``shared``, ``joint`` and ``weighted``."""
     rows = len(batch)
     keys = batch.sparse.keys()
@@ -175,7 +175,7 @@ def parts_of(batch: TowerBatch, schema: BatchSchema) -> dict[str, Part]:
     return parts
 
 
-def _part(ids: KeyedJaggedTensor, keys: list[list[tuple[str | None, bool, int]]]) -> Part:
+def _part(ids: KeyedJaggedTensor, keys: list[list[tuple[str | None, bool, int]]]) -> BatchBags:
     """Splits a KeyedJaggedTensor into pieces.
 
     ``keys`` names, for each key, the features whose bags follow one another: name, whether it is shared, and its bags.
@@ -184,15 +184,15 @@ def _part(ids: KeyedJaggedTensor, keys: list[list[tuple[str | None, bool, int]]]
     start = 0
     for feature, shared, bags in (half for key in keys for half in key):
         if feature is not None:
-            pieces.append(Piece(feature, shared, start, start + bags))
+            pieces.append(BagRange(feature, shared, start, start + bags))
         start += bags
     values = ids.values()
     lengths = ids.lengths().long()
     numbers = torch.arange(start, device=values.device)
-    return Part(ids, pieces, torch.repeat_interleave(numbers, lengths, output_size=len(values)))
+    return BatchBags(ids, pieces, torch.repeat_interleave(numbers, lengths, output_size=len(values)))
 
 
-def _row_numbers(batch: TowerBatch, parts: Mapping[str, Part]) -> dict[bool, Tensor]:
+def _row_numbers(batch: TowerBatch, parts: Mapping[str, BatchBags]) -> dict[bool, Tensor]:
     """Hashes the ids of each row: False -> (B,) for the batch's rows, True -> (Q,) for shared rows.
 
     Each depends on the ids of the other too, so that a user is not dropped for a whole epoch or not at all.
@@ -214,7 +214,7 @@ def _row_numbers(batch: TowerBatch, parts: Mapping[str, Part]) -> dict[bool, Ten
     return {False: rows + own_numbers[True][index], True: mixed(own_numbers[True]).index_add(0, index, rows)}
 
 
-def _replace_bags(part: Part, dropped: Mapping[str, tuple[Tensor, int]]) -> KeyedJaggedTensor:
+def _replace_bags(part: BatchBags, dropped: Mapping[str, tuple[Tensor, int]]) -> KeyedJaggedTensor:
     pieces = [piece for piece in part.pieces if piece.feature in dropped]
     if not pieces:
         return part.ids

@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchrec_ext.data.columns import Int64
+from torchrec_ext.ids.index import mixed as mixed
+from torchrec_ext.ids.index import shifted
 
 Float64 = NDArray[np.float64]
 UInt64 = NDArray[np.uint64]
@@ -83,19 +85,7 @@ def device_uniform(key: int, positions: Tensor, draws: Tensor) -> Tensor:
     """Returns :func:`uniform` on the device of ``positions``: int64 in, float64 out, without a synchronisation."""
     rows = mixed(positions * _signed(_GOLDEN) + _signed(key))
     hashed = mixed(rows + (draws + 1) * _signed(_GOLDEN))
-    return _shifted(hashed, 11).double() * 2.0**-53
-
-
-def mixed(x: Tensor) -> Tensor:
-    """Applies the finaliser of splitmix64 to the bits of int64: multiplication wraps around as it does for uint64."""
-    x = (x ^ _shifted(x, 30)) * _signed(_FIRST)
-    x = (x ^ _shifted(x, 27)) * _signed(_SECOND)
-    return x ^ _shifted(x, 31)
-
-
-def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Shifts to the right and fills with zeros; torch's shift of int64 repeats the sign."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    return shifted(hashed, 11).double() * 2.0**-53
 
 
 def _signed(number: int) -> int:
