@@ -45,6 +45,7 @@ SCRIPTS = (
     "serving",
     "evaluation",
     "session",
+    "dynamic_ids",
     "first_use",
     "chain",
     "mixed_precision",

@@ -231,8 +231,8 @@ def check(world_size: int, plans: list[tuple[str, str]]) -> None:
             assert torch.equal(tables["dynamic"][name][rows], tables["static"][name][rows]), (plan, name)
             few = ranks[0]["few"][feature][1]
             same = tables["endless"][name][ranks[0]["row_of"][feature][few]]
-            # Means of dense gradients are rounded by their place in a message, on three ranks and more.
-            tolerance = 1e-6 if plan[0] == "data_parallel" and world_size > 2 else 0.0
+            # On three ranks and more a gradient is rounded by its place in a message, which Adam magnifies.
+            tolerance = 1e-5 if plan[0] == "data_parallel" and world_size > 2 else 0.0
             assert torch.allclose(tables["evicting"][name][few], same, rtol=0, atol=tolerance), (plan, name)
         for rank in ranks:
             assert all(torch.equal(rank["few"][name][0], ranks[0]["few"][name][0]) for name in FEATURES)

@@ -104,10 +104,11 @@ class DynamicIdLoader:
     def _pieces(self, parts: Mapping[str, BatchBags]) -> Iterator[tuple[str, str, slice]]:
         """Yields the part, the set of ids and the places of the ids of each piece with dynamic ids."""
         for name, part in parts.items():
-            offsets = part.ids.offsets().tolist()
+            offsets = part.ids.offsets()
             for piece in part.pieces:
                 if piece.feature in self._space_of:
-                    yield name, self._space_of[piece.feature], slice(offsets[piece.start], offsets[piece.stop])
+                    ids = slice(int(offsets[piece.start]), int(offsets[piece.stop]))
+                    yield name, self._space_of[piece.feature], ids
 
     def _by_table(self, notes: tuple[Fresh, ...]) -> Iterator[Fresh]:
         for note in notes:
