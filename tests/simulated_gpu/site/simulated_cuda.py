@@ -247,7 +247,17 @@ def _nccl(c10d: Any) -> None:
     sys.modules["torch._C._distributed_c10d"].Logger.set_runtime_stats_and_log = lambda logger: None
 
 
-_CHANGES: dict[str, Callable[[Any], None]] = {"torch.distributed.distributed_c10d": _nccl, "torch": _storages}
+def _profiler(profiler: Any) -> None:
+    """Has a profiler of CUDA record the CPU alone: torch would write an error with its stack for each operator."""
+    states = profiler.ProfilerState.__members__
+    profiler.ProfilerState = SimpleNamespace(**{**states, "KINETO_GPU_FALLBACK": states["KINETO"]})
+
+
+_CHANGES: dict[str, Callable[[Any], None]] = {
+    "torch": _storages,
+    "torch.autograd.profiler": _profiler,
+    "torch.distributed.distributed_c10d": _nccl,
+}
 
 
 def _on_host(module: Any) -> None:
