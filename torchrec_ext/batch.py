@@ -39,8 +39,8 @@ class _Fields(Pipelineable):
 
     def _map(self, function: Callable[[Any], Any]) -> Self:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        # A number, such as ``queries``, has no device: it is passed on as it is.
-        plain_types = (int, tuple, type(None))
+        # A number, such as ``queries``, has no device, and the lengths in a dict stay on the host.
+        plain_types = (int, tuple, dict, type(None))
         for name, value in values.items():
             if not isinstance(value, plain_types):
                 values[name] = function(value)
@@ -114,6 +114,8 @@ class TowerBatch(_Fields):
             which a captured step on a GPU waits.
         fresh: what changed in tables with dynamic ids before this batch, empty if nothing did; None without such
             tables.
+        host_lengths: (B,) lengths of bags of ``sparse`` by key, on the host although the batch is on a GPU, for models
+            that choose shapes by them; None: to be read from ``sparse``, for which a step on a GPU waits.
     """
 
     sparse: KeyedJaggedTensor
@@ -131,6 +133,16 @@ class TowerBatch(_Fields):
     queries: int | None = None
     lists: tuple[str, ...] | None = None
     fresh: tuple[Fresh, ...] | None = None
+    host_lengths: dict[str, Tensor] | None = None
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Self:
+        """Returns a copy on ``device``; the lengths of a batch from the host stay there, too."""
+        moved = super().to(device, non_blocking)
+        keys = self.sparse.keys()
+        if keys and self.sparse.device().type == "cpu" != torch.device(device).type:
+            lengths = self.sparse.lengths().view(len(keys), -1)
+            moved.host_lengths = dict(zip(keys, lengths, strict=True))
+        return moved
 
     def __len__(self) -> int:
         return self.labels.numel()

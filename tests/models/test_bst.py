@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import unittest.mock
 from collections.abc import Iterator
 from typing import Any
@@ -317,6 +318,23 @@ def test_of_a_longer_session_the_most_recent_steps_are_read() -> None:
 
     assert torch.equal(logits(ids), logits(ids[-S:]))
     assert not torch.equal(logits(ids[1:]), logits(ids[-S + 1 :]))
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("longest", [S, S - 2])
+def test_with_lengths_from_the_host_logits_are_the_same(longest: int) -> None:
+    """As a batch that goes to a GPU brings them, so that neither the session's tower nor the top NN waits for it."""
+    model = small(max_length=longest).eval()
+    initialise_tables(model, seed=7)
+    batch = next(batches(1))
+    lengths = batch.to(META).host_lengths
+    assert lengths is not None
+    assert torch.equal(lengths["gap"], batch.sparse["gap"].lengths())
+    with torch.no_grad():
+        expected = model.logits(batch)
+        assert torch.equal(model.logits(dataclasses.replace(batch, host_lengths=lengths)), expected)
+        with pytest.raises(ValueError, match="feature 'gap' has 9 values in row 0 of the batch"):
+            model.logits(dataclasses.replace(batch, host_lengths=lengths | {"gap": torch.full((24,), 9)}))
 
 
 @pytest.mark.unit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import unittest.mock
 from collections.abc import Iterator
 from functools import partial
@@ -180,6 +181,15 @@ def only(feature: str, rows: list[Tensor]) -> TowerBatch:
     bags = Jagged(torch.cat(rows), torch.tensor([len(row) for row in rows]))
     columns = {"session": empty, "candidates": empty} | {feature: bags}
     return small(META).schema().assemble(columns, labels=torch.zeros(size))
+
+
+@pytest.mark.unit
+def test_with_lengths_from_the_host_the_loss_is_the_same() -> None:
+    model = small()
+    initialise_tables(model, seed=7)
+    batch = next(batches(2))
+    moved = dataclasses.replace(batch, host_lengths=batch.to(META).host_lengths)
+    assert torch.equal(model(moved)[0], model(batch)[0])
 
 
 @pytest.mark.unit

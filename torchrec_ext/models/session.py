@@ -141,7 +141,9 @@ class _NextItemNetwork(nn.Module):
     def forward(self, embedded: Mapping[str, JaggedTensor], batch: TowerBatch) -> Tensor:
         items = embedded[SESSION].values()
         lengths = embedded[SESSION].lengths()
-        packing = Packing(lengths)
+        if batch.host_lengths is not None:
+            lengths = batch.host_lengths[SESSION]
+        packing = Packing(lengths, device=items.device)
         inputs, sessions = packing.without_last_steps(self.encoder.attention)
         states = self.encoder.encode(items[inputs], sessions)
         ids = batch.sparse[SESSION].values()
@@ -283,6 +285,7 @@ def bst(
         max_length=max_length,
         **top,
     )
+    network.session = session[0]
     return TowerModel(towers, network)
 
 

@@ -14,7 +14,7 @@ from typing_extensions import Self
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.modules.interaction import Interaction as Interaction
 from torchrec_ext.modules.interaction import InteractionLayer, interaction_layer
-from torchrec_ext.modules.layers import how_made, weighs_rows
+from torchrec_ext.modules.layers import how_made, reads_lengths, weighs_rows
 from torchrec_ext.modules.losses import PairwiseLoss, bce
 from torchrec_ext.modules.shared_tables import shared_tables, values_by_table
 from torchrec_ext.modules.tower import Activation, Normalization, Tower, Towers
@@ -97,6 +97,8 @@ class TowerModel(nn.Module):
         self._joint = self.shared_tables is not None and bool(self.shared_tables.joint)
         self._weighed = {shared: self.towers.weigh_rows(shared=shared) for shared in (False, True)}
         self._weighed_top = weighs_rows(interaction)
+        self._reads_lengths = any(reads.lengths for reads in self.towers.reads.values())
+        self._top_reads_lengths = reads_lengths(interaction)
 
     def merge_lookups(self) -> Self:
         """Makes the model look up the tables of all towers together, by :class:`SharedTables`, and not tower by tower.
@@ -221,6 +223,8 @@ class TowerModel(nn.Module):
             options["weights"] = batch.weights
         if self._weighed[True]:
             options["shared_weights"] = batch.shared_weights
+        if self._reads_lengths:
+            options["host_lengths"] = batch.host_lengths
         return self.towers(*rows, **options)  # type: ignore[no-any-return]
 
     def outputs(self, batch: TowerBatch) -> list[Tensor]:
@@ -236,10 +240,12 @@ class TowerModel(nn.Module):
 
     def logits(self, batch: TowerBatch) -> Tensor:
         """Returns the logits of the batch, (B,)."""
-        outputs = self.outputs(batch)
+        options: dict[str, Any] = {}
         if self._weighed_top:
-            return self.interaction(outputs, batch.weights)  # type: ignore[no-any-return]
-        return self.interaction(outputs)  # type: ignore[no-any-return]
+            options["weights"] = batch.weights
+        if self._top_reads_lengths:
+            options["host_lengths"] = batch.host_lengths
+        return self.interaction(self.outputs(batch), **options)  # type: ignore[no-any-return]
 
     def forward(self, batch: TowerBatch) -> tuple[Tensor, Prediction]:
         """Returns the loss, (), to call backward on, and the :class:`Prediction`."""

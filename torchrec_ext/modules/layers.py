@@ -117,6 +117,11 @@ def weighs_rows(module: nn.Module) -> bool:
     return normalises and "weights" in inspect.signature(module.forward).parameters
 
 
+def reads_lengths(module: nn.Module) -> bool:
+    """Returns whether a tower or an interaction takes the ``host_lengths`` of the batch's bags."""
+    return "host_lengths" in inspect.signature(module.forward).parameters
+
+
 def mlp(
     in_features: int,
     widths: Sequence[int],

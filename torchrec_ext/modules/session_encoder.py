@@ -41,7 +41,7 @@ class Packing:
         index    0 1 2 0 1      steps of that sequence before it
         to_end   2 1 0 1 0      steps of that sequence after it
 
-    All of it is computed on the host, so that a GPU is waited for once, for the lengths.
+    All of it is computed on the host, so a GPU is waited for only if the lengths are on it.
 
     Args:
         lengths: (B,) steps of each sequence, 0 or more.

@@ -49,20 +49,29 @@ class _SequenceTables(Recorded, nn.Module):
         """See :attr:`Tower.released_tables`."""
         return [table.name for table in self.tables if table not in self._own_tables]
 
-    def forward(self, sparse: KeyedJaggedTensor, dense: Tensor, looked_up: LookedUp | None = None) -> Tensor:
+    def forward(
+        self,
+        sparse: KeyedJaggedTensor,
+        dense: Tensor,
+        looked_up: LookedUp | None = None,
+        host_lengths: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
         """Returns (B, D').
 
         Args:
             sparse: the batch's whole KeyedJaggedTensor, stride B.
             dense: (B, Fd), this tower's dense columns.
             looked_up: embeddings of released tables.
+            host_lengths: see :class:`torchrec_ext.batch.TowerBatch`.
         """
         embedded = dict(looked_up or {})
         if self.embeddings is not None:
             embedded |= by_table(self._own_tables, self.embeddings(sparse))
-        return self.of_steps({feature: embedded[key] for feature, key in self._names.items()}, dense)
+        return self.of_steps({feature: embedded[key] for feature, key in self._names.items()}, dense, host_lengths)
 
-    def of_steps(self, embedded: Mapping[str, JaggedTensor], dense: Tensor) -> Tensor:
+    def of_steps(
+        self, embedded: Mapping[str, JaggedTensor], dense: Tensor, host_lengths: Mapping[str, Tensor] | None
+    ) -> Tensor:
         """Returns the tower's output of its features' embeddings by name and its dense columns."""
         raise NotImplementedError
 
@@ -162,9 +171,11 @@ class SessionTower(_SequenceTables):
         inputs = pooled + len(self.dense)
         self.mlp = mlp(inputs, mlp_widths, activation=activation, dropout=dropout)
 
-    def of_steps(self, embedded: Mapping[str, JaggedTensor], dense: Tensor) -> Tensor:
+    def of_steps(
+        self, embedded: Mapping[str, JaggedTensor], dense: Tensor, host_lengths: Mapping[str, Tensor] | None
+    ) -> Tensor:
         """Returns (B, D'), the MLP of the pooled steps and the dense columns."""
-        return self.mlp(torch.cat([self.network(embedded), dense], dim=1))  # type: ignore[no-any-return]
+        return self.mlp(torch.cat([self.network(embedded, host_lengths), dense], dim=1))  # type: ignore[no-any-return]
 
 
 class _SessionNetwork(nn.Module):
@@ -192,19 +203,36 @@ class _SessionNetwork(nn.Module):
         self.combine = combine
         self.slots = list(slots)
 
-    def forward(self, embedded: Mapping[str, JaggedTensor]) -> Tensor:
-        steps, lengths = _combined(embedded, self.session, self.combine)
-        if self.target:
-            targets, ones = _combined(embedded, self.target, self.combine)
-            _check_targets(ones, self.target)
-            if self.combine == "concat":
-                targets = _in_slots(targets.reshape(len(targets), len(self.target), -1), self.slots, len(self.session))
-            steps, lengths = _appended(steps, lengths, targets, ones)
-        return self.pooled(steps, lengths)
+    def forward(self, embedded: Mapping[str, JaggedTensor], host_lengths: Mapping[str, Tensor] | None) -> Tensor:
+        lengths = _lengths(embedded, self.session, host_lengths)
+        steps = _combined(embedded, self.session, self.combine)
+        if not self.target:
+            return self.pooled(steps, Packing(lengths, self.encoder.attention, device=steps.device))
+        ones = _lengths(embedded, self.target, host_lengths)
+        _check_targets(ones, self.target)
+        targets = _combined(embedded, self.target, self.combine)
+        if self.combine == "concat":
+            targets = _in_slots(targets.reshape(len(targets), len(self.target), -1), self.slots, len(self.session))
+        return self.with_targets(steps, lengths.cumsum(0) - lengths, lengths, targets, ones)
 
-    def pooled(self, steps: Tensor, lengths: Tensor) -> Tensor:
-        """Returns (B, pooled width) of packed steps (P, D) of B sequences with ``lengths`` (B,)."""
-        packing = Packing(lengths, self.encoder.attention)
+    def with_targets(self, steps: Tensor, starts: Tensor, lengths: Tensor, targets: Tensor, ones: Tensor) -> Tensor:
+        """Returns (B, pooled width) of B sequences, each followed by its target.
+
+        Args:
+            steps: (N, D) steps, those of a sequence one after the other.
+            starts: (B,) index of each sequence's first step.
+            lengths: (B,) steps of each sequence.
+            targets: (T, D) targets, in the order of their sequences.
+            ones: (B,) 1 for a sequence with a target, else 0. Like starts and lengths, it is on the host.
+        """
+        packing = Packing(lengths + ones, self.encoder.attention, device=steps.device)
+        rows, index = packing.host.rows, packing.host.before
+        of_targets = len(steps) + ones.cumsum(0) - ones
+        places = torch.where(index < lengths[rows], starts[rows] + index, of_targets[rows])
+        return self.pooled(torch.cat([steps, targets]).index_select(0, packing.moved(places)), packing)
+
+    def pooled(self, steps: Tensor, packing: Packing) -> Tensor:
+        """Returns (B, pooled width) of packed steps (P, D)."""
         return self._pooled(self.encoder.encode(steps, packing), packing)
 
     def _pooled(self, steps: Tensor, packing: Packing) -> Tensor:
@@ -256,9 +284,11 @@ class SessionSteps(_SequenceTables):
         width = features * self.tables[0].embedding_dim
         self.out_features = max_length * (width + 1) + len(self.dense)
 
-    def of_steps(self, embedded: Mapping[str, JaggedTensor], dense: Tensor) -> Tensor:
+    def of_steps(
+        self, embedded: Mapping[str, JaggedTensor], dense: Tensor, host_lengths: Mapping[str, Tensor] | None
+    ) -> Tensor:
         """Returns (B, S x (W + 1) + Fd)."""
-        return torch.cat([self.network(embedded, dense.dtype), dense], dim=1)
+        return torch.cat([self.network(embedded, dense.dtype, host_lengths), dense], dim=1)
 
 
 class _StepsNetwork(nn.Module):
@@ -270,9 +300,12 @@ class _StepsNetwork(nn.Module):
         self.max_length = max_length
         self.combine = combine
 
-    def forward(self, embedded: Mapping[str, JaggedTensor], dtype: torch.dtype) -> Tensor:
-        steps, lengths = _combined(embedded, self.session, self.combine)
-        packing = Packing(lengths)
+    def forward(
+        self, embedded: Mapping[str, JaggedTensor], dtype: torch.dtype, host_lengths: Mapping[str, Tensor] | None
+    ) -> Tensor:
+        lengths = _lengths(embedded, self.session, host_lengths)
+        steps = _combined(embedded, self.session, self.combine)
+        packing = Packing(lengths, device=steps.device)
         recent = packing.moved((packing.host.to_end < self.max_length).nonzero()[:, 0])
         rows = packing.rows[recent]
         to_end = packing.to_end[recent]
@@ -356,6 +389,8 @@ class SessionTop(InteractionLayer):
         )
         self.network = _SessionNetwork(encoder, (), (), pooling)
         self.target = nn.Parameter(torch.randn(step) * 0.02) if position == "none" else None
+        # A feature of the steps, to find their lengths in the batch; bst() sets it.
+        self.session = ""
         pooled = step * (max_length + 1) if pooling == "flatten" else step
         inputs = pooled + widths[0] - self._first
         self.session_mlp = mlp(inputs, mlp_widths, activation=activation, dropout=dropout) if mlp_widths else None
@@ -369,19 +404,29 @@ class SessionTop(InteractionLayer):
         """The bias of the logit, (1,)."""
         return [self.mlp[-1].bias]  # type: ignore[list-item]
 
-    def forward(self, outputs: list[Tensor]) -> Tensor:
-        """Returns (B,) logits of the towers' outputs, each (B, D) of any D."""
+    def forward(self, outputs: list[Tensor], host_lengths: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Returns (B,) logits of the towers' outputs, each (B, D) of any D.
+
+        Args:
+            outputs: the towers' outputs.
+            host_lengths: see :class:`torchrec_ext.batch.TowerBatch`; else they are read from the steps.
+        """
         steps, *others, target = outputs
         padded = steps[:, : self._first].reshape(-1, *self._steps)
         dense = steps[:, self._first :]
-        # Compared with 0.5, because a stored vector may have been rounded.
-        exist = padded[..., -1] > 0.5
+        max_length = padded.shape[1]
+        if host_lengths and self.session in host_lengths:
+            lengths = host_lengths[self.session].clamp(max=max_length).long()
+        else:
+            # Compared with 0.5, because a stored vector may have been rounded.
+            lengths = (padded[..., -1] > 0.5).sum(1).cpu()
         targets, width = self._target
         last = _in_slots(target[:, : targets * width].reshape(-1, targets, width), self.slots, self.features)
         if self.target is not None:
             last = last + self.target
-        lengths = exist.sum(1)
-        pooled = self.network.pooled(*_appended(padded[..., :-1][exist], lengths, last, torch.ones_like(lengths)))
+        starts = torch.arange(len(padded)) * max_length
+        flat = padded[..., :-1].flatten(0, 1)
+        pooled = self.network.with_targets(flat, starts, lengths, last, torch.ones_like(lengths))
         session = torch.cat([pooled, dense], dim=1)
         if self.session_mlp is not None:
             session = self.session_mlp(session)
@@ -426,30 +471,35 @@ def _in_slots(targets: Tensor, slots: Sequence[int], features: int) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-def _combined(embedded: Mapping[str, JaggedTensor], features: Sequence[str], combine: Combine) -> tuple[Tensor, Tensor]:
-    """Returns steps (P, W), sums or concatenations of these features' embeddings, and the sessions' lengths (B,)."""
-    first, *others = (embedded[name] for name in features)
-    values = [first.values()]
-    lengths = first.lengths()
-    for name, other in zip(features[1:], others, strict=True):
-        different = (other.lengths() != lengths).nonzero()
-        if len(different):
-            row = int(different[0])
-            raise ValueError(
-                f"feature '{name}' has {int(other.lengths()[row])} values in row {row} of the batch and "
-                f"'{features[0]}' {int(lengths[row])}: features of one step must be equally many"
-            )
-        values.append(other.values())
+def _combined(embedded: Mapping[str, JaggedTensor], features: Sequence[str], combine: Combine) -> Tensor:
+    """Returns steps (P, W), sums or concatenations of these features' embeddings."""
+    values = [embedded[name].values() for name in features]
     if combine == "concat":
-        return torch.cat(values, dim=1), lengths
-    return sum(values[1:], values[0]), lengths
+        return torch.cat(values, dim=1)
+    return sum(values[1:], values[0])  # type: ignore[no-any-return]
 
 
-def _appended(steps: Tensor, lengths: Tensor, targets: Tensor, ones: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns packed steps with each row's target after its steps, and their lengths (B,)."""
-    rows = torch.cat([torch.repeat_interleave(lengths), torch.repeat_interleave(ones)])
-    # The sort is stable, so a row's target follows its steps.
-    return torch.cat([steps, targets]).index_select(0, rows.argsort(stable=True)), lengths + ones
+def _lengths(
+    embedded: Mapping[str, JaggedTensor], features: Sequence[str], host_lengths: Mapping[str, Tensor] | None
+) -> Tensor:
+    """Returns the lengths (B,) that all of ``features`` have, on the host.
+
+    Raises:
+        ValueError: the features are not equally long in a row.
+    """
+    if host_lengths and all(name in host_lengths for name in features):
+        lengths = torch.stack([host_lengths[name] for name in features]).long()
+    else:
+        # All at once, so that a GPU is waited for once.
+        lengths = torch.stack([embedded[name].lengths() for name in features]).long().cpu()
+    different = (lengths != lengths[0]).nonzero()
+    if len(different):
+        feature, row = different[0].tolist()
+        raise ValueError(
+            f"feature '{features[feature]}' has {int(lengths[feature, row])} values in row {row} of the batch and "
+            f"'{features[0]}' {int(lengths[0, row])}: features of one step must be equally many"
+        )
+    return lengths[0]
 
 
 def _check_targets(lengths: Tensor, target: Sequence[str]) -> None:

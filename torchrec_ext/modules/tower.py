@@ -16,7 +16,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from torchrec_ext.modules.compression import CompressingLayer, Compression
 from torchrec_ext.modules.layers import Activation as Activation
-from torchrec_ext.modules.layers import Layers, Recorded, weighs_rows
+from torchrec_ext.modules.layers import Layers, Recorded, reads_lengths, weighs_rows
 from torchrec_ext.modules.layers import Normalization as Normalization
 from torchrec_ext.modules.layers import activation_layer as activation_layer
 from torchrec_ext.modules.layers import mlp as mlp
@@ -351,11 +351,13 @@ class Reads(NamedTuple):
         shared: whether it reads the batch's shared rows rather than its rows.
         dense: columns of their dense matrix.
         weights: whether it takes the rows' weights.
+        lengths: whether it takes the lengths of the rows' bags.
     """
 
     shared: bool
     dense: slice
     weights: bool = False
+    lengths: bool = False
 
 
 class Towers(nn.ModuleDict):
@@ -382,7 +384,9 @@ class Towers(nn.ModuleDict):
             start = ends[is_shared]
             stop = start + len(tower.dense)
             ends[is_shared] = stop
-            self.reads[name] = Reads(is_shared, slice(start, stop), weighs_rows(tower))
+            self.reads[name] = Reads(
+                is_shared, slice(start, stop), weighs_rows(tower), reads_lengths(tower) and not is_shared
+            )
         _check_columns(self)
 
     def weigh_rows(self, *, shared: bool) -> bool:
@@ -411,6 +415,7 @@ class Towers(nn.ModuleDict):
         names: Sequence[str] | None = None,
         weights: Tensor | None = None,
         shared_weights: Tensor | None = None,
+        host_lengths: Mapping[str, Tensor] | None = None,
     ) -> dict[str, Tensor]:
         """Returns the output of each tower by name: (B, D), or (Q, D) of a shared tower.
 
@@ -423,16 +428,19 @@ class Towers(nn.ModuleDict):
             names: towers to run; by default all.
             weights: (B,) weights of the rows for batch normalisation; by default all 1.
             shared_weights: (Q,) weights of the shared rows for batch normalisation; by default all 1.
+            host_lengths: see :class:`torchrec_ext.batch.TowerBatch`.
         """
         outputs = {}
         for name in self.reads if names is None else names:
-            shared, tower_columns, weighs = self.reads[name]
+            shared, tower_columns, weighs, reads_host_lengths = self.reads[name]
             rows, columns = (shared_sparse, shared_dense) if shared else (sparse, dense)
             options: dict[str, Any] = {}
             if looked_up and hasattr(self[name], "release_tables"):
                 options["looked_up"] = looked_up
             if weighs:
                 options["weights"] = shared_weights if shared else weights
+            if reads_host_lengths:
+                options["host_lengths"] = host_lengths
             outputs[name] = self[name](rows, columns[:, tower_columns], **options)  # type: ignore[index]
         return outputs
 

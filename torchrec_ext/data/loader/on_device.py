@@ -212,6 +212,13 @@ class DeviceCandidates:
 _STEPS_AHEAD = 64  # steps drawn at a time
 
 
+class _Counts(NamedTuple):
+    """Ids of a step's ragged columns: how many there are, and how many each row has if it is not shared, (B,)."""
+
+    totals: dict[str, int]
+    lengths: dict[str, Tensor]
+
+
 class _Tables(NamedTuple):
     """The tables behind a batch: its rows, and the features of its candidates."""
 
@@ -298,10 +305,17 @@ class ResidentRows:
         count = self.num_rows // size if self._config.drop_last else -(-self.num_rows // size)
         global_rows = [numbers[step * size : (step + 1) * size] for step in range(start, count)]
         local_rows = [rows[self._share.part(len(rows))] for rows in global_rows]
-        totals_of_steps = self._totals(local_rows, epoch)
-        for rows, local, totals in zip(global_rows, local_rows, totals_of_steps, strict=True):
+        counts_of_steps = self._counts(local_rows, epoch)
+        for rows, local, counts in zip(global_rows, local_rows, counts_of_steps, strict=True):
             candidates = self._candidates.draw(local, epoch) if self._candidates else None
-            yield self._batch(self._tables, local, candidates, totals, self._total_weight(rows))
+            batch = self._batch(self._tables, local, candidates, counts.totals, self._total_weight(rows))
+            if self._device.type != "cpu":
+                size = len(batch)
+                batch.host_lengths = {
+                    name: padded(lengths.repeat_interleave(self._width), size)
+                    for name, lengths in counts.lengths.items()
+                }
+            yield batch
 
     @property
     def fixed(self) -> bool:
@@ -368,19 +382,23 @@ class ResidentRows:
         settings = (config.batch_size, config.negatives, config.label, config.weight)
         return (self._schema, self._share, settings, columns, self._device)
 
-    def _totals(self, local_rows: list[Tensor], epoch: int) -> list[dict[str, int]]:
+    def _counts(self, local_rows: list[Tensor], epoch: int) -> list[_Counts]:
         """Counts, for each step, the ids in the bags of each ragged column."""
         rows = torch.cat([torch.empty(0, dtype=torch.int64, device=self._device), *local_rows])
-        by_row = {name: self._times(name) * self._table.lengths(name, rows) for name in self._table.ragged}
+        # Of the whole epoch: one copy from the device for each column, not for each step.
+        lengths = {name: self._table.lengths(name, rows).cpu() for name in self._table.ragged}
+        by_row = {name: self._times(name) * of_rows for name, of_rows in lengths.items()}
         if self._candidates is not None:
-            by_row |= self._candidates.lengths(rows, epoch)
-        ends = np.cumsum([0, *(len(local) for local in local_rows)])
-        # Cumulated over the epoch: one copy from the device for each column, not for each step.
-        sums = {name: np.cumsum([0, *lengths.cpu().numpy()])[ends] for name, lengths in by_row.items()}
-        totals = []
-        for step in range(len(local_rows)):
-            totals.append({name: int(counts[step + 1] - counts[step]) for name, counts in sums.items()})
-        return totals
+            by_row |= {name: of_rows.cpu() for name, of_rows in self._candidates.lengths(rows, epoch).items()}
+        counts = [_Counts({}, {}) for _ in local_rows]
+        sizes = [len(local) for local in local_rows]
+        for name, of_rows in by_row.items():
+            for count, part in zip(counts, torch.split(of_rows, sizes), strict=True):
+                count.totals[name] = int(part.sum())
+        for name in lengths.keys() - self._schema.shared:
+            for count, part in zip(counts, torch.split(lengths[name], sizes), strict=True):
+                count.lengths[name] = part
+        return counts
 
     def _times(self, name: str) -> int:
         """Returns how often a batch repeats a row's value of a column."""

@@ -253,11 +253,12 @@ class ShardedTowers(
         names: Sequence[str] | None = None,
         weights: Tensor | None = None,
         shared_weights: Tensor | None = None,
+        host_lengths: Mapping[str, Tensor] | None = None,
     ) -> KJTListSplitsAwaitable[ExchangeContext]:
         """Starts to send each row to the ranks of its towers.
 
         The arguments are those of :meth:`Towers.forward`; ``joint`` is the batch's, which holds the bags of shared
-        tables.
+        tables. The host's lengths are not used, because rows of other ranks arrive without theirs.
         """
         tower_rows = {}
         queries = 0 if shared_dense is None else len(shared_dense)
@@ -265,7 +266,7 @@ class ShardedTowers(
         if names is None:
             names = list(self._reads)
         for name in names:
-            shared, columns, weighs = self._reads[name]
+            shared, columns, weighs, _ = self._reads[name]
             kjt: Any = sparse
             matrix: Any = dense
             column = weights
