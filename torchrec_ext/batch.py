@@ -137,12 +137,12 @@ class TowerBatch(_Fields):
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Self:
         """Returns a copy on ``device``; the lengths of a batch from the host stay there, too."""
-        moved = super().to(device, non_blocking)
+        on_device = super().to(device, non_blocking)
         keys = self.sparse.keys()
         if keys and self.sparse.device().type == "cpu" != torch.device(device).type:
             lengths = self.sparse.lengths().view(len(keys), -1)
-            moved.host_lengths = dict(zip(keys, lengths, strict=True))
-        return moved
+            on_device.host_lengths = dict(zip(keys, lengths, strict=True))
+        return on_device
 
     def __len__(self) -> int:
         return self.labels.numel()

@@ -110,6 +110,22 @@ CACHE = ("lxu_cache_weights", "lxu_cache_state", "lxu_state", "cache_index_table
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
+@contextmanager
+def seen(operator: str) -> Iterator[list[torch.Tensor]]:
+    """The tensors that an operator of FBGEMM returns."""
+    tensors: list[torch.Tensor] = []
+    original = getattr(torch.ops.fbgemm, operator)
+
+    def noting(*args: Any, **options: Any) -> torch.Tensor:
+        tensors.append(original(*args, **options))
+        return tensors[-1]
+
+    # Fake tensors ask for it.
+    noting.default = original.default  # type: ignore[attr-defined]
+    with unittest.mock.patch.object(torch.ops.fbgemm, operator, noting):
+        yield tensors
+
+
 def adams(optimizer: HybridOptimizer) -> list[ShardedAdam]:
     """The optimizers of tables whose optimizer no kernel runs."""
     return [each for _, each in optimizer.optimizers if isinstance(each, ShardedAdam)]
@@ -131,6 +147,7 @@ def allocated(model: torch.nn.Module, optimizer: OptimizerConfig, plan: Any, ran
             stack.enter_context(unittest.mock.patch("torch.cuda.memory_reserved", return_value=0))
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             stack.enter_context(NoDevice())
+            in_host_memory = stack.enter_context(seen("new_unified_tensor"))
             sharded, hybrid = hybrid_parallel(model, runtime, plan=plan, optimizer=optimizer)
         for _, collection in collections(sharded):
             for module in kernels_of(collection):
@@ -142,7 +159,8 @@ def allocated(model: torch.nn.Module, optimizer: OptimizerConfig, plan: Any, ran
         moments = [state[name] for adam in adams(hybrid) for state in adam.state.values() for name in MOMENTS]
         for tensor in [shard.tensor for moment in moments for shard in moment.local_shards()]:
             assert tensor.is_cuda
-            sizes["momentum1_dev"] = sizes.get("momentum1_dev", 0) + tensor.numel() * tensor.element_size()
+            name = "momentum1_uvm" if any(tensor is each for each in in_host_memory) else "momentum1_dev"
+            sizes[name] = sizes.get(name, 0) + tensor.numel() * tensor.element_size()
     host = sum(size for name, size in sizes.items() if name.endswith(("_uvm", "_host")))
     parts = [sum(sizes.get(name, 0) for name in names) for names in (WEIGHTS, STATE, CACHE)]
     return Memory(sum(sizes.values()) - host, host, *parts)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
@@ -224,7 +224,9 @@ class ShardedAdam(KeyedOptimizer):
         self._row_gradients: list[tuple[Tensor, Tensor]] = []
         names = [table.name for table in module.config.embedding_tables]
         tables = [table.data for table in module.emb_module.split_embedding_weights()]
-        moments = [{name: torch.zeros_like(table) for name in _MOMENTS} for table in tables]
+        moments = []
+        for table, (_, _, location, _) in zip(tables, module.emb_module.embedding_specs, strict=True):
+            moments.append({name: _zeros_beside(table, location) for name in _MOMENTS})
         state: dict[Any, dict[str, Any]] = {}
         steps = {}
         for key, weight in module.fused_optimizer.params.items():
@@ -289,6 +291,14 @@ class _AdamShard(NamedTuple):
         steps = float(self.steps)
         denominator = adam_denominator(second, steps, beta2, choice.eps)
         self.table.addcdiv_(first, denominator, value=-lr / (1 - beta1**steps))
+
+
+def _zeros_beside(table: Tensor, location: EmbeddingLocation) -> Tensor:
+    """Returns zeros of the shape of a table, on the GPU only if its rows are there."""
+    if location != EmbeddingLocation.MANAGED:
+        return torch.zeros_like(table)
+    in_host_memory = torch.ops.fbgemm.new_unified_tensor(table, table.shape, False)
+    return torch.zeros(table.shape, device=table.device, out=in_host_memory)
 
 
 def _like(weight: ShardedTensor, shards: list[Tensor]) -> ShardedTensor:

@@ -17,7 +17,6 @@ from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstima
 from torchrec.distributed.planner.types import PlannerError, ShardingOption, Storage
 
 from torchrec_ext.distributed.optim.config import Choice
-from torchrec_ext.distributed.optim.declared import has_kernel
 from torchrec_ext.distributed.plan.explain import size_text
 
 # By this attribute TorchRec finds a table's optimizer.
@@ -63,8 +62,7 @@ class TableStorage(EmbeddingStorageEstimator):
 def state_storage(choice: Choice, size: Sequence[int], kernel: str, device: str) -> Storage:
     """Returns the bytes of a shard's optimizer state on the GPU, in host memory and on the SSD.
 
-    FBGEMM keeps a number per row on the GPU even if the rows are in the host's memory. :class:`ShardedAdam` keeps all
-    of its state there.
+    FBGEMM keeps a number per row on the GPU even if the rows are in the host's memory.
 
     Args:
         choice: optimizer of the table.
@@ -80,7 +78,7 @@ def state_storage(choice: Choice, size: Sequence[int], kernel: str, device: str)
         return Storage(hbm=0, ddr=by_weight + by_row)
     if kernel == "key_value":
         return Storage(hbm=0, ddr=0, ssd=by_weight + by_row)
-    if kernel in ("fused_uvm", "fused_uvm_caching") and has_kernel(choice.kind, device):
+    if kernel in ("fused_uvm", "fused_uvm_caching"):
         return Storage(hbm=by_row, ddr=by_weight)
     return Storage(hbm=by_weight + by_row, ddr=0)
 
