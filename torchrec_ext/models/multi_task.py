@@ -17,6 +17,7 @@ from torchrec_ext.modules.interaction import MultiTaskTop, logit_of_product
 from torchrec_ext.modules.losses import bce
 from torchrec_ext.modules.tower import Tower
 from torchrec_ext.schema import BatchSchema, OutOfRange
+from torchrec_ext.schema.validation import check_choice
 
 
 class TaskPredictions(NamedTuple):
@@ -76,8 +77,7 @@ class MultiTaskModel(TowerModel):
     ) -> None:
         losses = losses or {}
         _check(top, tasks, losses)
-        if rows not in get_args(TaskRows):
-            raise ValueError(f"rows={rows!r}: must be one of {', '.join(get_args(TaskRows))}")
+        check_choice("rows", rows, get_args(TaskRows))
         super().__init__(towers, top, shared=shared)
         self.tasks = dict(tasks)
         self.rows = rows

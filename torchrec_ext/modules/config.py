@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from torchrec_ext.exports import Registry, entry
+from torchrec_ext.schema.validation import check_choice, check_least
 
 Activation = Literal["relu", "gelu", "silu", "tanh", "leaky_relu"]
 Normalization = Literal["none", "layer", "batch"]
@@ -44,11 +45,9 @@ class Compression:
     layers: int = 1
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(CompressionKind):
-            raise ValueError(f"kind={self.kind!r}: must be one of {', '.join(get_args(CompressionKind))}")
+        check_choice("kind", self.kind, get_args(CompressionKind))
         for name, least in (("dim", 1), ("per_feature", 0), ("flat", 0), ("layers", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)}: must be {least} or more")
+            check_least(name, getattr(self, name), least)
         if not self.per_feature + self.flat:
             raise ValueError("per_feature=0 and flat=0: nothing would leave the tower; give one of them 1 or more")
 
@@ -153,8 +152,7 @@ def check_loss(loss: str, interaction: str, temperature: float) -> None:
     Raises:
         ValueError: such a setting, by its name.
     """
-    if loss not in LOSSES:
-        raise ValueError(f"model.loss={loss!r}: must be one of {', '.join(LOSSES)}")
+    check_choice("model.loss", loss, LOSSES)
     metric = INTERACTIONS.facts(interaction).metric if interaction in INTERACTIONS else None
     if LOSSES[loss].shared and metric is None:
         which = "every item" if LOSSES[loss].catalogue else "every candidate of the batch"

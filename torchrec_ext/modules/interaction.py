@@ -30,6 +30,7 @@ from torchrec_ext.modules.layers import (
     mlp,
     weighs_rows,
 )
+from torchrec_ext.schema.validation import check_choice
 
 # Floats of a block of pairs on a CPU: half a MiB, a core's share of the second-level cache.
 HIDDEN_FLOATS = 2**17
@@ -575,8 +576,7 @@ def interaction_layer(
     Raises:
         ValueError: another name, or widths that do not fit.
     """
-    if name not in INTERACTIONS:
-        raise ValueError(f"interaction={name!r}: must be one of {', '.join(INTERACTIONS)}")
+    check_choice("interaction", name, INTERACTIONS)
     kind: type[InteractionLayer] = INTERACTIONS[name]
     settings: dict[str, Any] = {
         "hidden": hidden,

@@ -18,6 +18,7 @@ from typing_extensions import Self
 from torchrec_ext.modules.config import Activation as Activation
 from torchrec_ext.modules.config import Normalization as Normalization
 from torchrec_ext.modules.softmax import gather_rows
+from torchrec_ext.schema.validation import check_choice
 
 
 class BatchNorm(nn.BatchNorm1d):
@@ -88,8 +89,7 @@ def activation_layer(name: Activation) -> nn.Module:
     Raises:
         ValueError: another name.
     """
-    if name not in _ACTIVATIONS:
-        raise ValueError(f"activation={name!r}: must be one of {', '.join(get_args(Activation))}")
+    check_choice("activation", name, _ACTIVATIONS)
     return _ACTIVATIONS[name]()
 
 
@@ -180,8 +180,7 @@ def _block(
 def _check(in_features: int, widths: Sequence[int], normalization: str, dropout: float, residual: bool) -> None:
     if not widths or min(widths) < 1:
         raise ValueError(f"widths={list(widths)}: an MLP needs at least one layer and every width 1 or more")
-    if normalization not in get_args(Normalization):
-        raise ValueError(f"normalization={normalization!r}: must be one of {', '.join(get_args(Normalization))}")
+    check_choice("normalization", normalization, get_args(Normalization))
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout={dropout}: must be at least 0 and below 1")
     hidden = [in_features, *widths[:-1]]

@@ -20,6 +20,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy,
 from torchrec_ext.batch import TowerBatch
 from torchrec_ext.modules.config import LOSSES, RowLossName
 from torchrec_ext.modules.softmax import InBatch, widened
+from torchrec_ext.schema.validation import check_choice
 
 
 def bce(logits: Tensor, batch: TowerBatch) -> Tensor:
@@ -259,8 +260,7 @@ def codistillation(
             f"peers: shape {tuple(peers.shape)}, must be (P, B) = (1 or more, {len(logits)}), a row of logits for each "
             "peer; one peer's alone goes through [None]"
         )
-    if measure not in get_args(DistillationMeasure):
-        raise ValueError(f"measure={measure!r}: must be one of {', '.join(get_args(DistillationMeasure))}")
+    check_choice("measure", measure, get_args(DistillationMeasure))
     peers = peers.detach()
     if measure == "mse":
         losses = mse_loss(logits, peers.mean(dim=0), reduction="none")
@@ -363,8 +363,7 @@ def row_loss(name: str, *, temperature: float = 1.0, correct: bool = True) -> Ca
     Raises:
         ValueError: another name.
     """
-    if name not in get_args(RowLossName):
-        raise ValueError(f"model.loss={name!r}: must be one of {', '.join(get_args(RowLossName))}")
+    check_choice("model.loss", name, get_args(RowLossName))
     if LOSSES[name].pairwise:
         return PairwiseLoss(name, temperature=temperature, correct=correct)
     return LOSSES[name].function

@@ -18,6 +18,7 @@ from torchrec_ext.modules.config import Attention as Attention
 from torchrec_ext.modules.config import Position as Position
 from torchrec_ext.modules.layers import Recorded
 from torchrec_ext.modules.tower import Activation, activation_layer
+from torchrec_ext.schema.validation import check_choice, check_least
 
 
 class Bucket(NamedTuple):
@@ -288,16 +289,16 @@ class SessionEncoder(Recorded, nn.Module):
         attention: Attention = "bucketed",
     ) -> None:
         super().__init__()
-        for name, value in (("width", width), ("max_length", max_length), ("layers", layers), ("heads", heads)):
-            if value < 1:
-                raise ValueError(f"{name}={value}: must be 1 or more")
+        check_least("width", width)
+        check_least("max_length", max_length)
+        check_least("layers", layers)
+        check_least("heads", heads)
         if width % heads:
             raise ValueError(
                 f"heads={heads}: must divide the width of a step, D={width}; choose {_nearest_divisor(width, heads)}"
             )
-        for name, choice, choices in (("position", position, Position), ("attention", attention, Attention)):
-            if choice not in get_args(choices):
-                raise ValueError(f"{name}={choice!r}: must be one of {', '.join(get_args(choices))}")
+        check_choice("position", position, get_args(Position))
+        check_choice("attention", attention, get_args(Attention))
         self.width = width
         self.max_length = max_length
         self.causal = causal

@@ -21,6 +21,7 @@ from torchrec_ext.modules.layers import Recorded
 from torchrec_ext.modules.session_encoder import Attention, Packing, Position, SessionEncoder
 from torchrec_ext.modules.tower import Activation, LookedUp, activation_layer, by_table, check_tables, mlp
 from torchrec_ext.schema.features import dense_names
+from torchrec_ext.schema.validation import check_choice
 
 Pooling = Literal["flatten", "last", "mean"]
 BST_WIDTHS = (1024, 512, 256)
@@ -194,8 +195,7 @@ class _SessionNetwork(nn.Module):
         slots: Sequence[int] = (),
     ) -> None:
         super().__init__()
-        if pooling not in get_args(Pooling):
-            raise ValueError(f"pooling={pooling!r}: must be one of {', '.join(get_args(Pooling))}")
+        check_choice("pooling", pooling, get_args(Pooling))
         self.encoder = encoder
         self.session = session
         self.target = target
@@ -442,8 +442,7 @@ def target_slots(
     Raises:
         ValueError: there is none, or it is another target's too, or ``combine`` is not known; with ``sum`` any will do.
     """
-    if combine not in get_args(Combine):
-        raise ValueError(f"combine={combine!r}: must be one of {', '.join(get_args(Combine))}")
+    check_choice("combine", combine, get_args(Combine))
     if combine == "sum":
         return []
     names: dict[str, str] = {}

@@ -39,7 +39,7 @@ from torchrec_ext.schema.features import (
     unique,
     widths_of,
 )
-from torchrec_ext.schema.validation import DataError, OutOfRange, listed
+from torchrec_ext.schema.validation import DataError, OutOfRange, check_choice, listed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +77,7 @@ class BatchColumns:
     catalogue: bool = False
 
     def __post_init__(self) -> None:
-        if self.out_of_range not in get_args(OutOfRange):
-            raise ValueError(f"out_of_range={self.out_of_range!r}: must be one of {', '.join(get_args(OutOfRange))}")
+        check_choice("out_of_range", self.out_of_range, get_args(OutOfRange))
         names = [feature.name for feature in self.sparse] + list(self.dense) + list(self.weight_columns)
         unknown = sorted(self.shared - set(names))
         if unknown:

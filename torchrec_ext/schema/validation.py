@@ -1,5 +1,7 @@
 """DataError, which every check of the data raises, OutOfRange, and names listed for a message.
 
+check_choice(), check_least(): the two checks that most settings need.
+
 This module imports no torch, because settings use its names.
 """
 
@@ -24,3 +26,36 @@ def listed(names: Iterable[str]) -> str:
         ('user, item', 'xx, ...')
     """
     return textwrap.shorten(", ".join(names), 100, placeholder=" ...")
+
+
+def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
+    """Refuses a value that is no choice of a setting.
+
+    Raises:
+        ValueError: naming the choices.
+
+    Example:
+        >>> check_choice("mode", "maximum", ["max", "min"])
+        Traceback (most recent call last):
+        ...
+        ValueError: mode='maximum': must be one of max, min
+    """
+    names = list(choices)
+    if value not in names:
+        raise ValueError(f"{name}={value!r}: must be one of {', '.join(names)}")
+
+
+def check_least(name: str, value: float | None, least: int = 1) -> None:
+    """Refuses a number below ``least``; None stands for no number.
+
+    Raises:
+        ValueError: the number is below it.
+
+    Example:
+        >>> check_least("steps", 0)
+        Traceback (most recent call last):
+        ...
+        ValueError: steps=0: must be 1 or more
+    """
+    if value is not None and value < least:
+        raise ValueError(f"{name}={value}: must be {least} or more")

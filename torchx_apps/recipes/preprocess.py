@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrec_ext.schema.validation import DataError, listed
+from torchrec_ext.schema.validation import DataError, check_least, listed
 
 if TYPE_CHECKING:
     from torchrec_ext.data.preprocess import Preprocessor, Step
@@ -295,8 +295,7 @@ class TaobaoConfig:
     zone: str = "Asia/Shanghai"
 
     def __post_init__(self) -> None:
-        if self.negatives < 0:
-            raise ValueError(f"config.negatives={self.negatives}: must be 0 or more")
+        check_least("config.negatives", self.negatives, 0)
         for name in ("validation_share", "test_share"):
             if not 0 < getattr(self, name) < 0.5:
                 raise ValueError(f"config.{name}={getattr(self, name)}: must be above 0 and below 0.5")

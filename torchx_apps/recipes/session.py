@@ -15,7 +15,7 @@ from torchrec_ext.data.datasets.config import SequenceConfig, StreamConfig
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.modules.config import Activation, Attention, Combine, LossName, Position
-from torchrec_ext.schema.validation import OutOfRange
+from torchrec_ext.schema.validation import OutOfRange, check_least
 from torchrec_ext.train.config import EarlyStop, TrainConfig
 from torchx_apps.recipes.n_tower import tables_of_features
 from torchx_apps.tasks.job import Job
@@ -154,8 +154,7 @@ class BstConfig:
     out_of_range: OutOfRange = "error"
 
     def __post_init__(self) -> None:
-        if self.window < 0:
-            raise ValueError(f"model.window={self.window}: must be 0 or more")
+        check_least("model.window", self.window, 0)
 
 
 def bst_job() -> Job:

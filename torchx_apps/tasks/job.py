@@ -16,6 +16,7 @@ from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.plan.config import PlanConfig
 from torchrec_ext.distributed.sync_config import SyncConfig
+from torchrec_ext.schema.validation import check_choice
 from torchrec_ext.train.checkpoint.config import CheckpointConfig, StartConfig
 from torchrec_ext.train.config import ClosedFormConfig, EvaluationConfig, TrainConfig
 from torchx_apps.tasks.loading import ranking_task
@@ -103,10 +104,8 @@ class Job:
                 f"train.early_stop.metric={watched} with evaluation.metrics={','.join(metrics)}: the evaluation has no "
                 "such figure; add it, or watch one of these"
             )
-        if self.export not in get_args(Export):
-            raise ValueError(f"export={self.export!r}: must be one of {', '.join(get_args(Export))}")
-        if self.lookups not in get_args(Lookups):
-            raise ValueError(f"lookups={self.lookups!r}: must be one of {', '.join(get_args(Lookups))}")
+        check_choice("export", self.export, get_args(Export))
+        check_choice("lookups", self.lookups, get_args(Lookups))
 
     def pretrained_files(self) -> dict[str, Path]:
         """Returns the files of ``pretrained`` by table."""

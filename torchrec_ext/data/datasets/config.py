@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from torchrec_ext.schema.validation import check_choice, check_least
+
 NAMES = ("ml-100k", "ml-1m-ncf", "planted", "checkerboard")
 GENERATED = ("planted", "checkerboard")
 PLANTED = "planted"
@@ -84,8 +86,7 @@ class DataConfig:
     validation: bool = True
 
     def __post_init__(self) -> None:
-        if self.split not in get_args(Split100K):
-            raise ValueError(f"data.split={self.split!r}: must be one of {', '.join(get_args(Split100K))}")
+        check_choice("data.split", self.split, get_args(Split100K))
         if not self.validation and (self.name in GENERATED or (self.name == "ml-100k" and self.split != "tfrs")):
             raise ValueError(
                 f"data.validation=False: {self.name} split by {self.split} always has validation rows; leave it out"
@@ -97,8 +98,7 @@ class DataConfig:
                 f"data.context={','.join(self.context)}: of a folder of your own; the rows of {self.name} have none: "
                 "leave it out"
             )
-        if self.history_length < 0:
-            raise ValueError(f"data.history_length={self.history_length}: must be 0 or more")
+        check_least("data.history_length", self.history_length, 0)
         _check_sizes(self, GENERATED)
 
 
@@ -173,8 +173,7 @@ class SequenceConfig:
 
     def __post_init__(self) -> None:
         for key in ("max_length", "test_items"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"data.{key}={getattr(self, key)}: must be 1 or more")
+            check_least(f"data.{key}", getattr(self, key))
         _check_sizes(self, (PLANTED,))
 
 
@@ -191,8 +190,7 @@ def _check_sizes(config: DataConfig | SequenceConfig, generated: Sequence[str]) 
             raise ValueError(
                 f"data.{key}={value}: {config.name} has its own; leave it out, or choose data.name={PLANTED}"
             )
-        if value < 1:
-            raise ValueError(f"data.{key}={value}: must be 1 or more")
+        check_least(f"data.{key}", value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,5 +212,4 @@ class StreamConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.ranked < 0:
-            raise ValueError(f"data.ranked={self.ranked}: must be 0 or more")
+        check_least("data.ranked", self.ranked, 0)

@@ -22,6 +22,7 @@ from torchrec_ext.data.datasets.features import raw_column, read_ids, refuse_lis
 from torchrec_ext.data.datasets.folder import candidates_by_user
 from torchrec_ext.data.datasets.interactions import Pairs, untaken_items
 from torchrec_ext.schema import DataError
+from torchrec_ext.schema.validation import check_choice, check_least
 
 # The group of held-out items, counted from the end.
 HELD_OUT = {"validation": 2, "test": 1}
@@ -76,8 +77,7 @@ class SequenceData:
     best: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.max_length < 1:
-            raise ValueError(f"max_length={self.max_length}: must be 1 or more")
+        check_least("max_length", self.max_length)
         if not self.sequences.ragged or not len(self.sequences):
             raise DataError(
                 f"set '{self.name}': sequences must be a ragged column of 1 or more users, got {self.sequences}"
@@ -150,8 +150,7 @@ class SequenceData:
 
     def held_out(self, part: str) -> HeldOut:
         """Returns the questions of ``validation`` or ``test``; the validation items precede the test items."""
-        if part not in HELD_OUT:
-            raise ValueError(f"part={part!r}: must be one of {', '.join(HELD_OUT)}")
+        check_choice("part", part, HELD_OUT)
         users = np.flatnonzero(self.sequences.lengths >= self.least)
         k = self.test_items
         windows = self._windows()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from torchrec_ext.data.negatives.registry import NEGATIVES
+from torchrec_ext.schema.validation import check_choice, check_least
 
 if TYPE_CHECKING:
     Sampling: TypeAlias = str
@@ -88,11 +89,9 @@ class LoaderConfig:
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"loader.{name}={value}: must be {least} or more")
-        for name, choices in (("sampling", get_args(Sampling)), ("frequency", get_args(Frequency))):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"loader.{name}={getattr(self, name)!r}: must be one of {', '.join(choices)}")
+            check_least(f"loader.{name}", value, least)
+        check_choice("loader.sampling", self.sampling, get_args(Sampling))
+        check_choice("loader.frequency", self.frequency, get_args(Frequency))
         if self.device not in (None, "cpu", "cuda"):
             raise ValueError(
                 f"loader.device={self.device!r}: must be cpu or cuda, the device that trains, or be left out"

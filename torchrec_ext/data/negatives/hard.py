@@ -22,6 +22,7 @@ from torchrec_ext.data.negatives.samplers import (
     UniformNegatives,
 )
 from torchrec_ext.schema import DataError
+from torchrec_ext.schema.validation import check_least
 
 # Users (B,) -> items (B, K), best first; below 1 if there are fewer.
 Index = Callable[[Int64], Int64]
@@ -47,8 +48,7 @@ class HardNegatives(TrainingSampler):
     host_only = "the model ranks items"
 
     def __init__(self, easy: UniformNegatives, *, k: int = 100, share: float = 0.5) -> None:
-        if k < 1:
-            raise ValueError(f"k={k}: must be 1 or more")
+        check_least("k", k)
         if not 0 < share < 1:
             raise ValueError(
                 f"share={share}: must be above 0 and below 1, so that every item can be drawn and has a log_q"

@@ -21,6 +21,7 @@ from typing_extensions import Self
 from torchrec_ext.data.columns import Float32, Int64
 from torchrec_ext.data.negatives.random import mixed, stream, uniform
 from torchrec_ext.data.negatives.samplers import SHARED, SampledData, SamplingSettings, TrainingSampler
+from torchrec_ext.schema.validation import check_least
 
 
 class MixedNegatives:
@@ -37,9 +38,9 @@ class MixedNegatives:
     """
 
     def __init__(self, num_items: int, extra: int, batch_size: int, seed: int = 0) -> None:
-        for name, value in (("num_items", num_items), ("extra", extra), ("batch_size", batch_size)):
-            if value < 1:
-                raise ValueError(f"{name}={value}: must be 1 or more")
+        check_least("num_items", num_items)
+        check_least("extra", extra)
+        check_least("batch_size", batch_size)
         self.num_items = num_items
         self.extra = extra
         self.batch_size = batch_size
@@ -97,9 +98,8 @@ class StreamingFrequency:
         seed: int = 0,
         device: torch.device | None = None,
     ) -> None:
-        for name, value, good in (("buckets", buckets, buckets >= 1), ("hashes", hashes, hashes >= 1)):
-            if not good:
-                raise ValueError(f"{name}={value}: must be 1 or more")
+        check_least("buckets", buckets)
+        check_least("hashes", hashes)
         if not 0 < rate <= 1:
             raise ValueError(f"rate={rate}: must be above 0 and at most 1; 0.01 to 0.1 is usual")
         if not initial_gap >= 1:

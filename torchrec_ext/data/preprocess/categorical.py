@@ -19,8 +19,9 @@ import pyarrow.compute as pc
 
 from torchrec_ext.data.columns import Int64
 from torchrec_ext.data.preprocess.columns import ID_LISTS, IDS, Cells, Mask, Types, element, is_list_column, map_texts
-from torchrec_ext.data.preprocess.step import ColumnStep, Step, StepContext, StepState, Table, positive
+from torchrec_ext.data.preprocess.step import ColumnStep, Step, StepContext, StepState, Table
 from torchrec_ext.schema import DataError
+from torchrec_ext.schema.validation import check_least
 
 if TYPE_CHECKING:
     from torchrec_ext.data.preprocess.engines import Engine
@@ -121,8 +122,8 @@ class Categorify(Step):
     max_size: int | None = None
 
     def __post_init__(self) -> None:
-        positive(f"Categorify('{self.column}')", "min_count", self.min_count)
-        positive(f"Categorify('{self.column}')", "max_size", self.max_size)
+        check_least(f"Categorify('{self.column}'): min_count", self.min_count)
+        check_least(f"Categorify('{self.column}'): max_size", self.max_size)
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -274,7 +275,7 @@ class HashBucket(ColumnStep):
     salt: str = ""
 
     def __post_init__(self) -> None:
-        positive(f"HashBucket('{self.column}')", "buckets", self.buckets)
+        check_least(f"HashBucket('{self.column}'): buckets", self.buckets)
 
     def types(self, types: Types) -> Mapping[str, str]:
         """Returns integers, as many per row as there were values."""
@@ -321,7 +322,7 @@ class Cross(Step):
     salt: str = ""
 
     def __post_init__(self) -> None:
-        positive(f"Cross{self.columns}", "buckets", self.buckets)
+        check_least(f"Cross{self.columns}: buckets", self.buckets)
         if len(self.columns) < 2:
             raise ValueError(
                 f"Cross: columns={self.columns}: a cross combines two columns or more; use HashBucket for one"

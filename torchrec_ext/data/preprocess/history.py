@@ -11,9 +11,10 @@ import numpy as np
 from torchrec_ext.data.preprocess.columns import IDS, NUMBERS, TIMES, Cells, Types
 from torchrec_ext.data.preprocess.engines import exact, number, step_function
 from torchrec_ext.data.preprocess.lists import list_of
-from torchrec_ext.data.preprocess.step import Step, StepContext, StepState, Table, positive
+from torchrec_ext.data.preprocess.step import Step, StepContext, StepState, Table
 from torchrec_ext.data.preprocess.times import PER_SECOND
 from torchrec_ext.schema import DataError
+from torchrec_ext.schema.validation import check_least
 
 # Starts of buckets of gaps in seconds, for History.gaps: 1, 2, 4 and so on to two years.
 GAPS = tuple(2**power for power in range(27))
@@ -58,7 +59,7 @@ class History(Step):
     gaps: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        positive(f"History('{self.output}')", "length", self.length)
+        check_least(f"History('{self.output}'): length", self.length)
         if list(self.gaps) != sorted(set(self.gaps)) or min(self.gaps, default=1) < 1:
             raise ValueError(f"History('{self.output}'): gaps={self.gaps}: must rise, from 1 on")
         names = [*self.sent, f"{self.output}_gap"]

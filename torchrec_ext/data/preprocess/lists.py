@@ -11,8 +11,9 @@ import numpy as np
 
 from torchrec_ext.data.columns import Int64
 from torchrec_ext.data.preprocess.columns import Cells, Types, element, is_list_column
-from torchrec_ext.data.preprocess.step import ColumnStep, StepContext, StepState, Table, positive
+from torchrec_ext.data.preprocess.step import ColumnStep, StepContext, StepState, Table
 from torchrec_ext.schema import DataError
+from torchrec_ext.schema.validation import check_choice, check_least
 
 TooLong = Literal["recent", "error"]
 _TYPES = frozenset({"list<int64>", "list<float64>", "list<string>"})
@@ -37,11 +38,8 @@ class Lists(ColumnStep):
     output: str | None = None
 
     def __post_init__(self) -> None:
-        positive(f"Lists('{self.column}')", "max_length", self.max_length)
-        if self.too_long not in get_args(TooLong):
-            raise ValueError(
-                f"Lists('{self.column}'): too_long={self.too_long!r}: must be one of {', '.join(get_args(TooLong))}"
-            )
+        check_least(f"Lists('{self.column}'): max_length", self.max_length)
+        check_choice(f"Lists('{self.column}'): too_long", self.too_long, get_args(TooLong))
         if self.separator == "":
             raise ValueError(f"Lists('{self.column}'): separator='': must be one character or more")
 

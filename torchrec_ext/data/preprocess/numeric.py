@@ -21,6 +21,7 @@ from torchrec_ext.data.preprocess.columns import NUMBERS, Cells, Types
 from torchrec_ext.data.preprocess.engines import exact, number, step_function
 from torchrec_ext.data.preprocess.step import ColumnStep, StepContext, StepState, Table
 from torchrec_ext.schema import DataError
+from torchrec_ext.schema.validation import check_choice, check_least
 
 if TYPE_CHECKING:
     from torchrec_ext.data.preprocess.engines import Engine
@@ -138,8 +139,7 @@ class Bucketize(_NumberStep):
     def __post_init__(self) -> None:
         if (self.boundaries is None) == (self.quantiles is None):
             raise ValueError(f"Bucketize('{self.column}'): give either boundaries or quantiles")
-        if self.quantiles is not None and self.quantiles < 2:
-            raise ValueError(f"Bucketize('{self.column}'): quantiles={self.quantiles}: must be 2 or more")
+        check_least(f"Bucketize('{self.column}'): quantiles", self.quantiles, 2)
         edges = list(self.boundaries or ())
         if not all(map(math.isfinite, edges)) or edges != sorted(set(edges)):
             raise ValueError(
@@ -290,9 +290,8 @@ class FillMissing(ColumnStep):
     def __post_init__(self) -> None:
         if (self.value is None) == (self.statistic is None):
             raise ValueError(f"FillMissing('{self.column}'): give either value or statistic")
-        if self.statistic is not None and self.statistic not in get_args(Statistic):
-            allowed = ", ".join(get_args(Statistic))
-            raise ValueError(f"FillMissing('{self.column}'): statistic={self.statistic!r}: must be one of {allowed}")
+        if self.statistic is not None:
+            check_choice(f"FillMissing('{self.column}'): statistic", self.statistic, get_args(Statistic))
         if isinstance(self.value, int | float) and not abs(self.value) <= sys.float_info.max:
             raise ValueError(f"FillMissing('{self.column}'): value={_short(self.value)}: must be finite")
 

@@ -115,16 +115,6 @@ class ColumnStep(Step):
         return (self.output or self.column,)
 
 
-def positive(step: str, name: str, value: int | None) -> None:
-    """Refuses a number below 1.
-
-    Raises:
-        ValueError: the number is below 1; the message names step, argument and value.
-    """
-    if value is not None and value < 1:
-        raise ValueError(f"{step}: {name}={value}: must be 1 or more")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Chain:
     """Applies steps to a table, all fitted already or fitted one by one.
