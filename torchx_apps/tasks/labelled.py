@@ -82,7 +82,7 @@ class LabelledTask(Task):
 
 
 class LabelledEvaluator(Evaluator):
-    """Evaluates AUC, AUC within each user's rows, and log loss."""
+    """Evaluates AUC and log loss."""
 
     data: LabelledData
 

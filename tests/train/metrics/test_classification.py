@@ -1,7 +1,6 @@
 """Classification figures: by definition, equal on 1 and 2 ranks and streamed, and torchrec's where it is right."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from tests.contracts import run_ranks
 from torchrec_ext.distributed.runtime import Runtime
-from torchrec_ext.train.metrics import ClassificationMetrics, auc, classification_metrics, grouped_auc
+from torchrec_ext.train.metrics import ClassificationMetrics, auc, classification_metrics
 from torchrec_ext.train.metrics.classification import BITS
 
 HERE = Runtime()
@@ -158,41 +157,6 @@ def test_what_is_undefined_is_nan() -> None:
     assert math.isnan(classification_metrics(ones, ones * 0, ones, HERE)["calibration"])
 
 
-def grouped(runtime: Runtime, *columns: Tensor) -> Any:
-    return tuple(grouped_auc(*share(runtime, *columns), runtime))  # type: ignore[arg-type]
-
-
-def test_grouped_auc_weighs_groups_by_their_rows_and_skips_those_of_one_class() -> None:
-    logits, labels, weights = rows(200, seed=3)
-    groups = torch.randint(0, 60, (200,), generator=torch.Generator().manual_seed(5)) * (1 << 40)
-    total, value, counted, skipped = 0.0, 0.0, 0, 0
-    for group in groups[weights > 0].unique():
-        own = groups == group
-        area = by_pairs(logits[own], labels[own], weights[own])
-        if math.isnan(area):
-            skipped += 1
-            continue
-        counted += 1
-        value += float(weights[own].sum()) * area
-        total += float(weights[own].sum())
-    assert skipped > 5
-    for world_size in (1, 2):
-        for found in run_ranks(grouped, world_size, logits, labels, weights, groups):
-            assert found == pytest.approx((value / total, counted, skipped), abs=1e-12)
-
-
-@pytest.mark.unit
-def test_grouped_auc_at_its_ends() -> None:
-    logits, labels, weights = rows()
-    one_group = grouped_auc(logits, labels, weights, torch.full((101,), 8), HERE)
-    assert one_group.value == pytest.approx(auc(logits, labels, weights, HERE), abs=1e-12)
-    alone = grouped_auc(logits, labels, weights, torch.arange(101), HERE)
-    assert math.isnan(alone.value)
-    assert (alone.groups, alone.skipped) == (0, int((weights > 0).sum()))
-    none = grouped_auc(logits[:0], labels[:0], weights[:0], torch.zeros(0, dtype=torch.int64), HERE)
-    assert (none.groups, none.skipped) == (0, 0)
-
-
 @pytest.mark.unit
 @pytest.mark.parametrize(
     ("options", "message"),
@@ -216,5 +180,3 @@ def test_wrong_rows_are_named(options: dict[str, Tensor], message: str) -> None:
         auc(**columns, runtime=HERE)
     with pytest.raises(ValueError, match=message):
         ClassificationMetrics().update(**columns)
-    with pytest.raises(ValueError, match=r"groups: torch.float32 of shape \(3,\)"):
-        grouped_auc(torch.zeros(4), torch.ones(4), torch.ones(4), torch.zeros(3), HERE)

@@ -3,11 +3,9 @@
 from torchrec_ext.train.metrics.catalogue import Coverage, Question, catalogue_ranks, popularity_ranks, ranks_of
 from torchrec_ext.train.metrics.classification import (
     ClassificationMetrics,
-    GroupedAuc,
     auc,
     classification_metrics,
     classification_names,
-    grouped_auc,
 )
 from torchrec_ext.train.metrics.evaluation_watch import EvaluationStoppedError, EvaluationWatch, watched, watching
 from torchrec_ext.train.metrics.ranking import (
@@ -29,7 +27,6 @@ __all__ = [
     "Coverage",
     "EvaluationStoppedError",
     "EvaluationWatch",
-    "GroupedAuc",
     "Kept",
     "PaddedRows",
     "Question",
@@ -45,7 +42,6 @@ __all__ = [
     "embed_all",
     "gather_ranks",
     "gather_uneven_rows",
-    "grouped_auc",
     "joined_ranks",
     "named_figures",
     "own_share",

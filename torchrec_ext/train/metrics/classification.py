@@ -6,14 +6,11 @@ A row counts by its weight, as in the losses; rows of weight 0 are padding. Thes
   float32.
 - torchrec's AUC ignores ties and forgets rows outside of its window. Its log loss is in bits, of probabilities clamped
   at 1e-12.
-
-grouped_auc(): how well the rows of each user, or of each session, are ordered among themselves.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -171,57 +168,3 @@ def _all_ranks(sums: Tensor, runtime: Runtime) -> Tensor:
     total = sums.to(runtime.device, copy=True)
     dist.all_reduce(total)
     return total
-
-
-class GroupedAuc(NamedTuple):
-    """``value``, over ``groups`` groups with rows of both classes; ``skipped`` groups have rows of one class only."""
-
-    value: float
-    groups: int
-    skipped: int
-
-
-def grouped_auc(logits: Tensor, labels: Tensor, weights: Tensor, groups: Tensor, runtime: Runtime) -> GroupedAuc:
-    """Returns the mean over groups of the exact AUC within each, weighted by the group (Zhu et al. 2017, "GAUC").
-
-    It replaces torchrec's GAUC, which weighs all groups alike, orders ties by their index, and needs each group
-    complete in one batch. Here a group may be spread over several ranks. Every rank must call it, and holds some 200
-    bytes for each row of all ranks while it sorts.
-
-    Args:
-        logits: logits or probabilities, (B,).
-        labels: labels, (B,), 0 to 1.
-        weights: weights, (B,), 0 or more.
-        groups: group of each row, such as its user, (B,) int64.
-        runtime: rank and device of this process.
-
-    Returns:
-        The value, NaN if every group has rows of one class only; the numbers of counted and of skipped groups.
-    """
-    if groups.shape != logits.shape or groups.is_floating_point():
-        raise ValueError(
-            f"groups: {groups.dtype} of shape {tuple(groups.shape)}; must be integers, one for each of {len(logits)} "
-            "rows"
-        )
-    rows = gather_uneven_rows(torch.stack(counted_rows(logits, labels, weights), dim=1), runtime)
-    names, group = torch.unique(gather_uneven_rows(groups[weights != 0].long(), runtime), return_inverse=True)
-    values, position = torch.unique(rows[:, 0], return_inverse=True)
-    # Cells are sorted by group, then by ascending logit.
-    cells, cell = torch.unique(group * len(values) + position, return_inverse=True)
-    positive, negative = torch.zeros(2, len(cells), dtype=torch.float64, device=rows.device).index_add_(
-        1, cell, by_class(rows[:, 1], rows[:, 2])
-    )
-    group_of_cell = cells // max(1, len(values))
-    zeros = torch.zeros(len(names), dtype=torch.float64, device=rows.device)
-    positives = zeros.index_add(0, group_of_cell, positive)
-    negatives = zeros.index_add(0, group_of_cell, negative)
-    negatives_below = negative.cumsum(0) - negative - (negatives.cumsum(0) - negatives)[group_of_cell]
-    ordered_pairs = zeros.index_add(0, group_of_cell, positive * (negatives_below + negative / 2))
-    has_both_classes = (positives > 0) & (negatives > 0)
-    # Groups of one class have no pairs to order: their AUC is undefined, so they are skipped.
-    size = (positives + negatives)[has_both_classes]
-    mean = math.nan
-    if len(size):
-        pairs = (positives * negatives)[has_both_classes]
-        mean = float((size * ordered_pairs[has_both_classes] / pairs).sum() / size.sum())
-    return GroupedAuc(mean, len(size), len(names) - len(size))
