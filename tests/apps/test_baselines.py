@@ -203,7 +203,7 @@ def test_a_streamed_log_has_its_clicks_as_pairs() -> None:
         clicked += int(((chunk[task.data.roles.label].values > 0) & (chunk[task.data.roles.user].values > 0)).sum())
     assert len(users) == len(items) == clicked > 0
     beside = evaluator.beside("test")
-    asked = evaluator._ranked_rows("test")
+    asked = evaluator.question("test")
     assert (asked is None) == (not beside.figures)
     if asked is not None:
         assert list(beside.figures["als"]) == ["hr@10", "ndcg@10"]

@@ -146,6 +146,15 @@ class Column:
             return np.ones(len(self), dtype=np.int64)
         return self._windows.stops - self._windows.starts
 
+    @property
+    def owners(self) -> Int64:
+        """The row of each of ``values``, ascending."""
+        return np.arange(len(self)).repeat(self.lengths)
+
+    def row_of(self, index: int) -> int:
+        """Returns the row of one of ``values``."""
+        return int(np.cumsum(self.lengths).searchsorted(index, side="right"))
+
     def row(self, index: int) -> Array:
         """Returns the values of one row, as a view."""
         if self._windows is None:

@@ -128,7 +128,7 @@ class ClosedForms:
 
     def scores(self, name: str, known: Column) -> Tensor:
         """Returns the scores (Q, I) of all items for users with these items, by ``ease`` or ``als``."""
-        rows, items = _unique(np.arange(len(known)).repeat(known.lengths), known.values)
+        rows, items = _unique(known.owners, known.values)
         if name == "ease":
             weights = self._fit(
                 "ease", lambda: closed_form.ease(*self._taken(), self.num_items, l2=self.config.ease_l2)

@@ -84,7 +84,6 @@ def of_interactions(data: InteractionData, schema: BatchSchema) -> ExportData:
     liked = data.liked.take(users)
     # Items outside the catalogue have no position.
     has_position = liked.values < past_last
-    owners = np.arange(len(users)).repeat(liked.lengths)
     return ExportData(
         catalogue=Catalogue(
             ids=ids["item_id"][1:],
@@ -99,7 +98,7 @@ def of_interactions(data: InteractionData, schema: BatchSchema) -> ExportData:
             features=users_table,
             unknown=_unknown(user_rows, encoding, {name: values[:1].tolist()[0] for name, values in ids.items()}),
             seen=_positions(data.seen(users, "train", "validation")),
-            liked=_positions(Column.grouped(liked.values[has_position], owners[has_position], len(users))),
+            liked=_positions(Column.grouped(liked.values[has_position], liked.owners[has_position], len(users))),
         ),
         queries=queries,
         preprocessor=_preprocessor(tables, encoding, _id_vocabularies(data, ids)),

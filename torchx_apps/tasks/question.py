@@ -75,7 +75,7 @@ class TaskQuestion:
         question = metrics.Question(
             targets=torch.from_numpy(targets),
             target_rows=None if target_rows is None else torch.from_numpy(target_rows),
-            seen_rows=torch.from_numpy(np.arange(len(left_out)).repeat(left_out.lengths)),
+            seen_rows=torch.from_numpy(left_out.owners),
             seen_items=torch.from_numpy(left_out.values),
             not_items=not_items,
         )

@@ -11,6 +11,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_ext.data.columns import Chunk, Int64
 from torchrec_ext.data.datasets.interactions import InteractionData
+from torchrec_ext.data.datasets.sequences import HELD_OUT
 from torchrec_ext.data.loader.batch_builder import BatchBuilder
 from torchrec_ext.data.loader.id_dropout import unseen_as_oov
 from torchrec_ext.data.loader.loader import ChunkLoader, LoaderConfig, labelled_rows, training_loader
@@ -123,29 +124,29 @@ class RankingEvaluator(RankedEvaluator):
 
     data: InteractionData
 
-    def __init__(
-        self,
-        data: InteractionData,
-        schema: BatchSchema,
-        model: DistributedModelParallel,
-        runtime: Runtime,
-        figures: Figures = (),
-        closed_forms: ClosedForms | None = None,
-    ) -> None:
-        protocol = data.evaluation
-        usual_figures = [(name, k) for k in protocol.at for name in protocol.figures]
-        super().__init__(data, schema, model, runtime, figures or usual_figures, closed_forms)
+    @property
+    def usual_figures(self) -> Figures:
+        """Those of the publishers' protocol."""
+        protocol = self.data.evaluation
+        return [(name, k) for k in protocol.at for name in protocol.figures]
+
+    @cached_property
+    def _items(self) -> Chunk:
         # The evaluation does what serving does: a user or an item without a training row has the unknown id's table row
         # and its own features. That table row is trained where ids are dropped; otherwise it has its initial values,
         # which all such items share.
-        self._items = self._with_oov_ids(data.items, "item_id")
-        self._builder = BatchBuilder(schema, self._items)
-        whole = [split for split in ("validation", "test") if split not in data.evaluation.candidates]
-        self._labelled = {
-            split: self._with_oov_ids(labelled_rows(data, split), "user_id")
-            for split in whole
-            if getattr(data, split).num_rows
-        }
+        return self._with_oov_ids(self.data.items, "item_id")
+
+    @cached_property
+    def _builder(self) -> BatchBuilder:
+        return BatchBuilder(self.schema, self._items)
+
+    @cached_property
+    def _labelled(self) -> dict[str, Chunk]:
+        """Held-out rows with negatives, for the AUC, by split; without splits whose items have candidates."""
+        candidates = self.data.evaluation.candidates
+        splits = [name for name in HELD_OUT if name not in candidates and getattr(self.data, name).num_rows]
+        return {split: self._with_oov_ids(labelled_rows(self.data, split), "user_id") for split in splits}
 
     @property
     def validated(self) -> list[str]:
@@ -190,7 +191,7 @@ class RankingEvaluator(RankedEvaluator):
             trained = np.flatnonzero(np.isin(queries, users))
             scores = model.interaction.score_all(vectors[users.searchsorted(queries[trained])], items).cpu()
             own_items = self.data.seen(queries[trained])
-            scores[np.arange(len(trained)).repeat(own_items.lengths), own_items.values] = -torch.inf
+            scores[own_items.owners, own_items.values] = -torch.inf
             scores[:, 0] = -torch.inf
             values, rows = scores.topk(best.shape[1])
             best[trained] = torch.where(values > -torch.inf, rows, 0).numpy()

@@ -9,7 +9,7 @@ import numpy as np
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_ext.data.columns import Chunk, Column
-from torchrec_ext.data.datasets.sequences import HELD_OUT, SequenceData, most_recent, training_windows
+from torchrec_ext.data.datasets.sequences import HELD_OUT, HeldOut, SequenceData, most_recent, training_windows
 from torchrec_ext.data.loader.batch_builder import BatchBuilder
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.sessions import SessionLoader
@@ -43,7 +43,7 @@ class SessionTask(RankedTask):
         """EASE and ALS of the training items, in whatever order."""
         sequences = self.data.training()
         return ClosedForms(
-            pairs=lambda: (np.arange(len(sequences)).repeat(sequences.lengths), sequences.values),
+            pairs=lambda: (sequences.owners, sequences.values),
             num_pairs=len(sequences.values),
             num_users=len(sequences),
             num_items=self.data.num_items + 1,
@@ -101,18 +101,13 @@ class SessionEvaluator(RankedEvaluator):
 
     data: SequenceData
 
-    def __init__(
-        self,
-        data: SequenceData,
-        schema: BatchSchema,
-        model: DistributedModelParallel,
-        runtime: Runtime,
-        figures: Figures = USUAL_FIGURES,
-        closed_forms: ClosedForms | None = None,
-    ) -> None:
-        super().__init__(data, schema, model, runtime, figures, closed_forms)
-        self._builder = BatchBuilder(schema, Chunk({CANDIDATES: Column(np.arange(data.num_items + 1))}))
-        self._held_out = {split: data.held_out(split) for split in HELD_OUT}
+    @cached_property
+    def _builder(self) -> BatchBuilder:
+        return BatchBuilder(self.schema, Chunk({CANDIDATES: Column(np.arange(self.data.num_items + 1))}))
+
+    @cached_property
+    def _held_out(self) -> dict[str, HeldOut]:
+        return {split: self.data.held_out(split) for split in HELD_OUT}
 
     def example(self) -> str:
         """Describes the first test user's last items and the model's recommendations after them."""

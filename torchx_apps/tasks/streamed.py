@@ -27,7 +27,7 @@ from torchrec_ext.train.config import Record
 from torchx_apps.tasks.baselines import ClosedForms
 from torchx_apps.tasks.export_data import ExportData, of_streamed, tower_columns, without_item, without_item_tower
 from torchx_apps.tasks.question import TaskQuestion
-from torchx_apps.tasks.task import BATCH_ROWS, USUAL_FIGURES, Figures, RankedEvaluator, RankedTask
+from torchx_apps.tasks.task import BATCH_ROWS, Figures, RankedEvaluator, RankedTask
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,23 @@ class StreamedTask(RankedTask):
         )
 
     def evaluator(self, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> StreamedEvaluator:
-        """Returns the evaluator of AUC, log loss, normalised entropy, calibration and the catalogue's ranking."""
-        return StreamedEvaluator(self.data, schema, model, runtime, self.figures, self.closed_forms)
+        """Returns the evaluator of AUC, log loss, normalised entropy, calibration and the catalogue's ranking.
+
+        Raises:
+            ValueError: figures or baselines of a ranking are set, and the catalogue is not ranked.
+        """
+        evaluator = StreamedEvaluator(self.data, schema, model, runtime, self.figures, self.closed_forms)
+        baselines = self.closed_forms.names if self.closed_forms else ()
+        if (self.figures or baselines) and evaluator.towers is None:
+            setting = f"evaluation.baselines={','.join(baselines)}"
+            if self.figures:
+                setting = f"evaluation.metrics={','.join(evaluator.ranking_names)}"
+            raise ValueError(
+                f"{setting}: the catalogue of '{self.name}' is not ranked; that needs Prepared(user=, item=) in its "
+                "preprocessing recipe, data.ranked above 0, and a last tower that reads the item's columns, and no "
+                "others"
+            )
+        return evaluator
 
     def export_data(self, schema: BatchSchema) -> ExportData:
         """Returns the items of the training rows, and requests as they stand in the log.
@@ -116,9 +131,8 @@ class StreamedTask(RankedTask):
 
 
 class _RankedRows(NamedTuple):
-    """Held-out rows to rank the catalogue for, by the model's ``towers``, the item's last."""
+    """Held-out rows to rank the catalogue for, and their question."""
 
-    towers: list[str]
     rows: Chunk
     question: TaskQuestion
 
@@ -133,33 +147,26 @@ class StreamedEvaluator(RankedEvaluator):
 
     data: StreamedData
 
-    def __init__(
-        self,
-        data: StreamedData,
-        schema: BatchSchema,
-        model: DistributedModelParallel,
-        runtime: Runtime,
-        figures: Figures = (),
-        closed_forms: ClosedForms | None = None,
-    ) -> None:
-        super().__init__(data, schema, model, runtime, figures or USUAL_FIGURES, closed_forms)
-        baseline_names = closed_forms.names if closed_forms else ()
-        if (figures or baseline_names) and ranking_towers(model.module, data) is None:
-            setting = f"evaluation.baselines={','.join(baseline_names)}"
-            if figures:
-                setting = f"evaluation.metrics={','.join(self.ranking_names)}"
-            raise ValueError(
-                f"{setting}: the catalogue of '{data.name}' is not ranked; that needs Prepared(user=, item=) in its "
-                "preprocessing recipe, data.ranked above 0, and a last tower that reads the item's columns, and no "
-                "others"
-            )
-        self._questions: dict[str, _RankedRows | None] = {}
+    @cached_property
+    def towers(self) -> list[str] | None:
+        """Names of the model's towers, the item's last, if they can rank the catalogue; else None."""
+        return ranking_towers(self.model.module, self.data)
+
+    @cached_property
+    def _rankings(self) -> dict[str, _RankedRows | None]:
+        """The rankings asked for so far, by split."""
+        return {}
+
+    @property
+    def tasks(self) -> list[str]:
+        """Names of the model's tasks; none if it has one label."""
+        return list(getattr(self.model.module, "tasks", ()))
 
     @property
     def validated(self) -> list[str]:
         """Names of the figures of :meth:`validate`."""
-        prefixes = [f"{name}_" for name in getattr(self.model.module, "tasks", ())] or [""]
-        ranked = self.ranking_names if ranking_towers(self.model.module, self.data) else []
+        prefixes = [f"{name}_" for name in self.tasks] or [""]
+        ranked = self.ranking_names if self.towers else []
         return [*(f"{prefix}{name}" for prefix in prefixes for name in self.classified), *ranked]
 
     def baseline(self, split: str) -> Record:
@@ -178,18 +185,17 @@ class StreamedEvaluator(RankedEvaluator):
 
     def question(self, split: str) -> TaskQuestion | None:
         """Returns the question about held-out rows with label 1; None if the catalogue is not ranked."""
-        ranked = self._ranked_rows(split)
-        return None if ranked is None else ranked.question
+        ranking = self._ranking(split)
+        return None if ranking is None else ranking.question
 
     def _constants(self, split: str) -> Iterator[tuple[str, tuple[float, float], float]]:
         """Yields each label's prefix of figures, its positives and their total, and their share in training."""
         data = self.data
-        tasks = list(getattr(self.model.module, "tasks", ()))
-        if not tasks:
+        if not self.tasks:
             yield "", data.positives[split], data.share("train")
             return
         of_clicked = self.model.module.rows == "positive"
-        for number, name in enumerate(tasks):
+        for number, name in enumerate(self.tasks):
             sums = []
             for of in (split, "train"):
                 every, some = data.task_positives[of][name]
@@ -213,24 +219,23 @@ class StreamedEvaluator(RankedEvaluator):
         for prefix, classification in sums.items():
             figures = classification.compute(runtime)
             record |= {f"{prefix}{name}": figures[name] for name in self.classified}
-        ranked = self._ranked_rows(split)
-        if ranked is None:
+        ranking = self._ranking(split)
+        if ranking is None or self.towers is None:
             return record
         # Read only now: the catalogue takes a pass over the training rows.
         builder = BatchBuilder(self.schema, self.data.items[1])
-        return record | ranked.question.of_model(self.model.module, runtime, builder, ranked.rows, ranked.towers)
+        return record | ranking.question.of_model(self.model.module, runtime, builder, ranking.rows, self.towers)
 
-    def _ranked_rows(self, split: str) -> _RankedRows | None:
+    def _ranking(self, split: str) -> _RankedRows | None:
         """Returns the rows to rank the catalogue for; None if it is not ranked."""
-        if split not in self._questions:
-            towers = ranking_towers(self.model.module, self.data)
-            self._questions[split] = None
-            if towers is not None:
-                rows = held_out_rows(self.data, split)
-                if rows.num_rows:
-                    question = question_of(self.data, rows, self.ranking_figures)
-                    self._questions[split] = _RankedRows(towers, rows, question)
-        return self._questions[split]
+        if self.towers is None:
+            return None
+        if split not in self._rankings:
+            rows = held_out_rows(self.data, split)
+            self._rankings[split] = None
+            if rows.num_rows:
+                self._rankings[split] = _RankedRows(rows, question_of(self.data, rows, self.ranking_figures))
+        return self._rankings[split]
 
 
 def _clicks(data: StreamedData, users: Int64) -> tuple[Int64, Int64]:

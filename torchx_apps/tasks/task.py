@@ -144,7 +144,7 @@ class RankedEvaluator(Evaluator):
         schema: schema of the model's batches.
         model: the sharded model.
         runtime: this rank's runtime.
-        figures: names of the ranking's figures with their numbers of items shown.
+        figures: names of the ranking's figures with their numbers of items shown; the usual ones if empty.
         closed_forms: EASE and ALS of the training rows, if they are ranked too.
     """
 
@@ -154,12 +154,17 @@ class RankedEvaluator(Evaluator):
         schema: BatchSchema,
         model: DistributedModelParallel,
         runtime: Runtime,
-        figures: Figures = USUAL_FIGURES,
+        figures: Figures = (),
         closed_forms: ClosedForms | None = None,
     ) -> None:
         super().__init__(data, schema, model, runtime)
-        self.ranking_figures = figures
+        self.ranking_figures = figures or self.usual_figures
         self._closed_forms = closed_forms
+
+    @property
+    def usual_figures(self) -> Figures:
+        """The ranking's figures if none are named."""
+        return USUAL_FIGURES
 
     @abstractmethod
     def question(self, split: str) -> TaskQuestion | None:

@@ -111,9 +111,9 @@ class SequenceData:
                 f"set '{self.name}': times are {times}; must be ragged, one for each item of {self.sequences}"
             )
         values = times.values
-        _, steps = _rows_and_steps(times.lengths)
         falls = np.zeros(len(values), dtype=bool)
-        falls[1:] = (values[1:] < values[:-1]) & (steps[1:] > 0)
+        # The first item of a user comes after the last one of another.
+        falls[1:] = (values[1:] < values[:-1]) & (times.owners[1:] == times.owners[:-1])
         if falls.any():
             index = int(falls.argmax())
             raise DataError(
@@ -124,9 +124,8 @@ class SequenceData:
 
     def _at(self, index: int) -> tuple[int, int]:
         """Returns the user's row and the step of an index in the values."""
-        ends = np.cumsum(self.sequences.lengths)
-        user = int(ends.searchsorted(index, side="right"))
-        return user, index - int(ends[user] - self.sequences.lengths[user])
+        user = self.sequences.row_of(index)
+        return user, index - int(self.sequences.lengths[:user].sum())
 
     def _user(self, row: int, step: int | None = None) -> str:
         user = f"user {row if self.user_ids is None else self.user_ids[row]}"
@@ -195,9 +194,10 @@ def training_windows(sequences: Column, max_targets: int) -> Column:
         raise ValueError(f"max_targets={max_targets} of {sequences}: must be 1 or more, of a ragged column")
     targets = np.maximum(sequences.lengths - 1, 0)
     pieces = -(-targets // max_targets)
-    rows, nth = _rows_and_steps(pieces)
-    # Counted from the end, so that only the first piece of a user is short.
-    stops = windows.stops[rows] - (pieces[rows] - 1 - nth) * max_targets
+    rows = np.arange(len(pieces)).repeat(pieces)
+    # Counted from the end, so that only the first piece of a user is short: 0 for a user's last piece.
+    from_end = np.cumsum(pieces)[rows] - 1 - np.arange(len(rows))
+    stops = windows.stops[rows] - from_end * max_targets
     return Column.from_windows(
         sequences.pool, Windows(np.maximum(windows.starts[rows], stops - max_targets - 1), stops)
     )
@@ -235,12 +235,6 @@ def from_rows(name: str, user: Array, item: Array, order: Array, *, times: bool 
         # [0] is never read. Any value of the ids' type fills it.
         item_ids=np.concatenate([item_ids[:1], item_ids]),
     )
-
-
-def _rows_and_steps(lengths: Int64) -> tuple[Int64, Int64]:
-    """Returns the row of each value of a ragged column, and its index in the row."""
-    rows = np.arange(len(lengths)).repeat(lengths)
-    return rows, np.arange(len(rows)) - (np.cumsum(lengths) - lengths)[rows]
 
 
 # Length of the longest planted sequence.
@@ -311,8 +305,7 @@ def _with_candidates(data: SequenceData, folder: Path, seed: int) -> SequenceDat
     candidates = {split: _negatives(data, split, file) for split, file in files.items() if file.exists()}
     if "validation" not in candidates:
         users = data.held_out("validation").users
-        owners = np.arange(len(data.sequences)).repeat(data.sequences.lengths)
-        user_pairs = Pairs(owners, data.sequences.values)
+        user_pairs = Pairs(data.sequences.owners, data.sequences.values)
         candidates["validation"] = untaken_items(data.num_items, user_pairs, users, candidates["test"].shape[1], seed)
     return dataclasses.replace(data, candidates=candidates)
 

@@ -128,7 +128,7 @@ def as_int64(where: str, name: str, column: Column, first: int = 0) -> Int64:
     most = np.iinfo(np.int64).max
     if values.dtype == np.uint64 and len(values) and int(values.max()) > most:
         index = int((values > most).argmax())
-        row = int(np.searchsorted(np.cumsum(column.lengths), index, side="right"))
+        row = column.row_of(index)
         raise DataError(
             f"{where}, column '{name}', row {first + row}: {values[index]} is beyond int64 "
             f"({int((values > most).sum())} such values in the rows read); write ids as int64, such as id % 2**63, or "

@@ -121,10 +121,10 @@ class BlockLayout:
         """Checks the rows of a group or of a part of one; returns ids (int64) by name and floats (float32) by name."""
         ids = {name: self._ids(group, name, chunk[name], feature) for name, feature in self.features.items()}
         ids |= {column: _weights(group, name, column, chunk) for name, column in self.weights.items()}
-        return ids, {name: self._numbers(group, name, chunk[name].values) for name in self.floats}
+        return ids, {name: self._numbers(group, name, chunk[name]) for name in self.floats}
 
-    def _numbers(self, group: RowGroup, name: str, values: Array) -> Float32:
-        floats = _finite(group, name, values)
+    def _numbers(self, group: RowGroup, name: str, column: Column) -> Float32:
+        floats = _finite(group, name, column)
         if name not in self.bounds or not len(floats):
             return floats
         low, high = self.bounds[name]
@@ -158,7 +158,7 @@ class BlockLayout:
 
 def _out_of_range(group: RowGroup, feature: SparseFeature, column: Column, values: Int64, bad: Array) -> DataError:
     first = int(bad.argmax())
-    row = int(np.searchsorted(np.cumsum(column.lengths), first, side="right"))
+    row = column.row_of(first)
     tables = listed(f"'{table}'" for table in feature.tables)
     return DataError(
         f"{group.name}, column '{feature.name}', row {group.first + row}: id {values[first]} is outside table "
@@ -167,14 +167,14 @@ def _out_of_range(group: RowGroup, feature: SparseFeature, column: Column, value
     )
 
 
-def _finite(group: RowGroup, name: str, values: Array) -> Float32:
-    floats: Float32 = values.astype(np.float32, copy=False)
+def _finite(group: RowGroup, name: str, column: Column) -> Float32:
+    floats: Float32 = column.values.astype(np.float32, copy=False)
     finite = np.isfinite(floats)
     if not finite.all():
-        row = int((~finite).argmax())
+        index = int((~finite).argmax())
         raise DataError(
-            f"{group.name}, column '{name}', row {group.first + row}: value {floats[row]} is not finite; fill or drop "
-            "it where it is written"
+            f"{group.name}, column '{name}', row {group.first + column.row_of(index)}: value {floats[index]} is not "
+            "finite; fill or drop it where it is written"
         )
     return floats
 
@@ -189,15 +189,7 @@ def _weights(group: RowGroup, name: str, column: str, chunk: Chunk) -> Column:
             f"{group.name}, column '{column}', row {group.first + row}: {lengths[row]} weights for the {ids[row]} ids "
             f"of '{name}'; give one for each id"
         )
-    values = chunk[column].values.astype(np.float32, copy=False)
-    if not np.isfinite(values).all():
-        index = int((~np.isfinite(values)).argmax())
-        row = int(np.searchsorted(np.cumsum(lengths), index, side="right"))
-        raise DataError(
-            f"{group.name}, column '{column}', row {group.first + row}: value {values[index]} is not finite; fill or "
-            "drop it where it is written"
-        )
-    return Column.from_lengths(values, lengths)
+    return Column.from_lengths(_finite(group, column, chunk[column]), lengths)
 
 
 class Memory:
