@@ -62,17 +62,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--world-size", type=int, default=8, help="devices, a process each")
     parser.add_argument("--local-world-size", type=int, help="devices of a host; 8, or all where there are fewer")
     parser.add_argument("--device", default="cuda", help="cuda or cpu")
-    parser.add_argument("--hbm", type=float, default=80.0, help="GiB of memory of a GPU")
-    parser.add_argument(
-        "--ddr", type=float, default=1024.0, help="GiB of memory of a host; beside GPUs 0: tables stay on them"
+    parser.add_numbers(
+        {
+            "--hbm": (80.0, "GiB of memory of a GPU"),
+            "--ddr": (1024.0, "GiB of memory of a host; beside GPUs 0: tables stay on them"),
+            "--ssd": (0.0, "GiB of SSD of a host, for --kernel key_value"),
+            "--intra": (600.0, "GiB/s that a device sends to those of its host"),
+            "--inter": (12.5, "GiB/s that a device sends to those of other hosts"),
+            "--memory-rate": (0.0, "GiB/s of the memory of tables; TorchRec's figure where 0"),
+            "--reserve": (0.15, "share of memory for all but tables"),
+        }
     )
-    parser.add_argument("--ssd", type=float, default=0.0, help="GiB of SSD of a host, for --kernel key_value")
-    parser.add_argument("--intra", type=float, default=600.0, help="GiB/s that a device sends to those of its host")
-    parser.add_argument("--inter", type=float, default=12.5, help="GiB/s that a device sends to those of other hosts")
-    parser.add_argument(
-        "--memory-rate", type=float, default=0.0, help="GiB/s of the memory of tables; TorchRec's figure where 0"
-    )
-    parser.add_argument("--reserve", type=float, default=0.15, help="share of memory for all but tables")
     parser.add_argument("--batch-size", type=int, help="rows of a device and step; the recipe's, or 1024")
     parser.add_argument("--sharding", help="auto, or one sharding type for every table; the recipe's, or auto")
     parser.add_argument("--kernel", help="auto, or one compute kernel for every table; the recipe's, or auto")

@@ -151,9 +151,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for every one of this machine"
     )
-    parser.add_argument("--port", type=int, default=8000, help="0 for any that is free")
-    parser.add_argument("--workers", type=int, default=1, help="processes")
-    parser.add_argument("--threads", type=int, default=1, help="threads of torch in each process")
+    parser.add_numbers(
+        {
+            "--port": (8000, "0 for any that is free"),
+            "--workers": (1, "processes"),
+            "--threads": (1, "threads of torch in each process"),
+        }
+    )
     parser.add_argument(
         "--token-file", type=Path, help=f"file with the token that callers must bear; else ${_TOKEN}, else none"
     )
@@ -172,29 +176,24 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--compile", choices=["auto", "off"], default="off", help="the top NN; pays for many candidates a request"
     )
-    parser.add_argument("--max-k", type=int, default=1_000, help="limit: items of an answer")
-    parser.add_argument("--max-candidates", type=int, default=10_000, help="limit: ids in each list of a request")
-    parser.add_argument("--max-body", type=int, default=2**20, help="limit: bytes of a request")
-    parser.add_argument("--max-header", type=int, default=2**15, help="limit: bytes of a request's address and headers")
-    parser.add_argument(
-        "--max-connections",
-        type=int,
-        default=1_000,
-        help="limit: connections of a worker; one without a request makes room",
-    )
-    parser.add_argument("--queue", type=int, default=256, help="limit: requests that may wait in a worker")
-    parser.add_argument("--time-ms", type=float, default=2_000.0, help="limit: milliseconds from request to answer")
-    parser.add_argument("--max-batch", type=int, default=32, help="requests that a worker answers together")
-    parser.add_argument("--max-wait-ms", type=float, default=0.0, help="how long a request waits for company")
-    parser.add_argument("--watch", type=float, default=1.0, help="seconds between two looks for another bundle")
     linger = "seconds after SIGTERM in which it still answers, while /readyz says 503 and connections are closed"
-    parser.add_argument("--linger", type=float, default=0.0, help=linger)
-    parser.add_argument(
-        "--drain", type=float, default=1.0, help="seconds for which new requests get 503 before it ends"
-    )
-    parser.add_argument("--hang", type=float, default=30.0, help="seconds in silence after which a worker is replaced")
-    parser.add_argument(
-        "--start", type=float, default=600.0, help="seconds to begin in, after which a worker is replaced"
+    parser.add_numbers(
+        {
+            "--max-k": (1_000, "limit: items of an answer"),
+            "--max-candidates": (10_000, "limit: ids in each list of a request"),
+            "--max-body": (2**20, "limit: bytes of a request"),
+            "--max-header": (2**15, "limit: bytes of a request's address and headers"),
+            "--max-connections": (1_000, "limit: connections of a worker; one without a request makes room"),
+            "--queue": (256, "limit: requests that may wait in a worker"),
+            "--time-ms": (2_000.0, "limit: milliseconds from request to answer"),
+            "--max-batch": (32, "requests that a worker answers together"),
+            "--max-wait-ms": (0.0, "how long a request waits for company"),
+            "--watch": (1.0, "seconds between two looks for another bundle"),
+            "--linger": (0.0, linger),
+            "--drain": (1.0, "seconds for which new requests get 503 before it ends"),
+            "--hang": (30.0, "seconds in silence after which a worker is replaced"),
+            "--start": (600.0, "seconds to begin in, after which a worker is replaced"),
+        }
     )
     parser.add_argument(
         "--log", choices=["requests", "events"], default="requests", help="JSON lines on standard error"

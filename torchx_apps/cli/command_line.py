@@ -123,7 +123,7 @@ def fill(text: str, indent: int) -> str:
     return textwrap.fill(text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
-def build_parser(prog: str, description: str | None, *, trains: bool = True) -> argparse.ArgumentParser:
+def build_parser(prog: str, description: str | None, *, trains: bool = True) -> FlagParser:
     """Returns a parser with the flags common to all apps with a recipe.
 
     A wrong flag raises ValueError, so that the message is printed once and not by every rank.
@@ -201,6 +201,11 @@ class FlagParser(argparse.ArgumentParser):
         """Parses the flags; see argparse."""
         words = sys.argv[1:] if args is None else args
         return super().parse_known_args([_with_dashes(word) for word in words], namespace)
+
+    def add_numbers(self, flags: Mapping[str, tuple[float, str]]) -> None:
+        """Adds flags that take a number of the type of their default, by name: the default and the help."""
+        for flag, (default, meaning) in flags.items():
+            self.add_argument(flag, type=type(default), default=default, help=meaning)
 
 
 def _with_dashes(word: str) -> str:
