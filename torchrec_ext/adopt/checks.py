@@ -9,6 +9,7 @@ Changes: finds what a user changed between two captured steps.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from torchrec_ext.adopt.errors import CannotAdopt
+from torchrec_ext.capture.policy import Compile
 from torchrec_ext.distributed.optim.config import Choice
 from torchrec_ext.observe.state_copy import random_state
 from torchrec_ext.observe.user_lines import module_line
@@ -313,6 +315,26 @@ class ForwardWatch(TorchFunctionMode):
         if name == "backward" or func is torch.autograd.backward:
             self.problem = "the loss function calls backward(); return the loss, and leave it to the step"
         return func(*args, **(kwargs or {}))
+
+
+def check_arguments(clip_norm: float, compile_: Compile, **counts: int) -> None:
+    """Checks the arguments of adopt() and adopt_towers() that are no objects of torch.
+
+    Args:
+        clip_norm: limit of the gradients' norm.
+        compile_: when a step is captured.
+        counts: numbers of steps, by the name of their argument.
+
+    Raises:
+        CannotAdopt: naming the argument.
+    """
+    if not (isinstance(clip_norm, int | float) and math.isfinite(clip_norm) and clip_norm >= 0):
+        raise CannotAdopt(f"clip_norm={clip_norm!r}: must be a number of 0 or more")
+    if compile_ not in ("auto", "off", "require"):
+        raise CannotAdopt(f"compile={compile_!r}: must be 'auto', 'off' or 'require'")
+    for name, count in counts.items():
+        if not isinstance(count, int) or count < 0:
+            raise CannotAdopt(f"{name}={count!r}: must be a number of steps, 0 or more")
 
 
 def loss_and_output(result: Any) -> tuple[Tensor, Any]:

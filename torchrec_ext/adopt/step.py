@@ -12,7 +12,6 @@ training lasts, see :class:`Verification`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -23,7 +22,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from torchrec_ext.adopt.average import StepAverage
 from torchrec_ext.adopt.captures import Captures, ForwardTrace, Trace, TraceFactory
-from torchrec_ext.adopt.checks import Changes, ForwardWatch
+from torchrec_ext.adopt.checks import Changes, ForwardWatch, check_arguments
 from torchrec_ext.adopt.errors import CannotAdopt, EndOfCaptureError, HalfStepError, TensorChangedError
 from torchrec_ext.adopt.graph import GRAPHS, LossFunction, OneGraphTooMany
 from torchrec_ext.adopt.lag import catch_up, reader_cost
@@ -96,13 +95,7 @@ def adopt(
         raise CannotAdopt("there is no optimizer; give a torch.optim.Optimizer or several")
     if not callable(loss):
         raise CannotAdopt(f"loss is a {type(loss).__name__}; give a function from a batch to the loss")
-    if not (isinstance(clip_norm, int | float) and math.isfinite(clip_norm) and clip_norm >= 0):
-        raise CannotAdopt(f"clip_norm={clip_norm!r}: must be a number of 0 or more")
-    if compile not in ("auto", "off", "require"):
-        raise CannotAdopt(f"compile={compile!r}: must be 'auto', 'off' or 'require'")
-    for name, count in (("verify", verify), ("patience", patience)):
-        if not isinstance(count, int) or count < 0:
-            raise CannotAdopt(f"{name}={count!r}: must be a number of steps, 0 or more")
+    check_arguments(clip_norm, compile, verify=verify, patience=patience)
     for name, module in model.named_modules() if clip_norm else ():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             path = f"{name}.weight".lstrip(".")

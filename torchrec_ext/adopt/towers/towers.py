@@ -17,7 +17,6 @@ at the exchanges and compiled. Ranks need not be alike in that: what they exchan
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchrec_ext.adopt.captures import Captures
+from torchrec_ext.adopt.checks import check_arguments
 from torchrec_ext.adopt.errors import CannotAdopt, EndOfStepError
 from torchrec_ext.adopt.step import AdoptedStep
 from torchrec_ext.adopt.towers.comparison import StepTimes, compare_with_one_process
@@ -243,12 +243,7 @@ class TowerWeights:
 
 def _adopted(local: LocalTowers, clip_norm: float, compile_: Compile, verify: int) -> AdoptedStep:
     """Returns this rank's steps, after a check of the user's settings."""
-    if not (isinstance(clip_norm, int | float) and math.isfinite(clip_norm) and clip_norm >= 0):
-        raise CannotAdopt(f"clip_norm={clip_norm!r}: must be a number of 0 or more")
-    if compile_ not in ("auto", "off", "require"):
-        raise CannotAdopt(f"compile={compile_!r}: must be 'auto', 'off' or 'require'")
-    if not isinstance(verify, int) or verify < 0:
-        raise CannotAdopt(f"verify={verify!r}: must be a number of steps, 0 or more")
+    check_arguments(clip_norm, compile_, verify=verify)
     rank_step = TowerRankStep(local, clip_norm=float(clip_norm), compile_=compile_)
 
     def trace(captures: Captures, selects: bool) -> TowersTrace:
