@@ -278,6 +278,11 @@ def _users_line(text: str) -> str:
     return f"{file}:{number} ({code.strip()})"
 
 
+def _line_of(node: fx.Node) -> str:
+    """Returns the user's line that a node of a graph is from."""
+    return _users_line(node.stack_trace or "")
+
+
 class ForwardGraph:
     """One graph of Dynamo's, with the parts that its inputs play.
 
@@ -359,14 +364,14 @@ class ForwardGraph:
                     "a tensor of the batch requires a gradient, which a captured step does not give; detach it"
                 )
             if tensor.requires_grad and id(tensor) not in of_model:
-                line = _users_line(next(iter(self._placeholders[index].users)).stack_trace or "")
+                line = _line_of(next(iter(self._placeholders[index].users)))
                 raise CannotAdopt(
                     f"{line} reads a tensor of shape {tuple(tensor.shape)} that requires a gradient and is not the "
                     "model's; put all modules of the loss into one: adopt(nn.ModuleList([model, other]), ...)"
                 )
         constants = [node for node in self._module.graph.nodes if node.op == "get_attr"]
         if constants:
-            line = _users_line(constants[0].stack_trace or "")
+            line = _line_of(constants[0])
             raise CannotAdopt(f"{line} reads a tensor as a constant; make it a buffer of the model")
 
     def _look_at_readers(self, name: str, parameter: fx.Node, is_table: bool) -> None:
@@ -376,7 +381,7 @@ class ForwardGraph:
         if readers and not others:
             self.look_ups[name] = readers
         elif others and (is_table or len(others) < len(readers)):
-            self.matrices[name] = _users_line(others[0].stack_trace or "")
+            self.matrices[name] = _line_of(others[0])
             if all(_is_penalty(node, parameter) for node in others):
                 self.penalties.add(name)
 
@@ -389,7 +394,7 @@ class ForwardGraph:
         masks: dict[int, tuple[str, Tensor]] = {}
         changing = {*self.of_batch, *self.parameters.values()}
         for mask in (node for node in self._module.graph.nodes if node.target is the_mask):
-            line = _users_line(mask.stack_trace or "")
+            line = _line_of(mask)
             before = _ancestors(mask)
             inputs = [index for index, node in enumerate(self._placeholders) if node in before]
             if changing & set(inputs) or self._draws(before, real):
@@ -464,7 +469,7 @@ def _is_look_up(node: fx.Node, parameter: fx.Node) -> bool:
     if arguments["weight"] is not parameter or arguments["input"] is parameter:
         return False
     if arguments.get("max_norm") is not None or arguments.get("scale_grad_by_freq"):
-        line = _users_line(node.stack_trace or "")
+        line = _line_of(node)
         raise CannotAdopt(
             f"{line} looks up with max_norm or scale_grad_by_freq, which have no captured form; leave them out"
         )
@@ -520,9 +525,9 @@ class _Runner(fx.Interpreter):
             else:
                 result = super().run_node(n)
         except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode):
-            raise CannotAdopt(values_needed(_users_line(n.stack_trace or ""))) from None
+            raise CannotAdopt(values_needed(_line_of(n))) from None
         if n.op.startswith("call") and depends_on_values(result):
-            raise CannotAdopt(values_needed(_users_line(n.stack_trace or "")))
+            raise CannotAdopt(values_needed(_line_of(n)))
         return result
 
 

@@ -245,32 +245,32 @@ def step_difference(
         return f"the loss, {float(loss):.7g}, not {float(eager_loss):.7g}"
     eager = _written(memory, outer)
     pulls = {parameter.name: _pull(parameter, before, eager) for parameter in memory.parameters}
-    greatest = max((float(pull.abs().max()) for pull in pulls.values() if pull.numel()), default=0.0)
+    greatest = max(map(_most, pulls.values()), default=0.0)
     for parameter in memory.parameters:
         pull = pulls[parameter.name]
         other = _pull(parameter, before, captured)
         if not pull.numel():
             continue
+        name = parameter.name
+        weight = eager[name]
         # Without state it is seen by how far the weight moves, which is rounded as the weight is.
-        rounding = 0.0 if STATES[parameter.choice.kind] else _ROUNDING * float(eager[parameter.name].abs().max())
-        rounding += 10 * noise.get(parameter.name, 0.0)
-        if float((pull - other).abs().max()) > near * float(pull.abs().max()) + floor * greatest + rounding:
-            return f"the gradient of '{parameter.name}'"
-        counts = pull.abs() > 100 * max(floor * greatest, noise.get(parameter.name, 0.0))
-        step = (eager[parameter.name] - before[parameter.name]).abs().max()
+        rounding = 0.0 if STATES[parameter.choice.kind] else _ROUNDING * _most(weight)
+        rounding += 10 * noise.get(name, 0.0)
+        if _most(pull - other) > near * _most(pull) + floor * greatest + rounding:
+            return f"the gradient of '{name}'"
+        counts = pull.abs() > 100 * max(floor * greatest, noise.get(name, 0.0))
+        step = _most(weight - before[name])
         # A gradient that is rounding makes a step of full size in any direction, and no longer one.
         share = torch.where(counts, 0.05, 2.5)
-        off = ((eager[parameter.name] - captured[parameter.name]).abs() / share).max()
-        if float(off) > float(step) + 2e-5 * float(eager[parameter.name].abs().max()):
-            return f"the weights of '{parameter.name}'"
+        if _most((weight - captured[name]) / share) > step + 2e-5 * _most(weight):
+            return f"the weights of '{name}'"
         if parameter.choice.averages:
-            average = f"{parameter.name}/{len(parameter.state) - 1}"
-            far = (eager[average] - captured[average]).abs().max()
-            movement = (eager[average] - before[average]).abs().max()
+            key = f"{name}/{len(parameter.state) - 1}"
+            average = eager[key]
             # Averages differ by as much as the weights may, in the share that these have in them.
-            most = 0.05 * movement + 2.5 * memory.average_rate() * step
-            if float(far) > float(most) + 2e-5 * float(eager[average].abs().max()):
-                return f"the average of '{parameter.name}'"
+            most = 0.05 * _most(average - before[key]) + 2.5 * memory.average_rate() * step
+            if _most(average - captured[key]) > most + 2e-5 * _most(average):
+                return f"the average of '{name}'"
     for name in eager:
         if name.startswith("outer ") and not torch.allclose(
             eager[name].float(), captured[name].float(), rtol=10 * near, atol=near, equal_nan=True
@@ -283,13 +283,17 @@ def step_difference(
     return ""
 
 
+def _most(tensor: Tensor) -> float:
+    """Returns the greatest absolute number of a tensor; 0 if it has none."""
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
 def _alike(tensor: Tensor, other: Tensor, near: float) -> bool:
     if tensor.shape != other.shape or tensor.dtype != other.dtype:
         return False
-    if not tensor.is_floating_point() or not tensor.numel():
+    if not tensor.is_floating_point():
         return True
-    scale = max(float(tensor.float().abs().max()), 1e-3)
-    return not float((tensor - other).abs().max()) > near * scale
+    return not _most(tensor - other) > near * max(_most(tensor.float()), 1e-3)
 
 
 @torch.no_grad()
@@ -340,8 +344,7 @@ def response_to_rounding(
     # The op-by-op loss is the eager one, so that a wrong trace is not taken for rounding.
     if math.isfinite(exact) and abs(losses[0] - eager_loss) <= _ROUNDING * abs(eager_loss):
         loss_noise = max(loss_noise, abs(exact - eager_loss))
-    noise = {name: float((pull - second[name]).abs().max()) for name, pull in first.items() if pull.numel()}
-    return {"loss": loss_noise, **noise}
+    return {"loss": loss_noise, **{name: _most(pull - second[name]) for name, pull in first.items()}}
 
 
 def _pull(parameter: UpdatedParameter, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Tensor:

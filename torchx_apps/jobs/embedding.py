@@ -24,6 +24,7 @@ from torch import Tensor
 
 from torchrec_ext.data.datasets import movielens
 from torchrec_ext.data.files.find import DataFile, PathLike, find_files
+from torchrec_ext.data.loader.epochs import Share
 from torchrec_ext.data.preprocess.columns import missing_column
 from torchrec_ext.data.preprocess.folders import hidden_folder
 from torchrec_ext.distributed.runtime import Runtime
@@ -121,8 +122,7 @@ class CatalogueFiles:
         self._names = list(dict.fromkeys([key, *columns]))
         self._files = find_files(paths, (".parquet",))
         blocks = [block for index in range(len(self._files)) for block in self._blocks_of(index)]
-        first, last = (len(blocks) * share // world_size for share in (rank, rank + 1))
-        self._local_blocks = blocks[first:last]
+        self._local_blocks = blocks[Share(rank=rank, world_size=world_size).part(len(blocks))]
         self.rows = sum(block.rows for block in self._local_blocks)
 
     def _blocks_of(self, index: int) -> list[_FileBlock]:
@@ -215,13 +215,13 @@ class KnownUsers:
 
     def __init__(self, users: UserTable, *, rank: int = 0, world_size: int = 1) -> None:
         self._users = users
-        self._first, self._last = (len(users) * share // world_size for share in (rank, rank + 1))
-        self.rows = self._last - self._first
+        self._part = Share(rank=rank, world_size=world_size).part(len(users))
+        self.rows = self._part.stop - self._part.start
 
     def __iter__(self) -> Iterator[RowBlock]:
         """Yields the blocks of this rank."""
-        for start in range(self._first, self._last, BLOCK_ROWS):
-            stop = min(start + BLOCK_ROWS, self._last)
+        for start in range(self._part.start, self._part.stop, BLOCK_ROWS):
+            stop = min(start + BLOCK_ROWS, self._part.stop)
             rows = self._users.block(start, stop)
             columns = {name: rows.column(name) for name in rows.schema.names}
             ids = pa.array(self._users.ids.ids(range(start, stop)))

@@ -18,6 +18,7 @@ from tabulate import tabulate
 from torch import Tensor
 from tqdm import tqdm
 
+from torchrec_ext.data.datasets.features import check_no_null, raw_ids, spelled
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.drawing.figures import BLUE, RED, figure_with_panels, require_matplotlib, save_figure
 from torchrec_ext.schema import DataError
@@ -300,15 +301,10 @@ def _reading(path: Path, names: Sequence[str]) -> Iterator[pq.ParquetFile]:
 
 
 def _ids(path: Path, table: pa.Table, name: str) -> _Ids:
-    column = table[name].combine_chunks()
-    if column.null_count:
-        raise DataError(f"{path}: column '{name}' has {column.null_count} nulls; leave these rows out")
-    if pa.types.is_integer(column.type):
-        return np.asarray(column.to_numpy(zero_copy_only=False)).astype(np.int64)
-    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
-        # numpy would make each text as wide as the longest.
-        return np.array(column.to_pylist(), dtype=object)
-    raise DataError(f"{path}: column '{name}' is {column.type}; ids must be whole numbers or texts")
+    column = raw_ids(path, name, table[name])
+    check_no_null(path, name, column, "each row needs an id")
+    ids: _Ids = column.to_numpy(zero_copy_only=False)
+    return ids
 
 
 def _kind(ids: _Ids) -> str:
@@ -322,12 +318,7 @@ def _shown(ids: _Ids, row: int) -> str:
 
 def _pairs(path: Path, users: Vectors, items: Vectors) -> tuple[_Ids, _Ids, _Ids]:
     """Returns the rows of users and of items of the pairs of a file, each pair once, and the users' ids."""
-    with _reading(path, []) as file:
-        present = file.schema_arrow.names
-    names = []
-    for kind in ("user", "item"):
-        # Without a known spelling the error names the usual one.
-        names.append(next((name for name in _SPELLINGS[kind] if name in present), kind))
+    names = list(spelled(path, _SPELLINGS).values())
     with _reading(path, names) as file:
         table = file.read(columns=names)
         ids = [_ids(path, table, name) for name in names]

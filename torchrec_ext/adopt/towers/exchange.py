@@ -83,12 +83,14 @@ class OutputExchange:
         self._sum_dtype = torch.float32
         for parameter in self._top:
             self._sum_dtype = torch.promote_types(self._sum_dtype, parameter.dtype)
-        ranks = range(runtime.world_size)
-        self._widths = [sum(tower.width for tower in towers if tower.rank == rank) for rank in ranks]
-        self.capacity = -(-rows // runtime.world_size)
+        self._rank = runtime.rank
+        self._ranks = runtime.world_size
+        self._widths = [sum(tower.width for tower in towers if tower.rank == rank) for rank in range(self._ranks)]
+        self._width = self._widths[self._rank]
+        self.grow(rows)
         self._total_sizes = [2 + len(self._top), *(parameter.numel() for parameter in self._top)]
         self._total = sum(self._total_sizes)
-        self.small = self._total * runtime.world_size <= _SMALL and self._sum_dtype == dtype
+        self.small = self._total * self._ranks <= _SMALL and self._sum_dtype == dtype
         self.step = 0
         self.due = False
         self.met = False
@@ -111,26 +113,28 @@ class OutputExchange:
 
     def shares(self, rows: int) -> list[slice]:
         """Returns the rows of each rank; a rank for which there is none reads the first row, with weight 0."""
-        ends = [rows * rank // self._runtime.world_size for rank in range(self._runtime.world_size + 1)]
+        ends = [rows * rank // self._ranks for rank in range(self._ranks + 1)]
         return [slice(start, stop) if stop > start else slice(0, 1) for start, stop in itertools.pairwise(ends)]
+
+    def counts(self, rows: int) -> list[int]:
+        """Returns the number of rows of each rank's share."""
+        return [share.stop - share.start for share in self.shares(rows)]
 
     def weight(self, rows: int) -> float:
         """Returns the share of this rank's rows in a batch of so many."""
-        rank = self._runtime.rank
-        ranks = self._runtime.world_size
-        return (rows * (rank + 1) // ranks - rows * rank // ranks) / rows
+        return (rows * (self._rank + 1) // self._ranks - rows * self._rank // self._ranks) / rows
 
     def fits(self, rows: int) -> bool:
         """Whether an exchange has room for a batch of so many rows."""
-        return -(-rows // self._runtime.world_size) <= self.capacity
+        return -(-rows // self._ranks) <= self.capacity
 
     def grow(self, rows: int) -> None:
         """Makes room for a batch of so many rows."""
-        self.capacity = -(-rows // self._runtime.world_size)
+        self.capacity = -(-rows // self._ranks)
 
     def share(self, rows: int) -> slice:
         """Returns the rows of this rank."""
-        return self.shares(rows)[self._runtime.rank]
+        return self.shares(rows)[self._rank]
 
     def header(self, header: OutputHeader) -> Tensor:
         """Returns the head of an exchange of outputs, in the dtype of the outputs."""
@@ -144,9 +148,8 @@ class OutputExchange:
 
     def blanks(self, rows: int, *, late: bool) -> list[Tensor]:
         """Returns zeros in the shapes that a step receives; ``late`` adds the norm and a large total."""
-        count = len(self.shares(rows)) * (self._total if self.small else 0) + rows * self._widths[self._runtime.rank]
-        extra = sum(share.stop - share.start for share in self.shares(rows)) - rows  # of ranks without rows
-        count += extra * self._widths[self._runtime.rank]
+        # The shares of ranks without rows have a row, too.
+        count = self._ranks * (self._total if self.small else 0) + sum(self.counts(rows)) * self._width
         result = [self.empty(sum(self.message_sizes)).zero_(), self.empty(count).zero_()]
         if late:
             size = 1 if self.small else 1 + self._total
@@ -161,12 +164,8 @@ class OutputExchange:
     def give_up(self, rows: int) -> None:
         """Sends zero gradients, with a flag for the failure of this rank. Collective."""
         total = self.total(self.zero(), [None] * len(self._top), failed=True)
-        share = self.share(rows)
-        leaves = [
-            self.empty((share.stop - share.start) * shape.numel()).zero_()
-            for tower in self._towers
-            for shape in tower.shapes
-        ]
+        size = self.counts(rows)[self._rank]
+        leaves = [self.empty(size * shape.numel()).zero_() for tower in self._towers for shape in tower.shapes]
         self.exchange_gradients(self.returning(leaves, total), rows)
         if not self.small:
             self.sum_ended(self.sum_begun(total))
@@ -174,20 +173,17 @@ class OutputExchange:
     def outgoing(self, header: Tensor, outputs: Sequence[Tensor], rows: int) -> list[Tensor]:
         """Splits the outputs (B, ...) of this rank's towers into pieces of messages; without outputs, zeros."""
         pieces = []
-        width = self._widths[self._runtime.rank]
         for share in self.shares(rows):
-            filled = (share.stop - share.start) * width if outputs else 0
-            padding = self.empty(self.capacity * width - filled).zero_()
+            filled = (share.stop - share.start) * self._width if outputs else 0
+            padding = self.empty(self.capacity * self._width - filled).zero_()
             pieces += [header, *(output.detach()[share].reshape(-1) for output in outputs), padding]
         return pieces
 
     def received(self, flat: Tensor, rows: int) -> list[Tensor]:
         """Returns the outputs of all towers for this rank's rows, (b, ...) each, as leaves that take gradients."""
-        share = self.share(rows)
-        size = share.stop - share.start
-        sizes = self.message_sizes
+        size = self.counts(rows)[self._rank]
         leaves = []
-        for rank, (piece, width) in enumerate(zip(torch.split(flat, sizes), self._widths, strict=True)):
+        for rank, (piece, width) in enumerate(zip(torch.split(flat, self.message_sizes), self._widths, strict=True)):
             body = piece[len(piece) - self.capacity * width :]
             leaves.append(iter(self._split(rank, body[: size * width], size)))
         return [next(leaves[tower.rank]).detach().requires_grad_() for tower in self._towers for _ in tower.shapes]
@@ -211,15 +207,13 @@ class OutputExchange:
 
     def arrived(self, flat: Tensor, rows: int) -> tuple[list[Tensor], Tensor | None]:
         """Returns the gradients (B, ...) of this rank's outputs from all ranks, and the sum of a small total."""
-        rank = self._runtime.rank
-        shares = self.shares(rows)
         start = self._total if self.small else 0
-        counts = [share.stop - share.start for share in shares]
-        by_rank = torch.split(flat, [start + count * self._widths[rank] for count in counts])
-        shapes = [shape for tower in self._towers if tower.rank == rank for shape in tower.shapes]
+        by_rank = torch.split(flat, self._gradient_sizes(rows))
+        shapes = self._shapes(self._rank)
         gradients = [self.empty(rows * shape.numel()).zero_().view(rows, *shape) for shape in shapes]
-        for share, piece, count in zip(shares, by_rank, counts, strict=True):
-            for gradient, each in zip(gradients, self._split(rank, piece[start:], count), strict=True):
+        for share, piece in zip(self.shares(rows), by_rank, strict=True):
+            leaves = self._split(self._rank, piece[start:], share.stop - share.start)
+            for gradient, each in zip(gradients, leaves, strict=True):
                 gradient[share] += each
         return gradients, torch.stack([piece[:start] for piece in by_rank]).sum(0) if self.small else None
 
@@ -234,13 +228,8 @@ class OutputExchange:
 
     def small_total(self, flat: Tensor, rows: int) -> Tensor:
         """Sums loss and flags over the received small totals, for :meth:`numbers`."""
-        width = self._widths[self._runtime.rank]
-        start = 0
-        heads = []
-        for share in self.shares(rows):
-            heads.append(flat[start : start + self._total_sizes[0]])
-            start += self._total + (share.stop - share.start) * width
-        return torch.stack(heads).sum(0)
+        pieces = torch.split(flat, self._gradient_sizes(rows))
+        return torch.stack([piece[: self._total_sizes[0]] for piece in pieces]).sum(0)
 
     def exchange_outputs(self, pieces: Sequence[Tensor], problem: Exception | None = None) -> Tensor:
         """Sends :meth:`outgoing`, and compares what all ranks are about to do. Collective.
@@ -250,7 +239,7 @@ class OutputExchange:
         """
         self.met = True
         sizes = self.message_sizes
-        flat = self._exchange(pieces, sizes, [sizes[self._runtime.rank]] * len(sizes), "the outputs of its towers")
+        flat = self._exchange(pieces, sizes, [sizes[self._rank]] * len(sizes), "the outputs of its towers")
         if self._record.next is None:
             heads = [piece[: len(self.header(OutputHeader()))] for piece in torch.split(flat, sizes)]
             self._compare([head.clone().view(torch.float64).tolist() for head in heads], problem)
@@ -259,11 +248,14 @@ class OutputExchange:
     def exchange_gradients(self, pieces: Sequence[Tensor], rows: int) -> Tensor:
         """Sends :meth:`returning`. Collective."""
         start = self._total if self.small else 0
-        rank = self._runtime.rank
-        counts = [share.stop - share.start for share in self.shares(rows)]
-        sizes = [start + count * self._widths[rank] for count in counts]
-        counts_sent = [start + counts[rank] * width for width in self._widths]
-        return self._exchange(pieces, sizes, counts_sent, "the gradients of the outputs")
+        size = self.counts(rows)[self._rank]
+        counts_sent = [start + size * width for width in self._widths]
+        return self._exchange(pieces, self._gradient_sizes(rows), counts_sent, "the gradients of the outputs")
+
+    def _gradient_sizes(self, rows: int) -> list[int]:
+        """Returns the numbers of an exchange of gradients that come from each rank."""
+        start = self._total if self.small else 0
+        return [start + count * self._width for count in self.counts(rows)]
 
     def sum_begun(self, total: Tensor) -> Any:
         """Begins to sum a large total over the ranks, in place; returns what :meth:`sum_ended` takes. Collective."""
@@ -292,7 +284,7 @@ class OutputExchange:
 
     def raise_together(self, problem: Exception | None) -> None:
         """Raises on all ranks if some of them have met a problem. Collective."""
-        raise_together(problem, self._runtime.world_size, self.step)
+        raise_together(problem, self._ranks, self.step)
 
     def wait(self, work: Any) -> None:
         """Waits for the other ranks."""
@@ -350,9 +342,13 @@ class OutputExchange:
                 "DistributedSampler)"
             )
 
+    def _shapes(self, rank: int) -> list[torch.Size]:
+        """Returns the shapes of the leaves of the outputs of a rank's towers, without the rows."""
+        return [shape for tower in self._towers if tower.rank == rank for shape in tower.shapes]
+
     def _split(self, rank: int, flat: Tensor, rows: int) -> list[Tensor]:
         """Returns the leaves of the outputs of a rank's towers for so many rows, (rows, ...) each."""
-        shapes = [shape for tower in self._towers if tower.rank == rank for shape in tower.shapes]
+        shapes = self._shapes(rank)
         pieces = torch.split(flat, [rows * shape.numel() for shape in shapes]) if shapes else ()
         return [piece.view(rows, *shape) for piece, shape in zip(pieces, shapes, strict=True)]
 

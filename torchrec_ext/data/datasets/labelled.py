@@ -443,11 +443,7 @@ def _size(parts: list[Array]) -> int:
 
 def _untrained_unknown(rows: Chunk, train: Chunk, unknown: Mapping[str, int]) -> Chunk:
     """Replaces ids without a training row by the column's row in ``unknown``."""
-    columns = {}
-    for name, row in unknown.items():
-        ids = rows[name].values
-        columns[name] = Column(np.where(np.isin(ids, train[name].values), ids, row))
-    return rows.with_columns(columns)
+    return rows.with_columns({name: rows[name].restricted(train[name].values, row) for name, row in unknown.items()})
 
 
 def _file(folder: Path | None, part: str) -> Path | None:

@@ -8,13 +8,12 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_ext.batch import ResumableLoader, TowerBatch
-from torchrec_ext.data.columns import Chunk, Column
+from torchrec_ext.data.columns import Chunk
 from torchrec_ext.data.loader.sessions import SessionLoader
 from torchrec_ext.data.negatives.random import device_uniform, mixed, stream
 from torchrec_ext.schema import BatchSchema
@@ -130,14 +129,10 @@ def unseen_as_oov(rows: Chunk, train: Chunk, feature: SparseFeature) -> Chunk:
     pushed down, as a negative. The out-of-vocabulary row is trained if ids of the feature are dropped; else it holds
     its first values too, but the same for all such ids, which are then ranked by their other features.
     """
-    is_trained = np.zeros(feature.num_embeddings, dtype=bool)
-    train_ids = train[feature.name].values
-    is_trained[train_ids[(train_ids >= 0) & (train_ids < feature.num_embeddings)]] = True
-    column = rows[feature.name]
-    values = column.values
-    is_known = (values >= 0) & (values < feature.num_embeddings)
-    is_known[is_known] = is_trained[values[is_known]]
-    return rows.with_columns({feature.name: Column(np.where(is_known, values, feature.oov_id), column.offsets)})
+    trained = train[feature.name].values
+    # An id outside of the table has no row, trained or not.
+    trained = trained[(trained >= 0) & (trained < feature.num_embeddings)]
+    return rows.with_columns({feature.name: rows[feature.name].restricted(trained, feature.oov_id)})
 
 
 class BagRange(NamedTuple):
