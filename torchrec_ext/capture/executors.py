@@ -246,7 +246,7 @@ class _RefusesWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _copied(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Returns copies of tensors: on the device if they fill less than half of its free memory, else on the host."""
     free, _ = torch.cuda.mem_get_info(device)
-    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    size = sum(tensor.nbytes for tensor in tensors)
     return [tensor.clone() if size < free / 2 else tensor.cpu() for tensor in tensors]
 
 

@@ -53,7 +53,7 @@ def settle_buckets(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, DistributedDataParallel) and module.process_group.size() > 2:
             parameters = [parameter for parameter in module._module_parameters if parameter.requires_grad]
-            size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+            size = sum(parameter.nbytes for parameter in parameters)
             if size <= dist._DEFAULT_FIRST_BUCKET_BYTES:
                 module.reducer._push_all_rebuilt_params()
 

@@ -273,7 +273,7 @@ class StateCopy:
             values = None
             if _address(tensor) not in self._whole and not _unwritable(tensor):
                 values = tensor.detach().clone()
-                size = tensor.numel() * tensor.element_size()
+                size = tensor.nbytes
                 self.bytes += size
                 if tensor.is_contiguous() and size == tensor.untyped_storage().nbytes():
                     self._whole.add(_address(tensor))

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from torchrec_ext.distributed.autotune.choose import Decision
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.config import Record
-from torchrec_ext.train.report.progress import REPORT, RunFolder, time_shares
+from torchrec_ext.train.report.progress import REPORT, RunFolder, records_of, time_shares
 from torchx_apps.tasks.baselines import Beside
 from torchx_apps.tasks.task import Task
 
@@ -62,7 +62,7 @@ class Trained:
     @property
     def records(self) -> list[Record]:
         """The records of losses and rows."""
-        return [record for record in self.history if record["kind"] == "train"]
+        return records_of(self.history, "train")
 
     @property
     def steps_s(self) -> float:
@@ -209,7 +209,7 @@ def report_steps(folder: RunFolder, decision: Decision, history: Sequence[Record
         decision: the placement that was chosen before the training, with its candidates.
         history: the training's records.
     """
-    records = [record for record in history if record["kind"] == "train"]
+    records = records_of(history, "train")
     earlier = [0, *(record["step"] for record in records)]
     counts = [record["step"] - before for record, before in zip(records, earlier, strict=False)]
     times = [1e3 * record["rows"] / record["rows_per_s"] / count for record, count in zip(records, counts, strict=True)]

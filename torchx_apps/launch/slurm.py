@@ -221,7 +221,7 @@ class NodeSize:
 def nodes_of(partition: str | None) -> list[NodeSize]:
     """Returns the nodes of a partition, by default of the default one; none if Slurm does not answer."""
     answer = _ask("sinfo", "--noheader", "--Node", "--noconvert", "--format", "%P|%c|%m|%G")
-    rows = [line.strip().split("|") for line in answer.stdout.splitlines() if line.count("|") == 3]
+    rows = _rows(answer, 4)
     return [
         NodeSize(cpus=int(cpus.rstrip("+")), memory=int(memory.rstrip("+M")), gpus=count_gpus(gres))
         for name, cpus, memory, gres in rows
@@ -311,10 +311,16 @@ def _ask(*words: str) -> subprocess.CompletedProcess[str]:
         ) from None
 
 
+def _rows(answer: subprocess.CompletedProcess[str], width: int) -> list[list[str]]:
+    """Returns the rows of an answer; a line with another number of columns is no row."""
+    rows = [line.strip().split("|") for line in answer.stdout.splitlines()]
+    return [row for row in rows if len(row) == width]
+
+
 def _queued(*which: str) -> list[_Entry]:
     """Returns squeue's entries, also of jobs ended in the last minutes."""
     answer = _ask("squeue", "--noheader", "--states=all", "--format", "%i|%T|%j|%Z|%r", *which)
-    rows = [line.strip().split("|") for line in answer.stdout.splitlines() if line.count("|") == 4]
+    rows = _rows(answer, 5)
     return [
         _Entry(job=job.partition("+")[0], state=state, name=name, folder=folder, reason=reason)
         for job, state, name, folder, reason in sorted(rows)
@@ -326,7 +332,7 @@ def _accounted() -> list[_Entry] | None:
     answer = _ask("sacct", "--noheader", "-X", "--parsable2", "--starttime=1970-01-01", "--format=JobID,State")
     if answer.returncode:
         return None
-    rows = [line.strip().split("|") for line in answer.stdout.splitlines() if line.count("|") == 1]
+    rows = _rows(answer, 2)
     return [  # a state may have more words, such as CANCELLED by 1000
         _Entry(job=job.partition("+")[0], state=state.partition(" ")[0], name="", folder="", reason="")
         for job, state in rows

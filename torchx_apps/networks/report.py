@@ -12,6 +12,7 @@ from tabulate import tabulate
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.drawing.figures import figure_with_panels, save_figure
 from torchrec_ext.train.config import Record
+from torchrec_ext.train.report.progress import records_of
 from torchx_apps.jobs.report import describe_data
 from torchx_apps.networks.members import MemberJob, differing, setting
 from torchx_apps.tasks.job import Job
@@ -68,7 +69,7 @@ def result_of(
         name=name,
         ended=ended,
         epochs=whole,
-        validation=[record for record in history if record["kind"] == "eval"],
+        validation=records_of(history, "eval"),
         test=figures,
         loss=[{"epoch": r["epoch"], "step": r["step"], "loss": r["loss"]} for r in history if r["kind"] == "train"],
         seconds=seconds,

@@ -214,7 +214,7 @@ class Collectives:
                 self._complete(work)
             if self._mode == "trace":
                 ranks = tuple(dist.get_process_group_ranks(ProcessGroup.unbox(_group(args))))
-                count = 0 if name == "barrier" else sum(each.numel() * each.element_size() for each in inputs)
+                count = 0 if name == "barrier" else sum(each.nbytes for each in inputs)
                 self.calls.append(Call(_NAMES[name], calling_line(), ranks, count, begin, self._moment()))
             elif self._mode == "record" and name in _OTHER:
                 self._recorded.append((name, [each.clone() for each in outputs]))

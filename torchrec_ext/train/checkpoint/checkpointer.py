@@ -261,4 +261,4 @@ def _size_in_bytes(state: State) -> int:
             tensors += [shard.tensor for shard in value.parts]
         else:
             tensors.append(value)
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.nbytes for tensor in tensors)

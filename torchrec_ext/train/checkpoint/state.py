@@ -90,7 +90,7 @@ class Parts:
         """Yields the rectangles, cut into blocks of rows."""
         for tensor, (row, *rest) in self.parts:
             # Cut by rows, so that the blocks of a contiguous rectangle are contiguous too.
-            rows = max(_BLOCK_BYTES // max(tensor[0].numel() * tensor.element_size(), 1), 1)
+            rows = max(_BLOCK_BYTES // max(tensor[0].nbytes, 1), 1)
             for start in range(0, len(tensor), rows):
                 yield LocalShard(tensor[start : start + rows], (row + start, *rest))
 

@@ -174,7 +174,7 @@ def publish_weights(
                 for row, block in _read_blocks(path, saved_name, metadata[name]):
                     out.write(name, row, block)
                     if progress is not None:
-                        progress(block.numel() * block.element_size())
+                        progress(block.nbytes)
     except OSError as error:
         raise CheckpointError(f"'{file}' cannot be written: {error.strerror or error}") from None
     return {name: tuple(tensor.size) for name, tensor in metadata.items()}

@@ -396,9 +396,14 @@ def main_figure(figures: Mapping[str, float]) -> str:
     return (rankings or [name for name in figures if name == "auc"] or list(figures))[0]
 
 
+def records_of(records: Sequence[Record], kind: str) -> list[Record]:
+    """Returns the records of a kind, such as ``eval``."""
+    return [record for record in records if record["kind"] == kind]
+
+
 def best_evaluation(records: Sequence[Record]) -> Record | None:
     """Returns the evaluation with the best main figure, the first of equal ones; None without evaluations."""
-    evaluations = [record for record in records if record["kind"] == "eval"]
+    evaluations = records_of(records, "eval")
     figures = _last_figures(evaluations)
     if not figures:
         return None
@@ -438,8 +443,8 @@ def draw_training(
     title: str = "",
 ) -> None:
     """Draws the loss over steps, and one panel per evaluated figure with a line at the best epoch."""
-    train = [record for record in records if record["kind"] == "train"]
-    evaluations = [record for record in records if record["kind"] == "eval"]
+    train = records_of(records, "train")
+    evaluations = records_of(records, "eval")
     names = list(_last_figures(evaluations))
     figure, axes = figure_with_panels(1 + len(names), (4.2 * (1 + len(names)), 3.4))
     figure.suptitle(title)
@@ -470,8 +475,8 @@ def run_page(
         baselines: figures by name on the same held-out rows, drawn as dashed lines.
         baseline_name: name of these figures.
     """
-    train = [record for record in records if record["kind"] == "train"]
-    evaluations = [record for record in records if record["kind"] == "eval"]
+    train = records_of(records, "train")
+    evaluations = records_of(records, "eval")
     errors = [record["message"] for record in records if record["kind"] in ("error", "stop", "restore")]
     summary = paragraph(conclusion(records, facts.test), "conclusion")
     summary += "".join(paragraph(note, "warning") for note in (*facts.notes, *errors))
