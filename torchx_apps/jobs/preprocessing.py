@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from tabulate import tabulate
 from tqdm import tqdm
@@ -304,10 +303,12 @@ def write_raw_rows(prepared: Prepared, fitted: FittedPreprocessor, folder: Path,
     opened = open_source(source, list(dict.fromkeys([*names, *event_keys])), engine)
     (folder / RAW_REQUESTS).parent.mkdir()
     rows = engine.collect(_spread(opened.table, engine).limit(AUDITED))
-    columns = {name: rows[name] for name in names}
     events = source if prepared.events is None else prepared.events
+    requests = engine.register(rows.append_column("__request__", pa.array(range(len(rows)), pa.int64())))
     for step in histories:
-        columns |= _latest_events(step, rows, events, engine)
+        requests = _with_latest_events(requests, "__request__", step, events, engine)
+    lists = engine.collect(requests.order_by("__request__"))
+    columns = {name: rows[name] for name in names} | {name: lists[name] for step in histories for name in step.sent}
     pq.write_table(pa.table(columns), folder / RAW_REQUESTS)
     if prepared.user is not None:
         _write_users(prepared, prepared.user, fitted, folder / RAW_USERS, engine)
@@ -359,28 +360,34 @@ def _write_users(prepared: Prepared, user: str, fitted: FittedPreprocessor, path
     pq.write_table(engine.collect(users.order_by(key)), path)
 
 
-def _with_latest_events(users: Any, key: str, step: History, source: Source, engine: Engine) -> Any:
-    """Adds each user's latest events to a table of users, oldest first, as in a request."""
+def _with_latest_events(rows: Any, key: str, step: History, source: Source, engine: Engine) -> Any:
+    """Adds the latest events of each row's user, oldest first, as in a request; earlier ones, if rows have a time."""
     import ibis
 
     # A history is sorted by these columns, in this order.
     names = (step.time, step.item, *step.also)
     events = _events(step, source, engine)
-    latest_first = ibis.window(group_by=events[step.user], order_by=[events[name].desc() for name in names])
+    if step.time in rows.columns:
+        moments = rows.select(__key__=rows[key], __user__=rows[step.user], __time__=rows[step.time])
+        is_earlier = [events[step.user] == moments["__user__"], events[step.time] < moments["__time__"]]
+        events = events.inner_join(moments, is_earlier)
+    else:
+        events = events.mutate(__key__=events[step.user])
+    latest_first = ibis.window(group_by=events["__key__"], order_by=[events[name].desc() for name in names])
     events = events.mutate(__number__=ibis.row_number().over(latest_first))
     events = events.filter(events["__number__"] < step.length)
     each = ibis.struct({f"_{index}": events[name] for index, name in enumerate(names)})
     # Sorting structs, since Spark cannot collect in an order.
-    lists = events.group_by(__user__=events[step.user]).aggregate(__events__=each.collect())
-    lists = lists.select("__user__", __events__=lists["__events__"].sort())
+    lists = events.group_by("__key__").aggregate(__events__=each.collect())
+    lists = lists.select("__key__", __events__=lists["__events__"].sort())
 
     def listed(name: str) -> Any:
         field = f"_{names.index(name)}"
         return lists["__events__"].map(lambda event: event[field])
 
     histories = {histories: listed(name) for histories, name in zip(step.sent, step.columns, strict=True)}
-    lists = lists.select("__user__", **histories)
-    joined = users.left_join(lists, users[key] == lists["__user__"]).drop("__user__")
+    lists = lists.select("__key__", **histories)
+    joined = rows.left_join(lists, rows[key] == lists["__key__"]).drop("__key__")
     none = {name: ibis.literal([], type=joined[name].type()) for name in histories}
     return joined.mutate({name: ibis.coalesce(joined[name], none[name]) for name in histories})
 
@@ -401,29 +408,6 @@ def _spread(table: Any, engine: Engine) -> Any:
         return table
     (count,) = engine.collect(table.aggregate(n=table.count()))["n"].to_pylist()
     return table.filter(table[ROW] % max(1, -(-count // AUDITED)) == 0).order_by(ROW)
-
-
-def _latest_events(step: History, rows: pa.Table, events: Source, engine: Engine) -> dict[str, pa.Array]:
-    """Returns the events of each row's user by the request's column, limited to those of its history."""
-    # A history is sorted by these columns, in this order.
-    columns = (step.time, step.item, *step.also)
-    table = _events(step, events, engine)
-    users = [user for user in pc.unique(rows[step.user]).to_pylist() if user is not None]
-    events_of: dict[Any, list[tuple[Any, ...]]] = {user: [] for user in users}
-    user_events = engine.collect(table.filter(table[step.user].isin(users)))
-    for user, *event in zip(*(user_events[name].to_pylist() for name in (step.user, *columns)), strict=True):
-        events_of[user].append(tuple(event))
-    lists = []
-    for user, moment in zip(rows[step.user].to_pylist(), rows[step.time].to_pylist(), strict=True):
-        earlier = [event for event in events_of.get(user, ()) if moment is not None and event[0] < moment]
-        lists.append(sorted(earlier)[-step.length :])
-    schema = table.schema().to_pyarrow()
-    arrays = {}
-    for request_column, name in zip(step.sent, step.columns, strict=True):
-        index = columns.index(name)
-        values = [[event[index] for event in row] for row in lists]
-        arrays[request_column] = pa.array(values, type=pa.list_(schema.field(name).type))
-    return arrays
 
 
 def _roles(prepared: Prepared) -> dict[str, Any]:
