@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from torchrec_ext.data.columns import Array, Chunk, Column, Int64
+from torchrec_ext.data.columns import Array, Chunk, Column, Int64, concatenate_rows
 from torchrec_ext.data.datasets.features import (
     RawColumns,
     RowContext,
@@ -69,8 +69,14 @@ def read_ncf(files: tuple[Path, Path, Path]) -> tuple[Chunk, Chunk, Chunk]:
     Raises:
         DataError: a line has another form.
     """
-    train, test = (_pairs(file) for file in files[:2])
-    return train, test, _negatives(files[2])
+    parts = []
+    for file in files[:2]:
+        rows = [line.split("\t")[:2] for line in _lines(file)]
+        parts.append(_owned(file, rows, "item_id", 2))
+    lines = [line.split("\t") for line in _lines(files[2])]
+    # A line begins with (user,item); the user alone is read.
+    rows = [[line[0].strip("()").split(",")[0], *line[1:]] for line in lines]
+    return parts[0], parts[1], _owned(files[2], rows, "negative", len(rows[0]))
 
 
 def line_files(folder: Path) -> tuple[Path, Path] | None:
@@ -85,33 +91,7 @@ def read_lines(file: Path) -> Chunk:
     Raises:
         DataError: a line holds something else, or the file no item.
     """
-    lines = [line.split() for line in _lines(file)]
-    for number, fields in enumerate(lines, start=1):
-        if wrong := [field for field in fields if not field.isdecimal()]:
-            raise DataError(
-                f"{file}: line {number} has '{wrong[0]}', must have a user and items, ids of 0 or more; copy it again"
-            )
-    counts = np.array([len(fields) - 1 for fields in lines])
-    if not counts.any():
-        raise DataError(f"{file}: no line has an item after its user; copy it again")
-    users = np.array([fields[0] for fields in lines]).astype(np.int64).repeat(counts)
-    items = np.concatenate([np.array(fields[1:], dtype=np.int64) for fields in lines])
-    return Chunk({"user_id": Column(users), "item_id": Column(items)})
-
-
-def _pairs(file: Path) -> Chunk:
-    rows = _numbers(file, [line.split("\t")[:2] for line in _lines(file)], 2)
-    return Chunk({"user_id": Column(rows[:, 0]), "item_id": Column(rows[:, 1])})
-
-
-def _negatives(file: Path) -> Chunk:
-    lines = [line.split("\t") for line in _lines(file)]
-    # A line begins with (user,item); the user alone is read.
-    owners = [[line[0].strip("()").split(",")[0]] for line in lines]
-    users = _numbers(file, owners, 1)[:, 0]
-    items = _numbers(file, [line[1:] for line in lines], len(lines[0]) - 1)
-    owner_of_each = users.repeat(items.shape[1])
-    return Chunk({"user_id": Column(owner_of_each), "negative": Column(items.reshape(-1))})
+    return _owned(file, [line.split() for line in _lines(file)], "item_id")
 
 
 def _lines(file: Path) -> list[str]:
@@ -121,13 +101,20 @@ def _lines(file: Path) -> list[str]:
     return lines
 
 
-def _numbers(file: Path, rows: list[list[str]], width: int) -> Int64:
+def _owned(file: Path, rows: list[list[str]], name: str, width: int = 0) -> Chunk:
+    """Returns ``user_id`` and ``name`` of rows of a user and his or her items; of any ``width`` if it is 0."""
+    form = f"{width} ids" if width else "a user and items, ids"
     for number, fields in enumerate(rows, start=1):
-        if len(fields) != width or not all(field.isdecimal() for field in fields):
-            raise DataError(
-                f"{file}: line {number} has {fields[:4]}, must have {width} ids of 0 or more; copy the file again"
-            )
-    return np.array(rows, dtype=np.int64).reshape(len(rows), width)
+        wrong = [field for field in fields if not field.isdecimal()]
+        if wrong or width not in (0, len(fields)):
+            what = fields[:4] if width else repr(wrong[0])
+            raise DataError(f"{file}: line {number} has {what}, must have {form} of 0 or more; copy the file again")
+    counts = [len(fields) - 1 for fields in rows]
+    if not any(counts):
+        raise DataError(f"{file}: no line has an item after its user; copy it again")
+    users = np.array([fields[0] for fields in rows], dtype=np.int64).repeat(counts)
+    items = np.array([item for fields in rows for item in fields[1:]], dtype=np.int64)
+    return Chunk({"user_id": Column(users), name: Column(items)})
 
 
 # The folder that `rec.data.preprocess` writes next to the rows. Id 0 of these rows is the unknown value.
@@ -412,11 +399,7 @@ def _check_placeholder(folder: Path, training_rows: Chunk) -> None:
 
 def _joined(parts: Mapping[int, Chunk], *, validation: bool, seed: int) -> tuple[Chunk, NDArray[np.int8]]:
     """Concatenates the pairs of all parts; returns them with the part of each."""
-    columns = {}
-    for key in ("user_id", "item_id"):
-        ids = [chunk[key].values for chunk in parts.values()]
-        columns[key] = Column(np.concatenate(ids))
-    ratings = Chunk(columns)
+    ratings = concatenate_rows(list(parts.values()), ("user_id", "item_id"))
     sizes = [chunk.num_rows for chunk in parts.values()]
     part = np.repeat(np.array(list(parts), dtype=np.int8), sizes)
     if not validation:
