@@ -37,7 +37,7 @@ class _SequenceTables(Recorded, nn.Module):
         self.tables = list(tables)
         self.dense = dense_names(dense)
         self.device = device or torch.device("cpu")
-        self._names = _feature_keys(self.tables)
+        self._names = {name: f"{name}@{table.name}" for table in self.tables for name in table.feature_names}
         self.release_tables(())
 
     def release_tables(self, names: Collection[str]) -> None:
@@ -509,10 +509,6 @@ def _check_targets(lengths: Tensor, target: Sequence[str]) -> None:
             f"target feature '{target[0]}' has {int(lengths[row])} values in row {row} of the batch: must be one item, "
             "or none in a padding row; give each candidate a row of its own"
         )
-
-
-def _feature_keys(tables: Sequence[EmbeddingConfig]) -> dict[str, str]:
-    return {feature: f"{feature}@{table.name}" for table in tables for feature in table.feature_names}
 
 
 def check_features(tables: Sequence[EmbeddingConfig], session: Sequence[str], target: Sequence[str]) -> None:

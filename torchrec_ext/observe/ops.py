@@ -204,7 +204,7 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
         number = self._flow.add(func, (args, kwargs), result)
         packet = func._overloadpacket
         self.kinds[packet.__name__] += seconds
-        if _on_gpu((args, result)):
+        if any(each.is_cuda for each in _tensors_in((args, result))):
             waits = waits_for_device(func, args, kwargs)
         else:  # backward and optimizer belong to torch: what Python reads there is not for the user to change
             waits = packet.__name__ in _TO_PYTHON and line not in ("backward", "optimizer")
@@ -366,10 +366,6 @@ class Flow:
 
 def _tensors_in(value: Any) -> list[Tensor]:
     return [each for each in pytree.tree_leaves(value) if isinstance(each, Tensor)]
-
-
-def _on_gpu(value: Any) -> bool:
-    return any(each.is_cuda for each in _tensors_in(value))
 
 
 def _storage_of(tensor: Tensor) -> int:

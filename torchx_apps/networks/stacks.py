@@ -161,11 +161,10 @@ class StackedMembers:
         self._root = root
         self._folders: dict[str, RunFolder] = {}
         self._trackings: dict[str, Tracking] = {}
-        self._evaluators = {name: self._judge(member) for name, member in self._built.items()}
+        self._evaluators: dict[str, Evaluator] = {}
+        for name, member in self._built.items():
+            self._evaluators[name] = member.task.evaluator(member.schema, _Unsharded(member.network), runtime)
         self._progress = report.StackProgress(list(self._built))
-
-    def _judge(self, built_member: Built) -> Evaluator:
-        return built_member.task.evaluator(built_member.schema, _Unsharded(built_member.network), self._runtime)
 
     def train(self) -> list[Result]:
         """Trains all members to their ends, from their last checkpoints if so configured.

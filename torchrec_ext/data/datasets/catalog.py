@@ -256,7 +256,9 @@ def find_ml_100k(folder: Path | None, *, offline: bool = False, progress: bool =
     else:
         reason = fetch(ML_100K, target, licence=LICENCE, progress=progress)
     if reason:
-        raise DatasetUnavailable(_where_to_put_it(folder, target, reason))
+        raise DatasetUnavailable(
+            f"set 'ml-100k' was not downloaded ({reason}): put {ML_100K.url} into {folder or target.parent}"
+        )
     return target
 
 
@@ -273,10 +275,6 @@ def _found_ml_100k(config: DataConfig, progress: bool) -> Tables:
     if path.is_dir():
         _warn_if_other(path)
     return ml_100k_tables(path)
-
-
-def _where_to_put_it(folder: Path | None, target: Path, reason: str) -> str:
-    return f"set 'ml-100k' was not downloaded ({reason}): put {ML_100K.url} into {folder or target.parent}"
 
 
 def _warn_if_other(folder: Path) -> None:

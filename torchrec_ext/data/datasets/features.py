@@ -185,7 +185,10 @@ class RowContext:
         one.
         """
         columns = _arrays(rows)
-        times = {name: Column(_microseconds(columns[name])) for name in self.times}
+        times = {}
+        for name in self.times:
+            moments = columns[name].cast(pa.int64()).fill_null(MISSING_TIME)
+            times[name] = Column(moments.to_numpy())
         return {**self.steps.online(columns), **times}
 
     def raw(self, rows: Chunk) -> dict[str, pa.Array]:
@@ -288,11 +291,6 @@ def _vocabulary_with_counts(values: pa.Array) -> Vocabulary:
     value_counts = pc.value_counts(values)
     order = pc.sort_indices(value_counts.field("values"))
     return Vocabulary(value_counts.field("values").take(order), value_counts.field("counts").take(order))
-
-
-def _microseconds(times: pa.Array) -> Int64:
-    moments: Int64 = times.cast(pa.int64()).fill_null(MISSING_TIME).to_numpy()
-    return moments
 
 
 def raw_column(path: Path, name: str, column: pa.Array | pa.ChunkedArray) -> pa.Array:

@@ -35,6 +35,7 @@ from torchrec_ext.data.datasets.interactions import (
     rows_among,
     with_profiles,
 )
+from torchrec_ext.data.files.arrow import Kind
 from torchrec_ext.data.files.parquet import read_parquet
 from torchrec_ext.schema import DataError
 
@@ -215,26 +216,27 @@ def features_of_items(columns: Mapping[str, pa.Array]) -> dict[str, pa.Array]:
     return {"release_year": pa.array(years, pa.int64()), "genres": columns["class"]}
 
 
+_COLUMNS: Mapping[str, Mapping[str, Kind]] = {
+    "inter": {"user_id": "int", "item_id": "int", "rating": "int", "timestamp": "int"},
+    "users": {"user_id": "int", "age": "int", "gender": "string", "occupation": "string", "zip_code": "string"},
+    "items": {"item_id": "int", "movie_title": "string", "release_year": "string", "class": "string"},
+}
+
+
 def from_parquet(folder: Path) -> Tables:
     """Reads (ratings, users, items) from ``inter.parquet``, ``users.parquet`` and ``items.parquet``.
 
     Raises:
         DataError: a file or a column is missing or damaged, or a user or an item is described twice.
     """
-    ratings = read_parquet(
-        folder / "inter.parquet", {"user_id": "int", "item_id": "int", "rating": "int", "timestamp": "int"}
-    )
-    users = read_parquet(
-        folder / "users.parquet",
-        {"user_id": "int", "age": "int", "gender": "string", "occupation": "string", "zip_code": "string"},
-    )
-    items = read_parquet(
-        folder / "items.parquet",
-        {"item_id": "int", "movie_title": "string", "release_year": "string", "class": "string"},
-    )
+    ratings, users, items = (read_parquet(folder / f"{name}.parquet", kinds) for name, kinds in _COLUMNS.items())
     check_described(folder / "users.parquet", "user_id", users["user_id"].values)
     check_described(folder / "items.parquet", "item_id", items["item_id"].values)
     return ratings, users, items
+
+
+# The publisher's files, in the order of the tables: the separator, and the number of fields of a line.
+_TEXTS = {"u.data": ("\t", 4), "u.user": ("|", 5), "u.item": ("|", 6 + len(GENRES))}
 
 
 def from_zip(path: Path) -> Tables:
@@ -247,48 +249,39 @@ def from_zip(path: Path) -> Tables:
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            ratings, people, movies = (
-                _lines(archive, name, sep) for name, sep in (("u.data", "\t"), ("u.user", "|"), ("u.item", "|"))
-            )
+            texts = {name: archive.read(f"ml-100k/{name}").decode("latin-1") for name in _TEXTS}
     except (zipfile.BadZipFile, KeyError) as error:
         raise DataError(
             f"{path}: not the publisher's ml-100k.zip ({error}); delete it and download it again"
         ) from error
-    _check_fields(path, "u.data", ratings, 4)
-    _check_fields(path, "u.user", people, 5)
-    _check_fields(path, "u.item", movies, 5 + 1 + len(GENRES))
+    ratings, people, movies = (_fields(path, name, text) for name, text in texts.items())
     names = ("unknown", *GENRES)
     items = []
     for item, title, _, _, _, *flags in movies:
         plain_title, year = split_title(title)
         genres = " ".join(name for name, flag in zip(names, flags, strict=True) if flag == "1")
-        items.append((item, plain_title, str(year or ""), genres))
-    return (
-        _table(ratings, {"user_id": int, "item_id": int, "rating": int, "timestamp": int}),
-        _table(people, {"user_id": int, "age": int, "gender": str, "occupation": str, "zip_code": str}),
-        _table(items, {"item_id": int, "movie_title": str, "release_year": str, "class": str}),
-    )
+        items.append([item, plain_title, str(year or ""), genres])
+    return _table(ratings, "inter"), _table(people, "users"), _table(items, "items")
 
 
-def _lines(archive: zipfile.ZipFile, name: str, separator: str) -> list[list[str]]:
-    text = archive.read(f"ml-100k/{name}").decode("latin-1")
-    return [line.split(separator) for line in text.split("\n") if line.strip()]
-
-
-def _check_fields(path: Path, name: str, rows: Sequence[Sequence[str]], count: int) -> None:
+def _fields(path: Path, name: str, text: str) -> list[list[str]]:
+    """Returns the fields of each line of a file in the zip."""
+    separator, count = _TEXTS[name]
+    rows = [line.split(separator) for line in text.split("\n") if line.strip()]
     for number, fields in enumerate(rows, start=1):
         if len(fields) != count:
             raise DataError(
                 f"{path}: {name} line {number} has {len(fields)} fields, must have {count}; delete the file and "
                 "download it again"
             )
+    return rows
 
 
-def _table(rows: Sequence[Sequence[str]], kinds: Mapping[str, type]) -> Chunk:
-    """Turns lines of fields into columns of whole numbers or of text."""
+def _table(rows: Sequence[Sequence[str]], name: str) -> Chunk:
+    """Turns lines of fields into the columns of a table, whole numbers or text."""
     columns = {}
-    for (name, kind), values in zip(kinds.items(), zip(*rows, strict=True), strict=True):
-        columns[name] = Column(np.array(values).astype(np.int64) if kind is int else np.array(values, dtype=object))
+    for (column, kind), values in zip(_COLUMNS[name].items(), zip(*rows, strict=True), strict=True):
+        columns[column] = Column(np.array(values, dtype=np.int64 if kind == "int" else object))
     return Chunk(columns)
 
 

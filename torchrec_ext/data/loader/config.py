@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 from torchrec_ext.data.negatives.registry import NEGATIVES
-from torchrec_ext.schema.validation import check_choice, check_least
+from torchrec_ext.schema.validation import DataError, check_choice, check_least, listed
 
 if TYPE_CHECKING:
     Sampling: TypeAlias = str
@@ -110,6 +111,18 @@ class LoaderConfig:
             170
         """
         return -(-self.batch_size // world_size) * (1 + self.negatives)
+
+    def check_columns(self, names: Iterable[str], rows: Collection[str]) -> None:
+        """Refuses rows without one of the columns ``names``.
+
+        Raises:
+            DataError: a column is missing.
+        """
+        for name in names:
+            if name not in rows:
+                raise DataError(
+                    f"{self.setting_of(name)}column '{name}' is missing; the rows have {listed(sorted(rows))}"
+                )
 
     def setting_of(self, column: str) -> str:
         """Returns the setting that names a column, for the message about it, such as ``"loader.weight: "``.

@@ -13,8 +13,7 @@ from torchrec_ext.data.loader.candidates import Candidates, Pairing, StepRows
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.epochs import Share
 from torchrec_ext.data.negatives.mixed import MixedCandidates
-from torchrec_ext.schema import BatchSchema, DataError
-from torchrec_ext.schema.validation import listed
+from torchrec_ext.schema import BatchSchema
 
 ROWS_AT_ONCE = 4096  # rows of a rank to gather and draw for together: the cost of a numpy call is then small
 
@@ -60,11 +59,7 @@ class MemoryRows:
             config.label,
             config.weight,
         }
-        for name in filter(None, (config.label, config.weight, *schema.tasks, schema.query)):
-            if name not in chunk:
-                raise DataError(
-                    f"{config.setting_of(name)}column '{name}' is missing; the rows have {listed(sorted(chunk))}"
-                )
+        config.check_columns(filter(None, (config.label, config.weight, *schema.tasks, schema.query)), chunk)
         self.num_rows = chunk.num_rows
         # Dense columns come first and in the schema's order: a batch reads them as one matrix each.
         dense = [name for name in (*schema.row_dense, *schema.shared_dense) if name in chunk]

@@ -26,8 +26,7 @@ from torchrec_ext.data.loader.epochs import Share
 from torchrec_ext.data.loader.in_memory import order_of
 from torchrec_ext.data.negatives.on_device import sampler_on_device
 from torchrec_ext.data.negatives.samplers import Negatives
-from torchrec_ext.schema import BatchSchema, DataError
-from torchrec_ext.schema.validation import listed
+from torchrec_ext.schema import BatchSchema
 
 
 class _Ragged(NamedTuple):
@@ -276,11 +275,7 @@ class ResidentRows:
             ids = candidates.ids
             without = candidates.features  # looked up among the items, not in the rows
         layout = BlockLayout.of(schema, ids, (config.label, config.weight), without)
-        missing = [name for name in layout.names if name not in rows]
-        if missing:
-            raise DataError(
-                f"{config.setting_of(missing[0])}column '{missing[0]}' is missing; the rows have {listed(sorted(rows))}"
-            )
+        config.check_columns(layout.names, rows)
         where = RowGroup(name="the rows in memory", file=0, number=0, rows=rows.num_rows)
         self._table = DeviceTable(*layout.checked(where, rows), rows.num_rows, device)
         self._width = 1 + config.negatives

@@ -106,7 +106,8 @@ class KnownPairs:
         """Says whether each pair is known; ``users`` and ``items`` broadcast."""
         keys = self.row_of(users) * self._width + items
         if self._bitmap is not None:
-            return _bits(self._bitmap, keys)
+            bits = self._bitmap[keys >> 3] >> (keys & 7).astype(np.uint8)
+            return np.asarray(bits & 1, dtype=np.bool_)
         is_known = self._filter.may_hold(keys)
         candidates = np.nonzero(is_known)
         if len(self._keys):
@@ -201,10 +202,6 @@ def bitmap(places: Int64, size: int) -> NDArray[np.uint8]:
         for bit in range(8):
             packed[bytes_[bits == bit]] |= np.uint8(1 << bit)
     return packed
-
-
-def _bits(bitmap: NDArray[np.uint8], indices: Int64) -> NDArray[np.bool_]:
-    return np.asarray(bitmap[indices >> 3] >> (indices & 7).astype(np.uint8) & 1, dtype=np.bool_)
 
 
 def _sorted_once(keys: Int64) -> Int64:

@@ -19,7 +19,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from torchrec_ext.data.columns import Float32, Int64
-from torchrec_ext.data.negatives.random import mixed, stream, uniform
+from torchrec_ext.data.negatives.random import mixed, signed, stream, uniform
 from torchrec_ext.data.negatives.samplers import SHARED, SampledData, SamplingSettings, TrainingSampler
 from torchrec_ext.schema.validation import check_least
 
@@ -106,10 +106,7 @@ class StreamingFrequency:
             raise ValueError(f"initial_gap={initial_gap}: must be 1 step or more")
         self._settings = {"buckets": buckets, "rate": rate, "initial_gap": initial_gap, "hashes": hashes, "seed": seed}
         keys = [stream(seed, number) for number in range(hashes)]
-        # torch calculates with int64 and not with uint64, so keys become the int64 of the same bits.
-        self._keys = torch.tensor([key - 2 * _SIGNED if key >= _SIGNED else key for key in keys], device=device)[
-            :, None
-        ]
+        self._keys = torch.tensor([signed(key) for key in keys], device=device)[:, None]
         self._rows = torch.arange(hashes, device=device)[:, None]
         # One bucket more, for what is not to be counted.
         self.last = torch.zeros(hashes, buckets + 1, dtype=torch.int64, device=device)

@@ -83,10 +83,11 @@ def _mixed(x: UInt64) -> UInt64:
 
 def device_uniform(key: int, positions: Tensor, draws: Tensor) -> Tensor:
     """Returns :func:`uniform` on the device of ``positions``: int64 in, float64 out, without a synchronisation."""
-    rows = mixed(positions * _signed(_GOLDEN) + _signed(key))
-    hashed = mixed(rows + (draws + 1) * _signed(_GOLDEN))
+    rows = mixed(positions * signed(_GOLDEN) + signed(key))
+    hashed = mixed(rows + (draws + 1) * signed(_GOLDEN))
     return shifted(hashed, 11).double() * 2.0**-53
 
 
-def _signed(number: int) -> int:
+def signed(number: int) -> int:
+    """Returns the int64 of the bits of a uint64: torch calculates with int64 alone."""
     return number - (1 << 64) if number >> 63 else number

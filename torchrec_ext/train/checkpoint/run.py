@@ -149,7 +149,7 @@ class RunCheckpoints:
         if not isinstance(run.loader, ResumableLoader):
             raise ValueError(
                 "checkpoints need a loader with state_dict(step=) and load_state_dict(), and "
-                f"{_class_name(run.loader)} lacks them"
+                f"a {type(run.loader).__name__} lacks them"
             )
         if self._resume is None:
             return Position()
@@ -300,10 +300,6 @@ def counted_from_one(content: Mapping[str, Any]) -> dict[str, Any]:
 def _parent(path: str) -> str:
     """Returns the folder of a checkpoint."""
     return path.rstrip("/").rpartition("/")[0]
-
-
-def _class_name(value: Any) -> str:
-    return f"a {type(value).__name__}"
 
 
 def _state_of_rank(run: CheckpointedRun) -> State:

@@ -108,10 +108,10 @@ class ClassificationMetrics:
 def counted_rows(logits: Tensor, labels: Tensor, weights: Tensor) -> list[Tensor]:
     """Checks the rows, and returns the rows of weight above 0 in float64."""
     if logits.dim() != 1 or not logits.shape == labels.shape == weights.shape:
-        shapes = ", ".join(
-            f"{name} {tuple(tensor.shape)}" for name, tensor in _arguments_by_name(logits, labels, weights)
+        raise ValueError(
+            f"logits {tuple(logits.shape)}, labels {tuple(labels.shape)}, weights {tuple(weights.shape)}: must all be "
+            "(B,), one for each row"
         )
-        raise ValueError(f"{shapes}: must all be (B,), one for each row")
     has_weight = weights != 0
     logits, labels, weights = (tensor.detach()[has_weight].double() for tensor in (logits, labels, weights))
     rules = (
@@ -125,10 +125,6 @@ def counted_rows(logits: Tensor, labels: Tensor, weights: Tensor) -> list[Tensor
                 f"{name}: {float(tensor[bad][0])} in {int(bad.sum())} of {len(tensor)} rows; must be {rule}"
             )
     return [logits, labels, weights]
-
-
-def _arguments_by_name(logits: Tensor, labels: Tensor, weights: Tensor) -> list[tuple[str, Tensor]]:
-    return [("logits", logits), ("labels", labels), ("weights", weights)]
 
 
 def by_class(labels: Tensor, weights: Tensor) -> Tensor:
