@@ -72,11 +72,15 @@ def read_ncf(files: tuple[Path, Path, Path]) -> tuple[Chunk, Chunk, Chunk]:
     parts = []
     for file in files[:2]:
         rows = [line.split("\t")[:2] for line in _lines(file)]
-        parts.append(_owned(file, rows, "item_id", 2))
+        _check_numbers(file, rows, 2)
+        parts.append(_owned(file, rows, "item_id"))
     lines = [line.split("\t") for line in _lines(files[2])]
     # A line begins with (user,item); the user alone is read.
-    rows = [[line[0].strip("()").split(",")[0], *line[1:]] for line in lines]
-    return parts[0], parts[1], _owned(files[2], rows, "negative", len(rows[0]))
+    owners = [line[0].strip("()").split(",")[0] for line in lines]
+    _check_numbers(files[2], [[owner] for owner in owners], 1)
+    _check_numbers(files[2], [line[1:] for line in lines], len(lines[0]) - 1)
+    rows = [[owner, *line[1:]] for owner, line in zip(owners, lines, strict=True)]
+    return parts[0], parts[1], _owned(files[2], rows, "negative")
 
 
 def line_files(folder: Path) -> tuple[Path, Path] | None:
@@ -91,7 +95,13 @@ def read_lines(file: Path) -> Chunk:
     Raises:
         DataError: a line holds something else, or the file no item.
     """
-    return _owned(file, [line.split() for line in _lines(file)], "item_id")
+    rows = [line.split() for line in _lines(file)]
+    for number, fields in enumerate(rows, start=1):
+        if wrong := [field for field in fields if not field.isdecimal()]:
+            raise DataError(
+                f"{file}: line {number} has '{wrong[0]}', must have a user and items, ids of 0 or more; copy it again"
+            )
+    return _owned(file, rows, "item_id")
 
 
 def _lines(file: Path) -> list[str]:
@@ -101,14 +111,16 @@ def _lines(file: Path) -> list[str]:
     return lines
 
 
-def _owned(file: Path, rows: list[list[str]], name: str, width: int = 0) -> Chunk:
-    """Returns ``user_id`` and ``name`` of rows of a user and his or her items; of any ``width`` if it is 0."""
-    form = f"{width} ids" if width else "a user and items, ids"
+def _check_numbers(file: Path, rows: list[list[str]], width: int) -> None:
     for number, fields in enumerate(rows, start=1):
-        wrong = [field for field in fields if not field.isdecimal()]
-        if wrong or width not in (0, len(fields)):
-            what = fields[:4] if width else repr(wrong[0])
-            raise DataError(f"{file}: line {number} has {what}, must have {form} of 0 or more; copy the file again")
+        if len(fields) != width or not all(field.isdecimal() for field in fields):
+            raise DataError(
+                f"{file}: line {number} has {fields[:4]}, must have {width} ids of 0 or more; copy the file again"
+            )
+
+
+def _owned(file: Path, rows: list[list[str]], name: str) -> Chunk:
+    """Returns ``user_id`` and ``name`` of rows of a user and his or her items."""
     counts = [len(fields) - 1 for fields in rows]
     if not any(counts):
         raise DataError(f"{file}: no line has an item after its user; copy it again")
