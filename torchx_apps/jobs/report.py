@@ -21,7 +21,7 @@ from tqdm import tqdm
 from torchrec_ext.distributed.autotune.choose import Decision
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.config import Record
-from torchrec_ext.train.report.progress import REPORT, RunFolder, records_of, time_shares
+from torchrec_ext.train.report.progress import REPORT, RunFolder, mean_over_time, records_of, time_shares
 from torchx_apps.tasks.baselines import Beside
 from torchx_apps.tasks.task import Task
 
@@ -101,9 +101,7 @@ class Trained:
 
 def data_wait(records: Sequence[Record]) -> float:
     """Returns the share of the steps' time spent waiting for batches, by the rank with the longest wait."""
-    seconds = [record["rows"] / record["rows_per_s"] for record in records]
-    waits = [record["data_wait"] * each for record, each in zip(records, seconds, strict=True)]
-    return float(sum(waits) / sum(seconds))
+    return mean_over_time(records, [record["data_wait"] for record in records])
 
 
 def diagnosis_command(recipe: str, settings: Sequence[str]) -> list[str]:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.train.metrics.evaluation_watch import watched
-from torchrec_ext.train.metrics.ranking import TargetRanks
-from torchrec_ext.train.metrics.shares import Kept, Recommender, embed_all, embed_own, gather_uneven_rows, own_start
+from torchrec_ext.train.metrics.ranking import TargetRanks, gather_ranks, joined_ranks
+from torchrec_ext.train.metrics.shares import Kept, Recommender, embed_all, embed_own, own_start
 
 
 class Coverage:
@@ -254,13 +254,11 @@ def catalogue_ranks(
         cheaper=f"{question.queries:,} queries x {len(items):,} items; {_ADVICE}",
     ):
         scores = model.interaction.score_all(block, items)
-        ranks = ranks_of(scores, question, start)
-        parts.append(torch.stack([ranks.better, ranks.ties], dim=1))
+        parts.append(ranks_of(scores, question, start))
         if coverage is not None:
             coverage.update(scores)
         start += len(block)
-    better, ties = gather_uneven_rows(torch.cat(parts), runtime).cpu().unbind(1)
-    return TargetRanks(better, ties, question.target_rows)
+    return gather_ranks(joined_ranks(parts), runtime)._replace(queries=question.target_rows)
 
 
 def popularity_ranks(popularity: Tensor, question: Question) -> TargetRanks:

@@ -168,7 +168,7 @@ def time_shares(records: Sequence[Record]) -> dict[str, float]:
         {'data': 0.25, 'compute': 0.75}
     """
     records = [record for record in records if record["kind"] == "train" and record.get("rows_per_s")]
-    data = _mean_over_time(records, [record.get("data_wait", 0.0) for record in records])
+    data = mean_over_time(records, [record.get("data_wait", 0.0) for record in records])
     measured = [record for record in records if "ranks_wait" in record]
     if not measured:
         return {"data": data, "compute": 1 - data}
@@ -176,7 +176,7 @@ def time_shares(records: Sequence[Record]) -> dict[str, float]:
     if by_rank:
         data, ranks = (sum(shares) / len(by_rank) for shares in zip(*by_rank, strict=True))
     else:
-        ranks = _mean_over_time(measured, [record["ranks_wait"] for record in measured])
+        ranks = mean_over_time(measured, [record["ranks_wait"] for record in measured])
     return {"data": data, "ranks": ranks, "compute": max(0.0, 1 - data - ranks)}
 
 
@@ -189,13 +189,13 @@ def rank_shares(records: Sequence[Record]) -> list[tuple[float, float]]:
         return []
     shares = []
     for rank in range(ranks.pop()):
-        data = _mean_over_time(records, [record["waits"][rank][0] for record in records])
-        collectives = _mean_over_time(records, [record["waits"][rank][1] for record in records])
+        data = mean_over_time(records, [record["waits"][rank][0] for record in records])
+        collectives = mean_over_time(records, [record["waits"][rank][1] for record in records])
         shares.append((data, collectives))
     return shares
 
 
-def _mean_over_time(records: Sequence[Record], shares: Sequence[float]) -> float:
+def mean_over_time(records: Sequence[Record], shares: Sequence[float]) -> float:
     """Returns the mean of shares, weighted by the seconds of their records."""
     seconds = [record["rows"] / record["rows_per_s"] for record in records]
     total = sum(seconds)

@@ -249,6 +249,12 @@ class RankTrace:
     ahead_us: float = 0.0
     error_us: float = 0.0
 
+    @cached_property
+    def work(self) -> list[Event]:
+        """The spans and arrows of threads and streams, without the profiler's own."""
+        events = self.trace["traceEvents"]
+        return [event for event in events if event["ph"] in ("X", "s", "f") and event.get("cat") not in ("Trace", None)]
+
 
 @dataclass(frozen=True)
 class Timeline:
@@ -263,18 +269,14 @@ class Timeline:
         shifts = [(base - bases[0]) / 1e3 - rank.ahead_us for base, rank in zip(bases, self.ranks, strict=True)]
         starts: list[float] = []
         for rank, shift in zip(self.ranks, shifts, strict=True):
-            starts += [event["ts"] + shift for event in rank.trace["traceEvents"] if _is_work(event)]
+            starts += [event["ts"] + shift for event in rank.work]
         first = min(starts)
         return [shift - first for shift in shifts]
 
     @cached_property
     def spans(self) -> list[RankSpans]:
         """The spans of each rank."""
-        spans = []
-        for rank, shift in zip(self.ranks, self.shifts, strict=True):
-            events = [event for event in rank.trace["traceEvents"] if _is_work(event)]
-            spans.append(read_spans(events, shift))
-        return spans
+        return [read_spans(rank.work, shift) for rank, shift in zip(self.ranks, self.shifts, strict=True)]
 
     def figures(self) -> dict[str, float]:
         """Returns the shares of simultaneous work, see :func:`overlap`."""
@@ -293,9 +295,8 @@ class Timeline:
             for direction, by_tower in (("forward", spans.forward), ("backward", spans.backward)):
                 for tower, intervals in by_tower.items():
                     events += [_tower_event(f"{tower} {direction}", number, interval) for interval in intervals]
-            for event in rank.trace["traceEvents"]:
-                if _is_work(event) or _is_thread_name(event):
-                    events.append(_shift_event(event, number, shift))
+            for event in (*filter(_is_thread_name, rank.trace["traceEvents"]), *rank.work):
+                events.append(_shift_event(event, number, shift))
         clocks = [{"rank": n, "ahead_us": r.ahead_us, "error_us": r.error_us} for n, r in enumerate(self.ranks)]
         return {"traceEvents": events, "displayTimeUnit": "ms", "clocks": clocks, "overlap": self.figures()}
 
@@ -332,11 +333,6 @@ class Timeline:
         key += [Patch(color=_EXCHANGE, label="an exchange under way"), Patch(color=_BUSY, label="any operator")]
         figure.legend(handles=key, frameon=False, fontsize=8, ncols=4, loc="outside lower center")
         figure.savefig(path, dpi=120)
-
-
-def _is_work(event: Event) -> bool:
-    """Whether an event is a span or arrow of a thread or stream, and not the profiler's own."""
-    return event["ph"] in ("X", "s", "f") and event.get("cat") not in ("Trace", None)
 
 
 def _is_thread_name(event: Event) -> bool:
