@@ -41,7 +41,6 @@ from torchrec_ext.distributed.table_copies import copies_of_tables, refuse_unave
 from torchrec_ext.distributed.tables import collections, initialise_tables, tables_of
 from torchrec_ext.distributed.tower_parallel.lookups import host_look_ups
 from torchrec_ext.distributed.tower_parallel.sharder import ShardedTowers, TowerSharder
-from torchrec_ext.schema.validation import first_few
 
 
 def settle_buckets(model: nn.Module) -> None:
@@ -151,7 +150,8 @@ def _log_defaults(model: nn.Module, optimizer: OptimizerConfig) -> None:
     tables = undeclared(model)
     defaults = []
     if tables:
-        defaults.append(f"table(s) {first_few(tables)}: {optimizer.tables} at {optimizer.tables_lr:g}")
+        more = f" and {len(tables) - 3} more" if len(tables) > 3 else ""
+        defaults.append(f"table(s) {', '.join(tables[:3])}{more}: {optimizer.tables} at {optimizer.tables_lr:g}")
     if dense_layers(model):
         defaults.append(f"dense layers: {optimizer.dense} at {optimizer.dense_lr:g}")
     if defaults:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 from torchrec_ext.exports import Registry, entry
-from torchrec_ext.schema.validation import check_choice, check_least
 
 OptimizerState = Literal["keep", "average"]
 _LOCAL = ("every", "warmup", "optimizer_state")
@@ -87,12 +86,17 @@ class SyncConfig:
     tables_every: int = 1
 
     def __post_init__(self) -> None:
-        check_choice("mode", self.mode, MODES)
-        check_choice("optimizer_state", self.optimizer_state, get_args(OptimizerState))
+        if self.mode not in MODES:
+            raise ValueError(f"mode={self.mode!r}: must be one of {', '.join(MODES)}")
+        if self.optimizer_state not in get_args(OptimizerState):
+            raise ValueError(
+                f"optimizer_state={self.optimizer_state!r}: must be one of {', '.join(get_args(OptimizerState))}"
+            )
         if self.every < 1:
             raise ValueError(f"every={self.every}: must be 1 step or more")
         for name in ("table_copies", "tables_every"):
-            check_least(name, getattr(self, name))
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be 1 or more")
         if self.tables_every > 1 and self.table_copies == 1:
             raise ValueError(f"tables_every={self.tables_every}: only for table_copies of 2 or more")
         if self.warmup is not None and self.warmup < 0:

@@ -9,8 +9,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from torchrec_ext.schema.validation import first_few
-
 _DESCRIPTORS = Path("/proc/self/fd")
 _NO_FILES = ("/proc/", "/dev/", "/sys/")
 _STANDARD = 3  # descriptors of the standard streams lie below
@@ -42,7 +40,8 @@ class FilesWritten:
         paths = sorted(path for path in self.paths if not path.startswith(_NO_FILES) and not path.endswith(".pyc"))
         if not paths:
             return ""
-        return f"the step wrote to files for real, and they are not put back: {first_few(paths, 5)}"
+        more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
+        return f"the step wrote to files for real, and they are not put back: {', '.join(paths[:5])}{more}"
 
 
 def _written_since(start: int) -> set[str]:

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast, get_args
 
 from torchrec_ext.capture.policy import Compile
-from torchrec_ext.schema.validation import check_choice, check_least
 
 Amp = Literal["off", "bf16", "fp16"]
 Threads = Literal["given", "auto"]
@@ -48,7 +47,8 @@ class Schedule:
     gamma: float = 0.1
 
     def __post_init__(self) -> None:
-        check_choice("kind", self.kind, get_args(ScheduleKind))
+        if self.kind not in get_args(ScheduleKind):
+            raise ValueError(f"kind={self.kind!r}: must be one of {', '.join(get_args(ScheduleKind))}")
         if self.warmup < 0:
             raise ValueError(f"warmup={self.warmup}: must be 0 steps or more")
         for name in ("floor", "gamma"):
@@ -195,7 +195,8 @@ class ClosedFormConfig:
         if not (math.isfinite(self.als_unobserved) and self.als_unobserved >= 0):
             raise ValueError(f"als_unobserved={self.als_unobserved}: must be a number of 0 or more")
         for name in ("als_dim", "als_epochs"):
-            check_least(name, getattr(self, name))
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be 1 or more")
 
 
 # Figures and messages by name, as written to metrics.jsonl.
@@ -253,11 +254,13 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name in ("epochs", "log_every", "eval_every"):
-            check_least(name, getattr(self, name))
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be 1 or more")
         if self.hang_s is not None and not self.hang_s >= 0:
             raise ValueError(f"hang_s={self.hang_s}: must be 0 seconds or more")
-        check_least("trace_steps", self.trace_steps, 0)
-        check_choice("compile", self.compile, get_args(Compile))
-        check_choice("amp", self.amp, get_args(Amp))
-        check_choice("on_nan", self.on_nan, ("stop", "skip"))
-        check_choice("check_gradients", self.check_gradients, ("auto", "on", "off"))
+        if self.trace_steps < 0:
+            raise ValueError(f"trace_steps={self.trace_steps}: must be 0 or more")
+        checked = ("compile", get_args(Compile)), ("amp", get_args(Amp)), ("on_nan", ("stop", "skip"))
+        for name, choices in (*checked, ("check_gradients", ("auto", "on", "off"))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(choices)}")

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from torchrec_ext.schema.validation import check_choice
-
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -231,8 +229,10 @@ class OptimizerConfig:
     clip_norm: float = 0.0
 
     def __post_init__(self) -> None:
-        check_choice("tables", self.tables, get_args(TableOptimizer))
-        check_choice("dense", self.dense, get_args(DenseOptimizer))
+        if self.tables not in get_args(TableOptimizer):
+            raise ValueError(f"tables={self.tables!r}: must be one of {', '.join(get_args(TableOptimizer))}")
+        if self.dense not in get_args(DenseOptimizer):
+            raise ValueError(f"dense={self.dense!r}: must be one of {', '.join(get_args(DenseOptimizer))}")
         decays = ("tables_weight_decay", "dense_weight_decay", "tables_l2")
         for name in ("tables_lr", "dense_lr", "eps", *decays, "clip_norm"):
             value = getattr(self, name)

@@ -16,7 +16,6 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimiz
 from torchrec_ext.distributed.optim.config import Choice
 from torchrec_ext.distributed.optim.kinds import rows_with_gradient
 from torchrec_ext.distributed.optim.sharded import ShardedAdam
-from torchrec_ext.schema.validation import first_few
 
 
 class GradientNotFiniteError(ValueError):
@@ -216,7 +215,9 @@ class HybridOptimizer(CombinedOptimizer):
             dist.all_gather_object(ranks, bad)
             bad = list(dict.fromkeys(name for names in ranks for name in names))
         # Each gradient may be finite while the sum of their squares is not.
-        return f"the gradient of {first_few(bad or list(grads))} is not finite"
+        bad = bad or list(grads)
+        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+        return f"the gradient of {', '.join(bad[:3])}{more} is not finite"
 
 
 def keyed_optimizers(

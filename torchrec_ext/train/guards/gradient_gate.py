@@ -18,7 +18,6 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.distributed.tables import collections
-from torchrec_ext.schema.validation import first_few
 
 
 class GradientGate:
@@ -156,9 +155,10 @@ def _describe(ranks: list[tuple[list[str], list[str]]]) -> str:
         if not names:
             continue
         bad_ranks = [str(rank) for rank, bad in enumerate(names_by_rank) if bad]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         on_ranks = ""
         if len(bad_ranks) < len(ranks):
             on_ranks = f" on rank {', '.join(bad_ranks)}"
-        messages.append(f"the gradient of {prefix}{first_few(names)} is not finite{on_ranks}")
+        messages.append(f"the gradient of {prefix}{', '.join(names[:3])}{more} is not finite{on_ranks}")
     # Layers first: their bad gradient is nearer to the loss, and the vectors' usually follows from it.
     return "; ".join(reversed(messages))
