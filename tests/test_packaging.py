@@ -17,6 +17,8 @@ import pytest
 from torchrec_ext import stack
 
 ROOT = Path(__file__).parents[1]
+# Compiled where it is installed, so it is shipped as source.
+SHARED_MEMORY = {f"torchrec_ext/distributed/shared_memory/{name}" for name in ("backend.cpp", "ring.h")}
 SHIPPED = {"torchrec_ext": "torchrec_ext", "components": "torchrec_ext/components", "torchx_apps": "torchx_apps"}
 
 
@@ -55,6 +57,7 @@ def test_the_wheel_holds_every_module(wheel: zipfile.ZipFile) -> None:
     stubs = {f"torchrec_ext/{path.relative_to(ROOT / 'torchrec_ext')}" for path in ROOT.glob("torchrec_ext/**/*.pyi")}
     assert len(stubs) > 5
     assert {"torchrec_ext/py.typed", *stubs} <= set(wheel.namelist())  # read at run time too, see torchrec_ext.exports
+    assert set(wheel.namelist()) >= SHARED_MEMORY
     assert not [name for name in wheel.namelist() if name.startswith(("components/", "tests/", "benchmarks/"))]
 
 
@@ -91,6 +94,7 @@ def test_the_source_distribution_holds_what_the_wheel_is_built_from(tree: Path, 
         "torchrec_ext/stack.py",
         "pyproject.toml",
         "LICENSE",
+        *SHARED_MEMORY,
     } <= names
 
 

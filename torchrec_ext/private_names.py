@@ -97,6 +97,17 @@ PRIVATE_NAMES = (
         "diagnose: ranks tell each other of a failure without a collective, which would hang",
     ),
     PrivateNames(
+        "torch/distributed/distributed_c10d.py",
+        ("_world",),
+        "shared_memory: the groups that TorchRec makes for a step",
+    ),
+    PrivateNames(
+        "torch/_C/_distributed_c10d.pyi",
+        ("_device_types", "_get_backend", "_register_backend", "_timeout"),
+        "shared_memory: another backend takes the place of a group's gloo; torch has no shared memory of its own",
+        "https://github.com/pytorch/gloo/pull/490",
+    ),
+    PrivateNames(
         "torch/testing/_internal/distributed/multi_threaded_pg.py",  # it has no stub; this is who else uses it
         ("_create_work_from_future",),
         "diagnose: a step is run on one rank alone, with the answers of the others replayed",

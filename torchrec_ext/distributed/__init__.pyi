@@ -8,6 +8,7 @@ from .plan.draft import PlanError as PlanError
 from .plan.explain import explain as explain
 from .plan.planner import plan_sharding as plan_sharding
 from .runtime import Runtime as Runtime
+from .shared_memory.sharing import share_memory as share_memory
 from .streams import TowerStreams as TowerStreams
 from .sync import DiLoCo as DiLoCo
 from .sync import EveryStep as EveryStep
