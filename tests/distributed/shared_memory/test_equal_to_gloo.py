@@ -1,0 +1,344 @@
+"""A collective over shared memory gives what gloo gives, bit for bit on two ranks, in every order of waits."""
+
+import itertools
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.contracts import run_ranks
+from tests.distributed.shared_memory.conftest import needs_library
+from torchrec_ext.distributed import share_memory
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.shared_memory.sharing import shares_memory
+
+Call = Callable[[dist.ProcessGroup], list[Tensor]]
+SUM = dist.ReduceOp.SUM
+ADDED = (
+    *(torch.float32, torch.bfloat16, torch.int64, torch.float64),
+    *(torch.float16, torch.int32, torch.uint8, torch.int8),
+)
+MOVED = (*ADDED, torch.bool, torch.int16, torch.complex64)
+SHAPES = ((0,), (1,), (7,), (33, 5), (4096,), (300_001,), (3_000_000,))
+
+pytestmark = needs_library
+
+
+def numbers(generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    values = torch.randn(shape, generator=generator) * 3
+    return values.to(dtype) if dtype.is_floating_point or dtype.is_complex else (values.abs() * 10).to(dtype)
+
+
+def of_shape(rank: int, size: int, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
+    """Every collective on tensors of a shape; rank a sends rank b (3a + 5b) % 7 sevenths where splits are uneven."""
+    rest = shape[1:]
+    unit = max(1, shape[0] // 7) if shape[0] else 0
+
+    def fresh(*leading: int) -> Tensor:
+        return numbers(torch.Generator().manual_seed(rank), (*leading, *rest), dtype)
+
+    def rows(a: int, b: int) -> int:
+        return (3 * a + 5 * b) % 7 * unit
+
+    into = [rows(rank, peer) for peer in range(size)]
+    out_of = [rows(peer, rank) for peer in range(size)]
+
+    def all_reduce(op: Any) -> Call:
+        def call(group: dist.ProcessGroup) -> list[Tensor]:
+            tensor = fresh(shape[0])
+            dist.all_reduce(tensor, op, group=group)
+            return [tensor]
+
+        return call
+
+    for op in ("SUM", "MIN", "MAX", "PRODUCT"):
+        if op == "SUM" or shape[0] < 300_000:
+            yield f"all_reduce {op}", all_reduce(getattr(dist.ReduceOp, op))
+
+    def broadcast(group: dist.ProcessGroup) -> list[Tensor]:
+        tensor = fresh(shape[0])
+        dist.broadcast(tensor, size - 1, group=group)
+        return [tensor]
+
+    yield "broadcast", broadcast
+
+    def all_gather(group: dist.ProcessGroup) -> list[Tensor]:
+        outputs = [torch.empty(shape, dtype=dtype) for _ in range(size)]
+        dist.all_gather(outputs, fresh(shape[0]), group=group)
+        return outputs
+
+    yield "all_gather", all_gather
+
+    def all_gather_into_tensor(group: dist.ProcessGroup) -> list[Tensor]:
+        output = torch.empty((size * shape[0], *rest), dtype=dtype)
+        dist.all_gather_into_tensor(output, fresh(shape[0]), group=group)
+        return [output]
+
+    yield "all_gather_into_tensor", all_gather_into_tensor
+
+    def reduce_scatter_tensor(group: dist.ProcessGroup) -> list[Tensor]:
+        output = torch.empty(shape, dtype=dtype)
+        dist.reduce_scatter_tensor(output, fresh(size * shape[0]), group=group)
+        return [output]
+
+    yield "reduce_scatter_tensor", reduce_scatter_tensor
+
+    def reduce_scatter(group: dist.ProcessGroup) -> list[Tensor]:
+        output = torch.empty(shape, dtype=dtype)
+        dist.reduce_scatter(output, list(fresh(size * shape[0]).split(shape[0] or 1)), group=group)
+        return [output]
+
+    yield "reduce_scatter", reduce_scatter
+
+    def all_to_all_single(group: dist.ProcessGroup) -> list[Tensor]:
+        output = torch.empty((sum(out_of), *rest), dtype=dtype)
+        dist.all_to_all_single(output, fresh(sum(into)), out_of, into, group=group)
+        return [output]
+
+    yield "all_to_all_single uneven", all_to_all_single
+
+    def all_to_all_even(group: dist.ProcessGroup) -> list[Tensor]:
+        output = torch.empty((size * shape[0], *rest), dtype=dtype)
+        dist.all_to_all_single(output, fresh(size * shape[0]), group=group)
+        return [output]
+
+    yield "all_to_all_single even", all_to_all_even
+
+
+def of_other_kinds(rank: int, size: int) -> Iterator[tuple[str, Call]]:
+    """Layouts, means, objects, functional collectives, and what gloo keeps."""
+
+    def transposed(group: dist.ProcessGroup) -> list[Tensor]:
+        tensor = numbers(torch.Generator().manual_seed(rank), (40, 30), torch.float32).t()
+        outputs = [torch.empty(40, 30).t() for _ in range(size)]
+        dist.all_gather(outputs, tensor, group=group)
+        dist.all_reduce(tensor, group=group)
+        return [tensor, *outputs]
+
+    yield "transposed", transposed
+
+    def mean(group: dist.ProcessGroup) -> list[Tensor]:
+        tensor = torch.full((5,), rank + 1.0)
+        dist.all_reduce(tensor, dist.ReduceOp.AVG, group=group)
+        return [tensor]
+
+    yield "all_reduce AVG", mean
+
+    def bits(group: dist.ProcessGroup) -> list[Tensor]:
+        tensor = torch.tensor([rank + 1])
+        dist.all_reduce(tensor, dist.ReduceOp.BOR, group=group)
+        return [tensor]
+
+    yield "all_reduce BOR", bits
+
+    def objects(group: dist.ProcessGroup) -> list[Tensor]:
+        values: list[Any] = [None] * size
+        dist.all_gather_object(values, {"rank": rank, "text": "x" * rank}, group=group)
+        return [torch.tensor([value["rank"] for value in values])]
+
+    yield "all_gather_object", objects
+
+    def rooted(group: dist.ProcessGroup) -> list[Tensor]:
+        tensor = torch.full((5,), float(rank))
+        outputs = [torch.empty(5) for _ in range(size)] if rank == 0 else None
+        dist.gather(tensor, outputs, dst=0, group=group)
+        dist.scatter(
+            tensor, [torch.full((5,), float(peer)) for peer in range(size)] if rank == 0 else None, group=group
+        )
+        dist.reduce(tensor, 0, group=group)
+        return [*(outputs or []), *([tensor] if rank == 0 else [])]
+
+    yield "gather, scatter, reduce", rooted
+
+    def sent(group: dist.ProcessGroup) -> list[Tensor]:
+        tensor = torch.full((3,), 7.0 * rank)
+        if rank == 0:
+            dist.recv(tensor, 1, group=group)
+        elif rank == 1:
+            dist.send(tensor, 0, group=group)
+        return [tensor]
+
+    yield "send, recv", sent
+
+    def several(group: dist.ProcessGroup) -> list[Tensor]:
+        tensors = [torch.full((5,), rank + 1.0), torch.ones(3, 2)]
+        dist.all_reduce_coalesced(tensors, group=group)
+        return tensors
+
+    yield "all_reduce_coalesced", several
+
+    def functions(group: dist.ProcessGroup) -> list[Tensor]:
+        tensor = numbers(torch.Generator().manual_seed(rank), (8,), torch.float32)
+        return [
+            functional.wait_tensor(functional.all_reduce(tensor, "sum", group)),
+            functional.wait_tensor(functional.all_gather_tensor(tensor, 0, group)),
+            functional.wait_tensor(functional.reduce_scatter_tensor(tensor[: 8 // size * size], "sum", 0, group)),
+        ]
+
+    yield "functional", functions
+
+
+def difference(one: list[Tensor], other: list[Tensor], *, exact: bool) -> str:
+    pairs = list(zip(one, other, strict=True))
+    if all(a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b) for a, b in pairs):
+        return "equal"
+    half = one[0].dtype in (torch.float16, torch.bfloat16)
+    close = all(torch.allclose(a, b, rtol=2e-2 if half else 1e-5, atol=0.1 if half else 1e-5) for a, b in pairs)
+    return "rounded otherwise" if close and not exact else "differs"
+
+
+def compared(runtime: Runtime, dtypes: list[torch.dtype], shapes: list[tuple[int, ...]]) -> Counter[str]:
+    """How many calls give the same on a group of gloo and on one that shares memory; the names of those that differ."""
+    gloo = dist.group.WORLD
+    shared = dist.new_group()
+    assert share_memory(shared)
+    assert shares_memory(shared)
+    assert not shares_memory(gloo)  # type: ignore[arg-type]
+    rank, size = runtime.rank, runtime.world_size
+    cases = list(of_other_kinds(rank, size))
+    for dtype, shape in itertools.product(dtypes, shapes):
+        if shape[0] < 300_000 or dtype in (torch.float32, torch.bfloat16, torch.int64):
+            cases += [(f"{name} {dtype} {shape}", call) for name, call in of_shape(rank, size, shape, dtype)]
+    found: Counter[str] = Counter()
+    for name, call in cases:
+        results: list[Any] = []
+        for group in (gloo, shared):
+            try:
+                results.append(call(group))  # type: ignore[arg-type]
+            except (RuntimeError, ValueError) as error:
+                results.append(str(error))
+        refused = [isinstance(result, str) for result in results]
+        if any(refused):
+            found["both refuse" if all(refused) else f"only one refuses: {name}: {results}"[:300]] += 1
+        else:
+            outcome = difference(results[0], results[1], exact=size == 2)
+            found[outcome if outcome != "differs" else f"differs: {name}"] += 1
+    return found
+
+
+def in_any_order(runtime: Runtime, count: int) -> list[str]:
+    """More in flight than a ring holds; waits in any order, by polling and by futures; two groups; threads."""
+    rank, size = runtime.rank, runtime.world_size
+    assert share_memory()
+    sizes = [random.Random(i).choice([1, 1000, 100_000, 700_000]) for i in range(count)]
+    tensors = [torch.full((length,), float(rank + i)) for i, length in enumerate(sizes)]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    order = list(range(count))
+    random.Random(rank).shuffle(order)
+    for i in order:
+        works[i].wait()
+    for i, tensor in enumerate(tensors):
+        assert (tensor == sum(peer + i for peer in range(size))).all()
+    done = [f"{count} in flight"]
+
+    late = torch.ones(4_000_000)
+    time.sleep(0.1 * (rank == 1))
+    work = dist.all_reduce(late, async_op=True)
+    end = time.monotonic() + 20
+    while not work.is_completed():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    assert (late == size).all()
+    done.append("polled")
+
+    value = torch.ones(1000)
+    seen: list[float] = []
+    future = dist.all_reduce(value, async_op=True).get_future()
+    future.then(lambda each: seen.append(each.value()[0].sum().item())).wait()
+    assert seen == [1000.0 * size]
+    done.append("futures")
+
+    # Who does not wait must not keep others from going on, though it does not fit into a ring.
+    large = torch.ones(8_000_000)
+    work = dist.all_reduce(large, async_op=True)
+    time.sleep(0.05 * rank)
+    dist.barrier()
+    work.wait()
+    assert (large == size).all()
+    done.append("a barrier behind 32 MB")
+
+    groups = [dist.new_group() for _ in range(2)]
+    assert all(map(share_memory, groups))
+    pair = [torch.ones(6_000_000), torch.ones(6_000_000)]
+    crossed = [dist.all_reduce(tensor, group=group, async_op=True) for tensor, group in zip(pair, groups, strict=True)]
+    for work in crossed if rank % 2 else crossed[::-1]:
+        work.wait()
+    assert all((tensor == size).all() for tensor in pair)
+    done.append("two groups in opposite order")
+
+    failures: list[BaseException] = []
+
+    def loop(group: dist.ProcessGroup) -> None:
+        try:
+            for i in range(count):
+                tensor = torch.ones(1 + 37 * i % 5000)
+                dist.all_reduce(tensor, group=group)
+                assert (tensor == size).all()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=loop, args=(group,)) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    done.append("two threads")
+
+    if size > 2:
+        ends = dist.new_group([0, size - 1])
+        if rank in (0, size - 1):
+            assert share_memory(ends)
+            tensor = torch.full((5,), float(rank))
+            dist.all_reduce(tensor, group=ends)
+            assert (tensor == size - 1).all()
+        done.append("a sub-group")
+    assert not share_memory(dist.new_subgroups(1)[0])  # type: ignore[no-untyped-call]
+    return done
+
+
+def gradients(runtime: Runtime) -> list[float]:
+    """Greatest difference of DDP's gradients in several buckets, over gloo and over shared memory."""
+    shared = dist.new_group()
+    assert share_memory(shared)
+    found = []
+    for group in (dist.group.WORLD, shared):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256))
+        parallel = DistributedDataParallel(model, process_group=group, bucket_cap_mb=1)
+        torch.manual_seed(runtime.rank)
+        for _ in range(3):
+            parallel(torch.randn(16, 256)).square().mean().backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    return [float((one - other).abs().max()) for one, other in zip(*found, strict=True)]  # type: ignore[operator]
+
+
+def laws(runtime: Runtime, dtypes: list[torch.dtype], shapes: list[tuple[int, ...]], count: int) -> tuple[Any, ...]:
+    return compared(runtime, dtypes, shapes), gradients(runtime), in_any_order(runtime, count)
+
+
+def test_two_ranks_get_the_bits_of_gloo() -> None:
+    for found, differences, _ in run_ranks(laws, 2, [torch.float32, torch.bfloat16, torch.int64], SHAPES[:6:2], 20):
+        assert set(found) <= {"equal", "both refuse"}, found
+        assert found["equal"] > 90
+        assert max(differences) == 0
+
+
+@pytest.mark.slow(minutes=1)
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_every_type_and_size(world_size: int) -> None:
+    for found, differences, _ in run_ranks(laws, world_size, list(MOVED), list(SHAPES), 120, timeout_s=300):
+        allowed = {"equal", "both refuse"} | ({"rounded otherwise"} if world_size > 2 else set())
+        refused_by_gloo = [key for key in found if key.startswith("only one refuses") and "'shared memory" not in key]
+        assert set(found) - set(refused_by_gloo) <= allowed, found
+        assert found["equal"] > 400
+        assert max(differences) <= (0 if world_size == 2 else 1e-5)

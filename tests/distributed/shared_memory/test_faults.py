@@ -1,0 +1,292 @@
+"""No fault of a peer leaves a rank waiting, and what cannot share memory says so in one line."""
+
+import logging
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.contracts import _CONTEXT, run_ranks
+from tests.distributed.shared_memory.conftest import needs_library
+from torchrec_ext.distributed import share_memory
+from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.shared_memory import library, sharing
+
+TIMEOUT_S = 3
+
+
+def dying(rank: int, size: int, store: str, end: str, collective: str, answers: Any) -> None:
+    """The last rank ends before a collective; the others answer with the seconds and the error that they get."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, size),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=TIMEOUT_S),
+    )
+    assert share_memory()
+    tensor = torch.ones(2_000_000 if "large" in collective else 10)
+    dist.all_reduce(tensor)
+    if rank == size - 1:
+        time.sleep(0.1)
+        if end == "exit":
+            os._exit(0)
+        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[end])
+    start = time.monotonic()
+    try:
+        if "future" in collective:
+            dist.all_reduce(tensor, async_op=True).get_future().wait()
+        elif "broadcast" in collective:
+            dist.broadcast(tensor, 0)
+        elif "gather" in collective:
+            dist.all_gather([torch.empty_like(tensor) for _ in range(size)], tensor)
+        else:
+            dist.all_reduce(tensor)
+        answers.put((rank, time.monotonic() - start, "no error"))
+    except RuntimeError as error:
+        answers.put((rank, time.monotonic() - start, f"{type(error).__name__}: {error}"))
+    answers.close()
+    answers.join_thread()
+    os._exit(0)
+
+
+def survivors(size: int, end: str, collective: str) -> list[tuple[int, float, str]]:
+    answers: Any = _CONTEXT.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            _CONTEXT.Process(target=dying, args=(rank, size, f"{folder}/store", end, collective, answers), daemon=True)
+            for rank in range(size)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            return [answers.get(timeout=60) for _ in range(size - 1)]
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def check_errors(size: int, end: str, collective: str) -> None:
+    for _, seconds, error in survivors(size, end, collective):
+        assert error.startswith("DistBackendError: shared memory: "), error
+        assert len(error) < 230
+        if end == "stop":
+            assert f"timed out after {TIMEOUT_S * 1000} ms" in error
+            assert f"which waits for rank {size - 1}" in error
+            assert seconds < TIMEOUT_S + 5
+        else:
+            assert f"rank {size - 1} (process " in error
+            assert "has ended" in error
+            assert seconds < TIMEOUT_S
+
+
+@needs_library
+def test_a_killed_peer_is_named() -> None:
+    check_errors(2, "kill", "small")
+
+
+@needs_library
+@pytest.mark.slow(minutes=1.5)
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("end", "collective"),
+    [
+        *(("kill", name) for name in ("small", "large", "large gather", "large broadcast", "future")),
+        *(("exit", name) for name in ("small", "large")),
+        *(("stop", name) for name in ("small", "large", "large broadcast", "future")),
+    ],
+)
+def test_every_end_of_a_peer_is_an_error_in_time(size: int, end: str, collective: str) -> None:
+    check_errors(size, end, collective)
+
+
+def refusals(runtime: Runtime) -> dict[str, str]:
+    """The first line of the error in each case, on this rank."""
+    rank = runtime.rank
+    found: dict[str, str] = {}
+
+    def attempt(name: str, call: Callable[[], Any]) -> None:
+        try:
+            call()
+            found[name] = "no error"
+        except (RuntimeError, ValueError) as error:
+            found[name] = str(error).splitlines()[0]
+
+    def fresh() -> Any:
+        group = dist.new_group(timeout=timedelta(seconds=5))
+        assert share_memory(group)
+        return group
+
+    group = fresh()
+    attempt("sizes", lambda: dist.all_reduce(torch.ones(3 + rank), group=group))
+    attempt("broken", lambda: dist.all_reduce(torch.ones(3), group=group))
+    group = fresh()
+    attempt("types", lambda: dist.all_reduce(torch.ones(4, dtype=(torch.float32, torch.int32)[rank]), group=group))
+    group = fresh()
+    attempt(
+        "collectives",
+        lambda: dist.all_reduce(torch.ones(3), group=group) if rank else dist.barrier(group=group),
+    )
+    group = fresh()
+    attempt("roots", lambda: (dist.broadcast(torch.ones(3), rank, group=group), dist.barrier(group=group)))
+    group = fresh()
+    splits = [1, 2] if rank else [2, 2]
+    attempt("splits", lambda: dist.all_to_all_single(torch.empty(4), torch.ones(sum(splits)), [2, 2], splits, group))
+    alone = dist.new_group([0])
+    attempt("not in the group", lambda: share_memory(alone) if rank else None)
+    assert share_memory()
+    assert share_memory(), "again"
+    dist.barrier()
+    child = os.fork()
+    if child == 0:
+        with suppress(RuntimeError):
+            dist.all_reduce(torch.ones(1))
+            os._exit(1)
+        os._exit(0)
+    found["fork"] = str(os.waitpid(child, 0)[1])
+    value = torch.ones(5)
+    dist.all_reduce(value)
+    assert (value == 2).all(), "the parent goes on"
+    descriptors = 0
+    for name in os.listdir("/proc/self/fd"):
+        # One of them was that of the listing.
+        with suppress(FileNotFoundError):
+            descriptors += "memfd:torchrec_ext" in os.readlink(f"/proc/self/fd/{name}")
+    found["descriptors"] = str(descriptors)
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    found["threads"] = str(names.count("shared_memory"))
+    return found
+
+
+@needs_library
+def test_ranks_that_disagree_are_told_by_name() -> None:
+    zero, one = run_ranks(refusals, 2)
+    where = "; this is rank 0 of 2 in number 1, all_reduce of Float"
+    assert zero["sizes"] == f"shared memory: rank 1 sends 16 bytes where 12 are to come{where}, which waits for rank 1"
+    assert zero["broken"] == zero["sizes"]
+    assert "rank 1 called all_reduce of Int as its number 1" in zero["types"]
+    assert "rank 1 called all_reduce of Float as its number 1" in zero["collectives"]
+    assert "in number 1, barrier" in zero["collectives"]
+    assert "rank 0 called barrier" in one["collectives"]
+    assert "rank 1 called broadcast of Float from rank 1" in zero["roots"]
+    assert "rank 0 sends 8 bytes where 8 are to come" not in one["splits"]
+    assert "rank 1 sends 4 bytes where 8 are to come" in zero["splits"]
+    assert "this rank is not in the group" in one["not in the group"]
+    for found in (zero, one):
+        assert found["fork"] == "0"
+        assert found["descriptors"] == "0"
+        assert found["threads"] == "1"
+        assert max(map(len, found.values())) < 200
+
+
+def stays_with_gloo(runtime: Runtime) -> dict[str, tuple[bool, list[str]]]:
+    """What share_memory() answers and logs in each case; the collectives of the group work."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("torchrec_ext.distributed.shared_memory.sharing").addHandler(handler)
+    found = {}
+
+    def attempt(name: str, owner: Any, attribute: str, value: Any, *, only: int | None = None) -> None:
+        patch = pytest.MonkeyPatch()
+        if only in (None, runtime.rank):
+            patch.setattr(owner, attribute, value)
+        messages.clear()
+        answer = share_memory(dist.new_group())
+        patch.undo()
+        found[name] = answer, list(messages)
+
+    def raising(error: BaseException) -> Callable[..., Any]:
+        def function(*_: Any) -> Any:
+            raise error
+
+        return function
+
+    host = sharing._host()
+    attempt("another host", sharing, "_host", lambda: f"another {host}", only=1)
+    attempt("no memfd", os, "memfd_create", raising(OSError(38, "Function not implemented")))
+    attempt("not built", library, "load", raising(library.LibraryError("it is not built")), only=1)
+    attempt("cannot open", sharing, "_opened", lambda *_: (-1, "a rank cannot open the memory of rank 0: no"), only=1)
+    attempt("many", sharing, "_MOST_RANKS", 1)
+    value = torch.ones(3)
+    dist.all_reduce(value)
+    assert (value == 2).all()
+    return found
+
+
+@needs_library
+def test_ranks_that_cannot_share_memory_stay_with_gloo_and_one_says_why() -> None:
+    zero, one = run_ranks(stays_with_gloo, 2)
+    assert {name: messages for name, (answer, messages) in one.items() if answer or messages} == {}
+    assert {name: [message.partition(": ")[2] for message in messages] for name, (_, messages) in zero.items()} == {
+        "another host": ["rank 1 is on another host than rank 0, or of another user or container"],
+        "no memfd": ["rank 0 cannot make shared memory: Function not implemented"],
+        "not built": ["on rank 1: it is not built"],
+        "cannot open": ["a rank cannot open the memory of rank 0: no"],
+        "many": ["the group has 2 ranks, more than 1"],
+    }
+    assert not any(answer for answer, _ in zero.values())
+
+
+@pytest.mark.unit
+def test_without_a_group_the_line_to_put_before_is_named() -> None:
+    with pytest.raises(ValueError, match=r"there is no process group; call it after dist\.init_process_group"):
+        share_memory()
+
+
+@pytest.mark.unit
+def test_a_group_without_gloo_is_refused() -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        with pytest.raises(ValueError, match=r"the group has fake for CPU tensors, and takes the place of gloo alone"):
+            share_memory()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.unit
+def test_a_broken_or_missing_library_names_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    read = library.load.__wrapped__
+    with pytest.raises(library.LibraryError, match=r"not built; build it by: python -m torchrec_ext.doctor --install"):
+        read()
+    path = library.library_path()
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"no library")
+    with pytest.raises(library.LibraryError, match=r"does not load \(.*\); remove it, and build again") as broken:
+        read()
+    assert len(str(broken.value)) < 200 + len(str(tmp_path))
+
+
+@needs_library
+@pytest.mark.unit
+def test_a_library_of_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = library.library_path()
+    monkeypatch.setattr(library, "library_path", lambda: built)
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    with pytest.raises(library.LibraryError, match=r"is of torch 2\.1\d\.\d; remove it, and build again"):
+        library.load.__wrapped__()
+
+
+@pytest.mark.unit
+def test_a_compiler_that_is_missing_or_fails_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CXX", "no_such_compiler")
+    with pytest.raises(library.LibraryError, match="the compiler no_such_compiler does not start: No such file"):
+        library.compile_to(tmp_path / "library.so")
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(library.LibraryError, match="false fails: without a word"):
+        library.compile_to(tmp_path / "library.so")
+    assert list(tmp_path.iterdir()) == []
