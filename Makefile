@@ -71,7 +71,7 @@ clean: ## remove the environment, builds and caches; runs/ and data/ stay
 	@rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(STAMP): pyproject.toml torchrec_ext/stack.py
+$(STAMP): pyproject.toml torchrec_ext/stack.py $(wildcard torchrec_ext/distributed/shared_memory/*.[ch]*)
 	@command -v $(PYTHON) >/dev/null || { \
 		echo "set-up: there is no $(PYTHON): install Python 3.10 to 3.13, or name one: make demo PYTHON=/path/to/python3"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || { \

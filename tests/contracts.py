@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.distributed.shared_memory.sharing import share_memory
 from torchrec_ext.distributed.tables import local_shards
 from torchrec_ext.train.report import progress
 
@@ -74,6 +75,9 @@ def _rank(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
     )
     dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
+    # TEST_COLLECTIVES=shared_memory runs every law over shared memory instead of gloo.
+    if os.environ.get("TEST_COLLECTIVES") == "shared_memory" and world_size > 1:
+        assert share_memory()
     try:
         runtime = Runtime(rank=rank, local_rank=rank, world_size=world_size, local_world_size=world_size)
         # As bytes: a queue hands over a tensor's shared memory, which is gone when the rank has ended.

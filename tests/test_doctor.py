@@ -28,7 +28,7 @@ def imports_as(monkeypatch: pytest.MonkeyPatch, stdout: str, stderr: str = "", s
     monkeypatch.setattr(subprocess, "run", lambda *_args, **_kwargs: done)
 
 
-GOOD = '{"seconds": 3.5, "answer": [8.0, 10.0], "threads": 1, "gpus": []}'
+GOOD = '{"seconds": 3.5, "answer": [8.0, 10.0], "threads": 1, "gpus": [], "no_shared_memory": ""}'
 
 
 @pytest.mark.unit
@@ -40,6 +40,10 @@ def test_healthy_is_zero(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     assert out.splitlines()[-1] == "healthy"
     assert "torch            2.13.0+cpu  (expected 2.13.0)" in out
     assert "3.5 s" in out
+    assert "shared memory    ready" in out
+    imports_as(monkeypatch, GOOD.replace('memory": "', 'memory": "its library is not built'))
+    assert doctor.main([]) == 0
+    assert "shared memory    its library is not built\n" in capsys.readouterr().out
 
 
 @pytest.mark.unit
@@ -298,6 +302,22 @@ def test_a_healthy_environment_is_left_alone(monkeypatch: pytest.MonkeyPatch) ->
     fake = commands(monkeypatch)
     install.install("cpu", None, quiet)
     assert fake.installs == []
+
+
+@pytest.mark.unit
+def test_the_library_of_shared_memory_is_built_ahead_or_it_is_said_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, said = commands(monkeypatch), list[str]()
+    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
+    doctor.build_shared_memory(said.append)
+    assert fake.seen == ["py -m torchrec_ext.distributed.shared_memory.library"]
+    commands(monkeypatch).failing["library"] = "c++ fails: no Python.h"
+    doctor.build_shared_memory(said.append)
+    monkeypatch.setattr("shutil.which", lambda _name: None)
+    doctor.build_shared_memory(said.append)
+    assert [line.strip() for line in said if "no shared memory" in line] == [
+        "no shared memory between ranks: c++ fails: no Python.h",
+        "no shared memory between ranks: there is no C++ compiler (apt install g++)",
+    ]
 
 
 @pytest.mark.unit

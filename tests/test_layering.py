@@ -22,7 +22,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "stack": set(),
     "needs_torch": {"stack"},
     "exports": {"needs_torch"},
-    "probe": set(),
+    "probe": {"distributed.shared_memory"},
     "private_names": set(),
     "doctor": {"stack", "private_names"},
     "schema": BASE,

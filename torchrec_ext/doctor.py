@@ -8,6 +8,9 @@ torch is the CUDA build on every Linux, gigabytes of it. On a CPU machine instal
 `torch==...+cpu` from wherever the user's pip looks (a folder of wheels, a mirror), or else from uv, which knows
 PyTorch's own CPU index by itself. If there is none, it ends with a clear error, or takes the CUDA build for a triple
 that was named.
+
+build_shared_memory() compiles the library with which ranks of one host share memory, if there is a compiler: ahead, so
+that no job waits for it.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from torchrec_ext import private_names, stack
 from torchrec_ext.stack import Problem, Triple, Variant
@@ -211,6 +215,19 @@ def _remove_intruders(current: stack.Installed, variant: Variant, say: Say) -> N
         _step(say, f"taking out {', '.join(names)}", [*PIP, "uninstall", "--quiet", "--yes", *names])
 
 
+def build_shared_memory(say: Say = print) -> None:
+    """Builds the library of shared memory between ranks, or says why it cannot; training works without it."""
+    path = compiler()
+    if path is None:
+        say("  no shared memory between ranks: there is no C++ compiler (apt install g++)")
+        return
+    command = [sys.executable, "-m", "torchrec_ext.distributed.shared_memory.library"]
+    try:
+        _step(say, "shared memory between ranks: its library, half a minute if it is new", command, {"CXX": path})
+    except CommandError as error:
+        say(f"    no shared memory between ranks: {error}")
+
+
 def _pip_install(*what: str) -> list[str]:
     # Bytecode for everything costs 40 s; the doctor's first import writes it for what is used.
     return [*PIP, "install", "--quiet", "--no-compile", *what]
@@ -277,6 +294,7 @@ class Installation:
     problems: tuple[Problem, ...]
     notes: tuple[str, ...]
     import_seconds: float | None = None
+    no_shared_memory: str | None = None
 
     @property
     def healthy(self) -> bool:
@@ -298,13 +316,13 @@ def diagnose(*, really_import: bool = True, named: Triple | None = None) -> Inst
     problems = _python_problem(sys.version_info[:2])
     problems += stack.problems(current, variant, stack.interpreter(), named)
     problems += _dropped_names()
-    seconds = None
+    seconds = no_shared_memory = None
     if really_import and not problems:
         outcome = probe(variant)
         if isinstance(outcome, Problem):
             problems = [outcome]
         else:
-            seconds = outcome
+            seconds, no_shared_memory = outcome
     # A container or a scheduler may give this process fewer cores than the machine has.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     devices = tuple(stack.gpu_nodes()) if variant == "cuda" else ()
@@ -323,6 +341,7 @@ def diagnose(*, really_import: bool = True, named: Triple | None = None) -> Inst
         problems=tuple(problems),
         notes=tuple(_notes(variant, machine)),
         import_seconds=seconds,
+        no_shared_memory=no_shared_memory,
     )
 
 
@@ -341,8 +360,15 @@ def _dropped_names() -> list[Problem]:
     ]
 
 
-def probe(variant: Variant) -> float | Problem:
-    """Imports the triple in a separate process and looks two rows up; returns the seconds, or the problem."""
+class Probed(NamedTuple):
+    """The seconds that an import of the triple takes, and why ranks of one host cannot share memory, if so."""
+
+    seconds: float
+    no_shared_memory: str
+
+
+def probe(variant: Variant) -> Probed | Problem:
+    """Imports the triple in a separate process and looks two rows up; returns the findings, or the problem."""
     process = subprocess.run(
         [sys.executable, "-m", "torchrec_ext.probe"],
         # pip installs without bytecode (install.py): the first import writes what is needed of it, 15 s once, 5 s ever
@@ -360,7 +386,7 @@ def probe(variant: Variant) -> float | Problem:
         return _failed_import(
             f"a lookup gave {report['answer']} instead of {RIGHT_ANSWER}", process.returncode, variant
         )
-    return float(report["seconds"])
+    return Probed(float(report["seconds"]), report["no_shared_memory"])
 
 
 def _failed_import(stderr: str, status: int, variant: Variant) -> Problem:
@@ -426,6 +452,8 @@ def text(seen: Installation) -> str:
     ]
     if seen.import_seconds is not None:
         rows.append(("import", f"the triple imports and looks rows up, {seen.import_seconds} s"))
+    if seen.no_shared_memory is not None:
+        rows.append(("shared memory", seen.no_shared_memory or "ready: ranks of one host use it in place of sockets"))
     lines = [f"{name:<16} {value}" for name, value in rows]
     lines += [f"note: {note}" for note in seen.notes]
     lines += [f"WRONG {problem}" for problem in seen.problems]
@@ -462,6 +490,8 @@ def _install(editable: str | None, requested_triple: Triple | None) -> None:
     if python := _python_problem(sys.version_info[:2]):
         raise InstallError(str(python[0]))
     install(variant, editable, say, requested_triple)
+    if variant == "cpu":
+        build_shared_memory(say)
     importlib.invalidate_caches()
 
 

@@ -13,7 +13,7 @@ import time
 
 
 def main() -> None:
-    """Prints {"seconds", "answer", "threads", "gpus"}; `answer` is [8.0, 10.0] when the lookup is right."""
+    """Prints {"seconds", "answer", "threads", "gpus", "no_shared_memory"}; `answer` is [8.0, 10.0] when it is right."""
     start = time.perf_counter()
     import torch
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
@@ -31,8 +31,21 @@ def main() -> None:
         "answer": answer,
         "threads": torch.get_num_threads(),
         "gpus": gpus,
+        "no_shared_memory": _no_shared_memory(),
     }
     print(json.dumps(report))
+
+
+def _no_shared_memory() -> str:
+    """Returns why ranks of one host cannot share memory; empty if they can."""
+    try:
+        # While an image is built, the package is not there as a whole.
+        from torchrec_ext.distributed.shared_memory import library
+
+        library.load()
+    except (ImportError, RuntimeError) as error:
+        return str(error)
+    return ""
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def _embed(argv: Sequence[str] | None) -> int:
     from torchx_apps.launch.trackers import tracked
 
     quieten_libraries()
-    with Runtime.start("cpu") as runtime:
+    with Runtime.start("cpu", collectives="gloo") as runtime:
         bundle = _bundle(options.bundle)
         names = _towers(bundle, options.tower)
         if options.redis is not None and names != list(bundle.query):

@@ -37,6 +37,7 @@ from torchrec_ext.distributed.optim.sharded import decay_sharded_rows, read_past
 from torchrec_ext.distributed.plan.planner import on_own_device, plan_sharding
 from torchrec_ext.distributed.runtime import Runtime, calm_gloo
 from torchrec_ext.distributed.sharders import Codecs, sharders
+from torchrec_ext.distributed.shared_memory.sharing import sharing_as_all_ranks_do
 from torchrec_ext.distributed.table_copies import copies_of_tables, refuse_unaveraged
 from torchrec_ext.distributed.tables import collections, initialise_tables, tables_of
 from torchrec_ext.distributed.tower_parallel.lookups import host_look_ups
@@ -120,11 +121,11 @@ def hybrid_parallel(
                 f"DMPCollection puts it on the GPU of its local rank, cuda:{runtime.local_rank}; leave "
                 "sync.table_copies at 1"
             )
-        with _ddp_notice_ignored():
+        with _ddp_notice_ignored(), sharing_as_all_ranks_do():
             sharded = copies_of_tables(model, runtime, plan, table_copies, sharders(codecs))
     else:
         all_sharders = [tower_sharder, *sharders(codecs)]
-        with _ddp_notice_ignored():
+        with _ddp_notice_ignored(), sharing_as_all_ranks_do():
             sharded = DistributedModelParallel(model, device=runtime.device, plan=plan, sharders=all_sharders)
     skip_fx_notice()
     initialise_tables(sharded, seed)

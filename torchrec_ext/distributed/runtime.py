@@ -18,9 +18,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import get_args
 
 import torch
 import torch.distributed as dist
+
+from torchrec_ext.distributed.shared_memory.sharing import obstacle_to_sharing
+from torchrec_ext.distributed.sync_config import Collectives
 
 DEFAULT_TIMEOUT_S = 300.0
 # Environment variable with the GPU of each local rank, as 2,3; where not set, the GPU of the local rank's number.
@@ -43,6 +47,8 @@ class Runtime:
         threads: compute threads of this process.
         cores: processor cores of this host, shared by all its processes.
         timeout_s: seconds after which a collective that another rank does not join fails.
+        shares_memory: whether the ranks' collectives go through memory that they share.
+        obstacle: why they do not, although they were to where possible; empty if they do, or were not to.
     """
 
     rank: int = 0
@@ -54,6 +60,8 @@ class Runtime:
     threads: int = 1
     cores: int = 1
     timeout_s: float = DEFAULT_TIMEOUT_S
+    shares_memory: bool = False
+    obstacle: str = ""
 
     @property
     def is_main(self) -> bool:
@@ -73,7 +81,11 @@ class Runtime:
     @staticmethod
     @contextmanager
     def start(
-        device: str | None = None, *, threads: int | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
+        device: str | None = None,
+        *,
+        threads: int | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        collectives: Collectives = "auto",
     ) -> Iterator[Runtime]:
         """Joins torchrun's process group; without torchrun makes a group of one.
 
@@ -83,10 +95,14 @@ class Runtime:
                 GPUs, else ``cpu``.
             threads: compute threads; where not given, OMP_NUM_THREADS, else the cores divided by the local processes.
             timeout_s: seconds after which a collective that another rank does not join fails.
+            collectives: ``shared_memory`` passes the collectives of CPU tensors through memory that the ranks of one
+                host share, see :func:`share_memory`; ``gloo`` does not; ``auto`` does where it is possible.
 
         Raises:
-            ValueError: ``device`` does not exist, or ``threads`` is not positive.
+            ValueError: ``device`` does not exist, ``threads`` is not positive, or the ranks cannot share memory.
         """
+        if collectives not in get_args(Collectives):
+            raise ValueError(f"collectives={collectives!r}: must be one of {', '.join(get_args(Collectives))}")
         runtime = dataclasses.replace(_describe(device, threads), timeout_s=timeout_s)
         torch.set_num_threads(runtime.threads)
         if runtime.device.type == "cuda":
@@ -98,7 +114,7 @@ class Runtime:
                 runtime.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=timeout_s)
             )
         try:
-            yield runtime
+            yield _sharing(runtime, collectives)
             dist.barrier()
         except BaseException:
             # NCCL's teardown would wait for peers, which wait for this rank, and hide the error until the timeout.
@@ -107,6 +123,20 @@ class Runtime:
             _leave()
             raise
         _leave()
+
+
+def _sharing(runtime: Runtime, collectives: Collectives) -> Runtime:
+    """Shares the memory of all ranks if asked for, and returns the runtime that says so. Collective."""
+    required = collectives == "shared_memory"
+    if runtime.device.type == "cuda" and required:
+        raise ValueError("collectives=shared_memory: it is for ranks on the CPU, and these are on GPUs; set it to auto")
+    if collectives == "gloo" or runtime.device.type == "cuda" or runtime.world_size == 1:
+        return runtime
+    assert dist.group.WORLD is not None
+    obstacle = obstacle_to_sharing(dist.group.WORLD)
+    if obstacle and required:
+        raise ValueError(f"collectives=shared_memory: {obstacle}")
+    return dataclasses.replace(runtime, shares_memory=not obstacle, obstacle=obstacle)
 
 
 def _leave() -> None:

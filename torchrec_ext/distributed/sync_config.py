@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from torchrec_ext.exports import Registry, entry
 
 OptimizerState = Literal["keep", "average"]
+Collectives = Literal["auto", "gloo", "shared_memory"]
 _LOCAL = ("every", "warmup", "optimizer_state")
 # A line says where a class is, and in which attributes of EveryStep it differs from it.
 MODES = Registry(

@@ -76,7 +76,7 @@ def run_diagnosis(
         ValueError: a file cannot be written.
     """
     quieten_libraries()
-    with Runtime.start(job.device, threads=job.threads) as runtime:
+    with Runtime.start(job.device, threads=job.threads, collectives=job.collectives) as runtime:
         diagnosis = diagnose_job(job, runtime, budget_s)
         if apply:
             apply_remedies(job, diagnosis, runtime, budget_s)

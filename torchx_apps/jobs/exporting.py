@@ -184,7 +184,7 @@ def export_run(
         Whether this is the first rank.
     """
     quieten_libraries()
-    with Runtime.start(job.device, threads=job.threads) as runtime:
+    with Runtime.start(job.device, threads=job.threads, collectives="gloo") as runtime:
         together = CheckpointRanks(runtime)
         stop = job.train.early_stop
         location = job.checkpoint.folder or str(run)

@@ -50,6 +50,7 @@ class Trained:
         threads: compute threads of a rank.
         launch: hosts and ranks of each, as the component's ``-j`` takes them.
         diagnosis: words of the command that says why the job is slow; empty if none is known.
+        collectives: over what the ranks' collectives went.
     """
 
     history: Sequence[Record]
@@ -58,6 +59,7 @@ class Trained:
     threads: int = 1
     launch: str = "1x1"
     diagnosis: Sequence[str] = ()
+    collectives: str = "gloo"
 
     @property
     def records(self) -> list[Record]:
@@ -118,12 +120,18 @@ def diagnosis_command(recipe: str, settings: Sequence[str]) -> list[str]:
 def report_start(task: Task, runtime: Runtime) -> None:
     """Prints the data and the ranks as soon as both are known, since the next stage takes seconds."""
     print(describe_data(task))
-    print(
-        f"ranks: {runtime.world_size} on {runtime.device.type} over {runtime.backend}, {runtime.threads} thread(s) each"
-    )
+    collectives = collectives_of(runtime)
+    print(f"ranks: {runtime.world_size} on {runtime.device.type} over {collectives}, {runtime.threads} thread(s) each")
+    if runtime.obstacle:
+        print(f"note: the ranks share no memory: {runtime.obstacle}")
     if runtime.oversubscribed:
         print(f"note: {runtime.oversubscribed}")
     sys.stdout.flush()
+
+
+def collectives_of(runtime: Runtime) -> str:
+    """Returns over what the ranks' collectives go."""
+    return f"{runtime.backend} and shared memory" if runtime.shares_memory else runtime.backend
 
 
 def describe_data(task: Task) -> str:
@@ -186,6 +194,7 @@ def finish_training(
         "data_wait": data_wait(records),
         "shares": shares,
         "peak_memory_mib": max(memory),
+        "collectives": trained.collectives,
         **({"warning": worse} if worse else {}),
     }
     folder.write("summary.json", json.dumps(summary, indent=2))

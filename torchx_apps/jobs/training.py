@@ -104,7 +104,7 @@ def run_training(
         RunStoppedError: SIGTERM came; the run has been saved.
     """
     quieten_libraries()
-    with Runtime.start(job.device, threads=job.threads) as runtime:
+    with Runtime.start(job.device, threads=job.threads, collectives=job.collectives) as runtime:
         task = load_task(job, runtime)
         if runtime.is_main:
             report.report_start(task, runtime)
@@ -162,6 +162,7 @@ def run_training(
             threads=runtime.threads,
             launch=f"{runtime.world_size // runtime.local_world_size}x{runtime.local_world_size}",
             diagnosis=diagnosis,
+            collectives=report.collectives_of(runtime),
         )
         tested = _tested(folder, task, evaluator, runtime)
         bundle = None

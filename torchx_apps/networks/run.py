@@ -152,7 +152,7 @@ class _Group:
             return []
         self._narrow()
         job = self._members[0].job
-        with Runtime.start(job.device, threads=job.threads) as runtime:
+        with Runtime.start(job.device, threads=job.threads, collectives=job.collectives) as runtime:
             if (note := gpu_sharing(runtime.device, self._world.processes_per_gpu, os.environ)) is not None:
                 print(note)
             built = build(members, runtime)

@@ -15,7 +15,7 @@ from torchrec_ext.data.datasets.config import DataConfig
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.distributed.optim.config import OptimizerConfig
 from torchrec_ext.distributed.plan.config import PlanConfig
-from torchrec_ext.distributed.sync_config import SyncConfig
+from torchrec_ext.distributed.sync_config import Collectives, SyncConfig
 from torchrec_ext.schema.validation import check_choice
 from torchrec_ext.train.checkpoint.config import CheckpointConfig, StartConfig
 from torchrec_ext.train.config import ClosedFormConfig, EvaluationConfig, TrainConfig
@@ -67,6 +67,9 @@ class Job:
             served, and otherwise says why it cannot.
         fallback: generated set to use where the real one is not to be had; None stops and says how to get the real one.
         device: ``cpu``, ``cuda`` or ``cuda:0``, see ``Runtime.start``; CUDA on a host with GPUs where not given.
+        collectives: ``shared_memory`` passes the collectives of CPU tensors through memory that the ranks of one host
+            share, ``gloo`` through sockets; ``auto`` takes shared memory where all ranks are on one host and its
+            library is built, see docs/parallel.md.
         streams: run the towers of a rank at the same time, each on a CUDA stream.
         threads: compute threads per rank; OMP_NUM_THREADS, which the component's --threads sets, where not given.
     """
@@ -91,6 +94,7 @@ class Job:
     export: Export = "never"
     fallback: Literal["planted"] | None = None
     device: str | None = None
+    collectives: Collectives = "auto"
     streams: bool = False
     threads: int | None = None
 
@@ -106,6 +110,7 @@ class Job:
             )
         check_choice("export", self.export, get_args(Export))
         check_choice("lookups", self.lookups, get_args(Lookups))
+        check_choice("collectives", self.collectives, get_args(Collectives))
 
     def pretrained_files(self) -> dict[str, Path]:
         """Returns the files of ``pretrained`` by table."""

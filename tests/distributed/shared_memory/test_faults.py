@@ -216,7 +216,7 @@ def stays_with_gloo(runtime: Runtime) -> dict[str, tuple[bool, list[str]]]:
     host = sharing._host()
     attempt("another host", sharing, "_host", lambda: f"another {host}", only=1)
     attempt("no memfd", os, "memfd_create", raising(OSError(38, "Function not implemented")))
-    attempt("not built", library, "load", raising(library.LibraryError("it is not built")), only=1)
+    attempt("not built", library, "load", raising(library.LibraryError("its library is not built")), only=1)
     attempt("cannot open", sharing, "_opened", lambda *_: (-1, "a rank cannot open the memory of rank 0: no"), only=1)
     attempt("many", sharing, "_MOST_RANKS", 1)
     value = torch.ones(3)
@@ -232,7 +232,7 @@ def test_ranks_that_cannot_share_memory_stay_with_gloo_and_one_says_why() -> Non
     assert {name: [message.partition(": ")[2] for message in messages] for name, (_, messages) in zero.items()} == {
         "another host": ["rank 1 is on another host than rank 0, or of another user or container"],
         "no memfd": ["rank 0 cannot make shared memory: Function not implemented"],
-        "not built": ["on rank 1: it is not built"],
+        "not built": ["on rank 1: its library is not built"],
         "cannot open": ["a rank cannot open the memory of rank 0: no"],
         "many": ["the group has 2 ranks, more than 1"],
     }
@@ -261,7 +261,9 @@ def test_a_group_without_gloo_is_refused() -> None:
 def test_a_broken_or_missing_library_names_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     read = library.load.__wrapped__
-    with pytest.raises(library.LibraryError, match=r"not built; build it by: python -m torchrec_ext.doctor --install"):
+    with pytest.raises(
+        library.LibraryError, match=r"its library is not built; build it by: .* --install"
+    ):
         read()
     path = library.library_path()
     path.parent.mkdir(parents=True)

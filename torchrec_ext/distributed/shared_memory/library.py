@@ -20,7 +20,6 @@ from types import ModuleType
 import torchrec_ext.needs_torch  # noqa: F401
 
 import torch
-from torch.utils import cpp_extension
 
 NAME = "shared_memory"
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("backend.cpp", "ring.h"))
@@ -53,7 +52,7 @@ def load() -> ModuleType:
     """
     path = library_path()
     if not path.exists():
-        raise LibraryError("it is not built; build it by: python -m torchrec_ext.doctor --install")
+        raise LibraryError("its library is not built; build it by: python -m torchrec_ext.doctor --install")
     spec = importlib.util.spec_from_file_location(NAME, path)
     assert spec is not None
     assert spec.loader is not None
@@ -89,14 +88,16 @@ def compile_to(path: Path, *flags: str) -> None:
     Raises:
         LibraryError: there is no compiler, or it fails.
     """
-    libraries = cpp_extension.library_paths()
+    # It imports setuptools, which a rank need not wait for.
+    from torch.utils import cpp_extension
+
     command = [
         *shlex.split(os.environ.get("CXX") or "c++"),
         *("-std=c++20", "-O3", "-march=native", "-fPIC", "-shared", f"-DTORCH_EXTENSION_NAME={NAME}"),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         *(f"-isystem{folder}" for folder in (*cpp_extension.include_paths(), sysconfig.get_path("include"))),
         str(SOURCES[0]),
-        *(f"-L{folder}" for folder in libraries),
+        *(f"-L{folder}" for folder in cpp_extension.library_paths()),
         *("-lc10", "-ltorch_cpu", "-ltorch_python"),
         *flags,
     ]

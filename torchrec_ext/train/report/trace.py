@@ -133,7 +133,7 @@ def read_spans(events: Iterable[Event], shift: float = 0.0) -> RankSpans:
         forward.setdefault(event["name"].removeprefix(TOWER), []).append(_interval(event))
     backward = _backward(complete_events, calls)
     kernels = [event for event in complete_events if event.get("cat") == "kernel"]
-    collectives = [event for event in complete_events if event["name"].startswith(("gloo:", "nccl"))]
+    collectives = [event for event in complete_events if event["name"].startswith(("gloo:", "shared_memory:", "nccl"))]
     computing = [
         event for event in complete_events if event.get("cat") == "cpu_op" and event["name"].startswith(_COMPUTING)
     ]
