@@ -1,6 +1,7 @@
 """Every sync mode trains; which modes equal which, and what ranks exchange, over real gloo processes."""
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterator
 from typing import Any, get_args, get_type_hints
 from unittest import mock
@@ -250,6 +251,8 @@ def collectives(step: Callable[[], Any]) -> int:
 def test_between_two_averages_nothing_is_exchanged_but_the_rows_of_sharded_tables(
     two_ranks: list[dict[str, Any]],
 ) -> None:
+    if os.environ.get("TEST_COLLECTIVES"):
+        pytest.skip("collectives are counted by gloo, which does not see those over shared memory")
     results = two_ranks[0]["exchanged"]
     assert results["data_parallel, every_step"] == [3] * 4, "the gradients of the dense layers and of two collections"
     assert results["data_parallel, local_sgd"] == [0, 0, 0, 2], (

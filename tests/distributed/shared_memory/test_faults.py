@@ -261,9 +261,7 @@ def test_a_group_without_gloo_is_refused() -> None:
 def test_a_broken_or_missing_library_names_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     read = library.load.__wrapped__
-    with pytest.raises(
-        library.LibraryError, match=r"its library is not built; build it by: .* --install"
-    ):
+    with pytest.raises(library.LibraryError, match=r"its library is not built; build it by: .* --install"):
         read()
     path = library.library_path()
     path.parent.mkdir(parents=True)
