@@ -148,10 +148,37 @@ def test_of_few_that_are_left_in_late_blocks_all_are_computed() -> None:
         allowed[left] = True
         computed: list[int] = []
         gathered = lambda places, computed=computed: computed.extend(places) or rows.numpy()[places]  # noqa: E731
-        (told,) = quantized._bounds.greatest(query.numpy(), 5, gathered, ~allowed)
+        (told,) = quantized._bounds.greatest(query.numpy(), 5, gathered, allowed.numpy())
         assert told is not None
         assert set(computed) <= set(left)
         assert torch.equal(quantized.search(query, 5, allowed=allowed)[1], plain.search(query, 5, allowed=allowed)[1])
+
+
+@pytest.mark.parametrize("metric", ["dot", "cosine"])
+@pytest.mark.parametrize("share", [0.0, 1e-9, 0.01, 0.2, 0.5, 1.0])
+def test_a_filter_changes_no_score_and_loses_no_item(share: float, metric: str) -> None:
+    """As all products row by row, to the last bit and tie; each row has a twin, and share 1e-9 is one item."""
+    generator = torch.Generator().manual_seed(5)
+    rows = torch.randn(4_003, 16, generator=generator)
+    rows[2_000:] = rows[:2_003].clone()
+    index = both(rows, metric)[1]
+    stored = index._gathered(np.arange(4_003))
+    for query in torch.randn(5, 1, 16, generator=generator):
+        products = torch.from_numpy(np.einsum("nd,d->n", stored, index.prepared(query)[0].numpy()))
+        allowed = torch.rand(4_003, generator=generator) < share
+        if share:
+            allowed[3_333] = True
+        excluded = [torch.randperm(4_003, generator=generator)[:100]]
+        allowed_here = allowed.clone()
+        allowed_here[excluded[0]] = False
+        for k in (10, 100, 5_000):  # by the bounds; with too many left to compute; with a K too great for them
+            for left, out in ((allowed, None), (allowed_here, excluded)):
+                found, positions = index.search(query, k, allowed=allowed, excluded=out)
+                best = products.masked_fill(~left, -torch.inf).sort(descending=True, stable=True)
+                count = min(k, int(left.sum()))
+                assert torch.equal(positions[0, :count], best.indices[:count])
+                assert torch.equal(found[0, :count], best.values[:count])
+                assert bool((positions[0, count:] == -1).all())
 
 
 def test_where_the_sample_says_nothing_of_the_others_all_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:

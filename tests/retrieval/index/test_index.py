@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from torchrec_ext.modules.interaction import Cosine, DeepCross, DotProduct, TopMLP
+from torchrec_ext.modules.interaction import Cosine, DeepCross, DotProduct, GeneralizedMF, TopMLP
 from torchrec_ext.retrieval.index.exact import ExactIndex, ScoredIndex, TopK
 from torchrec_ext.retrieval.index.projection import projection
 from torchrec_ext.retrieval.store.store import EmbeddingStore, refresh_store
@@ -67,6 +67,46 @@ def test_exact_and_filtered_inside_the_search(metric: str, queries: int, monkeyp
         found, positions = index.search(asked, 20, allowed=mask, excluded=out)
         assert positions.tolist() == by_sorting(scores, 20, mask, out)
         assert torch.allclose(found, scores.gather(1, positions), atol=1e-6)
+
+
+FILTERED = 2_003  # rows, which are no multiple of what BLAS multiplies at once
+
+
+def indexes() -> dict[str, ExactIndex | ScoredIndex]:
+    """Exact indexes over rows of which each has a twin with equal scores."""
+    torch.manual_seed(2)
+    rows = torch.randn(FILTERED, 16)
+    rows[1_000:] = rows[:1_003].clone()
+    network = projection(TopMLP([16, 16], (16, 8)), 16)
+    return {
+        "dot": ExactIndex(rows, "dot"),
+        "cosine": ExactIndex(rows, "cosine"),
+        "linear": ScoredIndex(projection(GeneralizedMF([16, 16]), 16), rows),
+        "top_nn": ScoredIndex(network, network.candidates(rows).detach()),
+    }
+
+
+@pytest.mark.parametrize("share", [0.0, 1e-9, 1e-4, 0.01, 0.5, 1.0])
+@pytest.mark.parametrize("kind", ["dot", "cosine", "linear", "top_nn"])
+def test_a_filter_changes_no_score_and_loses_no_item(kind: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last bit and tie, also if fewer than K items are left. Share 1e-9 is one item."""
+    monkeypatch.setattr("torchrec_ext.retrieval.index.exact._BLOCK", 4 * 16 * 640)
+    monkeypatch.setattr("torchrec_ext.retrieval.index.exact._PAIRS", 16 * 640)
+    index = indexes()[kind]
+    for queries in (1, 3):
+        asked = torch.randn(queries, 16)
+        ranked, order = index.search(asked, FILTERED)
+        scores = torch.zeros_like(ranked).scatter_(1, order, ranked)
+        allowed = torch.randperm(FILTERED) < FILTERED * share
+        if share:
+            allowed[torch.randint(FILTERED, ())] = True
+        excluded = [torch.randperm(FILTERED)[:40] for _ in range(queries)]
+        for k, out in ((10, None), (10, excluded), (FILTERED + 5, None), (FILTERED + 5, excluded)):
+            found, positions = index.search(asked, k, allowed=allowed, excluded=out)
+            assert positions.tolist() == by_sorting(scores, k, allowed, out)
+            exists = positions >= 0
+            assert torch.equal(found[exists], scores.gather(1, positions.clamp(min=0))[exists])
+            assert bool((found[~exists] == -torch.inf).all())
 
 
 def test_more_than_there_are_gives_all_and_says_so() -> None:

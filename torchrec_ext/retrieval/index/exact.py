@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from torchrec_ext.retrieval.index.bounds import Float32s, ScoreBounds
+from torchrec_ext.retrieval.index.bounds import Bools, Float32s, ScoreBounds
 from torchrec_ext.retrieval.index.projection import Projection
 from torchrec_ext.retrieval.store.store import EmbeddingStore
 
@@ -33,10 +33,13 @@ class TopK:
         self._k = k
         self._best = [_Best(k) for _ in range(queries)]
 
-    def add(self, start: int, scores: Tensor) -> None:
-        """Adds scores (Q, n) of the positions from ``start`` on; call it in ascending order. -inf is skipped."""
+    def add(self, start: int, scores: Tensor, allowed: Bools | None = None) -> None:
+        """Adds scores (Q, n) of the positions from ``start`` on; call it in ascending order.
+
+        Scores of -inf are skipped, and so are positions that are False in ``allowed`` (n,).
+        """
         for best, row in zip(self._best, scores.numpy(), strict=True):
-            best.add(start, row)
+            best.add(start, row, allowed)
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Returns scores (Q, K), descending, and positions (Q, K), padded with -inf and -1."""
@@ -62,12 +65,17 @@ class _Best:
         self._candidates: list[tuple[NDArray[np.int64], Float32s]] = []
         self._waiting = 0
 
-    def add(self, start: int, scores: Float32s) -> None:
+    def add(self, start: int, scores: Float32s, allowed: Bools | None) -> None:
         if not self._candidates and len(scores) > self._k:
             # The K-th of some of them is no greater than that of all, and takes a tenth of the time.
-            sample = scores[:: max(1, len(scores) // max(_SAMPLE, 8 * self._k))]
+            step = max(1, len(scores) // max(_SAMPLE, 8 * self._k))
+            sample = scores[::step]
+            if allowed is not None:
+                sample = np.where(allowed[::step], sample, np.float32(-np.inf))
             self._threshold = float(np.nextafter(_kth(sample, self._k), np.float32(-np.inf)))
         indices = np.flatnonzero(scores > self._threshold)
+        if allowed is not None:
+            indices = indices[allowed[indices]]
         if not len(indices):
             return
         greater = scores[indices]
@@ -106,6 +114,12 @@ def _kth(scores: Float32s, k: int) -> np.float32:
 
 
 Metric = Literal["dot", "cosine", "top_nn"]
+# Up to these shares of allowed rows, gathering them is faster than reading, or than running a network over, all rows.
+FEW = 1 / 32
+FEW_OF_NETWORK = 3 / 4
+# Rows are multiplied in groups of this many: BLAS sums the rows of a smaller rest in another order, and then a row's
+# score would depend on its neighbours, and so on the filter.
+_LANES = 64
 
 
 class Blockwise:
@@ -113,6 +127,7 @@ class Blockwise:
 
     metric: Metric
     _by_products = True
+    _few_share = FEW
     _bounds: ScoreBounds | None = None
     _inverse_norms: Tensor | None = None
 
@@ -135,18 +150,21 @@ class Blockwise:
         with torch.inference_mode():
             prepared = self.prepared(queries)
             candidate_mask = self.candidate_mask(allowed)
-            hidden = None if candidate_mask is None else ~candidate_mask
+            mask = None if candidate_mask is None else candidate_mask.numpy()
             excluded_positions = [positions.numpy() for positions in excluded or ()]
+            if mask is not None:
+                count = np.count_nonzero(mask)
+                if count <= self.size * self._few_share:
+                    return self._search_few(prepared, k, np.flatnonzero(mask), excluded_positions)
+                mask = None if count == self.size else mask
             if self._bounds is None:
-                return self._search_all(prepared, k, hidden, excluded_positions)
+                return self._search_all(prepared, k, mask, excluded_positions)
             results = []
-            bounded = self._bounds.greatest(
-                self.factors(prepared).numpy(), k, self._gathered, hidden, excluded_positions
-            )
+            bounded = self._bounds.greatest(self.factors(prepared).numpy(), k, self._gathered, mask, excluded_positions)
             for row, best in enumerate(bounded):
                 query = prepared[row : row + 1]
                 if best is None:
-                    results.append(self._search_all(query, k, hidden, excluded_positions[row : row + 1]))
+                    results.append(self._search_all(query, k, mask, excluded_positions[row : row + 1]))
                     continue
                 positions, products = (torch.from_numpy(array)[None] for array in best)
                 scores = pad_candidates(products + self.constant(query), k, -torch.inf)
@@ -185,30 +203,63 @@ class Blockwise:
         return self._bounds is not None
 
     def _search_all(
-        self, prepared: Tensor, k: int, hidden: Tensor | None, excluded_positions: Sequence[NDArray[np.int64]]
+        self, prepared: Tensor, k: int, mask: Bools | None, excluded_positions: Sequence[NDArray[np.int64]]
     ) -> tuple[Tensor, Tensor]:
         best = TopK(len(prepared), min(k, max(1, self.size)))
         # One buffer for all blocks: allocating one per block costs as much as finding its greatest scores.
         buffer = torch.empty(len(prepared) * min(self._rows, self.size))
         for start, stop in self.blocks():
+            # Filling scores with -inf where the mask is False would take a quarter of the time of the products.
+            allowed = None if mask is None else mask[start:stop]
+            if allowed is not None and not allowed.any():
+                continue
             scores = buffer[: len(prepared) * (stop - start)].view(len(prepared), -1)
-            self.fill_scores(prepared, start, stop, scores)
-            if hidden is not None:
-                scores.masked_fill_(hidden[start:stop], -torch.inf)
+            self._score(prepared, self._block(start, stop), slice(start, stop), scores)
             for row, positions in zip(scores.numpy(), excluded_positions, strict=False):
                 row[positions[(positions >= start) & (positions < stop)] - start] = -np.inf
-            best.add(start, scores)
+            best.add(start, scores, allowed)
         best_scores, best_positions = best.result()
         return pad_candidates(best_scores, k, -torch.inf), pad_candidates(best_positions, k, -1)
 
+    def _search_few(
+        self, prepared: Tensor, k: int, allowed: NDArray[np.int64], excluded_positions: Sequence[NDArray[np.int64]]
+    ) -> tuple[Tensor, Tensor]:
+        """Scores the positions ``allowed`` (N,), ascending, and no others."""
+        best = TopK(len(prepared), min(k, max(1, len(allowed))))
+        for start in range(0, len(allowed), self._rows):
+            positions = allowed[start : start + self._rows]
+            scores = torch.empty(len(prepared), len(positions))
+            self._score(prepared, torch.from_numpy(self._stored(positions)), torch.from_numpy(positions), scores)
+            for row, left_out in zip(scores.numpy(), excluded_positions, strict=False):
+                row[np.isin(positions, left_out)] = -np.inf
+            best.add(start, scores)
+        best_scores, indices = best.result()
+        # Index -1 of the padding reads the last entry, -1.
+        best_positions = torch.from_numpy(np.append(allowed, -1)[indices.numpy()])
+        return pad_candidates(best_scores, k, -torch.inf), pad_candidates(best_positions, k, -1)
+
+    def _score(self, prepared: Tensor, rows: Tensor, positions: slice | Tensor, out: Tensor) -> None:
+        if self._bounds is None:
+            self.fill_scores(prepared, rows, positions, out)
+            return
+        # As the bounds compute the rows that they cannot rule out, so that no filter changes an item's score.
+        if self._inverse_norms is not None:
+            rows = rows * self._inverse_norms[positions][:, None]
+        for query, scores in zip(torch.split(prepared, 1), out, strict=True):
+            products = np.einsum("nd,d->n", rows.numpy(), self.factors(query)[0].numpy())
+            torch.add(torch.from_numpy(products), self.constant(query), out=scores)
+
+    def _stored(self, positions: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Returns the (N, D) rows at positions (N,)."""
+        if isinstance(self.source, Tensor):
+            return self.source.numpy().take(positions, axis=0)
+        if self.source.format.exact:
+            return self.source.matrix().numpy().take(positions, axis=0)
+        return self.source.rows(torch.from_numpy(positions)).numpy()
+
     def _gathered(self, positions: NDArray[np.int64]) -> NDArray[np.float32]:
         """Returns the (N, D) rows at positions (N,), normalised for a cosine."""
-        if isinstance(self.source, Tensor):
-            rows = self.source.numpy().take(positions, axis=0)
-        elif self.source.format.exact:
-            rows = self.source.matrix().numpy().take(positions, axis=0)
-        else:
-            rows = self.source.rows(torch.from_numpy(positions)).numpy()
+        rows = self._stored(positions)
         if self._inverse_norms is not None:
             rows *= self._inverse_norms.numpy()[positions, None]
         return rows
@@ -233,8 +284,8 @@ class Blockwise:
         """Returns the (Q,) constants to add to the products."""
         return 0.0
 
-    def fill_scores(self, queries: Tensor, start: int, stop: int, out: Tensor) -> None:
-        """Fills ``out`` (Q, stop - start) with the scores of a block."""
+    def fill_scores(self, queries: Tensor, rows: Tensor, positions: slice | Tensor, out: Tensor) -> None:
+        """Fills ``out`` (Q, N) with the scores of the stored rows (N, D) at ``positions``."""
         raise NotImplementedError
 
     def _block(self, start: int, stop: int) -> Tensor:
@@ -348,11 +399,11 @@ class ExactIndex(Blockwise):
             )
         return normalize(queries) if self.metric == "cosine" else queries
 
-    def fill_scores(self, queries: Tensor, start: int, stop: int, out: Tensor) -> None:
+    def fill_scores(self, queries: Tensor, rows: Tensor, positions: slice | Tensor, out: Tensor) -> None:
         """See :meth:`Blockwise.fill_scores`."""
-        _products(queries, self._block(start, stop), out)
+        _products(queries, rows, out)
         if self._inverse_norms is not None:
-            out.mul_(self._inverse_norms[start:stop])
+            out.mul_(self._inverse_norms[positions])
 
 
 class ScoredIndex(Blockwise):
@@ -375,6 +426,8 @@ class ScoredIndex(Blockwise):
         super().__init__(source, floats_per_block // max(1, projection.width))
         self.projection = projection
         self._by_products = projection.linear
+        if not projection.linear:
+            self._few_share = FEW_OF_NETWORK
 
     def prepared(self, queries: Tensor) -> Tensor:
         """See :meth:`Blockwise.prepared`."""
@@ -388,14 +441,16 @@ class ScoredIndex(Blockwise):
         """See :meth:`Blockwise.constant`."""
         return prepared[:, -1]
 
-    def fill_scores(self, queries: Tensor, start: int, stop: int, out: Tensor) -> None:
+    def fill_scores(self, queries: Tensor, rows: Tensor, positions: slice | Tensor, out: Tensor) -> None:
         """See :meth:`Blockwise.fill_scores`."""
-        block = self._block(start, stop)
         if self.projection.linear:
-            _products(self.factors(queries), block, out)
+            _products(self.factors(queries), rows, out)
             out.add_(self.constant(queries)[:, None])
-        else:
-            torch.stack([self.projection.score(query, block) for query in queries], out=out)
+            return
+        padding = -len(rows) % _LANES
+        padded = torch.nn.functional.pad(rows, (0, 0, 0, padding)) if padding else rows
+        for query, scores in zip(queries, out, strict=True):
+            scores.copy_(self.projection.score(query, padded)[: len(rows)])
 
 
 def _width(source: EmbeddingStore | Tensor) -> int:
@@ -408,7 +463,16 @@ def _bytes(source: EmbeddingStore | Tensor) -> int:
 
 def _products(queries: Tensor, rows: Tensor, out: Tensor) -> None:
     """Fills ``out`` (Q, N) with the products of queries (Q, D) and rows (N, D)."""
-    if len(queries) == 1:  # numpy's matrix-vector product takes 1.2 times as long
+    rest = len(rows) % _LANES
+    if rest and len(rows) > rest:
+        _products(queries, rows[:-rest], out[:, :-rest])
+    if rest:
+        last = torch.zeros(_LANES, rows.shape[1])
+        last[:rest] = rows[len(rows) - rest :]
+        products = torch.empty(len(queries), _LANES)
+        _products(queries, last, products)
+        out[:, len(rows) - rest :] = products[:, :rest]
+    elif len(queries) == 1:  # numpy's matrix-vector product takes 1.2 times as long
         torch.mv(rows, queries[0], out=out[0])
     else:
         torch.mm(queries, rows.T, out=out)

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchrec_ext.retrieval.index.exact import ExactIndex, Metric, check_metric, check_request, pad_candidates
+from torchrec_ext.retrieval.index.exact import FEW, ExactIndex, Metric, check_metric, check_request, pad_candidates
 from torchrec_ext.retrieval.store.store import EmbeddingStore
 from torchrec_ext.retrieval.store.versions import StoreError
 
@@ -400,6 +400,9 @@ class FaissIndex:
         """See :class:`torchrec_ext.retrieval.index.exact.Index`; each query is searched with its own filter."""
         check_request(queries, k, self.size, allowed, excluded)
         candidate_mask = self._exact.candidate_mask(allowed)
+        # A graph or a few lists hold too few of a rare value's items, and scoring all of these takes less time.
+        if candidate_mask is not None and np.count_nonzero(candidate_mask) <= self.size * FEW:
+            return self._exact.search(queries, k, allowed=allowed, excluded=excluded)
         if candidate_mask is None and excluded is None:
             return self._fill_from_exact(queries, k, *self._search(queries, k, None), None, None)
         results = []
