@@ -20,6 +20,7 @@ from harness import Options, Row, command_line, percentile, row
 ROWS = {
     "scores": "serving_scores:scores",
     "exact-search": "serving_search:exact",
+    "filtered-search": "serving_search:filtered",
     "approximate": "serving_search:approximate",
     "embed": "serving_embed:rows",
     "http": "serving_http:http",

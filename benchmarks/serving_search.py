@@ -2,8 +2,9 @@
 
 exact-search compares ExactIndex over a store, as a server opens it, with FAISS's own exact search (IndexFlatIP): by all
 rows, and by the copy in 8 bits that a server keeps. That copy is also compared with FAISS's, whose best are computed
-again (IndexRefineFlat over IndexScalarQuantizer), as many of them as give the same results. approximate compares an
-index at recall .95 with exact search.
+again (IndexRefineFlat over IndexScalarQuantizer), as many of them as give the same results. filtered compares a search
+under a filter, from the request's value to the results, with the same search without one. approximate compares an index
+at recall .95 with exact search.
 """
 
 import tempfile
@@ -12,12 +13,16 @@ from typing import Any
 
 import faiss
 import numpy as np
+import pyarrow as pa
 import torch
 from harness import Options, Row, calls_in_turn, number_of_calls
 from serving import compared
 
-from torchrec_ext.retrieval.index.exact import ExactIndex
+from torchrec_ext.modules.interaction import TopMLP
+from torchrec_ext.retrieval.bundle.tables import Attribute
+from torchrec_ext.retrieval.index.exact import ExactIndex, ScoredIndex
 from torchrec_ext.retrieval.index.faiss import FaissIndex
+from torchrec_ext.retrieval.index.projection import projection
 from torchrec_ext.retrieval.store.store import EmbeddingStore
 from torchrec_ext.retrieval.store.writer import write_store
 
@@ -89,6 +94,48 @@ def _refined(rows: torch.Tensor, queries: torch.Tensor, exactly: ExactIndex) -> 
             break
         refined.k_factor *= 2
     return refined
+
+
+SHARES = (0.0001, 0.01, 0.1, 0.5, 1.0)  # of the items that a filter leaves
+
+
+def filtered(options: Options) -> Iterator[Row]:
+    """Times the top 100 under filters of five shares: 1,000,000 x 64 by products, and 100,000 x 16 by a top NN."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    count = 20_000 if options.quick else 1_000_000
+    products = ExactIndex(torch.randn(count, 64), "dot")
+    products.quantize()
+    yield from _filtered(options, products, 64, "by a copy in 8 bits" if products.quantized else "by products", 20)
+    network = projection(TopMLP([16, 16], (16,)), 16)
+    few = count // 10
+    yield from _filtered(options, ScoredIndex(network, torch.randn(few, 16)), 16, "by a top NN", 5)
+
+
+def _filtered(options: Options, index: ExactIndex | ScoredIndex, width: int, how: str, calls: int) -> Iterator[Row]:
+    queries = torch.randn(number_of_calls(options.turns, calls), width)
+    draws = np.random.default_rng(0).random((len(SHARES), index.size))
+    items: list[list[str]] = [[] for _ in range(index.size)]
+    for share, drawn in zip(SHARES, draws, strict=True):
+        for item in np.flatnonzero(drawn < share).tolist():
+            items[item].append(f"{share:g}")
+    attribute = Attribute(pa.chunked_array([pa.array(items)]))
+
+    def search(number: int, share: float | None) -> object:
+        allowed = None
+        if share is not None:
+            bits = np.unpackbits(attribute.bits([f"{share:g}"]), count=index.size, bitorder="little")
+            allowed = torch.from_numpy(bits.view(np.bool_))
+        return index.search(queries[number : number + 1], K, allowed=allowed)
+
+    sides: dict[str, Callable[[int], object]] = {"none": lambda number: search(number, None)}
+    for share in SHARES:
+        sides[f"{share:g}"] = lambda number, share=share: search(number, share)
+    times = calls_in_turn(sides, options.turns, calls)
+    for share in SHARES:
+        name = f"filtered-search, {100 * share:g} % of {index.size:,} x {width}, {how}, against no filter"
+        # At most 1.1 times the search without a filter: a ratio of 1 / 1.1 or more.
+        yield compared(name, times["none"], times[f"{share:g}"], 0.909, machine="memory")
 
 
 def approximate(options: Options) -> Iterator[Row]:

@@ -383,6 +383,9 @@ def test_titles_and_genres_come_with_the_films(recommended: dict[str, Any], root
     bundle = Bundle.load(root / "bundle-films")
     assert bundle.items.titles_of([0, 2]) == ["Film 1", "Film 3"]
     assert bundle.items.categories == ["Comedy", "Drama", "War"]
+    attributes = {name: each.values.ids().tolist() for name, each in bundle.items.attributes.items()}
+    genres = bundle.items.categories
+    assert attributes == {"categories": genres, "release_year": [1994, 1995], "genres": genres}
 
 
 def test_ids_of_files_that_begin_at_0_stay_what_they_are(recommended: dict[str, Any], root: Path) -> None:

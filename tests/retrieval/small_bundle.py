@@ -27,7 +27,8 @@ GENRES = ("Comedy", "Drama", "War")
 class SmallBundle:
     """A bundle in ``folder``, and the model that it was made of.
 
-    Item p has the features of row p + 1 of the tables, and the genre p % 3. User u has taken the items at u % 49 and (u
+    Item p has the features of row p + 1 of the tables, and the genre p % 3,
+    the year 1990 + (p + 1) // 10 and the studio "s" and p + 1. User u has taken the items at u % 49 and (u
     + 5) % 49.
     """
 
@@ -68,6 +69,7 @@ class SmallBundle:
             features=pa.table({"item_id": rows, "price": self._prices(rows)}),
             titles=[f"Item <b>{row - 1}</b>" for row in rows.tolist()],
             categories=[[GENRES[(row - 1) % 3]] for row in rows.tolist()],
+            attributes=pa.table({"year": 1990 + rows // 10, "studio": [f"s{row}" for row in rows.tolist()]}),
             trained=rows - 1 + FIRST_ITEM,
         )
 

@@ -24,6 +24,7 @@ from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, Lists, 
 from torchrec_ext.data.preprocess.columns import raw_type
 from torchrec_ext.retrieval.bundle.manifest import BundleError
 from torchrec_ext.retrieval.bundle.request_columns import steps_for_columns
+from torchrec_ext.retrieval.bundle.tables import filterable
 from torchrec_ext.retrieval.exporting.content import Catalogue, NamedUsers
 from torchrec_ext.schema import BatchSchema, DataError
 
@@ -90,6 +91,7 @@ def of_interactions(data: InteractionData, schema: BatchSchema) -> ExportData:
             features=items_table,
             titles=None if data.titles is None else data.titles[1:past_last],
             categories=None if data.categories is None else data.categories[1:past_last],
+            attributes=_attributes(_as_in_files(data.items.slice(1, past_last), encoding, ids), encoding),
             trained=ids["item_id"][np.unique(data.train["item_id"].values)],
         ),
         users=NamedUsers(
@@ -127,7 +129,12 @@ def of_labelled(data: LabelledData, schema: BatchSchema) -> ExportData:
         for name in numbered
     }
     return ExportData(
-        catalogue=Catalogue(ids=data.ids("item_id", items), features=features, trained=data.ids("item_id", items)),
+        catalogue=Catalogue(
+            ids=data.ids("item_id", items),
+            features=features,
+            attributes=_attributes(features, data.words),
+            trained=data.ids("item_id", items),
+        ),
         users=_users_of_labelled(data, items, names) if "user_id" in data.vocab else None,
         queries=queries,
         preprocessor=_preprocessor([queries, features], data.words, {}),
@@ -176,6 +183,17 @@ def tower_columns(arguments: Mapping[str, Any]) -> Iterator[str]:
     for table in arguments.get("tables", ()):
         yield from table.feature_names
     yield from arguments.get("dense", ())
+
+
+def _attributes(features: pa.Table, encoding: RowContext) -> pa.Table:
+    """Returns the columns to filter items by; texts that hold lists are split."""
+    attributes = filterable(features, "item_id")
+    for index, name in enumerate(attributes.column_names):
+        if name in encoding.separators:
+            texts = attributes[name]
+            texts = pc.if_else(pc.equal(texts, ""), pa.scalar(None, texts.type), texts)
+            attributes = attributes.set_column(index, name, pc.split_pattern(texts, encoding.separators[name]))
+    return attributes
 
 
 def _described(data: LabelledData, key: str, rows: Int64, names: Sequence[str]) -> Chunk:
@@ -269,9 +287,10 @@ def of_streamed(data: StreamedData, schema: BatchSchema) -> ExportData:
     served = np.isin(rows[item].values, data.items[0])
     items = tables[RAW_ITEMS].filter(pa.array(served))
     ids = items[key].to_numpy(zero_copy_only=False)
+    features = items.select(list(of_items.request_columns))
     request_steps = steps_for_columns(data.preprocessor, [name for name in names if name not in columns])
     return ExportData(
-        catalogue=Catalogue(ids=ids, features=items.select(list(of_items.request_columns)), trained=ids),
+        catalogue=Catalogue(ids=ids, features=features, attributes=filterable(features, key), trained=ids),
         users=_users_of_streamed(data, names, rows[item].values[served]),
         queries=tables[RAW_REQUESTS].select(list(request_steps.request_columns)),
         preprocessor=data.preprocessor,

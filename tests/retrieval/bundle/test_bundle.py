@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from tests.retrieval.bundles import bundle_of, contents, model_of
 from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchrec_ext.retrieval.bundle.manifest import BundleError, Manifest, file_digests
 from torchrec_ext.retrieval.bundle.request_columns import Columns
-from torchrec_ext.retrieval.bundle.tables import ItemTable, read_table, write_table
+from torchrec_ext.retrieval.bundle.tables import Attribute, read_table, write_table
 from torchrec_ext.retrieval.exporting.content import Catalogue
 from torchrec_ext.retrieval.exporting.export import export
 from torchrec_ext.retrieval.store.store import EmbeddingStore
@@ -666,23 +667,51 @@ def test_users_are_known_by_id_and_nobody_is_known_by_minus_one(bundle: Bundle) 
 def test_titles_and_categories_are_by_position(bundle: Bundle) -> None:
     assert bundle.items.titles_of([0, 3]) == ["Film 1", "Film 4"]
     assert bundle.items.categories == ["drama", "war"]
-    assert bundle.items.in_categories(["war"]).nonzero()[:, 0].tolist() == list(range(1, ITEMS - 1, 2))
-    assert bundle.items.in_categories(["war", "drama"]).all()
-    with pytest.raises(ValueError, match=r"'sport' is not a category of this catalogue; it has drama, war"):
-        bundle.items.in_categories(["sport"])
+    categories = bundle.items.attribute("categories")
+    assert items_with(categories, ["war"]) == list(range(1, ITEMS - 1, 2))
+    assert items_with(categories, ["war", "drama"]) == list(range(ITEMS - 1))
+    with pytest.raises(ValueError, match="no item has 'sport'; there are drama, war"):
+        categories.bits(["sport"])
 
 
-def test_masks_of_categories_are_bounded_by_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many names are asked for, and however many at once."""
-    monkeypatch.setattr("torchrec_ext.retrieval.bundle.tables._MOST_MASK_BYTES", 3_500)
-    names = [f"c{number:03}" for number in range(200)]
-    items = ItemTable(pa.table({"categories": [[names[row % 200]] for row in range(1_000)]}))
-    for _ in range(2):
-        for number, name in enumerate(names):
-            assert items.in_categories([name]).nonzero()[:, 0].tolist() == list(range(number, 1_000, 200))
-        assert items.in_categories(names).all()
-        assert items.in_categories(names[::-1]) is items.in_categories(names)
-    assert items._mask.cache_info().currsize == 3
+def items_with(attribute: Attribute, values: list[Any]) -> list[int]:
+    """Positions of the items with one of the values."""
+    return np.flatnonzero(np.unpackbits(attribute.bits(values), bitorder="little")).tolist()
+
+
+@pytest.mark.parametrize("distinct", [3, 200, 999])
+@pytest.mark.parametrize("as_text", [False, True])
+def test_an_attribute_knows_the_items_of_each_value(distinct: int, as_text: bool) -> None:
+    """Whether all values are frequent, some, or none; as numbers or texts, alone or in lists, or missing."""
+    rng = np.random.default_rng(distinct)
+    drawn = [sorted({int(value) for value in (distinct * rng.random(rng.integers(0, 4)) ** 3)}) for _ in range(1_003)]
+    lists = [[f"v{value}" for value in each] if as_text else each for each in drawn]
+    firsts = [each[0] if each else None for each in lists]
+    kind = pa.string() if as_text else pa.int32()
+    for column in (pa.array(lists, pa.list_(kind)), pa.array(firsts, kind)):
+        attribute = Attribute(pa.chunked_array([column[:400], column[400:]]))
+        rows = [each if isinstance(each, list) else [each] for each in column.to_pylist()]
+        values = attribute.values.ids().tolist()
+        assert values == sorted({value for row in rows for value in row} - {None})
+        for some in ([value] for value in values[::7]):
+            assert items_with(attribute, some) == [row for row, own in enumerate(rows) if some[0] in own]
+        several = values[1::2]
+        assert items_with(attribute, several) == [row for row, own in enumerate(rows) if set(own) & set(several)]
+    assert items_with(Attribute(pa.chunked_array([pa.nulls(5, kind)])), []) == []
+
+
+def test_an_attribute_needs_a_free_name_and_values_to_compare(tmp_path: Path) -> None:
+    catalogue = contents()["catalogue"]
+    for column, message in (
+        ({"not": [1] * (ITEMS - 1)}, "catalogue: an attribute cannot have the name 'not'"),
+        ({"categories": [1] * (ITEMS - 1)}, "cannot have the name 'categories'"),
+        ({"price": [0.5] * (ITEMS - 1)}, "catalogue: attribute 'price' is double, must be whole numbers, text"),
+    ):
+        changed = replace(catalogue, attributes=pa.table(column))
+        with pytest.raises(BundleError, match=message):
+            export(model_of(), tmp_path / "bundle", **{**contents(), "catalogue": changed})
+    with pytest.raises(BundleError, match="catalogue: 1 attributes for"):
+        replace(catalogue, attributes=pa.table({"year": [1]}))
 
 
 @pytest.mark.parametrize(

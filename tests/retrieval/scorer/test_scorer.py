@@ -92,6 +92,13 @@ def test_recommended_are_the_models_best_without_what_was_seen(kind: str, reques
         ({"categories": ["War"]}, (ALL - FIRST_ITEM) % 3 == 2),
         ({"categories": ["War", "Comedy"], "exclude": [1_002]}, ((ALL - FIRST_ITEM) % 3 != 1) & (ALL != 1_002)),
         ({"categories": ["Comedy"], "allowed": [1_003, 1_004, 1_006]}, np.isin(ALL, [1_003, 1_006])),
+        ({"filter": {"categories": ["War"], "not": [1_002, 7]}}, ((ALL - FIRST_ITEM) % 3 == 2) & (ALL != 1_002)),
+        ({"filter": {"studio": ["s5"]}}, ALL == 1_004),
+        ({"filter": {"studio": ["s5", "s9", "s12"], "categories": ["War"]}}, np.isin(ALL, [1_008, 1_011])),
+        ({"filter": {"year": [1991, 1993], "studio": ["s31", "s5"]}}, ALL == 1_030),
+        ({"filter": {"year": [1990]}, "categories": ["Comedy"]}, np.isin(ALL, [1_000, 1_003, 1_006])),
+        ({"filter": {"year": [1990]}, "allowed": [1_000, 1_020], "exclude": [1_003]}, ALL == 1_000),
+        ({"filter": {"year": [1992], "not": [1_020]}, "candidates": [1_020, 1_021, 1_001]}, ALL == 1_021),
         ({"candidates": [1_020, 1_004, 1_030]}, np.isin(ALL, [1_020, 1_004, 1_030])),
         ({"candidates": [1_020, 1_004, 1_030], "exclude": [1_004], "allowed": [1_004, 1_030]}, ALL == 1_030),
     ],
@@ -105,6 +112,11 @@ def test_filters_hold_inside_the_search_and_among_candidates(
     assert cast(Any, answer).items == best(made, USER, ALL[left])
     assert cast(Any, answer).asked == 49
     assert cast(Any, other).items == scorer.recommend(plain).items
+
+
+def test_a_filter_that_leaves_nothing_answers_nothing(scorer: Scorer) -> None:
+    answer = scorer.recommend(RecommendRequest(user={"user_id": USER}, filter={"year": [1991], "studio": ["s5"]}))
+    assert (answer.items, answer.scores) == ([], [])
 
 
 def test_a_first_stage_by_products_hands_on_what_the_top_nn_ranks_and_says_what_it_misses(
@@ -188,7 +200,40 @@ def test_an_unknown_candidate_is_ranked_by_its_own_id_as_the_unknown_item(made: 
         ),
         (
             lambda: RecommendRequest(user={"user_id": 1}, categories=["Western"]),
-            "'Western' is not a category of this catalogue; it has",
+            "categories: no item has 'Western'; there are Comedy, Drama, War",
+        ),
+        (
+            lambda: RecommendRequest(user={"user_id": 1}, filter={"categorys": ["War"]}),
+            "filter.categorys: the items have no such attribute; did you mean 'categories'?",
+        ),
+        (
+            lambda: RecommendRequest(user={"user_id": 1}, filter={"colour": ["red"]}),
+            "filter.colour: the items have no such attribute; there are categories, year, studio, not",
+        ),
+        (
+            lambda: RecommendRequest(user={"user_id": 1}, filter={"categories": ["Dramas"]}),
+            "filter.categories: no item has 'Dramas'; did you mean 'Drama'?",
+        ),
+        (
+            lambda: RecommendRequest(user={"user_id": 1}, filter={"year": [1990, "1991"]}),
+            "filter.year: '1991' is str; its values are whole numbers",
+        ),
+        (
+            lambda: RecommendRequest(user={"user_id": 1}, filter={"categories": [1]}),
+            "filter.categories: '1' is int; its values are strings",
+        ),
+        (
+            lambda: RecommendRequest(user={"user_id": 1}, filter={"categories": "War"}),
+            "filter.categories: must be a list of one value or more",
+        ),
+        (
+            lambda: RecommendRequest(user={"user_id": 1}, filter={"year": []}),
+            "filter.year: must be a list of one value",
+        ),
+        (lambda: RecommendRequest(user={"user_id": 1}, filter=["War"]), "filter: it is list; must be lists of values"),
+        (
+            lambda: RecommendRequest(user={"user_id": 1}, filter={"not": ["a"]}),
+            "filter.not: 'a' is a string; ids here are whole numbers",
         ),
         (
             lambda: RecommendRequest(user={"user_id": "anna"}),

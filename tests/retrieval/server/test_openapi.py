@@ -33,6 +33,14 @@ def test_the_description_has_the_columns_ids_and_limits_of_the_bundle(bundle: Bu
     assert set(body["properties"]["user"]["properties"]) == {"user_id", "age", "history"}
     assert body["properties"]["candidates"]["maxItems"] == 40
     assert body["properties"]["categories"]["items"]["enum"] == ["Comedy", "Drama", "War"]
+    filters = body["properties"]["filter"]["properties"]
+    assert list(filters) == ["categories", "year", "studio", "not"]
+    assert filters["year"] == {
+        "type": "array",
+        "items": {"enum": list(range(1990, 1995))},
+        "maxItems": 40,
+        "minItems": 1,
+    }
     assert found["paths"]["/v1/score"]["post"]["security"] == [{"token": []}]
     assert "security" not in found["paths"]["/healthz"]["get"]
 

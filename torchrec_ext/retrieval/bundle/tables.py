@@ -1,28 +1,34 @@
-"""Tables of a bundle, as memory-mapped Arrow files: users' features by id, items' titles and categories by position."""
+"""Tables of a bundle, as memory-mapped Arrow files: users' features by id, items' titles and attributes by position."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from torchrec_ext.data.preprocess.columns import raw_type
 from torchrec_ext.retrieval.bundle.manifest import BundleError
 from torchrec_ext.retrieval.store.ids import IdArray, IdMap
+from torchrec_ext.schema.validation import listed
 
 _BATCH_ROWS = 65_536
 _FEATURES = "features.arrow"
 _ITEMS = "items.arrow"
 _POSITIONS = ("seen", "liked")
-_MOST_MASK_BYTES = 2**26  # memory for the cached masks of categories
-_LISTED = 20  # most categories in an error message
+TITLE = "title"
+CATEGORIES = "categories"
+_POSITION = "position"
+NOT = "not"  # in a filter: ids to leave out
+ATTRIBUTE_TYPES = ("int64", "string", "list<int64>", "list<string>")
+_MOST_NAMES = 1_000  # most values to search for one with a similar spelling
+_DENSE = 64  # a value of 1 in 64 items or more has a bit for every item, others have a list of positions
 
 
 class UserTable:
@@ -130,52 +136,157 @@ def write_users(
     write_table(folder / _ITEMS, pa.table({"seen": seen, "liked": liked}))
 
 
-class ItemTable:
-    """Titles and categories of items, in the order of positions.
+class Attribute:
+    """The values of one attribute, such as a genre or a year, and the items with each of them.
+
+    A frequent value has a bit for every item, other values a list of positions. For an item with one value, both take
+    12 bytes at most.
+
+    Args:
+        column: an int64 or string, or a list of them, for each item; null for none.
 
     Attributes:
-        categories: names, sorted; empty if the export had none.
+        values: map of the values, ascending, to their numbers.
     """
+
+    def __init__(self, column: pa.ChunkedArray) -> None:
+        self._size = len(column)
+        values: Any = column.combine_chunks()
+        owners = np.arange(len(values))
+        if hasattr(values.type, "value_type"):
+            owners = pc.list_parent_indices(values).to_numpy()
+            values = values.flatten()
+        is_valid = values.is_valid()
+        owners = owners[is_valid.to_numpy(zero_copy_only=False)]
+        values = values.filter(is_valid)
+        kind = pa.int64() if pa.types.is_integer(values.type) else pa.large_string()
+        values = values.cast(kind)
+        distinct = pc.unique(values).sort()
+        self.values = IdMap.build(distinct if kind == pa.large_string() else distinct.to_numpy())
+        self._type = str if self.values.kind == "str" else int
+        codes = pc.index_in(values, value_set=distinct).to_numpy()
+        self._positions = owners[np.argsort(codes, kind="stable")].astype(np.int32)
+        self._ends = np.cumsum(np.bincount(codes, minlength=len(distinct)))
+        counts = np.diff(self._ends, prepend=0)
+        frequent = np.flatnonzero(counts * _DENSE >= self._size).tolist()
+        names = self.values.ids(frequent).tolist()
+        self._bits = {value: self._pack([code]) for value, code in zip(names, frequent, strict=True)}
+
+    def bits(self, values: Sequence[Any]) -> NDArray[np.uint8]:
+        """Returns a bit for each item, little-endian: whether it has one of the values.
+
+        Raises:
+            ValueError: no item has a value, or a value has another type.
+        """
+        for value in values:
+            if isinstance(value, bool) or not isinstance(value, self._type):
+                what = "strings" if self._type is str else "whole numbers"
+                raise ValueError(f"{str(value)[:50]!r} is {type(value).__name__}; its values are {what}")
+        rare = [value for value in values if value not in self._bits]
+        codes = self.values.positions(rare)
+        if codes.min(initial=0) < 0:
+            raise ValueError(self._explain(rare[int(codes.argmin())]))
+        union = self._pack(codes.tolist())
+        for value in values:
+            if value in self._bits:
+                union |= self._bits[value]
+        return union
+
+    def _pack(self, codes: Sequence[int]) -> NDArray[np.uint8]:
+        if not codes:
+            return np.zeros(-(-self._size // 8), np.uint8)
+        mask = np.zeros(self._size, np.bool_)
+        for code in codes:
+            start = self._ends[code - 1] if code else 0
+            mask[self._positions[start : self._ends[code]]] = True
+        return np.packbits(mask, bitorder="little")
+
+    def _explain(self, value: int | str) -> str:
+        names = [str(each) for each in self.values.ids(range(min(_MOST_NAMES, len(self.values))))]
+        match = get_close_matches(str(value)[:50], names, n=1)
+        remedy = f"did you mean {match[0]!r}?" if match else f"there are {listed(names) or 'no values'}"
+        return f"no item has {str(value)[:50]!r}; {remedy}"
+
+
+class ItemTable:
+    """Titles and attributes of items, in the order of positions."""
 
     def __init__(self, table: pa.Table) -> None:
         self._table = table
-        column = table["categories"] if "categories" in table.column_names else None
-        self._categories: Any = None if column is None else column.combine_chunks()
-        names = [] if self._categories is None else pc.unique(self._categories.flatten()).to_pylist()
-        self.categories: list[str] = sorted(names)
-        self._category_names = frozenset(names)
-        # Requests repeat a few sets of categories; a mask takes a byte per item, so the cache is limited by bytes.
-        self._mask = lru_cache(max(1, _MOST_MASK_BYTES // max(1, len(table))))(self._in_categories)
 
     def __len__(self) -> int:
         return len(self._table)
 
+    @cached_property
+    def attributes(self) -> dict[str, Attribute]:
+        """Attributes to filter by, by name; a million items take about .1 s each to read."""
+        names = [name for name in self._table.column_names if name not in (_POSITION, TITLE)]
+        return {name: Attribute(self._table[name]) for name in names}
+
+    @property
+    def categories(self) -> list[str]:
+        """Names of the categories, sorted; empty if the export had none."""
+        if CATEGORIES not in self.attributes:
+            return []
+        return [str(name) for name in self.attributes[CATEGORIES].values.ids()]
+
     def titles_of(self, positions: Sequence[int] | IdArray) -> list[str]:
         """Returns the titles of items; an empty list if items have no titles."""
-        if "title" not in self._table.column_names:
+        if TITLE not in self._table.column_names:
             return []
-        titles = self._table["title"]
+        titles = self._table[TITLE]
         return [str(titles[int(position)].as_py()) for position in positions]
 
-    def in_categories(self, names: Sequence[str]) -> Tensor:
-        """Returns (I,) bool, whether an item is in one of some categories.
+    def attribute(self, name: str) -> Attribute:
+        """Returns an attribute by its name.
 
         Raises:
-            ValueError: there is no such category.
+            ValueError: the items have no such attribute.
         """
-        for name in names:
-            if name not in self._category_names:
-                listed = ", ".join(self.categories[:_LISTED]) or "none"
-                raise ValueError(f"{name!r} is not a category of this catalogue; it has {listed}")
-        return self._mask(frozenset(names))
+        if name not in self.attributes:
+            names = [*self.attributes, NOT]
+            match = get_close_matches(name[:50], names, n=1, cutoff=0.5)
+            remedy = f"did you mean {match[0]!r}?" if match else f"there are {listed(names)}"
+            raise ValueError(f"the items have no such attribute; {remedy}")
+        return self.attributes[name]
 
-    def _in_categories(self, names: frozenset[str]) -> Tensor:
-        lists = self._categories
-        mask = np.zeros(len(self), bool)
-        parents = pc.list_parent_indices(lists).to_numpy(zero_copy_only=False)
-        inside = pc.is_in(lists.flatten(), value_set=pa.array(sorted(names)))
-        mask[parents[inside.to_numpy(zero_copy_only=False)]] = True
-        return torch.from_numpy(mask)
+
+def filterable(features: pa.Table, key: str) -> pa.Table:
+    """Returns the columns of items' features that can be attributes: whole numbers, text or lists, without the id."""
+    names = []
+    for field in features.schema:
+        if field.name not in (key, _POSITION, TITLE, CATEGORIES, NOT) and raw_type(field.type) in ATTRIBUTE_TYPES:
+            names.append(field.name)
+    return features.select(names)
+
+
+def write_items(
+    path: Path,
+    titles: Sequence[str] | None,
+    categories: Sequence[Sequence[str]] | None,
+    attributes: pa.Table | None,
+    count: int,
+) -> None:
+    """Writes titles and attributes of ``count`` items.
+
+    Raises:
+        BundleError: an attribute has a reserved name, or another type than whole numbers, text or lists of them.
+    """
+    columns: dict[str, Any] = {_POSITION: np.arange(count)}
+    if titles is not None:
+        columns[TITLE] = pa.array(titles, type=pa.string())
+    if categories is not None:
+        columns[CATEGORIES] = pa.array(categories, type=pa.list_(pa.string()))
+    for field in attributes.schema if attributes is not None else ():
+        if field.name in (*columns, TITLE, NOT):
+            raise BundleError(f"catalogue: an attribute cannot have the name '{field.name}'; give it another one")
+        if raw_type(field.type) not in ATTRIBUTE_TYPES:
+            raise BundleError(
+                f"catalogue: attribute '{field.name}' is {field.type}, must be whole numbers, text or lists of them"
+            )
+    if attributes is not None:
+        columns |= dict(zip(attributes.column_names, attributes.columns, strict=True))
+    write_table(path, pa.table(columns))
 
 
 def even_rows(rows: int, count: int) -> IdArray:

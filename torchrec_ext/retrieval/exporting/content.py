@@ -45,7 +45,7 @@ from torchrec_ext.retrieval.bundle.encoder import (
 from torchrec_ext.retrieval.bundle.index_kinds import INDEX_KINDS, IndexKind, build_index, check_index_metric
 from torchrec_ext.retrieval.bundle.manifest import BundleError, Manifest, file_digests
 from torchrec_ext.retrieval.bundle.request_columns import Columns
-from torchrec_ext.retrieval.bundle.tables import even_rows, write_table, write_users
+from torchrec_ext.retrieval.bundle.tables import even_rows, write_items, write_users
 from torchrec_ext.retrieval.index.projection import projection
 from torchrec_ext.retrieval.store.ids import IdMap
 from torchrec_ext.retrieval.store.row_formats import ROW_FORMATS, Dtype
@@ -63,7 +63,8 @@ class Catalogue:
         ids: (I,) int64 or str ids.
         features: I rows with the raw columns of the candidate tower.
         titles: (I,) titles for display, or None.
-        categories: (I,) lists of names to filter by, or None.
+        categories: (I,) lists of names to filter by, as the attribute ``categories``, or None.
+        attributes: I rows of further columns to filter by: whole numbers, text or lists of them; None for none.
         trained: ids in the training rows, or None. All of them must be among ``ids``.
     """
 
@@ -71,18 +72,17 @@ class Catalogue:
     features: pa.Table
     titles: Sequence[str] | None = None
     categories: Sequence[Sequence[str]] | None = None
+    attributes: pa.Table | None = None
     trained: NDArray[Any] | None = None
 
     def __post_init__(self) -> None:
-        sizes = {"features": len(self.features), "titles": self.titles, "categories": self.categories}
-        for name, value in sizes.items():
+        for name in ("features", "titles", "categories", "attributes"):
+            value = getattr(self, name)
             if value is None:
                 continue
-            count = value if isinstance(value, int) else len(value)
-            if count != len(self.ids):
-                raise BundleError(
-                    f"catalogue: {count:,} {name} for {len(self.ids):,} ids; give one for each item, in their order"
-                )
+            if len(value) != len(self.ids):
+                sizes = f"{len(value):,} {name} for {len(self.ids):,} ids"
+                raise BundleError(f"catalogue: {sizes}; give one for each item, in their order")
         if not len(self.ids):
             raise BundleError("catalogue: has no items; give the rows that can be recommended")
 
@@ -398,12 +398,8 @@ class BundleContent:
     def _write_tables(self, folder: Path) -> None:
         if self.preprocessor is not None:
             self.preprocessor.save(folder / PREPROCESSOR_FILE)
-        item_columns: dict[str, Any] = {"position": np.arange(len(self.ids))}
-        if self.catalogue.titles is not None:
-            item_columns["title"] = pa.array(self.catalogue.titles, type=pa.string())
-        if self.catalogue.categories is not None:
-            item_columns["categories"] = pa.array(self.catalogue.categories, type=pa.list_(pa.string()))
-        write_table(folder / ITEMS, pa.table(item_columns))
+        catalogue = self.catalogue
+        write_items(folder / ITEMS, catalogue.titles, catalogue.categories, catalogue.attributes, len(self.ids))
         users = self.users
         if users is not None:
             ids = IdMap.build(users.ids)

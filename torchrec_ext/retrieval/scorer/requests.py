@@ -11,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from torchrec_ext.retrieval.bundle.tables import CATEGORIES, NOT
+
 if TYPE_CHECKING:
     from torchrec_ext.retrieval.bundle.bundle import Bundle
 
@@ -52,9 +54,11 @@ class RecommendRequest:
         k: number of items, 1 or more. If fewer are left, the answer has all of them.
         candidates: ids to choose among; by default the whole catalogue.
         retrieve: number of items from the index for the top NN, at least ``k``; by default the scorer's setting.
-        exclude: ids to leave out.
+        filter: answer only items with one of these values of each attribute, such as ``{"genre": ["Comedy", "War"],
+            "release_year": [1995]}``. ``"not"`` lists ids to leave out.
+        exclude: ids to leave out, as ``filter={"not": ...}``.
         allowed: answer only these ids.
-        categories: answer only items of one of these categories.
+        categories: answer only items of one of these categories, as ``filter={"categories": ...}``.
         exclude_seen: leave out the items the user has taken, if the bundle knows them.
         vector: ``live`` always runs the user tower; ``auto`` takes a stored vector if one exists and the request has no
             features.
@@ -62,13 +66,14 @@ class RecommendRequest:
         liked: number of the user's liked items to return as well.
 
     Raises:
-        RequestError: ``k`` or ``retrieve`` below 1, or an empty list of candidates.
+        RequestError: ``k`` or ``retrieve`` below 1, or an empty list of candidates or of values.
     """
 
     user: Mapping[str, Any]
     k: int = 10
     candidates: Sequence[Id] | None = None
     retrieve: int | None = None
+    filter: Mapping[str, Sequence[Id]] = field(default_factory=dict)
     exclude: Sequence[Id] = ()
     allowed: Sequence[Id] | None = None
     categories: Sequence[str] = ()
@@ -87,6 +92,11 @@ class RecommendRequest:
             if ids is not None and not len(ids):
                 why = "the list is empty, so nothing could be answered; leave it out for the whole catalogue"
                 raise RequestError(name, why)
+        if not isinstance(self.filter, Mapping):
+            raise RequestError("filter", f"it is {type(self.filter).__name__}; must be lists of values by attribute")
+        for name, values in self.filter.items():
+            if not isinstance(values, list | tuple) or not values:
+                raise RequestError(f"filter.{name}", "must be a list of one value or more; leave it out for no filter")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,22 +234,24 @@ def selection(request: RecommendRequest, bundle: Bundle, row: int) -> Selection:
     """Converts a request's filters to positions, for the user in ``row`` of the bundle's users, -1 if unknown.
 
     Raises:
-        RequestError: an unknown category, a repeated candidate, or ids of another type than the catalogue's.
+        RequestError: an unknown attribute or value, a repeated candidate, or ids of another type than the catalogue's.
     """
     excluded, unknown = positions_of(bundle, "exclude", request.exclude)
+    if NOT in request.filter:
+        positions, more_unknown = positions_of(bundle, f"filter.{NOT}", request.filter[NOT])
+        excluded = torch.cat([excluded, positions])
+        unknown += more_unknown
     if unknown:  # ids outside of the catalogue cannot be recommended anyway
         excluded = excluded[excluded >= 0]
     if request.exclude_seen and bundle.users is not None and row >= 0:
         seen_positions = torch.from_numpy(bundle.users.seen(row))
         excluded = torch.cat([excluded, seen_positions]) if len(excluded) else seen_positions
-    allowed = None
+    allowed = _matching(request, bundle)
     if request.allowed is not None:
         positions, more_unknown = positions_of(bundle, "allowed", request.allowed)
-        allowed = _mask(positions[positions >= 0], len(bundle.store.ids))
+        mask = _mask(positions[positions >= 0], len(bundle.store.ids))
+        allowed = mask if allowed is None else allowed & mask
         unknown += more_unknown
-    if request.categories:
-        category = _in_categories(bundle, request.categories)
-        allowed = category if allowed is None else allowed & category
     if request.candidates is None:
         return Selection(None, None, allowed, excluded, unknown)
     candidates, more_unknown = positions_of(bundle, "candidates", request.candidates, once=True)
@@ -296,11 +308,22 @@ def _mask(positions: Tensor, size: int) -> Tensor:
     return mask
 
 
-def _in_categories(bundle: Bundle, names: Sequence[str]) -> Tensor:
-    try:
-        return bundle.items.in_categories(names)
-    except ValueError as error:
-        raise RequestError("categories", str(error)) from None
+def _matching(request: RecommendRequest, bundle: Bundle) -> Tensor | None:
+    """Returns (I,) bool, whether an item has one of the wanted values of each attribute; None without attributes."""
+    conditions = [(f"filter.{name}", name, values) for name, values in request.filter.items() if name != NOT]
+    if request.categories:
+        conditions.append((CATEGORIES, CATEGORIES, request.categories))
+    bits = None
+    for where, name, values in conditions:
+        try:
+            more = bundle.items.attribute(name).bits(cast(Sequence[str], values))
+        except ValueError as error:
+            raise RequestError(where, str(error)) from None
+        bits = more if bits is None else bits & more
+    if bits is None:
+        return None
+    mask = np.unpackbits(bits, count=len(bundle.items), bitorder="little")
+    return torch.from_numpy(mask.view(np.bool_))
 
 
 def _remaining_indices(candidates: Tensor, allowed: Tensor | None, excluded: Tensor, size: int) -> Tensor:

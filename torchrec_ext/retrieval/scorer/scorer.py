@@ -66,6 +66,7 @@ class ReadyBundle:
         self.index = _first_stage(bundle, stage)
         if isinstance(self.index, Blockwise):
             self.index.quantize()  # now, before any request waits for it
+        _ = bundle.items.attributes  # likewise
         self.users = UserLookup(bundle, vectors)
         self.digest = bundle.manifest.digest
         self.size = len(bundle.store.ids)

@@ -9,6 +9,7 @@ import json
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
+from torchrec_ext.retrieval.bundle.tables import CATEGORIES, NOT, Attribute
 from torchrec_ext.retrieval.server.parsing import MAX_LIKED
 from torchrec_ext.retrieval.server.settings import Limits, ServerConfig
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 Schema = dict[str, Any]
 _LIVE = "$live"
+_MOST_NAMED = 1_000  # most values of an attribute to list
 _INT64: Schema = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
 _KINDS: dict[str, Schema] = {
     "int64": _INT64,
@@ -49,17 +51,26 @@ def document(bundle: Bundle, settings: ServerConfig) -> Schema:
 def _live(bundle: Bundle, limits: Limits) -> Schema:
     """Returns the values that the file names by ``$live``."""
     item_id = _column(bundle.store.ids.kind)
-    categories: Schema = {"type": "array", "items": {"type": "string"}, "maxItems": 0}
-    if bundle.items.categories:
-        categories |= {"items": {"enum": list(bundle.items.categories)}, "maxItems": limits.candidates}
+    ids = {"type": "array", "items": item_id, "maxItems": limits.candidates}
+    attributes: Schema = {name: _values(attribute, limits) for name, attribute in bundle.items.attributes.items()}
+    filters: Schema = {name: {**values, "minItems": 1} for name, values in {**attributes, NOT: ids}.items()}
     return {
         **vars(limits),
         "max_liked": MAX_LIKED,
         "id": item_id,
-        "ids": {"type": "array", "items": item_id, "maxItems": limits.candidates},
-        "categories": categories,
+        "ids": ids,
+        "categories": attributes.get(CATEGORIES, {"type": "array", "items": {"type": "string"}, "maxItems": 0}),
+        "filter": {"type": "object", "properties": filters, "additionalProperties": False},
         "user": _user(bundle),
     }
+
+
+def _values(attribute: Attribute, limits: Limits) -> Schema:
+    """Returns the schema of a list of an attribute's values, which are named if they are few."""
+    value = _column(attribute.values.kind)
+    if len(attribute.values) <= _MOST_NAMED:
+        value = {"enum": attribute.values.ids().tolist()}
+    return {"type": "array", "items": value, "maxItems": limits.candidates}
 
 
 def _user(bundle: Bundle) -> Schema:

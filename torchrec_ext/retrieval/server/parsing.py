@@ -126,18 +126,26 @@ def _list(name: str, value: Any, most: int, limit: str, what: str) -> list[Any]:
     return value
 
 
-def _ids(name: str, value: Any, limits: Limits) -> list[Id]:
-    ids = _list(name, value, limits.candidates, "candidates", "ids, all whole numbers or all strings")
+def _ids(name: str, value: Any, limits: Limits, what: str = "ids") -> list[Id]:
+    ids = _list(name, value, limits.candidates, "candidates", f"{what}, all whole numbers or all strings")
     kinds = set(map(type, ids))  # without a Python loop over up to 10,000 ids
     if kinds - {int} and kinds - {str}:
         names = []
         for kind in kinds:
             names.append("null" if kind is type(None) else _kind(kind()).removeprefix("it is "))
         listed = " and ".join(sorted(names))
-        raise _invalid(name, f"it holds {listed}; must be ids, all whole numbers or all strings")
+        raise _invalid(name, f"it holds {listed}; must be {what}, all whole numbers or all strings")
     if kinds == {int} and (max(ids) >= _INT64 or min(ids) < -_INT64):
         raise _invalid(name, "an id is beyond 64 bits; no id of a catalogue is")
     return ids
+
+
+def _filter(name: str, value: Any, limits: Limits) -> Mapping[str, list[Id]]:
+    if type(value) is not dict:
+        raise _wrong(name, value, 'an object of lists of values by attribute, such as {"genre": ["Comedy"]}')
+    for attribute in value:
+        _check_length(name, attribute)
+    return {attribute: _ids(f"{name}.{attribute}", values, limits, "values") for attribute, values in value.items()}
 
 
 def _names(name: str, value: Any, limits: Limits) -> list[str]:
@@ -151,13 +159,17 @@ def _features(name: str, value: Any, limits: Limits) -> Mapping[str, Any]:
     if type(value) is not dict:
         raise _wrong(name, value, 'an object of features by column, such as {"user_id": 1}')
     for column, feature in value.items():
-        # The search for similar names slows down with the length.
-        if len(column) > _NAME:
-            raise _invalid(f"{name}.{column[:_NAME]}", f"a name of {len(column)} characters; the limit is {_NAME}")
+        _check_length(name, column)
         is_nested = type(feature) is list and set(map(type, feature)) & {dict, list}
         if type(feature) is dict or is_nested:
             raise _invalid(f"{name}.{column}", "must be a value or a list of values")
     return value
+
+
+def _check_length(name: str, column: str) -> None:
+    # The search for similar names slows down with the length.
+    if len(column) > _NAME:
+        raise _invalid(f"{name}.{column[:_NAME]}", f"a name of {len(column)} characters; the limit is {_NAME}")
 
 
 def _rows(name: str, value: Any, limits: Limits) -> list[Mapping[str, Any]]:
@@ -182,6 +194,7 @@ _RECOMMEND: Readers = {
     "k": _number("k"),
     "candidates": _ids,
     "retrieve": _number("candidates"),
+    "filter": _filter,
     "exclude": _ids,
     "allowed": _ids,
     "categories": _names,
