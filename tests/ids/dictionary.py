@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchrec_ext.ids import Dynamic
-from torchrec_ext.ids.dynamic import spread_rows
+from torchrec_ext.ids.rows import spread_rows
 
 
 class Dictionary:

@@ -15,8 +15,8 @@ from tests.ids.dictionary import Dictionary, drifting
 from torchrec_ext.batch import Fresh
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.ids import Dynamic, DynamicIds
-from torchrec_ext.ids.dynamic import spread_rows
 from torchrec_ext.ids.index import EMPTY, IdIndex
+from torchrec_ext.ids.rows import spread_rows
 
 POLICIES = {
     "every id, room for all": (Dynamic(capacity=60_000), 1),

@@ -11,10 +11,8 @@ are over integers, ties go to the lowest row, and new ids are taken in the order
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,102 +20,7 @@ from torch import Tensor
 
 from torchrec_ext.batch import Fresh
 from torchrec_ext.ids.index import EMPTY, IdIndex, Layout
-
-Evict = Literal["lfu", "lru"]
-# An index value has 32 bits, of which one is a candidate's mark and one the sign.
-_MOST_ROWS = 2**31 - 1
-_MOST_SIGHTINGS = 2**28
-
-
-@dataclass(frozen=True, kw_only=True)
-class Dynamic:
-    """How the ids of a table come and go.
-
-    Args:
-        capacity: rows of the table; row 0 is that of all ids without a row.
-        admit_after: sightings in training before an id gets a row; from 2 on, row 0 learns from every first sight.
-        evict: which ids make room: ``lfu``, the least frequent, or ``lru``, those not seen for longest.
-        half_life: look-ups for each row of the table in which counts of sightings halve under ``lfu``: with 4 and 1,000
-            rows, every 4,000 look-ups. Infinity never forgets, and keeps what was popular once.
-        ttl: steps after which an id that was not seen loses its row in any case; 0 for never.
-        share: share of the rows that an eviction frees: few at a time, but not one by one.
-        candidates: ids that may be counted before their admission; beyond it, those not seen lately are forgotten. By
-            default as many as rows.
-
-    Raises:
-        ValueError: a setting out of its range.
-    """
-
-    capacity: int
-    admit_after: int = 1
-    evict: Evict = "lfu"
-    half_life: float = 4.0
-    ttl: int = 0
-    share: float = 1 / 64
-    candidates: int | None = None
-
-    def __post_init__(self) -> None:
-        if not 2 <= self.capacity <= _MOST_ROWS:
-            raise ValueError(
-                f"capacity={self.capacity:,}: must be from 2 to {_MOST_ROWS:,} rows, of which row 0 is that of unknown "
-                "ids"
-            )
-        if not 1 <= self.admit_after <= _MOST_SIGHTINGS:
-            raise ValueError(f"admit_after={self.admit_after:,}: must be from 1 to {_MOST_SIGHTINGS:,} sightings")
-        if self.evict not in get_args(Evict):
-            raise ValueError(f"evict={self.evict!r}: must be one of {', '.join(get_args(Evict))}")
-        if not self.half_life > 0:
-            raise ValueError(f"half_life={self.half_life}: must be above 0 look-ups for each row; inf forgets nothing")
-        if self.ttl < 0:
-            raise ValueError(f"ttl={self.ttl}: must be 0 or more steps; 0 evicts no id for its age")
-        if not 0 < self.share <= 1:
-            raise ValueError(f"share={self.share}: must be above 0 and at most 1")
-        if self.candidates is not None and self.candidates < 0:
-            raise ValueError(f"candidates={self.candidates}: must be 0 or more ids")
-
-    @property
-    def most_candidates(self) -> int:
-        """Number of ids that are counted before their admission."""
-        if self.admit_after == 1:
-            return 0
-        return self.capacity if self.candidates is None else self.candidates
-
-
-class _Table:
-    """The rows of one table in the arena, and which of them are free."""
-
-    def __init__(self, name: str, policy: Dynamic, start: int, device: torch.device) -> None:
-        self.name = name
-        self.policy = policy
-        self.rows = slice(start, start + policy.capacity)
-        # Rows are given out in a permuted order, so this counts the first of them.
-        self.used = 1
-        self.freed = torch.empty(0, dtype=torch.int64, device=device)
-        self.candidates = 0
-
-    @property
-    def live(self) -> int:
-        """Number of ids with a row."""
-        return self.used - 1 - len(self.freed)
-
-    def never_used(self, count: int, device: torch.device) -> Tensor:
-        """Returns the next ``count`` rows that no id has had, (n,) int64, spread over the whole table.
-
-        The most frequent ids come first: in ascending order, the first rank of a row-wise table would hold them all.
-        """
-        last = min(self.used + count, self.policy.capacity)
-        places = torch.arange(self.used, last, device=device)
-        self.used = last
-        return spread_rows(places, self.policy.capacity)
-
-
-def spread_rows(places: Tensor, capacity: int) -> Tensor:
-    """Permutes 1 to ``capacity`` - 1 so that the first few of them lie in all parts of the table."""
-    count = capacity - 1
-    factor = max(1, int(count * 0.6180339887))
-    while math.gcd(factor, count) > 1:
-        factor += 1
-    return 1 + (places - 1) * factor % count
+from torchrec_ext.ids.rows import MOST_SIGHTINGS, Dynamic, RowPool
 
 
 class DynamicIds:
@@ -162,22 +65,22 @@ class DynamicIds:
         self._group = group
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
         self._world_size = dist.get_world_size(group) if several else 1
-        self._tables: list[_Table] = []
-        total = 0
-        for name, policy in tables.items():
-            self._tables.append(_Table(name, policy, total, self._device))
-            total += policy.capacity
-        self._starts = torch.tensor([table.rows.start for table in self._tables], device=self._device)
+        starts = [0]
+        for policy in tables.values():
+            starts.append(starts[-1] + policy.capacity)
+        self._starts = torch.tensor(starts[:-1], device=self._device)
         self._admit_after = torch.tensor([policy.admit_after for policy in tables.values()], device=self._device)
         self.now = 0
         self.counts = dict.fromkeys(("lookups", "unknown", "admitted", "evicted", "refused", "forgotten"), 0)
         # Look-ups of this rank that found no row since the last admission: table, id, number; (n, 3) each.
         self._waiting: list[Tensor] = []
-        self._id_of = torch.full((total,), EMPTY, dtype=torch.int64, device=self._device)
-        self._score = torch.zeros(total, device=self._device)
-        # Of this rank alone, since they were last added to the scores.
-        self._sightings = torch.zeros(total, dtype=torch.int32, device=self._device)
-        self._seen = torch.zeros(total, dtype=torch.int32, device=self._device)
+        # One memory for all tables, because each step writes into those of all.
+        self._sightings = torch.zeros(starts[-1], dtype=torch.int32, device=self._device)
+        self._seen = torch.zeros_like(self._sightings)
+        self._tables: list[RowPool] = []
+        for start, (name, policy) in zip(starts, tables.items(), strict=False):
+            rows = slice(start, start + policy.capacity)
+            self._tables.append(RowPool(name, policy, self._sightings[rows], self._seen[rows]))
         self._index = self._new_index()
 
     def _new_index(self) -> IdIndex:
@@ -204,11 +107,11 @@ class DynamicIds:
 
     def live_ids(self, table: str) -> tuple[Tensor, Tensor]:
         """Returns the ids of a table that have a row, and their rows, ascending; (n,) int64 each."""
-        ids = self._id_of[self._table(table).rows]
-        rows = (ids != EMPTY).nonzero().squeeze(1)
-        return ids[rows], rows
+        pool = self._table(table)
+        rows = pool.live_rows()
+        return pool.id_of[rows], rows
 
-    def _table(self, name: str) -> _Table:
+    def _table(self, name: str) -> RowPool:
         for table in self._tables:
             if table.name == name:
                 return table
@@ -299,15 +202,15 @@ class DynamicIds:
         ready = can_have_row & (total >= self._admit_after[number])
         for index, table in enumerate(self._tables):
             chosen = (ready & (number == index)).nonzero().squeeze(1)
-            given = self._take(table, len(chosen), changes)
-            self.counts["refused"] += len(chosen) - len(given)
-            chosen = chosen[: len(given)]
-            rows[chosen] = given
-            self._give(table, given, ids[chosen], sightings[chosen])
-            changes.admit(table.name, given, ids[chosen])
-            self.counts["admitted"] += len(given)
+            free = self._take(table, len(chosen), changes)
+            self.counts["refused"] += len(chosen) - len(free)
+            chosen = chosen[: len(free)]
+            rows[chosen] = free
+            table.give(free, ids[chosen], sightings[chosen], self.now)
+            changes.admit(table.name, free, ids[chosen])
+            self.counts["admitted"] += len(free)
         # The lowest bit marks a candidate as seen since candidates were last forgotten.
-        values = torch.where(rows > 0, rows, -(2 * total.clamp(max=_MOST_SIGHTINGS) + 1))
+        values = torch.where(rows > 0, rows, -(2 * total.clamp(max=MOST_SIGHTINGS) + 1))
         self._index.set(slots[counted], values[counted])
         absent = (~counted & can_have_row).nonzero().squeeze(1)
         self._index.insert(ids[absent], number[absent], values[absent])
@@ -320,68 +223,27 @@ class DynamicIds:
                 self._forget(index)
         return rows
 
-    def _give(self, table: _Table, rows: Tensor, ids: Tensor, sightings: Tensor) -> None:
-        places = rows + table.rows.start
-        self._id_of[places] = ids
-        self._seen[places] = self.now
-        self._sightings[places] = 0
-        self._score[places] = sightings.float()
+    def _take(self, table: RowPool, count: int, changes: _Changes) -> Tensor:
+        """Returns up to ``count`` free rows; evicts if there are not as many."""
+        missing = count - table.free
+        if missing > 0:
+            table.score_sightings(self._group, several=self._world_size > 1)
+            share = int(table.policy.share * table.policy.capacity)
+            self._remove(table, table.lowest(max(missing, share), self.now), changes)
+        return table.take(count)
 
-    def _take(self, table: _Table, wanted: int, changes: _Changes) -> Tensor:
-        """Returns up to ``wanted`` free rows: those that were evicted, the lowest first, then those never used."""
-        free = len(table.freed) + table.policy.capacity - table.used
-        if wanted > free:
-            self._evict(table, max(wanted - free, int(table.policy.share * table.policy.capacity)), changes)
-        again = table.freed[:wanted]
-        table.freed = table.freed[wanted:]
-        return torch.cat([again, table.never_used(wanted - len(again), self._device)])
-
-    def _evict(self, table: _Table, count: int, changes: _Changes) -> None:
-        """Frees the rows of lowest rank, but none that this step reads; of equal ones the lowest rows."""
-        self._add_sightings(table)
-        # Row 0 has no id, so it is never freed.
-        can_go = (self._id_of[table.rows] != EMPTY) & (self._seen[table.rows] < self.now)
-        count = min(count, int(can_go.sum()))
-        if not count:
-            return
-        rank = self._score[table.rows].double() if table.policy.evict == "lfu" else self._seen[table.rows].double()
-        rank = torch.where(can_go, rank, math.inf)
-        # Not topk, which breaks ties as it likes.
-        limit = torch.kthvalue(rank, count).values
-        below = rank < limit
-        equal = (rank == limit) & can_go
-        equal &= equal.cumsum(0) <= count - below.sum()
-        self._remove(table, (below | equal).nonzero().squeeze(1), changes)
-
-    def _add_sightings(self, table: _Table) -> None:
-        """Adds the sightings of all ranks to the scores; integers, whose sum does not depend on the ranks."""
-        if self._world_size > 1:
-            dist.all_reduce(self._sightings[table.rows], dist.ReduceOp.SUM, group=self._group)
-            dist.all_reduce(self._seen[table.rows], dist.ReduceOp.MAX, group=self._group)
-        # Look-ups that found no row are sightings of row 0.
-        lookups = int(self._sightings[table.rows].sum())
-        decay = 0.5 ** (lookups / (table.policy.half_life * table.policy.capacity))
-        self._score[table.rows].mul_(decay).add_(self._sightings[table.rows])
-        self._sightings[table.rows] = 0
-
-    def _remove(self, table: _Table, rows: Tensor, changes: _Changes) -> None:
-        places = rows + table.rows.start
-        ids = self._id_of[places]
+    def _remove(self, table: RowPool, rows: Tensor, changes: _Changes) -> None:
+        ids = table.release(rows)
         number = torch.full_like(ids, self._tables.index(table))
         self._index.remove(self._index.slots(ids, self._index.of(number))[0])
-        self._id_of[places] = EMPTY
-        self._score[places] = 0.0
-        table.freed = torch.cat([table.freed, rows]).sort().values
         self.counts["evicted"] += len(rows)
         changes.evict(table.name, ids)
 
     def _expire(self, changes: _Changes) -> None:
         for table in self._tables:
             if table.policy.ttl:
-                self._add_sightings(table)
-                is_old = self._seen[table.rows] < self.now - table.policy.ttl
-                is_old &= self._id_of[table.rows] != EMPTY
-                self._remove(table, is_old.nonzero().squeeze(1), changes)
+                table.score_sightings(self._group, several=self._world_size > 1)
+                self._remove(table, table.expired(self.now), changes)
 
     def _forget(self, number: int) -> None:
         """Forgets the candidates that were not seen since this was last done, and unmarks the others."""
@@ -397,11 +259,6 @@ class DynamicIds:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all that later steps depend on, alike on every rank; changes nothing. Collective."""
-        sightings = self._sightings.clone()
-        seen = self._seen.clone()
-        if self._world_size > 1:
-            dist.all_reduce(sightings, dist.ReduceOp.SUM, group=self._group)
-            dist.all_reduce(seen, dist.ReduceOp.MAX, group=self._group)
         waiting, _ = _summed(torch.cat([torch.empty(0, 3, dtype=torch.int64, device=self._device), *self._waiting]))
         items = self._index.items()
         tables = {}
@@ -410,13 +267,9 @@ class DynamicIds:
             # In the order of ids, because that in the index depends on its layout.
             order = items.ids[of_table].argsort()
             tables[table.name] = {
-                "ids": self._id_of[table.rows].clone(),
-                "score": self._score[table.rows].clone(),
-                "seen": seen[table.rows],
-                "sightings": sightings[table.rows],
+                **table.state_dict(self._group, several=self._world_size > 1),
                 "candidates": items.ids[of_table][order],
                 "candidate_values": items.values[of_table][order],
-                "used": table.used,
             }
         return {"now": self.now, "counts": dict(self.counts), "waiting": self._gathered(waiting), "tables": tables}
 
@@ -439,27 +292,17 @@ class DynamicIds:
         self.now = state["now"]
         self.counts = dict(state["counts"])
         is_first = self._world_size == 1 or dist.get_rank(self._group) == 0
-        # Sightings and what waits are sums over ranks, so one rank has them all.
+        # What waits is a sum over ranks, so one rank has it all.
         self._waiting = [state["waiting"].to(self._device)] if is_first else []
         self._index = self._new_index()
         for number, table in enumerate(self._tables):
-            tensors = {}
-            for name, value in saved[table.name].items():
-                if isinstance(value, Tensor):
-                    tensors[name] = value.to(self._device)
-            ids = tensors["ids"]
-            self._id_of[table.rows] = ids
-            self._score[table.rows] = tensors["score"]
-            self._seen[table.rows] = tensors["seen"]
-            self._sightings[table.rows] = tensors["sightings"] if is_first else 0
-            table.used = 1
-            given = table.never_used(saved[table.name]["used"] - 1, self._device)
-            table.freed = given[ids[given] == EMPTY].sort().values
-            table.candidates = len(tensors["candidates"])
-            live = (ids != EMPTY).nonzero().squeeze(1)
-            known = torch.cat([ids[live], tensors["candidates"]])
-            values = torch.cat([live, tensors["candidate_values"]])
-            self._index.insert(known, torch.full_like(known, number), values)
+            table.load_state_dict(saved[table.name], is_first=is_first)
+            candidates = saved[table.name]["candidates"].to(self._device)
+            table.candidates = len(candidates)
+            live = table.live_rows()
+            ids = torch.cat([table.id_of[live], candidates])
+            values = torch.cat([live, saved[table.name]["candidate_values"].to(self._device)])
+            self._index.insert(ids, torch.full_like(ids, number), values)
 
 
 class _Changes:

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchrec_ext.batch import Fresh
-from torchrec_ext.ids.dynamic import Dynamic, DynamicIds
+from torchrec_ext.ids.dynamic import DynamicIds
 from torchrec_ext.ids.index import EMPTY, mixed
+from torchrec_ext.ids.rows import Dynamic
 
 
 class DynamicEmbeddings:

@@ -1,0 +1,210 @@
+"""Dynamic: how the ids of a table come and go. RowPool: which rows of the table are free, and which ids must go."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchrec_ext.ids.index import EMPTY
+
+Evict = Literal["lfu", "lru"]
+# An index value has 32 bits, of which one is a candidate's mark and one the sign.
+_MOST_ROWS = 2**31 - 1
+MOST_SIGHTINGS = 2**28
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dynamic:
+    """How the ids of a table come and go.
+
+    Args:
+        capacity: rows of the table; row 0 is that of all ids without a row.
+        admit_after: sightings in training before an id gets a row; from 2 on, row 0 learns from every first sight.
+        evict: which ids make room: ``lfu``, the least frequent, or ``lru``, those not seen for longest.
+        half_life: look-ups for each row of the table in which counts of sightings halve under ``lfu``: with 4 and 1,000
+            rows, every 4,000 look-ups. Infinity never forgets, and keeps what was popular once.
+        ttl: steps after which an id that was not seen loses its row in any case; 0 for never.
+        share: share of the rows that an eviction frees: few at a time, but not one by one.
+        candidates: ids that may be counted before their admission; beyond it, those not seen lately are forgotten. By
+            default as many as rows.
+
+    Raises:
+        ValueError: a setting out of its range.
+    """
+
+    capacity: int
+    admit_after: int = 1
+    evict: Evict = "lfu"
+    half_life: float = 4.0
+    ttl: int = 0
+    share: float = 1 / 64
+    candidates: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.capacity <= _MOST_ROWS:
+            raise ValueError(
+                f"capacity={self.capacity:,}: must be from 2 to {_MOST_ROWS:,} rows, of which row 0 is that of unknown "
+                "ids"
+            )
+        if not 1 <= self.admit_after <= MOST_SIGHTINGS:
+            raise ValueError(f"admit_after={self.admit_after:,}: must be from 1 to {MOST_SIGHTINGS:,} sightings")
+        if self.evict not in get_args(Evict):
+            raise ValueError(f"evict={self.evict!r}: must be one of {', '.join(get_args(Evict))}")
+        if not self.half_life > 0:
+            raise ValueError(f"half_life={self.half_life}: must be above 0 look-ups for each row; inf forgets nothing")
+        if self.ttl < 0:
+            raise ValueError(f"ttl={self.ttl}: must be 0 or more steps; 0 evicts no id for its age")
+        if not 0 < self.share <= 1:
+            raise ValueError(f"share={self.share}: must be above 0 and at most 1")
+        if self.candidates is not None and self.candidates < 0:
+            raise ValueError(f"candidates={self.candidates}: must be 0 or more ids")
+
+    @property
+    def most_candidates(self) -> int:
+        """Number of ids that are counted before their admission."""
+        if self.admit_after == 1:
+            return 0
+        return self.capacity if self.candidates is None else self.candidates
+
+
+class RowPool:
+    """The rows of one table: the id of each, when and how often it was seen, and which rows are free.
+
+    Args:
+        name: name of the table.
+        policy: settings of the table.
+        sightings: sightings of each row by this rank since :meth:`score_sightings`, (capacity,) int32, written.
+        seen: step at which this rank last saw each row, (capacity,) int32, written.
+
+    Attributes:
+        candidates: number of ids that wait for their admission.
+    """
+
+    def __init__(self, name: str, policy: Dynamic, sightings: Tensor, seen: Tensor) -> None:
+        self.name = name
+        self.policy = policy
+        self.candidates = 0
+        self._sightings = sightings
+        self._seen = seen
+        self._device = seen.device
+        self.id_of = torch.full_like(seen, EMPTY, dtype=torch.int64)
+        self._score = torch.zeros_like(seen, dtype=torch.float32)
+        # Rows are given out in a permuted order, so this counts the first of them.
+        self._used = 1
+        self._freed = torch.empty(0, dtype=torch.int64, device=self._device)
+
+    @property
+    def live(self) -> int:
+        """Number of ids with a row."""
+        return self._used - 1 - len(self._freed)
+
+    @property
+    def free(self) -> int:
+        """Number of rows without an id."""
+        return self.policy.capacity - 1 - self.live
+
+    def live_rows(self) -> Tensor:
+        """Returns the rows with an id, ascending, (n,) int64."""
+        return (self.id_of != EMPTY).nonzero().squeeze(1)
+
+    def take(self, count: int) -> Tensor:
+        """Returns up to ``count`` free rows: those that were freed, the lowest first, then those never used."""
+        again = self._freed[:count]
+        self._freed = self._freed[count:]
+        return torch.cat([again, self._never_used(count - len(again))])
+
+    def _never_used(self, count: int) -> Tensor:
+        """Returns the next ``count`` rows that no id has had, spread over the whole table.
+
+        The most frequent ids come first: in ascending order, the first rank of a row-wise table would hold them all.
+        """
+        last = min(self._used + count, self.policy.capacity)
+        places = torch.arange(self._used, last, device=self._device)
+        self._used = last
+        return spread_rows(places, self.policy.capacity)
+
+    def give(self, rows: Tensor, ids: Tensor, sightings: Tensor, now: int) -> None:
+        """Gives ``rows`` to ``ids``, which were seen so often before this step."""
+        self.id_of[rows] = ids
+        self._seen[rows] = now
+        self._sightings[rows] = 0
+        self._score[rows] = sightings.float()
+
+    def release(self, rows: Tensor) -> Tensor:
+        """Frees rows, and returns the ids that had them."""
+        ids = self.id_of[rows]
+        self.id_of[rows] = EMPTY
+        self._score[rows] = 0.0
+        self._freed = torch.cat([self._freed, rows]).sort().values
+        return ids
+
+    def lowest(self, count: int, now: int) -> Tensor:
+        """Returns up to ``count`` rows to evict, (n,) int64, none that step ``now`` reads; of equal ones the lowest."""
+        # Row 0 has no id, so it is never freed.
+        can_go = (self.id_of != EMPTY) & (self._seen < now)
+        count = min(count, int(can_go.sum()))
+        if not count:
+            return torch.empty(0, dtype=torch.int64, device=self._device)
+        rank = self._score.double() if self.policy.evict == "lfu" else self._seen.double()
+        rank = torch.where(can_go, rank, math.inf)
+        # Not topk, which breaks ties as it likes.
+        limit = torch.kthvalue(rank, count).values
+        below = rank < limit
+        equal = (rank == limit) & can_go
+        equal &= equal.cumsum(0) <= count - below.sum()
+        return (below | equal).nonzero().squeeze(1)
+
+    def expired(self, now: int) -> Tensor:
+        """Returns the rows that no rank has seen for longer than ``ttl`` steps, (n,) int64."""
+        return ((self._seen < now - self.policy.ttl) & (self.id_of != EMPTY)).nonzero().squeeze(1)
+
+    def score_sightings(self, group: dist.ProcessGroup | None, *, several: bool) -> None:
+        """Adds the sightings of all ranks to the scores: integers, so that ranks do not matter. Collective."""
+        if several:
+            dist.all_reduce(self._sightings, dist.ReduceOp.SUM, group=group)
+            dist.all_reduce(self._seen, dist.ReduceOp.MAX, group=group)
+        # Look-ups that found no row are sightings of row 0.
+        lookups = int(self._sightings.sum())
+        decay = 0.5 ** (lookups / (self.policy.half_life * self.policy.capacity))
+        self._score.mul_(decay).add_(self._sightings)
+        self._sightings.zero_()
+
+    def state_dict(self, group: dist.ProcessGroup | None, *, several: bool) -> dict[str, Any]:
+        """Returns the state, alike on every rank; changes nothing, the scores neither. Collective."""
+        state = {
+            "ids": self.id_of.clone(),
+            "score": self._score.clone(),
+            "seen": self._seen.clone(),
+            "sightings": self._sightings.clone(),
+            "used": self._used,
+        }
+        if several:
+            dist.all_reduce(state["sightings"], dist.ReduceOp.SUM, group=group)
+            dist.all_reduce(state["seen"], dist.ReduceOp.MAX, group=group)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any], *, is_first: bool) -> None:
+        """Continues from a state; sightings are sums over ranks, so only the first rank takes them."""
+        for target, name in ((self.id_of, "ids"), (self._score, "score"), (self._seen, "seen")):
+            target.copy_(state[name])
+        self._sightings.zero_()
+        if is_first:
+            self._sightings.copy_(state["sightings"])
+        self._used = 1
+        used_rows = self._never_used(state["used"] - 1)
+        self._freed = used_rows[self.id_of[used_rows] == EMPTY].sort().values
+
+
+def spread_rows(places: Tensor, capacity: int) -> Tensor:
+    """Permutes 1 to ``capacity`` - 1 so that the first few of them lie in all parts of the table."""
+    count = capacity - 1
+    factor = max(1, int(count * 0.6180339887))
+    while math.gcd(factor, count) > 1:
+        factor += 1
+    return 1 + (places - 1) * factor % count
