@@ -188,7 +188,7 @@ def test_whatever_imports_torch_checks_the_stack_first() -> None:
         (
             "torchrec_ext.data.loader.loader",
             "from torchrec_ext import modules",
-            "data may import batch, schema, sealed, tensor_file",
+            "data may import batch, ids, schema, sealed, tensor_file",
         ),
         ("torchrec_ext.data.loader.loader", "from ...modules import tower", "data may import"),
         ("torchrec_ext.retrieval.bundle.bundle", "from torchrec_ext.train.loop import train", "retrieval may import"),

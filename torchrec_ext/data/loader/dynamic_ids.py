@@ -133,7 +133,7 @@ class DynamicIdLoader:
 
 
 def _tables(schema: BatchSchema, name: str, policy: Dynamic) -> set[str]:
-    """Returns the tables that a feature, and those that share a table with it, read."""
+    """Returns the tables of a feature and of those that share one with it."""
     feature = schema.feature(name)
     if feature is None:
         raise ValueError(f"'{name}' is no sparse feature of the schema; the features are {listed(schema.keys)}")

@@ -110,7 +110,7 @@ class FreshRows:
 
 
 def _here(shard: LocalShard, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns those of ``rows`` that a rectangle holds, counted from its first, and which they are."""
+    """Returns the ``rows`` inside a rectangle, counted from its first one, and a mask of them."""
     local = rows.to(shard.tensor.device) - shard.offsets[0]
     is_here = (local >= 0) & (local < len(shard.tensor))
     return local[is_here], is_here.cpu()
