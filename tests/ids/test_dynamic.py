@@ -184,6 +184,19 @@ def test_rows_are_given_once_and_spread(capacity: int) -> None:
 
 
 @pytest.mark.unit
+def test_a_table_that_has_grown_keeps_its_ids_and_gives_its_new_rows_once() -> None:
+    ids = _ids(20)
+    ids.step({"a": torch.arange(100, 130)})
+    live, rows = ids.live_ids("a")
+    grown = _ids(50)
+    grown.load_state_dict(ids.state_dict())
+    assert torch.equal(grown.rows({"a": live})["a"], rows)
+    _, (note,) = grown.step({"a": torch.arange(200, 230)})
+    assert not note.evicted.numel()
+    assert sorted([*rows.tolist(), *note.rows.tolist()]) == list(range(1, 50))
+
+
+@pytest.mark.unit
 def test_the_reserved_id_reads_row_0_for_ever() -> None:
     ids = DynamicIds({"items": Dynamic(capacity=10)})
     rows, notes = ids.step({"items": torch.tensor([EMPTY, 5, EMPTY])})
@@ -209,7 +222,7 @@ def test_the_reserved_id_reads_row_0_for_ever() -> None:
         (lambda: DynamicIds({"a": Dynamic(capacity=9)}, every=0), "every=0: must be 1 step or more"),
         (lambda: _ids().rows({"b": torch.tensor([1])}), "table 'b' has no dynamic ids; the tables are a"),
         (lambda: _ids().step({"a": torch.tensor([1.0])}), "table 'a': ids are torch.float32, must be int64"),
-        (lambda: _ids().load_state_dict(_ids(8).state_dict()), "capacity=9, but 8 rows were saved"),
+        (lambda: _ids(8).load_state_dict(_ids().state_dict()), "capacity=8, but 9 rows were saved; a table may only"),
         (lambda: _ids().load_state_dict(_ids(name="b").state_dict()), "the saved ids are of tables b, not of a"),
     ],
 )

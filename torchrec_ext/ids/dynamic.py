@@ -274,20 +274,20 @@ class DynamicIds:
         return {"now": self.now, "counts": dict(self.counts), "waiting": self._gathered(waiting), "tables": tables}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from a state of :meth:`state_dict`, on any number of ranks.
+        """Continues from a state of :meth:`state_dict`, on any number of ranks; a table may have more rows than before.
 
         Raises:
-            ValueError: the state is of other tables, or of another capacity.
+            ValueError: the state is of other tables, or of more rows.
         """
         saved = state["tables"]
         if list(saved) != self.names:
             raise ValueError(f"the saved ids are of tables {', '.join(saved)}, not of {', '.join(self.names)}")
         for table in self._tables:
             capacity = len(saved[table.name]["ids"])
-            if capacity != table.policy.capacity:
+            if capacity > table.policy.capacity:
                 raise ValueError(
-                    f"table '{table.name}': capacity={table.policy.capacity:,}, but {capacity:,} rows were saved; set "
-                    f"capacity={capacity}"
+                    f"table '{table.name}': capacity={table.policy.capacity:,}, but {capacity:,} rows were saved; a "
+                    f"table may only grow: set capacity={capacity} or more"
                 )
         self.now = state["now"]
         self.counts = dict(state["counts"])

@@ -190,15 +190,21 @@ class RowPool:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any], *, is_first: bool) -> None:
-        """Continues from a state; sightings are sums over ranks, so only the first rank takes them."""
+        """Continues from a state of as many rows or fewer; only the first rank takes the sightings, sums over ranks."""
+        rows = len(state["ids"])
         for target, name in ((self.id_of, "ids"), (self._score, "score"), (self._seen, "seen")):
-            target.copy_(state[name])
+            target[:rows] = state[name]
         self._sightings.zero_()
         if is_first:
-            self._sightings.copy_(state["sightings"])
+            self._sightings[:rows] = state["sightings"]
         self._used = 1
-        used_rows = self._never_used(state["used"] - 1)
-        self._freed = used_rows[self.id_of[used_rows] == EMPTY].sort().values
+        if rows == self.policy.capacity:
+            used_rows = self._never_used(state["used"] - 1)
+            self._freed = used_rows[self.id_of[used_rows] == EMPTY].sort().values
+        else:
+            # The order of a larger table is another, in which rows with an id stand anywhere.
+            every_row = self._never_used(self.policy.capacity - 1)
+            self._freed = every_row[self.id_of[every_row] == EMPTY]
 
 
 def spread_rows(places: Tensor, capacity: int) -> Tensor:
