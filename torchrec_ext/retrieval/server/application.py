@@ -38,6 +38,7 @@ _PAGES = {
     "/static/icon.svg": ("icon.svg", "image/svg+xml"),
 }
 _REFUSED = "a bundle was refused; the log of the server says why, and so does this page to those who bear its token"
+_LATE = "the body is late"  # why a task was cancelled
 _SAMPLE = 200  # number of user ids offered by the page
 
 
@@ -156,10 +157,7 @@ async def _content(request: HttpRequest, limits: Limits, deadline: float) -> byt
         raise _too_long(limits)
     body, more = bytearray(), True
     while more:
-        try:
-            message = await asyncio.wait_for(request.receive(), max(0.0, deadline - time.monotonic()))
-        except asyncio.TimeoutError:
-            raise _body_too_late(limits) from None
+        message = await _received(request.receive, limits, deadline)
         if message["type"] == "http.disconnect":
             raise ClientGoneError
         body += message.get("body", b"")
@@ -167,6 +165,21 @@ async def _content(request: HttpRequest, limits: Limits, deadline: float) -> byt
         if len(body) > limits.body_bytes:
             raise _too_long(limits)
     return bytes(body)
+
+
+async def _received(receive: Receive, limits: Limits, deadline: float) -> Message:
+    """Returns the next piece of the body, without the task that ``asyncio.wait_for`` makes even if it is there."""
+    task = asyncio.current_task()
+    assert task is not None
+    timer = asyncio.get_running_loop().call_later(max(0.0, deadline - time.monotonic()), task.cancel, _LATE)
+    try:
+        return await receive()
+    except asyncio.CancelledError as error:
+        if error.args == (_LATE,):
+            raise _body_too_late(limits) from None
+        raise
+    finally:
+        timer.cancel()
 
 
 def _too_long(limits: Limits) -> Refusal:

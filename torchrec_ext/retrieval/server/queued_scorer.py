@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torchrec_ext.retrieval.bundle.bundle import Bundle
 
 _LOG_EVERY_S = 60.0  # events that any request may cause are counted each time but logged at most this often
+_SOON_S = 0.02  # most answers are there before; only then is it worth a task to notice that the client has gone
 _SLICES = 4  # one batch may take a quarter of the time limit, so that others get their turn
 _STAGE_RECALL = 0.5  # below, the top NN never scores most of its own best items
 
@@ -132,17 +133,19 @@ class QueuedScorer:
         except QueueFullError:
             message = f"{limits.queue} requests wait already, which is the limit; come back in a second, or add workers"
             raise over_limit("queue", limits.queue, message, status=429, retry=True) from None
-        # Wait for the answer and for the client at once: nobody needs the answer after the client has gone.
-        gone = asyncio.ensure_future(_gone(receive))
-        either: set[asyncio.Future[Any]] = {answer, gone}
+        gone: asyncio.Future[None] | None = None
         try:
-            await asyncio.wait(
-                either, timeout=max(0.0, deadline - time.monotonic()), return_when=asyncio.FIRST_COMPLETED
-            )
+            left_s = max(0.0, deadline - time.monotonic())
+            await asyncio.wait({answer}, timeout=min(left_s, _SOON_S))
+            if not answer.done() and left_s > _SOON_S:
+                # Wait for the client too: nobody needs the answer after the client has gone.
+                gone = asyncio.ensure_future(_gone(receive))
+                either: set[asyncio.Future[Any]] = {answer, gone}
+                await asyncio.wait(either, timeout=left_s - _SOON_S, return_when=asyncio.FIRST_COMPLETED)
             if answer.done():
                 return answer.result()
             answer.cancel()
-            if gone.done():
+            if gone is not None and gone.done():
                 raise ClientGoneError
             raise too_late(limits.time_ms)
         except RequestError as error:
@@ -150,7 +153,8 @@ class QueuedScorer:
         except UnavailableError as error:
             raise Refusal(503, "unavailable", str(error), retry=True) from None
         finally:
-            gone.cancel()
+            if gone is not None:
+                gone.cancel()
 
     def _cost_s(self, request: Request) -> float:
         """Estimates a request's seconds; 0 if a full queue of such requests fits into the time limit."""
