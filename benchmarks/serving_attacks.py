@@ -26,7 +26,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 from harness import Options, Row, row
-from serving_http import RATE, Load, ask, one_after_the_other, recommendations, service
+from serving_http import RATE, recommendations, service
 from torchrec import EmbeddingBagConfig, PoolingType
 
 from torchrec_ext.models.tower_model import TowerModel
@@ -35,6 +35,7 @@ from torchrec_ext.modules.tower import Tower
 from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchrec_ext.retrieval.exporting.content import Catalogue, NamedUsers
 from torchrec_ext.retrieval.exporting.export import export
+from torchrec_ext.retrieval.server.load import Load, ask, one_after_the_other
 
 TOKEN = "the token of this benchmark"
 HEADER_MIB, SOCKETS, FILES = 100, 1_500, 1_024

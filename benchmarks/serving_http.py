@@ -13,27 +13,22 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.request
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from harness import LIMIT_S, ROOT, Options, Row, percentile, row
 
 from torchrec_ext.retrieval.bundle.bundle import Bundle
+from torchrec_ext.retrieval.server.load import ask, http_request
 
 ITEMS, RATE = 4_000, 100.0
-CONNECTIONS = 16
 P50_MS, P99_MS = 5.0, 20.0
-_BYTES = 2**16
 
 
 def trained_bundle(run: Path, items: int) -> Path:
@@ -80,69 +75,6 @@ def service(bundle: Path, log: Path, *flags: str) -> Iterator[int]:
             process.kill()
 
 
-@dataclass
-class Load:
-    """What came of the requests of one run: milliseconds of each, and the reasons of those that failed."""
-
-    ms: list[float] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
-
-    def percentile(self, percent: float) -> float:
-        """Returns a percentile in milliseconds."""
-        return percentile(self.ms, percent)
-
-
-def ask(port: int, rate: float, seconds: float, requests: Sequence[bytes]) -> Load:
-    """Sends requests when they are due, each thread every CONNECTIONS-th of them over a connection of its own.
-
-    Threads that block wake some 0.1 ms after their time; timers of asyncio are whole milliseconds, and its client took
-    1.2 ms of a request here, which is no part of the service.
-    """
-    load, start = Load(), time.perf_counter() + 0.1
-    due = [(start + number / rate, requests[number % len(requests)]) for number in range(int(rate * seconds))]
-    with ThreadPoolExecutor(CONNECTIONS) as threads:
-        list(threads.map(lambda thread: one_after_the_other(port, due[thread::CONNECTIONS], load), range(CONNECTIONS)))
-    return load
-
-
-def one_after_the_other(port: int, requests: list[tuple[float, bytes]], load: Load) -> None:
-    """Sends requests over one connection; where it is lost the request has failed, and the next opens another."""
-    connection: socket.socket | None = None
-    for due, request in requests:
-        time.sleep(max(0.0, due - time.perf_counter()))
-        try:
-            connection = connection or socket.create_connection(("127.0.0.1", port), timeout=30)
-            connection.sendall(request)
-            status = answered(connection)
-            load.ms.append((time.perf_counter() - due) * 1e3)
-            if status != b"200":
-                load.failed.append(status.decode())
-        except OSError as error:
-            load.failed.append(type(error).__name__)
-            connection = None
-
-
-def answered(connection: socket.socket) -> bytes:
-    """Returns the status of an answer, when all of it has come."""
-    received = more(connection)
-    while b"\r\n\r\n" not in received:
-        received += more(connection)
-    head, _, body = received.partition(b"\r\n\r\n")
-    length = re.search(rb"content-length: (\d+)", head, re.IGNORECASE)
-    left = (int(length[1]) if length else 0) - len(body)
-    while left > 0:
-        left -= len(more(connection))
-    return head.split(b" ", 2)[1]
-
-
-def more(connection: socket.socket) -> bytes:
-    """Returns the bytes that came."""
-    received = connection.recv(_BYTES)
-    if not received:
-        raise ConnectionResetError("closed within an answer")
-    return received
-
-
 def resident_mib(port: int) -> float:
     """Returns the memory of all workers together."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
@@ -159,13 +91,11 @@ def recommendations(bundle: Bundle, count: int) -> list[bytes]:
     requests = []
     for values in zip(*columns.values(), strict=True):
         user = dict(zip(columns, values, strict=True))
-        body = json.dumps({"user": user, "k": 100, "vector": "live"}).encode()
-        head = "POST /v1/recommend HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        requests.append(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        requests.append(http_request("POST", "/v1/recommend", json.dumps({"user": user, "k": 100, "vector": "live"})))
     return requests
 
 
-HEALTH = (b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n",)
+HEALTH = (http_request("GET", "/healthz"),)
 
 
 def http(options: Options) -> Iterator[Row]:

@@ -75,6 +75,8 @@ def http(
     host: str = "127.0.0.1",
     port: int = 8000,
     workers: int = 1,
+    p99: Optional[str] = None,
+    qps: float = 0.0,
     token_file: Optional[str] = None,
     allowed_hosts: Optional[str] = None,
     vectors: Optional[str] = None,
@@ -108,6 +110,9 @@ def http(
         host: address to listen on; 0.0.0.0 for all addresses of the machine, which a manifest takes by itself
         port: port to listen on; 0 for any that is free
         workers: number of processes that share the bundle's files
+        p99: 99th percentile of a request's time at qps (ex. 5ms): serves by the first choice of bundle, stage and
+            workers that was measured to hold it on this machine, or ends with what is reachable
+        qps: requests a second at which p99 must hold
         token_file: file with the token that callers must send; where not given the variable TORCHREC_EXT_TOKEN, if set
         allowed_hosts: hosts that the header Host may name, by commas; by default this machine's names on a loopback
             host, else *
@@ -130,6 +135,10 @@ def http(
         raise ValueError(f"--workers {workers}: must be 1 or more")
     if replicas < 0 or (replicas and manifest is None):
         raise ValueError(f"--replicas {replicas}: the pods of --manifest, 1 or more; leave it out without --manifest")
+    if manifest is not None and (p99 is not None or qps):
+        raise ValueError(
+            "--p99 measures this machine, and --manifest starts nothing: measure on a node, give --workers"
+        )
     if manifest is not None and host == "127.0.0.1":
         host = "0.0.0.0"
     flags = ["-m", "torchx_apps.serve", bundle, f"--host={host}", f"--port={port}", f"--workers={workers}"]
@@ -139,6 +148,8 @@ def http(
     flags += [
         f"--{flag}={value}"
         for flag, value in {
+            "p99": p99,
+            "qps": qps or None,
             "token-file": token_file,
             "allowed-hosts": allowed_hosts,
             "vectors": vectors,

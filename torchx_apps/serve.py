@@ -46,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _serve(options: argparse.Namespace) -> int:
     try:
+        from torchrec_ext.retrieval.server.certificate import Target, certify, choices
         from torchrec_ext.retrieval.server.supervisor import Supervisor, listen, say
         from torchrec_ext.retrieval.server.telemetry import Log
     except ModuleNotFoundError as error:
@@ -54,11 +55,20 @@ def _serve(options: argparse.Namespace) -> int:
     refusal = too_many(settings.workers, name="workers")
     if refusal:
         raise ValueError(refusal)
+    if options.p99 is not None or options.qps is not None:
+        if options.p99 is None or options.qps is None:
+            raise ValueError("--p99 and --qps: give both, such as --p99 5ms --qps 300, or none")
+        target = Target.parse(options.p99, options.qps)
+        stages = [options.stage] if options.stage else ["exact", "dot"]
+        bundles = [settings.bundle, *(bundle.absolute() for bundle in options.also)]
+        cores = len(os.sched_getaffinity(0))
+        fitting = [each for each in choices(settings, bundles, stages, cores) if not too_many(each.workers)]
+        settings = certify(fitting, target, say, _requests(options.requests))
     listening = listen(options.host, options.port)
     host = node_name(options.host)
     address = f"[{host}]" if ":" in host else host
     url = f"http://{address}:{listening.getsockname()[1]}"
-    workers = f"{options.workers} worker{'s' if options.workers > 1 else ''}"
+    workers = f"{settings.workers} worker{'s' if settings.workers > 1 else ''}"
     return Supervisor(settings, listening, Log()).run(
         lambda digest: say(f"serving bundle {digest[:_SHOWN]} at {url}/ with {workers}; Ctrl-C or SIGTERM ends it")
     )
@@ -82,7 +92,7 @@ def _settings(options: argparse.Namespace) -> ServerConfig:
         threads=options.threads,
         limits=limits,
         retrieve=options.retrieve,
-        stage=options.stage,
+        stage=options.stage or "exact",
         compile=options.compile,
         max_batch=options.max_batch,
         max_wait_ms=options.max_wait_ms,
@@ -97,6 +107,21 @@ def _settings(options: argparse.Namespace) -> ServerConfig:
         start_s=options.start,
         log_requests=options.log == "requests",
     )
+
+
+def _requests(file: Path | None) -> list[bytes]:
+    """Reads bodies of requests, one a line."""
+    from torchrec_ext.retrieval.server.load import http_request
+
+    if file is None:
+        return []
+    try:
+        lines = [line for line in file.read_text().splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--requests {file}: it cannot be read ({error})") from None
+    if not lines:
+        raise ValueError(f"--requests {file}: it is empty; write a JSON body of /v1/recommend on each line")
+    return [http_request("POST", "/v1/recommend", line) for line in lines]
 
 
 def _token(file: Path | None) -> str | None:
@@ -158,6 +183,21 @@ def _parser() -> argparse.ArgumentParser:
             "--threads": (1, "threads of torch in each process"),
         }
     )
+    certificate = "serve by the first choice of bundle, --stage and --workers that was measured to hold this"
+    parser.add_argument("--p99", help=f"99th percentile of a request's time, such as 5ms: {certificate}, or end with 1")
+    parser.add_argument("--qps", type=float, help="requests a second at which --p99 must hold")
+    parser.add_argument(
+        "--also",
+        type=Path,
+        action="append",
+        default=[],
+        help="with --p99: another bundle of the model, such as of --store fp16 or --index hnsw, to choose from",
+    )
+    parser.add_argument(
+        "--requests",
+        type=Path,
+        help="with --p99: file with a JSON body of /v1/recommend a line; else the bundle's users",
+    )
     parser.add_argument(
         "--token-file", type=Path, help=f"file with the token that callers must bear; else ${_TOKEN}, else none"
     )
@@ -172,7 +212,7 @@ def _parser() -> argparse.ArgumentParser:
     add_password_file(parser)
     parser.add_argument("--retrieve", type=int, default=100, help="items that the first stage hands to the top NN")
     stages = "how it finds them: by the top NN itself over the whole catalogue, or by a product of the towers' outputs"
-    parser.add_argument("--stage", choices=["exact", "dot", "cosine"], default="exact", help=stages)
+    parser.add_argument("--stage", choices=["exact", "dot", "cosine"], help=f"{stages}; exact by default")
     parser.add_argument(
         "--compile", choices=["auto", "off"], default="off", help="the top NN; pays for many candidates a request"
     )
