@@ -6,7 +6,7 @@ with_elements(): array columns become the columns of one number that a batch is 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -119,9 +119,18 @@ class Column:
         return self._pool
 
     @property
-    def windows(self) -> Windows | None:
-        """The windows of a ragged column's rows in ``pool``; None for a scalar column."""
+    def windows(self) -> Windows:
+        """The windows of a ragged column's rows in ``pool``; a scalar column has none."""
+        assert self._windows is not None, f"{self} is not ragged"
         return self._windows
+
+    def windowed(self, starts: Int64, stops: Int64) -> Column:
+        """Returns a ragged column with other windows into the same ``pool``."""
+        return Column.from_windows(self._pool, Windows(starts, stops))
+
+    def with_pool(self, pool: Array) -> Column:
+        """Returns the ragged column with other values in its ``pool``."""
+        return Column.from_windows(pool, self.windows)
 
     @property
     def values(self) -> Array:
@@ -167,21 +176,21 @@ class Column:
 
     def slice(self, start: int, stop: int) -> Column:
         """Returns rows ``start`` to ``stop``, as views."""
-        if self._windows is None:
-            return Column(self._pool[start:stop])
-        return Column.from_windows(self._pool, Windows(*(bounds[start:stop] for bounds in self._windows)))
+        return self._rows(lambda rows: rows[start:stop])
 
     def take(self, indices: Int64) -> Column:
         """Returns the rows ``indices`` (B',), in their order; a row may be taken twice."""
-        if self._windows is None:
-            return Column(self._pool.take(indices))
-        return Column.from_windows(self._pool, Windows(*(bounds.take(indices) for bounds in self._windows)))
+        return self._rows(lambda rows: rows.take(indices))
 
     def repeat(self, times: int) -> Column:
         """Returns each row ``times`` times, one after the other: B * times rows."""
+        return self._rows(lambda rows: rows.repeat(times))
+
+    def _rows(self, choose: Callable[[Array], Array]) -> Column:
+        """Returns the rows that are chosen from an array with an entry for each row."""
         if self._windows is None:
-            return Column(self._pool.repeat(times))
-        return Column.from_windows(self._pool, Windows(*(bounds.repeat(times) for bounds in self._windows)))
+            return Column(choose(self._pool))
+        return self.windowed(*map(choose, self._windows))
 
 
 def _offsets(lengths: Array) -> Int64:
@@ -307,7 +316,7 @@ class PackedRows:
         pools = {name: column.pool for name, column in chunk.items() if column.ragged}
         vectors: dict[tuple[str, str], Array] = {}
         for name, column in chunk.items():
-            arrays = {"values": column.pool} if column.windows is None else column.windows._asdict()
+            arrays = column.windows._asdict() if column.ragged else {"values": column.pool}
             vectors |= {(name, kind): values for kind, values in arrays.items()}
         self._matrices: list[Array] = []
         positions: dict[tuple[str, str], tuple[int, int]] = {}

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from torchrec_ext.data.columns import Array, Chunk, Column, Int64, Windows
+from torchrec_ext.data.columns import Array, Chunk, Column, Int64
 from torchrec_ext.data.files.arrow import as_int64, is_list_type, one_piece
 from torchrec_ext.data.files.parquet import read_columns
 from torchrec_ext.data.preprocess import (
@@ -621,12 +621,12 @@ def _describes(column: pa.Array) -> bool:
 
 def _by_id(ids: Int64, column: Column, size: int, missing: int = 0) -> Column:
     """Spreads a column to a row for each id; ids without a row get ``missing`` or an empty list."""
-    if column.windows is None:
+    if not column.ragged:
         values = np.full(size, missing, dtype=column.values.dtype)
         values[ids] = column.values
         return Column(values)
     starts = np.zeros(size, np.int64)
     stops = np.zeros(size, np.int64)
     starts[ids], stops[ids] = column.windows
-    rows = Column.from_windows(column.pool, Windows(starts, stops))
+    rows = column.windowed(starts, stops)
     return Column(rows.values, rows.offsets)

@@ -370,12 +370,10 @@ def _numbered(files: _Files, pairs: _Interactions, split: Split) -> tuple[_Ids, 
         items=np.concatenate([[_nobody(items)], items]),
         outside=len(outside),
     )
-    windows = split.history.windows
-    assert windows is not None, "a history is ragged"
     in_history = rows_among(ids.items, np.unique(item))
     # A model has no row for an item outside the catalogue.
     in_history[in_history > len(catalogue)] = 0
-    split = split._replace(history=Column.from_windows(in_history[split.history.pool], windows))
+    split = split._replace(history=split.history.with_pool(in_history[split.history.pool]))
     rows = {"user_id": Column(rows_among(ids.users, user)), "item_id": Column(rows_among(ids.items, item))}
     return ids, pairs.rows.with_columns(rows), split
 

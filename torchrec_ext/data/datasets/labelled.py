@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from torchrec_ext.data.columns import Array, Chunk, Column, Int64, Windows
+from torchrec_ext.data.columns import Array, Chunk, Column, Int64
 from torchrec_ext.data.datasets.catalog import DatasetUnavailable, data_folder
 from torchrec_ext.data.datasets.config import PARTS
 from torchrec_ext.data.datasets.config import LabelledConfig as LabelledConfig
@@ -396,9 +396,8 @@ def _fill_outside(column: Column, mask: NDArray[np.bool_], filler: float) -> Col
     """Replaces the rows outside ``mask`` by ``filler``, or by empty bags."""
     if not column.ragged:
         return Column(np.where(mask, column.values, filler).astype(column.values.dtype))
-    windows = column.windows
-    assert windows is not None, "it is ragged"
-    return Column.from_windows(column.pool, Windows(windows.starts, np.where(mask, windows.stops, windows.starts)))
+    starts, stops = column.windows
+    return column.windowed(starts, np.where(mask, stops, starts))
 
 
 def _words(raw: Mapping[str, RawColumns], placeholder: Sequence[str]) -> tuple[dict[str, int], RowContext]:

@@ -121,10 +121,8 @@ def movielens_100k(
     ratings = ratings.with_columns({name: Column(ratings[name].values.astype(np.int64)) for name in ratings})
     rows = {"user_id": _rows("user_id", user_ids, ratings), "item_id": _rows("item_id", item_ids, ratings)}
     if split is not None:
-        windows = split.history.windows
-        assert windows is not None, "a history is ragged"
         pool = item_ids.searchsorted(split.history.pool).astype(np.int64) + 1
-        split = split._replace(history=Column.from_windows(pool, windows))
+        split = split._replace(history=split.history.with_pool(pool))
     users = _users(people, user_ids)
     size = len(item_ids) + 1
     item_rows = item_ids.searchsorted(movies["item_id"].values) + 1

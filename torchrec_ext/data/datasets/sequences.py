@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from torchrec_ext.data.columns import Array, Column, Int64, Windows
+from torchrec_ext.data.columns import Array, Column, Int64
 from torchrec_ext.data.datasets.catalog import FOLDER_VARIABLE, DatasetUnavailable, data_folder
 from torchrec_ext.data.datasets.config import PLANTED, generated_sizes
 from torchrec_ext.data.datasets.config import SequenceConfig as SequenceConfig
@@ -143,19 +143,18 @@ class SequenceData:
 
     def training(self) -> Column:
         """Returns U rows: each user's items without those that are held out."""
-        windows = self._windows()
+        starts, stops = self.sequences.windows
         held_out = np.where(self.sequences.lengths < self.least, 0, 2 * self.test_items)
-        return Column.from_windows(self.sequences.pool, Windows(windows.starts, windows.stops - held_out))
+        return self.sequences.windowed(starts, stops - held_out)
 
     def held_out(self, part: str) -> HeldOut:
         """Returns the questions of ``validation`` or ``test``; the validation items precede the test items."""
         check_choice("part", part, HELD_OUT)
         users = np.flatnonzero(self.sequences.lengths >= self.least)
         k = self.test_items
-        windows = self._windows()
-        starts = windows.starts[users]
-        stops = windows.stops[users] - k * HELD_OUT[part]
-        before = Column.from_windows(self.sequences.pool, Windows(starts, stops))
+        starts, stops = (bounds[users] for bounds in self.sequences.windows)
+        stops -= k * HELD_OUT[part]
+        before = self.sequences.windowed(starts, stops)
         targets = self.sequences.pool[stops[:, None] + np.arange(k)]
         if k == 1:
             return HeldOut(users, before, targets[:, 0])
@@ -167,11 +166,6 @@ class SequenceData:
     def popularity(self) -> Int64:
         """Counts how often each item is in :meth:`training`, (num_items + 1,)."""
         return np.bincount(self.training().values, minlength=self.num_items + 1).astype(np.int64)
-
-    def _windows(self) -> Windows:
-        windows = self.sequences.windows
-        assert windows is not None, "checked to be ragged"
-        return windows
 
 
 def training_windows(sequences: Column, max_targets: int) -> Column:
@@ -189,28 +183,24 @@ def training_windows(sequences: Column, max_targets: int) -> Column:
         >>> [cut.row(piece).tolist() for piece in range(len(cut))]
         [[1, 2], [2, 3, 4], [4, 5, 6]]
     """
-    windows = sequences.windows
-    if windows is None or max_targets < 1:
+    if not sequences.ragged or max_targets < 1:
         raise ValueError(f"max_targets={max_targets} of {sequences}: must be 1 or more, of a ragged column")
     targets = np.maximum(sequences.lengths - 1, 0)
     pieces = -(-targets // max_targets)
     rows = np.arange(len(pieces)).repeat(pieces)
     # Counted from the end, so that only the first piece of a user is short: 0 for a user's last piece.
     from_end = np.cumsum(pieces)[rows] - 1 - np.arange(len(rows))
-    stops = windows.stops[rows] - from_end * max_targets
-    return Column.from_windows(
-        sequences.pool, Windows(np.maximum(windows.starts[rows], stops - max_targets - 1), stops)
-    )
+    starts, stops = (bounds[rows] for bounds in sequences.windows)
+    stops -= from_end * max_targets
+    return sequences.windowed(np.maximum(starts, stops - max_targets - 1), stops)
 
 
 def most_recent(sequences: Column, limit: int) -> Column:
     """Returns the last ``limit`` items of each row; all items of a shorter row."""
-    windows = sequences.windows
-    if windows is None or limit < 1:
+    if not sequences.ragged or limit < 1:
         raise ValueError(f"limit={limit} of {sequences}: must be 1 or more, of a ragged column")
-    return Column.from_windows(
-        sequences.pool, Windows(np.maximum(windows.starts, windows.stops - limit), windows.stops)
-    )
+    starts, stops = sequences.windows
+    return sequences.windowed(np.maximum(starts, stops - limit), stops)
 
 
 def from_rows(name: str, user: Array, item: Array, order: Array, *, times: bool = False) -> SequenceData:
