@@ -21,7 +21,7 @@ from torchrec_ext.data.datasets.streamed import RAW_ITEMS, RAW_REQUESTS, RAW_USE
 from torchrec_ext.data.files.find import DataFile, find_files
 from torchrec_ext.data.preprocess import FittedPreprocessor, History, Vocabulary
 from torchrec_ext.data.preprocess.columns import NUMBERS, TIMES, Types, is_list_column, working_type
-from torchrec_ext.data.preprocess.engines import ROW, Engine, connected, exact, floor_div, number
+from torchrec_ext.data.preprocess.engines import ROW, Engine, connected, count_rows, exact, floor_div, number
 from torchrec_ext.data.preprocess.files import Source, scan
 from torchrec_ext.data.preprocess.folders import keep_sources, whole_folder
 from torchrec_ext.data.preprocess.tables import open_source
@@ -345,7 +345,7 @@ def _write_users(prepared: Prepared, user: str, fitted: FittedPreprocessor, path
     histories = [step for step in user_steps.steps if isinstance(step, History)]
     not_last = {key, *(name for step in histories for name in (step.time, *step.sent))}
     users = _last_of_each(source, key, [name for name in user_steps.request_columns if name not in not_last], engine)
-    (count,) = engine.collect(users.aggregate(n=users.count()))["n"].to_pylist()
+    count = count_rows(users, engine)
     if count > NAMED:
         print(
             f"{count:,} users are more than the {NAMED:,} that a bundle knows by id: its requests are whole rows",
@@ -406,8 +406,8 @@ def _spread(table: Any, engine: Engine) -> Any:
     """Returns every n-th row of a table, AUDITED at most, in order; all rows of a table without row numbers."""
     if ROW not in table.columns:
         return table
-    (count,) = engine.collect(table.aggregate(n=table.count()))["n"].to_pylist()
-    return table.filter(table[ROW] % max(1, -(-count // AUDITED)) == 0).order_by(ROW)
+    every = max(1, -(-count_rows(table, engine) // AUDITED))
+    return table.filter(table[ROW] % every == 0).order_by(ROW)
 
 
 def _roles(prepared: Prepared) -> dict[str, Any]:

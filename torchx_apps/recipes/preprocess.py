@@ -361,7 +361,7 @@ def _taobao_rows(
     import ibis
 
     from torchrec_ext.data.preprocess.categorical import hashed_id_expression
-    from torchrec_ext.data.preprocess.engines import ROW
+    from torchrec_ext.data.preprocess.engines import ROW, count_rows
 
     def within(table: Any) -> Any:
         table = table.filter(table.timestamp > after) if after is not None else table
@@ -381,7 +381,7 @@ def _taobao_rows(
         drawn_category=pool.category_id,
         index=ibis.row_number().over(ibis.window(order_by=[pool[name] for name in order])),
     )
-    (size,) = engine.collect(pool.aggregate(n=pool.count()))["n"].to_pylist() if negatives else (0,)
+    size = count_rows(pool, engine) if negatives else 0
     for draw in range(1, negatives + 1):
         index = hashed_id_expression(numbered.number.cast("string"), size, f"{upto} {draw} ", engine) - 1
         requests = numbered.mutate(wanted=index)

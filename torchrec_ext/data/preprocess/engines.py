@@ -280,6 +280,11 @@ def exact(value: float) -> Expr:
     return ibis.literal(repr(float(value))).cast("float64")
 
 
+def count_rows(table: Table, engine: Engine) -> int:
+    """Counts the rows of a table."""
+    return int(engine.collect(table.aggregate(n=table.count()))["n"][0].as_py())
+
+
 def number(column: Expr, kind: str, engine: Engine) -> Expr:
     """Returns a number column as float64; NaN and the infinities become null."""
     import ibis

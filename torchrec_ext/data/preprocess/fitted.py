@@ -37,7 +37,7 @@ from torchrec_ext.data.preprocess.lists import Lists
 from torchrec_ext.data.preprocess.numeric import Bucketize, FillMissing, LogClip, Normalize
 from torchrec_ext.data.preprocess.step import Chain, Step, StepState, Table
 from torchrec_ext.data.preprocess.tables import Opened, open_sources
-from torchrec_ext.data.preprocess.times import PER_SECOND, TimeFeatures
+from torchrec_ext.data.preprocess.times import PER_SECOND, TimeFeatures, whole_seconds
 from torchrec_ext.schema import DataError
 from torchrec_ext.schema.validation import listed
 from torchrec_ext.sealed import existing_folder, json_digest, measure_file
@@ -330,7 +330,7 @@ def _result_cells(name: str, cells: Cells, kind: str, fitted: FittedPreprocessor
             values = np.where(valid, values, 0.0).astype(np.float32)
     if not valid.all():
         index = int((~valid).argmax())
-        row = index if cells.lengths is None else int(np.cumsum(cells.lengths).searchsorted(index, side="right"))
+        row = cells.column().row_of(index)
         raise DataError(
             f"column '{name}', row {row}: the result is missing: null, NaN or beyond float32; send a value, or have it "
             f"filled by the preprocessor: {fitted.remedies().get(name, 'fill it before')}"
@@ -364,7 +364,7 @@ def _result(fitted: FittedPreprocessor, table: Table, name: str, kind: str, engi
     if name in fitted.keep:
         column = table[f"__raw_{name}__"]
         if fitted.raw[name] in TIMES:
-            return column.truncate("s").epoch_seconds().cast("int64")
+            return whole_seconds(column)
         return as_float32(column, engine) if kind == "float32" else column
     if kind == "float32":
         return as_float32(table[name], engine)

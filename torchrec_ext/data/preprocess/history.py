@@ -12,7 +12,7 @@ from torchrec_ext.data.preprocess.columns import IDS, NUMBERS, TIMES, Cells, Typ
 from torchrec_ext.data.preprocess.engines import exact, number, step_function
 from torchrec_ext.data.preprocess.lists import list_of
 from torchrec_ext.data.preprocess.step import Step, StepContext, StepState, Table
-from torchrec_ext.data.preprocess.times import PER_SECOND
+from torchrec_ext.data.preprocess.times import PER_SECOND, whole_seconds
 from torchrec_ext.schema import DataError
 from torchrec_ext.schema.validation import check_least
 
@@ -211,7 +211,7 @@ def _per_second(kind: str) -> int:
 
 def _seconds(column: Any, kind: str) -> Any:
     """Returns times in whole seconds, integers in their own unit."""
-    return column.truncate("s").epoch_seconds().cast("int64") if kind in TIMES else column.clip(-_FARTHEST, _FARTHEST)
+    return whole_seconds(column) if kind in TIMES else column.clip(-_FARTHEST, _FARTHEST)
 
 
 def _check_lengths(names: Sequence[str], lists: Sequence[Cells]) -> None:

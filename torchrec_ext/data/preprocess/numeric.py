@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from torchrec_ext.data.preprocess.columns import NUMBERS, Cells, Types
-from torchrec_ext.data.preprocess.engines import exact, number, step_function
+from torchrec_ext.data.preprocess.engines import count_rows, exact, number, step_function
 from torchrec_ext.data.preprocess.step import ColumnStep, StepContext, StepState, Table
 from torchrec_ext.schema import DataError
 from torchrec_ext.schema.validation import check_choice, check_least
@@ -70,7 +70,7 @@ def quantiles_of(
         DataError: no value is a number.
     """
     values = values.filter(values.x.notnull())
-    (size,) = engine.collect(values.aggregate(n=values.count()))["n"].to_pylist()
+    size = count_rows(values, engine)
     _check_not_empty(step, size, where)
     # -0.0 and 0.0 are one value; adding 0.0 leaves the second.
     counts = values.group_by(x=values.x + 0.0).aggregate(n=lambda t: t.count())

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import datetime
 import difflib
+import operator
 import zoneinfo
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, get_args
@@ -177,37 +178,42 @@ def second_of(column: Any, kind: str, per_second: int = 1) -> Any:
     import ibis
 
     if kind in TIMES:
-        return _in_supported_years(column.truncate("s").epoch_seconds().cast("int64"))
+        column = whole_seconds(column)
+        per_second = 1
     # Beyond these limits first: a division of greater numbers would not be exact.
     in_range = (column >= _FIRST * per_second) & (column < _LAST * per_second)
     column = ibis.ifelse(in_range, column, ibis.null("int64"))
     return column if per_second == 1 else floor_div(column, per_second)
 
 
-def _in_supported_years(second: Any) -> Any:
-    import ibis
+def whole_seconds(times: Any) -> Any:
+    """Returns the seconds since 1970 of timestamps, rounded down."""
+    return times.truncate("s").epoch_seconds().cast("int64")
 
-    return ibis.ifelse((second >= _FIRST) & (second < _LAST), second, ibis.null("int64"))
+
+def _of_the_week(feature: Feature, local: Any, div: Callable[..., Any], mod: Callable[..., Any]) -> Any:
+    """Returns a feature that needs no calendar, by an engine's or numpy's divisions rounded down; None for others."""
+    if feature == "hour":
+        return div(mod(local, _DAY), 3600) + 1
+    if feature == "weekday":
+        return mod(div(local, _DAY) + 3, 7) + 1  # 1970 began on a Thursday, Monday is 1
+    if feature == "hour_of_week":
+        return mod(div(local, 3600) + 72, 168) + 1  # 72 hours from Monday to Thursday
+    return None
 
 
 def _expression(feature: Feature, local: Any) -> Any:
-    if feature == "hour":
-        return floor_div(floor_mod(local, 86_400), 3600) + 1
-    if feature == "weekday":
-        return floor_mod(floor_div(local, 86_400) + 3, 7) + 1  # 1970 began on a Thursday, Monday is 1
-    if feature == "hour_of_week":
-        return floor_mod(floor_div(local, 3600) + 72, 168) + 1  # 72 hours from Monday to Thursday
+    number = _of_the_week(feature, local, floor_div, floor_mod)
+    if number is not None:
+        return number
     date = local.as_timestamp("s")
     return date.day() if feature == "day" else date.month()
 
 
 def _numbers(feature: Feature, local: Int64) -> Int64:
-    if feature == "hour":
-        return local % 86_400 // 3600 + 1
-    if feature == "weekday":
-        return (local // 86_400 + 3) % 7 + 1  # as in _expression()
-    if feature == "hour_of_week":
-        return (local // 3600 + 72) % 168 + 1
+    numbers: Int64 | None = _of_the_week(feature, local, operator.floordiv, operator.mod)
+    if numbers is not None:
+        return numbers
     seconds: Any = local.astype("datetime64[s]")
     months = seconds.astype("datetime64[M]")
     if feature == "month":
