@@ -61,8 +61,7 @@ def check_export(options: argparse.Namespace, out: Path) -> None:
     Raises:
         ValueError: the folder is in use, a package is missing, or flags exclude each other.
     """
-    if not options.overwrite and (out.is_file() or (out.is_dir() and any(out.iterdir()))):
-        raise ValueError(f"--out {out}: there is something already; give another folder, or --overwrite")
+    _check_free(options, "--out", out)
     if options.index != "exact":
         from torchrec_ext.retrieval.index.faiss import faiss_module
 
@@ -83,12 +82,13 @@ def check_export(options: argparse.Namespace, out: Path) -> None:
         raise ValueError(
             f"--onnx {options.onnx}: is the bundle's folder {out}, in it, or around it; give one beside it"
         )
-    if (
-        not options.overwrite
-        and options.onnx.exists()
-        and not (options.onnx.is_dir() and not any(options.onnx.iterdir()))
-    ):
-        raise ValueError(f"--onnx {options.onnx}: there is something already; give another folder, or --overwrite")
+    _check_free(options, "--onnx", options.onnx)
     from torchrec_ext.retrieval.onnx.layers import require_onnx
 
     require_onnx()
+
+
+def _check_free(options: argparse.Namespace, flag: str, folder: Path) -> None:
+    is_used = folder.is_file() or (folder.is_dir() and any(folder.iterdir()))
+    if is_used and not options.overwrite:
+        raise ValueError(f"{flag} {folder}: there is something already; give another folder, or --overwrite")
