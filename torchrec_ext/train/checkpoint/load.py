@@ -123,11 +123,12 @@ def _clip_rows(value: Any, size: tuple[int, ...]) -> Any:
     """Clips a table to its saved rows; other tensors are returned unchanged."""
     if not isinstance(value, Parts) or value.size() == size:
         return value
-    parts = []
-    for shard in value.parts:
-        saved_rows = max(size[0] - shard.offsets[0], 0)
-        parts.append(LocalShard(shard.tensor[:saved_rows], shard.offsets))
-    return Parts(size, parts)
+    return Parts(size, _saved_rows(value.parts, size[0]))
+
+
+def _saved_rows(shards: Sequence[LocalShard], rows: int) -> list[LocalShard]:
+    """Returns the rows of shards that are among a table's first ``rows``, those that were saved."""
+    return [LocalShard(shard.tensor[: max(rows - shard.offsets[0], 0)], shard.offsets) for shard in shards]
 
 
 def _refuse(
@@ -232,10 +233,7 @@ def load_checkpoint(
         row_state = state.row_states[name]
         widths = saved["row_parts"][name]
         rows = matched.grown.get(name.split(".")[1], row_state.rows)
-        parts = []
-        for shard in row_state.parts:
-            saved_rows = max(rows - shard.offsets[0], 0)
-            parts.append(LocalShard(shard.tensor[:saved_rows], shard.offsets))
+        parts = _saved_rows(row_state.parts, rows)
         # With the same split of the columns the load is in place, without a conversion.
         if tuple(widths) == row_state.widths:
             to_load[name] = Parts((rows, len(widths)), parts)
