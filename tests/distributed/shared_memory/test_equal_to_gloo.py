@@ -94,7 +94,7 @@ def of_shape(rank: int, size: int, shape: tuple[int, ...], dtype: torch.dtype) -
 
     def reduce_scatter(group: dist.ProcessGroup) -> list[Tensor]:
         output = torch.empty(shape, dtype=dtype)
-        dist.reduce_scatter(output, list(fresh(size * shape[0]).split(shape[0] or 1)), group=group)
+        dist.reduce_scatter(output, list(fresh(size * shape[0]).tensor_split(size)), group=group)
         return [output]
 
     yield "reduce_scatter", reduce_scatter

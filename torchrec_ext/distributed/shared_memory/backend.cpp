@@ -15,9 +15,7 @@
 namespace {
 
 using namespace c10d;
-using at::Tensor;
-using rings::Bytes, rings::Call;
-using std::chrono::milliseconds;
+using at::Tensor, rings::Bytes, rings::Call, std::chrono::milliseconds;
 using Tensors = std::vector<Tensor>;
 using Lists = std::vector<Tensors>;
 using Parts = std::vector<Bytes>;  // by rank
@@ -65,16 +63,15 @@ Reduction reduction(const Tensor& tensor, const ReduceOp& op) {
     case at::kBFloat16: return reduce<at::BFloat16, float>;
     case at::kInt: return reduce<int32_t>;
     case at::kLong: return reduce<int64_t>;
-    case at::kChar: return reduce<int8_t>;
-    case at::kByte: return reduce<uint8_t>;
     default: return nullptr;
   }
 }
 
 enum Kind : uint8_t { kBroadcast, kAllReduce, kAllGather, kReduceScatter, kAllToAll, kBarrier };
 // What the profiler shows.
-constexpr const char* kEvents[] = {"shared_memory:broadcast",      "shared_memory:all_reduce", "shared_memory:all_gather",
-                                   "shared_memory:reduce_scatter", "shared_memory:all_to_all", "shared_memory:barrier"};
+constexpr const char* kEvents[] = {
+    "shared_memory:broadcast",      "shared_memory:all_reduce", "shared_memory:all_gather",
+    "shared_memory:reduce_scatter", "shared_memory:all_to_all", "shared_memory:barrier"};
 
 std::string describe(Call call) {
   std::string name = std::strchr(kEvents[call.kind], ':') + 1;
@@ -86,9 +83,7 @@ std::exception_ptr error(const std::string& why) {
   return std::make_exception_ptr(c10::DistBackendError({"", "", 0}, "shared memory: " + why));
 }
 
-struct Collective : rings::Collective {
-  Tensors tensors, results;  // whose bytes move, and the caller's
-};
+struct Collective : rings::Collective { Tensors tensors, results; };  // those whose bytes move, and the caller's
 
 class Work : public c10d::Work {
  public:
@@ -99,20 +94,16 @@ class Work : public c10d::Work {
   bool isCompleted() override {
     group_->progress();
     if (collective_->state == Collective::kUnderWay) return false;
-    if (!seen_.exchange(true)) finish(exception());  // which ends the profiler's event
+    // It ends the profiler's event, too.
+    finish(collective_->state == Collective::kFailed ? error(collective_->error) : nullptr);
     return true;
-  }
-  bool isSuccess() const override { return collective_->state == Collective::kDone; }
-  std::exception_ptr exception() const override {
-    return collective_->state == Collective::kFailed ? error(collective_->error) : nullptr;
   }
   bool wait(milliseconds limit) override {
     group_->wait(*collective_, limit == kNoTimeout ? limit_ : limit);
     if (!isCompleted()) std::rethrow_exception(error("this process was forked while the collective was under way"));
-    if (!isSuccess()) std::rethrow_exception(exception());
+    if (collective_->state == Collective::kFailed) std::rethrow_exception(error(collective_->error));
     return true;
   }
-  void synchronize() override { wait(kNoTimeout); }
   Tensors result() override { return collective_->results; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -129,7 +120,6 @@ class Work : public c10d::Work {
   const std::shared_ptr<rings::Group> group_;
   const std::shared_ptr<Collective> collective_;
   const milliseconds limit_;
-  std::atomic<bool> seen_{false};
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
@@ -140,14 +130,13 @@ Bytes bytes(const Tensor& t) { return {static_cast<char*>(t.data_ptr()), t.nbyte
 class Backend : public c10d::Backend {
  public:
   Backend(std::shared_ptr<rings::Group> group, c10::intrusive_ptr<c10d::Backend> gloo)
-      : c10d::Backend(group->rank, group->size), group_(std::move(group)), gloo_(std::move(gloo)),
-        options_(c10::make_intrusive<Options>("shared_memory", group_->timeout.load())) {
+      : c10d::Backend(group->rank, group->size), group_(std::move(group)), gloo_(std::move(gloo)) {
     init();
   }
-  const std::string getBackendName() const override { return options_->backend; }
-  c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
-  void setTimeout(milliseconds timeout) override { group_->timeout = options_->timeout = timeout; }
-  void abort() override { group_->fail("the group was aborted"); }
+  const std::string getBackendName() const override { return "shared_memory"; }
+  c10::intrusive_ptr<Options> getBackendOptions() override { return gloo_->getBackendOptions(); }
+  void setTimeout(milliseconds timeout) override { group_->timeout = timeout; }
+  void abort() override { group_->fail("the group was aborted"), group_->progress(); }
 
   WorkPtr broadcast(Tensors& tensors, const BroadcastOptions& opts) override {
     if (!plain(tensors)) return gloo_->broadcast(tensors, opts);
@@ -195,7 +184,7 @@ class Backend : public c10d::Backend {
     Reduction sum = plain(input) && plain(output) ? reduction(output, opts.reduceOp) : nullptr;
     Tensors outputs{output};
     Lists inputs;
-    if (!sum) return inputs.push_back(input.chunk(size_)), gloo_->reduce_scatter(outputs, inputs, opts);
+    if (!sum) return inputs.push_back(input.tensor_split(size_)), gloo_->reduce_scatter(outputs, inputs, opts);
     auto c = collective(kReduceScatter, input, outputs);
     return add(c, sum, deal(*c, pieces(*c, input.contiguous(), {})), output, opts);
   }
@@ -222,14 +211,9 @@ class Backend : public c10d::Backend {
     return start(c, opts.timeout);
   }
 
-  WorkPtr alltoall(Tensors& to, Tensors& from, const AllToAllOptions& opts) override {
-    return gloo_->alltoall(to, from, opts);
-  }
+  WorkPtr alltoall(Tensors& out, Tensors& in, const AllToAllOptions& o) override { return gloo_->alltoall(out, in, o); }
   WorkPtr allreduce_coalesced(Tensors& tensors, const AllreduceCoalescedOptions& opts) override {
     return gloo_->allreduce_coalesced(tensors, opts);
-  }
-  WorkPtr allreduce_sparse(Tensors& tensors, const AllreduceOptions& opts) override {
-    return gloo_->allreduce_sparse(tensors, opts);
   }
   WorkPtr allgather_coalesced(Lists& to, Tensors& from, const AllgatherOptions& opts) override {
     return gloo_->allgather_coalesced(to, from, opts);
@@ -242,9 +226,7 @@ class Backend : public c10d::Backend {
   }
   WorkPtr reduce(Tensors& tensors, const ReduceOptions& opts) override { return gloo_->reduce(tensors, opts); }
   WorkPtr gather(Lists& to, Tensors& from, const GatherOptions& opts) override { return gloo_->gather(to, from, opts); }
-  WorkPtr scatter(Tensors& to, Lists& from, const ScatterOptions& opts) override {
-    return gloo_->scatter(to, from, opts);
-  }
+  WorkPtr scatter(Tensors& to, Lists& from, const ScatterOptions& o) override { return gloo_->scatter(to, from, o); }
   WorkPtr send(Tensors& tensors, int to, int tag) override { return gloo_->send(tensors, to, tag); }
   WorkPtr recv(Tensors& tensors, int from, int tag) override { return gloo_->recv(tensors, from, tag); }
   WorkPtr recvAnysource(Tensors& tensors, int tag) override { return gloo_->recvAnysource(tensors, tag); }
@@ -257,9 +239,8 @@ class Backend : public c10d::Backend {
     c->call.kind = kind;
     c->call.type = uint8_t(tensor.scalar_type());
     c->places.resize(size_);
-    for (auto& t : results) {
-      TORCH_CHECK(t.scalar_type() == tensor.scalar_type(), "shared memory: ", describe(c->call), " and ", t.scalar_type());
-    }
+    for (auto& t : results)
+      TORCH_CHECK(t.scalar_type() == tensor.scalar_type(), "shared memory: ", describe(c->call), ", ", t.scalar_type());
     c->results = std::move(results);
     return c;
   }
@@ -305,9 +286,8 @@ class Backend : public c10d::Backend {
   }
   Bytes deal(Collective& c, const Parts& parts) const {
     TORCH_CHECK(int(parts.size()) == size_, "shared memory: ", parts.size(), " tensors for ", size_, " ranks");
-    for (int peer = 0; peer < size_; ++peer) {
+    for (int peer = 0; peer < size_; ++peer)
       if (peer != rank_) c.shares.push_back({uint32_t(peer), parts[peer]});
-    }
     return parts[rank_];
   }
   WorkPtr receive(Ptr c, Bytes own, Parts places, milliseconds limit) {
@@ -335,12 +315,11 @@ class Backend : public c10d::Backend {
 
   const std::shared_ptr<rings::Group> group_;
   const c10::intrusive_ptr<c10d::Backend> gloo_;
-  const c10::intrusive_ptr<Options> options_;
 };
 
 // Maps the memory behind a descriptor, which all ranks have opened, and returns a backend over it.
-c10::intrusive_ptr<c10d::Backend> make_backend(int memory, int rank, int size, std::vector<int> pids, milliseconds timeout,
-                                               const c10::intrusive_ptr<c10d::Backend>& gloo) {
+c10::intrusive_ptr<c10d::Backend> make_backend(int memory, int rank, int size, std::vector<int> pids,
+                                               milliseconds timeout, const c10::intrusive_ptr<c10d::Backend>& gloo) {
   size_t bytes = rings::Group::memory_bytes(size);
   void* at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, memory, 0);
   TORCH_CHECK(at != MAP_FAILED, "shared memory: mmap of ", bytes, " bytes: ", std::strerror(errno));

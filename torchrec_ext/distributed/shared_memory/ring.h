@@ -15,7 +15,6 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <climits>
 #include <condition_variable>
 #include <cstring>
 #include <deque>
@@ -24,13 +23,13 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace rings {
 
 using Clock = std::chrono::steady_clock;
-using std::chrono::milliseconds;
-using std::to_string;
+using std::to_string, std::chrono::milliseconds;
 
 constexpr size_t kLine = 64;          // a cache line: no two ranks write to the same one
 constexpr size_t kRing = 2 << 20;     // 8 MiB leave the cache: they took 1.3 times as long for 32 MB
@@ -46,27 +45,19 @@ constexpr milliseconds kNap{50}, kPoll{1}, kHelp{5};
 inline size_t lined(size_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
 
 // What all ranks must pass alike to a collective.
-struct Call {
-  uint8_t kind = 0, type = 0, op = 0, root = 0;
-  bool operator==(const Call&) const = default;
-};
-struct Bytes {
-  char* at = nullptr;
-  size_t count = 0;
-};
+struct Call { uint8_t kind = 0, type = 0, op = 0, root = 0; bool operator==(const Call&) const = default; };
+struct Bytes { char* at = nullptr; size_t count = 0; };
 
-// The shared memory: a Desk for each rank, a Mark for each pair, the rings. Zeros are a valid beginning. Its atomics are
-// sequentially consistent: who goes to sleep says so and then looks, who publishes does so and then looks for sleepers,
-// so that one of the two sees the other.
+// The shared memory: a Desk for each rank, a Mark for each pair, the rings. Zeros are a valid beginning. Its atomics
+// are sequentially consistent: who goes to sleep says so and then looks, who publishes does so and then looks for
+// sleepers, so that one of the two sees the other.
 struct alignas(kLine) Desk {
   alignas(kLine) std::atomic<uint64_t> head;  // bytes of frames that this rank has published
   alignas(kLine) std::atomic<uint32_t> bell;  // futex, rung when something has changed for this rank
   std::atomic<uint32_t> sleepers;             // threads of this rank that wait for the bell
   std::atomic<uint32_t> short_of_room;        // those of them whose frames do not fit into the ring
 };
-struct alignas(kLine) Mark {
-  std::atomic<uint64_t> read;  // bytes of a sender's frames that a reader has done with
-};
+struct alignas(kLine) Mark { std::atomic<uint64_t> read; };  // bytes of a sender's frames that a reader has done with
 struct alignas(kLine) Frame {
   uint64_t number;  // of the collective within the group
   uint64_t next;    // where the sender's next frame begins
@@ -138,7 +129,7 @@ inline Helper* helper = new Helper;  // never destroyed: its thread outlives sta
 inline std::atomic<int> forks{0};
 inline const int at_fork = pthread_atfork(nullptr, nullptr, [] { ++forks, helper = new Helper; });
 
-// Whether others have pushed this thread off its core lately: spinning there takes time from the very peer it waits for.
+// Whether others have pushed this thread off its core lately. To spin there takes time from the very peer it waits for.
 inline bool crowded() {
   thread_local long switches = 0;
   thread_local Clock::time_point since{};
@@ -156,10 +147,9 @@ inline bool crowded() {
 
 class Group : public std::enable_shared_from_this<Group> {
  public:
-  using Describe = std::string (*)(Call);
-
   // `memory` has memory_bytes(size) zeros at first; `pids` are the ranks' processes, empty where all are this one.
-  Group(std::shared_ptr<char> memory, int rank, int size, std::vector<int> pids, milliseconds timeout, Describe describe)
+  Group(std::shared_ptr<char> memory, int rank, int size, std::vector<int> pids, milliseconds timeout,
+        std::string (*describe)(Call))
       : rank(rank), size(size), timeout(timeout), describe_(describe), memory_(std::move(memory)),
         pids_(std::move(pids)), forks_(forks), cursor_(size), frames_(size), addends_(size) {
     desks_ = reinterpret_cast<Desk*>(memory_.get());
@@ -168,9 +158,7 @@ class Group : public std::enable_shared_from_this<Group> {
     // Before Linux 5.3 there is none: only the time-out tells of a dead peer then.
     for (int pid : pids_) pidfds_.push_back(int(syscall(SYS_pidfd_open, pid, 0)));
   }
-  ~Group() {
-    for (int fd : pidfds_) close(fd);
-  }
+  ~Group() { std::for_each(pidfds_.begin(), pidfds_.end(), close); }
   static size_t memory_bytes(int size) { return sizeof(Desk) * size + sizeof(Mark) * size * size + kRing * size; }
 
   // Begins a collective; returns why it cannot, or nothing.
@@ -186,12 +174,11 @@ class Group : public std::enable_shared_from_this<Group> {
     c.frames_in.assign(size, 0);
     c.bytes_in.assign(size, 0);
     c.frames_due.assign(size, 1);  // the first one says how many there are
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      if (!error_.empty()) return error_;
-      c.number = ++number_;
-      collectives_.push_back(collective);
-    }
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (!error_.empty()) return error_;
+    c.number = ++number_;
+    collectives_.push_back(collective);
+    lock.unlock();
     progress();
     // Peers do not depend on when this rank waits, unless its frames, or theirs for it, may fill a ring.
     if (pending_ && (full_ || incoming > kFrame || pending_ > 16)) helper->wake();
@@ -200,30 +187,26 @@ class Group : public std::enable_shared_from_this<Group> {
 
   // Moves every collective of this group on as far as it goes without waiting.
   void progress() {
+    // A fork may have copied the mutex locked.
+    if (forks_ != forks) return;
     std::vector<CollectivePtr> ended;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      advance(ended);
-    }
-    for (auto& collective : ended) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    advance(ended);
+    lock.unlock();
+    for (auto& collective : ended)
       if (collective->callback) std::exchange(collective->callback, nullptr)();
-    }
   }
 
   // Returns once a collective has ended, which it does by the group's time-out, or by `limit` if that is not 0.
   void wait(const Collective& c, milliseconds limit = milliseconds(0)) {
     if (limit.count() <= 0) limit = timeout.load();
     auto start = Clock::now(), peers_seen = start;
-    auto spin = kGlance;
-    bool asked = false;
     while (forks_ == forks) {
       progress();
       if (c.state != Collective::kUnderWay) return;
       auto waited = Clock::now() - start;
-      if (waited < spin) {
+      if (waited < kGlance || (waited < kSpin && !crowded())) {
         for (int i = 0; i < 16; ++i) pause();
-      } else if (!std::exchange(asked, true)) {
-        if (!crowded()) spin = kSpin;
       } else if (waited > limit) {
         fail("timed out after " + to_string(limit.count()) + " ms");
       } else {
@@ -237,20 +220,16 @@ class Group : public std::enable_shared_from_this<Group> {
 
   // Calls back once a collective has ended, at once or by the helper; one callback a collective.
   void then(const CollectivePtr& collective, std::function<void()> callback) {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      if (collective->state == Collective::kUnderWay) std::swap(collective->callback, callback);
-    }
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (collective->state == Collective::kUnderWay) std::swap(collective->callback, callback);
+    lock.unlock();
     if (callback) return callback();
     helper->wake(shared_from_this(), collective);
   }
 
   void fail(const std::string& why) {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      fail_locked(why);
-    }
-    progress();
+    std::lock_guard<std::mutex> lock(mutex_);
+    fail_locked(why);
   }
   bool pending() const { return pending_ > 0; }
 
@@ -269,32 +248,29 @@ class Group : public std::enable_shared_from_this<Group> {
   static char* content(Frame* frame) { return reinterpret_cast<char*>(frame + 1); }
   Frame* frame(int sender, uint64_t at) { return reinterpret_cast<Frame*>(rings_ + kRing * sender + at % kRing); }
   std::atomic<uint64_t>& read(int sender, int reader) { return marks_[sender * size + reader].read; }
-  bool owes(const Collective& c, int peer) const {
-    return peer != rank && (c.sender == kEveryone || int(c.sender) == peer) && c.frames_in[peer] < c.frames_due[peer];
+  bool owes(const Collective& c, uint32_t peer) const {
+    return int(peer) != rank && (c.sender == kEveryone || c.sender == peer) && c.frames_in[peer] < c.frames_due[peer];
   }
   void ring(int peer) {
     desks_[peer].bell.fetch_add(1);
-    futex(desks_[peer].bell, FUTEX_WAKE, INT_MAX);
+    futex(desks_[peer].bell, FUTEX_WAKE, INT32_MAX);
   }
   void ring_peers(std::atomic<uint32_t> Desk::*whom) {
-    for (int peer = 0; peer < size; ++peer) {
+    for (int peer = 0; peer < size; ++peer)
       if (peer != rank && (desks_[peer].*whom).load()) ring(peer);
-    }
   }
 
   void advance(std::vector<CollectivePtr>& ended) {
-    bool wrote = false, came = false, full = false;
+    wrote_ = came_ = false;
+    bool full = false;
     // Frames go out in order, and ahead of what is still to come in.
-    for (size_t i = 0; i < collectives_.size() && !full && error_.empty(); ++i) {
-      wrote |= write(*collectives_[i]);
-      full = collectives_[i]->frames_out < collectives_[i]->frames;
-    }
+    for (size_t i = 0; i < collectives_.size() && !full && error_.empty(); ++i) full = !write(*collectives_[i]);
     full_ = full;
-    if (wrote) ring_peers(&Desk::sleepers);
+    if (wrote_) ring_peers(&Desk::sleepers);
     while (!collectives_.empty()) {
       Collective& c = *collectives_.front();
-      if (c.state == Collective::kUnderWay) {
-        came |= c.reduce ? read_sums(c) : read_copies(c);
+      if (error_.empty()) {
+        c.reduce ? read_sums(c) : read_copies(c);
         bool under_way = c.frames_out < c.frames;
         for (int peer = 0; peer < size; ++peer) under_way |= owes(c, peer);
         if (under_way && error_.empty()) break;
@@ -304,7 +280,7 @@ class Group : public std::enable_shared_from_this<Group> {
       ended.push_back(std::move(collectives_.front()));
       collectives_.pop_front();
     }
-    if (came) ring_peers(&Desk::short_of_room);
+    if (came_) ring_peers(&Desk::short_of_room);
     pending_ = collectives_.size();
     if (!ended.empty() && desks_[rank].sleepers.load()) ring(rank);
   }
@@ -314,36 +290,36 @@ class Group : public std::enable_shared_from_this<Group> {
     size_t at = head_ % kRing, rest = kRing - at;
     if (head_ + need - read_by_all_ > kRing || at >= kWarm) {
       read_by_all_ = UINT64_MAX;
-      for (int peer = 0; peer < size; ++peer) {
+      for (int peer = 0; peer < size; ++peer)
         if (peer != rank) read_by_all_ = std::min(read_by_all_, read(rank, peer).load());
-      }
     }
     size_t room = kRing - (head_ - read_by_all_);
     if ((need > rest || (at >= kWarm && room == kRing)) && rest + need <= room) {
       *frame(rank, head_) = Frame{0, head_ + rest, 0, kNobody, 0, {}};
       head_ += rest;
-      return frame(rank, head_);
+    } else if (need > rest || need > room) {
+      return nullptr;
     }
-    return need > rest || need > room ? nullptr : frame(rank, head_);
+    return frame(rank, head_);
   }
 
+  // Writes what fits; returns whether everything is out.
   bool write(Collective& c) {
-    bool any = false;
     for (; c.frames_out < c.frames; c.turn = (c.turn + 1) % c.shares.size(), c.offset += c.turn ? 0 : c.piece) {
       auto& [reader, bytes] = c.shares[c.turn];
       size_t length = bytes.count > c.offset ? std::min(bytes.count - c.offset, c.piece) : 0;
       // Where all shares are empty, the first round ends without their only frame.
       if (!length && !(c.offset && c.frames == 1)) continue;
       Frame* next = reserve(sizeof(Frame) + lined(length));
-      if (!next) break;
+      if (!next) return false;
       *next = Frame{c.number, head_ + sizeof(Frame) + lined(length), length, reader, c.frames, c.call};
       if (length) std::memcpy(content(next), bytes.at + c.offset, length);
       head_ = next->next;
       desks_[rank].head = head_;
       ++c.frames_out;
-      any = true;
+      wrote_ = true;
     }
-    return any;
+    return true;
   }
 
   // Returns a sender's next frame of `c` for this rank, or nullptr where none is there or all have been read.
@@ -367,6 +343,7 @@ class Group : public std::enable_shared_from_this<Group> {
     ++c.frames_in[sender];
     c.bytes_in[sender] += bytes;
     read(sender, rank) = cursor_[sender] = frame->next;
+    came_ = true;
   }
   // Checks the size of a frame, so that ranks that pass other sizes are told.
   bool fits(int sender, Frame* frame, size_t least, size_t most) {
@@ -376,42 +353,37 @@ class Group : public std::enable_shared_from_this<Group> {
     return false;
   }
 
-  bool read_copies(Collective& c) {
-    bool any = false;
+  void read_copies(Collective& c) {
     for (int sender = 0; sender < size; ++sender) {
       while (Frame* frame = next(c, sender)) {
         size_t done = c.bytes_in[sender], left = c.places[sender].count - done;
-        bool last = c.frames_in[sender] + 1 == c.frames_due[sender];
-        if (!fits(sender, frame, last ? left : 0, left)) return any;
+        if (!fits(sender, frame, c.frames_in[sender] + 1 < c.frames_due[sender] ? 0 : left, left)) return;
         if (frame->bytes) std::memcpy(c.places[sender].at + done, content(frame), frame->bytes);
         pass(c, sender, frame, frame->bytes);
-        any = true;
       }
     }
-    return any;
   }
 
   // Adds the frames in the order of the ranks, so that all ranks get the same bits.
-  bool read_sums(Collective& c) {
-    bool any = false;
+  void read_sums(Collective& c) {
     size_t& done = c.bytes_in[rank];
-    while (true) {
+    for (bool read = true; read;) {
       size_t length = std::min(c.places[rank].count - done, c.piece);
       // What is reduced in place must have been sent before.
-      bool ready = !length || c.frames_out == c.frames || c.offset > done, read = false;
+      bool ready = c.frames_out == c.frames || c.offset > done;
       for (int sender = 0; sender < size; ++sender) {
         frames_[sender] = next(c, sender);
-        ready = ready && (frames_[sender] || sender == rank || !length);
-        if (frames_[sender] && !fits(sender, frames_[sender], length, length)) return any;
-        addends_[sender] = sender == rank || !frames_[sender] ? c.own + done : content(frames_[sender]);
+        if (frames_[sender] && !fits(sender, frames_[sender], length, length)) return;
+        addends_[sender] = frames_[sender] ? content(frames_[sender]) : c.own + done;
+        ready = ready && (frames_[sender] || sender == rank);
       }
-      if (!ready) return any;
+      // After the last number only frames for others, and empty ones, are left to pass.
+      if (length && !ready) return;
       if (length) c.reduce({c.places[rank].at + done, length}, addends_, c.call);
       done += length;
-      for (int sender = 0; sender < size; ++sender) {
-        if (frames_[sender]) pass(c, sender, frames_[sender], length), read = any = true;
-      }
-      if (!read) return any;
+      read = false;
+      for (int sender = 0; sender < size; ++sender)
+        if (frames_[sender]) pass(c, sender, frames_[sender], length), read = true;
     }
   }
 
@@ -449,14 +421,13 @@ class Group : public std::enable_shared_from_this<Group> {
     if (!collectives_.empty()) {
       Collective& c = *collectives_.front();
       error_ += " in number " + to_string(c.number) + ", " + describe_(c.call);
-      for (int peer = 0, listed = 0; peer < size && listed < 4; ++peer) {
+      for (int peer = 0, listed = 0; peer < size && listed < 4; ++peer)
         if (owes(c, peer)) error_ += (listed++ ? ", " : ", which waits for rank ") + to_string(peer);
-      }
     }
     for (auto& c : collectives_) c->error = error_, c->state = Collective::kFailed;
   }
 
-  const Describe describe_;
+  std::string (*const describe_)(Call);
   const std::shared_ptr<char> memory_;
   const std::vector<int> pids_;
   const int forks_;
@@ -467,6 +438,7 @@ class Group : public std::enable_shared_from_this<Group> {
   std::atomic<size_t> pending_{0};
   std::atomic<bool> full_{false};  // frames of this rank wait for room in its ring
   std::mutex mutex_;               // guards what follows
+  bool wrote_ = false, came_ = false;
   std::deque<CollectivePtr> collectives_;
   uint64_t number_ = 0, head_ = 0, read_by_all_ = 0;
   std::vector<uint64_t> cursor_;  // by sender
@@ -477,37 +449,36 @@ class Group : public std::enable_shared_from_this<Group> {
 
 inline bool Helper::progress(const Group* but) {
   std::vector<std::shared_ptr<Group>> busy;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    for (auto& each : groups_) {
-      auto group = each.lock();
-      if (group && group.get() != but && group->pending()) busy.push_back(std::move(group));
-    }
+  std::unique_lock<std::mutex> lock(mutex_);
+  for (auto& each : groups_) {
+    auto group = each.lock();
+    if (group && group.get() != but && group->pending()) busy.push_back(std::move(group));
   }
+  lock.unlock();
   for (auto& group : busy) group->progress();
   return !busy.empty();
 }
 
 inline void Helper::run() {
   pthread_setname_np(pthread_self(), "shared_memory");
-  std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
+    std::unique_lock<std::mutex> lock(mutex_);
     auto asked = [this] { return !queue_.empty(); };
     if (!looking_) bell_.wait(lock, asked);
     looking_ = true;
     // A rank that waits at once needs no help, so the first look is after a while.
-    if (!bell_.wait_for(lock, kHelp, asked)) {
+    if (bell_.wait_for(lock, kHelp, asked)) {
+      auto [group, collective] = std::move(queue_.front());
+      queue_.pop_front();
+      lock.unlock();
+      if (group) group->wait(*collective);
+    } else {
+      looking_ = false;  // before the look: who begins something after it wakes this thread
       lock.unlock();
       bool busy = progress();
       lock.lock();
-      looking_ = busy;
-      continue;
+      looking_ |= busy;
     }
-    auto [group, collective] = std::move(queue_.front());
-    queue_.pop_front();
-    lock.unlock();
-    if (group) group->wait(*collective);
-    lock.lock();
   }
 }
 
