@@ -649,6 +649,45 @@ def test_a_row_that_no_training_row_has_read_is_unknown_too() -> None:
     }
 
 
+@pytest.mark.filterwarnings("ignore:overflow")
+def test_a_row_of_plain_numbers_is_read_as_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or not by the short way at all: unknown ids, other types and wrong values give the same result or error."""
+    tables = [
+        EmbeddingBagConfig(name="items", feature_names=["item", "liked"], num_embeddings=6, embedding_dim=4),
+        EmbeddingBagConfig(name="shops", feature_names=["shop"], num_embeddings=9, embedding_dim=4),
+    ]
+    schema = BatchSchema.from_tables(tables, dense=["age", "price"], oov_ids={"item": 4})
+    types = {"item": "int64", "liked": "list<int64>", "shop": "int64", "age": "float32", "price": "float64"}
+    columns = Columns(schema, types, unseen={"item": [2, 5], "liked": [3]}, strict=["shop"])
+    plain = {"item": 1, "liked": [1, 2], "shop": 8, "age": 0.1, "price": 1e10}
+    changes: dict[str, list[Any]] = {
+        "item": [0, 2, 4, 5, 6, -1, 2**63, True, 1.0, "1", None, [1]],
+        "liked": [[], [1], [3], [0, 1], [7], [1, None], [1, True], 1, None, (1, 2)],
+        "shop": [0, 9, -1, None],
+        "age": [1, 1e300, -1e39, 3.5e38, float("nan"), float("inf"), True, None, "1", [1.0]],
+        "price": [2**60 + 1, 1e300, 0.1],
+    }
+    rows = [plain, *({**plain, name: value} for name, values in changes.items() for value in values)]
+    short = 0
+    for row in rows:
+        results: list[Any] = []
+        for is_plain in (True, False):
+            monkeypatch.setattr(columns, "_is_plain", is_plain)
+            try:
+                read = columns.read({name: [value] for name, value in row.items()})
+            except DataError as error:
+                results.append(str(error))
+                continue
+            bags = {
+                name: (bag.values.tolist(), bag.lengths and bag.lengths.tolist()) for name, bag in read.sparse.items()
+            }
+            dense = {name: (value.dtype, value.tolist()) for name, value in read.dense.items()}
+            results.append((bags, dense, {name: mask.tolist() for name, mask in read.unknown.items()}, read.size))
+        assert results[0] == results[1], row
+        short += columns._read_plain({name: [value] for name, value in row.items()}) is not None
+    assert short == 5
+
+
 def test_users_are_known_by_id_and_nobody_is_known_by_minus_one(bundle: Bundle) -> None:
     users = bundle.users
     assert users is not None

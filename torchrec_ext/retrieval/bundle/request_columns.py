@@ -19,6 +19,7 @@ from torchrec_ext.schema import BatchSchema, DataError, Jagged, SparseFeature
 from torchrec_ext.schema.features import source_columns, widths_of
 
 Rows = Mapping[str, Sequence[Any]]
+_GREATEST = float(np.finfo(np.float32).max)
 
 
 class Values(NamedTuple):
@@ -74,7 +75,9 @@ class Columns:
         self._steps = None if preprocessor is None else steps_for_columns(preprocessor, column_names)
         if self._steps is None:
             self.request_columns = {name: _type_of(name, types) for name in column_names}
+            self._is_plain = _is_plain(schema, self.request_columns)
         else:
+            self._is_plain = False
             raw_columns = {name: self._steps.raw[name] for name in self._steps.keep}
             self.request_columns = {**self._steps.request_columns, **raw_columns}
             _check_outputs(column_names, self._steps)
@@ -92,6 +95,9 @@ class Columns:
         for name in self.request_columns:
             if name not in rows:
                 raise missing_column("the request", name, rows.keys())
+        plain = self._read_plain(rows) if self._is_plain else None
+        if plain is not None:
+            return plain
         columns = self._unprocessed(rows) if self._steps is None else _preprocessed(self._steps, rows)
         size = _rows_of(columns)
         result = Read({}, {}, {}, size)
@@ -108,6 +114,35 @@ class Columns:
                 result.dense[name] = _dense(name, columns[name])
         return result
 
+    def _read_plain(self, rows: Rows) -> Read | None:
+        """Reads one row of Python's own numbers, all ids known, in a third of the time; None for any others."""
+        result = Read({}, {}, {}, 1)
+        for feature, _, unseen in self._bags:
+            values = rows[feature.name]
+            if type(values) is not list or len(values) != 1:
+                return None
+            is_list = self.request_columns[feature.name].startswith("list")
+            ids = values[0] if is_list else values
+            # A set of exact types: a bool is an int to isinstance.
+            if type(ids) is not list or set(map(type, ids)) - {int} or feature.oov_id in ids:
+                return None
+            if ids and not 0 <= min(ids) <= max(ids) < feature.num_embeddings:
+                return None
+            array = np.array(ids, np.int64)
+            if unseen is not None and unseen[array].any():
+                return None
+            lengths = torch.from_numpy(np.array([len(ids)], np.int32)) if is_list else None
+            result.sparse[feature.name] = Jagged(torch.from_numpy(array), lengths, None)
+            result.unknown[feature.name] = np.zeros(1, np.bool_)
+        for name in self.schema.dense:
+            values = rows[name]
+            if type(values) is not list or len(values) != 1 or type(values[0]) is not float:
+                return None
+            if not abs(values[0]) <= _GREATEST:  # also NaN
+                return None
+            result.dense[name] = torch.from_numpy(np.array(values, np.float32))
+        return result
+
     def _unprocessed(self, rows: Rows) -> dict[str, Values]:
         columns = {}
         for name, kind in self.request_columns.items():
@@ -120,6 +155,13 @@ class Columns:
                 raise DataError(f"column '{name}', row {row}: there is no value; send one, or leave the row out")
             columns[name] = Values(cells.values, cells.lengths)
         return columns
+
+
+def _is_plain(schema: BatchSchema, types: Mapping[str, str]) -> bool:
+    """Returns whether all columns are ids without weights, lists of them, and numbers."""
+    kinds = {types[name] for name in schema.keys}
+    numbers = {types.get(name) for name in schema.dense}
+    return not schema.weight_columns and kinds <= {"int64", "list<int64>"} and numbers <= {"float32", "float64"}
 
 
 def _preprocessed(steps: FittedPreprocessor, rows: Rows) -> dict[str, Values]:
