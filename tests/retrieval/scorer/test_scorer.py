@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from tests.examples import ITEMS, USERS
 from tests.retrieval.small_bundle import FIRST_ITEM, FIRST_USER, SmallBundle
 from torchrec_ext.models.tower_model import Interaction
 from torchrec_ext.retrieval.bundle.bundle import Bundle
+from torchrec_ext.retrieval.scorer.compiled import UserScorer
 from torchrec_ext.retrieval.scorer.requests import (
     EmbedRequest,
     RecommendRequest,
@@ -139,11 +141,41 @@ def test_a_first_stage_by_products_hands_on_what_the_top_nn_ranks_and_says_what_
 
 
 @pytest.mark.slow
-def test_a_compiled_top_nn_ranks_alike(made: SmallBundle, scorer: Scorer) -> None:
-    asked = ScoreRequest(user={"user_id": USER}, items=ALL.tolist())
-    np.testing.assert_allclose(
-        Scorer(made.bundle, compile="auto").score(asked).scores, scorer.score(asked).scores, atol=1e-5
-    )
+@pytest.mark.parametrize(
+    "settings", [{}, {"store": "int8"}, {"interaction": "gmf"}, {"tables": "int8", "overlap": 0.1}]
+)
+def test_a_compiled_scorer_answers_alike(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every request, answered or refused; int8 tables are compiled without the user tower."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    bundle = SmallBundle(tmp_path / "bundle", **settings).bundle
+    plain, compiled = Scorer(bundle), Scorer(bundle, compile="auto")
+    if not compiled._ready._score.compiled:
+        pytest.skip("no C++ compiler")
+    assert (compiled._ready._score_user is not None) == ("tables" not in settings)
+    users: list[dict[str, Any]] = [{"user_id": user} for user in (1, 2, USER, 9_999)]
+    users += [{"user_id": USER, "age": 0.3, "history": history} for history in ([], [4], [4, 5, 6], [777, 1])]
+    users += [{"user_id": USER, "age": age} for age in (1, float("nan"), 3e38)]
+    items = [ALL.tolist(), [1_003], [1_003, 1_001], [1_003, 7], [7]]
+    requests: list[Any] = [ScoreRequest(user=user, items=some) for user in users for some in items]
+    requests += [RecommendRequest(user=user, candidates=ALL[::2].tolist(), k=5, exclude=[1_004]) for user in users]
+    requests += [RecommendRequest(user=user, k=5) for user in users]
+    for batch in (requests, *([request] for request in requests)):
+        for request, expected, answer in zip(batch, plain.answer(batch), compiled.answer(batch), strict=True):
+            if isinstance(expected, Exception):
+                assert (type(answer), str(answer)) == (type(expected), str(expected)), request
+                continue
+            np.testing.assert_allclose(cast(Any, answer).scores, cast(Any, expected).scores, rtol=1e-4, atol=1e-5)
+            assert replace(cast(Any, answer), scores=[]) == replace(cast(Any, expected), scores=[])
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", None)
+    assert Scorer(bundle, compile="auto")._ready._score.compiled, "loaded, not compiled again"
+    if "tables" not in settings:
+        monkeypatch.setattr(UserScorer, "__call__", lambda *_: torch.zeros(256))
+        with pytest.warns(
+            UserWarning, match="runs uncompiled: ValueError: compiled scores of an audited user differ by"
+        ):
+            assert Scorer(bundle, compile="auto")._ready._score_user is None
 
 
 def test_features_of_the_request_take_precedence_over_known_ones(made: SmallBundle, scorer: Scorer) -> None:

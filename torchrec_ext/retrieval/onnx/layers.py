@@ -190,15 +190,19 @@ class PaddedTower(nn.Module):
     Args:
         encoder: encoder with the tower and its weights.
         name: name of the tower; its class must be in ``EXPORTABLE``.
+        replaces_unseen: give unseen ids the out-of-vocabulary row, in a copy of their table. ``Columns.read`` does so
+            too.
     """
 
-    def __init__(self, encoder: RowEncoder, name: str) -> None:
+    def __init__(self, encoder: RowEncoder, name: str, *, replaces_unseen: bool = True) -> None:
         super().__init__()
         tower: Any = encoder.model.towers[name]
         self._tables: list[EmbeddingBagConfig] = [*tower.bags, *tower.lists]
         names = {table.name for table in self._tables}
         weights_by_table = {table: weight for table, _, weight in values_by_table(encoder.model) if table in names}
-        rows = [_with_unseen(weight.detach(), table, encoder) for table, weight in weights_by_table.items()]
+        rows = [weight.detach() for weight in weights_by_table.values()]
+        if replaces_unseen:
+            rows = [_with_unseen(weight, table, encoder) for table, weight in zip(weights_by_table, rows, strict=True)]
         self.weights = nn.ParameterList(nn.Parameter(weight, requires_grad=False) for weight in rows)
         self._indices = {table: index for index, table in enumerate(weights_by_table)}
         self._weighted: dict[str, str] = tower.weights
@@ -280,6 +284,22 @@ class PaddedTower(nn.Module):
                 columns[self._weighted[name]] = _pad(bags.weights, bags, 0)
         return {each.name: columns.get(each.name, rows.dense.get(each.name)) for each in self.inputs}  # type: ignore[misc]
 
+    def row(self, rows: Read) -> list[Tensor]:
+        """Converts one parsed row into inputs, each list padded to two ids or more."""
+        columns: list[Tensor] = []
+        for name, listed in self._listed.items():
+            bag = rows.sparse[name]
+            columns.append(_pad_row(bag.values, PAD) if listed else bag.values)
+            if name in self._weighted and bag.weights is not None:
+                columns.append(_pad_row(bag.weights, 0))
+        return columns + [rows.dense[name] for name in self._dense]
+
+    def take_tables(self) -> list[Tensor]:
+        """Takes the tables out of the module, for a caller that passes them to ``functional_call``."""
+        tables = [weight.detach() for weight in self.weights]
+        self.weights = nn.ParameterList(nn.Parameter(table[:0].clone(), requires_grad=False) for table in tables)
+        return tables
+
 
 def shapes_of(inputs: list[Input]) -> tuple[Any, ...]:
     """Returns the ``dynamic_shapes`` of a :class:`PaddedTower`: one dimension per axis letter."""
@@ -330,6 +350,13 @@ def _attend(pool: AttentionPooling, rows: Tensor, is_id: Tensor) -> Tensor:
     weights = torch.where(is_id, torch.exp(scores - scores.amax(dim=1, keepdim=True)), 0.0)
     # The greatest weight of a bag is 1, so the sum is below 1 only for an empty bag, which stays 0.
     return (weights[..., None] * rows).sum(dim=1) / weights.sum(dim=1).clamp(min=1)[:, None]
+
+
+def _pad_row(values: Tensor, filler: float) -> Tensor:
+    """Returns the values of one bag as (1, L), L at least 2."""
+    if len(values) < 2:
+        values = torch.nn.functional.pad(values, (0, 2 - len(values)), value=filler)
+    return values[None]
 
 
 def _pad(values: Tensor, bags: Jagged, filler: float) -> Tensor:

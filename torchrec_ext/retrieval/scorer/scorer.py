@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from torchrec_ext.retrieval.index.exact import Blockwise, ExactIndex, Index
-from torchrec_ext.retrieval.scorer.candidates import CandidateScorer, ScoreCompile
+from torchrec_ext.retrieval.scorer.candidates import CandidateScorer, ScoreCompile, compiled_or_none
+from torchrec_ext.retrieval.scorer.compiled import UserScorer
 from torchrec_ext.retrieval.scorer.requests import (
     Answer,
     Embedded,
@@ -62,12 +63,15 @@ class ReadyBundle:
     def __init__(self, bundle: Bundle, vectors: Sequence[UserVectors], stage: Stage, compile: ScoreCompile) -> None:  # noqa: A002
         self.bundle = bundle
         self._score = CandidateScorer(bundle.projection, bundle.projected, compile=compile)
+        self._score_user: UserScorer | None = None
+        if self._score.compiled and UserScorer.takes(bundle):
+            self._score_user = compiled_or_none(lambda: UserScorer(bundle, self._score))
         self.populated = self._score.populated
         self.index = _first_stage(bundle, stage)
         if isinstance(self.index, Blockwise):
             self.index.quantize()  # now, before any request waits for it
         _ = bundle.items.attributes  # likewise
-        self.users = UserLookup(bundle, vectors)
+        self.users = UserLookup(bundle, vectors, embeds_later=self._score_user is not None)
         self.digest = bundle.manifest.digest
         self.size = len(bundle.store.ids)
         self.search_s, self.score_s = self._measure_seconds()
@@ -77,7 +81,7 @@ class ReadyBundle:
     def scores(self, request: ScoreRequest, user: ResolvedUser) -> Scores:
         """Answers a request for scores."""
         positions, unknown = positions_of(self.bundle, "items", request.items)
-        logits = _require_finite(self._logits(user.vector, positions), user)
+        logits = _require_finite(self._logits(user, positions), user)
         return Scores(scores=logits.tolist(), cold=user.cold, bundle=self.digest, unknown_items=unknown)
 
     def embed(self, request: EmbedRequest) -> Embedded:
@@ -138,14 +142,14 @@ class ReadyBundle:
         query = torch.randn(1, self.bundle.query_width, generator=torch.Generator().manual_seed(0))
         positions = torch.arange(_MEASURED_ROWS) % self.size
         search_s = _least_seconds(lambda: self.index.search(query, min(_MEASURED_K, self.size)))
-        return search_s, _least_seconds(lambda: self._logits(query, positions)) / _MEASURED_ROWS
+        return search_s, _least_seconds(lambda: self._score(query[0], positions)) / _MEASURED_ROWS
 
     def _search(self, group: Sequence[PendingRequest], k: int) -> tuple[Tensor, Tensor]:
         filters = [pending.selection for pending in group]
         excluded = None
         if any(len(each.excluded) for each in filters):
             excluded = [each.excluded for each in filters]
-        queries = torch.cat([pending.user.vector for pending in group])
+        queries = torch.cat([self.users.vector(pending.user) for pending in group])
         scores, positions = self.index.search(queries, k, allowed=filters[0].allowed, excluded=excluded)
         return scores, positions
 
@@ -153,7 +157,7 @@ class ReadyBundle:
         """Ranks positions and returns the best ``k``; ties keep the order of the index."""
         request = pending.request
         if scores is None or not self._final:
-            scores = self._logits(pending.user.vector, positions)
+            scores = self._logits(pending.user, positions)
         best = scores.sort(descending=True, stable=True).indices[: request.k]
         _require_finite(scores[best], pending.user)
         ranked = positions[best].numpy()
@@ -188,8 +192,14 @@ class ReadyBundle:
         except DataError as error:
             raise RequestError("items", f"an id is not in the catalogue, and {error}") from None
 
-    def _logits(self, vector: Tensor, positions: Tensor) -> Tensor:
-        """Returns (N,) logits of a user's vector (1, Dq) with positions (N,), -1 for the unknown item."""
+    def _logits(self, user: ResolvedUser, positions: Tensor) -> Tensor:
+        """Returns (N,) logits of a user with positions (N,), -1 for the unknown item."""
+        if self._score_user is not None and user.columns is not None and len(positions):
+            scores = self._score_user(user.columns, positions)
+            if scores is not None:
+                return scores
+            # An unknown item, or a user whose vector is not finite: the code below answers, or says why not.
+        vector = self.users.vector(user)
         if positions.numpy().min(initial=0) >= 0:
             return self._score(vector[0], positions)
         is_known = positions >= 0
@@ -277,8 +287,9 @@ class Scorer:
         stage: first stage of a model with a top NN. ``exact`` scores the whole catalogue by the top NN. ``dot`` and
             ``cosine`` first rank the towers' outputs by that product. This takes a fraction of the time but misses
             items; see :meth:`stage_recall`. Other models are searched by their own score.
-        compile: ``auto`` compiles the top NN, in 10 s if its weights are new on this machine. It pays for many
-            candidates in one request. See :class:`~torchrec_ext.retrieval.scorer.candidates.CandidateScorer`.
+        compile: ``auto`` compiles the scoring of named items, from the user's columns to the scores, and the top NN
+            alone for stored vectors. This takes 20 s if the weights are new on this machine, and about 1 s otherwise.
+            See :func:`~torchrec_ext.retrieval.scorer.compiled.compiled_scores`.
 
     Raises:
         ValueError: ``retrieve`` below 1, or ``stage`` is a product but the towers' outputs have different widths.

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from torchrec_ext.retrieval.bundle.request_columns import Read
 from torchrec_ext.retrieval.scorer.requests import (
     ColdStart,
     RecommendRequest,
@@ -31,18 +32,33 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class ResolvedUser:
-    """A user: vector (1, Dq), cold-start flags, and the row in the bundle's users, -1 if unknown."""
+    """A user: vector, cold-start flags, and the row in the bundle's users.
 
-    vector: Tensor
+    Args:
+        vector: (1, Dq) outputs of the query towers, stored or computed; None if they have not run yet.
+        cold: see :class:`~torchrec_ext.retrieval.scorer.requests.ColdStart`.
+        row: row in the bundle's users, -1 if unknown.
+        columns: the parsed columns of the towers, if they have not run yet.
+    """
+
+    vector: Tensor | None
     cold: ColdStart
     row: int
+    columns: Read | None = None
 
 
 class UserLookup:
-    """Looks up the users of a batch of requests in one bundle and its stores of users' vectors."""
+    """Looks up the users of a batch of requests in one bundle and its stores of users' vectors.
 
-    def __init__(self, bundle: Bundle, vectors: Sequence[UserVectors]) -> None:
+    Args:
+        bundle: bundle with the query towers.
+        vectors: stores of users' vectors, in the order to ask them.
+        embeds_later: leave the towers of a request with given items to compiled code.
+    """
+
+    def __init__(self, bundle: Bundle, vectors: Sequence[UserVectors], *, embeds_later: bool = False) -> None:
         self._bundle = bundle
+        self._embeds_later = embeds_later
         self._vectors = vectors
         self.key = bundle.users.key if bundle.users is not None else None
 
@@ -53,11 +69,25 @@ class UserLookup:
         results: dict[int, ResolvedUser | Exception] = {}
         rows = self._rows(requests, results)
         self._take_stored(requests, rows, results)
+        for index in range(len(requests)) if self._embeds_later else ():
+            if index not in results and _has_items(requests[index]):
+                results[index] = self._read(requests[index].user, rows[index])
         live = [index for index in range(len(requests)) if index not in results]
         users = [requests[index].user for index in live]
         embedded = self._embed(users, [rows[index] for index in live])
         results |= dict(zip(live, embedded, strict=True))
         return [results[index] for index in range(len(requests))]
+
+    def vector(self, user: ResolvedUser) -> Tensor:
+        """Returns the (1, Dq) vector of a user.
+
+        Raises:
+            RequestError: the query towers give a number that is not finite.
+        """
+        if user.vector is not None:
+            return user.vector
+        assert user.columns is not None, "a user without a vector has columns"
+        return _require_finite(self._bundle.encoders[0].vectors(user.columns), "user")
 
     def embed_rows(self, rows: Sequence[Mapping[str, Any]]) -> tuple[Tensor, list[list[str]]]:
         """Embeds rows of raw features into (B, Dq); also returns each row's columns with unknown values.
@@ -160,6 +190,16 @@ class UserLookup:
             results.append(ResolvedUser(vectors[index : index + 1], cold, row))
         return results
 
+    def _read(self, user: Mapping[str, Any], row: int) -> ResolvedUser | RequestError:
+        """Parses one user's columns, for towers that run later."""
+        try:
+            rows = _run(self._bundle.encoders[0].read, self._columns([user], [row], ["user"]), "user")
+        except RequestError as error:
+            return error
+        is_unknown = self._bundle.users is not None and row < 0
+        cold = ColdStart(unknown_user=is_unknown, unknown_features=_unknown_columns(rows.unknown, 1)[0])
+        return ResolvedUser(None, cold, row, rows)
+
     def _columns(
         self, users: Sequence[Mapping[str, Any]], rows: Sequence[int], where: Sequence[str]
     ) -> dict[str, list[Any]]:
@@ -192,6 +232,11 @@ class UserLookup:
             ]
             _check_missing(column_types, missing, where[index])
         return columns
+
+
+def _has_items(request: RecommendRequest | ScoreRequest) -> bool:
+    """Returns whether a request names the items to score, so that no search needs the user's vector."""
+    return isinstance(request, ScoreRequest) or request.candidates is not None
 
 
 def _run(
