@@ -614,6 +614,8 @@ def test_a_bundle_is_not_replaced_unasked(tmp_path: Path, capsys: pytest.Capture
         (("--onnx={run}/bundle/onnx",), "in it, or around it; give one beside it"),
         (("--onnx={run}",), "in it, or around it; give one beside it"),
         (("--onnx={run}/full", "--tables=int8"), "with --tables int8: ONNX files have their tables in fp32"),
+        (("--compiled={run}/full", "--tables=int8"), "with --tables int8: compiled code reads tables in fp32"),
+        (("--compiled={run}/bundle/code",), "in it, or around it; give one beside it"),
         (("--onnx={run}/full",), "there is something already; give another folder, or --overwrite"),
     ],
 )

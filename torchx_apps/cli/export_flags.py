@@ -24,6 +24,9 @@ def build_export_parser(description: str | None = None) -> argparse.ArgumentPars
         "--set", action="append", default=[], metavar="KEY=VALUE", help="change one key; repeat at will"
     )
     add_bundle_flags(parser)
+    parser.add_argument(
+        "--compiled", type=Path, metavar="FOLDER", help="also write the scoring as machine code, with a C++ program"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier bundle")
     return parser
 
@@ -70,22 +73,22 @@ def check_export(options: argparse.Namespace, out: Path) -> None:
         raise ValueError(
             f"--onnx-skip {options.onnx_skip[0]}: there is nothing to leave it out of; give --onnx FOLDER too"
         )
-    if not options.onnx:
-        return
-    if options.tables == "int8":
-        raise ValueError(
-            f"--onnx {options.onnx} with --tables int8: ONNX files have their tables in fp32; leave one of them out"
-        )
-    folder = options.onnx.resolve()
-    bundle = out.resolve()
-    if folder.is_relative_to(bundle) or bundle.is_relative_to(folder):
-        raise ValueError(
-            f"--onnx {options.onnx}: is the bundle's folder {out}, in it, or around it; give one beside it"
-        )
-    _check_free(options, "--onnx", options.onnx)
-    from torchrec_ext.retrieval.onnx.layers import require_onnx
+    for flag in ("onnx", "compiled"):
+        path = getattr(options, flag)
+        if path is None:
+            continue
+        if options.tables == "int8":
+            kind = "ONNX files have their" if flag == "onnx" else "compiled code reads"
+            raise ValueError(f"--{flag} {path} with --tables int8: {kind} tables in fp32; leave one of them out")
+        folder = path.resolve()
+        bundle = out.resolve()
+        if folder.is_relative_to(bundle) or bundle.is_relative_to(folder):
+            raise ValueError(f"--{flag} {path}: is the bundle's folder {out}, in it, or around it; give one beside it")
+        _check_free(options, f"--{flag}", path)
+    if options.onnx:
+        from torchrec_ext.retrieval.onnx.layers import require_onnx
 
-    require_onnx()
+        require_onnx()
 
 
 def _check_free(options: argparse.Namespace, flag: str, folder: Path) -> None:

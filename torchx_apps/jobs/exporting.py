@@ -112,6 +112,18 @@ def write_onnx_files(bundle: Path, out: Path, skip: Sequence[str] = (), *, overw
     )
 
 
+def write_compiled_files(bundle: Path, out: Path, *, overwrite: bool = False) -> str:
+    """Writes a bundle's scoring as machine code, and describes it; see :func:`write_compiled`."""
+    from torchrec_ext.retrieval.bundle.bundle import Bundle
+    from torchrec_ext.retrieval.scorer.cpp_program import write_compiled
+
+    certificate = write_compiled(Bundle.load(bundle, verify=False), out, overwrite=overwrite)
+    return (
+        f"compiled: {out} (scores within {certificate['greatest_difference']:.1g}; serve.cpp there serves it without "
+        f"Python, and rec.serve.http on this machine takes it by: -- --compile auto)"
+    )
+
+
 def bundle_figures(manifest: Manifest) -> dict[str, Any]:
     """Returns a bundle's figures for trackers: its digest, its size and its distance to the trained model."""
     users = manifest.content["users"]

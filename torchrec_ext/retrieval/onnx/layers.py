@@ -294,6 +294,11 @@ class PaddedTower(nn.Module):
                 columns.append(_pad_row(bag.weights, 0))
         return columns + [rows.dense[name] for name in self._dense]
 
+    @property
+    def table_names(self) -> list[str]:
+        """Names of the tables, in the order of :meth:`take_tables`."""
+        return list(self._indices)
+
     def take_tables(self) -> list[Tensor]:
         """Takes the tables out of the module, for a caller that passes them to ``functional_call``."""
         tables = [weight.detach() for weight in self.weights]

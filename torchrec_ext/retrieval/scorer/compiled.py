@@ -10,6 +10,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,6 @@ from torchrec_ext.retrieval.onnx.layers import EXPORTABLE, PaddedTower
 if TYPE_CHECKING:
     from torchrec_ext.retrieval.bundle.bundle import Bundle
 
-Compiled = Callable[[list[Tensor], Tensor], tuple[Tensor, bool]]
 _CHECKED = 8  # audited users whose scores are compared
 _EXAMPLE = 4  # positions, or ids of a list, in the traced example; the program takes 2 or more
 # One thread, because a server has a worker for each core. Without the newest processor's own instructions, because a
@@ -37,9 +37,36 @@ _EXAMPLE = 4  # positions, or ids of a list, in the traced example; the program 
 _CONFIG = {"cpp.threads": 1, "cpp.march": "x86-64-v3"} if os.uname().machine == "x86_64" else {"cpp.threads": 1}
 
 
+class CompiledScores:
+    """Loaded machine code that scores a user with positions of stored rows; see :func:`compiled_scores`.
+
+    Attributes:
+        package: file with the code.
+        constants: tables and stored rows, in the order of the code's inputs after user and positions.
+    """
+
+    def __init__(self, package: Path, constants: Sequence[Tensor]) -> None:
+        self.package = package
+        self.constants = constants
+        self._run = torch._inductor.aoti_load_package(str(package)).loader.run
+
+    def __call__(self, user: list[Tensor], positions: Tensor) -> tuple[Tensor, bool]:
+        """Returns (N,) scores, and whether they are unusable: a position out of range, an output not finite.
+
+        Args:
+            user: a row of the towers' inputs, or of their outputs, (D1,).
+            positions: (N,) int64.
+        """
+        if len(positions) == 1:  # the program takes 2 or more
+            scores, unusable = self._run([*user, positions.repeat(2), *self.constants])
+            return scores[:1], bool(unusable)
+        scores, unusable = self._run([*user, positions, *self.constants])
+        return scores, bool(unusable)
+
+
 def compiled_scores(
     projection: Projection, matrix: Tensor, scales: Tensor | None, towers: Sequence[PaddedTower] = ()
-) -> Compiled | None:
+) -> CompiledScores | None:
     """Compiles the scoring of a user with stored rows.
 
     The machine code is cached in torch's own cache folder (``TORCHINDUCTOR_CACHE_DIR``) under a digest of operations
@@ -53,9 +80,8 @@ def compiled_scores(
         towers: query towers, whose tables are taken out of them; without any, the function takes their outputs.
 
     Returns:
-        A function from a user and positions (N,) to scores (N,) and whether they are unusable: a position is out of
-        range, or a tower's output not finite. The user is a row of the towers' inputs, or of their outputs, (D1,).
-        None if the interaction is not projected, because it runs in blocks of its own, and for fewer than two rows.
+        The loaded code. None if the interaction is not projected, because it runs in blocks of its own, and for fewer
+        than two rows.
 
     Raises:
         ValueError: the cache folder is another user's, or others may write to it.
@@ -75,17 +101,7 @@ def compiled_scores(
             (user, torch.zeros(_EXAMPLE, dtype=torch.int64), tables, stored_rows),
             dynamic_shapes=(lists, {0: Dim("candidates", min=2)}, fixed, [{0: rows} for _ in stored_rows]),
         )
-    run = torch._inductor.aoti_load_package(str(_package(program, folder))).loader.run
-    constants = [*(table for each in tables for table in each), *stored_rows]
-
-    def score(user: list[Tensor], positions: Tensor) -> tuple[Tensor, bool]:
-        if len(positions) == 1:  # the program takes 2 or more
-            scores, unusable = run([*user, positions.repeat(2), *constants])
-            return scores[:1], bool(unusable)
-        scores, unusable = run([*user, positions, *constants])
-        return scores, bool(unusable)
-
-    return score
+    return CompiledScores(_package(program, folder), [*chain.from_iterable(tables), *stored_rows])
 
 
 def _example(projection: Projection, towers: Sequence[PaddedTower]) -> tuple[list[Tensor], list[Any]]:
@@ -137,6 +153,12 @@ class UserScorer:
         bundle: bundle with the towers and the stored rows; :meth:`takes` must be true for it.
         plain: scorer of the towers' outputs, to compare with.
 
+    Attributes:
+        towers: query towers, whose inputs are the code's.
+        package: file with the code.
+        constants: tables and stored rows, in the order of the code's inputs.
+        greatest_difference: greatest difference of a score from ``plain``.
+
     Raises:
         ValueError: as :func:`compiled_scores`, or if the compiled code gives other scores than ``plain``.
         Exception: any error of torch's compiler.
@@ -144,10 +166,13 @@ class UserScorer:
 
     def __init__(self, bundle: Bundle, plain: Callable[[Tensor, Tensor], Tensor]) -> None:
         encoder = bundle.encoders[0]
-        self._towers = [PaddedTower(encoder, name, replaces_unseen=False) for name in bundle.query]
-        compiled = compiled_scores(bundle.projection, bundle.projected.matrix(), bundle.projected.scales, self._towers)
+        self.towers = [PaddedTower(encoder, name, replaces_unseen=False) for name in bundle.query]
+        compiled = compiled_scores(bundle.projection, bundle.projected.matrix(), bundle.projected.scales, self.towers)
         assert compiled is not None, "takes() was true"
         self._compiled = compiled
+        self.package = compiled.package
+        self.constants = compiled.constants
+        self.greatest_difference = 0.0
         self._check = bundle.projected.check
         pairs = audits.Audit.open(bundle.folder)[0]
         positions = torch.from_numpy(pairs.positions)
@@ -158,6 +183,7 @@ class UserScorer:
             difference = float("inf") if scores is None else audits.largest_difference(scores, expected)
             if not difference <= audits.tolerance(expected):
                 raise ValueError(f"compiled scores of an audited user differ by {difference:.3g}; report it")
+            self.greatest_difference = max(self.greatest_difference, difference)
 
     @staticmethod
     def takes(bundle: Bundle) -> bool:
@@ -176,7 +202,7 @@ class UserScorer:
             StoreError: the store's file was cut off.
         """
         self._check()
-        user = [column for tower in self._towers for column in tower.row(rows)]
+        user = [column for tower in self.towers for column in tower.row(rows)]
         scores, unusable = self._compiled(user, positions)
         return None if unusable else scores
 
