@@ -127,7 +127,7 @@ def _clip_rows(value: Any, size: tuple[int, ...]) -> Any:
 
 
 def _saved_rows(shards: Sequence[LocalShard], rows: int) -> list[LocalShard]:
-    """Returns the rows of shards that are among a table's first ``rows``, those that were saved."""
+    """Returns the saved rows of shards, which are among a table's first ``rows``."""
     return [LocalShard(shard.tensor[: max(rows - shard.offsets[0], 0)], shard.offsets) for shard in shards]
 
 
