@@ -24,11 +24,13 @@ ROWS = {
     "approximate": "serving_search:approximate",
     "embed": "serving_embed:rows",
     "http": "serving_http:http",
+    "loadgen": "serving_loadgen:loadgen",
     "movielens": "serving_movielens:films",
     "movielens-large": "serving_movielens:recombined",
     "attacks": "serving_attacks:attacks",
 }
-STUDIES = ("movielens", "movielens-large", "attacks")  # minutes each, and the data sets of TORCHREC_EXT_DATA
+# Minutes each, and the data sets of TORCHREC_EXT_DATA or mlcommons-loadgen.
+STUDIES = ("movielens", "movielens-large", "attacks", "loadgen")
 
 
 def main() -> None:
