@@ -231,7 +231,7 @@ class Group : public std::enable_shared_from_this<Group> {
     std::lock_guard<std::mutex> lock(mutex_);
     fail_locked(why);
   }
-  bool pending() const { return pending_ > 0; }
+  bool pending() const { return pending_; }
 
   const int rank, size;
   std::atomic<milliseconds> timeout;
@@ -327,7 +327,7 @@ class Group : public std::enable_shared_from_this<Group> {
     while (error_.empty() && owes(c, sender) && cursor_[sender] < desks_[sender].head.load()) {
       Frame* frame = this->frame(sender, cursor_[sender]);
       if (frame->reader == kNobody) {
-        cursor_[sender] = frame->next;
+        move_on(sender, frame);
       } else if (frame->number != c.number || !(frame->call == c.call)) {
         fail_locked("rank " + to_string(sender) + " called " + describe_(frame->call) + " as its number " +
                     to_string(frame->number));
@@ -342,9 +342,9 @@ class Group : public std::enable_shared_from_this<Group> {
   void pass(Collective& c, int sender, Frame* frame, size_t bytes) {
     ++c.frames_in[sender];
     c.bytes_in[sender] += bytes;
-    read(sender, rank) = cursor_[sender] = frame->next;
-    came_ = true;
+    move_on(sender, frame);
   }
+  void move_on(int sender, Frame* frame) { read(sender, rank) = cursor_[sender] = frame->next, came_ = true; }
   // Checks the size of a frame, so that ranks that pass other sizes are told.
   bool fits(int sender, Frame* frame, size_t least, size_t most) {
     if (frame->bytes >= least && frame->bytes <= most) return true;
