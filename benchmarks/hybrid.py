@@ -11,6 +11,7 @@ to see that it runs; its figures mean nothing. Last line: one JSON object.
 
 import hybrid_chooser
 import hybrid_merged
+import hybrid_shared_memory
 import hybrid_small_tables
 import hybrid_sync
 import hybrid_towers
@@ -24,6 +25,7 @@ ROWS = {
     "chooser": hybrid_chooser.chooser,
     "plan": hybrid_chooser.plan,
     "sync": hybrid_sync.rows,
+    "shared-memory": hybrid_shared_memory.rows,
 }
 STUDIES = {"sync-quality": hybrid_sync.quality, "small-tables": hybrid_small_tables.rows}
 ROWS |= STUDIES
