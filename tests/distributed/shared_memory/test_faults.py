@@ -78,17 +78,15 @@ def survivors(size: int, end: str, collective: str) -> list[tuple[int, float, st
 
 
 def check_errors(size: int, end: str, collective: str) -> None:
-    for _, seconds, error in survivors(size, end, collective):
+    """Every survivor has a named error in time: of the victim, or of one that the victim has ended."""
+    answers = survivors(size, end, collective)
+    for _, seconds, error in answers:
         assert error.startswith("DistBackendError: shared memory: "), error
         assert len(error) < 230
-        if end == "stop":
-            assert f"timed out after {TIMEOUT_S * 1000} ms" in error
-            assert f"which waits for rank {size - 1}" in error
-            assert seconds < TIMEOUT_S + 5
-        else:
-            assert f"rank {size - 1} (process " in error
-            assert "has ended" in error
-            assert seconds < TIMEOUT_S
+        assert "has ended" in error or f"timed out after {TIMEOUT_S * 1000} ms" in error, error
+        assert seconds < TIMEOUT_S + 5 * (end == "stop")
+    if end != "stop":
+        assert any(f"rank {size - 1} (process " in error for _, _, error in answers), answers
 
 
 @needs_library
