@@ -123,14 +123,23 @@ def static_bags(read: Read) -> Lower:
     """
 
     def lower(path: str, collection: nn.Module) -> nn.Module:
-        if not isinstance(collection, (EmbeddingBagCollection, ShardedEmbeddingBagCollection)):
-            raise CannotCaptureError(
-                f"the {type(collection).__name__} '{path}' returns a row for each id, so its shapes depend on the batch"
-            )
+        check_pools(path, collection)
         tables: list[EmbeddingBagConfig] = table_configs(collection)
         return LoweredBags(tables, read)
 
     return lower
+
+
+def check_pools(path: str, collection: nn.Module) -> None:
+    """Refuses a collection that does not pool its bags.
+
+    Raises:
+        CannotCaptureError: it returns a row for each id.
+    """
+    if not isinstance(collection, (EmbeddingBagCollection, ShardedEmbeddingBagCollection)):
+        raise CannotCaptureError(
+            f"the {type(collection).__name__} '{path}' returns a row for each id, so its shapes depend on the batch"
+        )
 
 
 def _replace_submodule(module: nn.Module, path: str, new: nn.Module) -> nn.Module:

@@ -24,7 +24,7 @@ from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_ext.batch import TowerBatch
-from torchrec_ext.capture.lowering import CannotCaptureError, Pooled, lowered
+from torchrec_ext.capture.lowering import CannotCaptureError, Pooled, check_pools, lowered
 from torchrec_ext.capture.memory import owners
 from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.tables import local_shards, table_configs
@@ -158,8 +158,8 @@ class PlainStep:
         together: whether ranks average their gradients; else this rank steps by its own.
 
     Raises:
-        CannotCaptureError: a table is sharded, so that a kernel updates it inside the backward, or not fp32; or a
-            collection takes means of weighted rows.
+        CannotCaptureError: a table is sharded, so that a kernel updates it inside the backward, or not fp32; a
+            collection takes means of weighted rows, or returns a row for each id; or ``together`` has too many weights.
     """
 
     def __init__(
@@ -241,6 +241,7 @@ class PlainStep:
 
 
 def _lower_bags(path: str, collection: Any, weights: dict[str, Tensor], read: _LastRead) -> nn.Module:
+    check_pools(path, collection)
     tables = table_configs(collection)
     # torch has no weighted mean, and FBGEMM's has the gradient of a sum.
     if collection._is_weighted and any(table.pooling == PoolingType.MEAN for table in tables):
