@@ -169,14 +169,12 @@ class NCFHead(InteractionLayer):
     ) -> None:
         super().__init__()
         self.gmf_dim = gmf_dim
-        # Without dropout its layers still count, because they are in the names of the others' weights.
-        drop = nn.Dropout(dropout) if dropout else nn.Identity()
-        layers: list[nn.Module] = [activation_layer(activation), drop]
+        layers: list[nn.Module] = [activation_layer(activation), nn.Dropout(dropout)]
         for before, width in pairwise(mlp_widths):
             linear = nn.Linear(before, width)
             nn.init.xavier_uniform_(linear.weight)
             nn.init.zeros_(linear.bias)
-            layers += [linear, activation_layer(activation), drop]
+            layers += [linear, activation_layer(activation), nn.Dropout(dropout)]
         self.rest = nn.Sequential(*layers)
         self.width = max(mlp_widths)
         self.predict = nn.Linear(gmf_dim + mlp_widths[-1], 1)

@@ -38,9 +38,10 @@ from torchrec_ext.train.guards.watchdog import Watchdog
 from torchrec_ext.train.metrics.evaluation_watch import EvaluationStoppedError, EvaluationWatch, watching
 from torchrec_ext.train.report.progress import Progress, Window
 from torchrec_ext.train.report.trace import StepTrace, Timeline, check_fits
-from torchrec_ext.train.step.choose import Steps, StepsConfig
+from torchrec_ext.train.step.choose import Steps, StepsConfig, plain_step
 from torchrec_ext.train.step.fresh_rows import FreshRows
 from torchrec_ext.train.step.pipeline import make_pipeline, unpipelined
+from torchrec_ext.train.step.plain import PlainStep
 from torchrec_ext.train.step.schedule import rates, scheduler
 
 
@@ -80,8 +81,8 @@ def gate(config: TrainConfig, model: nn.Module, optimizer: KeyedOptimizer, runti
 
 def checked_steps(
     model: DistributedModelParallel, optimizer: HybridOptimizer, runtime: Runtime, *, config: TrainConfig | None = None
-) -> TrainPipelineSparseDist[TowerBatch, Any]:
-    """Returns the pipeline of :func:`train` on several ranks, with its checks, for trials.
+) -> TrainPipelineSparseDist[TowerBatch, Any] | PlainStep:
+    """Returns what runs the eager steps of :func:`train` on several ranks, with its checks, for trials.
 
     Args:
         model: model from :func:`hybrid_parallel`.
@@ -102,7 +103,11 @@ def checked_steps(
         leave_out=partial(setattr, optimizer, "leave_out", True),
         gate=gate(config, model, optimizer, runtime),
     )
-    return make_pipeline(model, optimizer, runtime.device, forward=forward, before_tables=forward.before_tables)
+    context = forward_context(config.amp, runtime.device)
+    plain = plain_step(model, optimizer, runtime, forward, together=runtime.world_size > 1, context=context)
+    return plain or make_pipeline(
+        model, optimizer, runtime.device, forward=forward, before_tables=forward.before_tables
+    )
 
 
 def piped(config: TrainConfig, sync: SyncConfig) -> bool:

@@ -118,6 +118,37 @@ def _max_over_ranks(seconds: float, runtime: Runtime) -> float:
     return float(worst)
 
 
+def plain_step(
+    model: nn.Module,
+    optimizer: KeyedOptimizer,
+    runtime: Runtime,
+    forward: FiniteLoss,
+    *,
+    together: bool,
+    context: Context = nullcontext,
+    scaling: LossScaling | None = None,
+) -> PlainStep | None:
+    """Returns a :class:`PlainStep`; None where eager steps are the pipeline's.
+
+    Args:
+        model: model from :func:`hybrid_parallel`.
+        optimizer: the model's optimizer.
+        runtime: rank and device of this process.
+        forward: checks each loss.
+        together: whether ranks average their gradients in each step.
+        context: makes the context of the forward.
+        scaling: scales the loss for float16.
+    """
+    if runtime.device.type != "cpu" or not isinstance(optimizer, HybridOptimizer):
+        return None
+    if together and placement_of(model) is not None:
+        return None
+    try:
+        return PlainStep(model, optimizer, forward, context=context, scaling=scaling, together=together)
+    except CannotCaptureError:
+        return None  # the pipeline does the same, only slower
+
+
 _PIPELINE_ONLY = "a timeline, train.on_nan=skip and sync.mode=semi_sync need the pipeline's steps"
 _Step = DrawnStep | TowerBatch
 Made = TypeVar("Made")
@@ -198,7 +229,12 @@ class Steps:
         self._scaling = config.scaling
         self._step: CapturedStep | None = None
         self._threads = config.threads if runtime.device.type == "cpu" else "given"
-        self._plain = None if config.piped else self._plain_step()
+        together = runtime.world_size > 1 and ranks.agrees_every_step
+        self._plain: PlainStep | None = None
+        if not config.piped:
+            self._plain = plain_step(
+                model, optimizer, runtime, forward, together=together, context=config.context, scaling=config.scaling
+            )
         ranks.checks.append(self.settle)
         if config.compile == "require":  # fails here, before the first step, if this machine cannot capture at all
             self._attempt(self._engine)
@@ -245,24 +281,6 @@ class Steps:
     def piped(self) -> bool:
         """Whether eager steps are the pipeline's."""
         return self._plain is None
-
-    def _plain_step(self) -> PlainStep | None:
-        if self._runtime.device.type != "cpu" or not isinstance(self._optimizer, HybridOptimizer):
-            return None
-        together = self._runtime.world_size > 1 and self._ranks.agrees_every_step
-        if together and placement_of(self._model) is not None:
-            return None
-        try:
-            return PlainStep(
-                self._model,
-                self._optimizer,
-                self._forward,
-                context=self._context,
-                scaling=self._scaling,
-                together=together,
-            )
-        except CannotCaptureError:
-            return None  # the pipeline does the same, only slower
 
     def _eager(self, items: Iterable[_Step]) -> Iterator[Any]:
         batches = (item.batch() if isinstance(item, DrawnStep) else item for item in items)
