@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -297,16 +297,11 @@ class Steps:
                 yield from self._piped(iter([batch]))
 
     def _piped(self, batches: Iterator[TowerBatch]) -> Iterator[Any]:
-        first = next(batches, None)
-        if first is None:
-            return
-        batches = chain([first], batches)
-        if first.fresh is None:
-            yield from self._overlapped(batches)
-            return
-        # One at a time: rows of a batch ahead would begin anew before this one is written, and be saved so.
-        for batch in batches:
-            yield from self._overlapped(iter([batch]))
+        run = _UpToFresh(batches)
+        yield from self._overlapped(run)
+        while not run.is_over:
+            run = _UpToFresh(batches)
+            yield from self._overlapped(run)
 
     def _overlapped(self, batches: Iterator[TowerBatch]) -> Iterator[Any]:
         while True:
@@ -474,3 +469,29 @@ class _DrawnSteps:
 
     def __len__(self) -> int:
         return len(self._loader)
+
+
+class _UpToFresh:
+    """Iterates up to a batch of dynamic ids, after which the pipeline runs empty.
+
+    Rows of a batch ahead would begin anew before this one is written, and be saved so. The pipeline itself must fetch
+    each batch, because it does so on a stream of its own.
+    """
+
+    def __init__(self, batches: Iterator[TowerBatch]) -> None:
+        self._batches = batches
+        self._stops = False
+        self.is_over = False
+
+    def __iter__(self) -> Iterator[TowerBatch]:
+        return self
+
+    def __next__(self) -> TowerBatch:
+        if self._stops:
+            raise StopIteration
+        batch = next(self._batches, None)
+        self._stops = batch is None or batch.fresh is not None
+        if batch is None:
+            self.is_over = True
+            raise StopIteration
+        return batch
