@@ -172,6 +172,14 @@ def test_eval_reads_and_changes_nothing_and_a_saved_run_goes_on() -> None:
 
 
 @pytest.mark.unit
+def test_ids_that_are_no_whole_numbers_are_refused() -> None:
+    model = Model(FEW)
+    DynamicEmbeddings(model, torch.optim.SGD(model.parameters()), {"user": Dynamic(capacity=FEW)})
+    with pytest.raises(ValueError, match=r"'user': ids are torch\.float32, must be whole numbers"):
+        model.user(torch.tensor([1.5]))
+
+
+@pytest.mark.unit
 def test_rows_begin_as_the_weights_were_drawn() -> None:
     model = Model(FEW)
     with torch.no_grad():

@@ -223,7 +223,7 @@ class CapturedStep:
         """
         if isinstance(item, TowerBatch) and item.fresh:
             for note in item.fresh:
-                self._memory.mark_current(note.table, note.rows)
+                self._memory.mark_rows_current(note.table, note.rows)
         step_inputs = self._source.inputs(item)
         inputs = self._on_device(step_inputs)
         call = self._calls.get(step_inputs.key) or self._capture_once(step_inputs, inputs)

@@ -407,7 +407,7 @@ class StepMemory:
         clock.since[rows] = now
         parameter.weight[rows] = value
 
-    def mark_current(self, name: str, rows: Tensor) -> None:
+    def mark_rows_current(self, name: str, rows: Tensor) -> None:
         """Marks rows of a table as up to date, (n,) int64, after somebody else has written them and their state."""
         if name in self._rows:
             self._rows[name].since[rows.to(self.device)] = self._step.int()

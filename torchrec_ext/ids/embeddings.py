@@ -88,6 +88,8 @@ class DynamicEmbeddings:
         if torch.compiler.is_compiling():
             raise RuntimeError(f"'{path}' has dynamic ids, which a compiled model cannot count; compile the rest of it")
         raw, *rest = inputs
+        if raw.is_floating_point():
+            raise ValueError(f"'{path}': ids are {raw.dtype}, must be whole numbers; convert them where they are read")
         ids = raw.long().cpu()
         if self._modules[path].padding_idx is not None:
             ids = torch.where(ids == 0, EMPTY, ids)

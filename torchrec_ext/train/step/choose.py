@@ -297,11 +297,11 @@ class Steps:
                 yield from self._piped(iter([batch]))
 
     def _piped(self, batches: Iterator[TowerBatch]) -> Iterator[Any]:
-        run = _UpToFresh(batches)
-        yield from self._overlapped(run)
-        while not run.is_over:
+        is_over = False
+        while not is_over:
             run = _UpToFresh(batches)
             yield from self._overlapped(run)
+            is_over = run.is_over
 
     def _overlapped(self, batches: Iterator[TowerBatch]) -> Iterator[Any]:
         while True:
