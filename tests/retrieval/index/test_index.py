@@ -78,16 +78,19 @@ def indexes() -> dict[str, ExactIndex | ScoredIndex]:
     rows = torch.randn(FILTERED, 16)
     rows[1_000:] = rows[:1_003].clone()
     network = projection(TopMLP([16, 16], (16, 8)), 16)
+    wide = ScoredIndex(projection(TopMLP([16, 16], (24, 8)), 16), rows)
+    wide.quantize()
     return {
         "dot": ExactIndex(rows, "dot"),
         "cosine": ExactIndex(rows, "cosine"),
         "linear": ScoredIndex(projection(GeneralizedMF([16, 16]), 16), rows),
         "top_nn": ScoredIndex(network, network.candidates(rows).detach()),
+        "unfolded": wide,
     }
 
 
 @pytest.mark.parametrize("share", [0.0, 1e-9, 1e-4, 0.01, 0.5, 1.0])
-@pytest.mark.parametrize("kind", ["dot", "cosine", "linear", "top_nn"])
+@pytest.mark.parametrize("kind", ["dot", "cosine", "linear", "top_nn", "unfolded"])
 def test_a_filter_changes_no_score_and_loses_no_item(kind: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the last bit and tie, also if fewer than K items are left. Share 1e-9 is one item."""
     monkeypatch.setattr("torchrec_ext.retrieval.index.exact._BLOCK", 4 * 16 * 640)
@@ -117,6 +120,25 @@ def test_more_than_there_are_gives_all_and_says_so() -> None:
     nobody = torch.zeros(3, dtype=torch.bool)
     assert ExactIndex(rows, "dot").search(torch.ones(2, 1), 1, allowed=nobody)[1].tolist() == [[-1], [-1]]
     assert ExactIndex(torch.empty(0, 1), "cosine").search(torch.ones(1, 1), 2)[1].tolist() == [[-1, -1]]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "int8"])
+@pytest.mark.parametrize("share", [0.2, 0.9, 1.0])
+def test_half_of_the_first_layer_in_advance_changes_no_bit(dtype: str, share: float, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    rows = np.random.default_rng(0).standard_normal((FILTERED, 8)).astype(np.float32)
+    write_store(tmp_path, [(np.arange(FILTERED), rows)], dtype=dtype)
+    wide = projection(TopMLP([8, 8], (12, 4)), 8)
+    plain, ahead = (ScoredIndex(wide, EmbeddingStore.open(tmp_path)) for _ in range(2))
+    ahead.quantize()
+    assert (plain.projection.width, ahead.projection.width) == (8, 12)
+    allowed = torch.rand(FILTERED) < share
+    for expected, found in zip(
+        plain.search(torch.ones(2, 8), 20, allowed=allowed),
+        ahead.search(torch.ones(2, 8), 20, allowed=allowed),
+        strict=True,
+    ):
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "int8"])

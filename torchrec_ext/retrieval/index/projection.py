@@ -62,6 +62,13 @@ class Projection(nn.Module):
         """Returns (N, width) rows to store from the candidate tower's outputs (N, D2)."""
         return candidates
 
+    def unfolded(self) -> Projection | None:
+        """Returns the projection of wider rows that take less arithmetic to score; None if there is none.
+
+        Its :meth:`candidates` takes the rows that this one stores, and its scores equal this one's to the last bit.
+        """
+        return None
+
     def score(self, query: Tensor, candidates: Tensor) -> Tensor:
         """Returns (N,) logits of a query (Hq,) from :meth:`query` with candidates (N, width) from :meth:`candidates`.
 
@@ -73,8 +80,11 @@ class Projection(nn.Module):
             return self.interaction.score_all(query[None], candidates)[0]  # type: ignore[no-any-return]
         return self.interaction([query.expand(len(candidates), -1), candidates])  # type: ignore[no-any-return]
 
-    def score_in_place(self, query: Tensor, candidates: Tensor) -> Tensor:
-        """Computes :meth:`score` for one query (Hq,), equal to the last bit; may overwrite ``candidates``."""
+    def score_in_place(self, query: Tensor, candidates: Tensor, buffer: Tensor | None = None) -> Tensor:
+        """Computes :meth:`score` for one query (Hq,), equal to the last bit.
+
+        May overwrite ``buffer``, of the shape of ``candidates``; without one, ``candidates``.
+        """
         return self.score(query, candidates)
 
 
@@ -173,6 +183,14 @@ class _TopMLP(Projection):
             return self._half(candidates)
         return candidates
 
+    def unfolded(self) -> Projection | None:
+        if self.projected:
+            return None
+        wider = copy.copy(self)
+        wider.projected = True
+        wider.width = self.left.shape[0]
+        return wider
+
     def score(self, query: Tensor, candidates: Tensor) -> Tensor:
         if not self.projected:
             candidates = self._half(candidates)
@@ -183,11 +201,11 @@ class _TopMLP(Projection):
         # The last layer has one column: written as a sum, the compiler fuses it, and uncompiled it is no slower.
         return (hidden * self.last.weight[0]).sum(dim=-1) + self.last.bias  # type: ignore[no-any-return]
 
-    def score_in_place(self, query: Tensor, candidates: Tensor) -> Tensor:
+    def score_in_place(self, query: Tensor, candidates: Tensor, buffer: Tensor | None = None) -> Tensor:
         """See :meth:`Projection.score_in_place`: in-place layers avoid allocating, and mapping, fresh memory."""
         if not self.projected or self.last is None:
             return self.score(query, candidates)
-        hidden = candidates.add_(query)
+        hidden = torch.add(candidates, query, out=candidates if buffer is None else buffer)
         for layer in self._layers:
             hidden = hidden.relu_() if type(layer) is nn.ReLU else layer(hidden)
         return hidden.mul_(self._weight).sum(dim=-1).add_(self.last.bias)
