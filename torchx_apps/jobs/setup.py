@@ -354,10 +354,12 @@ def quieten_libraries() -> None:
     # torch.profiler's library reads the variable when first used.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     logging.getLogger().setLevel(logging.ERROR)
+    # Of any module: torch names the line that calls it, or one of Python's own.
+    for category in (FutureWarning, DeprecationWarning):
+        warnings.filterwarnings("ignore", category=category)
     for library in ("torch", "torchrec", "fbgemm_gpu"):
         logging.getLogger(library).setLevel(logging.ERROR)
-        for category in (FutureWarning, DeprecationWarning, UserWarning):
-            warnings.filterwarnings("ignore", category=category, module=rf"{library}\b")
+        warnings.filterwarnings("ignore", category=UserWarning, module=rf"{library}\b")
 
 
 def _one_line(
