@@ -20,7 +20,8 @@ from torch import Tensor
 
 from torchrec_ext.batch import Fresh
 from torchrec_ext.ids.index import EMPTY, IdIndex, Layout
-from torchrec_ext.ids.rows import MOST_SIGHTINGS, Dynamic, RowPool
+from torchrec_ext.ids.policy import MOST_SIGHTINGS, Dynamic
+from torchrec_ext.ids.rows import RowPool
 
 
 class DynamicIds:

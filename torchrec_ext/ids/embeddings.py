@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchrec_ext.batch import Fresh
 from torchrec_ext.ids.dynamic import DynamicIds
 from torchrec_ext.ids.index import EMPTY, mixed
-from torchrec_ext.ids.rows import Dynamic
+from torchrec_ext.ids.policy import Dynamic
 
 
 class DynamicEmbeddings:
