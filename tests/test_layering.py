@@ -46,7 +46,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "diagnose": {"adopt", "batch", "distributed", "observe", "drawing"},
     "torchx_apps": BASE
     | {"data", "modules", "models", "distributed", "capture", "observe", "drawing", "train", "networks"}
-    | {"retrieval", "adopt", "diagnose", "stack"},
+    | {"retrieval", "adopt", "diagnose", "stack", "ids"},
     "components": set(),
 }
 

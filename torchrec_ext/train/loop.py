@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sized
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -225,6 +225,14 @@ class Loader(Protocol):
         """Chooses the order of the next pass."""
 
 
+@runtime_checkable
+class Reporting(Protocol):
+    """A loader with figures of its own for each record, such as those of dynamic ids."""
+
+    def figures(self) -> dict[str, float]:
+        """Returns figures by name; collective."""
+
+
 def train(
     model: nn.Module,
     optimizer: KeyedOptimizer,
@@ -267,13 +275,13 @@ def train(
         The records, the same on every rank but for throughput. Each has ``kind``, ``epoch``, counted from 1, and
         ``step``. ``train``: ``loss``, ``rows`` and ``rows_per_s`` over all ranks since the record before;
         ``data_wait``, the share of that time spent waiting for batches, on the rank that waited longest;
-        ``ranks_wait`` and ``waits``, the shares in collectives, see :meth:`Window.record`; and the learning rates if a
-        schedule changes them. ``eval``: the figures, and ``best`` if it is the best so far by the early stop's
-        metric. ``stop``, the last one after an early stop: its ``metric``, ``best``, ``best_epoch``,
-        ``best_step`` and a ``message``. ``timeline``: what ran at the same time, see :func:`overlap`. Before a diverged
-        run ends, ``log`` gets one of kind ``error`` with its ``message``. Two kinds are logged but not returned:
-        ``steps`` says whether steps were ``captured``, with the milliseconds of a step, and ``restore`` that the
-        weights are those of the best evaluation.
+        ``ranks_wait`` and ``waits``, the shares in collectives, see :meth:`Window.record`; the learning rates if a
+        schedule changes them; and the figures of dynamic ids, see :meth:`DynamicIdLoader.figures`. ``eval``: the
+        figures, and ``best`` if it is the best so far by the early stop's metric. ``stop``, the last one after an early
+        stop: its ``metric``, ``best``, ``best_epoch``, ``best_step`` and a ``message``. ``timeline``: what ran at the
+        same time, see :func:`overlap`. Before a diverged run ends, ``log`` gets one of kind ``error`` with its
+        ``message``. Two kinds are logged but not returned: ``steps`` says whether steps were ``captured``, with the
+        milliseconds of a step, and ``restore`` that the weights are those of the best evaluation.
 
     Raises:
         TrainingDivergedError: the loss or a gradient is not finite, on every rank alike.
@@ -465,6 +473,8 @@ class _Run:
             # A record waits for the device anyway, so losses that were not read yet are checked first.
             self.forward.settle()
             record = self.window.record(self.at.epoch + 1, step)
+            if isinstance(self.loader, Reporting):
+                record |= self.loader.figures()
             if self.schedule:
                 record |= rates(self.optimizer)
             self._record(record)

@@ -181,6 +181,9 @@ def apply_overrides(config: ConfigT, overrides: Iterable[str]) -> ConfigT:
         config: a frozen dataclass, whose groups are dataclasses again.
         overrides: `key=value` items, whose keys are dotted paths.
 
+    A field with ``metadata={"open": True}`` is a tuple of ``key=value`` texts, and takes the keys that its dataclass
+    lacks.
+
     Raises:
         ValueError: a key is unknown (the message names the nearest one), a value has the wrong type, or a dataclass
             refuses it.
@@ -235,7 +238,11 @@ def _plant(tree: _Tree, config: object, keys: list[str], text: str, item: str) -
     key, *below = keys
     names = [field.name for field in dataclasses.fields(config) if field.init]  # type: ignore[arg-type]
     if key not in names:
-        raise KeyError(key)
+        open_field = next((field.name for field in dataclasses.fields(config) if field.metadata.get("open")), None)  # type: ignore[arg-type]
+        if below or open_field is None:
+            raise KeyError(key)
+        _plant_named(tree, open_field, getattr(config, open_field), f"{key}={text}", item)
+        return
     value = getattr(config, key)
     if below and is_group(value):
         _plant(typing.cast(_Tree, tree.setdefault(key, {})), value, below, text, item)
@@ -246,6 +253,17 @@ def _plant(tree: _Tree, config: object, keys: list[str], text: str, item: str) -
         raise ValueError(f"--set {item}: {key!r} is a group; set one of its keys: {inner}")
     else:
         tree[key] = _Change(item, _convert_for(item, text, config, key))
+
+
+def _plant_named(tree: _Tree, name: str, texts: Sequence[str], text: str, item: str) -> None:
+    """Adds ``key=text`` to an open field, a tuple of such texts, in place of an earlier text of that key."""
+    earlier = tree.get(name)
+    if isinstance(earlier, _Change):
+        texts = typing.cast(Sequence[str], earlier.value)
+        item = f"{earlier.item} --set {item}"
+    key = text.partition("=")[0]
+    kept = [other for other in texts if other.partition("=")[0] != key]
+    tree[name] = _Change(item, (*kept, text))
 
 
 def _convert_for(item: str, text: str, config: object, key: str) -> object:

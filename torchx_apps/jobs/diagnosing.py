@@ -36,7 +36,7 @@ from torchrec_ext.train.step.choose import Steps, StepsConfig
 from torchrec_ext.train.step.pipeline import make_pipeline
 from torchrec_ext.train.step.plain import PlainStep
 from torchx_apps.cli.overrides import apply_overrides
-from torchx_apps.jobs.setup import load_task, quieten_libraries, set_up, shard_job
+from torchx_apps.jobs.setup import evaluator_of, load_task, quieten_libraries, set_up, shard_job
 from torchx_apps.tasks.job import Job
 
 # Least and most turns to measure a remedy.
@@ -117,7 +117,7 @@ def _ahead(job: Job) -> int:
 def diagnose_job(job: Job, runtime: Runtime, budget_s: float) -> Diagnosis:
     """Returns the diagnosis of a job's eager steps, its loader and its evaluation; the model is not kept."""
     task, schema, loader, parallel, optimizer = _build(job, runtime)
-    evaluator = task.evaluator(schema, parallel, runtime)
+    evaluator = evaluator_of(task, schema, loader, parallel, runtime)
     loader.set_epoch(0)
     between: dict[str, tuple[Callable[[], object], int]] = {}
     if task.validates:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
 
+from torchrec_ext.data.loader.dynamic_ids import DynamicIdLoader
 from torchrec_ext.distributed.parallel import hybrid_parallel
 from torchrec_ext.distributed.plan.explain import size_text
 from torchrec_ext.distributed.runtime import Runtime
@@ -19,12 +20,12 @@ from torchrec_ext.retrieval.bundle.manifest import BundleError, Manifest
 from torchrec_ext.retrieval.exporting.export import export
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train.checkpoint.folder import CheckpointRanks
-from torchrec_ext.train.checkpoint.load import load_checkpoint
-from torchrec_ext.train.checkpoint.state import model_state
+from torchrec_ext.train.checkpoint.run import load_with_loader
 from torchx_apps.jobs.report import StageProgress, program, read_warning
 from torchx_apps.jobs.resuming import check_ids_stay, checkpoint_to_export
-from torchx_apps.jobs.setup import load_task, merge_lookups, quieten_libraries
+from torchx_apps.jobs.setup import as_loaded, data_for_build, load_task, loader_of, merge_lookups, quieten_libraries
 from torchx_apps.launch.trackers import tracked
+from torchx_apps.tasks.dynamic_ids import with_live_ids
 from torchx_apps.tasks.job import Export, Job, schema_of
 from torchx_apps.tasks.task import Task
 
@@ -39,6 +40,7 @@ def export_task(
     out: Path,
     *,
     details: Mapping[str, Any],
+    loader: Any = None,
     **settings: Any,
 ) -> Manifest:
     """Exports the model with the catalogue and the users of its task; every rank calls it.
@@ -50,6 +52,7 @@ def export_task(
         runtime: this rank's runtime.
         out: the folder to make.
         details: JSON values for the certificate.
+        loader: loader of the training, whose dynamic ids are those that the bundle knows; None without such ids.
         settings: further arguments of :func:`torchrec_ext.retrieval.exporting.export.export`.
 
     Raises:
@@ -58,6 +61,8 @@ def export_task(
     if reason := task.unservable(get_unwrapped_module(model)):
         raise BundleError(reason)
     data = task.export_data(schema)
+    if isinstance(loader, DynamicIdLoader):
+        data = with_live_ids(data, task, loader)
     details = {"data": task.name, "ranks": runtime.world_size, **details}
     with StageProgress(runtime, "export", bytes_of=("tables",)) as progress:
         return export(model, out, **vars(data), details=details, progress=progress, **settings)
@@ -70,10 +75,11 @@ def bundle_of_run(
     runtime: Runtime,
     out: Path,
     details: Mapping[str, Any],
+    loader: Any = None,
 ) -> Manifest | BundleError:
     """Exports the bundle of a run; returns why it cannot, if the model or the data cannot be served. Collective."""
     try:
-        return export_task(model, task, schema, runtime, out, details=details, overwrite=True)
+        return export_task(model, task, schema, runtime, out, details=details, loader=loader, overwrite=True)
     except BundleError as error:
         return error
 
@@ -205,17 +211,21 @@ def export_run(
         task = load_task(dataclasses.replace(job, fallback=None), runtime)
         check_ids_stay(path, task, together, run=run)
         torch.manual_seed(job.train.seed)
-        model = job.build(job.model, task.data)
+        model = job.build(job.model, data_for_build(job, task))
         if onnx_skip is not None:
             check_exportable_to_onnx(model, onnx_skip)
         merge_lookups(job, model, runtime.world_size)
         schema = schema_of(job, task, model)
         sharded, optimizer = hybrid_parallel(model, runtime, optimizer=job.optimizer)
-        saved, _ = load_checkpoint(path, model_state(sharded, optimizer), together)
+        saved, loader_state = load_with_loader(path, sharded, optimizer, together)
+        loader = None
+        if job.ids.features:
+            loader = loader_of(as_loaded(job, task), task, schema, runtime)
+            loader.ids.load_state_dict(loader_state["ids"])
         details = {"recipe": job.name, "run": str(run), "checkpoint": path, "steps": saved["step"], **read_warning(run)}
         tracked_settings = {**details, "out": str(out), **settings}
         with tracked(out if runtime.is_main else None, tracked_settings, folder="bundle") as figures:
-            manifest = export_task(sharded, task, schema, runtime, out, details=details, **settings)
+            manifest = export_task(sharded, task, schema, runtime, out, details=details, loader=loader, **settings)
             figures["bundle"] = bundle_figures(manifest)
         if runtime.is_main:
             print(f"checkpoint: {which}, after {saved['step']:,} steps ({path})")

@@ -216,7 +216,7 @@ def _request_of_tables(options: argparse.Namespace, cluster: Cluster) -> PlanReq
 def _request_of_recipe(options: argparse.Namespace, job: Job, cluster: Cluster) -> PlanRequest:
     """Returns a request for the tables of a recipe, sized by its data, which must exist."""
     # Imported here: the training loop, which comes with it, takes half a second that other plans need not wait.
-    from torchx_apps.jobs.setup import merge_lookups
+    from torchx_apps.jobs.setup import data_for_build, merge_lookups
 
     task = job.task(job.data, progress=True)
     rows = job.loader.rank_rows(cluster.world_size)
@@ -225,7 +225,7 @@ def _request_of_recipe(options: argparse.Namespace, job: Job, cluster: Cluster) 
     plan = with_flags(plan, options)
     if options.optimizer:
         optimizer = dataclasses.replace(optimizer, tables=options.optimizer)
-    model: Any = job.build(job.model, task.data)
+    model: Any = job.build(job.model, data_for_build(job, task))
     merge_lookups(job, model, cluster.world_size)
     return PlanRequest(
         model=model,

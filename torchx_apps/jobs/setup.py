@@ -20,6 +20,7 @@ from torchrec.distributed.types import ShardingPlan
 
 from torchrec_ext.data.datasets.catalog import DatasetUnavailable
 from torchrec_ext.data.loader.config import LoaderConfig
+from torchrec_ext.data.loader.dynamic_ids import DynamicIdLoader
 from torchrec_ext.data.loader.epochs import Epochs
 from torchrec_ext.data.loader.id_dropout import IdDropout
 from torchrec_ext.distributed.autotune.choose import EVERYWHERE, Decision, auto_plan
@@ -34,8 +35,9 @@ from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.config import LOSSES
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train.loop import checked_steps
-from torchx_apps.tasks.job import Job, schema_of
-from torchx_apps.tasks.task import Task
+from torchx_apps.tasks.dynamic_ids import DataWithTables, numbered
+from torchx_apps.tasks.job import Job, dynamic_ids_of, schema_of
+from torchx_apps.tasks.task import Evaluator, Task
 
 _FORMAT = warnings.formatwarning
 # Batches for the trials of plan.towers=auto, used in turn.
@@ -136,7 +138,7 @@ def build_model(job: Job, task: Task) -> nn.Module:
         ValueError: its loss cannot learn from the rows that the job's loader makes, or the job must end with a bundle,
             and rows or towers cannot be served.
     """
-    model: nn.Module = job.build(job.model, task.data)
+    model: nn.Module = job.build(job.model, data_for_build(job, task))
     if job.export == "require" and (reason := task.unservable(model)):
         raise ValueError(f"export=require: {reason}")
     if isinstance(model, TowerModel):
@@ -145,6 +147,30 @@ def build_model(job: Job, task: Task) -> nn.Module:
         if shares:
             model.begin_at(shares)
     return model
+
+
+def data_for_build(job: Job, task: Task) -> Any:
+    """Returns the data for ``Job.build``; a column with dynamic ids has as many rows as its table's capacity.
+
+    Raises:
+        ValueError: the model reads no such column, or the task has no raw ids of it.
+    """
+    if not job.ids.features:
+        return task.data
+    for name in job.ids.policies():
+        # Refuses a task without raw ids by name.
+        task.raw_values(name)
+    # This model only says which columns share a table, so it takes none of the job's random numbers.
+    with torch.random.fork_rng(devices=[]):
+        schema: BatchSchema = job.build(job.model, task.data).schema()
+    rows = {}
+    for name, policy in dynamic_ids_of(job, task, schema).items():
+        feature = schema.feature(name)
+        assert feature is not None, "checked by dynamic_ids_of"
+        for other in schema.sparse:
+            if not set(feature.tables).isdisjoint(other.tables):
+                rows[other.name] = policy.capacity
+    return DataWithTables(task.data, rows)
 
 
 def merge_lookups(job: Job, model: nn.Module, world_size: int) -> None:
@@ -226,7 +252,22 @@ def loader_of(job: Job, task: Task, schema: BatchSchema, runtime: Runtime) -> An
             "samples"
         )
     _check_scores(job, task, min(samples, config.batch_size), runtime)
+    if job.ids.features:
+        dynamic = [feature.name for feature in schema.sparse if feature.dynamic]
+        raw_ids = {name: numbered(task.raw_values(name)) for name in dynamic}
+        policies = dynamic_ids_of(job, task, schema)
+        return DynamicIdLoader(loader, schema, policies, every=job.ids.every, raw_ids=raw_ids)
     return IdDropout(loader, schema, job.id_dropout_rates(), seed=config.seed) if job.id_dropout else loader
+
+
+def evaluator_of(
+    task: Task, schema: BatchSchema, loader: Any, model: DistributedModelParallel, runtime: Runtime
+) -> Evaluator:
+    """Returns the task's evaluator, which gives dynamic ids the rows that they have in training."""
+    evaluator = task.evaluator(schema, model, runtime)
+    if isinstance(loader, DynamicIdLoader):
+        evaluator.rows = loader.rows
+    return evaluator
 
 
 def _check_scores(job: Job, task: Task, samples: int, runtime: Runtime) -> None:

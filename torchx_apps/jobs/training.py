@@ -50,7 +50,7 @@ from torchx_apps.jobs.resuming import (
     resume_from,
     where_to_begin,
 )
-from torchx_apps.jobs.setup import load_task, quieten_libraries, set_up, shard_job
+from torchx_apps.jobs.setup import evaluator_of, load_task, quieten_libraries, set_up, shard_job
 from torchx_apps.launch.trackers import Tracking
 from torchx_apps.tasks.baselines import FORMS
 from torchx_apps.tasks.job import Job
@@ -133,7 +133,7 @@ def run_training(
             _begin_with(job, task, parallel, optimizer, parts.schema, runtime)
         # Dropout should differ between ranks.
         torch.manual_seed(job.train.seed + 1 + runtime.rank)
-        evaluator = task.evaluator(parts.schema, parallel, runtime)
+        evaluator = evaluator_of(task, parts.schema, parts.loader, parallel, runtime)
         check_watched(job, task, evaluator)
         checkpoints = None
         if checkpointer:
@@ -172,7 +172,7 @@ def run_training(
 
             worse = report.worse_than(task.baseline_name, tested.figures, tested.baseline)
             details = {"recipe": job.name, "run": str(run.path), **({"warning": worse} if worse else {})}
-            bundle = bundle_of_run(parallel, task, parts.schema, runtime, run.path / BUNDLE, details)
+            bundle = bundle_of_run(parallel, task, parts.schema, runtime, run.path / BUNDLE, details, parts.loader)
         if folder is not None:
             _finish(folder, task, evaluator, parts.decision, trained, tested)
         if bundle is not None:

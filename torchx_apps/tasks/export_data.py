@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
+from torch import Tensor
 
 from torchrec_ext.data.columns import Chunk, Column, Int64, concatenate_rows
 from torchrec_ext.data.datasets.config import PARTS
@@ -43,6 +44,7 @@ class ExportData:
     candidate: str | None = None
     oov_ids: Mapping[str, int] | None = None
     unseen: Mapping[str, Sequence[int]] | None = None
+    rows: Mapping[str, Tensor] | None = None
 
 
 def of_interactions(data: InteractionData, schema: BatchSchema) -> ExportData:

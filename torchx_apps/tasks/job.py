@@ -14,14 +14,17 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from torchrec_ext.data.datasets.config import DataConfig
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.distributed.optim.config import OptimizerConfig
-from torchrec_ext.distributed.plan.config import PlanConfig
+from torchrec_ext.distributed.plan.config import CACHING, PlanConfig
 from torchrec_ext.distributed.sync_config import Collectives, SyncConfig
-from torchrec_ext.schema.validation import check_choice
+from torchrec_ext.modules.config import LOSSES
+from torchrec_ext.schema.validation import check_choice, check_least, listed
 from torchrec_ext.train.checkpoint.config import CheckpointConfig, StartConfig
 from torchrec_ext.train.config import ClosedFormConfig, EvaluationConfig, TrainConfig
+from torchx_apps.cli.overrides import apply_overrides
 from torchx_apps.tasks.loading import ranking_task
 
 if TYPE_CHECKING:
+    from torchrec_ext.ids.policy import Dynamic
     from torchrec_ext.schema import BatchSchema
     from torchx_apps.tasks.task import Task
 
@@ -30,6 +33,55 @@ ELASTIC = "TORCHREC_EXT_ELASTIC"
 
 Lookups = Literal["auto", "merged", "apart"]
 Export = Literal["never", "auto", "require"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class IdsConfig:
+    """Columns whose ids get and lose rows while the job trains, see docs/ids.md.
+
+    Args:
+        every: steps between two admissions; until the next one a new id reads the row of unknown ids.
+        features: settings of these columns, fields of :class:`Dynamic`. Each has a key of its own, as in ``--set
+            ids.item_id=dynamic,capacity=1e6,admit_after=2,evict=lfu``. Columns with the same ids, such as a history of
+            items, take the same.
+
+    Raises:
+        ValueError: a column's settings lack the capacity, or are out of range.
+
+    Example:
+        >>> IdsConfig(features=("item_id=dynamic,capacity=1e6",)).policies()["item_id"].capacity
+        1000000
+        >>> IdsConfig(features=("item_id=static",))
+        Traceback (most recent call last):
+        ...
+        ValueError: ids.item_id=static: must begin with dynamic,capacity=ROWS, as in ids.item_id=dynamic,capacity=1e6
+    """
+
+    every: int = 8
+    features: tuple[str, ...] = field(default=(), metadata={"open": True})
+
+    def __post_init__(self) -> None:
+        check_least("ids.every", self.every)
+        self.policies()
+
+    def policies(self) -> dict[str, Dynamic]:
+        """Returns the settings of ``features`` by column."""
+        policies = {}
+        for text in self.features:
+            # Imported here: the package needs torch, and a job without such ids need not.
+            from torchrec_ext.ids.policy import Dynamic
+
+            name, _, settings = text.partition("=")
+            kind, *values = settings.split(",")
+            if kind != "dynamic" or not any(value.startswith("capacity=") for value in values):
+                raise ValueError(
+                    f"ids.{text}: must begin with dynamic,capacity=ROWS, as in ids.{name}=dynamic,capacity=1e6"
+                )
+            try:
+                policies[name] = apply_overrides(Dynamic(capacity=2), values)
+            except ValueError as error:
+                raise ValueError(f"ids.{name}: {str(error).removeprefix('--set ')}") from None
+        return policies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +100,7 @@ class Job:
         loader: how rows become batches.
         id_dropout: share of bags, by feature, that read the out-of-vocabulary row in training, as
             ``("item_id=0.1",)``: ids that training never saw are ranked by that row; see :class:`IdDropout`.
+        ids: columns whose ids get and lose rows while the job trains.
         optimizer: optimizers of tables and dense layers.
         plan: how tables are spread over ranks.
         lookups: ``merged`` looks up the tables of all towers in one exchange, or in one for each set of ranks where
@@ -81,6 +134,7 @@ class Job:
     task: Callable[..., Task] = ranking_task
     loader: LoaderConfig = field(default_factory=LoaderConfig)
     id_dropout: tuple[str, ...] = ()
+    ids: IdsConfig = field(default_factory=IdsConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     lookups: Lookups = "auto"
@@ -108,9 +162,66 @@ class Job:
                 f"train.early_stop.metric={watched} with evaluation.metrics={','.join(metrics)}: the evaluation has no "
                 "such figure; add it, or watch one of these"
             )
+        if self.ids.features:
+            self._check_ids()
         check_choice("export", self.export, get_args(Export))
         check_choice("lookups", self.lookups, get_args(Lookups))
         check_choice("collectives", self.collectives, get_args(Collectives))
+
+    def _check_ids(self) -> None:
+        """Refuses settings that cannot go with dynamic ids.
+
+        Raises:
+            ValueError: naming the setting.
+        """
+        stop = self.train.early_stop
+        loss: str = getattr(self.model, "loss", "")
+        kernel = next((choice.kernel for choice in self.plan.asked if choice.kernel in CACHING), "")
+        refusals = (
+            (
+                bool(self.id_dropout),
+                f"id_dropout={','.join(self.id_dropout)}",
+                "admit_after=2 trains the row of unknown ids, by every first sight; leave id_dropout out",
+            ),
+            (
+                self.sync.mode != "every_step",
+                f"sync.mode={self.sync.mode}",
+                "a row begins anew on all ranks in one step; set sync.mode=every_step",
+            ),
+            (
+                self.sync.table_copies > 1,
+                f"sync.table_copies={self.sync.table_copies}",
+                "a row begins anew in one copy of its table; set sync.table_copies=1",
+            ),
+            (
+                self.plan.towers != "data_parallel",
+                f"plan.towers={self.plan.towers}",
+                "their towers are on every rank; set plan.towers=data_parallel",
+            ),
+            (
+                bool(kernel),
+                f"plan.kernel={kernel}",
+                "its cache of rows would miss those that begin anew; set fused or fused_uvm",
+            ),
+            (
+                self.loader.device is not None,
+                f"loader.device={self.loader.device}",
+                "ids are mapped to rows on the host; leave loader.device out",
+            ),
+            (
+                loss in LOSSES and LOSSES[loss].catalogue,
+                f"model.loss={loss}",
+                "every step reads all items, so that none could go; set model.loss=in_batch",
+            ),
+            (
+                bool(stop.metric) and stop.restore,
+                f"train.early_stop.metric={stop.metric}",
+                "other ids have the rows by the last step; set train.early_stop.restore=false",
+            ),
+        )
+        for applies, setting, why in refusals:
+            if applies:
+                raise ValueError(f"{setting} with ids.{self.ids.features[0].partition('=')[0]}: {why}")
 
     def pretrained_files(self) -> dict[str, Path]:
         """Returns the files of ``pretrained`` by table."""
@@ -139,12 +250,36 @@ class Job:
 
 
 def schema_of(job: Job, task: Task, model: Any) -> BatchSchema:
-    """Returns the schema of the job's batches, with the table rows of unseen ids."""
+    """Returns the schema of the job's batches, with the table rows of unseen ids and any ids in dynamic columns."""
     schema: BatchSchema = model.schema(out_of_range=job.model.out_of_range)
-    rows = {name: row for name, row in task.oov_ids.items() if name in schema.keys}
+    dynamic = dynamic_ids_of(job, task, schema)
+    rows = {name: row for name, row in task.oov_ids.items() if name in schema.keys and name not in dynamic}
     if any(rows.values()):
         schema = model.schema(out_of_range=job.model.out_of_range, oov_ids=rows)
-    return schema
+    return schema.with_dynamic(dynamic)
+
+
+def dynamic_ids_of(job: Job, task: Task, schema: BatchSchema) -> dict[str, Dynamic]:
+    """Returns the settings of the job's dynamic ids by column, with further columns of the same ids; one a table.
+
+    Raises:
+        ValueError: the model reads no such column, or the task has no raw ids of it.
+    """
+    policies = job.ids.policies()
+    tables: set[str] = set()
+    for name in policies:
+        feature = schema.feature(name)
+        if feature is None:
+            raise ValueError(f"ids.{name}: the model reads no such column of ids; it reads {listed(schema.keys)}")
+        tables.update(feature.tables)
+    for name, policy in list(policies.items()):
+        for other in task.same_ids(name):
+            same = schema.feature(other)
+            # Columns of one table have one set of rows, whichever of them names it.
+            if same is not None and tables.isdisjoint(same.tables):
+                policies[other] = policy
+                tables.update(same.tables)
+    return policies
 
 
 def check_elastic(job: Job, topology: str | None = None) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_ext.data.datasets.config import PARTS
@@ -16,6 +17,7 @@ from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train import metrics
 from torchrec_ext.train.config import Record
+from torchx_apps.tasks.dynamic_ids import columns_like, values_of_prepared
 from torchx_apps.tasks.export_data import ExportData, of_labelled, without_item, without_item_tower
 from torchx_apps.tasks.task import BATCH_ROWS, Evaluator, Task
 
@@ -75,6 +77,19 @@ class LabelledTask(Task):
     def evaluator(self, schema: BatchSchema, model: DistributedModelParallel, runtime: Runtime) -> LabelledEvaluator:
         """Returns the evaluator of AUC and log loss."""
         return LabelledEvaluator(self.data, schema, model, runtime)
+
+    def raw_values(self, name: str) -> pa.Array:
+        """See :meth:`Task.raw_values`."""
+        if self.data.prepared is not None:
+            return values_of_prepared(self.data.prepared, name)
+        rows = np.arange(self.data.vocab[name])
+        is_known = rows != self.data.oov_ids[name]
+        values = pa.array(self.data.ids(name, rows[is_known]))
+        return values.take(pa.array(np.cumsum(is_known) - 1, mask=~is_known))
+
+    def same_ids(self, name: str) -> Sequence[str]:
+        """Returns the columns that share a column's vocabulary."""
+        return [name] if self.data.prepared is None else columns_like(self.data.prepared, name)
 
     def export_data(self, schema: BatchSchema) -> ExportData:
         """Returns users and items; a request brings its own context."""

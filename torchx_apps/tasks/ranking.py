@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
@@ -21,9 +23,12 @@ from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train import metrics
 from torchrec_ext.train.config import Record
 from torchx_apps.tasks.baselines import ClosedForms
+from torchx_apps.tasks.dynamic_ids import with_unknown
 from torchx_apps.tasks.export_data import ExportData, of_interactions
 from torchx_apps.tasks.question import SHOWN, TaskQuestion, recommendation_lines, row_batches
 from torchx_apps.tasks.task import Figures, RankedEvaluator, RankedTask, heading_of
+
+_ITEM_IDS = ("item_id", "history")
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,20 @@ class RankingTask(RankedTask):
         self._evaluators.append(RankingEvaluator(self.data, schema, model, runtime, self.figures, self.closed_forms))
         return self._evaluators[-1]
 
+    def raw_values(self, name: str) -> pa.Array:
+        """See :meth:`Task.raw_values`; users and items alone have them."""
+        if name not in ("user_id", *_ITEM_IDS):
+            raise ValueError(
+                f"ids.{name}: only user_id, item_id and history have raw ids in '{self.name}'; leave it out"
+            )
+        if name == "user_id":
+            return with_unknown(self.data.users_by_row[1:], self.data.vocab[name])
+        return with_unknown(self.data.items_by_row[1 : self.data.num_items + 1], self.data.items.num_rows)
+
+    def same_ids(self, name: str) -> Sequence[str]:
+        """Returns the columns of items for one of them."""
+        return _ITEM_IDS if name in _ITEM_IDS else [name]
+
     def export_data(self, schema: BatchSchema) -> ExportData:
         """Returns the catalogue, and the users as they were before their test items."""
         return of_interactions(self.data, schema)
@@ -139,7 +158,7 @@ class RankingEvaluator(RankedEvaluator):
 
     @cached_property
     def _builder(self) -> BatchBuilder:
-        return BatchBuilder(self.schema, self._items)
+        return self.builder(self._items)
 
     @cached_property
     def _labelled(self) -> dict[str, Chunk]:
@@ -213,9 +232,9 @@ class RankingEvaluator(RankedEvaluator):
         return {"auc": metrics.auc(*predictions, self.runtime), **figures}
 
     def _with_oov_ids(self, rows: Chunk, name: str) -> Chunk:
-        """Replaces ids without a training row by the unknown id."""
+        """Replaces ids without a training row by the unknown id; dynamic ids know by themselves who has a row."""
         feature = self.schema.feature(name)
-        return unseen_as_oov(rows, self.data.train, feature) if feature else rows
+        return unseen_as_oov(rows, self.data.train, feature) if feature and not feature.dynamic else rows
 
 
 def heldout_question(data: InteractionData, split: str, figures: Figures) -> TaskQuestion:

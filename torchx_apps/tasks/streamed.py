@@ -10,13 +10,13 @@ from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_ext.data.columns import Chunk, Column, Int64, concatenate_rows
 from torchrec_ext.data.datasets.streamed import StreamedData, positive_share
-from torchrec_ext.data.loader.batch_builder import BatchBuilder
 from torchrec_ext.data.loader.config import LoaderConfig
 from torchrec_ext.data.loader.loader import ChunkLoader
 from torchrec_ext.data.negatives.mixed import CatalogueCandidates
@@ -25,6 +25,7 @@ from torchrec_ext.schema import BatchSchema
 from torchrec_ext.train import metrics
 from torchrec_ext.train.config import Record
 from torchx_apps.tasks.baselines import ClosedForms
+from torchx_apps.tasks.dynamic_ids import columns_like, values_of_prepared
 from torchx_apps.tasks.export_data import ExportData, of_streamed, tower_columns, without_item, without_item_tower
 from torchx_apps.tasks.question import TaskQuestion
 from torchx_apps.tasks.task import BATCH_ROWS, Figures, RankedEvaluator, RankedTask
@@ -120,6 +121,14 @@ class StreamedTask(RankedTask):
                 "others"
             )
         return evaluator
+
+    def raw_values(self, name: str) -> pa.Array:
+        """See :meth:`Task.raw_values`."""
+        return values_of_prepared(self.data, name)
+
+    def same_ids(self, name: str) -> Sequence[str]:
+        """Returns the columns that share a column's vocabulary."""
+        return columns_like(self.data, name)
 
     def export_data(self, schema: BatchSchema) -> ExportData:
         """Returns the items of the training rows, and requests as they stand in the log.
@@ -223,7 +232,7 @@ class StreamedEvaluator(RankedEvaluator):
         if ranking is None or self.towers is None:
             return record
         # Read only now: the catalogue takes a pass over the training rows.
-        builder = BatchBuilder(self.schema, self.data.items[1])
+        builder = self.builder(self.data.items[1])
         return record | ranking.question.of_model(self.model.module, runtime, builder, ranking.rows, self.towers)
 
     def _ranking(self, split: str) -> _RankedRows | None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torch import Tensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -41,6 +42,9 @@ class Evaluator(ABC):
         schema: schema of the model's batches.
         model: the sharded model.
         runtime: this rank's runtime.
+
+    Attributes:
+        rows: returns a batch with the rows that dynamic ids have now; the batch itself by default.
     """
 
     data: Any
@@ -50,6 +54,11 @@ class Evaluator(ABC):
         self.schema = schema
         self.model = model
         self.runtime = runtime
+        self.rows: Callable[[TowerBatch], TowerBatch] = lambda batch: batch
+
+    def builder(self, items: Chunk | None) -> BatchBuilder:
+        """Returns a builder of batches for the model, whose ids are rows of its tables."""
+        return BatchBuilder(self.schema, items, rows=self.rows)
 
     @property
     @abstractmethod
@@ -119,7 +128,7 @@ class Evaluator(ABC):
         )
         for batch in metrics.watched(loader, len(loader)):
             with torch.no_grad():
-                output = self.model.module(batch.to(self.runtime.device))[1]
+                output = self.model.module(self.rows(batch).to(self.runtime.device))[1]
             yield output
 
     def predictions(self, rows: Chunk, batch_size: int, *, items: Chunk | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -296,6 +305,23 @@ class Task(ABC):
     def oov_ids(self) -> Mapping[str, int]:
         """Table row of ids unseen in training, by feature; none by default."""
         return {}
+
+    def raw_values(self, name: str) -> pa.Array:
+        """Returns the log's value of each row of a column's vocabulary, (V,) whole numbers or text, null for unknown.
+
+        Dynamic ids are these values, which mean themselves on any day, unlike rows of a vocabulary.
+
+        Raises:
+            ValueError: the rows of the task have no dynamic ids, as by default.
+        """
+        raise ValueError(
+            f"ids.{name}: a {type(self).__name__} has no dynamic ids; leave it out, or take --recipe two_tower, "
+            "retrieval, ncf, n_tower, contextual_ncf, stream or multi_task"
+        )
+
+    def same_ids(self, name: str) -> Sequence[str]:
+        """Returns the columns with the same ids as a column, such as a history of the items; itself by default."""
+        return [name]
 
     def with_roles(self, config: LoaderConfig) -> LoaderConfig:
         """Fills the loader's columns from the data; there is nothing to fill by default."""

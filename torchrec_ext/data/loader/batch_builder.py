@@ -7,7 +7,7 @@ known_items(): checks the item ids of rows and of draws against the table of ite
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -31,10 +31,18 @@ class BatchBuilder:
         schema: the columns that the model reads.
         items: row i holds the features of item i, as in ``InteractionData.items``; its columns are the item's, all
             others the user's. None if the rows hold everything themselves.
+        rows: returns a batch with rows of the model's tables in the place of dynamic ids; None if there are none.
     """
 
-    def __init__(self, schema: BatchSchema, items: Chunk | None) -> None:
+    def __init__(
+        self,
+        schema: BatchSchema,
+        items: Chunk | None,
+        *,
+        rows: Callable[[TowerBatch], TowerBatch] | None = None,
+    ) -> None:
         self.schema = schema
+        self._rows = rows
         self.items = with_elements(items, schema.dense) if items is not None else Chunk({})
         names = [*schema.keys, *schema.dense, *schema.weight_columns]
         self._item_names = [name for name in names if name in self.items]
@@ -153,7 +161,7 @@ class BatchBuilder:
         for name in self.schema.keys:
             if name in columns:
                 bags[name] = self._jagged(name, columns, pad if name in self._once else pad * width)
-        return self.schema.assemble(
+        batch = self.schema.assemble(
             bags,
             Dense(
                 self._dense(columns, self.schema.row_dense, size, width, matrices),
@@ -167,6 +175,7 @@ class BatchBuilder:
             index=width,
             shared_rows=padded(_tensor(np.arange(users) if row_numbers is None else row_numbers), users + pad),
         )
+        return batch if self._rows is None else self._rows(batch)
 
     def _targets(self, floats: Mapping[str, Tensor], size: int) -> Tensor | None:
         if not self.schema.tasks:

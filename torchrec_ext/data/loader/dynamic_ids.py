@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrec_ext.batch import Fresh, ResumableLoader, TowerBatch
 from torchrec_ext.data.loader.id_dropout import BatchBags, parts_of, with_parts, with_values
 from torchrec_ext.ids import Dynamic, DynamicIds
-from torchrec_ext.schema import BatchSchema
+from torchrec_ext.schema import BatchSchema, DataError
 from torchrec_ext.schema.validation import listed
 
 
@@ -30,6 +30,8 @@ class DynamicIdLoader:
         features: settings by feature; one of those that share a table stands for all of them.
         every: steps between two admissions, see :class:`DynamicIds`.
         group: ranks that share the ids, see :class:`DynamicIds`; over gloo.
+        raw_ids: by feature the raw id of each of the loader's own ids, (V,) int64, if these are rows of a vocabulary;
+            ``batch.users`` and ``batch.items`` stay rows of the vocabulary.
 
     Attributes:
         ids: the ids of the tables, by the feature that stands for them.
@@ -53,6 +55,7 @@ class DynamicIdLoader:
         *,
         every: int = 1,
         group: dist.ProcessGroup | None = None,
+        raw_ids: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._loader = loader
         self._schema = schema
@@ -67,7 +70,24 @@ class DynamicIdLoader:
                 )
             if spaces:
                 self._space_of[feature.name] = spaces[0]
+        self._raw_ids = dict(raw_ids or {})
+        self._group = group
         self.ids = DynamicIds(features, every=every, group=group)
+        # Look-ups of this rank at the last figures, and those among them that read row 0.
+        self._reported = torch.zeros(2, dtype=torch.int64)
+
+    @property
+    def features(self) -> dict[str, list[str]]:
+        """The features of each set of ids, by the feature that stands for them."""
+        features: dict[str, list[str]] = {}
+        for name, space in self._space_of.items():
+            features.setdefault(space, []).append(name)
+        return features
+
+    @property
+    def tables(self) -> dict[str, set[str]]:
+        """The tables of each set of ids, by the feature that stands for them."""
+        return self._tables
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -81,11 +101,16 @@ class DynamicIdLoader:
         return self._mapped(batch, train=False)
 
     def _mapped(self, batch: TowerBatch, *, train: bool) -> TowerBatch:
+        candidate = self._schema.candidate
+        if batch.items is None and candidate in self._space_of:
+            # A loss over the batch would read the rows of the table.
+            batch = dataclasses.replace(batch, items=batch.ids(candidate))
         parts = parts_of(batch, self._schema)
         pieces = list(self._pieces(parts))
         ids_by_space: dict[str, list[Tensor]] = {}
-        for name, space, ids in pieces:
-            ids_by_space.setdefault(space, []).append(parts[name].ids.values()[ids])
+        for name, feature, ids in pieces:
+            values = self._raw(feature, parts[name].ids.values()[ids])
+            ids_by_space.setdefault(self._space_of[feature], []).append(values)
         raw = {space: torch.cat(ids) for space, ids in ids_by_space.items()}
         notes: tuple[Fresh, ...] = ()
         if train:
@@ -95,25 +120,54 @@ class DynamicIdLoader:
         rest = {}
         for space, each in ids_by_space.items():
             rest[space] = iter(torch.split(rows[space], [len(ids) for ids in each]))
-        values = {name: part.ids.values().clone() for name, part in parts.items()}
-        for name, space, ids in pieces:
-            values[name][ids] = next(rest[space])
-        mapped = with_parts(batch, {name: with_values(part.ids, values[name]) for name, part in parts.items()})
+        mapped_ids = {name: part.ids.values().clone() for name, part in parts.items()}
+        for name, feature, ids in pieces:
+            mapped_ids[name][ids] = next(rest[self._space_of[feature]])
+        mapped = with_parts(batch, {name: with_values(part.ids, mapped_ids[name]) for name, part in parts.items()})
         return dataclasses.replace(mapped, fresh=tuple(self._by_table(notes)) if train else None)
 
+    def _raw(self, feature: str, ids: Tensor) -> Tensor:
+        """Returns the raw ids of a feature's ids."""
+        raw_ids = self._raw_ids.get(feature)
+        if raw_ids is None:
+            return ids
+        try:
+            return raw_ids.index_select(0, ids)
+        except IndexError:
+            outside = ids[(ids < 0) | (ids >= len(raw_ids))]
+            raise DataError(
+                f"feature '{feature}': id {int(outside[0])} is no row of its vocabulary, which has the rows 0 to "
+                f"{len(raw_ids) - 1}; fix the data"
+            ) from None
+
     def _pieces(self, parts: Mapping[str, BatchBags]) -> Iterator[tuple[str, str, slice]]:
-        """Yields the part, the set of ids and the places of the ids of each piece with dynamic ids."""
+        """Yields the part, the feature and the places of the ids of each piece with dynamic ids."""
         for name, part in parts.items():
             offsets = part.ids.offsets()
             for piece in part.pieces:
                 if piece.feature in self._space_of:
                     ids = slice(int(offsets[piece.start]), int(offsets[piece.stop]))
-                    yield name, self._space_of[piece.feature], ids
+                    yield name, piece.feature, ids
 
     def _by_table(self, notes: tuple[Fresh, ...]) -> Iterator[Fresh]:
         for note in notes:
             for table in sorted(self._tables[note.table]):
                 yield note._replace(table=table)
+
+    def figures(self) -> dict[str, float]:
+        """Returns :meth:`DynamicIds.figures` as floats; collective.
+
+        ``ids_unknown`` is the share of the look-ups of all ranks since the last call that read row 0.
+        """
+        counts = self.ids.counts
+        now = torch.tensor([counts["lookups"], counts["unknown"]])
+        recent = now - self._reported
+        self._reported = now
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(recent, group=self._group)
+        lookups, unknown = recent.tolist()
+        figures = {name: float(value) for name, value in self.ids.figures().items()}
+        return {**figures, "ids_unknown": unknown / max(1, lookups)}
 
     def set_epoch(self, epoch: int) -> None:
         """Starts ``epoch``, counted from 0, at its first step."""
@@ -127,9 +181,13 @@ class DynamicIdLoader:
         return {"loader": self._loader.state_dict(step=step), "ids": self.ids.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues at the saved position with the saved ids, on any number of ranks."""
-        self._loader.load_state_dict(state["loader"])
+        """Continues at the saved position with the saved ids, on any number of ranks.
+
+        The ids come first: a loader of other rows, such as the next day's, refuses its position, and they stay.
+        """
         self.ids.load_state_dict(state["ids"])
+        self._reported = torch.tensor([self.ids.counts["lookups"], self.ids.counts["unknown"]])
+        self._loader.load_state_dict(state["loader"])
 
 
 def _tables(schema: BatchSchema, name: str, policy: Dynamic) -> set[str]:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import get_unwrapped_module
 
-from torchrec_ext.batch import TowerBatch
+from torchrec_ext.batch import Jagged, TowerBatch
 from torchrec_ext.models.session import NextItemModel, as_towers
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.interaction import InteractionLayer, Reordered
@@ -47,6 +47,7 @@ class LiveModel:
         model: result of ``hybrid_parallel``, any DistributedModelParallel, or an unsharded model.
         candidate: name of the candidate tower; by default the last.
         also: further allowed classes of its towers and its interaction.
+        rows: rows of a table that the bundle holds, by table; all rows by default.
 
     Attributes:
         rounding: share of the greatest logit by which sharding may change a logit.
@@ -55,7 +56,14 @@ class LiveModel:
         BundleError: the model is of another class, has no tower for candidates alone, or contains an unknown class.
     """
 
-    def __init__(self, model: nn.Module, *, candidate: str | None = None, also: Sequence[type[nn.Module]] = ()) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        candidate: str | None = None,
+        also: Sequence[type[nn.Module]] = (),
+        rows: Mapping[str, Tensor] | None = None,
+    ) -> None:
         unwrapped = get_unwrapped_module(model)
         if not isinstance(unwrapped, TowerModel | NextItemModel | TracedModel):
             raise BundleError(
@@ -71,7 +79,13 @@ class LiveModel:
             raise BundleError(f"candidate={self.candidate!r}: is not a tower of the model; they are {listed(records)}")
         self.names = [*(name for name in records if name != self.candidate), self.candidate]
         self.rounding = max([TOLERANCE, *map(_rounding, model.modules())])
+        self.rows = dict(rows or {})
         self.towers = {name: describe_module(records[name], also=also) for name in self.names}
+        for tower in self.towers.values():
+            for table in tower["arguments"].get("tables", ()) if self.rows else ():
+                arguments = table["arguments"]
+                if arguments["name"] in self.rows:
+                    arguments["num_embeddings"] = len(self.rows[arguments["name"]])
         self._order = [self.names.index(name) for name in self._names]
         inner = unwrapped.interaction
         self.metric: Metric = (inner.metric if isinstance(inner, InteractionLayer) else None) or "top_nn"
@@ -90,6 +104,15 @@ class LiveModel:
     def schema(self) -> BatchSchema:
         """Returns the schema of the model's batches, without labels of further tasks: requests have none."""
         return dataclasses.replace(self.module.schema(), tasks=())
+
+    def model_ids(self, sparse: Mapping[str, Jagged]) -> dict[str, Jagged]:
+        """Returns ids of the bundle as rows of the model's tables."""
+        ids = dict(sparse)
+        for feature in self.module.schema().sparse if self.rows else ():
+            rows = self.rows.get(feature.tables[0])
+            if rows is not None and feature.name in ids:
+                ids[feature.name] = ids[feature.name]._replace(values=rows[ids[feature.name].values])
+        return ids
 
     @torch.no_grad()
     def logits(self, batch: TowerBatch) -> Tensor:
@@ -178,7 +201,7 @@ class Audit:
         queries = query.read(self.queries.to_pydict())
         candidates = candidate.read(self.candidates.to_pydict())
         batch = live.schema().assemble(
-            {**queries.sparse, **candidates.sparse},
+            live.model_ids({**queries.sparse, **candidates.sparse}),
             {**queries.dense, **candidates.dense},
             labels=torch.zeros(len(self.positions)),
         )

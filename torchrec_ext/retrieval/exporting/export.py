@@ -47,6 +47,7 @@ def export(
     candidate: str | None = None,
     oov_ids: Mapping[str, int] | None = None,
     unseen: Mapping[str, Sequence[int]] | None = None,
+    rows: Mapping[str, Tensor] | None = None,
     store: Dtype = "fp32",
     index: IndexKind = "exact",
     recall: float = 0.95,
@@ -79,6 +80,8 @@ def export(
         unseen: rows of a feature's table that training never read, by feature. Such an id in a request takes the
             out-of-vocabulary row. Use it if ids are rows; a ``preprocessor`` leaves such ids out of its
             vocabulary.
+        rows: rows of a table that the bundle holds, (n,) int64, by table; all rows by default. The bundle's ids are
+            places among them: 0 for the first of these rows, and so on.
         store: row format of the stored vectors: ``fp32``, ``fp16`` or ``int8``.
         index: ``exact``, or one of FAISS's: ``flat``, ``ivf``, ``hnsw``, ``pq``, for a dot product or a cosine.
         recall: required recall of an approximate index against exact search.
@@ -101,7 +104,7 @@ def export(
         model = _trace(model, towers, candidate, preprocessor, catalogue, _queries(queries, users))
         oov_ids = dict.fromkeys(model.features, -1) | dict(oov_ids or {})
     ranks = ExportRanks()
-    live = LiveModel(model, candidate=candidate, also=also)
+    live = LiveModel(model, candidate=candidate, also=also, rows=rows)
     content = BundleContent(
         live=live,
         catalogue=catalogue,
@@ -118,7 +121,7 @@ def export(
     with evaluating(model):
         query_columns = content.columns(live.names[:-1])
         expected = content.audit.of_model(live, query_columns, content.columns([live.candidate]))
-        weights = LiveWeights(model, ranks)
+        weights = LiveWeights(model, ranks, live.rows)
         dense = weights.dense()
         blocks = weights.blocks(content.architecture.tables)
         outcome: Any = None
@@ -230,13 +233,15 @@ class LiveWeights:
     Args:
         model: model from ``hybrid_parallel``, in any DistributedModelParallel, or unsharded.
         ranks: ranks of the export; all of them create one and iterate alike.
+        rows: rows of a table that are exported, by table; all rows by default.
 
     Attributes:
-        tables: full shape of each table by name, equal on every rank.
+        tables: exported shape of each table by name, equal on every rank.
     """
 
-    def __init__(self, model: nn.Module, ranks: ExportRanks) -> None:
+    def __init__(self, model: nn.Module, ranks: ExportRanks, rows: Mapping[str, Tensor] | None = None) -> None:
         self._ranks = ranks
+        self._rows_of = dict(rows or {})
         self._shards: dict[str, list[Shard]] = {}
         for shard in local_shards(model):
             self._shards.setdefault(shard.config.name, []).append(shard)
@@ -256,6 +261,10 @@ class LiveWeights:
                 self._pieces.setdefault(name, []).extend(more)
         self.tables = dict(sorted(self.tables.items()))
         self._pieces = {name: _choose_pieces(name, pieces, self.tables[name]) for name, pieces in self._pieces.items()}
+        for name, exported in self._rows_of.items():
+            if name in self.tables:
+                whole = self.tables[name]
+                self.tables[name] = Shape((len(exported), whole.size[1]), whole.dtype)
         self._dense = _dense_weights(model)
 
     def blocks(self, names: Iterable[str]) -> Iterator[tuple[str, int, Tensor]]:
@@ -270,14 +279,14 @@ class LiveWeights:
         step = max(BLOCK_BYTES // max(self.tables[name].row_bytes, 1), 1)
         for start in range(0, size, step):
             stop = min(start + step, size)
+            rows = self._rows_of[name][start:stop] if name in self._rows_of else torch.arange(start, stop)
             block = torch.empty(stop - start, width, dtype=self.tables[name].dtype)
             for piece in self._pieces[name]:
-                first = max(start, piece.row)
-                last = min(stop, piece.row + piece.rows)
-                if first < last:
-                    values = self._ranks.moved(self._values(name, piece, first, last), piece.rank)
+                places = ((rows >= piece.row) & (rows < piece.row + piece.rows)).nonzero().squeeze(1)
+                if len(places):
+                    values = self._ranks.moved(self._values(name, piece, rows[places]), piece.rank)
                     if self._ranks.rank == 0:
-                        block[first - start : last - start, piece.column : piece.column + piece.columns] = values
+                        block[places, piece.column : piece.column + piece.columns] = values
             yield start, block
 
     def dense(self) -> dict[str, Tensor]:
@@ -296,11 +305,12 @@ class LiveWeights:
             weights_by_name |= weights
         return dict(sorted(weights_by_name.items()))
 
-    def _values(self, name: str, piece: _Piece, first: int, last: int) -> Tensor:
+    def _values(self, name: str, piece: _Piece, rows: Tensor) -> Tensor:
         if piece.rank != self._ranks.rank:
-            return torch.empty(last - first, piece.columns, dtype=self.tables[name].dtype)
+            return torch.empty(len(rows), piece.columns, dtype=self.tables[name].dtype)
         shard = next(shard for shard in self._shards[name] if _piece(piece.rank, shard) == piece)
-        return shard.tensor[first - piece.row : last - piece.row].detach().cpu().contiguous()
+        local = (rows - piece.row).to(shard.tensor.device)
+        return shard.tensor.detach().index_select(0, local).cpu()
 
 
 def _piece(rank: int, shard: Shard) -> _Piece:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,6 +23,8 @@ from torchrec_ext.train.checkpoint.state import State, model_state
 
 # Key that stands for a tensor in a JSON state; no loader has such a key.
 _TENSOR_KEY = "a tensor of the checkpoint"
+# Beginning of the names of a loader's tensors.
+_LOADER = "loader."
 # File next to the checkpoints: the outcome of the evaluation after the last one.
 _OUTCOME = "evaluated.json"
 
@@ -155,14 +157,11 @@ class RunCheckpoints:
             return Position()
         index = read_index(self._resume).state_dict_metadata
         sums = [name for name in index if name.startswith("rank.") and name.endswith(".sums")]
-        prefixes = ["loader.", f"rank.{run.runtime.rank}."]
+        prefixes = [_LOADER, f"rank.{run.runtime.rank}."]
         # Another number of ranks shares all sums, see _share_sums().
         if len(sums) != run.runtime.world_size:
             prefixes += sums
-        extra: State = {}
-        for name, metadata in index.items():
-            if name.startswith(tuple(prefixes)) and isinstance(metadata, TensorStorageMetadata):
-                extra[name] = torch.empty(metadata.size, dtype=metadata.properties.dtype)
+        extra = _empty_tensors(self._resume, prefixes)
         saved = self._checkpointer.load(self._resume, model_state(run.model, run.optimizer), extra)
         content = self._with_evaluation(counted_from_one(saved["content"]))
         position = Position(**content["position"])
@@ -279,6 +278,24 @@ class RunCheckpoints:
     def close(self) -> None:
         """Waits until the last checkpoint is written."""
         self._checkpointer.close()
+
+
+def _empty_tensors(path: str, prefixes: Sequence[str]) -> State:
+    """Returns a tensor to load into for each of a checkpoint's whose name begins so."""
+    tensors: State = {}
+    for name, metadata in read_index(path).state_dict_metadata.items():
+        if name.startswith(tuple(prefixes)) and isinstance(metadata, TensorStorageMetadata):
+            tensors[name] = torch.empty(metadata.size, dtype=metadata.properties.dtype)
+    return tensors
+
+
+def load_with_loader(
+    path: str, model: nn.Module, optimizer: KeyedOptimizer, together: CheckpointRanks
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Loads a checkpoint into a model; returns its manifest, and the state of the run's loader. Collective."""
+    tensors = _empty_tensors(path, [_LOADER])
+    saved, _ = load_checkpoint(path, model_state(model, optimizer), together, tensors)
+    return saved, _with_tensors(saved["content"]["loader"], tensors)
 
 
 def counted_from_one(content: Mapping[str, Any]) -> dict[str, Any]:

@@ -248,10 +248,14 @@ class Progress:
         self._bar.close()
 
 
+# Figures of dynamic ids that count.
+_COUNTS = ("ids_live", "ids_admitted", "ids_evicted", "ids_refused")
+
+
 def _readable(name: str, value: float) -> str:
     if name.endswith("_lr"):
         return f"{value:.3g}"
-    return f"{value:,.0f}" if name.endswith("_per_s") else f"{value:.4f}"
+    return f"{value:,.0f}" if name.endswith("_per_s") or name in _COUNTS else f"{value:.4f}"
 
 
 @dataclass(frozen=True, kw_only=True)

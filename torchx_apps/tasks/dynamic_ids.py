@@ -1,0 +1,161 @@
+"""Dynamic ids of a task: their raw values, its data with tables of their capacity, and the live ones for a bundle."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from torchrec_ext.data.columns import Array
+from torchrec_ext.data.datasets.streamed import StreamedData
+from torchrec_ext.data.loader.dynamic_ids import DynamicIdLoader
+from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, Step, Vocabulary
+from torchrec_ext.data.preprocess.columns import raw_type
+from torchrec_ext.ids import DynamicIds
+from torchrec_ext.ids.index import EMPTY
+from torchrec_ext.retrieval.bundle.manifest import BundleError
+from torchrec_ext.retrieval.store.ids import hashed
+from torchrec_ext.schema import DataError
+from torchx_apps.tasks.export_data import ExportData
+
+if TYPE_CHECKING:
+    from torchx_apps.tasks.task import Task
+
+# One hash function for all runs: a text has one id on every day.
+_KEY = b"torchrec_ext ids"
+
+
+def numbered(values: pa.Array) -> Tensor:
+    """Returns the 64-bit id of each value, (V,): a whole number itself, a text's hash, ``EMPTY`` for null.
+
+    Raises:
+        DataError: two texts have one hash.
+
+    Example:
+        >>> numbered(pa.array([-7, 900])).tolist(), numbered(pa.array(["a", None]))[1] == EMPTY
+        ([-7, 900], tensor(True))
+    """
+    if pa.types.is_integer(values.type):
+        return torch.from_numpy(values.fill_null(EMPTY).to_numpy(zero_copy_only=False).astype(np.int64))
+    texts = values.drop_null().cast(pa.large_string())
+    _, offsets, content = texts.buffers()
+    places = np.frombuffer(offsets, np.int64, len(texts) + 1, 8 * texts.offset)
+    hashes = hashed(places, np.frombuffer(content or b"", np.uint8), _KEY).view(np.int64)
+    order = hashes.argsort()
+    twice = np.flatnonzero(hashes[order[1:]] == hashes[order[:-1]])
+    if len(twice):
+        pair = [texts[int(place)].as_py() for place in order[twice[0] : twice[0] + 2]]
+        raise DataError(f"ids: the texts {pair[0]!r} and {pair[1]!r} have one 64-bit hash; rename one of them")
+    ids = torch.full((len(values),), EMPTY)
+    ids[torch.from_numpy(values.is_valid().to_numpy(zero_copy_only=False))] = torch.from_numpy(hashes)
+    return ids
+
+
+def with_unknown(values: Array | pa.Array, rows: int) -> pa.Array:
+    """Returns the values of rows 1 to V of a vocabulary with null for row 0, and for the rest of ``rows``."""
+    known = values if isinstance(values, pa.Array) else pa.array(values)
+    return pa.concat_arrays([pa.nulls(1, known.type), known, pa.nulls(rows - 1 - len(known), known.type)])
+
+
+def values_of_prepared(data: StreamedData, name: str) -> pa.Array:
+    """Returns the log's value of each row of a preprocessed column's vocabulary, or the number of a hash's bucket."""
+    values = data.id_values.get(data.tables[name])
+    rows = data.vocab[name]
+    return with_unknown(np.arange(1, rows) if values is None else values, rows)
+
+
+def columns_like(data: StreamedData, name: str) -> Sequence[str]:
+    """Returns the preprocessed columns that share a column's vocabulary."""
+    return [other for other in data.features if data.tables[other] == data.tables.get(name)]
+
+
+class DataWithTables:
+    """A task's data for a model some of whose tables have another number of rows than the columns' vocabularies.
+
+    Args:
+        data: the data.
+        rows: number of rows of these columns' tables.
+    """
+
+    def __init__(self, data: Any, rows: Mapping[str, int]) -> None:
+        self._data = data
+        self.vocab = {**data.vocab, **rows}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._data, name)
+
+
+def with_live_ids(data: ExportData, task: Task, loader: DynamicIdLoader) -> ExportData:
+    """Returns the data of an export whose dynamic ids are those that have a row now; all others are unknown.
+
+    The tables of the bundle hold the row of unknown ids and the live rows. A text that got its row on an earlier day is
+    known only if the task's rows have it: the ids hold a hash of it.
+
+    Raises:
+        BundleError: a column's ids come from a hash, or are read by a later step.
+    """
+    rows: dict[str, Tensor] = {}
+    vocabularies: dict[str, pa.Array] = {}
+    for space, features in loader.features.items():
+        values, live_rows = _live_values(task.raw_values(space), space, loader.ids)
+        vocabularies |= dict.fromkeys(features, values)
+        rows |= dict.fromkeys(loader.tables[space], torch.cat([live_rows.new_zeros(1), live_rows]))
+    tables = [table for table in (data.catalogue.features, data.users and data.users.features, data.queries) if table]
+    raw = {field.name: raw_type(field.type) or "int64" for table in tables for field in table.schema}
+    preprocessor = data.preprocessor or FittedPreprocessor.of([], raw, list(raw))
+    users = data.users
+    if users is not None:
+        unknown = dict(users.unknown)
+        for name in vocabularies.keys() & unknown.keys():
+            # The number of the unknown row may be an id, whose row it must not read.
+            unknown[name] = [] if isinstance(unknown[name], list) else None
+        users = dataclasses.replace(users, unknown=unknown)
+    return dataclasses.replace(
+        data,
+        users=users,
+        preprocessor=_with_vocabularies(preprocessor, vocabularies),
+        oov_ids={name: 0 if name in vocabularies else row for name, row in (data.oov_ids or {}).items()},
+        unseen={name: unseen for name, unseen in (data.unseen or {}).items() if name not in vocabularies},
+        rows=rows,
+    )
+
+
+def _live_values(values: pa.Array, space: str, ids: DynamicIds) -> tuple[pa.Array, Tensor]:
+    """Returns the ids with a row, as the log has them, and their rows, (n,)."""
+    if pa.types.is_integer(values.type):
+        live, rows = ids.live_ids(space)
+        return pa.array(live.numpy()), rows
+    rows = ids.rows({space: numbered(values)})[space]
+    is_live = rows > 0
+    return values.filter(pa.array(is_live.numpy())), rows[is_live]
+
+
+def _with_vocabularies(preprocessor: FittedPreprocessor, vocabularies: Mapping[str, pa.Array]) -> FittedPreprocessor:
+    """Returns the preprocessor with these vocabularies of some columns, in the order of their ids from 1 on."""
+    states = {
+        name: Vocabulary(values, pa.array(np.zeros(len(values), np.int64))) for name, values in vocabularies.items()
+    }
+    pairs: list[tuple[Step, Any]] = []
+    missing = set(vocabularies)
+    for step, state in preprocessor.pairs:
+        names = [name for name in step.writes if name in vocabularies]
+        early = sorted((vocabularies.keys() - missing).intersection(step.reads))
+        if early or (names and not isinstance(step, Categorify)):
+            raise BundleError(
+                f"ids.{(early or names)[0]}: a bundle maps raw ids, and {type(step).__name__} of the preprocessing "
+                "makes or reads others; take Categorify, as its last step"
+            )
+        if not names:
+            pairs.append((step, state))
+            continue
+        for column, output in zip(step.reads, step.writes, strict=True):
+            pairs.append((Categorify(column=column, output=output), states.get(output, state)))
+        missing -= set(names)
+    pairs += [(Categorify(column=name), states[name]) for name in sorted(missing)]
+    keep = [name for name in preprocessor.keep if name not in vocabularies]
+    return FittedPreprocessor.of(pairs, preprocessor.raw, keep)
