@@ -48,6 +48,7 @@ def test_recommend_answers_what_the_scorer_does(running: Running) -> None:
     assert answer.json == {
         "items": expected.items,
         "scores": expected.scores,
+        "user": "known",
         "unknown_user": False,
         "unknown_features": [],
         "vector": "live",

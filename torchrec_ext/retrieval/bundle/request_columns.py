@@ -114,6 +114,17 @@ class Columns:
                 result.dense[name] = _dense(name, columns[name])
         return result
 
+    def features_of(self, column: str) -> list[str]:
+        """Returns the features that a raw column alone makes."""
+        if self._steps is None:
+            return [name for name in self.schema.keys if name == column]
+        names = []
+        for name in self.schema.keys:
+            steps = steps_for_columns(self._steps, [name])
+            if {*steps.request_columns, *steps.keep} == {column}:
+                names.append(name)
+        return names
+
     def _read_plain(self, rows: Rows) -> Read | None:
         """Reads one row of Python's own numbers, all ids known, in a third of the time; None for any others."""
         result = Read({}, {}, {}, 1)

@@ -146,11 +146,14 @@ class ColdStart:
     """Says how much of a user was not in training.
 
     Args:
-        unknown_user: whether the user's id is missing, or unknown to the bundle.
+        user: whether the user's id is ``known``: a trained row is its own, or no tower reads ids and the bundle's
+            users have it; else ``new``.
+        unknown_user: whether the user's id is missing, or not among the bundle's users.
         unknown_features: columns with a value mapped to the out-of-vocabulary row.
         vector: source of the user's vector.
     """
 
+    user: Literal["known", "new"] = "known"
     unknown_user: bool = False
     unknown_features: Sequence[str] = ()
     vector: UserSource = "live"

@@ -61,6 +61,8 @@ class UserLookup:
         self._embeds_later = embeds_later
         self._vectors = vectors
         self.key = bundle.users.key if bundle.users is not None else None
+        # Features that are the id, as the towers read it.
+        self._id_features = [] if self.key is None else bundle.encoders[0].columns.features_of(self.key)
 
     def find(self, requests: Sequence[RecommendRequest | ScoreRequest]) -> list[ResolvedUser | Exception]:
         """Returns one user or error for each request."""
@@ -164,7 +166,10 @@ class UserLookup:
                 continue
             for number in np.flatnonzero(exists & vectors.isfinite().all(dim=1).numpy()).tolist():
                 index = pending[number]
-                cold = ColdStart(unknown_user=rows[index] < 0, vector=store.source)
+                unknown_user = rows[index] < 0
+                cold = ColdStart(
+                    user="new" if unknown_user else "known", unknown_user=unknown_user, vector=store.source
+                )
                 results[index] = ResolvedUser(vectors[number : number + 1], cold, rows[index])
             pending = [index for index in pending if index not in results]
         # A user without a row in the bundle has no features, so nothing but the unreachable vector could answer.
@@ -183,12 +188,18 @@ class UserLookup:
             if len(users) == 1:
                 return [error]
             return [self._embed([user], [row])[0] for user, row in zip(users, rows, strict=True)]
-        has_users = self._bundle.users is not None
         results: list[ResolvedUser | Exception] = []
         for index, row in enumerate(rows):
-            cold = ColdStart(unknown_user=has_users and row < 0, unknown_features=unknown[index])
-            results.append(ResolvedUser(vectors[index : index + 1], cold, row))
+            results.append(ResolvedUser(vectors[index : index + 1], self._cold(row, unknown[index]), row))
         return results
+
+    def _cold(self, row: int, unknown: Sequence[str]) -> ColdStart:
+        """Says how much is new of a user in ``row`` of the bundle's users, with ``unknown`` features."""
+        unknown_user = self._bundle.users is not None and row < 0
+        is_new = unknown_user
+        if self._id_features:
+            is_new = not set(self._id_features).isdisjoint(unknown)
+        return ColdStart(user="new" if is_new else "known", unknown_user=unknown_user, unknown_features=unknown)
 
     def _read(self, user: Mapping[str, Any], row: int) -> ResolvedUser | RequestError:
         """Parses one user's columns, for towers that run later."""
@@ -196,9 +207,7 @@ class UserLookup:
             rows = _run(self._bundle.encoders[0].read, self._columns([user], [row], ["user"]), "user")
         except RequestError as error:
             return error
-        is_unknown = self._bundle.users is not None and row < 0
-        cold = ColdStart(unknown_user=is_unknown, unknown_features=_unknown_columns(rows.unknown, 1)[0])
-        return ResolvedUser(None, cold, row, rows)
+        return ResolvedUser(None, self._cold(row, _unknown_columns(rows.unknown, 1)[0]), row, rows)
 
     def _columns(
         self, users: Sequence[Mapping[str, Any]], rows: Sequence[int], where: Sequence[str]
