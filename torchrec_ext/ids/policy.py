@@ -66,3 +66,7 @@ class Dynamic:
         if self.admit_after == 1:
             return 0
         return self.capacity if self.candidates is None else self.candidates
+
+
+class IdsChangedError(ValueError):
+    """The ids of a checkpoint do not fit the tables of a job."""

@@ -179,6 +179,11 @@ class BatchColumns:
         """Returns the sparse feature called ``name``, or None."""
         return self._by_name.get(name)
 
+    @property
+    def dynamic(self) -> list[str]:
+        """Names of the sparse features whose ids are any 64-bit numbers."""
+        return [feature.name for feature in self.sparse if feature.dynamic]
+
     def with_dynamic(self, names: Iterable[str]) -> Self:
         """Returns the schema with any 64-bit ids in the features ``names``, and in those that share a table with them.
 

@@ -209,19 +209,19 @@ def export_run(
         restores = bool(stop.metric and stop.restore)
         path, which = checkpoint_to_export(location, checkpoint, together, restores=restores)
         task = load_task(dataclasses.replace(job, fallback=None), runtime)
-        check_ids_stay(path, task, together, run=run)
         torch.manual_seed(job.train.seed)
         model = job.build(job.model, data_for_build(job, task))
         if onnx_skip is not None:
             check_exportable_to_onnx(model, onnx_skip)
         merge_lookups(job, model, runtime.world_size)
         schema = schema_of(job, task, model)
+        check_ids_stay(path, task, together, run=run, dynamic=schema.dynamic)
         sharded, optimizer = hybrid_parallel(model, runtime, optimizer=job.optimizer)
         saved, loader_state = load_with_loader(path, sharded, optimizer, together)
         loader = None
         if job.ids.features:
             loader = loader_of(as_loaded(job, task), task, schema, runtime)
-            loader.ids.load_state_dict(loader_state["ids"])
+            loader.load_ids(loader_state)
         details = {"recipe": job.name, "run": str(run), "checkpoint": path, "steps": saved["step"], **read_warning(run)}
         tracked_settings = {**details, "out": str(out), **settings}
         with tracked(out if runtime.is_main else None, tracked_settings, folder="bundle") as figures:

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -61,22 +61,39 @@ def _newest(folders: Sequence[Path], launch: str | None) -> Path | None:
     return max(folders, key=lambda folder: folder.name, default=None)
 
 
-def meaning_of_ids(task: Task) -> dict[str, Any]:
+# Kinds of dynamic ids, in the place of a vocabulary's digest.
+_RAW_KINDS = ("whole numbers", "text")
+
+
+def _raw_kind(task: Task, name: str, dynamic: Collection[str]) -> str | None:
+    """Returns the kind of a column's dynamic ids; None if its ids are rows of a vocabulary."""
+    if set(dynamic).isdisjoint(task.same_ids(name) if dynamic else ()):
+        return None
+    return _RAW_KINDS[not pa.types.is_integer(task.raw_values(name).type)]
+
+
+def meaning_of_ids(task: Task, dynamic: Collection[str] = ()) -> dict[str, Any]:
     """Describes the values behind a task's ids and numbers, for a checkpoint's manifest and ``ids.json``.
 
     That is the preprocessor's digest, the digest of the steps that each of its columns comes from, and each column's
-    number of values and their digest. A column in which a value is its id has None.
+    number of values and their digest. A column in which a value is its id has None, one of ``dynamic`` the kind of its
+    ids, which mean themselves.
     """
-    values = task.data.id_values
-    return {
-        "preprocessor": _preprocessor_of(task),
-        "columns": _origins_of(task),
-        "values": dict.fromkeys(task.data.vocab) | {name: [len(of), _digest_of(of)] for name, of in values.items()},
-    }
+    values: dict[str, Any] = dict.fromkeys(task.data.vocab)
+    kinds = {name: _raw_kind(task, name, dynamic) for name in {**values, **task.data.id_values}}
+    values |= {name: [len(of), _digest_of(of)] for name, of in task.data.id_values.items() if kinds[name] is None}
+    values |= {name: [0, kind] for name, kind in kinds.items() if kind is not None}
+    return {"preprocessor": _preprocessor_of(task), "columns": _origins_of(task), "values": values}
 
 
 def check_ids_stay(
-    checkpoint: str, task: Task, together: CheckpointRanks, *, run: Path | None = None, later: bool = False
+    checkpoint: str,
+    task: Task,
+    together: CheckpointRanks,
+    *,
+    run: Path | None = None,
+    later: bool = False,
+    dynamic: Collection[str] = (),
 ) -> None:
     """Refuses rows with other values behind their ids and numbers than a checkpoint's training had.
 
@@ -87,6 +104,7 @@ def check_ids_stay(
         run: the run folder. Its ``ids.json`` counts if the checkpoint is of a release that did not say it itself, and
             the folder in which the checkpoint lies has none.
         later: whether further ids may follow those of the checkpoint, as in a new run that begins with its weights.
+        dynamic: columns with dynamic ids, which mean themselves on any day; the others are compared.
 
     Raises:
         DataError: an id or a number stands for another value than in training, or what is recorded cannot be read.
@@ -97,7 +115,7 @@ def check_ids_stay(
             print(f"note: {checkpoint}: is of an older release, and does not say what its ids stand for: not compared")
         return
     now = _preprocessor_of(task)
-    if not later and then["preprocessor"] != now:
+    if not (later or dynamic) and then["preprocessor"] != now:
         raise DataError(
             f"{where}: its ids are of another preprocessor ({then['preprocessor'][:12]}) than these rows' "
             f"({now[:12] or 'none'}); give the rows of then, --set data.name=FOLDER, or train anew in another folder"
@@ -111,6 +129,14 @@ def check_ids_stay(
             )
     for name, recorded in then["values"].items():
         values = task.data.id_values.get(name)
+        if recorded is not None and recorded[1] in _RAW_KINDS:
+            kind = _raw_kind(task, name, dynamic)
+            if kind != recorded[1]:
+                raise DataError(
+                    f"{where}: column '{name}' had dynamic ids in training, which were {recorded[1]}, and has "
+                    f"{kind or 'none'} now; set ids.{name}=dynamic,capacity=ROWS and give such rows, or train anew"
+                )
+            continue
         if recorded is None or values is None:
             stay = values is None and (recorded is None or name not in task.data.vocab)
         else:

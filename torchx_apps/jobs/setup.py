@@ -253,8 +253,7 @@ def loader_of(job: Job, task: Task, schema: BatchSchema, runtime: Runtime) -> An
         )
     _check_scores(job, task, min(samples, config.batch_size), runtime)
     if job.ids.features:
-        dynamic = [feature.name for feature in schema.sparse if feature.dynamic]
-        raw_ids = {name: numbered(task.raw_values(name)) for name in dynamic}
+        raw_ids = {name: numbered(task.raw_values(name)) for name in schema.dynamic}
         policies = dynamic_ids_of(job, task, schema)
         return DynamicIdLoader(loader, schema, policies, every=job.ids.every, raw_ids=raw_ids)
     return IdDropout(loader, schema, job.id_dropout_rates(), seed=config.seed) if job.id_dropout else loader

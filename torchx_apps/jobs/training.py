@@ -20,7 +20,6 @@ from torchrec_ext.distributed.optim.hybrid import HybridOptimizer
 from torchrec_ext.distributed.plan.explain import placed_bytes
 from torchrec_ext.distributed.runtime import Runtime, peak_resident
 from torchrec_ext.distributed.tables import tables_of
-from torchrec_ext.schema import BatchSchema
 from torchrec_ext.schema.validation import listed
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.folder import CheckpointRanks
@@ -50,7 +49,7 @@ from torchx_apps.jobs.resuming import (
     resume_from,
     where_to_begin,
 )
-from torchx_apps.jobs.setup import evaluator_of, load_task, quieten_libraries, set_up, shard_job
+from torchx_apps.jobs.setup import JobParts, evaluator_of, load_task, quieten_libraries, set_up, shard_job
 from torchx_apps.launch.trackers import Tracking
 from torchx_apps.tasks.baselines import FORMS
 from torchx_apps.tasks.job import Job
@@ -114,11 +113,12 @@ def run_training(
         folder = run.folder
         checkpointer = run.checkpointer
         if run.checkpoint and checkpointer:
-            check_ids_stay(run.checkpoint, task, checkpointer.together, run=run.path)
+            dynamic = parts.schema.dynamic
+            check_ids_stay(run.checkpoint, task, checkpointer.together, run=run.path, dynamic=dynamic)
         about = {}
         # Rank 0 also writes the checkpoints' manifests.
         if folder is not None:
-            about = {MEANING: meaning_of_ids(task)}
+            about = {MEANING: meaning_of_ids(task, parts.schema.dynamic)}
             folder.write(IDS_FILE, json.dumps(about[MEANING], indent=2))
             print(f"\n{parts.plan_text}\n", flush=True)
             folder.write("plan.txt", parts.plan_text)
@@ -130,7 +130,7 @@ def run_training(
             )
         parallel, optimizer = shard_job(parts, runtime)
         if not run.checkpoint:
-            _begin_with(job, task, parallel, optimizer, parts.schema, runtime)
+            _begin_with(parts, task, parallel, optimizer, runtime)
         # Dropout should differ between ranks.
         torch.manual_seed(job.train.seed + 1 + runtime.rank)
         evaluator = evaluator_of(task, parts.schema, parts.loader, parallel, runtime)
@@ -279,18 +279,18 @@ def _watched(job: Job, runtime: Runtime, path: Path) -> AbstractContextManager[W
 
 
 def _begin_with(
-    job: Job,
-    task: Task,
-    model: DistributedModelParallel,
-    optimizer: HybridOptimizer,
-    schema: BatchSchema,
-    runtime: Runtime,
+    parts: JobParts, task: Task, model: DistributedModelParallel, optimizer: HybridOptimizer, runtime: Runtime
 ) -> None:
     """Loads the first vectors and weights of a new run, and prints each difference to the earlier run."""
+    job = parts.job
+    schema = parts.schema
+    dynamic = {table for feature in schema.sparse if feature.dynamic for table in feature.tables}
     for name, file in job.pretrained_files().items():
         tables = job.optimizer.for_tables(model)
         if name not in tables:
             raise ValueError(f"pretrained: '{name}' is no table of the model; its tables are {listed(tables)}")
+        if name in dynamic:
+            raise ValueError(f"pretrained: '{name}' has dynamic ids, which get their rows in training; leave it out")
         if str(file) in FORMS:
             solved = _solved(job, task, model, name, str(file), runtime)
             count = load_vectors(model, name, file, [(torch.arange(len(solved)), solved)])
@@ -302,11 +302,12 @@ def _begin_with(
         return
     together = CheckpointRanks(runtime)
     path = find_checkpoint("start.path=", job.start.path, together)
-    check_ids_stay(path, task, together, later=True)
+    check_ids_stay(path, task, together, later=True, dynamic=schema.dynamic)
     configs = tables_of(model)
     features = {table.name: schema.feature(table.feature_names[0]) for table in configs}
     cold = {name: feature.oov_id for name, feature in features.items() if feature is not None}
-    differences = begin_with(path, model, optimizer, together, job.start, cold)
+    loader = parts.loader if dynamic else None
+    differences = begin_with(path, model, optimizer, together, job.start, cold, loader)
     if runtime.is_main:
         print(f"{differences}\n", flush=True)
 

@@ -140,11 +140,12 @@ def _with_vocabularies(preprocessor: FittedPreprocessor, vocabularies: Mapping[s
     states = {
         name: Vocabulary(values, pa.array(np.zeros(len(values), np.int64))) for name, values in vocabularies.items()
     }
+    # An earlier step may hand raw values on under the same name, such as a history of them.
+    last = {name: number for number, step in enumerate(preprocessor.steps) for name in step.writes}
     pairs: list[tuple[Step, Any]] = []
-    missing = set(vocabularies)
-    for step, state in preprocessor.pairs:
-        names = [name for name in step.writes if name in vocabularies]
-        early = sorted((vocabularies.keys() - missing).intersection(step.reads))
+    for number, (step, state) in enumerate(preprocessor.pairs):
+        names = [name for name in step.writes if name in vocabularies and last[name] == number]
+        early = [name for name in step.reads if name in vocabularies and last.get(name, number) < number]
         if early or (names and not isinstance(step, Categorify)):
             raise BundleError(
                 f"ids.{(early or names)[0]}: a bundle maps raw ids, and {type(step).__name__} of the preprocessing "
@@ -155,7 +156,6 @@ def _with_vocabularies(preprocessor: FittedPreprocessor, vocabularies: Mapping[s
             continue
         for column, output in zip(step.reads, step.writes, strict=True):
             pairs.append((Categorify(column=column, output=output), states.get(output, state)))
-        missing -= set(names)
-    pairs += [(Categorify(column=name), states[name]) for name in sorted(missing)]
+    pairs += [(Categorify(column=name), states[name]) for name in sorted(vocabularies.keys() - last.keys())]
     keep = [name for name in preprocessor.keep if name not in vocabularies]
     return FittedPreprocessor.of(pairs, preprocessor.raw, keep)

@@ -145,8 +145,12 @@ class BlockLayout:
             values = column.values.astype(np.int64, copy=False)
         else:
             values = as_int64(group.name, name, column, group.first)
-        # As unsigned numbers negative ids are the largest: one pass over the column finds both kinds.
-        if feature and len(values) and int(values.view(np.uint64).max()) >= feature.num_embeddings:
+        if feature is None or feature.dynamic or not len(values):
+            is_inside = True
+        else:
+            # As unsigned numbers negative ids are the largest: one pass over the column finds both kinds.
+            is_inside = int(values.view(np.uint64).max()) < feature.num_embeddings
+        if feature is not None and not is_inside:
             is_outside = (values < 0) | (values >= feature.num_embeddings)
             if self.out_of_range != "oov":
                 raise _out_of_range(group, feature, column, values, is_outside)

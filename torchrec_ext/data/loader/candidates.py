@@ -87,9 +87,9 @@ def identified(
 
 
 def _padded_ids(schema: BatchSchema, name: str, ids: Int64, size: int) -> Tensor:
-    """Returns (size,) int64, zeros after the ids; an id outside its table becomes the ``oov_id``."""
+    """Returns (size,) int64, zeros after the ids; one outside its table, unless dynamic, becomes the ``oov_id``."""
     feature = schema.feature(name)
-    if feature is not None:
+    if feature is not None and not feature.dynamic:
         ids = np.where((ids < 0) | (ids >= feature.num_embeddings), feature.oov_id, ids)
     return padded(torch.from_numpy(ids), size)
 

@@ -13,6 +13,8 @@ from torch import Tensor
 from torchrec_ext.batch import Fresh, ResumableLoader, TowerBatch
 from torchrec_ext.data.loader.id_dropout import BatchBags, parts_of, with_parts, with_values
 from torchrec_ext.ids import Dynamic, DynamicIds
+from torchrec_ext.ids.index import EMPTY
+from torchrec_ext.ids.policy import IdsChangedError
 from torchrec_ext.schema import BatchSchema, DataError
 from torchrec_ext.schema.validation import listed
 
@@ -184,10 +186,48 @@ class DynamicIdLoader:
         """Continues at the saved position with the saved ids, on any number of ranks.
 
         The ids come first: a loader of other rows, such as the next day's, refuses its position, and they stay.
+
+        Raises:
+            IdsChangedError: see :meth:`load_ids`.
         """
-        self.ids.load_state_dict(state["ids"])
-        self._reported = torch.tensor([self.ids.counts["lookups"], self.ids.counts["unknown"]])
+        self.load_ids(state)
         self._loader.load_state_dict(state["loader"])
+
+    def load_ids(self, state: Mapping[str, Any]) -> None:
+        """Continues with the saved ids, from the first row of this loader.
+
+        Raises:
+            IdsChangedError: the state has no ids, or those of other tables.
+        """
+        if "ids" not in state:
+            raise IdsChangedError("it was trained without dynamic ids; begin a new run with it: start.path=")
+        try:
+            self.ids.load_state_dict(state["ids"])
+        except ValueError as error:
+            raise IdsChangedError(str(error)) from None
+        self._reported = torch.tensor([self.ids.counts["lookups"], self.ids.counts["unknown"]])
+
+    def load_vocabularies(self) -> None:
+        """Gives each id of the vocabularies its row there, as it has been trained without dynamic ids.
+
+        Raises:
+            IdsChangedError: there is no vocabulary, its row 0 is an id's, or a table has fewer rows.
+        """
+        tables = {}
+        for name in self._tables:
+            ids = self._raw_ids.get(name)
+            if ids is None or int(ids[0]) != EMPTY:
+                raise IdsChangedError(
+                    f"row 0 of '{name}' must be that of unknown ids, to begin with a training without dynamic ids; "
+                    "leave start.path out"
+                )
+            count = torch.zeros(len(ids), dtype=torch.int32)
+            none = ids.new_empty(0)
+            tables[name] = {"ids": ids, "score": count.float(), "seen": count, "sightings": count, "used": len(ids)}
+            tables[name] |= {"candidates": none, "candidate_values": none}
+        counts = dict.fromkeys(self.ids.counts, 0)
+        waiting = torch.empty(0, 3, dtype=torch.int64)
+        self.load_ids({"ids": {"now": 0, "counts": counts, "waiting": waiting, "tables": tables}})
 
 
 def _tables(schema: BatchSchema, name: str, policy: Dynamic) -> set[str]:

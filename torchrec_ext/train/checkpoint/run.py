@@ -13,6 +13,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_ext.batch import ResumableLoader
 from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.ids.policy import IdsChangedError
 from torchrec_ext.sealed import package_versions
 from torchrec_ext.train.checkpoint.checkpointer import Checkpointer
 from torchrec_ext.train.checkpoint.config import CheckpointConfig as CheckpointConfig
@@ -52,6 +53,16 @@ class Position:
         self.epoch = epoch
         self.done = 0
         self.ended = False
+
+
+class DynamicLoader(Protocol):
+    """A loader with dynamic ids, such as a DynamicIdLoader."""
+
+    def load_ids(self, state: Mapping[str, Any]) -> None:
+        """Continues with the ids of a loader's state."""
+
+    def load_vocabularies(self) -> None:
+        """Begins with the rows that ids have in vocabularies."""
 
 
 class Resumable(Protocol):
@@ -172,6 +183,9 @@ class RunCheckpoints:
             _share_sums({name: extra[name] for name in sums}, run)
         try:
             run.loader.load_state_dict(_with_tensors(content["loader"], extra))
+        except IdsChangedError as error:
+            # Their rows hold the weights of ids that this job cannot name, so no epoch can follow.
+            raise ValueError(f"checkpoint '{self._resume}': {error}") from None
         except ValueError as error:
             if self._config.changed == "refuse":
                 raise ValueError(f"checkpoint '{self._resume}': {error}, with checkpoint.changed=next_epoch") from None
@@ -371,6 +385,7 @@ def begin_with(
     together: CheckpointRanks,
     config: StartConfig,
     cold: Mapping[str, int],
+    loader: DynamicLoader | None = None,
 ) -> str:
     """Loads the checkpoint at ``path``; returns a text about differences to the model; all ranks call it.
 
@@ -381,8 +396,18 @@ def begin_with(
         together: the ranks that load.
         config: how the model may differ.
         cold: row of each table for unseen ids.
+        loader: loader whose dynamic ids go on with those of the checkpoint, or with its vocabularies; None without.
     """
-    saved, matched = load_checkpoint(path, model_state(model, optimizer), together, allow=config.allow, cold=cold)
+    tensors = None if loader is None else _empty_tensors(path, [_LOADER])
+    saved, matched = load_checkpoint(
+        path, model_state(model, optimizer), together, tensors, allow=config.allow, cold=cold
+    )
+    if loader is not None and tensors is not None:
+        state = _with_tensors(saved["content"]["loader"], tensors)
+        if "ids" in state:
+            loader.load_ids(state)
+        else:
+            loader.load_vocabularies()
     lines = [f"begun with the weights of {path}, after {saved['step']:,} steps"]
     for name, rows in matched.grown.items():
         lines.append(f"table '{name}' had {rows:,} rows, the others begin as row {cold.get(name, 0)}")
