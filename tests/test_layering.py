@@ -42,7 +42,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     # `distributed.tables` says which rows of a sharded model a rank holds, for the export alone; `distributed.runtime`
     # how much memory the host or the container has left, for a store that is read into it.
     "retrieval": BASE | {"modules", "models", "data.preprocess", "distributed.tables", "distributed.runtime"},
-    "adopt": {"batch", "data.negatives", "distributed", "capture", "observe"},
+    "adopt": {"batch", "data.negatives", "distributed", "capture", "observe", "ids"},
     "diagnose": {"adopt", "batch", "distributed", "observe", "drawing"},
     "torchx_apps": BASE
     | {"data", "modules", "models", "distributed", "capture", "observe", "drawing", "train", "networks"}

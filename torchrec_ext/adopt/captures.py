@@ -277,6 +277,21 @@ class Captures:
         finally:
             current.lag.remark()
 
+    def rows_of(self, graph: ForwardGraph, batch: AnyBatch, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the rows of dynamic ids of a call, and begins those of new ids anew."""
+        ids = self._rank_step.ids
+        if ids is None:
+            return []
+        current = self.current
+        if current is None:
+            return ids.of_graph(graph, batch, tensors)
+        # A write into a marked table updates the rows first that it writes.
+        current.lag.remark()
+        try:
+            return ids.of_graph(graph, batch, tensors)
+        finally:
+            current.lag.unmark()
+
     def take_turn(self) -> None:
         """Lets other steps over the same tensors update their rows, and reads how many steps were made."""
         current = self.current
@@ -338,7 +353,8 @@ class ForwardTrace:
     def _call_graph(self, number: int, *tensors: Tensor) -> Sequence[Any]:
         graph, check, update = self._graphs[number]
         check(tensors)
-        return self._captures.run(update, GraphCall(graph, self._batch, tensors))
+        rows = self._captures.rows_of(graph, self._batch, tensors)
+        return self._captures.run(update, GraphCall(graph, self._batch, tensors, rows))
 
 
 TraceFactory = Callable[[Captures, bool], Trace]  # takes the captured steps, and whether the forward selects by masks

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -268,6 +268,7 @@ class ForwardWatch(TorchFunctionMode):
     Args:
         model: the user's model.
         args: the batch.
+        written: weights that the forward may write, such as tables with dynamic ids.
 
     Attributes:
         args: the batch.
@@ -277,7 +278,7 @@ class ForwardWatch(TorchFunctionMode):
         problem: what stands in the way of a captured step; empty if nothing was seen.
     """
 
-    def __init__(self, model: nn.Module, args: tuple[Any, ...]) -> None:
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], written: Collection[Tensor] = ()) -> None:
         super().__init__()
         self.args = args
         self.calls = 0
@@ -285,7 +286,8 @@ class ForwardWatch(TorchFunctionMode):
         self.selects = False
         self.problem = ""
         self._parameters = list(model.parameters())
-        self._watched = [*self._parameters, *tensor_leaves(args)]
+        may_change = {id(weight) for weight in written}
+        self._watched = [each for each in (*self._parameters, *tensor_leaves(args)) if id(each) not in may_change]
         self._device = self._parameters[0].device
 
     def __enter__(self) -> ForwardWatch:

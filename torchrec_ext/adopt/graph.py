@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import operator
 import re
 import sysconfig
 import warnings
@@ -41,6 +42,7 @@ Backend = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Sequence[Any]]]
 GRAPHS = 16  # states of the user's Python that are traced before those without a graph stay eager
 _NO_LIMIT = 1 << 20  # of Dynamo's own, which logs a page whenever it is met
 _NUMBERS = itertools.count()
+_WRITES = {operator.setitem, operator.iadd, operator.isub, operator.imul}
 _ONE = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
 _BAG = (
     "input",
@@ -67,6 +69,12 @@ def the_loss(loss: Tensor) -> Tensor:
 def the_mask(mask: Tensor) -> Tensor:
     """Marks a mask in a graph as constant, because its number of entries is one."""
     return mask.clone()
+
+
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+def the_rows(ids: Tensor, path: str, is_training: bool) -> Tensor:
+    """Marks where ids of the embedding at ``path`` become rows, which are decided before the step."""
+    return ids.long().clone()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -302,6 +310,8 @@ class ForwardGraph:
         penalties: names of the matrices that are only squared, or whose norm is taken, as in an L2 term.
         masks: the inputs of masks that must stay as they are, by their index: the line that selects, and the value.
         reached: names of the parameters that the loss depends on; of a graph without a loss, its outputs.
+        row_nodes: the nodes at which dynamic ids become rows, in the order of the forward.
+        raw_ids: computes the ids at these nodes from the graph's inputs.
         outer: indices of the other inputs.
         of_batch: leaf of the batch by the index of an input.
         outputs: examples of the outputs.
@@ -339,6 +349,8 @@ class ForwardGraph:
         for name, index in self.parameters.items():
             self._look_at_readers(name, self._placeholders[index], id(trained[name]) in tables)
         self.masks = self._masks(real)
+        self.row_nodes = [node for node in module.graph.nodes if node.target is the_rows]
+        self.raw_ids = self._ids_alone(real) if self.row_nodes else module
         self.reached = self._reached(real)
         self.parameters = {name: index for name, index in self.parameters.items() if name in self.reached}
         results: Any = module.graph.output_node().args[0]
@@ -402,6 +414,29 @@ class ForwardGraph:
             masks |= {index: (line, real[index].detach().clone()) for index in inputs}
         return masks
 
+    def _ids_alone(self, real: Sequence[Any]) -> fx.GraphModule:
+        """Returns the part of the graph that computes the ids of :attr:`row_nodes`.
+
+        Raises:
+            CannotAdopt: ids depend on weights, on rows or on random numbers, or are written in place.
+        """
+        needed = set[fx.Node]().union(*(_ancestors(node) for node in self.row_nodes))
+        weights = {self._placeholders[index] for index in self.parameters.values()}
+        calls = [node for node in needed if node.op != "placeholder"]
+        in_place = {node for node in calls if node.target in _WRITES or str(node.target).endswith("_")}
+        if needed & {*self.row_nodes, *weights, *in_place} or self._draws(needed, real):
+            raise CannotAdopt(
+                f"{_line_of(self.row_nodes[0])}: dynamic ids must come from the batch alone, not from weights, rows, "
+                "random numbers or writes in place; compute them in the Dataset"
+            )
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in self._module.graph.nodes:
+            if node.op == "placeholder" or node in needed:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+        graph.output(tuple(copies[node.args[0]] for node in self.row_nodes))
+        return fx.GraphModule(self._module, graph)
+
     def _draws(self, nodes: Collection[fx.Node], real: Sequence[Any]) -> bool:
         """Whether some nodes of the graph draw random numbers."""
         runner = fx.Interpreter(self._module)
@@ -431,7 +466,7 @@ class ForwardGraph:
         return {name for name, grad in zip(leaves, grads, strict=True) if grad is not None}
 
     def run(
-        self, tensors: Sequence[Any], reading: Mapping[str, Reader], repeated: Any = None
+        self, tensors: Sequence[Any], reading: Mapping[str, Reader], repeated: Any = None, rows: Sequence[Tensor] = ()
     ) -> tuple[Tensor, list[Any]]:
         """Runs the graph.
 
@@ -439,12 +474,13 @@ class ForwardGraph:
             tensors: inputs of the graph; the weight of a table gives its shape alone.
             reading: the tables by name, through which look-ups read their rows.
             repeated: see :class:`~torchrec_ext.adopt.source.RepeatedRows`; None where no row of the batch repeats.
+            rows: rows of dynamic ids, at :attr:`row_nodes`.
 
         Returns:
             The loss, (), of a graph that has one, and the graph's outputs.
         """
         tables = {node: name for name, nodes in self.look_ups.items() if name in reading for node in nodes}
-        runner = _Runner(self._module, tables, reading, repeated)
+        runner = _Runner(self._module, tables, reading, repeated, dict(zip(self.row_nodes, rows, strict=False)))
         outputs = runner.run(*tensors, enable_io_processing=False)
         return (outputs[0] if self._loss is None else runner.env[self._loss]), list(outputs)
 
@@ -500,13 +536,19 @@ class _Runner(fx.Interpreter):
     """Runs a graph with tables in place of some parameters; values stay in ``env``."""
 
     def __init__(
-        self, module: fx.GraphModule, tables: Mapping[fx.Node, str], reading: Mapping[str, Reader], repeated: Any
+        self,
+        module: fx.GraphModule,
+        tables: Mapping[fx.Node, str],
+        reading: Mapping[str, Reader],
+        repeated: Any,
+        rows: Mapping[fx.Node, Tensor],
     ) -> None:
         super().__init__(module, garbage_collect_values=False)
         self.extra_traceback = False  # it would add lines to a message
         self._tables = tables
         self._reading = reading
         self._repeated = repeated
+        self._rows = rows
 
     def run_node(self, n: fx.Node) -> Any:
         """Runs one call of torch, or reads rows of a table.
@@ -517,6 +559,8 @@ class _Runner(fx.Interpreter):
         from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
         from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+        if n in self._rows:
+            return self._rows[n]
         try:
             if n in self._tables:
                 args, kwargs = self.fetch_args_kwargs_from_env(n)

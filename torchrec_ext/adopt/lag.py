@@ -128,23 +128,40 @@ class Lag:
             if (parameter := reference()) is not None:
                 parameter.__class__ = kind
 
-    def write_rows(self, parameter: nn.Parameter, index: Any, value: Any) -> bool:
+    def write_rows(self, tensor: Tensor, index: Any, value: Any) -> bool:
         """Writes whole rows that were updated first, and leaves the others for later; False if it cannot.
 
         Args:
-            parameter: the table.
-            index: an integer or a list of them, alone or with ``:`` for the second dimension.
+            tensor: a table or its optimizer's state.
+            index: an integer, a list or an int64 tensor (n,), alone or with ``:`` for the second dimension.
             value: what is written.
         """
-        name = self._names.get(id(parameter))
-        if name is None or name not in self._memory.tables or not self.active or torch.is_grad_enabled():
+        name = self._table_of(tensor)
+        if name is None or not self.active or torch.is_grad_enabled():
             return False
         rows = index[0] if isinstance(index, tuple) and len(index) == 2 and index[1] == slice(None) else index
-        if isinstance(rows, bool) or not isinstance(rows, int | list):
+        if isinstance(rows, Tensor):
+            is_rows = rows.dtype == torch.int64 and rows.dim() == 1
+        else:
+            is_rows = isinstance(rows, int | list) and not isinstance(rows, bool)
+        if not is_rows:
             return False
-        with self._lock:
-            self._memory.write_rows(name, torch.as_tensor(rows).reshape(-1), value)
+        with self._lock, torch._C.DisableTorchFunctionSubclass():
+            whole_rows = torch.as_tensor(rows).reshape(-1)
+            self._memory.update_rows(name, whole_rows)
+            tensor[whole_rows] = value
         return True
+
+    def _table_of(self, tensor: Tensor) -> str | None:
+        """Returns the name of the table that a tensor is or belongs to; None if its rows cannot be written."""
+        if isinstance(tensor, nn.Parameter):
+            name = self._names.get(id(tensor))
+            return name if name in self._memory.tables else None
+        storage = _storage(tensor)
+        for name in self._memory.row_tables:
+            if any(_storage(state) == storage for state in self._memory.tables[name].state):
+                return name
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,8 +226,8 @@ def _users_of(tensor: Tensor) -> int:
 
 
 def _caught_up_first(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    writes = func is Tensor.__setitem__ and isinstance(args[0], _LaggingParameter)
-    if writes and args[0].__dict__["_lag"].write_rows(*args):
+    is_behind = isinstance(args[0], _LaggingParameter | _LaggingTensor) if args else False
+    if is_behind and func is Tensor.__setitem__ and args[0].__dict__["_lag"].write_rows(*args):
         return None
     catch_up((args, kwargs))
     return func(*args, **(kwargs or {}))

@@ -107,15 +107,26 @@ AnyBatch = GivenBatch | DrawnBatch
 
 
 class GraphCall(NamedTuple):
-    """One call of a graph: the batch, and the tensors that Dynamo found for the graph's inputs."""
+    """One call of a graph: the batch, what Dynamo found for the graph's inputs, and the rows of dynamic ids."""
 
     graph: ForwardGraph
     batch: AnyBatch
     tensors: Sequence[Tensor]
+    rows: Sequence[Tensor] = ()
 
     def outer(self) -> list[Tensor]:
         """Returns all inputs except the batch's and updated parameters."""
         return [self.tensors[index].detach() for index in self.graph.outer]
+
+
+def tensors_of(graph: ForwardGraph, batch: AnyBatch, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the inputs of a graph; Dynamo found those of some batch if this one is made inside the step."""
+    inputs = list(tensors)
+    if isinstance(batch, DrawnBatch):
+        leaves = pytree.tree_leaves(batch.args())
+        for index, leaf in graph.of_batch.items():
+            inputs[index] = leaves[leaf]
+    return inputs
 
 
 class _Key(NamedTuple):
@@ -131,11 +142,12 @@ class _Key(NamedTuple):
 
 
 class _Values(NamedTuple):
-    """The inputs of a graph by their index, and how often ids among them repeat each value, by their ids."""
+    """The inputs of a graph by their index, how often ids among them repeat each value, and rows of dynamic ids."""
 
     graph: ForwardGraph
     tensors: dict[int, Tensor]
     repeated: RepeatedRows
+    rows: Sequence[Tensor]
 
 
 class AdoptedSource(StepSource):
@@ -157,12 +169,14 @@ class AdoptedSource(StepSource):
         """Returns the tensors of a call."""
         if isinstance(item, StepInputs):
             return item
-        graph, batch, tensors = item
+        graph, batch, tensors, rows = item
         outer = graph.outer
         of_batch = graph.of_batch
         outer_tensors = [tensors[index].detach() for index in outer]
         drawn_batch = batch if isinstance(batch, DrawnBatch) else None
         parts = drawn_batch.parts() if drawn_batch else [tensors[index].detach() for index in of_batch]
+        # Dynamic ids are looked up before the step, which takes their rows.
+        given = [*parts, *rows]
         columns = drawn_batch.resident.tensors if drawn_batch else []
         on_gpu = self.memory.device.type == "cuda"
         # A CUDA graph reads the addresses of its capture: what is not of the batch must be where it was.
@@ -172,24 +186,26 @@ class AdoptedSource(StepSource):
         key = _Key(graph.number, shapes, addresses)
 
         def make(resident: Sequence[Tensor], tensors: Sequence[Tensor]) -> _Values:
-            outer_values = resident[: len(outer)] if on_gpu else tensors[len(parts) :]
+            outer_values = resident[: len(outer)] if on_gpu else tensors[len(given) :]
+            step_rows = tensors[len(parts) : len(given)]
             inputs = dict(zip(outer, outer_values, strict=True))
             if drawn_batch is None:
-                return _Values(graph, inputs | dict(zip(of_batch, tensors, strict=False)), RepeatedRows((), {}))
+                inputs |= dict(zip(of_batch, tensors, strict=False))
+                return _Values(graph, inputs, RepeatedRows((), {}), step_rows)
             args = drawn_batch.resident.assemble(resident[len(resident) - len(columns) :], tensors[: len(parts)])
             leaves = pytree.tree_leaves(args)
-            rows = drawn_batch.resident.rows
+            columns_of = drawn_batch.resident.rows
             repeats = {
-                id(leaf): rows.repeats[name]
-                for name, leaf in zip(rows.names, leaves, strict=False)
-                if name in rows.repeats and leaf.dim() and len(leaf) == len(parts[0]) * rows.repeats[name]
+                id(leaf): columns_of.repeats[name]
+                for name, leaf in zip(columns_of.names, leaves, strict=False)
+                if name in columns_of.repeats and leaf.dim() and len(leaf) == len(parts[0]) * columns_of.repeats[name]
             }
             inputs |= {index: leaves[leaf] for index, leaf in of_batch.items()}
-            return _Values(graph, inputs, RepeatedRows(args, repeats))
+            return _Values(graph, inputs, RepeatedRows(args, repeats), step_rows)
 
         first = parts[0] if parts else None
         count = len(first) if first is not None and first.dim() else 0
-        step_tensors, resident = (parts, [*outer_tensors, *columns]) if on_gpu else ([*parts, *outer_tensors], columns)
+        step_tensors, resident = (given, [*outer_tensors, *columns]) if on_gpu else ([*given, *outer_tensors], columns)
         return StepInputs(key, key, count, step_tensors, make, resident)
 
     def forward(self, tensors: dict[str, Tensor], batch: Any) -> tuple[Tensor, Any]:
@@ -207,7 +223,8 @@ class AdoptedSource(StepSource):
         weights = {parameter.name: parameter.weight for parameter in self.memory.parameters} | tensors
         inputs = values.tensors | {index: weights[name] for name, index in graph.parameters.items()}
         with values.repeated:
-            return graph.run([inputs[index] for index in range(len(inputs))], self.reading, values.repeated)
+            in_order = [inputs[index] for index in range(len(inputs))]
+            return graph.run(in_order, self.reading, values.repeated, values.rows)
 
     def look_ups(self, inputs: StepInputs) -> dict[str, int]:
         """Counts the rows that a step reads of each table, without values."""

@@ -12,11 +12,12 @@ training lasts, see :class:`Verification`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -25,6 +26,7 @@ from torchrec_ext.adopt.captures import Captures, ForwardTrace, Trace, TraceFact
 from torchrec_ext.adopt.checks import Changes, ForwardWatch, check_arguments
 from torchrec_ext.adopt.errors import CannotAdopt, EndOfCaptureError, HalfStepError, TensorChangedError
 from torchrec_ext.adopt.graph import GRAPHS, LossFunction, OneGraphTooMany
+from torchrec_ext.adopt.ids import StepIds
 from torchrec_ext.adopt.lag import catch_up, reader_cost
 from torchrec_ext.adopt.rows.rows import Rows
 from torchrec_ext.adopt.source import AnyBatch, DrawnBatch, GivenBatch, RowsOnDevice
@@ -34,6 +36,7 @@ from torchrec_ext.capture.captured import RareShapeError
 from torchrec_ext.capture.executors import engine_for
 from torchrec_ext.capture.lowering import CannotCaptureError
 from torchrec_ext.capture.policy import PATIENCE, CapturePolicy, Compile, two_digits
+from torchrec_ext.ids import Dynamic, DynamicEmbeddings
 from torchrec_ext.observe.user_lines import first_line, module_line
 
 # Seconds that a capture took here: so much, and so much more for each torch call of the forward. On a CPU most of it is
@@ -54,6 +57,7 @@ def adopt(
     clip_norm: float = 0.0,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     average: AveragedModel | None = None,
+    ids: Mapping[str, Dynamic] | DynamicEmbeddings | None = None,
     compile: Compile = "auto",  # noqa: A002
     verify: int = 3,
     patience: int = PATIENCE,
@@ -69,6 +73,8 @@ def adopt(
         autocast: makes the context of the forward, such as ``lambda: torch.autocast("cpu", torch.bfloat16)``.
         average: the user's average of the weights, exponential or equal, which each step updates: its
             ``update_parameters`` must not be called besides.
+        ids: settings by path of embeddings that take any 64-bit ids, or a :class:`DynamicEmbeddings` of the model; save
+            ``step.ids`` beside the model.
         compile: ``auto`` captures once eager steps have taken as long as a capture does, and says why where it cannot;
             ``require`` captures the third step, or raises; ``off`` leaves all steps eager.
         verify: number of captured steps that are compared with the eager ones on the same batch and weights.
@@ -104,12 +110,32 @@ def adopt(
                 "torch.nn.utils.clip_grad_norm_ limits dense ones alone; make the table with sparse=False"
             )
     step_average = None if average is None else StepAverage(average, model)
-    user_step = UserStep(model, optimizers, loss, autocast, float(clip_norm), step_average)
+    step_ids = None if ids is None else _step_ids(ids, model, optimizers, average)
+    user_step = UserStep(model, optimizers, loss, autocast, float(clip_norm), step_average, step_ids)
 
     def trace(captures: Captures, selects: bool) -> ForwardTrace:
         return ForwardTrace(captures, user_step, selects=selects)
 
     return AdoptedStep(user_step, trace, rows=rows, compile_=compile, verify=verify, patience=patience)
+
+
+def _step_ids(
+    ids: Mapping[str, Dynamic] | DynamicEmbeddings,
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    average: AveragedModel | None,
+) -> StepIds:
+    if average is not None:
+        raise CannotAdopt(
+            "ids= with average=: the average of a row would go on from that of an evicted id; leave average out"
+        )
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise CannotAdopt(
+            "ids= on several ranks: local SGD would average rows of ids that begin anew; train on one process, or with "
+            "DynamicIdLoader and hybrid_parallel"
+        )
+    embeddings = ids if isinstance(ids, DynamicEmbeddings) else DynamicEmbeddings(model, optimizers, ids)
+    return StepIds(embeddings)
 
 
 class AdoptedStep:
@@ -120,6 +146,7 @@ class AdoptedStep:
 
     Attributes:
         optimizers: the user's optimizers.
+        ids: the embeddings with dynamic ids, whose state belongs into a checkpoint; None without.
         after_step: functions called after each step, such as those of :class:`~torchrec_ext.distributed.LocalSGD`.
     """
 
@@ -136,6 +163,7 @@ class AdoptedStep:
         self._rank_step = rank_step
         self._make_trace = make_trace
         self.optimizers = tuple(rank_step.optimizers)
+        self.ids = rank_step.ids.embeddings if rank_step.ids is not None else None
         self.after_step: list[Callable[[], None]] = []
         self._policy = CapturePolicy(compile_, rank_step.note, patience=patience)
         if compile_ == "off":
@@ -200,7 +228,12 @@ class AdoptedStep:
         if self._broken:
             raise RuntimeError(self._broken)
         self._rank_step.number += 1
+        ids = self._rank_step.ids
+        if ids is not None:
+            ids.begin_step()
         result = self._any_step(batch)
+        if ids is not None:
+            ids.end_step()
         self._verification.end_step()
         for call in self.after_step:
             call()
@@ -461,7 +494,8 @@ class EagerWatch:
 
     def _observed(self, batch: AnyBatch) -> tuple[Tensor, Any]:
         args = batch.args()
-        watch = ForwardWatch(self._rank_step.model, args)
+        ids = self._rank_step.ids
+        watch = ForwardWatch(self._rank_step.model, args, ids.weights if ids is not None else ())
         result = self._rank_step.eager(GivenBatch(args), watch)
         seconds = self._policy.eager_seconds
         seconds.append(seconds[-1])  # the watch takes time, so this step is not timed

@@ -22,6 +22,7 @@ from torchrec_ext.adopt.average import StepAverage
 from torchrec_ext.adopt.checks import ForwardWatch, check_model, loss_and_output, update_rules
 from torchrec_ext.adopt.errors import CannotAdopt
 from torchrec_ext.adopt.graph import LossFunction
+from torchrec_ext.adopt.ids import StepIds
 from torchrec_ext.adopt.source import AdoptedSource, AnyBatch
 from torchrec_ext.capture.executors import StepEngine, engine_for
 from torchrec_ext.capture.memory import StepMemory
@@ -44,11 +45,13 @@ class RankStep(ABC):
         dense_tables: tables to update as dense layers, each with the reason.
         clips_tables: whether the limit on the norm counts tables, so that none is updated row by row.
         average: the average of the weights that each step updates, or None.
+        ids: the dynamic ids of embeddings, or None.
     """
 
     number = 0
     clips_tables = False
     average: StepAverage | None = None
+    ids: StepIds | None = None
 
     def __init__(
         self,
@@ -104,6 +107,8 @@ class RankStep(ABC):
 
     def forward_error(self, batch: AnyBatch) -> Exception | None:
         """Returns the error of the user's own forward on a batch: it says more than that of a captured step."""
+        if self.ids is not None:
+            self.ids.repeat()
         try:
             with torch.no_grad():
                 self.loss(*batch.args())
@@ -134,6 +139,7 @@ class UserStep(RankStep):
         autocast: makes the context of the forward.
         clip_norm: limit of the gradients' norm; 0 for none.
         average: the average of the weights, or None.
+        ids: the dynamic ids, or None.
     """
 
     def __init__(
@@ -144,10 +150,12 @@ class UserStep(RankStep):
         autocast: Callable[[], AbstractContextManager[Any]],
         clip_norm: float,
         average: StepAverage | None,
+        ids: StepIds | None,
     ) -> None:
         super().__init__(model, optimizers, loss, autocast)
         self._clip_norm = clip_norm
         self.average = average
+        self.ids = ids
         self._pending: HostCopy | None = None  # loss of the step before, of a GPU
 
     def check(self) -> None:
@@ -162,6 +170,8 @@ class UserStep(RankStep):
 
     def eager(self, batch: AnyBatch, watch: ForwardWatch | None = None) -> tuple[Tensor, Any]:
         """Makes the user's own step; ``watch`` surrounds its forward."""
+        if self.ids is not None:
+            self.ids.repeat()
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         with watch or nullcontext(), self.autocast():

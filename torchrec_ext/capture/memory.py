@@ -394,8 +394,8 @@ class StepMemory:
             torch._foreach_copy_([rows, *state, last], [*new, now.expand(len(last))])
 
     @torch.no_grad()
-    def write_rows(self, name: str, rows: Tensor, value: Any) -> None:
-        """Brings some rows of a table up to date, then sets ``weight[rows] = value``."""
+    def update_rows(self, name: str, rows: Tensor) -> None:
+        """Brings some rows of a table up to date, (n,) int64."""
         parameter = self.tables[name]
         clock = self._rows[name]
         now = self._step.int()
@@ -405,7 +405,6 @@ class StepMemory:
             for target, values in zip((parameter.weight, *parameter.state), new, strict=True):
                 target[rows] = values
         clock.since[rows] = now
-        parameter.weight[rows] = value
 
     def mark_rows_current(self, name: str, rows: Tensor) -> None:
         """Marks rows of a table as up to date, (n,) int64, after somebody else has written them and their state."""

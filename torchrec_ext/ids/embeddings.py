@@ -70,49 +70,86 @@ class DynamicEmbeddings:
         }
         self.ids = DynamicIds(tables, every=every, group=group)
         self._is_new_step = True
+        self._reader: Reader | None = None
         self._hooks: list[Any] = []
         for path, module in self._modules.items():
             self._hooks.append(module.register_forward_pre_hook(partial(self._read, path)))
         # Several optimizers step one after the other, and the last one ends the step.
-        self._hooks.append(self._optimizers[-1].register_step_post_hook(self._end_step))
+        self._step_hook = self._optimizers[-1].register_step_post_hook(self._end_step)
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The weights of the embeddings."""
+        return [module.weight for module in self._modules.values()]
 
     def remove(self) -> None:
         """Lets the embeddings take rows again."""
-        for hook in self._hooks:
+        for hook in (*self._hooks, self._step_hook):
             hook.remove()
+
+    def read_by(self, reader: Reader) -> Callable[[], None]:
+        """Makes look-ups call ``reader`` in place of :meth:`rows`.
+
+        Returns:
+            A function that ends a step; the optimizer's own steps no longer do so.
+        """
+        self._reader = reader
+        self._step_hook.remove()
+        return self._end_step
 
     def _end_step(self, *_: object) -> None:
         self._is_new_step = True
 
     def _read(self, path: str, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        ids, *rest = inputs
+        if self._reader is not None:
+            return self._reader(path, ids, module.training), *rest
         if torch.compiler.is_compiling():
             raise RuntimeError(f"'{path}' has dynamic ids, which a compiled model cannot count; compile the rest of it")
-        raw, *rest = inputs
-        if raw.is_floating_point():
-            raise ValueError(f"'{path}': ids are {raw.dtype}, must be whole numbers; convert them where they are read")
-        ids = raw.long().cpu()
+        return self.rows(path, ids, is_training=module.training), *rest
+
+    def rows(self, path: str, ids: Tensor, *, is_training: bool) -> Tensor:
+        """Returns the rows of ids that an embedding is called with, of the same shape.
+
+        Args:
+            path: path of the embedding.
+            ids: whole numbers of any shape.
+            is_training: whether ids are counted, admitted and evicted, and rows begun anew.
+
+        Raises:
+            ValueError: ids that are no whole numbers.
+        """
+        if ids.is_floating_point():
+            raise ValueError(f"'{path}': ids are {ids.dtype}, must be whole numbers; convert them where they are read")
+        raw = ids.long().cpu()
         if self._modules[path].padding_idx is not None:
-            ids = torch.where(ids == 0, EMPTY, ids)
-        if not module.training:
-            return self.ids.rows({path: ids})[path].to(raw.device), *rest
-        rows, notes = self.ids.step({path: ids}, again=not self._is_new_step)
+            raw = torch.where(raw == 0, EMPTY, raw)
+        if not is_training:
+            return self.ids.rows({path: raw})[path].to(ids.device)
+        rows, notes = self.ids.step({path: raw}, again=not self._is_new_step)
         self._is_new_step = False
         for note in notes:
             self._begin_rows(note)
-        return rows[path].to(raw.device), *rest
+        return rows[path].to(ids.device)
 
     @torch.no_grad()
     def _begin_rows(self, note: Fresh) -> None:
-        weight = self._modules[note.table].weight
-        rows = note.rows.to(weight.device)
-        if not len(rows):
+        if not len(note.rows):
             return
-        weight[rows] = self._begin(note.table, note.ids).to(weight)
-        for optimizer in self._optimizers:
-            for value in optimizer.state.get(weight, {}).values():
-                # A number of steps belongs to the whole table.
-                if isinstance(value, Tensor) and value.dim() and len(value) == len(weight):
-                    value[rows] = 0
+        weight = self._modules[note.table].weight
+        # An adopted step may update rows later: a look at a whole tensor would update all of them first.
+        with torch._C.DisableTorchFunctionSubclass():
+            rows = note.rows.to(weight.device)
+            values = self._begin(note.table, note.ids).to(weight)
+            states = []
+            for optimizer in self._optimizers:
+                for value in optimizer.state.get(weight, {}).values():
+                    # A number of steps belongs to the whole table.
+                    if isinstance(value, Tensor) and value.dim() and len(value) == len(weight):
+                        states.append(value)
+        weight[rows] = values
+        for state in states:
+            state[rows] = 0
 
     def _drawn(self, path: str, ids: Tensor) -> Tensor:
         mean, deviation = self._moments[path]
@@ -123,11 +160,13 @@ class DynamicEmbeddings:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the ids, for ``torch.save`` beside the model's; all ranks call it."""
-        return self.ids.state_dict()
+        return {**self.ids.state_dict(), "moments": self._moments}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues with saved ids; load the model's and the optimizer's state with them."""
         self.ids.load_state_dict(state)
+        # Fresh rows go on as those before the save, which an older state does not say.
+        self._moments = dict(state.get("moments", self._moments))
         self._is_new_step = True
 
 
@@ -148,6 +187,12 @@ def _embedding(
         raise ValueError(
             f"'{path}': padding_idx={module.padding_idx}: must be 0 or None, since row 0 is that of ids without a row"
         )
+    for other_path, other in embeddings.items():
+        if other is not module and other.weight is module.weight:
+            raise ValueError(
+                f"'{path}' shares its weight with '{other_path}', whose ids would need the same rows; look both up by "
+                "one nn.Embedding"
+            )
     held = {id(weight) for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"]}
     if id(module.weight) not in held:
         raise ValueError(f"'{path}': the optimizer does not hold its weight; pass the optimizer that updates it")
@@ -155,3 +200,5 @@ def _embedding(
 
 
 _KINDS = (nn.Embedding, nn.EmbeddingBag)
+# (path, ids, whether the embedding is in training mode) -> rows
+Reader = Callable[[str, Tensor, bool], Tensor]
