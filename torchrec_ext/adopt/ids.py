@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchrec_ext.adopt.graph import ForwardGraph, the_rows
-from torchrec_ext.adopt.source import AnyBatch, tensors_of
+from torchrec_ext.adopt.source import AnyBatch, graph_inputs
 from torchrec_ext.ids import DynamicEmbeddings
 
 
@@ -69,7 +69,7 @@ class StepIds:
         if not graph.row_nodes:
             return []
         rows = []
-        for node, ids in zip(graph.row_nodes, graph.raw_ids(*tensors_of(graph, batch, tensors)), strict=True):
+        for node, ids in zip(graph.row_nodes, graph.raw_ids(*graph_inputs(graph, batch, tensors)), strict=True):
             _, path, is_training = node.args
             rows.append(self._rows_of(path, ids, is_training=is_training))
         return rows

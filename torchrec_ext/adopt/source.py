@@ -119,7 +119,7 @@ class GraphCall(NamedTuple):
         return [self.tensors[index].detach() for index in self.graph.outer]
 
 
-def tensors_of(graph: ForwardGraph, batch: AnyBatch, tensors: Sequence[Tensor]) -> list[Tensor]:
+def graph_inputs(graph: ForwardGraph, batch: AnyBatch, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Returns the inputs of a graph; Dynamo found those of some batch if this one is made inside the step."""
     inputs = list(tensors)
     if isinstance(batch, DrawnBatch):
