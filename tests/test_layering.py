@@ -29,7 +29,8 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "batch": BASE,
     "tensor_file": set(),
     "sealed": set(),
-    "ids": {"batch"},
+    # `retrieval.store.ids` hashes strings, with numpy alone.
+    "ids": {"batch", "retrieval.store.ids"},
     "data": BASE | {"ids"},
     "modules": BASE,
     "models": BASE | {"modules"},

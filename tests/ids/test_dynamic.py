@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,6 +59,7 @@ def equals_a_dictionary(policy: Dynamic, every: int, *, batches: int, size: int)
 
 
 @pytest.mark.unit
+@pytest.mark.filterwarnings("ignore:table 'users'|table 'items'")
 @pytest.mark.parametrize("name", POLICIES)
 def test_it_equals_a_dictionary(name: str) -> None:
     counts = equals_a_dictionary(*POLICIES[name], batches=40, size=240)
@@ -186,7 +188,7 @@ def test_rows_are_given_once_and_spread(capacity: int) -> None:
 @pytest.mark.unit
 def test_a_table_that_has_grown_keeps_its_ids_and_gives_its_new_rows_once() -> None:
     ids = _ids(20)
-    ids.step({"a": torch.arange(100, 130)})
+    ids.step({"a": torch.arange(100, 119)})
     live, rows = ids.live_ids("a")
     grown = _ids(50)
     grown.load_state_dict(ids.state_dict())
@@ -221,7 +223,14 @@ def test_the_reserved_id_reads_row_0_for_ever() -> None:
         (lambda: DynamicIds({}), "name at least one table"),
         (lambda: DynamicIds({"a": Dynamic(capacity=9)}, every=0), "every=0: must be 1 step or more"),
         (lambda: _ids().rows({"b": torch.tensor([1])}), "table 'b' has no dynamic ids; the tables are a"),
-        (lambda: _ids().step({"a": torch.tensor([1.0])}), "table 'a': ids are torch.float32, must be int64"),
+        (lambda: _ids().step({"a": torch.tensor([1.0])}), "table 'a': ids are torch.float32, must be an int64 tensor"),
+        (lambda: _ids().step({"a": torch.tensor([1], dtype=torch.int32)}), "ids are torch.int32, must be an int64"),
+        (lambda: _ids().step({"a": ["anna"]}), "ids are a list, must be an int64 tensor; convert them where they are"),  # type: ignore[dict-item]
+        (lambda: _ids().load_state_dict(_damaged(score=float("nan"))), "table 'a': 1 saved scores are not finite"),
+        (
+            lambda: _ids().load_state_dict(_damaged(seen=99)),
+            "an id was seen at step 99, but the saved clock",
+        ),
         (lambda: _ids(8).load_state_dict(_ids().state_dict()), "capacity=8, but 9 rows were saved; a table may only"),
         (lambda: _ids().load_state_dict(_ids(name="b").state_dict()), "the saved ids are of tables b, not of a"),
     ],
@@ -231,6 +240,40 @@ def test_what_cannot_be_is_refused_in_one_line(make: Any, message: str) -> None:
         make()
     assert message in str(error.value)
     assert len(str(error.value)) <= 200
+
+
+def _damaged(**values: Any) -> dict[str, Any]:
+    """A saved state in which a row has a wrong value."""
+    ids = _ids()
+    ids.step({"a": torch.tensor([5])})
+    state = ids.state_dict()
+    for name, value in values.items():
+        state["tables"]["a"][name][3] = value
+    return state
+
+
+@pytest.mark.unit
+def test_fewer_rows_than_a_batch_has_ids_are_said_once_and_lose_nothing() -> None:
+    ids = _ids(4)
+    with pytest.warns(UserWarning, match="table 'a': capacity=4 is below what step 1 needs: 2 new ids") as warned:
+        rows, _ = ids.step({"a": torch.arange(5)})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ids.step({"a": torch.arange(5)})
+    assert len(warned) == 1
+    assert len(str(warned[0].message)) <= 200
+    assert sorted(rows["a"].tolist()) == [0, 0, 1, 2, 3]
+    assert ids.figures()["ids_refused"] == 4
+
+
+@pytest.mark.unit
+def test_a_state_that_is_refused_changes_nothing() -> None:
+    ids = _ids()
+    ids.step({"a": torch.arange(3)})
+    before = copy.deepcopy(ids.state_dict())
+    with pytest.raises(ValueError, match="not finite"):
+        ids.load_state_dict(_damaged(score=float("nan")))
+    assert _same(ids.state_dict(), before)
 
 
 def _ids(capacity: int = 9, name: str = "a") -> DynamicIds:

@@ -201,6 +201,10 @@ def test_rows_begin_as_the_weights_were_drawn() -> None:
         ({"user": Dynamic(capacity=5)}, "'user': capacity=5, but the embedding has 90 rows"),
         ({"padded": Dynamic(capacity=FEW)}, "'padded': padding_idx=3: must be 0 or None"),
         ({"left_out": Dynamic(capacity=FEW)}, "'left_out': the optimizer does not hold its weight"),
+        (
+            {"tied": Dynamic(capacity=FEW), "user": Dynamic(capacity=FEW, evict="lru")},
+            "'tied' shares its weight with 'user', whose ids would need the same rows",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(tables: Any, message: str) -> None:
@@ -208,6 +212,8 @@ def test_what_cannot_be_is_refused_in_one_line(tables: Any, message: str) -> Non
     model.padded = nn.Embedding(FEW, 2, padding_idx=3)
     optimizer = torch.optim.SGD(model.parameters())
     model.left_out = nn.Embedding(FEW, 2)
+    model.tied = nn.Embedding(FEW, WIDTH)
+    model.tied.weight = model.user.weight
     with pytest.raises(ValueError, match=r".") as error:
         DynamicEmbeddings(model, optimizer, tables)
     assert message in str(error.value)

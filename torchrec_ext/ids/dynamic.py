@@ -11,6 +11,7 @@ are over integers, ties go to the lowest row, and new ids are taken in the order
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -82,6 +83,7 @@ class DynamicIds:
         for start, (name, policy) in zip(starts, tables.items(), strict=False):
             rows = slice(start, start + policy.capacity)
             self._tables.append(RowPool(name, policy, self._sightings[rows], self._seen[rows]))
+        self._warned: set[str] = set()
         self._index = self._new_index()
 
     def _new_index(self) -> IdIndex:
@@ -129,9 +131,11 @@ class DynamicIds:
         if unknown:
             self._table(unknown[0])
         for name, values in ids.items():
-            if values.dtype != torch.int64:
+            kind = values.dtype if isinstance(values, Tensor) else f"a {type(values).__name__}"
+            if kind != torch.int64:
                 raise ValueError(
-                    f"table '{name}': ids are {values.dtype}, must be int64; convert them where they are read"
+                    f"table '{name}': ids are {kind}, must be an int64 tensor; convert them where they are read, "
+                    "strings by string_ids()"
                 )
         pieces = [ids[name].reshape(-1) for name in self.names if name in ids]
         layout = self._index.layout([ids[name].numel() if name in ids else 0 for name in self.names])
@@ -204,6 +208,8 @@ class DynamicIds:
         for index, table in enumerate(self._tables):
             chosen = (ready & (number == index)).nonzero().squeeze(1)
             free = self._take(table, len(chosen), changes)
+            if len(free) < len(chosen):
+                self._warn_of_refused(table, len(chosen), len(free))
             self.counts["refused"] += len(chosen) - len(free)
             chosen = chosen[: len(free)]
             rows[chosen] = free
@@ -223,6 +229,16 @@ class DynamicIds:
             if table.candidates > table.policy.most_candidates:
                 self._forget(index)
         return rows
+
+    def _warn_of_refused(self, table: RowPool, asked: int, free: int) -> None:
+        """Says once for each table that rows were too few."""
+        if table.name not in self._warned:
+            self._warned.add(table.name)
+            warnings.warn(
+                f"table '{table.name}': capacity={table.policy.capacity:,} is below what step {self.now:,} needs: "
+                f"{asked - free:,} new ids read row 0 and were not admitted; make the table larger",
+                stacklevel=2,
+            )
 
     def _take(self, table: RowPool, count: int, changes: _Changes) -> Tensor:
         """Returns up to ``count`` free rows; evicts if there are not as many."""
@@ -278,7 +294,7 @@ class DynamicIds:
         """Continues from a state of :meth:`state_dict`, on any number of ranks; a table may have more rows than before.
 
         Raises:
-            ValueError: the state is of other tables, or of more rows.
+            ValueError: the state is of other tables, of more rows, or damaged.
         """
         saved = state["tables"]
         if list(saved) != self.names:
@@ -288,8 +304,9 @@ class DynamicIds:
             if capacity > table.policy.capacity:
                 raise ValueError(
                     f"table '{table.name}': capacity={table.policy.capacity:,}, but {capacity:,} rows were saved; a "
-                    f"table may only grow: set capacity={capacity} or more"
+                    f"table may only grow: set capacity={capacity} or more, or see ids.resized()"
                 )
+            _check_saved(table.name, saved[table.name], state["now"])
         self.now = state["now"]
         self.counts = dict(state["counts"])
         is_first = self._world_size == 1 or dist.get_rank(self._group) == 0
@@ -329,6 +346,22 @@ class _Changes:
             if len(rows) or len(evicted):
                 notes.append(Fresh(name, rows, ids, evicted))
         return tuple(notes)
+
+
+def _check_saved(name: str, saved: Mapping[str, Any], now: int) -> None:
+    """Refuses a saved table by which no eviction could be decided."""
+    wrong = int((~saved["score"].isfinite()).sum())
+    if wrong:
+        raise ValueError(
+            f"table '{name}': {wrong:,} saved scores are not finite, so that no eviction can be decided; load an "
+            "earlier checkpoint"
+        )
+    last = int(saved["seen"].max())
+    if last > now:
+        raise ValueError(
+            f"table '{name}': an id was seen at step {last:,}, but the saved clock stands at {now:,}; load the ids of "
+            "one checkpoint, whose clock goes with them"
+        )
 
 
 def _sightings_of(values: Tensor) -> Tensor:

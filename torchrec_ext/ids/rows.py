@@ -112,7 +112,7 @@ class RowPool:
             dist.all_reduce(self._seen, dist.ReduceOp.MAX, group=group)
         # Look-ups that found no row are sightings of row 0.
         lookups = int(self._sightings.sum())
-        decay = 0.5 ** (lookups / (self.policy.half_life * self.policy.capacity))
+        decay = sightings_decay(lookups, self.policy.half_life, self.policy.capacity)
         self._score.mul_(decay).add_(self._sightings)
         self._sightings.zero_()
 
@@ -146,6 +146,11 @@ class RowPool:
             # The order of a larger table is another, in which rows with an id stand anywhere.
             every_row = self._never_used(self.policy.capacity - 1)
             self._freed = every_row[self.id_of[every_row] == EMPTY]
+
+
+def sightings_decay(lookups: int, half_life: float, capacity: int) -> float:
+    """Returns the share of a score that is left after ``lookups`` look-ups."""
+    return float(0.5 ** (lookups / (half_life * capacity)))
 
 
 def spread_rows(places: Tensor, capacity: int) -> Tensor:
