@@ -16,18 +16,14 @@ from torchrec_ext.data.datasets.streamed import StreamedData
 from torchrec_ext.data.loader.dynamic_ids import DynamicIdLoader
 from torchrec_ext.data.preprocess import Categorify, FittedPreprocessor, Step, Vocabulary
 from torchrec_ext.data.preprocess.columns import raw_type
-from torchrec_ext.ids import DynamicIds
+from torchrec_ext.ids import DynamicIds, string_ids
 from torchrec_ext.ids.index import EMPTY
 from torchrec_ext.retrieval.bundle.manifest import BundleError
-from torchrec_ext.retrieval.store.ids import hashed
 from torchrec_ext.schema import DataError
 from torchx_apps.tasks.export_data import ExportData
 
 if TYPE_CHECKING:
     from torchx_apps.tasks.task import Task
-
-# One hash function for all runs: a text has one id on every day.
-_KEY = b"torchrec_ext ids"
 
 
 def numbered(values: pa.Array) -> Tensor:
@@ -42,17 +38,13 @@ def numbered(values: pa.Array) -> Tensor:
     """
     if pa.types.is_integer(values.type):
         return torch.from_numpy(values.fill_null(EMPTY).to_numpy(zero_copy_only=False).astype(np.int64))
-    texts = values.drop_null().cast(pa.large_string())
-    _, offsets, content = texts.buffers()
-    places = np.frombuffer(offsets, np.int64, len(texts) + 1, 8 * texts.offset)
-    hashes = hashed(places, np.frombuffer(content or b"", np.uint8), _KEY).view(np.int64)
-    order = hashes.argsort()
-    twice = np.flatnonzero(hashes[order[1:]] == hashes[order[:-1]])
+    ids = string_ids(values)
+    numbers = ids.numpy()
+    order = numbers.argsort()
+    twice = np.flatnonzero((numbers[order[1:]] == numbers[order[:-1]]) & (numbers[order[1:]] != EMPTY))
     if len(twice):
-        pair = [texts[int(place)].as_py() for place in order[twice[0] : twice[0] + 2]]
+        pair = [values[int(place)].as_py() for place in order[twice[0] : twice[0] + 2]]
         raise DataError(f"ids: the texts {pair[0]!r} and {pair[1]!r} have one 64-bit hash; rename one of them")
-    ids = torch.full((len(values),), EMPTY)
-    ids[torch.from_numpy(values.is_valid().to_numpy(zero_copy_only=False))] = torch.from_numpy(hashes)
     return ids
 
 
