@@ -1,12 +1,13 @@
 """Writes what the documents say of code and of measured figures: `python tools/docs.py [--check]`.
 
-docs/settings.md lists every key of every recipe, docs/benchmarks.md every row of benchmarks/results; the tables between
-`<!-- NAME: by tools/docs.py -->` and `<!-- /NAME -->` in README.md and docs are made from results too. `--check` writes
-nothing and fails where a page is not what it would be.
+docs/settings.md lists every key of every recipe, docs/benchmarks.md every row of benchmarks/results, and docs/reference
+every flag and every exported name. The tables between `<!-- NAME: by tools/docs.py -->` and `<!-- /NAME -->` in the
+README and docs are made from results too. `--check` writes nothing and fails where a page is not what it would be.
 """
 
 import argparse
 import ast
+import importlib.util
 import itertools
 import json
 import re
@@ -15,11 +16,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torchx_apps import serve
 from torchx_apps.cli.command_line import SettingKey, setting_keys
 from torchx_apps.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
+API = DOCS / "reference" / "api"
 RESULTS = ROOT / "benchmarks" / "results"
 GPU = RESULTS / "gpu" / "tests.json"  # outcomes of tests on a GPU, by benchmarks/gpu.py
 SIMULATED = RESULTS / "simulated"  # those on devices that do not exist, by tools/simulated.py
@@ -400,11 +403,163 @@ def _table(rows: Iterable[tuple[SettingKey, str]]) -> list[str]:
     return lines
 
 
+class Export(NamedTuple):
+    """A name that a package exports.
+
+    Args:
+        name: the name.
+        summary: first paragraph of its docstring.
+        directive: Sphinx' directive that describes it.
+    """
+
+    name: str
+    summary: str
+    directive: str
+
+
+def exports(package: str) -> list[Export]:
+    """Returns the names of a package's ``__init__.pyi``, read without importing it.
+
+    Example:
+        >>> [each.name for each in exports("torchrec_ext.networks")]
+        ['Codistillation', 'Member', 'Stack', 'StackError', 'train_stack']
+    """
+    modules: dict[str, str] = {}
+    for node in _tree(package, "__init__.pyi").body:
+        if isinstance(node, ast.ImportFrom):
+            module = importlib.util.resolve_name(f"{'.' * node.level}{node.module}", package)
+            modules |= {alias.name: module for alias in node.names}
+    return [_export(name, modules[name]) for name in sorted(modules)]
+
+
+def _tree(module: str, file: str = "") -> ast.Module:
+    path = ROOT.joinpath(*module.split("."))
+    return ast.parse((path / file if file else path.with_suffix(".py")).read_text())
+
+
+def _summary(node: ast.Module | ast.ClassDef | ast.FunctionDef) -> str:
+    return " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
+
+
+def _export(name: str, module: str) -> Export:
+    tree = _tree(module)
+    defined = {node.name: node for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+    if name in defined:
+        node = defined[name]
+        if isinstance(node, ast.FunctionDef):
+            return Export(name, _summary(node), f".. autofunction:: {name}")
+        return Export(name, _summary(node), f".. autoclass:: {name}\n   :members:")
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and name in [alias.name for alias in node.names]:
+            return _export(name, str(node.module))
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+            value = ast.unparse(node.value)
+            if not isinstance(node.value, ast.Call):
+                return Export(name, f"a type: `{value}`", f".. data:: {name}\n\n   ``{value}``")
+            # An object that is called, such as `why_slow`: its class is described.
+            maker = ast.unparse(node.value.func)
+            directive = (
+                f".. data:: {name}\n\n.. autoclass:: {module}.{maker}\n   :members:\n   :special-members: __call__"
+            )
+            return Export(name, _summary(defined[maker]), directive)
+    raise ValueError(f"{module} does not define {name}, which a package exports")
+
+
+def api_pages() -> Iterator[tuple[Path, str]]:
+    """A page for each package with its exported names; a name of several packages is described by a subpackage."""
+    packages = [f"torchrec_ext.{path.parent.name}" for path in sorted(ROOT.glob("torchrec_ext/*/__init__.pyi"))]
+    homes: dict[str, str] = {}
+    for package in [*packages, "torchrec_ext"]:
+        homes |= {export.name: package for export in exports(package) if export.name not in homes}
+    for package in ["torchrec_ext", *packages]:
+        lines = [f"# {package}", "", _summary(_tree(package, "__init__.py")), ""]
+        lines += ["| name | what it is | described |", "|---|---|---|"]
+        directives: list[str] = []
+        for export in exports(package):
+            home = homes[export.name]
+            link = f"in [{home}]({home.rpartition('.')[2]}.md)"
+            if home == package:
+                link = "below"
+                directives += ["", export.directive]
+            summary = re.sub(r":\w+:`~?([\w.]+)`", r"`\1`", export.summary).replace("``", "`").replace("|", "\\|")
+            lines.append(f"| `{export.name}` | {summary} | {link} |")
+        lines += ["", "```{eval-rst}", f".. currentmodule:: {package}", *directives, "```"]
+        yield API / f"{package.rpartition('.')[2]}.md", MADE + "\n".join(lines) + "\n"
+
+
+# Flags that say where and with what a job runs: one list for all components.
+_WHERE = ("args", "j", "threads", "max_retries", "name", "image", "h", "cpu", "gpu", "memMB", "env", "mounts")
+_WHERE += ("rdzv_port", "debug")
+
+
+def cli_page() -> str:
+    """Every component with its flags, read from its source, and the flags of the server."""
+    lines = [
+        "# Command line",
+        "",
+        "`torchx run COMPONENT FLAGS` starts a job. `COMPONENT --help` prints these lists, and `torchx builtins` the",
+        "components. `--set KEY=VALUE` changes a [setting](../settings.md) of a recipe. Flags behind",
+        "`--` belong to the app that the job starts.",
+    ]
+    places: dict[str, str] = {}
+    for file in sorted((ROOT / "components").glob("*.py")):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                group = [] if file.stem == "__init__" else [file.stem]
+                meanings = _meanings(node)
+                defaults = _defaults(node)
+                places |= {flag: meanings[flag] for flag in meanings if flag in _WHERE and flag != "args"}
+                own = [flag for flag in meanings if flag not in _WHERE]
+                lines += ["", f"## {'.'.join(['rec', *group, node.name])}", "", f"{_summary(node)}", ""]
+                lines += ["| flag | default | meaning |", "|---|---|---|"]
+                lines += [f"| `--{flag}` | {defaults[flag]} | {_cell(meanings[flag])} |" for flag in own]
+    lines += [
+        "",
+        "## Where a job runs",
+        "",
+        "Flags of every component that has them:",
+        "",
+        "| flag | meaning |",
+        "|---|---|",
+    ]
+    lines += [f"| `{'-' if flag in ('j', 'h') else '--'}{flag}` | {_cell(text)} |" for flag, text in places.items()]
+    lines += ["", "## rec.serve.http, behind `--`", "", "The server's own flags:", "", "| flag | default | meaning |"]
+    lines += ["|---|---|---|"]
+    for action in serve._parser()._actions:
+        if action.option_strings and action.dest != "help":
+            default = "" if action.default in (None, []) else f"`{action.default}`"
+            lines.append(f"| `{action.option_strings[-1]}` | {default} | {_cell(action.help or '')} |")
+    return MADE + "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|").replace("*", "\\*")
+
+
+def _meanings(node: ast.FunctionDef) -> dict[str, str]:
+    """Returns the arguments in a Google docstring with what is said of each."""
+    section = (ast.get_docstring(node) or "").partition("\nArgs:\n")[2].partition("\n\n")[0]
+    parts = re.split(r"^ {4}(\w+): ", section, flags=re.MULTILINE)[1:]
+    return {name: " ".join(text.split()) for name, text in zip(parts[::2], parts[1::2], strict=True)}
+
+
+def _defaults(node: ast.FunctionDef) -> dict[str, str]:
+    values = [None] * (len(node.args.args) - len(node.args.defaults)) + node.args.defaults
+    pairs = [*zip(node.args.args, values, strict=True), *zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)]
+    defaults = {}
+    for argument, value in pairs:
+        text = "required" if value is None else ast.unparse(value).strip("'\"")
+        defaults[argument.arg] = text if text == "required" else "" if text in ("None", "") else f"`{text}`"
+    return defaults
+
+
 def pages() -> Iterator[tuple[Path, str]]:
     """Every page with generated content, and what it would be."""
     yield DOCS / "benchmarks.md", benchmarks_page()
     yield DOCS / "settings.md", settings_page()
-    for path in (ROOT / "README.md", *sorted(DOCS.glob("*.md"))):
+    yield DOCS / "reference" / "cli.md", cli_page()
+    yield from api_pages()
+    for path in (ROOT / "README.md", *sorted(DOCS.rglob("*.md"))):
         if "by tools/docs.py -->" in (text := path.read_text()):
             yield path, with_tables(text)
 
