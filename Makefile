@@ -28,7 +28,7 @@ unexport PYTHONPATH PYTHONHOME PIP_USER PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-slow test-slurm lint bench gpu clean
+.PHONY: help demo test test-slow test-slurm lint docs bench gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -49,6 +49,12 @@ lint: $(STAMP) ## ruff check, ruff format --check, mypy --strict
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+
+docs: $(STAMP) ## build the site of docs/ into build/docs; needs no network once its tools are installed
+	@$(BIN)/python -c 'import furo, myst_parser, sphinx' 2>/dev/null || \
+		$(BIN)/python -m torchrec_ext.doctor --install --editable '.[$(EXTRAS),docs]'
+	@$(WITH_VENV) $(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going docs build/docs
+	@echo "open build/docs/index.html"
 
 bench: $(STAMP) ## every benchmark in three rounds, 45 minutes or so, on a machine that does nothing else; writes benchmarks/results
 	@$(BIN)/python -c 'import duckdb, faiss, onnxruntime' 2>/dev/null || \

@@ -69,7 +69,7 @@ def adopt(
         optimizer: optimizers of the model's parameters: Adam, AdamW, Adagrad or SGD.
         loss: takes a batch and returns the loss, (), or a tuple of the loss and a tree of tensors.
         rows: the :class:`Rows` whose batches :meth:`AdoptedStep.epoch` trains on, made inside the step.
-        clip_norm: limit of the gradients' norm, as of torch.nn.utils.clip_grad_norm_; 0 for none.
+        clip_norm: limit of the gradients' norm, as of ``torch.nn.utils.clip_grad_norm_``; 0 for none.
         autocast: makes the context of the forward, such as ``lambda: torch.autocast("cpu", torch.bfloat16)``.
         average: the user's average of the weights, exponential or equal, which each step updates: its
             ``update_parameters`` must not be called besides.

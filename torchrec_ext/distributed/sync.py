@@ -314,7 +314,9 @@ class LocalSGD(EveryStep):
         ValueError: ``warmup`` is less than one step: DDP records its graph in the first; a module that is not
             sharded is in DistributedDataParallel, is not the same on all ranks, or has no process group.
 
-    Example: (after ``model, optimizer = hybrid_parallel(...)``)
+    Example::
+
+        # after model, optimizer = hybrid_parallel(...)
         with LocalSGD(model, optimizer, every=32) as ranks:
             for batch in loader:  # any loop that calls optimizer.step(), a pipeline's too
                 ...

@@ -66,7 +66,7 @@ def adopt_towers(
         towers: rank of each sub-network by the path of its module, such as ``{"user": 0, "item": 1}``. Ranks may have
             several, or none: everything outside of the towers runs on all ranks, each with its share of the rows.
         example: a batch of B rows, the same on all ranks: tensors with B rows, also in tuples, lists or dicts.
-        clip_norm: limit of the norm of all ranks' gradients, as of torch.nn.utils.clip_grad_norm_; 0 for none.
+        clip_norm: limit of the norm of all ranks' gradients, as of ``torch.nn.utils.clip_grad_norm_``; 0 for none.
         compile: ``auto`` captures each rank's part once eager steps have taken as long as a capture does, and says why
             where it cannot; ``require`` captures the third step, or raises; ``off`` leaves all steps eager.
         verify: number of captured steps that are compared with the eager ones on the same batch and weights.

@@ -53,7 +53,7 @@ class Bundle:
         manifest: digest, parity, recall and coverage.
         query: names of the query towers, in order.
         candidate: name of the candidate tower.
-        interaction: module over the outputs [*query towers, candidate].
+        interaction: module over the outputs ``[*query towers, candidate]``.
         projection: the interaction with its layers for candidates alone applied beforehand.
         store: the candidate tower's vectors by position; its ``ids`` are the catalogue's.
         projected: projected rows of the vectors, by position; the store itself if nothing is projected.
