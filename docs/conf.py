@@ -7,7 +7,7 @@ project = "torchrec_ext"
 copyright = "the authors of torchrec_ext"  # noqa: A001  (Sphinx' name)
 version = release = installed_version("torchrec-ext")
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_static"]
 # Blocks without a language show what a command prints.
 highlight_language = "text"

@@ -23,8 +23,16 @@ from tools.docs import main as write_docs
 
 CLONE = Path(__file__).resolve().parents[2]
 README = CLONE / "README.md"
-PAGES = [README, *sorted((CLONE / "docs").glob("*.md"))]
+DOCS = CLONE / "docs"
+# Pages of docs/reference/api are Sphinx' directives, written by tools/docs.py.
+PAGES = [README, *(page for page in sorted(DOCS.rglob("*.md")) if "```{eval-rst}" not in page.read_text())]
+PROGRAMS = re.compile(r"^```(python|sh)$", re.MULTILINE)
 LANGUAGES = {"python", "py", "sh", "console", ""}  # `py` is an excerpt
+
+
+def page_name(page: Path) -> str:
+    """The page's path in the clone without its ending."""
+    return str(page.relative_to(CLONE).with_suffix(""))
 
 
 @dataclass(frozen=True)
@@ -94,7 +102,7 @@ def run_program(program: Block, folder: Path) -> subprocess.CompletedProcess[str
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_every_block_says_what_it_is(page: Path) -> None:
     for each in blocks(page):
         assert each.language in LANGUAGES
@@ -102,15 +110,22 @@ def test_every_block_says_what_it_is(page: Path) -> None:
     assert page.read_text().count("```") == 2 * len(list(blocks(page)))
 
 
+def _without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```$|`[^`\n]*`", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
 @pytest.mark.unit
 def test_links_between_pages_lead_somewhere() -> None:
     for page in PAGES:
-        for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(#[^)]*)?\)", page.read_text()):
+        for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(#[^)]*)?\)", _without_code(page.read_text())):
             path = page.parent / target if target else page
             assert path.exists(), f"{page.name}: {target}"
             titles = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE) if anchor else []
             assert not anchor or anchor[1:] in [re.sub(r"[^\w -]", "", t).lower().replace(" ", "-") for t in titles]
-    assert {page.name for page in PAGES[1:]} == set(re.findall(r"\]\(docs/([\w.]+)\)", README.read_text()))
+    (index,) = (page for page in PAGES if page == DOCS / "index.md")
+    toctrees = re.findall(r"^:::\{toctree\}\n(?:^:[^\n]*\n)*\n(.*?)^:::$", index.read_text(), re.MULTILINE | re.DOTALL)
+    listed = {f"docs/{name}" for toctree in toctrees for name in toctree.split()}
+    assert listed == {page_name(page) for page in PAGES[1:] if page != index}
 
 
 @pytest.mark.unit
@@ -143,7 +158,7 @@ def test_a_loop_of_your_own_prints_its_loss_and_no_warning(folder: Path) -> None
 
 @pytest.mark.slow(minutes=0.8)
 @pytest.mark.launch
-@pytest.mark.parametrize("page", [page for page in PAGES if page != README], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [page for page in PAGES[1:] if PROGRAMS.search(page.read_text())], ids=page_name)
 def test_a_page_runs_from_top_to_bottom(page: Path, folder: Path) -> None:
     """What one block makes, such as a run folder or a bundle, the next ones take."""
     for each in blocks(page):
