@@ -14,11 +14,12 @@ from urllib.parse import unquote, urldefrag, urlparse
 
 import pytest
 
-from tests.browser import CHROMIUM, DESK, PHONE, needs_chromium
+from tests.browser import CHROMIUM, PHONE, needs_chromium
 from tests.launch.test_docs import CLONE, DOCS
 
 pytestmark = [pytest.mark.slow(minutes=1.5), pytest.mark.launch]
 SITE = CLONE / "build" / "docs"
+DESK = 1280  # pixels
 
 # Shows one page after another in a frame, and sends what it sees of them to the server, which ends the browser.
 DRIVER = """<!doctype html><body style="margin: 0"><iframe id="frame" style="border: 0" height="900"></iframe><script>
