@@ -7,6 +7,7 @@ from .exporting.export import export as export
 from .index.exact import ExactIndex as ExactIndex
 from .index.faiss import FaissIndex as FaissIndex
 from .scorer.requests import EmbedRequest as EmbedRequest
+from .scorer.requests import NearestRequest as NearestRequest
 from .scorer.requests import RecommendRequest as RecommendRequest
 from .scorer.requests import RequestError as RequestError
 from .scorer.requests import ScoreRequest as ScoreRequest

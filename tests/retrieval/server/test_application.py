@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("uvicorn", reason="needs the extra `serve`")
 pytest.importorskip("starlette", reason="needs the extra `serve`")
 pytest.importorskip("prometheus_client", reason="needs the extra `serve`")
 
 from tests.retrieval.server.running import Running, running_server
-from tests.retrieval.small_bundle import SmallBundle
+from tests.retrieval.small_bundle import FIRST_ITEM, SmallBundle
 from torchrec_ext.retrieval.bundle.bundle import Bundle
 from torchrec_ext.retrieval.scorer.requests import RecommendRequest
 from torchrec_ext.retrieval.server.queued_scorer import QueuedScorer
@@ -60,6 +61,35 @@ def test_recommend_answers_what_the_scorer_does(running: Running) -> None:
         "liked": expected.liked,
         "liked_titles": expected.liked_titles,
     }
+
+
+def test_nearest_items_are_those_with_the_greatest_cosine(running: Running, bundle: Bundle) -> None:
+    item = 1_004
+    answer = running.client().post("/v1/nearest", {"item": item, "k": 20, "titles": True}).json
+    vectors = bundle.store.rows(torch.arange(len(bundle.store)))
+    cosines = torch.cosine_similarity(vectors, vectors[item - FIRST_ITEM][None])
+    cosines[item - FIRST_ITEM] = -2
+    best = cosines.topk(20)
+    assert answer["items"] == (best.indices + FIRST_ITEM).tolist()
+    assert answer["scores"] == pytest.approx(best.values.tolist(), abs=1e-6)
+    assert answer["titles"] == bundle.items.titles_of(best.indices.numpy())
+    assert answer["bundle"] == bundle.manifest.digest
+
+
+def test_the_example_of_a_person_never_seen_is_answered(running: Running, bundle: Bundle) -> None:
+    served = running.client().get("/v1/bundle").json
+    assert served["example_user"] == {"age": 0.0, "history": []}
+    # These histories are of the tables' rows, which are no ids of this catalogue, so they have no titles.
+    assert served["known_values"] == {"history": list(range(1, len(bundle.store) + 1))}
+    assert served["known_titles"] == {}
+    assert served["manifest"]["certificate"]["calibrated"] is True
+    described = running.client().get("/openapi.json").json
+    history = described["components"] and described["paths"]["/v1/recommend"]["post"]["requestBody"]["content"]
+    history = history["application/json"]["schema"]["properties"]["user"]["properties"]["history"]
+    assert history["items"]["examples"] == list(range(1, 21))
+    for path in ("recommend", "score", "nearest", "embed"):
+        content = described["paths"][f"/v1/{path}"]["post"]["requestBody"]["content"]["application/json"]
+        assert running.client().post(f"/v1/{path}", content["example"]).status == 200
 
 
 def test_a_first_stage_that_misses_most_is_told(bundle: Bundle) -> None:
@@ -194,6 +224,12 @@ def test_score_and_embed(running: Running) -> None:
         ("recommend", {"user": {"user_id": 2**70}}, 422, "user.user_id: "),
         ("recommend", {"user": {"user_id": "\ud800"}}, 422, "user.user_id: "),
         ("score", {"user": {"user_id": USER}}, 422, "items: it is missing"),
+        ("nearest", {}, 422, "item: it is missing"),
+        ("nearest", {"item": 5}, 422, "item: '5' is not in the catalogue"),
+        ("nearest", {"item": "a"}, 422, "item: 'a' is a string; ids here are whole numbers"),
+        ("nearest", {"item": True}, 422, "item: it is true or false; must be an id, a whole number or a string"),
+        ("nearest", {"item": 2**63}, 422, "an id is beyond 64 bits"),
+        ("nearest", {"item": 1_001, "k": 0}, 422, "k: 0: must be 1 or more"),
         ("score", {"user": {"user_id": USER}, "items": []}, 422, "items: the list is empty"),
         (
             "embed",

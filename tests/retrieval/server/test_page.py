@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import subprocess
@@ -52,7 +53,8 @@ def shown(running: Running, path: str, profile: Path) -> str:
 
 def texts(dom: str, name: str) -> list[str]:
     return [
-        unescape(re.sub(r"<[^>]*>", "", found)) for found in re.findall(rf'<span class="{name}"[^>]*>(.*?)</span>', dom)
+        unescape(re.sub(r"<[^>]*>", "", found))
+        for _, found in re.findall(rf'<(span|button) class="{name}"[^>]*>(.*?)</\1>', dom)
     ]
 
 
@@ -62,6 +64,8 @@ def test_a_user_sees_what_was_liked_and_what_is_recommended(running: Running, tm
     answer = running.client().post("/v1/recommend", {"user": {"user_id": 7}, "k": 4, "titles": True, "liked": 10}).json
     assert texts(recommended, "name") == answer["titles"], "as text: titles with markup in them stay text"
     assert texts(recommended, "score") == [f"{score:.3f}" for score in answer["scores"]]
+    chances = [f"{100 / (1 + math.exp(-score)):.1f} %" for score in answer["scores"]]
+    assert texts(recommended, "chance") == chances, "the loss is a binary cross entropy"
     assert texts(liked, "name") == answer["liked_titles"]
     assert "4 recommendations." in dom
     assert re.search(r'id="latency"[^>]*>[\d.]+ ms', dom)
@@ -98,6 +102,27 @@ def test_the_page_asks_for_a_user_where_it_may_offer_none(running: Running, tmp_
     assert re.search(r'<div class="columns" id="answer" hidden="">', dom), "no empty cards"
 
 
+def test_an_item_shows_its_nearest_items(running: Running, tmp_path: Path) -> None:
+    item = running.client().post("/v1/recommend", {"user": {"user_id": 7}, "k": 2}).json["items"][1]
+    dom = shown(running, f"/#user=7&k=2&item={item}", tmp_path)
+    answer = running.client().post("/v1/nearest", {"item": item, "titles": True}).json
+    nearest = re.search(r'<ol id="nearest".*?</ol>', dom, re.DOTALL)
+    assert nearest
+    assert texts(nearest[0], "name") == answer["titles"]
+    assert texts(nearest[0], "score") == [f"{score:.3f}" for score in answer["scores"]]
+
+
+def test_someone_new_has_a_form_of_the_columns(tmp_path: Path) -> None:
+    """And the page opens on it, if the bundle knows nobody."""
+    bundle = SmallBundle(tmp_path / "bundle", users=False).bundle
+    with running_server(bundle) as running:
+        dom = shown(running, "/", tmp_path)
+    assert re.findall(r'<label for="feature-(\w+)">', dom) == ["user_id", "history", "age"]
+    assert re.search(r'<fieldset id="person">', dom)
+    assert "10 recommendations for someone new" in status_of(dom)
+    assert len(texts(dom, "score")) == 10
+
+
 def test_a_token_is_asked_for(bundle: Bundle, tmp_path: Path) -> None:
     with running_server(bundle, token="a token of this test") as running:
         dom = shown(running, "/", tmp_path)
@@ -115,5 +140,10 @@ def test_the_interface_is_described_without_the_internet(running: Running, tmp_p
         "GET /readyz",
         "exclude_seen",
         "entries at most 10000",
+        "known values: 1, 2, 3",
+        "POST /v1/nearest",
+        '-d \'{"user":{',
+        '"titles": ["Item &lt;b&gt;',
+        '"answered": 3',
     ):
         assert said in dom

@@ -23,6 +23,7 @@ from torchrec_ext.models.session import NextItemModel, as_towers
 from torchrec_ext.models.tower_model import TowerModel
 from torchrec_ext.modules.interaction import InteractionLayer, Reordered
 from torchrec_ext.modules.layers import Made, how_made
+from torchrec_ext.modules.losses import bce
 from torchrec_ext.modules.session_tower import SessionTower
 from torchrec_ext.retrieval.bundle.architecture import describe_module, rebuild
 from torchrec_ext.retrieval.bundle.encoder import RowEncoder
@@ -100,6 +101,13 @@ class LiveModel:
     def reordered(self) -> bool:
         """Whether the bundle's interaction takes the towers in another order than the model's."""
         return self.names != self._names
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether the loss makes a logit the log-odds of a positive label."""
+        if not isinstance(self.module, TowerModel) or not self.module.calibrated:
+            return False
+        return all(loss is bce for loss in self.module.head_losses())
 
     def schema(self) -> BatchSchema:
         """Returns the schema of the model's batches, without labels of further tasks: requests have none."""

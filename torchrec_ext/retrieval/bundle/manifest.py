@@ -33,7 +33,8 @@ class Manifest:
     Args:
         content: ``files`` with the size and SHA-256 of each, ``towers`` with the digest of each, ``query`` and
             ``candidate`` by name, ``metric``, ``store``, ``index``, ``coverage``, ``audit``.
-        certificate: ``parity`` with the training model, ``versions``, ``created``, and what the exporter adds.
+        certificate: ``parity`` with the training model, ``calibrated`` if a logit is trained as log-odds,
+            ``versions``, ``created``, and the exporter's details.
     """
 
     content: Mapping[str, Any]

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchrec_ext.data.preprocess.categorical import Categorify
+from torchrec_ext.data.preprocess.categorical import Categorify, Vocabulary
 from torchrec_ext.data.preprocess.columns import missing_column, read_cells
 from torchrec_ext.data.preprocess.fitted import FittedPreprocessor
 from torchrec_ext.data.preprocess.step import Step
@@ -124,6 +124,24 @@ class Columns:
             if {*steps.request_columns, *steps.keep} == {column}:
                 names.append(name)
         return names
+
+    def known_values(self, name: str, most: int) -> list[Any]:
+        """Returns up to ``most`` values of a raw column of ids that have a row of their own; none for other columns.
+
+        Values of a vocabulary come in its order, the most frequent first.
+        """
+        for step, state in () if self._steps is None else self._steps.pairs:
+            if isinstance(state, Vocabulary) and name in step.reads:
+                return state.values[:most].to_pylist()  # type: ignore[no-any-return]
+        is_raw = self._steps is None or name in self._steps.keep
+        for feature, _, unseen in self._bags:
+            if is_raw and feature.name == name:
+                # A table may have millions of rows, so look at its first ones only.
+                rows = np.arange(min(feature.num_embeddings, 2 * most))
+                rows = rows if unseen is None else rows[~unseen[rows]]
+                rows = rows if name in self.strict else rows[rows != feature.oov_id]
+                return rows[:most].tolist()  # type: ignore[no-any-return]
+        return []
 
     def _read_plain(self, rows: Rows) -> Read | None:
         """Reads one row of Python's own numbers, all ids known, in a third of the time; None for any others."""

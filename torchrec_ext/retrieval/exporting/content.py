@@ -263,6 +263,7 @@ class BundleContent:
         parity = {"pairs": len(expected), "greatest_difference": difference, "allowed": allowed}
         certificate = {
             "parity": parity,
+            "calibrated": self.live.calibrated,
             "versions": package_versions(),
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             **self.details,

@@ -142,6 +142,28 @@ class EmbedRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NearestRequest:
+    """Asks for the items nearest to an item: those with the greatest cosine of the candidate tower's outputs.
+
+    Args:
+        item: id of the item.
+        k: number of items, 1 or more. If the catalogue has fewer others, the answer has all of them.
+        titles: return the items' titles too.
+
+    Raises:
+        RequestError: ``k`` below 1.
+    """
+
+    item: Id
+    k: int = 10
+    titles: bool = False
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise RequestError("k", f"{self.k}: must be 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ColdStart:
     """Says how much of a user was not in training.
 
@@ -206,8 +228,25 @@ class Embedded:
     bundle: str
 
 
-Request = RecommendRequest | ScoreRequest | EmbedRequest
-Answer = Recommendation | Scores | Embedded
+@dataclass(frozen=True, kw_only=True)
+class Nearest:
+    """The K items nearest to an item, the nearest first; see :class:`NearestRequest`.
+
+    Args:
+        items: (K,) ids, without the item itself.
+        scores: (K,) cosines.
+        titles: (K,) titles, if requested and known.
+        bundle: digest of the bundle that answered.
+    """
+
+    items: list[Id]
+    scores: list[float]
+    titles: list[str]
+    bundle: str
+
+
+Request = RecommendRequest | ScoreRequest | EmbedRequest | NearestRequest
+Answer = Recommendation | Scores | Embedded | Nearest
 
 
 _MOST_NAMES = 5  # most ids in a message

@@ -20,6 +20,8 @@ from torchrec_ext.retrieval.scorer.requests import (
     Embedded,
     EmbedRequest,
     Id,
+    Nearest,
+    NearestRequest,
     Recommendation,
     RecommendRequest,
     Request,
@@ -77,6 +79,7 @@ class ReadyBundle:
         self.search_s, self.score_s = self._measure_seconds()
         # Seconds per row of each side's towers, from the latest answer: there are no inputs to measure with before.
         self.embed_s = {"query": 0.0, "candidate": 0.0}
+        self.nearest_s = 0.0
 
     def scores(self, request: ScoreRequest, user: ResolvedUser) -> Scores:
         """Answers a request for scores."""
@@ -93,6 +96,23 @@ class ReadyBundle:
             vectors, unknown = self.users.embed_candidates(request.rows)
         self.embed_s[request.side] = (time.thread_time() - start) / len(request.rows)
         return Embedded(vectors=vectors, unknown_features=unknown, bundle=self.digest)
+
+    def nearest(self, request: NearestRequest) -> Nearest:
+        """Answers a request for the items nearest to an item."""
+        start = time.thread_time()
+        item, unknown = positions_of(self.bundle, "item", [request.item])
+        if unknown:
+            raise RequestError("item", f"{str(request.item)[:100]!r} is not in the catalogue; send an id that is")
+        cosines, found = self._by_cosine.search(self.bundle.store.rows(item), request.k, excluded=[item])
+        exists = found[0] >= 0
+        positions = found[0][exists].numpy()
+        self.nearest_s = time.thread_time() - start
+        return Nearest(
+            items=self._ids(positions),
+            scores=cosines[0][exists].tolist(),
+            titles=self._titles(positions) if request.titles else [],
+            bundle=self.digest,
+        )
 
     def recommendations(self, requests: Sequence[PendingRequest], retrieve: int) -> dict[int, Answer | Exception]:
         """Returns the answers by their indices.
@@ -126,6 +146,8 @@ class ReadyBundle:
         """Estimates a request's seconds from measured times of its towers, or of its search and the top NN."""
         if isinstance(request, EmbedRequest):
             return self.embed_s[request.side] * len(request.rows)
+        if isinstance(request, NearestRequest):
+            return self.nearest_s
         if isinstance(request, ScoreRequest):
             return self.score_s * len(request.items)
         if request.candidates is not None:
@@ -183,6 +205,13 @@ class ReadyBundle:
     def _final(self) -> bool:
         """Whether the index searches by the model's own score, so that no top NN follows."""
         return bool(self.index.metric == "top_nn")
+
+    @cached_property
+    def _by_cosine(self) -> ExactIndex:
+        """Index of the stored vectors by cosine; made when a request first needs it, by one pass over the store."""
+        if isinstance(self.index, ExactIndex) and self.index.metric == "cosine":
+            return self.index
+        return ExactIndex(self.bundle.store, "cosine")
 
     @cached_property
     def _unknown(self) -> Tensor:
@@ -369,6 +398,10 @@ class Scorer:
         """Returns outputs of towers; raises as :meth:`recommend`."""
         return cast(Embedded, self._answer(request))
 
+    def nearest(self, request: NearestRequest) -> Nearest:
+        """Returns the items nearest to an item; raises as :meth:`recommend`."""
+        return cast(Nearest, self._answer(request))
+
     def _answer(self, request: Request) -> Answer:
         (answer,) = self.answer([request])
         if isinstance(answer, Exception):
@@ -381,7 +414,9 @@ class Scorer:
         ready = self._ready
         answers: dict[int, Answer | Exception] = {}
         user_requests = [
-            (index, request) for index, request in enumerate(requests) if not isinstance(request, EmbedRequest)
+            (index, request)
+            for index, request in enumerate(requests)
+            if isinstance(request, RecommendRequest | ScoreRequest)
         ]
         users = ready.users.find([request for _, request in user_requests])
         pending_requests: list[PendingRequest] = []
@@ -400,4 +435,6 @@ class Scorer:
         for index, each in enumerate(requests):
             if isinstance(each, EmbedRequest):
                 answers[index] = guarded(ready.embed, each)
+            elif isinstance(each, NearestRequest):
+                answers[index] = guarded(ready.nearest, each)
         return [answers[index] for index in range(len(requests))]

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from torchrec_ext.retrieval.scorer.requests import Embedded, Recommendation, Request, Scores
+from torchrec_ext.retrieval.scorer.requests import Answer, Embedded, Nearest, Recommendation, Request
 from torchrec_ext.retrieval.server import openapi, parsing
 from torchrec_ext.retrieval.server.connections import ADMITTED
 from torchrec_ext.retrieval.server.queued_scorer import QueuedScorer
@@ -48,6 +48,7 @@ def application(queued: QueuedScorer) -> Guard:
     routes = [
         Route("/v1/recommend", endpoints.asking(parsing.recommend_request), methods=["POST"]),
         Route("/v1/score", endpoints.asking(parsing.score_request), methods=["POST"]),
+        Route("/v1/nearest", endpoints.asking(parsing.nearest_request), methods=["POST"]),
         Route("/v1/embed", endpoints.asking(parsing.embed_request), methods=["POST"]),
         Route("/v1/bundle", endpoints.bundle, methods=["GET"]),
         Route("/healthz", endpoints.healthy, methods=["GET"]),
@@ -85,6 +86,8 @@ class _Endpoints:
             users.update(user_key=bundle.users.key, user_kind=ids.kind, users=len(ids))
             if self._queued.settings.is_private:
                 users["sample_users"] = ids.ids(range(min(_SAMPLE, len(ids)))).tolist()
+        known = openapi.known_values(bundle)
+        titles = {name: openapi.item_titles(bundle, values) for name, values in known.items()}
         return json_response(
             {
                 "digest": bundle.manifest.digest,
@@ -92,6 +95,9 @@ class _Endpoints:
                 "items": len(bundle.store.ids),
                 **users,
                 "columns": dict(bundle.request_columns),
+                "example_user": openapi.example_user(bundle),
+                "known_values": known,
+                "known_titles": {name: texts for name, texts in titles.items() if texts},
                 "categories": list(bundle.items.categories),
                 "limits": vars(self._queued.settings.limits),
             }
@@ -195,9 +201,11 @@ def _body_too_late(limits: Limits) -> Refusal:
     return over_limit("time_ms", limits.time_ms, message, status=408, headers={"Connection": "close"})
 
 
-def _as_json(answer: Recommendation | Scores | Embedded) -> dict[str, Any]:
+def _as_json(answer: Answer) -> dict[str, Any]:
     if isinstance(answer, Embedded):
         return {**vars(answer), "vectors": answer.vectors.tolist()}
+    if isinstance(answer, Nearest):
+        return {name: value for name, value in vars(answer).items() if name != "titles" or value}
     values = {**vars(answer), **vars(answer.cold)}
     del values["cold"]
     if isinstance(answer, Recommendation):

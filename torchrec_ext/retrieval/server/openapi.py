@@ -6,6 +6,7 @@ In that file ``{"$live": NAME}`` stands for a value of the live bundle or of its
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 Schema = dict[str, Any]
 _LIVE = "$live"
 _MOST_NAMED = 1_000  # most values of an attribute to list
+_FEW = 100  # most values of a column of a user, unless its values are items: others may be ids of people
+_EXAMPLES = 20  # most values of a column in the description
 _INT64: Schema = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
 _KINDS: dict[str, Schema] = {
     "int64": _INT64,
@@ -28,6 +31,8 @@ _KINDS: dict[str, Schema] = {
     "string": {"type": "string"},
     "str": {"type": "string"},  # of an id map
 }
+_NEUTRAL: Mapping[str, Any] = {"int64": 0, "float32": 0.0, "float64": 0.0, "bool": False, "string": ""}
+_A_DAY = "2024-01-01"  # of a column of times
 
 
 def document(bundle: Bundle, settings: ServerConfig) -> Schema:
@@ -48,6 +53,51 @@ def document(bundle: Bundle, settings: ServerConfig) -> Schema:
     return described
 
 
+def known_values(bundle: Bundle) -> dict[str, list[Any]]:
+    """Returns the known values of a user's raw columns of ids, by column, where they are few or are items.
+
+    Other values are accepted as well, and count as unknown.
+    """
+    values = {}
+    for name in bundle.request_columns:
+        known = bundle.encoders[0].columns.known_values(name, _MOST_NAMED)
+        is_key = bundle.users is not None and name == bundle.users.key
+        if not is_key and (0 < len(known) <= _FEW or item_titles(bundle, known)):
+            values[name] = known
+    return values
+
+
+def item_titles(bundle: Bundle, values: Sequence[Any]) -> list[str]:
+    """Returns the titles of a column's known values, if these are ids of the catalogue; else an empty list."""
+    kind = str if bundle.store.ids.kind == "str" else int
+    # Other columns have whole numbers too, such as a code of two values: those are no items.
+    is_whole = 2 * len(values) > min(len(bundle.store.ids), _MOST_NAMED)
+    if not is_whole or set(map(type, values)) != {kind}:
+        return []
+    positions = bundle.store.ids.positions(values)
+    return bundle.items.titles_of(positions) if positions.min() >= 0 else []
+
+
+def example_user(bundle: Bundle) -> dict[str, Any]:
+    """Returns raw features of a person whom the model has never seen, as a request gives them without an id."""
+    features: dict[str, Any] = {}
+    if bundle.users is not None:
+        features = {name: column[0] for name, column in bundle.users.rows([-1]).items()}
+        features.pop(bundle.users.key, None)
+    example = {}
+    for name, kind in bundle.request_columns.items():
+        if bundle.users is not None and name == bundle.users.key:
+            continue
+        value = features.get(name)
+        if value is None:
+            value = [] if kind.startswith("list<") else _NEUTRAL.get(kind, _A_DAY)
+            known = bundle.encoders[0].columns.known_values(name, 1)
+            if known and kind in ("int64", "string"):
+                value = known[0]
+        example[name] = value
+    return example
+
+
 def _live(bundle: Bundle, limits: Limits) -> Schema:
     """Returns the values that the file names by ``$live``."""
     item_id = _column(bundle.store.ids.kind)
@@ -62,6 +112,9 @@ def _live(bundle: Bundle, limits: Limits) -> Schema:
         "categories": attributes.get(CATEGORIES, {"type": "array", "items": {"type": "string"}, "maxItems": 0}),
         "filter": {"type": "object", "properties": filters, "additionalProperties": False},
         "user": _user(bundle),
+        "example user": example_user(bundle),
+        "example items": bundle.store.ids.ids(range(min(2, len(bundle.store.ids)))).tolist(),
+        "example item": bundle.store.ids.ids([0]).tolist()[0],
     }
 
 
@@ -74,14 +127,26 @@ def _values(attribute: Attribute, limits: Limits) -> Schema:
 
 
 def _user(bundle: Bundle) -> Schema:
-    """Returns the schema of raw features; only the id is required if the bundle has a table of users."""
+    """Returns the schema of raw features: all columns, or the id alone if the bundle has a table of users."""
     columns = {name: _column(kind) for name, kind in bundle.request_columns.items()}
+    for name, values in known_values(bundle).items():
+        columns[name] = {**columns[name], "description": "Other values count as unknown."}
+        examples = {"examples": values[:_EXAMPLES]}
+        if "items" in columns[name]:
+            columns[name]["items"] = {**columns[name]["items"], **examples}
+        else:
+            columns[name] |= examples
     described: Schema = {"type": "object", "properties": columns, "additionalProperties": False}
     required = list(columns)
     if bundle.users is not None:
-        columns[bundle.users.key] = _column(bundle.users.ids.kind)
-        required = [bundle.users.key]
-        described["description"] = "The id alone, or with features, which then take the place of those that are known."
+        key = bundle.users.key
+        columns[key] = _column(bundle.users.ids.kind)
+        described["anyOf"] = [{"required": [key]}, {"required": [name for name in required if name != key]}]
+        required = []
+        described["description"] = (
+            "The id alone, or with features, which then take the place of those that are known. Without an id, all "
+            "features of someone new."
+        )
     if required:
         described["required"] = required
     return described

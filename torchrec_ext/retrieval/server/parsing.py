@@ -7,12 +7,19 @@ from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
-from torchrec_ext.retrieval.scorer.requests import EmbedRequest, Id, RecommendRequest, RequestError, ScoreRequest
+from torchrec_ext.retrieval.scorer.requests import (
+    EmbedRequest,
+    Id,
+    NearestRequest,
+    RecommendRequest,
+    RequestError,
+    ScoreRequest,
+)
 from torchrec_ext.retrieval.server.responses import Refusal, over_limit
 from torchrec_ext.retrieval.server.settings import Limits
 
 Body = Mapping[str, Any]
-_RequestT = TypeVar("_RequestT", RecommendRequest, ScoreRequest, EmbedRequest)
+_RequestT = TypeVar("_RequestT", RecommendRequest, ScoreRequest, EmbedRequest, NearestRequest)
 Readers = Mapping[str, Callable[[str, Any, Limits], Any]]
 _INT64 = 2**63
 MAX_LIKED = 100
@@ -53,6 +60,11 @@ def score_request(body: Body, limits: Limits) -> ScoreRequest:
 def embed_request(body: Body, limits: Limits) -> EmbedRequest:
     """Returns the request in a body; raises as :func:`recommend_request`."""
     return _build(EmbedRequest, body, _EMBED, limits)
+
+
+def nearest_request(body: Body, limits: Limits) -> NearestRequest:
+    """Returns the request in a body; raises as :func:`recommend_request`."""
+    return _build(NearestRequest, body, _NEAREST, limits)
 
 
 def _build(kind: Callable[..., _RequestT], body: Body, readers: Readers, limits: Limits) -> _RequestT:
@@ -140,6 +152,12 @@ def _ids(name: str, value: Any, limits: Limits, what: str = "ids") -> list[Id]:
     return ids
 
 
+def _id(name: str, value: Any, limits: Limits) -> Id:
+    if type(value) not in (int, str):
+        raise _wrong(name, value, "an id, a whole number or a string")
+    return _ids(name, [value], limits)[0]
+
+
 def _filter(name: str, value: Any, limits: Limits) -> Mapping[str, list[Id]]:
     if type(value) is not dict:
         raise _wrong(name, value, 'an object of lists of values by attribute, such as {"genre": ["Comedy"]}')
@@ -205,8 +223,10 @@ _RECOMMEND: Readers = {
 }
 _SCORE: Readers = {"user": _features, "items": _ids, "vector": _one_of(*_VECTOR)}
 _EMBED: Readers = {"rows": _rows, "side": _one_of("query", "candidate")}
+_NEAREST: Readers = {"item": _id, "k": _number("k"), "titles": _flag}
 _REQUIRED: Mapping[object, tuple[str, ...]] = {
     RecommendRequest: ("user",),
     ScoreRequest: ("user", "items"),
     EmbedRequest: ("rows",),
+    NearestRequest: ("item",),
 }

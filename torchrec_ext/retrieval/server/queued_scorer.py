@@ -13,12 +13,14 @@ from starlette.types import Receive
 from torchrec_ext.retrieval.scorer.batching import MicroBatcher, QueueFullError
 from torchrec_ext.retrieval.scorer.requests import (
     Answer,
-    Embedded,
     EmbedRequest,
+    NearestRequest,
+    Recommendation,
     RecommendRequest,
     Request,
     RequestError,
     ScoreRequest,
+    Scores,
     UnavailableError,
     UserSource,
 )
@@ -188,6 +190,8 @@ class QueuedScorer:
             return f"ranking {len(request.candidates):,} candidates", "name fewer, or start the server with"
         if isinstance(request, EmbedRequest):
             return f"embedding {len(request.rows):,} rows", "give fewer, or start the server with"
+        if isinstance(request, NearestRequest):
+            return "a search for the nearest items", "start the server with"
         items = f"{len(self.scorer.bundle.store.ids):,} items"
         remedy = "name `candidates`, or start the server with --stage dot, an approximate index"
         return f"a search of all {items}", remedy
@@ -199,7 +203,7 @@ class QueuedScorer:
         self.metrics.batch_seconds.observe(time.perf_counter() - start)
         cold = 0
         for each in answers:
-            if not isinstance(each, Exception | Embedded) and each.cold.unknown_user:
+            if isinstance(each, Recommendation | Scores) and each.cold.unknown_user:
                 cold += 1
         if cold:
             self.metrics.cold.inc(cold)

@@ -14,9 +14,12 @@ function kind(schema) {
 }
 
 function rules(schema) {
+  if (schema.maxItems === 0) return "this bundle has none";
   const named = { minimum: "at least", maximum: "at most", minItems: "entries at least", maxItems: "entries at most", default: "by default" };
   const told = Object.entries(named).filter(([key]) => schema[key] !== undefined && Math.abs(schema[key]) !== 2 ** 63).map(([key, words]) => `${words} ${JSON.stringify(schema[key])}`);
-  return [schema.description?.replace(/\.$/, ""), schema.uniqueItems ? "each once" : "", ...told].filter(Boolean).join("; ");
+  const known = schema.examples ?? schema.items?.examples;
+  const values = known ? `known values: ${known.map((one) => JSON.stringify(one)).join(", ")}` : "";
+  return [values, schema.description?.replace(/\.$/, ""), schema.uniqueItems ? "each once" : "", ...told].filter(Boolean).join("; ");
 }
 
 function fields(schema, title) {
@@ -25,9 +28,10 @@ function fields(schema, title) {
   for (const name of [title, "type", "meaning"]) head.append(Object.assign(element("th", name), { scope: "col" }));
   const body = table.createTBody();
   const add = (within, prefix) => {
+    const required = within.required ?? within.anyOf?.[0].required ?? [];
     for (const [name, value] of Object.entries(within.properties ?? {})) {
       const line = body.insertRow();
-      line.insertCell().append(element("code", prefix + name + ((within.required ?? []).includes(name) ? " *" : "")));
+      line.insertCell().append(element("code", prefix + name + (required.includes(name) ? " *" : "")));
       line.insertCell().textContent = value.properties ? "object" : kind(value);
       line.insertCell().textContent = rules(value);
       add(value, `${prefix}${name}.`);
@@ -37,12 +41,33 @@ function fields(schema, title) {
   return table;
 }
 
+const MOST = 1500;  // characters of an answer
+
+function example(path, request, needsToken) {
+  const box = element("div");
+  const token = needsToken ? ' -H "Authorization: Bearer $TOKEN"' : "";
+  const body = JSON.stringify(request).replaceAll("'", "'\\''");
+  const command = `curl -s ${location.origin}${path} -H 'Content-Type: application/json'${token} -d '${body}'`;
+  const answer = Object.assign(element("pre", needsToken ? "Its answer needs the token." : "Asking …"), { className: "answer" });
+  box.append(element("p", "A request, and its answer:"), Object.assign(element("pre", command), { className: "answer" }), answer);
+  if (needsToken) return box;
+  fetch(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(request) })
+    .then((found) => found.json())
+    .then((found) => {
+      const lines = Object.entries(found).map(([name, value]) => `  "${name}": ${JSON.stringify(value)}`);
+      const text = `{\n${lines.join(",\n")}\n}`;
+      answer.textContent = text.length > MOST ? `${text.slice(0, MOST)} …` : text;
+    })
+    .catch(() => { answer.textContent = "The server cannot be reached."; });
+  return box;
+}
+
 function operation(path, method, told, schemas) {
   const card = element("section");
   card.className = "card";
   card.append(element("h2", `${method.toUpperCase()} ${path}`), element("p", told.summary));
-  const body = told.requestBody?.content["application/json"]?.schema;
-  if (body) card.append(fields(body, "field"));
+  const content = told.requestBody?.content["application/json"];
+  if (content) card.append(example(path, content.example, Boolean(told.security)), fields(content.schema, "field"));
   const answer = told.responses["200"]?.content?.["application/json"]?.schema;
   const schema = answer?.$ref ? schemas[answer.$ref.split("/").pop()] : answer;
   if (schema?.properties) card.append(element("p", "The answer:"), fields(schema, "field"));
