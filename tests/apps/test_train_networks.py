@@ -217,6 +217,22 @@ def test_the_picture_has_a_line_for_each_member(tmp_path: Path) -> None:
 
 
 @pytest.mark.unit
+def test_the_picture_has_bars_for_members_of_one_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr("torchx_apps.networks.report.save_figure", lambda figure, path: drawn.append(figure))
+    loss = [{"epoch": 1, "step": step, "loss": 1 / step} for step in (1, 2)]
+    results = [
+        Result(name=name, epochs=1, validation=[{"epoch": 1, "auc": auc}], loss=loss)
+        for name, auc in (("a", 0.7), ("b", 0.8))
+    ]
+    draw_networks(tmp_path / "networks.png", results, results[1])
+    lines, bars = drawn[0].axes
+    assert [len(line.get_xdata()) for line in lines.lines] == [2, 2]
+    assert [bar.get_height() for bar in bars.patches] == [0.7, 0.8]
+    assert not bars.lines
+
+
+@pytest.mark.unit
 def test_a_process_without_torchrun_is_a_world_of_one() -> None:
     environ: dict[str, str] = {}
     world = World(environ)

@@ -211,32 +211,43 @@ def finish_networks(root: Path, members: Sequence[MemberJob], results: Sequence[
 
 
 def draw_networks(path: Path, results: Sequence[Result], best: Result | None) -> None:
-    """Draws the training loss and every validation figure against epochs, with a line for each member."""
+    """Draws the training loss and every validation figure against epochs, with a line for each member.
+
+    A figure with one point of each member is drawn as bars.
+    """
     from matplotlib import colormaps
 
     figures = list(dict.fromkeys(name for result in results for name in _figures(result, "validation")))
     figure, axes = figure_with_panels(1 + len(figures), (4.4 * (1 + len(figures)) + 2.2, 3.8))
     colours = colormaps["viridis"].resampled(max(len(results), 2))
-    for index, result in enumerate(results):
-        style = {
-            "color": colours(index),
-            "linewidth": 2.6 if result is best else 1.2,
-            "label": result.name + (" *" if result is best else ""),
-        }
-        steps = max((record["step"] for record in result.loss), default=1) / max(result.epochs, 1)
-        axes[0].plot(
-            [record["step"] / steps for record in result.loss], [record["loss"] for record in result.loss], **style
-        )
-        for axis, name in zip(axes[1:], figures, strict=True):
-            evaluations = [record for record in result.validation if name in record]
-            axis.plot(
-                [record["epoch"] for record in evaluations],
-                [record[name] for record in evaluations],
-                marker="o",
-                markersize=3,
-                **style,
-            )
-    for axis, title in zip(axes, ["training loss", *(f"{name}, validation" for name in figures)], strict=True):
-        axis.set(title=title, xlabel="epoch")
+    panels = {"training loss": [_loss_points(result) for result in results]}
+    for name in figures:
+        panels[f"{name}, validation"] = [
+            [(record["epoch"], record[name]) for record in result.validation if name in record] for result in results
+        ]
+    for axis, (title, curves) in zip(axes, panels.items(), strict=True):
+        are_bars = max(map(len, curves), default=0) == 1
+        for index, (result, points) in enumerate(zip(results, curves, strict=True)):
+            is_best = result is best
+            style = {
+                "color": colours(index),
+                "linewidth": 2.6 if is_best else 1.2,
+                "label": result.name + (" *" if is_best else ""),
+            }
+            if are_bars:
+                bar = axis.bar([index], [value for _, value in points] or [0.0], **style)
+                axis.bar_label(bar, fmt="%.4f", fontsize=8)
+            else:
+                marker = "" if axis is axes[0] else "o"
+                axis.plot([x for x, _ in points], [y for _, y in points], marker=marker, markersize=3, **style)
+        axis.set(title=title, xlabel="" if are_bars else "epoch")
+        if are_bars:
+            axis.set_xticks([])
     axes[-1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     save_figure(figure, path)
+
+
+def _loss_points(result: Result) -> list[tuple[float, float]]:
+    """Returns the training loss of each record, against epochs."""
+    steps = max((record["step"] for record in result.loss), default=1) / max(result.epochs, 1)
+    return [(record["step"] / steps, record["loss"]) for record in result.loss]
