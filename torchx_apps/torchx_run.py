@@ -35,6 +35,7 @@ from torchx.schedulers.api import Stream
 from torchx.schedulers.local_scheduler import SignalException
 from torchx.specs import NONE, AppDef, AppDryRunInfo, AppStatus, CfgVal, Role
 
+from torchrec_ext.drawing.terminal import ERASE, TERMINAL, is_moving, show_on_this_terminal
 from torchx_apps.cli.process import too_many
 from torchx_apps.cli.sigterm import at_hangup_too
 from torchx_apps.launch.checks import WITHOUT_IMAGE, check_app, check_trackers, check_words
@@ -130,6 +131,7 @@ class Run(CmdRun):
                 super()._run(jobs, args)
                 return
             at_hangup_too()
+            show_on_this_terminal()
             # TorchX prints the job's handle, which is of no use for a local job: that ends with this process.
             with contextlib.redirect_stdout(io.StringIO()):
                 super()._run(jobs, args)
@@ -414,15 +416,31 @@ def print_output(runner: Runner, app_handle: str, out: TextIO, err: TextIO) -> N
 
 def _copy(lines: Iterable[str], prefix: str, file: TextIO) -> None:
     at_line_start = True
+    erase = ""
+    if TERMINAL in os.environ:
+        lines = _beside_a_moving_line(lines)
+        erase = ERASE
     try:
         # A text may be several lines, or a piece of one.
         for text in lines:
-            file.write(prefix + text if at_line_start else text)
+            file.write(f"{erase}{prefix}{text}" if at_line_start else text)
             file.flush()
             at_line_start = text.endswith("\n")
     except BrokenPipeError:
         # `| head` causes this; the job continues, and its logs are kept.
         os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
+
+
+def _beside_a_moving_line(texts: Iterable[str]) -> Iterator[str]:
+    """Yields whole lines, without those that the moving line of rank 0 shows."""
+    rest = ""
+    for text in texts:
+        *lines, rest = (rest + text).split("\n")
+        for line in lines:
+            if not is_moving(line):
+                yield f"{line}\n"
+    if rest:
+        yield rest
 
 
 def last_words(status: AppStatus | None) -> str:

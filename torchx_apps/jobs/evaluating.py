@@ -21,6 +21,7 @@ from tqdm import tqdm
 from torchrec_ext.data.datasets.features import check_no_null, raw_ids, spelled
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.drawing.figures import BLUE, RED, figure_with_panels, require_matplotlib, save_figure
+from torchrec_ext.drawing.terminal import terminal
 from torchrec_ext.schema import DataError
 from torchrec_ext.train import metrics
 from torchrec_ext.train.checkpoint.vectors import BLOCK, read_vectors
@@ -150,7 +151,8 @@ def _evaluated(
 
 
 def _ranked(asked_rows: Asked, users: Vectors, items: Vectors, similarity: metrics.Similarity, depth: int) -> Ranked:
-    with tqdm(total=len(asked_rows.users), unit="user", disable=not sys.stderr.isatty(), dynamic_ncols=True) as bar:
+    line = terminal()
+    with tqdm(total=len(asked_rows.users), unit="user", file=line, disable=line is None, dynamic_ncols=True) as bar:
         query_vectors = users.vectors[torch.from_numpy(asked_rows.users)]
         for stop, ranks in metrics.vector_ranks(
             query_vectors, items.vectors, asked_rows.question, similarity=similarity, depth=depth

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from torchrec_ext.distributed.autotune.choose import Decision
 from torchrec_ext.distributed.runtime import Runtime
+from torchrec_ext.drawing.terminal import terminal
 from torchrec_ext.train.config import Record
 from torchrec_ext.train.report.progress import REPORT, RunFolder, mean_over_time, records_of, time_shares
 from torchx_apps.tasks.baselines import Beside
@@ -355,7 +356,7 @@ class StageProgress:
         self._speaks = runtime.is_main
         self._app = app
         self._bytes_of = bytes_of
-        self._on_terminal = sys.stderr.isatty()
+        self._terminal = terminal() if self._speaks else None
         self._bar: Any = None
         self._stage = ""
         self._next = time.monotonic() + _EVERY_S
@@ -364,9 +365,9 @@ class StageProgress:
         """Shows ``done`` of ``total`` for a stage, at most every ten seconds."""
         if not self._speaks:
             return
-        if self._on_terminal:
+        if self._terminal is not None:
             self._draw(stage, done, total)
-        elif time.monotonic() >= self._next:
+        if self._terminal is not sys.stderr and time.monotonic() >= self._next:
             self._next = time.monotonic() + _EVERY_S
             print(
                 f"{self._app}: {stage}, {done:,} of {total:,} {'bytes' if stage in self._bytes_of else 'items'}",
@@ -377,7 +378,7 @@ class StageProgress:
         if stage != self._stage:
             self.__exit__()
             unit: dict[str, Any] = {"unit": "B", "unit_scale": True} if stage in self._bytes_of else {"unit": " items"}
-            self._bar = tqdm(total=total, desc=stage, leave=False, **unit)
+            self._bar = tqdm(total=total, desc=stage, leave=False, file=self._terminal, dynamic_ncols=True, **unit)
             self._stage = stage
         self._bar.update(count - self._bar.n)
 

@@ -24,6 +24,7 @@ from tqdm import tqdm
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.drawing.figures import BLUE, RED, figure_with_panels, save_figure
 from torchrec_ext.drawing.page import Bar, Curve, Lane, card, chart, lanes, page, paragraph, stacked, text_table
+from torchrec_ext.drawing.terminal import step_line, terminal
 from torchrec_ext.train.config import Record
 
 # Steps to sum in one go: fewer small operations on the device.
@@ -206,13 +207,20 @@ def mean_over_time(records: Sequence[Record], shares: Sequence[float]) -> float:
 
 
 class Progress:
-    """Shows a bar on a terminal, else a line per record, because a log file keeps every redraw of a bar."""
+    """Shows a bar on a terminal, and a line per record elsewhere, because a log file keeps every redraw of a bar."""
 
     def __init__(self, total: int, visible: bool, done: int = 0) -> None:
-        self._terminal = sys.stderr.isatty()
+        self._terminal = terminal() if visible else None
         self._visible = visible
         self._total = total
-        self._bar = tqdm(total=total, initial=done, unit="step", disable=not (visible and self._terminal))
+        self._bar = tqdm(
+            total=total,
+            initial=done,
+            unit="step",
+            file=self._terminal,
+            disable=self._terminal is None,
+            dynamic_ncols=True,
+        )
         self._steps = 0
 
     @property
@@ -230,12 +238,15 @@ class Progress:
         figures = ", ".join(
             f"{name} {_readable(name, value)}" for name, value in record.items() if isinstance(value, float)
         )
+        is_step = record["kind"] == "train"
         if record["kind"] in ("stop", "left_out"):
             tqdm.write(record["message"])
-        elif self._terminal:
-            self._bar.set_postfix_str(figures)
-        elif self._visible and figures:
-            print(f"epoch {record['epoch']}, step {record['step']} of {self._total}: {figures}", flush=True)
+        elif is_step:
+            # Further figures would leave no room for the bar.
+            self._bar.set_postfix_str(f"loss {record['loss']:.4f}, {record.get('rows_per_s', 0.0):,.0f} rows/s")
+        # The bar on this process's own terminal shows the figures of steps. The log of a launcher needs them too.
+        if figures and not (is_step and self._terminal is sys.stderr):
+            self.say(step_line(record["epoch"], record["step"], self._total, figures))
 
     def say(self, text: str) -> None:
         """Prints a line above the bar, on rank 0 only."""

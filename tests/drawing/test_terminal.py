@@ -1,0 +1,73 @@
+"""A line that moves, on a pseudo terminal: of this process, or of the `torchx run` that started it."""
+
+import fcntl
+import os
+import pty
+import struct
+import sys
+import termios
+from collections.abc import Iterator
+
+import pytest
+
+from torchrec_ext.drawing.terminal import ERASE, TERMINAL, is_moving, terminal
+from torchrec_ext.train.report.progress import Progress
+from torchx_apps import torchx_run
+
+pytestmark = pytest.mark.unit
+TRAIN = {"kind": "train", "epoch": 1, "step": 2, "loss": 0.5, "rows_per_s": 1000.0}
+EVAL = {"kind": "eval", "epoch": 1, "step": 2, "auc": 0.75}
+LINES = ["epoch 1, step 2 of 4: loss 0.5000, rows_per_s 1,000\n", "epoch 1, step 2 of 4: auc 0.7500\n"]
+
+
+@pytest.fixture
+def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """The terminal of a launcher, as its owner reads it."""
+    owner, device = pty.openpty()
+    fcntl.ioctl(device, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    monkeypatch.setenv(TERMINAL, os.ttyname(device))
+    yield owner
+    os.close(device)
+    os.close(owner)
+
+
+def test_a_rank_draws_on_its_launchers_terminal_and_prints_plain_lines(
+    launcher: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    progress = Progress(total=4, visible=True)
+    progress.advance()
+    progress.show(TRAIN)
+    progress.show(EVAL)
+    progress.close()
+    drawn = os.read(launcher, 10_000).decode()
+    assert "\r" in drawn
+    assert "1/4" in drawn
+    assert "loss 0.5000, 1,000 rows/s" in drawn
+    assert capsys.readouterr().out == "".join(LINES)
+    assert [is_moving(line) for line in LINES] == [True, False]
+
+
+def test_a_terminal_that_was_closed_ends_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, device = pty.openpty()
+    monkeypatch.setenv(TERMINAL, os.ttyname(device))
+    line = terminal()
+    os.close(device)
+    os.close(owner)
+    line.write("of nobody")
+    assert terminal() is None
+
+
+def test_other_ranks_and_jobs_without_a_terminal_draw_nothing(launcher: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    Progress(total=4, visible=False).advance()
+    os.set_blocking(launcher, False)
+    with pytest.raises(BlockingIOError):
+        os.read(launcher, 1)
+    monkeypatch.delenv(TERMINAL)
+    assert terminal() is None
+
+
+def test_the_launcher_prints_the_other_lines_above_it(launcher: int, capsys: pytest.CaptureFixture[str]) -> None:
+    pieces = ["data\nepoch 1, step 2", " of 4: loss 0.5000\n" + LINES[1], "run folder"]
+    torchx_run._copy(pieces, "train/0 ", sys.stdout)
+    lines = ["data\n", LINES[1], "run folder"]
+    assert capsys.readouterr().out == "".join(f"{ERASE}train/0 {line}" for line in lines)
