@@ -14,6 +14,7 @@ def plan(
     tables: Optional[str] = None,
     recipe: Optional[str] = None,
     set: Optional[str] = None,  # noqa: A002  (the flag is --set)
+    settings: Optional[str] = None,
     world_size: int = 8,
     local_world_size: Optional[int] = None,
     device: str = "cuda",
@@ -49,6 +50,7 @@ def plan(
             ad=300Mx64,history=12Mx64x20)
         recipe: a built-in recipe, my_recipe.py:job or my.module:job, whose tables are planned instead of tables
         set: change one key of the recipe, such as model.embedding_dim=64; give --set as often as you like
+        settings: a TOML file of such changes, [loader] with batch_size = 4096; those of set come after it
         world_size: number of devices, a process each
         local_world_size: number of devices of a host; 8, or all where there are fewer
         device: cuda or cpu
@@ -77,6 +79,7 @@ def plan(
         "tables": tables,
         "recipe": recipe,
         "set": set,
+        "settings": settings,
         "local-world-size": local_world_size,
         "batch-size": batch_size,
         "sharding": sharding,

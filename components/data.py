@@ -13,6 +13,7 @@ def preprocess(
     *args: str,
     recipe: str = "ml_100k",
     set: Optional[str] = None,  # noqa: A002  (the flag is --set)
+    settings: Optional[str] = None,
     engine: Optional[str] = None,
     out: Optional[str] = None,
     name: str = "preprocess",
@@ -38,6 +39,7 @@ def preprocess(
         args: further flags of torchx_apps.preprocess, after -- (ex. -- --dry-run)
         recipe: a built-in recipe (ml_100k, clicks), my_recipe.py:job or my.module:job
         set: change one key of the recipe, such as config.min_count=5; give --set as often as you like
+        settings: a TOML file of such changes, [loader] with batch_size = 4096; those of set come after it
         engine: duckdb, spark (the session that is configured there) or a Spark master URL
         out: folder for the result; a new one in runs/ where not given
         name: name of the job
@@ -49,7 +51,7 @@ def preprocess(
         mounts: container mounts (ex. type=bind,src=/host,dst=/job,readonly)
     """
     flags = ["-m", "torchx_apps.preprocess", "--recipe", recipe]
-    for flag, value in (("--set", set), ("--engine", engine), ("--out", out)):
+    for flag, value in (("--set", set), ("--settings", settings), ("--engine", engine), ("--out", out)):
         if value:
             flags.append(f"{flag}={value}")
     role = specs.Role(

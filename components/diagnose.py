@@ -14,6 +14,7 @@ def why_slow(
     *args: str,
     recipe: str = "two_tower",
     set: Optional[str] = None,  # noqa: A002  (the flag is --set)
+    settings: Optional[str] = None,
     budget: float = 25.0,
     out: Optional[str] = None,
     html: Optional[str] = None,
@@ -41,6 +42,7 @@ def why_slow(
         args: further flags of torchx_apps.diagnose, after -- (ex. -- --json)
         recipe: a built-in recipe, my_recipe.py:job or my.module:job
         set: change one key of the recipe, such as loader.batch_size=4096; give --set as often as you like
+        settings: a TOML file of such changes, [loader] with batch_size = 4096; those of set come after it
         budget: seconds that the rounds of experiments may take
         out: folder for diagnosis.txt, diagnosis.json and diagnosis.html
         html: file for the page with pictures
@@ -58,7 +60,8 @@ def why_slow(
         mounts: container mounts (ex. type=bind,src=/host,dst=/job,readonly)
     """
     flags = ["-m", "torchx_apps.diagnose", "--recipe", recipe, f"--budget={budget}"]
-    for flag, value in (("--set", set), ("--out", out), ("--html", html), ("--trace", trace)):
+    options = [("--set", set), ("--settings", settings), ("--out", out), ("--html", html), ("--trace", trace)]
+    for flag, value in options:
         if value:
             flags.append(f"{flag}={value}")
     if apply:

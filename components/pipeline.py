@@ -16,6 +16,7 @@ def all(  # noqa: A001  (rec.pipeline.all)
     preprocess: str = "ml_100k",
     recipe: str = "stream",
     set: Optional[str] = None,  # noqa: A002  (the flag is --set)
+    settings: Optional[str] = None,
     engine: Optional[str] = None,
     index: Optional[str] = None,
     store: Optional[str] = None,
@@ -51,6 +52,7 @@ def all(  # noqa: A001  (rec.pipeline.all)
         recipe: a built-in recipe of rec.train.hybrid that reads preprocessed rows, my_recipe.py:job or my.module:job
         set: change one key of the training, such as train.epochs=2, or with preprocess. before it one of the
             preprocessing; give --set as often as you like
+        settings: a TOML file of such changes, [loader] with batch_size = 4096; those of set come after it
         engine: duckdb, spark (the session that is configured there) or a Spark master URL, for the preprocessing
         index: exact, or flat, ivf, hnsw or pq of FAISS for models that score by dot product or cosine
         store: type of the stored vectors: fp32, fp16 or int8
@@ -72,6 +74,7 @@ def all(  # noqa: A001  (rec.pipeline.all)
         debug: turn on torch's slow distributed checks
     """
     options = {"engine": engine, "index": index, "store": store, "tables": tables, "onnx": onnx, "set": set}
+    options["settings"] = settings
     flags = ["--recipe", recipe, f"--preprocess={preprocess}", f"--out={out}"]
     flags += [f"--{flag}={value}" for flag, value in options.items() if value is not None]
     return _app(

@@ -14,6 +14,7 @@ def hybrid(
     *args: str,
     recipe: str = "two_tower",
     set: Optional[str] = None,  # noqa: A002  (the flag is --set)
+    settings: Optional[str] = None,
     run_dir: Optional[str] = None,
     resume: Optional[str] = None,
     j: str = "1x2",
@@ -50,6 +51,7 @@ def hybrid(
         args: further flags of torchx_apps.train, after -- (ex. -- --dry-run)
         recipe: a built-in recipe, my_recipe.py:job or my.module:job
         set: change one key of the recipe, such as loader.batch_size=4096; give --set as often as you like
+        settings: a TOML file of such changes, [loader] with batch_size = 4096; those of set come after it
         run_dir: folder for checkpoints, metrics and plan; on several nodes one that all of them see
         resume: auto for the last good checkpoint of run_dir, or of the recipe's newest run; or the path of another run
         j: NODESxPROCS, or MIN:MAXxPROCS to train on however many nodes between MIN and MAX are up
@@ -69,7 +71,7 @@ def hybrid(
     """
     return _app(
         "torchx_apps.train",
-        [*_flags(recipe, set, run_dir), *([f"--resume={resume}"] if resume else []), *args],
+        [*_flags(recipe, set, settings, run_dir), *([f"--resume={resume}"] if resume else []), *args],
         j=j,
         threads=threads,
         max_retries=max_retries,
@@ -90,6 +92,7 @@ def networks(
     *args: str,
     recipe: str = "two_tower",
     set: Optional[str] = None,  # noqa: A002  (the flag is --set)
+    settings: Optional[str] = None,
     vary: Optional[str] = None,
     member: Optional[str] = None,
     groups: Optional[str] = None,
@@ -133,6 +136,7 @@ def networks(
         args: further flags of torchx_apps.train_networks, after -- (ex. -- --dry-run)
         recipe: a built-in recipe, my_recipe.py:job or my.module:job
         set: change one key of the recipe for all members; give --set as often as you like
+        settings: a TOML file of such changes, [loader] with batch_size = 4096; those of set come after it
         vary: KEY=A,B, one member for each value (A|B for values with commas); given several times, for all combinations
         member: NAME:KEY=A,KEY=B, a further member; give --member as often as you like
         groups: ranks that train each member (ex. large:0-1,small*:2); shared out evenly where not given
@@ -168,7 +172,13 @@ def networks(
     flags += [f"--{flag}" for flag, on in (("own-rows", own_rows), ("weights", weights)) if on]
     return _app(
         "torchx_apps.train_networks",
-        [*_flags(recipe, set, run_dir), *([f"--resume={resume}"] if resume else []), *flags, f"--stack={stack}", *args],
+        [
+            *_flags(recipe, set, settings, run_dir),
+            *([f"--resume={resume}"] if resume else []),
+            *flags,
+            f"--stack={stack}",
+            *args,
+        ],
         j=j,
         threads=threads,
         max_retries=max_retries,
@@ -239,8 +249,10 @@ def _app(
     return app
 
 
-def _flags(recipe: str, override: Optional[str], run_dir: Optional[str]) -> List[str]:
+def _flags(recipe: str, override: Optional[str], settings: Optional[str], run_dir: Optional[str]) -> List[str]:
     flags = ["--recipe", recipe]
+    if settings:
+        flags.append(f"--settings={settings}")
     if override:
         flags.append(f"--set={override}")
     if run_dir:

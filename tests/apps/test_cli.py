@@ -11,7 +11,7 @@ import pytest
 
 from torchx_apps import recipes, train
 from torchx_apps.cli.command_line import build_parser, describe_keys, setting_keys
-from torchx_apps.cli.overrides import apply_overrides, convert
+from torchx_apps.cli.overrides import apply_overrides, convert, read_settings
 from torchx_apps.recipes.by_name import list_recipes, load_recipe
 
 if TYPE_CHECKING:
@@ -135,6 +135,54 @@ def test_the_later_of_two_wins_and_what_is_not_named_stays_the_same_object() -> 
     changed = apply_overrides(root, ["seed=1", "seed=2"])
     assert (changed.seed, root.seed) == (2, 0)
     assert changed.loader is root.loader
+
+
+needs_toml = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 reads no TOML")
+SETTINGS = """
+export = "never"
+[train]
+epochs = 7
+[train.early_stop]
+metric = "auc"
+[model]
+tower_widths = [16, 8]
+[optimizer]
+dense_lr = 2e-3
+"""
+
+
+@needs_toml
+def test_a_file_of_settings_comes_before_set(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(SETTINGS)
+    options = build_parser("train", None).parse_args(["--set", "train.epochs=3", "--settings", str(file)])
+    job = apply_overrides(load_recipe("two_tower"), options.set)
+    assert (job.export, job.train.epochs, job.train.early_stop.metric) == ("never", 3, "auc")
+    assert (job.model.tower_widths, job.optimizer.dense_lr) == ((16, 8), 2e-3)
+
+
+@needs_toml
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[train]\nepoch = 3", "train.epoch=3: there is no key 'epoch'; did you mean train.epochs or"),
+        ("[train]\nepochs = 'many'", "train.epochs=many: 'many' is not an int"),
+        ("train = 3", "train=3: 'train' is a group; set one of its keys"),
+        ("[train]\nepochs = 2020-01-01", "train.epochs = 2020-01-01: write a text, a number, true, false or a list"),
+        ("[train\n", "Expected ']' at the end of a table declaration (at line 1"),
+    ],
+)
+def test_a_mistake_in_a_file_of_settings_names_the_file(text: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(f"--settings {file}: {message}")):
+        apply_overrides(load_recipe("two_tower"), read_settings(str(file)))
+
+
+def test_a_missing_file_of_settings_is_told() -> None:
+    message = "cannot be read: No such file" if sys.version_info >= (3, 11) else "Python 3.10 reads no TOML"
+    with pytest.raises(ValueError, match=f"--settings nowhere.toml: {message}"):
+        read_settings("nowhere.toml")
 
 
 @pytest.mark.parametrize("hint", [dict[str, int], object, Any])

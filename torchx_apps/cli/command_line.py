@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torchx_apps.cli.overrides import field_hint, is_group, type_name
+from torchx_apps.cli.overrides import field_hint, is_group, read_settings, type_name
 
 # Width of output to a file or a pipe.
 _PIPE_COLUMNS = 80
@@ -148,6 +148,7 @@ def build_parser(prog: str, description: str | None, *, trains: bool = True) -> 
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="change one key of the recipe; repeat at will"
     )
+    parser.add_argument("--settings", metavar="FILE.toml", help="a file of such changes; those of --set come after it")
     if trains:
         parser.add_argument("--run-dir", type=_folder, help="folder for checkpoints, metrics and plan")
         parser.add_argument(
@@ -214,6 +215,12 @@ def _with_dashes(word: str) -> str:
 
 
 class _RecipeParser(FlagParser):
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        options, others = super().parse_known_args(args, namespace)
+        if options.settings:
+            options.set = [*read_settings(options.settings), *options.set]
+        return options, others
+
     def print_help(self, file: Any = None) -> None:
         # Printed once for all ranks.
         if os.environ.get("RANK", "0") == "0":

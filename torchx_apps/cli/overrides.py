@@ -1,6 +1,6 @@
 """`--set loader.batch_size=4096`: typed changes to a tree of frozen dataclasses.
 
-Text from a command line becomes a value of the annotated type.
+Text from a command line becomes a value of the annotated type. read_settings() reads the same changes from a TOML file.
 """
 
 from __future__ import annotations
@@ -8,11 +8,12 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
+import importlib
 import re
 import sys
 import types
 import typing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
@@ -52,6 +53,22 @@ def convert(text: str, hint: Any) -> object:
     if hint in (str, Path):
         return hint(text)
     raise ValueError(f"a value of type {type_name(hint)} cannot be given as text; write a recipe file that sets it")
+
+
+def choices(hint: Any) -> list[str]:
+    """Returns the texts that can be values of an annotated type, if they can be listed.
+
+    Example:
+        >>> choices(Literal["adam", "sgd"] | None), choices(bool), choices(int)
+        (['adam', 'sgd', 'none'], ['true', 'false'], [])
+    """
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        return [text for each in typing.get_args(hint) for text in choices(each)]
+    if typing.get_origin(hint) is Literal:
+        return [str(value) for value in typing.get_args(hint)]
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return [str(member.value) for member in hint]
+    return {bool: ["true", "false"], type(None): ["none"]}.get(hint, [])
 
 
 def type_name(hint: object) -> str:
@@ -162,9 +179,57 @@ def _number(text: str, kind: type) -> object:
 ConfigT = TypeVar("ConfigT")
 
 
+class FileSetting(str):
+    """A change ``key=value`` from a file of settings, which messages name as ``file``."""
+
+    file = ""
+
+    def removeprefix(self, prefix: str, /) -> FileSetting:
+        """Returns the change of the key without a prefix."""
+        change = FileSetting(super().removeprefix(prefix))
+        change.file = self.file
+        return change
+
+
+def read_settings(file: str) -> list[str]:
+    """Returns the settings of a TOML file as ``key=value`` items; a table is a group of keys, a list has commas.
+
+    Raises:
+        ValueError: the file cannot be read, is no TOML, or a value is neither text, a number, true, false nor a list.
+    """
+    try:
+        tomllib: Any = importlib.import_module("tomllib")
+    except ModuleNotFoundError:
+        raise ValueError(f"--settings {file}: Python 3.10 reads no TOML; use Python 3.11, or --set KEY=VALUE") from None
+    try:
+        with open(file, "rb") as stream:
+            items = list(_flat(tomllib.load(stream), ""))
+    except OSError as error:
+        raise ValueError(f"--settings {file}: cannot be read: {error.strerror}; check the path") from None
+    except ValueError as error:
+        raise ValueError(f"--settings {file}: {error}") from None
+    for item in items:
+        item.file = file
+    return list(items)
+
+
+def _flat(table: Mapping[str, Any], prefix: str) -> Iterator[FileSetting]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+            continue
+        values = value if isinstance(value, list) else [value]
+        if not all(isinstance(each, str | int | float) for each in values):
+            raise ValueError(
+                f"{prefix}{key} = {str(value)[:60]}: write a text, a number, true, false or a list of them"
+            )
+        texts = [str(each).lower() if isinstance(each, bool) else str(each) for each in values]
+        yield FileSetting(f"{prefix}{key}={','.join(texts)}")
+
+
 @dataclasses.dataclass(frozen=True)
 class _Change:
-    item: str
+    label: str
     value: object
 
 
@@ -179,7 +244,7 @@ def apply_overrides(config: ConfigT, overrides: Iterable[str]) -> ConfigT:
 
     Args:
         config: a frozen dataclass, whose groups are dataclasses again.
-        overrides: `key=value` items, whose keys are dotted paths.
+        overrides: `key=value` items, whose keys are dotted paths, as typed or from :func:`read_settings`.
 
     A field with ``metadata={"open": True}`` is a tuple of ``key=value`` texts, and takes the keys that its dataclass
     lacks.
@@ -205,16 +270,17 @@ def apply_overrides(config: ConfigT, overrides: Iterable[str]) -> ConfigT:
     """
     tree: _Tree = {}
     for item in overrides:
+        label = f"--settings {item.file}: {item}" if isinstance(item, FileSetting) else f"--set {item}"
         key, equals, text = item.partition("=")
         if not equals or not key.strip():
-            raise ValueError(f"--set {item}: write key=value, such as --set loader.batch_size=4096")
+            raise ValueError(f"{label}: write key=value, such as --set loader.batch_size=4096")
         path = key.strip().split(".")
         try:
-            _plant(tree, config, path, text.strip(), item)
+            _plant(tree, config, path, text.strip(), label)
         except KeyError as missing:
             paths = list(key_paths(config))
             question = similar_keys(key.strip(), paths) or f"; keys are {listed(paths)}"
-            raise ValueError(f"--set {item}: there is no key {missing.args[0]!r}{question}") from None
+            raise ValueError(f"{label}: there is no key {missing.args[0]!r}{question}") from None
     return typing.cast(ConfigT, _rebuild(config, tree))
 
 
@@ -234,45 +300,45 @@ def is_group(value: object) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-def _plant(tree: _Tree, config: object, keys: list[str], text: str, item: str) -> None:
+def _plant(tree: _Tree, config: object, keys: list[str], text: str, label: str) -> None:
     key, *below = keys
     names = [field.name for field in dataclasses.fields(config) if field.init]  # type: ignore[arg-type]
     if key not in names:
         open_field = next((field.name for field in dataclasses.fields(config) if field.metadata.get("open")), None)  # type: ignore[arg-type]
         if below or open_field is None:
             raise KeyError(key)
-        _plant_named(tree, open_field, getattr(config, open_field), f"{key}={text}", item)
+        _plant_named(tree, open_field, getattr(config, open_field), f"{key}={text}", label)
         return
     value = getattr(config, key)
     if below and is_group(value):
-        _plant(typing.cast(_Tree, tree.setdefault(key, {})), value, below, text, item)
+        _plant(typing.cast(_Tree, tree.setdefault(key, {})), value, below, text, label)
     elif below:
-        raise ValueError(f"--set {item}: {key!r} is {value!r} and has no keys of its own; write --set ...{key}=value")
+        raise ValueError(f"{label}: {key!r} is {value!r} and has no keys of its own; write --set ...{key}=value")
     elif is_group(value):
         inner = ", ".join(field.name for field in dataclasses.fields(value))
-        raise ValueError(f"--set {item}: {key!r} is a group; set one of its keys: {inner}")
+        raise ValueError(f"{label}: {key!r} is a group; set one of its keys: {inner}")
     else:
-        tree[key] = _Change(item, _convert_for(item, text, config, key))
+        tree[key] = _Change(label, _convert_for(label, text, config, key))
 
 
-def _plant_named(tree: _Tree, name: str, texts: Sequence[str], text: str, item: str) -> None:
+def _plant_named(tree: _Tree, name: str, texts: Sequence[str], text: str, label: str) -> None:
     """Adds ``key=text`` to an open field, a tuple of such texts, in place of an earlier text of that key."""
     earlier = tree.get(name)
     if isinstance(earlier, _Change):
         texts = typing.cast(Sequence[str], earlier.value)
-        item = f"{earlier.item} --set {item}"
+        label = f"{earlier.label} {label}"
     key = text.partition("=")[0]
     kept = [other for other in texts if other.partition("=")[0] != key]
-    tree[name] = _Change(item, (*kept, text))
+    tree[name] = _Change(label, (*kept, text))
 
 
-def _convert_for(item: str, text: str, config: object, key: str) -> object:
+def _convert_for(label: str, text: str, config: object, key: str) -> object:
     try:
         return convert(text, field_hint(config, key))
     except NameError:
-        raise ValueError(f"--set {item}: {key!r} cannot be given as text; write a recipe file that sets it") from None
+        raise ValueError(f"{label}: {key!r} cannot be given as text; write a recipe file that sets it") from None
     except ValueError as error:
-        raise ValueError(f"--set {item}: {error}") from None
+        raise ValueError(f"{label}: {error}") from None
 
 
 def _rebuild(config: object, tree: _Tree) -> object:
@@ -285,9 +351,8 @@ def _rebuild(config: object, tree: _Tree) -> object:
     try:
         return dataclasses.replace(config, **changes)  # type: ignore[type-var]
     except ValueError as error:
-        settings = " ".join(f"--set {item}" for item in _items(tree))
-        raise ValueError(f"{settings}: {error}") from error
+        raise ValueError(f"{' '.join(_labels(tree))}: {error}") from error
 
 
-def _items(tree: _Tree) -> list[str]:
-    return [item for c in tree.values() for item in (_items(c) if isinstance(c, dict) else [c.item])]
+def _labels(tree: _Tree) -> list[str]:
+    return [label for c in tree.values() for label in (_labels(c) if isinstance(c, dict) else [c.label])]
