@@ -66,8 +66,7 @@ class Component:
         try:
             return cls(name=name, function=get_component(name).fn)
         except ComponentNotFoundException:
-            names = [component for component in get_components() if component.startswith("rec.")]
-            question = nearest(name, names) or "."
+            question = nearest(name, component_names()) or "."
             message = f"there is no component {name}{question} See `torchx builtins`"
             raise ValueError(message) from None
 
@@ -166,6 +165,11 @@ class Component:
         from torchx_apps.recipes.preprocess import PREPROCESS_RECIPES
 
         return load_recipe(recipe, PREPROCESS_RECIPES)
+
+
+def component_names() -> list[str]:
+    """Returns the names of the components of this package."""
+    return [name for name in get_components() if name.startswith("rec.")]
 
 
 def asks_for_help(words: Sequence[str]) -> bool:
