@@ -24,7 +24,6 @@ from torchrec_ext.schema import DataError
 from torchx_apps.cli.overrides import apply_overrides
 from torchx_apps.jobs.training import run_training
 from torchx_apps.recipes.by_name import load_recipe
-from torchx_apps.tasks import dynamic_ids
 from torchx_apps.tasks.dynamic_ids import numbered
 
 KINDS = 4
