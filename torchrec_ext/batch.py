@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -19,6 +20,9 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 from typing_extensions import Self
+
+# Length of a loader that does not know yet how many batches it will give, until it has given the last one.
+ENDLESS = sys.maxsize
 
 
 class _Fields(Pipelineable):

@@ -16,7 +16,7 @@ from typing import Any
 
 TERMINAL = "TORCHREC_EXT_TERMINAL"
 ERASE = "\r\x1b[K"  # removes the line that the cursor is on
-_MOVING = re.compile(r"epoch \d+, step \d+ of \d+: loss |\w+: [\w ]+, [\d,]+ of [\d,]+ (?:bytes|items)$")
+_MOVING = re.compile(r"epoch \d+, step \d+(?: of \d+)?: loss |\w+: [\w ]+, [\d,]+ of [\d,]+ (?:bytes|items)$")
 
 
 class _Terminal(io.TextIOBase):
@@ -55,14 +55,15 @@ def show_on_this_terminal() -> None:
             os.environ[TERMINAL] = os.ttyname(sys.stderr.fileno())
 
 
-def step_line(epoch: int, step: int, total: int, figures: str) -> str:
-    """Returns the plain line of a record.
+def step_line(epoch: int, step: int, total: int | None, figures: str) -> str:
+    """Returns the plain line of a record; the total is None if nobody knows it.
 
     Example:
-        >>> step_line(1, 50, 960, "loss 0.3768")
-        'epoch 1, step 50 of 960: loss 0.3768'
+        >>> step_line(1, 50, 960, "loss 0.3768"), step_line(1, 50, None, "loss 0.3768")
+        ('epoch 1, step 50 of 960: loss 0.3768', 'epoch 1, step 50: loss 0.3768')
     """
-    return f"epoch {epoch}, step {step} of {total}: {figures}"
+    of_total = "" if total is None else f" of {total}"
+    return f"epoch {epoch}, step {step}{of_total}: {figures}"
 
 
 def is_moving(line: str) -> bool:

@@ -214,6 +214,16 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
+class StepObserver(Protocol):
+    """Looks at the output of each step, such as predictions made before the step trains its rows."""
+
+    def see(self, output: Any) -> None:
+        """Takes the model's output; the next step may overwrite its tensors."""
+
+    def figures(self) -> Record:
+        """Returns figures of the steps since the last call, for the record of them."""
+
+
 class Loader(Protocol):
     """An iterable of the batches of one epoch, equally many on every rank."""
 
@@ -248,6 +258,7 @@ def train(
     stop: Callable[[], bool] | None = None,
     watchdog: Watchdog | None = None,
     fresh_rows: FreshRows | None = None,
+    observer: StepObserver | None = None,
 ) -> list[Record]:
     """Trains ``model`` on TorchRec's pipeline for ``config.epochs`` passes over ``loader``.
 
@@ -257,7 +268,7 @@ def train(
     Args:
         model: model from :func:`hybrid_parallel`; its forward returns (loss, output with a ``loss`` and ``weights``).
         optimizer: the model's optimizer.
-        loader: batches; equally many on every rank.
+        loader: batches; equally many on every rank. On one rank its length may be ``ENDLESS`` until it has ended.
         runtime: rank and device of this process.
         config: settings of the loop.
         evaluate: called on every rank after an epoch; the figures it returns are logged.
@@ -270,6 +281,7 @@ def train(
         stop: called on every rank after each step and between blocks of an evaluation; if it returns True on one
             rank, the run is saved and ends on all.
         fresh_rows: begins rows anew if the loader's ids are dynamic; by default as the tables' ``init_fn`` draws them.
+        observer: sees the output of each step, and adds figures to the records of kind ``train``.
 
     Returns:
         The records, the same on every rank but for throughput. Each has ``kind``, ``epoch``, counted from 1, and
@@ -301,6 +313,7 @@ def train(
     with synchronised(model, optimizer, sync) as ranks:
         run = _Run(model, optimizer, loader, runtime, config, ranks, sync, trace, checkpoints, log, stop, watchdog)
         run.fresh_rows = fresh_rows
+        run.observer = observer
         while run.at.epoch < config.epochs and not run.over:
             run.train_epoch()
             run.end_epoch(evaluate)
@@ -339,6 +352,7 @@ class _Run:
         self.log = log
         self.watchdog = watchdog
         self.fresh_rows: FreshRows | None = None
+        self.observer: StepObserver | None = None
         steps = config.epochs * len(loader)
         self.schedule = None
         if config.tables_schedule.changes or config.dense_schedule.changes:
@@ -420,6 +434,9 @@ class _Run:
             for output in self.steps.outputs(self.loader, self._batches):
                 self._after_step(output)
             self.ranks.settle()
+            # A loader without a known length has ended only now.
+            if int(self.window.sums[1]):
+                self._record_window()
         except (GradientNotFiniteError, TrainingDivergedError) as error:
             explained = self.forward.explained(error)
             self._record(
@@ -464,20 +481,15 @@ class _Run:
         else:
             # A step that was left out has trained no row, so it does not count.
             self.window.add(output.loss, output.weights)
+            if self.observer is not None:
+                self.observer.see(output)
         overlap = None if self.trace is None else self.trace.step()
         if overlap is not None:
             self._record({"kind": "timeline", "epoch": self.at.epoch + 1, "step": step, **overlap})
         if self.progress.first and self.runtime.is_main and self.steps.piped:
             warn_unpipelined(unpipelined(self.pipeline, self.model))
         if step % self.config.log_every == 0 or self.at.done == len(self.loader):
-            # A record waits for the device anyway, so losses that were not read yet are checked first.
-            self.forward.settle()
-            record = self.window.record(self.at.epoch + 1, step)
-            if isinstance(self.loader, Reporting):
-                record |= self.loader.figures()
-            if self.schedule:
-                record |= rates(self.optimizer)
-            self._record(record)
+            self._record_window()
         if self.schedule:
             self.schedule.step()
         # After the last step of an epoch end_epoch() saves, together with the evaluation.
@@ -487,6 +499,18 @@ class _Run:
             self._stop()
         if self.watchdog is not None:
             self.watchdog.beat(self.forward.where(step))
+
+    def _record_window(self) -> None:
+        # A record waits for the device anyway, so losses that were not read yet are checked first.
+        self.forward.settle()
+        record = self.window.record(self.at.epoch + 1, self.at.step)
+        if isinstance(self.loader, Reporting):
+            record |= self.loader.figures()
+        if self.observer is not None:
+            record |= self.observer.figures()
+        if self.schedule:
+            record |= rates(self.optimizer)
+        self._record(record)
 
     def end_epoch(self, evaluate: Callable[[], Record] | None) -> None:
         """Saves, evaluates if the epoch is due for it, and decides whether the run is over."""
@@ -560,6 +584,11 @@ class _Run:
         self.forward.settle()
         self.ranks.settle()
         self.steps.settle()
+
+    def detach(self) -> None:
+        """Settles, and readies the model for calls outside of the pipeline, which holds no batch of dynamic ids."""
+        self.settle()
+        self.pipeline.detach()
 
     def _stop(self, where: str = "") -> None:
         """Saves, unless this step is saved already, and ends the run on all ranks after the same step or block."""

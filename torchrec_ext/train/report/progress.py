@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
+from torchrec_ext.batch import ENDLESS
 from torchrec_ext.distributed.runtime import Runtime
 from torchrec_ext.drawing.figures import BLUE, RED, figure_with_panels, save_figure
 from torchrec_ext.drawing.page import Bar, Curve, Lane, card, chart, lanes, page, paragraph, stacked, text_table
@@ -212,9 +213,10 @@ class Progress:
     def __init__(self, total: int, visible: bool, done: int = 0) -> None:
         self._terminal = terminal() if visible else None
         self._visible = visible
-        self._total = total
+        # tqdm draws no bar, but the steps and their rate, if the total is None.
+        self._total = None if total == ENDLESS else total
         self._bar = tqdm(
-            total=total,
+            total=self._total,
             initial=done,
             unit="step",
             file=self._terminal,

@@ -1,0 +1,185 @@
+"""EventLoader: makes batches of the events of a log that grows, each once and in order."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from torchrec_ext.batch import ENDLESS, Jagged, TowerBatch
+from torchrec_ext.data.columns import Float32, Int64
+from torchrec_ext.data.files.event_log import NO_EVENTS, EventLog, Events
+from torchrec_ext.data.files.events_config import EventsConfig
+from torchrec_ext.schema import BatchSchema
+
+# Seconds between two looks at a log without new events.
+_POLL_S = 0.05
+# Features of a batch.
+USER, ITEM = "user_id", "item_id"
+
+
+class EventRows(NamedTuple):
+    """B events with their drawn negatives, W candidates each, the event's own item first.
+
+    Attributes:
+        users: (B,) ids.
+        items: (B, W) ids.
+        labels: (B, W) labels, 0 for drawn items.
+        weights: (B, W) weights, 0 for a drawn item that is the event's own.
+        log_q: (B, W) log-probability with which an item is drawn.
+    """
+
+    users: Int64
+    items: Int64
+    labels: Float32
+    weights: Float32
+    log_q: Float32
+
+    @classmethod
+    def drawn(cls, events: Events, negatives: int, seed: Sequence[int]) -> EventRows:
+        """Draws negatives from the items of the events, each event's as likely as another's."""
+        count = len(events)
+        _, places, sizes = np.unique(events.items, return_inverse=True, return_counts=True)
+        log_q = np.log(sizes / count).astype(np.float32)[places]
+        rows = np.arange(count)[:, None]
+        # A generator of its own for each batch, so that a resumed run draws the same.
+        draws = np.random.default_rng(seed).integers(count, size=(count, negatives))
+        rows = np.concatenate([rows, draws], axis=1)
+        items = events.items[rows]
+        labels = np.zeros(items.shape, np.float32)
+        labels[:, 0] = events.labels
+        weights = np.ones(items.shape, np.float32)
+        weights[:, 1:] = items[:, 1:] != items[:, :1]
+        return cls(events.users, items, labels, weights, log_q[rows])
+
+
+class EventLoader:
+    """Yields batches of raw ids as long as the log grows; its length is ``ENDLESS`` until it has ended.
+
+    Args:
+        config: the log, when its events make a batch, and when the run ends.
+        schema: schema of the batches, of the features ``user_id`` and ``item_id``.
+        batch_size: number of events of a full batch.
+        negatives: items drawn for each event from the others of its batch; 0 for events with labels, or for a softmax
+            over the batch.
+        seed: seed of the negatives.
+        log_q: whether a batch says how likely each candidate was drawn.
+        stop: whether the run is to end; events that fill no batch are then left to the next run.
+        waiting: called between two looks at a log without new events; it may be replaced.
+
+    Attributes:
+        events: number of events so far.
+        last: the last batch, before ids become rows.
+        newest: time of the last event, NaN for a log without times.
+    """
+
+    def __init__(
+        self,
+        config: EventsConfig,
+        schema: BatchSchema,
+        *,
+        batch_size: int,
+        negatives: int = 0,
+        seed: int = 0,
+        log_q: bool = False,
+        stop: Callable[[], bool] = lambda: False,
+        waiting: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._log = EventLog(config)
+        self._schema = schema
+        self._config = config
+        self._batch_size = batch_size
+        self._negatives = negatives
+        self._seed = seed
+        self._log_q = log_q
+        self._stop = stop
+        self.waiting = waiting
+        self.events = 0
+        self.last: EventRows | None = None
+        self.newest = math.nan
+        self._batches = 0
+        self._is_over = False
+        # The log itself is ahead while a batch is not full.
+        self._position = self._log.state_dict()
+
+    def __len__(self) -> int:
+        return self._batches if self._is_over else ENDLESS
+
+    def __iter__(self) -> Iterator[TowerBatch]:
+        # Not in load_state_dict(): the error of a changed log is the run's, not that of its checkpoint.
+        self._log.load_state_dict(self._position)
+        while len(events := self._next()):
+            self._position = self._log.state_dict()
+            self.events += len(events)
+            self.newest = float(events.times[-1])
+            self.last = EventRows.drawn(events, self._negatives, (self._seed, self._batches))
+            self._batches += 1
+            yield self._batch(self.last)
+        self._is_over = True
+
+    def _next(self) -> Events:
+        """Waits for the events of a batch; returns none at the end."""
+        config = self._config
+        most = self._batch_size
+        if config.events:
+            most = min(most, config.events - self.events)
+        events = NO_EVENTS
+        begin = last = time.monotonic()
+        while len(events) < most and not self._is_over:
+            more = self._log.read(most - len(events))
+            now = time.monotonic()
+            if len(more):
+                last = now
+                if not len(events):
+                    begin = now
+                events = Events.joined([events, more])
+            elif len(events) and config.batch_s and now - begin >= config.batch_s:
+                break
+            elif config.until_idle_s and now - last >= config.until_idle_s:
+                # What is there makes the last batch.
+                self._is_over = True
+            else:
+                self.waiting()
+                time.sleep(_POLL_S)
+            if self._stop():
+                return NO_EVENTS
+        return events
+
+    def _batch(self, rows: EventRows) -> TowerBatch:
+        count, width = rows.items.shape
+        users = torch.from_numpy(rows.users)
+        is_shared = USER in self._schema.shared
+        if not is_shared:
+            users = users.repeat_interleave(width)
+        log_q = torch.from_numpy(rows.log_q.reshape(-1)) if self._log_q else None
+        return self._schema.assemble(
+            {USER: Jagged(users), ITEM: Jagged(torch.from_numpy(rows.items.reshape(-1)))},
+            labels=torch.from_numpy(rows.labels.reshape(-1)),
+            weights=torch.from_numpy(rows.weights.reshape(-1)),
+            log_q=log_q,
+            index=width if is_shared else None,
+            shared_rows=torch.arange(count) if is_shared else None,
+        )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Does nothing: a log is read once."""
+
+    def state_dict(self, *, step: int | None = None) -> dict[str, Any]:
+        """Returns the log's position after the last batch.
+
+        Raises:
+            ValueError: ``step`` is not the number of batches so far, because the loader has run ahead.
+        """
+        if step not in (None, self._batches):
+            raise ValueError(f"step={step}: the log is at batch {self._batches}; save when no batch is under way")
+        return {"log": self._position, "events": self.events, "batches": self._batches}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues at a position of :meth:`state_dict`."""
+        self._position = state["log"]
+        self.events = state["events"]
+        self._batches = state["batches"]
